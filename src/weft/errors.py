@@ -1,0 +1,69 @@
+"""Every error that weft raises on purpose.
+
+    WeftError
+    ├── Refusal              what was asked for cannot be done; raised before any process starts   exit 2
+    │   ├── ConfigError      a key or value of RUN.toml or of the command line
+    │   ├── LayoutError      a layout that does not parse, fit the world, or divide the batch
+    │   ├── CannotCut        a strategy on a model that it cannot cut
+    │   ├── CheckpointError  a truncated, foreign or mismatched checkpoint
+    │   └── DataError        a missing or unreadable dataset
+    └── WorkerDied           a process of the run failed; carries that worker's own error          exit 1
+
+A Refusal names the field, the value and what would work.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class WeftError(Exception):
+    """Base of all errors raised by weft."""
+
+    exit_code = 1
+
+
+class Refusal(WeftError):
+    """What was asked for cannot be done: `field` is the key, `value` what it held, `fix` what would work."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, problem: str, fix: str):
+        self.field, self.value, self.problem, self.fix = field, value, problem, fix
+        super().__init__(f"{field} = {value!r}: {problem}. {fix[:1].upper()}{fix[1:].rstrip('.')}.")
+
+
+class ConfigError(Refusal):
+    """A key or value of RUN.toml or of the command line."""
+
+
+class LayoutError(Refusal):
+    """A layout that does not parse, does not fit the world, or does not divide the batch."""
+
+
+class CannotCut(Refusal):
+    """A strategy on a model that it cannot cut."""
+
+
+class CheckpointError(Refusal):
+    """A truncated, foreign or mismatched checkpoint."""
+
+
+class DataError(Refusal):
+    """A missing or unreadable dataset."""
+
+
+class WorkerDied(WeftError):
+    """A process of the run failed. `rank` says which; `report` is that worker's own error."""
+
+    def __init__(self, rank: int, report: str):
+        self.rank, self.report = rank, report
+        super().__init__(f"rank {rank} died:\n{report.rstrip()}")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for an unknown word: `did you mean "steps"?`, or the list of known words."""
+    words = sorted(known)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return f'did you mean "{close[0]}"?' if close else "known: " + ", ".join(words)

@@ -1,0 +1,108 @@
+"""Layout: named axes <-> ranks. Pure arithmetic; no torch.
+
+A layout is written outermost axis first, each axis with its size, and an option of the axis after a `+`:
+
+    dp2.fsdp2+zero2.tp4+sequence
+
+    rank = ((dp * 2) + fsdp) * 4 + tp          neighbours on the last axis are neighbouring ranks
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from .errors import LayoutError
+
+DATA_AXES = ("dp", "fsdp")  # the axes over which the batch is divided
+_AXIS = re.compile(r"([a-z]+)([0-9]+)((?:\+[a-z0-9]+)*)")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Named axes and sizes, outermost first. `str` and `parse` are inverse."""
+
+    sizes: tuple[tuple[str, int], ...]
+    options: tuple[tuple[str, str], ...] = ()  # (axis, option) in the order written
+
+    def __post_init__(self) -> None:
+        names = self.axes
+        for name, size in self.sizes:
+            if size < 1:
+                raise LayoutError("layout", str(self), f"axis {name} has size {size}", "sizes start at 1")
+            if names.count(name) > 1:
+                raise LayoutError("layout", str(self), f"axis {name} stands twice", "name each axis once")
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """`pp2.dp2.tp2+sequence` -> Layout. Raises LayoutError."""
+        sizes: list[tuple[str, int]] = []
+        options: list[tuple[str, str]] = []
+        for part in text.strip().split("."):
+            match = _AXIS.fullmatch(part)
+            if match is None:
+                raise LayoutError(
+                    "layout", text, f"{part!r} is not an axis with a size", 'write axes as in "dp2.fsdp2.tp2+sequence"'
+                )
+            name, size, flags = match.groups()
+            sizes.append((name, int(size)))
+            options += [(name, flag) for flag in flags.split("+")[1:]]
+        return cls(tuple(sizes), tuple(options))
+
+    def __str__(self) -> str:
+        return ".".join(
+            f"{name}{size}" + "".join(f"+{o}" for a, o in self.options if a == name) for name, size in self.sizes
+        )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.sizes)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return prod(size for _, size in self.sizes)
+
+    def size(self, *axes: str) -> int:
+        """Product of the sizes of these axes; an axis that is not in the layout has size 1."""
+        return prod(size for name, size in self.sizes if name in axes)
+
+    def option(self, axis: str) -> tuple[str, ...]:
+        """The options written after this axis."""
+        return tuple(o for a, o in self.options if a == axis)
+
+    def live(self, *axes: str) -> tuple[str, ...]:
+        """Those of these axes (of all axes if none is named) that hold more than one rank, in layout order."""
+        return tuple(name for name, size in self.sizes if size > 1 and (not axes or name in axes))
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Position of a rank on every axis."""
+        coords = {}
+        for name, size in reversed(self.sizes):
+            rank, coords[name] = divmod(rank, size)
+        return {name: coords[name] for name in self.axes}
+
+    def rank(self, **coords: int) -> int:
+        """Rank at this position; an axis left out counts as 0."""
+        rank = 0
+        for name, size in self.sizes:
+            rank = rank * size + coords.get(name, 0)
+        return rank
+
+    def index(self, rank: int, *axes: str) -> int:
+        """Position of a rank among its peers on these axes together."""
+        coords, index = self.coords(rank), 0
+        for name, size in self.sizes:
+            if name in axes:
+                index = index * size + coords[name]
+        return index
+
+    def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from this one only on these axes, itself among them, in order."""
+        coords = self.coords(rank)
+        return tuple(
+            r
+            for r in range(self.world)
+            if all(c == coords[a] for a, c in self.coords(r).items() if a not in axes)
+        )
