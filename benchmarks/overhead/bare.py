@@ -1,0 +1,31 @@
+"""The bare script that start-up is measured against: `torchrun --nproc-per-node 2 bare.py OUT KEY=NUMBER ...`.
+
+One optimizer step of plain DDP; rank 0 then writes the loss to the file OUT. Keys: batch, and `work.build`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import plain_ddp
+import torch.distributed as dist
+import work
+
+
+def main(out: str, *pairs: str) -> None:
+    size = {key: int(value) for key, value in (pair.split("=") for pair in pairs)}
+    batch = size.pop("batch")
+    dist.init_process_group("gloo")
+    trainer = plain_ddp.trainer(work.build(**size), work.adamw, clip=1.0)
+    rows = work.rows_of(work.batch_of(work.Text(size["seq_len"]), batch, 0), dist.get_rank(), dist.get_world_size())
+    loss = trainer.step(rows)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps({"step": 1, "loss": loss.item()}) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

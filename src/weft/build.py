@@ -1,0 +1,328 @@
+"""From a Run to the objects that it names: model, dataset, loss, optimizer, plan. All that a user can get wrong in
+naming them is refused here, before any process starts.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import data, planner
+from .config import Axes, Run
+from .errors import ConfigError, DataError, Refusal, nearest
+from .losses import Loss
+from .plans import Plan
+from .text import extra
+from .train import schedule
+
+# Those of torch.optim that update each element from that element's own gradient and state, so that a shard of a
+# parameter is updated as in the whole.
+OPTIMIZERS = {
+    kind.__name__.lower(): kind
+    for kind in (
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    )
+}
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+def resolve(name: str, folder: str | Path = ".", field: str = "build") -> Callable[..., Any]:
+    """What `package.module:callable` names. `folder` and the current directory are importable. Raises ConfigError."""
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError(
+            field, name, "is not of the form package.module:callable", 'write as in "weft.models:decoder"'
+        )
+    for place in (str(Path.cwd()), str(Path(folder).resolve())):
+        if place not in sys.path:
+            sys.path.insert(0, place)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(field, name, f"imports {error.name}, which is not installed", "install it") from error
+        fix = f"put {error.name.partition('.')[0]}.py beside the run file or in the current directory, or install it"
+        raise ConfigError(field, name, f"there is no module {error.name}", fix) from error
+    except Refusal:
+        raise
+    except Exception as error:  # a user's module may fail in any way
+        problem = f"importing {module_name} fails: {type(error).__name__}: {error}"
+        raise ConfigError(field, name, problem, "correct that module") from error
+    for part in attribute.split("."):
+        if part not in dir(found):
+            known = [word for word in dir(found) if not word.startswith("_")]
+            raise ConfigError(field, name, f"{module_name} has no {part}", nearest(part, known))
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(field, name, f"is of type {type(found).__name__} and cannot be called", "name a function")
+    return found
+
+
+def model(
+    run: Run, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, seed: int | None = None
+) -> nn.Module:
+    """The model of [model] with weights drawn by `seed` ([train] seed if left out); the global generator is untouched.
+
+    On "meta" it has shapes and no weights. Weights are made as the model makes them and then cast to `dtype`.
+    Raises ConfigError.
+    """
+    device = torch.device(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(run.train.seed if seed is None else seed)
+        if run.model.hf is not None:
+            built: Any = _transformer(run, device)
+        else:
+            name = str(run.model.build)
+            function = resolve(name, run.folder, "model.build")
+            built = _call(function, name, "model", (), run.model.arguments)
+    if not isinstance(built, nn.Module):
+        raise ConfigError("model.build", run.model.build, f"returns {type(built).__name__}", "return an nn.Module")
+    return built.to(device=device, dtype=dtype)
+
+
+def dataset(run: Run, split: str = "train") -> data.Dataset:
+    """The dataset of [data] for the split "train" or "val". Raises ConfigError, DataError.
+
+    A callable without a parameter `split` has only "train".
+    """
+    table, arguments = run.data, run.data.arguments
+    positional: tuple = ()
+    if table.text is not None:
+        name, function = "weft.data:text", data.text
+        positional = ([place(run, pattern) for pattern in table.text],)
+    elif table.hf is not None:
+        name, function = "weft.data:hf", data.hf
+        positional = (place(run, table.hf),)
+    else:
+        name = str(table.build)
+        function = resolve(name, run.folder, "data.build")
+    if "tokenizer" in arguments and isinstance(arguments["tokenizer"], str):
+        arguments["tokenizer"] = place(run, arguments["tokenizer"])
+    if _takes(function, "split"):
+        arguments["split"] = split
+    elif split != "train":
+        fix = f"give {name} a parameter split, or set train.eval_every to 0"
+        raise ConfigError("data.build", name, f"has no split {split!r}", fix)
+    made = _call(function, name, "data", positional, arguments)
+    for method in ("__len__", "__getitem__"):
+        if method not in dir(made):
+            problem = f"returns {type(made).__name__}, which has no {method}"
+            raise ConfigError("data.build", name, problem, "return a map-style dataset")
+    return made
+
+
+def loss(run: Run) -> Loss:
+    """The loss of [train]: (output, batch) -> (sum, weight). Raises ConfigError."""
+    return resolve(run.train.loss, run.folder, "train.loss")
+
+
+def optimizer(run: Run) -> Callable[[NamedParameters], torch.optim.Optimizer]:
+    """The optimizer of [optimizer], as a function of named parameters. Raises ConfigError."""
+    name, arguments = run.optimizer.name, run.optimizer.arguments
+    if name not in OPTIMIZERS:
+        raise ConfigError("optimizer.name", name, "is no elementwise optimizer of torch", nearest(name, OPTIMIZERS))
+    kind = OPTIMIZERS[name]
+    known = set(inspect.signature(kind).parameters) - {"params"}
+    _known("optimizer", arguments, known, f"argument of {name}")
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+    try:
+        kind([torch.zeros(1)], **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError("optimizer", arguments, f"{name} refuses: {error}", "correct that argument") from error
+    return partial(kind, **arguments)
+
+
+def inputs(run: Run, model: nn.Module) -> tuple[str, ...] | None:
+    """Names of the batch entries that the model is called with; None: those that its forward names. Raises ConfigError."""
+    names, parameters = run.model.inputs, inspect.signature(model.forward).parameters
+    if names is not None and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        for name in names:
+            if name not in parameters:
+                problem = f"{type(model).__name__}.forward has no parameter {name}"
+                raise ConfigError("model.inputs", list(names), problem, nearest(name, parameters))
+    return names
+
+
+def lr_factor(run: Run) -> Callable[[int], float]:
+    """Step (the first is 0) -> what the learning rate is multiplied by."""
+    t = run.train
+    return partial(schedule.lr_factor, steps=t.steps, warmup=t.warmup, decay=t.decay, min_ratio=t.min_lr_ratio)
+
+
+def plan(run: Run, model: nn.Module) -> Plan:
+    """The Plan of this run for its model, which may be on the meta device. Raises Refusal."""
+    t = run.train
+    return planner.plan(
+        model,
+        run.layout.axes,
+        batch=t.batch,
+        accumulate=t.accumulate,
+        loss=loss(run),
+        roles=run.roles or None,
+        recompute=t.recompute,
+        precision=run.precision.compute,
+        sync_batchnorm=t.sync_batchnorm,
+    )
+
+
+def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
+    """Build all that the run names, as far as that takes no memory, and plan each layout ([layout] if none is given).
+
+    So what a process of the run would refuse is refused here. Raises Refusal.
+    """
+    skeleton = _skeleton(run)
+    plans = [plan(with_layout(run, axes), skeleton) for axes in layouts or [run.layout.axes]]
+    optimizer(run)
+    train = dataset(run)
+    for split, held in (("train", train), *([("val", dataset(run, "val"))] if run.train.eval_every else [])):
+        if len(held) < run.train.batch:
+            problem = f"the split {split!r} has {len(held)} samples, less than one batch"
+            raise DataError("train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data")
+    _check_inputs(run, skeleton, train[0])
+    return plans
+
+
+def with_layout(run: Run, axes: str) -> Run:
+    """The same run on another layout. Raises LayoutError."""
+    return run.model_copy(update={"layout": Axes(axes=axes)})
+
+
+def place(run: Run, path: str) -> str:
+    """A path or pattern of the run file: below the run's folder if something is there, else as it is written."""
+    below = os.path.join(run.folder, path)
+    return below if path and any(True for _ in glob.iglob(below, recursive=True)) else path
+
+
+def _skeleton(run: Run) -> nn.Module:
+    """The model on the meta device; with weights if it computes with them while it is made."""
+    try:
+        return model(run, device="meta")
+    except ConfigError:
+        return model(run)
+
+
+def _check_inputs(run: Run, model: nn.Module, sample: Mapping[str, Any]) -> None:
+    """The model can be called with what the dataset gives."""
+    names = inputs(run, model)
+    if names is None:
+        parameters = inspect.signature(model.forward).parameters.values()
+        needed = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        names = tuple(p.name for p in needed if p.default is p.empty)
+    for name in names:
+        if name not in sample:
+            problem = f"{type(model).__name__} is called with {name}, and a sample holds {', '.join(sample)}"
+            fix = f"rename that entry of the dataset or parameter of forward; {nearest(name, sample)}"
+            raise ConfigError("model.inputs", list(names), problem, fix)
+
+
+# ---- calls ---------------------------------------------------------------------------------------------------------
+
+
+def _takes(function: Callable[..., Any], parameter: str) -> bool:
+    return parameter in inspect.signature(function).parameters
+
+
+def _known(table: str, arguments: Mapping[str, Any], known: Collection[str], what: str) -> None:
+    for key, value in arguments.items():
+        if key not in known:
+            raise ConfigError(
+                f"{table}.{key}", value, f"is no {what}", nearest(key, known) if known else "leave it out"
+            )
+
+
+def _call(function: Callable[..., Any], name: str, table: str, positional: tuple, arguments: Mapping[str, Any]) -> Any:
+    """`function(*positional, **arguments)`, with the arguments checked against its signature."""
+    signature = inspect.signature(function)
+    named = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = named[len(positional) :]
+    if all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
+        _known(table, arguments, [p.name for p in named], f"argument of {name}")
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in arguments:
+            field = f"{table}.{parameter.name}"
+            raise ConfigError(field, None, f"{name} needs it", f"write {parameter.name} in [{table}]")
+    try:
+        return function(*positional, **arguments)
+    except Refusal:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:  # what callables raise about their arguments
+        raise ConfigError(table, dict(arguments), f"{name} fails: {error}", "correct these arguments") from error
+
+
+# ---- Hugging Face --------------------------------------------------------------------------------------------------
+
+
+# Keys of a configuration that do not describe the model, or that weft decides: [precision] says the dtype.
+_FIXED = {"dtype", "use_cache", "model_type", "architectures", "transformers_version", "_name_or_path"}
+
+
+def _transformer(run: Run, device: torch.device) -> nn.Module:
+    """The transformers model of a configuration file, or of a directory with its safetensors weights if it has them."""
+    source = place(run, str(run.model.hf))
+    path = Path(source)
+    transformers = extra("transformers", "hf", source)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        fix = "name a configuration file, or a directory that holds config.json; nothing is downloaded"
+        raise ConfigError("model.hf", run.model.hf, "there is no such file or directory", fix)
+    overrides = run.model.arguments
+    attention = overrides.pop("attn_implementation", "sdpa")
+    try:
+        keys, _ = transformers.PreTrainedConfig.get_config_dict(file, local_files_only=True)
+        written = transformers.AutoConfig.for_model(**keys)
+        names = written.attribute_map  # such as GPT-2's hidden_size for n_embd
+        known = {*written.to_dict(), *names, "num_labels", "attn_implementation"} - _FIXED
+        _known("model", overrides, known, f"key of {file.name}")
+        if "num_labels" in overrides:
+            keys = {key: value for key, value in keys.items() if key not in ("id2label", "label2id")}
+        config = transformers.AutoConfig.for_model(**{**keys, **{names.get(k, k): v for k, v in overrides.items()}})
+        config.use_cache = False
+        task = "".join(word.capitalize() for word in (run.model.auto or "causal-lm").split("-"))
+        kind = getattr(transformers, f"AutoModelFor{task.replace('Lm', 'LM')}")
+        weights = sorted(path.glob("*.safetensors")) if path.is_dir() and device.type != "meta" else []
+        if not weights:
+            _no_pickles(run, path)
+            return kind.from_config(config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
+        with torch.device("cpu"):
+            built, report = kind.from_pretrained(
+                path, config=config, attn_implementation=attention, dtype=torch.float32,
+                use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True,
+            )  # fmt: skip
+    except Refusal:
+        raise
+    except Exception as error:  # transformers raises of all kinds
+        problem = f"transformers cannot build it ({type(error).__name__}: {str(error).strip()})"
+        raise ConfigError("model.hf", run.model.hf, problem, "correct the configuration or the overrides") from error
+    # Fine-tuning starts from a fresh head; a language model that lacks weights is another model.
+    if report["missing_keys"] and run.model.auto in (None, "causal-lm"):
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ConfigError("model.hf", run.model.hf, f"its weights lack {missing}", "name a complete model")
+    return built
+
+
+def _no_pickles(run: Run, path: Path) -> None:
+    pickles = sorted(path.glob("*.bin")) if path.is_dir() else []
+    if pickles:
+        problem = f"its weights are pickled ({pickles[0].name}), which can run any code"
+        raise ConfigError("model.hf", run.model.hf, problem, "convert them to safetensors, or name config.json alone")

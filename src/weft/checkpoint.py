@@ -1,0 +1,417 @@
+"""Checkpoints: saved by global name, read back under any other layout.
+
+    step-000100/
+        rank-00000-000.safetensors      the local tensors of this rank's pieces, each under its global name
+        rank-00001-000.safetensors
+        index.json                      for each global tensor: shape, dtype, which part lies in which file;
+                                        for each file: size and checksum; the scalars; the meta data
+
+A chunk says where a part of a file's tensor lies in the global tensor, so a rank that wants other chunks reads just the
+overlap of the two. Everything is written to `.step-000100.partial`, the index last, and the folder then renamed: what
+carries a step's name is complete.
+
+Written straight on safetensors and not through torch.distributed.checkpoint: that keeps its metadata in a pickle, and
+its safetensors storage keys a file by tensor name alone (two chunks of one tensor on one rank collide), guesses the
+global shape from the chunks it finds, and checks neither completeness nor contents. Giving it another storage takes
+more code than this file, and its planner would save only the few lines that intersect two boxes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save as to_safetensors
+
+from .errors import CheckpointError
+from .shards import Index, Piece, flaw, overlap, shift
+
+FILE_BYTES = 1 << 29  # a file is closed once it holds this much: bounds the host memory of a save
+
+_INDEX = "index.json"
+_FORMAT, _VERSION = "weft checkpoint", 1
+_STEP = re.compile(r"step-([0-9]{6,})")
+_FILE = re.compile(r"rank-[0-9]+-[0-9]+\.safetensors")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One global tensor of a checkpoint. Its chunks: (file, where in the file's tensor, where in the global tensor)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[tuple[str, Index, Index], ...]
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file must be to be the one that was written."""
+
+    size_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The index of one checkpoint."""
+
+    step: int
+    scalars: dict[str, Any]
+    meta: dict[str, Any]
+    tensors: dict[str, Stored]  # by global name
+    files: dict[str, File]
+
+
+def save(folder: Path, step: int, pieces: Iterable[Piece], scalars: dict, meta: dict, keep: int) -> None:
+    """Write the checkpoint of this step into folder/step-NNNNNN. Called by all ranks together, with one shared folder.
+
+    `scalars` and `meta` are JSON values, taken from rank 0. A checkpoint of the same step is replaced. Afterwards this
+    one and the `keep` - 1 others with the highest steps remain. Raises CheckpointError on every rank if any rank fails;
+    nothing is then published and older checkpoints stay as they are.
+    """
+    rank, _ = _place()
+    final = folder / f"step-{step:06d}"
+    partial = folder / f".{final.name}.partial"
+    fix = "see that the disk has room and that every rank may write to this folder; older checkpoints are intact"
+    try:
+        with _together(partial, fix):
+            if step < 0 or keep < 1:
+                raise CheckpointError("keep", keep, f"at step {step}", "steps start at 0; keep at least 1")
+            _dump_json([scalars, meta])  # what JSON cannot hold is refused before anything is written
+            if rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                _sweep(folder)
+                partial.mkdir()
+        with _together(partial, fix):
+            tensors, files = _write(partial, rank, pieces)
+        written = _gather((tensors, files))
+        with _together(partial, fix):
+            if rank == 0:
+                _write_index(partial, _merge(step, scalars, meta, written))
+                if final.exists():
+                    _hide(final)
+                partial.rename(final)
+                _fsync(folder)
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    with _together(folder, "remove old checkpoints by hand; the new one is complete"):
+        if rank == 0:
+            others = [other for other in _steps(folder) if other != step]
+            for old in others[: max(0, len(others) - keep + 1)]:
+                _hide(folder / f"step-{old:06d}")
+            _sweep(folder)
+
+
+def load(folder: Path, step: int | None, pieces: Iterable[Piece]) -> dict[str, Any]:
+    """Fill the pieces in place, bit for bit, from the checkpoint of this step (None: the latest); returns the scalars.
+
+    Called by all ranks together, in any layout. Tensors that no piece names are not read. Raises CheckpointError on
+    every rank if any rank finds the checkpoint absent, foreign, incomplete or damaged, or a name, shape or dtype that
+    it does not hold. All of that is checked, every file's checksum included, before the first tensor is changed.
+    """
+    rank, world = _place()
+    fix = "see that every rank can read this folder"
+    with _together(folder, fix):
+        chosen = latest(folder) if step is None else step
+    chosen = _everywhere(chosen)[0]
+    with _together(folder, fix):
+        pieces = list(pieces)
+        contents = inspect(folder, chosen)
+        path = folder / f"step-{contents.step:06d}"
+        for piece in pieces:
+            _check_piece(piece, contents)
+        for name, file in contents.files.items():
+            _check_size(path / name, file)
+        for name in sorted(contents.files)[rank::world]:  # each file is hashed once, by one rank
+            _check_crc(path / name, contents.files[name])
+    with _together(path, fix), ExitStack() as stack, torch.no_grad():
+        opened: dict[str, Any] = {}
+        for piece in pieces:
+            target = piece.tensor.detach()
+            for local, position in piece.chunks:
+                for file_name, stored_local, stored_position in contents.tensors[piece.name].chunks:
+                    common = overlap(position, stored_position)
+                    if common is None:
+                        continue
+                    if file_name not in opened:
+                        opened[file_name] = stack.enter_context(safe_open(path / file_name, framework="pt"))
+                    part = opened[file_name].get_slice(piece.name)[shift(common, stored_position, stored_local)]
+                    target[shift(common, position, local)].copy_(part)
+    return contents.scalars
+
+
+def latest(folder: Path) -> int | None:
+    """The highest step that has a complete checkpoint here; None if there is none."""
+    return max(_steps(folder), default=None)
+
+
+def inspect(folder: Path, step: int | None = None) -> Contents:
+    """What the checkpoint of this step (None: the latest) holds, from its index alone. Raises CheckpointError."""
+    steps = _steps(folder)
+    chosen = max(steps, default=None) if step is None else step
+    if chosen not in steps:
+        wanted = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        raise CheckpointError("checkpoint", str(folder), f"{wanted} is here", f"here are steps: {steps or 'none'}")
+    return _read_index(folder / f"step-{chosen:06d}" / _INDEX, chosen)
+
+
+# ---- the ranks together ----------------------------------------------------------------------------------------------
+
+
+def _place() -> tuple[int, int]:
+    """(rank, world) of the default group; one process where there is none."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _everywhere(value: Any) -> list[Any]:
+    """Every rank's value, in rank order, on every rank."""
+    values = [value] * _place()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _gather(value: Any) -> list[Any]:
+    """Every rank's value, in rank order, on rank 0; elsewhere an empty list."""
+    rank, world = _place()
+    values = [value] * world if rank == 0 else []
+    if dist.is_initialized():
+        dist.gather_object(value, values or None)
+    return values
+
+
+@contextmanager
+def _together(path: Path, fix: str) -> Iterator[None]:
+    """What fails on one rank in this block is raised on every rank, as a CheckpointError. Leaving it is a barrier."""
+    cause: Exception | None = None
+    facts: tuple[str, object, str, str] | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        cause, facts = error, (error.field, error.value, error.problem, error.fix)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem = f"rank {_place()[0]} failed: {type(error).__name__}: {error}"
+        cause, facts = error, ("checkpoint", str(path), problem, fix)
+    failed = [each for each in _everywhere(facts) if each is not None]
+    if failed:
+        raise CheckpointError(*failed[0]) from cause
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _write(folder: Path, rank: int, pieces: Iterable[Piece]) -> tuple[dict[str, Stored], dict[str, File]]:
+    """Write this rank's files; returns what they hold. Names that others write are listed too, without chunks, so that
+    rank 0 can tell a tensor that nobody wrote."""
+    pieces = list(pieces)
+    tensors: dict[str, Stored] = {}
+    files: dict[str, File] = {}
+    for piece in pieces:
+        if piece.name in tensors:
+            raise CheckpointError("tensor", piece.name, f"rank {rank} has it twice", "give each tensor its own name")
+        tensors[piece.name] = Stored(tuple(piece.shape), piece.tensor.dtype, ())
+    for number, batch in enumerate(_batches(piece for piece in pieces if piece.writer and piece.chunks)):
+        name = f"rank-{rank:05d}-{number:03d}.safetensors"
+        # copies: safetensors refuses tensors that share memory, as views of one flat buffer do
+        data = to_safetensors({piece.name: piece.tensor.detach().to("cpu", copy=True).contiguous() for piece in batch})
+        _write_file(folder / name, data)
+        files[name] = File(len(data), crc32(data))
+        for piece in batch:
+            tensors[piece.name] = replace(tensors[piece.name], chunks=tuple((name, *chunk) for chunk in piece.chunks))
+    return tensors, files
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Consecutive pieces, cut after the one that brings a batch to FILE_BYTES."""
+    batch: list[Piece] = []
+    batch_bytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        batch_bytes += piece.tensor.nbytes
+        if batch_bytes >= FILE_BYTES:
+            yield batch
+            batch, batch_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _merge(step: int, scalars: dict, meta: dict, written: list[tuple[dict[str, Stored], dict[str, File]]]) -> Contents:
+    """One index of all ranks' parts. Raises CheckpointError unless every element of every tensor was written once."""
+    tensors: dict[str, Stored] = {}
+    files: dict[str, File] = {}
+    for rank, (own_tensors, own_files) in enumerate(written):
+        files |= own_files
+        for name, own in own_tensors.items():
+            known = tensors.setdefault(name, replace(own, chunks=()))
+            if (own.shape, own.dtype) != (known.shape, known.dtype):
+                problem = f"is {known.dtype} {known.shape} on one rank and {own.dtype} {own.shape} on rank {rank}"
+                raise CheckpointError("tensor", name, problem, "all ranks must agree on the global tensor")
+            tensors[name] = replace(known, chunks=known.chunks + own.chunks)
+    for name, tensor in tensors.items():
+        _check_complete(name, tensor)
+    return Contents(step, scalars, meta, tensors, files)
+
+
+def _write_index(folder: Path, contents: Contents) -> None:
+    body = {
+        "step": contents.step,
+        "scalars": contents.scalars,
+        "meta": contents.meta,
+        "files": {name: [file.size_bytes, file.crc32] for name, file in contents.files.items()},
+        "tensors": {
+            name: {
+                "shape": tensor.shape,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "chunks": [[file, _to_json(local), _to_json(position)] for file, local, position in tensor.chunks],
+            }
+            for name, tensor in contents.tensors.items()
+        },
+    }
+    body = json.loads(_dump_json(body))  # as a reader will see it, so that the checksum is of the same text
+    index = {"format": _FORMAT, "version": _VERSION, "crc32": crc32(_dump_json(body).encode()), **body}
+    _write_file(folder / _INDEX, _dump_json(index).encode())
+    _fsync(folder)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _hide(checkpoint: Path) -> None:
+    """Make a leftover of a checkpoint, in one move: a crash while it is removed leaves no half checkpoint in sight."""
+    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.partial"))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what crashed or replaced checkpoints left."""
+    for leftover in folder.glob(".step-*.partial"):
+        shutil.rmtree(leftover)
+
+
+def _fsync(folder: Path) -> None:
+    """Make names in this folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _dump_json(value: object) -> str:
+    return json.dumps(value)
+
+
+def _to_json(index: Index) -> list[list[int]]:
+    return [[part.start, part.stop] for part in index]
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _steps(folder: Path) -> list[int]:
+    """Steps that have a complete checkpoint, ascending."""
+    names = [_STEP.fullmatch(path.parent.name) for path in folder.glob(f"step-*/{_INDEX}")]
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _read_index(path: Path, step: int) -> Contents:
+    foreign = "use a folder that weft saved; a damaged one cannot be resumed from, so name an older step"
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError("checkpoint", str(path), f"cannot be read: {error}", foreign) from error
+    try:
+        index = json.loads(text)
+        form, version, checksum = index.pop("format"), index.pop("version"), index.pop("crc32")
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError("checkpoint", str(path), "is not the index of a weft checkpoint", foreign) from error
+    if form != _FORMAT or version != _VERSION:
+        problem = f"is {form!r} version {version!r}, not {_FORMAT!r} version {_VERSION}"
+        raise CheckpointError("checkpoint", str(path), problem, foreign)
+    if crc32(_dump_json(index).encode()) != checksum:
+        raise CheckpointError("checkpoint", str(path), "was changed after it was written", foreign)
+    try:
+        contents = Contents(
+            step=index["step"],
+            scalars=index["scalars"],
+            meta=index["meta"],
+            tensors={name: _to_stored(entry) for name, entry in index["tensors"].items()},
+            files={name: File(*entry) for name, entry in index["files"].items()},
+        )
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError("checkpoint", str(path), "is not the index of a weft checkpoint", foreign) from error
+    for name in {file for tensor in contents.tensors.values() for file, _, _ in tensor.chunks} | contents.files.keys():
+        if name not in contents.files or not _FILE.fullmatch(name):  # never a path that leads out of the folder
+            raise CheckpointError("checkpoint", str(path), f"names a file {name!r}", foreign)
+    for name, tensor in contents.tensors.items():
+        _check_complete(name, tensor)
+    if contents.step != step:
+        problem = f"is the index of step {contents.step}"
+        raise CheckpointError("checkpoint", str(path), problem, f"name the folder step-{contents.step:06d} again")
+    return contents
+
+
+def _to_stored(entry: dict[str, Any]) -> Stored:
+    dtype = getattr(torch, entry["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(entry["dtype"])
+    chunks = tuple((file, _to_index(local), _to_index(position)) for file, local, position in entry["chunks"])
+    return Stored(tuple(entry["shape"]), dtype, chunks)
+
+
+def _to_index(pairs: list[list[int]]) -> Index:
+    return tuple(slice(start, stop) for start, stop in pairs)
+
+
+def _check_complete(name: str, tensor: Stored) -> None:
+    problem = flaw((position for _, _, position in tensor.chunks), tensor.shape)
+    if problem:
+        raise CheckpointError(
+            "tensor", name, f"{problem} of those written", "each element must have exactly one writer"
+        )
+
+
+def _check_piece(piece: Piece, contents: Contents) -> None:
+    stored = contents.tensors.get(piece.name)
+    where = f"the checkpoint of step {contents.step}"
+    if stored is None:
+        fix = f"resume with the model and optimizer that wrote it; it holds {len(contents.tensors)} tensors"
+        raise CheckpointError("tensor", piece.name, f"is not in {where}", fix)
+    if stored.shape != tuple(piece.shape) or stored.dtype != piece.tensor.dtype:
+        problem = f"is {piece.tensor.dtype} {tuple(piece.shape)} here and {stored.dtype} {stored.shape} in {where}"
+        raise CheckpointError("tensor", piece.name, problem, "resume with the model and precision that wrote it")
+
+
+def _check_size(path: Path, file: File) -> None:
+    fix = "copy the checkpoint again, or resume from an older step"
+    if not path.is_file():
+        raise CheckpointError("checkpoint", str(path), "the file is missing", fix)
+    if path.stat().st_size != file.size_bytes:
+        problem = f"has {path.stat().st_size} bytes where {file.size_bytes} were written"
+        raise CheckpointError("checkpoint", str(path), problem, fix)
+
+
+def _check_crc(path: Path, file: File) -> None:
+    checksum = 0
+    with open(path, "rb") as data:
+        while block := data.read(1 << 22):
+            checksum = crc32(block, checksum)
+    if checksum != file.crc32:
+        problem = "its checksum is not the one that was written"
+        raise CheckpointError("checkpoint", str(path), problem, "copy it again, or resume from an older step")

@@ -1,0 +1,184 @@
+"""The command line. Everything that can be refused is refused in this process, before any other starts.
+
+Exit codes: 0 done; 1 a process died, or verification failed; 2 refused; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .errors import ConfigError, LayoutError, Refusal, WeftError
+from .launch.environment import environment, local_world
+from .layout import Layout
+
+if TYPE_CHECKING:  # what brings torch with it is imported when a command runs: --help is to be fast
+    from .config import Run
+    from .launch.processes import Backend
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the run file: train.steps=20.")
+]
+
+
+def main() -> None:
+    """The entry point of the command `weft`."""
+    app(prog_name="weft")
+
+
+@app.callback()
+def weft() -> None:
+    """Lay any PyTorch model over any devices, and prove that the numbers are right."""
+
+
+@app.command()
+def train(
+    path: RunFile,
+    layout: Annotated[str | None, typer.Option(help="Axes and sizes, as in dp2.tp2.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Number of processes: the layout's, if left out.")] = None,
+    settings: Settings = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's latest checkpoint.")] = False,
+    output: Annotated[str | None, typer.Option(metavar="DIR", help="The run folder.")] = None,
+) -> None:
+    """Train the model of RUN.toml, in as many processes as its layout has ranks."""
+    with _exit_codes():
+        run = _load(path, settings, layout, output)
+        world = Layout.parse(run.layout.axes).world
+        joined = environment()
+        for name, count in (("--nproc", nproc), ("WORLD_SIZE", joined and joined[1])):
+            if count is not None and count != world:
+                fix = f'use {world}, or a layout of {count} ranks such as "dp{count}"'
+                raise LayoutError(name, count, f"layout {run.layout.axes} has {world} ranks", fix)
+
+        from . import build
+        from .launch import processes
+        from .train import trainer
+
+        build.check(run)
+        _check_folder(run, resume)
+        threads = run.train.threads
+        if joined is None:
+            processes.run(trainer.train, world, run, resume, threads=threads, backend=_backend(world))
+        else:
+            with processes.join(_backend(local_world()), threads):
+                trainer.train(run, resume)
+
+
+@app.command()
+def verify(
+    path: RunFile,
+    layout: Annotated[
+        list[str] | None, typer.Option(help="A layout to verify, may be repeated: RUN.toml's, if left out.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps after which weights are compared.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    world: Annotated[int | None, typer.Option(min=1, help="Verify every layout of this many ranks.")] = None,
+    settings: Settings = None,
+) -> None:
+    """Show that loss, gradients and weights equal those of one device, and that the collectives are those predicted."""
+    with _exit_codes():
+        run = _load(path, settings, None, None)
+
+        from . import build
+        from .verification.command import verify_run
+
+        layouts = list(layout or [])
+        if world is not None:
+            layouts += [axes for axes in _layouts(run, world) if axes not in layouts]
+        layouts = layouts or [run.layout.axes]
+        build.check(run, layouts)
+        report = verify_run(run, layouts, steps)
+        typer.echo(report.json() if as_json else report.text())
+        if not report.passed:
+            raise typer.Exit(1)
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """An error that weft raises on purpose is one message, and not a traceback."""
+    try:
+        yield
+    except WeftError as error:
+        joined = environment()
+        if joined is None or joined[0] == 0 or not isinstance(error, Refusal):  # all ranks refuse alike
+            typer.echo(f"weft: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        typer.echo("weft: interrupted", err=True)
+        raise typer.Exit(130) from None
+
+
+def _load(path: Path, settings: list[str] | None, layout: str | None, output: str | None) -> Run:
+    from . import config
+
+    overrides = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError("--set", setting, "has no =", "write --set train.steps=20")
+        overrides[key.strip()] = value.strip()
+    for key, text in (("layout.axes", layout), ("output", output)):
+        if text is not None:
+            overrides[key] = json.dumps(text)  # a string, even if it reads like a number
+    return config.load(path, overrides)
+
+
+def _check_folder(run: Run, resume: bool) -> None:
+    """The run folder can be written to, and holds a checkpoint if the run is to go on from one."""
+    from . import checkpoint
+
+    folder = Path(run.output)
+    if resume:
+        checkpoint.inspect(folder / "checkpoints")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        fix = "name another folder with --output"
+        raise ConfigError("output", run.output, f"cannot be written to ({error.strerror})", fix) from None
+
+
+def _backend(local_ranks: int) -> Backend:
+    """NCCL if every rank of this host has a GPU of its own, else gloo on the CPU."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < local_ranks:
+        typer.echo(f"weft: {local_ranks} ranks and {gpus} GPUs on this host: running on the CPU", err=True)
+    return "nccl" if gpus >= local_ranks else "gloo"
+
+
+def _layouts(run: Run, world: int) -> list[str]:
+    """Every layout of `world` ranks, with at most one option per axis, on which this run can be laid."""
+    from . import build, parallel
+
+    choices = []
+    for axis, strategies in parallel.registry().items():
+        options = ["", *(f"+{option}" for strategy in strategies for option in strategy.OPTIONS)]
+        sizes = [size for size in range(2, world + 1) if world % size == 0]
+        choices.append(["", *(f"{axis}{size}{option}" for size in sizes for option in options)])
+    found, refused = [], None
+    for chosen in itertools.product(*choices):
+        axes = ".".join(filter(None, chosen))
+        if not axes or Layout.parse(axes).world != world:
+            continue
+        try:
+            build.check(build.with_layout(run, axes))
+            found.append(axes)
+        except Refusal as error:
+            refused = error
+            typer.echo(f"weft: left out {axes}: {error}", err=True)
+    if refused is not None and not found:
+        raise refused
+    return found

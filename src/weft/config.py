@@ -1,0 +1,308 @@
+"""RUN.toml -> Run: read, overridden from the command line, checked. Pure data; no torch.
+
+    [model]        build = "package.module:callable" | hf = "a configuration file or a model directory"
+    [data]         build = "package.module:callable" | text = ["corpus/*.txt"] | hf = "a dataset directory"
+    [layout]       axes = "dp2.tp2"
+    [train]        batch, steps, loss, schedule, logging ...
+    [optimizer]    name, and that optimizer's own arguments
+    [precision]    compute = "fp32"
+    [checkpoint]   every, keep
+    [roles]        "blocks.*.up" = "column"
+
+All other keys of [model], [data] and [optimizer] are arguments of what the table names; `weft.build` checks them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from .errors import ConfigError, LayoutError, nearest
+from .layout import Layout
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+Task = Literal["causal-lm", "masked-lm", "sequence-classification", "token-classification", "image-classification"]
+
+
+class Table(BaseModel):
+    """A table whose keys are all known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Named(BaseModel):
+    """A table that names what is to be called; keys that are not its own are arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keys that are arguments of what the table names."""
+        return dict(self.model_extra or {})
+
+
+class Model(Named):
+    """[model]"""
+
+    build: str | None = Field(None, description='"package.module:callable" that returns an nn.Module')
+    hf: str | None = Field(None, description="a Hugging Face configuration file or model directory")
+    auto: Task | None = Field(None, description="what the Hugging Face model is for; causal-lm if left out")
+    inputs: Strings | None = Field(None, description="the batch entries that the model is called with")
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        _exactly_one(build=self.build, hf=self.hf)
+        if self.auto is not None and self.hf is None:
+            raise _wrong('has "auto", which is a key of Hugging Face models', "leave auto out, or name a model with hf")
+        return self
+
+
+class Data(Named):
+    """[data]"""
+
+    build: str | None = Field(None, description='"package.module:callable" that returns a map-style dataset')
+    text: Strings | None = Field(None, description='file names or patterns, as in ["corpus/*.txt"]')
+    hf: str | None = Field(None, description="a directory written by datasets' save_to_disk")
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        _exactly_one(build=self.build, text=self.text, hf=self.hf)
+        return self
+
+
+class Axes(Table):
+    """[layout]"""
+
+    axes: str = Field("dp1", description='axes with their sizes, as in "dp2.tp2"')
+
+    @field_validator("axes")
+    @classmethod
+    def _parses(cls, text: str) -> str:
+        try:
+            return str(Layout.parse(text))
+        except LayoutError as error:
+            raise LayoutError("layout.axes", text, error.problem, error.fix) from None
+
+
+class Train(Table):
+    """[train]"""
+
+    batch: int = Field(gt=0, description="samples per optimizer step, over all ranks")
+    steps: int = Field(gt=0, description="number of optimizer steps")
+    accumulate: int = Field(1, gt=0, description="number of microbatches that the batch is divided into")
+    loss: str = Field("weft.losses:next_token", description='"package.module:callable" for (output, batch)')
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of weights, data order and dropout")
+    clip: float | None = Field(None, gt=0, description="largest global gradient norm; left out, nothing is clipped")
+    warmup: int = Field(0, ge=0, description="steps over which the learning rate rises from 0")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="how the learning rate falls")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the learning rate at the end, as a part of the full one")
+    eval_every: int = Field(0, ge=0, description="steps between validations; 0: never")
+    eval_batches: int = Field(8, gt=0, description="batches of one validation")
+    log_every: int = Field(10, gt=0, description="steps between lines of metrics")
+    recompute: str | int = Field("none", description="none, selective, full, or k: every k-th block")
+    sample_tokens: int = Field(0, ge=0, description="tokens to generate when training has ended")
+    prompt: str = Field("", description="the text that the generated sample goes on from")
+    threads: int | None = Field(None, gt=0, description="torch threads per process; cores // processes if left out")
+    sync_batchnorm: bool = Field(True, description="batch statistics over the whole microbatch, not one rank's part")
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _recompute(cls, value: object) -> object:
+        if value in ("none", "selective", "full") or (type(value) is int and value > 0):
+            return value
+        hint = nearest(value, ("none", "selective", "full")) if isinstance(value, str) else "count from 1"
+        raise _wrong("is no way to recompute", f'write "none", "selective", "full" or a number of blocks; {hint}')
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.batch % self.accumulate:
+            raise _wrong(f"batch {self.batch} is not a multiple of accumulate {self.accumulate}", "change one of them")
+        if self.warmup > self.steps:
+            raise _wrong(f"warmup {self.warmup} is longer than the run's {self.steps} steps", "use a shorter warmup")
+        return self
+
+
+class Optimizer(Named):
+    """[optimizer]"""
+
+    name: str = Field("adamw", description="an optimizer of torch.optim, in lower case")
+
+
+class Precision(Table):
+    """[precision]"""
+
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field("fp32", description="the dtype computed in")
+
+
+class Checkpoint(Table):
+    """[checkpoint]"""
+
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0: none")
+    keep: int = Field(3, gt=0, description="number of checkpoints kept, the latest ones")
+
+
+class Run(Table):
+    """All of a run file. `folder` is where its modules and relative paths are looked for before the current directory."""
+
+    model: Model
+    data: Data
+    layout: Axes = Axes()
+    train: Train
+    optimizer: Optimizer = Optimizer()
+    precision: Precision = Precision()
+    checkpoint: Checkpoint = Checkpoint()
+    roles: dict[str, Any] = Field({}, description='a glob of module names -> its role, as in "blocks.*.up" = "column"')
+    output: str = Field(min_length=1, description="the run folder; runs/NAME for NAME.toml if left out")
+    folder: str = Field(min_length=1, description="where modules and paths are looked for; the file's own if left out")
+
+
+def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Run:
+    """Read a run file. `overrides`: dotted key -> TOML value, or text that is no TOML value and counts as a string.
+
+    Raises ConfigError with the dotted key as its field; LayoutError for a layout that does not parse.
+    """
+    path = Path(path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("run file", str(path), "there is no such file", _beside(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("run file", str(path), f"cannot be read ({error})", "name a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("run file", str(path), f"is not TOML: {error}", "correct that line") from None
+    for key, value in (overrides or {}).items():
+        _override(tables, key, value)
+    tables.setdefault("output", f"runs/{path.stem}")
+    here = path.resolve().parent
+    folder = tables.get("folder", ".")
+    tables["folder"] = str(here / folder) if isinstance(folder, str) and folder != "." else str(here)
+    try:
+        return Run.model_validate(tables)
+    except ValidationError as error:
+        raise _refusal(error.errors()[0]) from None
+
+
+def dump(run: Run) -> str:
+    """TOML text of every key, defaults included; `load` reads it back to the same Run."""
+    tables = run.model_dump(exclude_none=True)
+    plain = {key: value for key, value in tables.items() if not isinstance(value, dict)}
+    parts = ["".join(f"{_key(k)} = {_value(v)}\n" for k, v in plain.items())]
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            parts.append(f"[{_key(name)}]\n" + "".join(f"{_key(k)} = {_value(v)}\n" for k, v in table.items()))
+    return "\n".join(parts)
+
+
+# ---- TOML ----------------------------------------------------------------------------------------------------------
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+
+
+def _value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():  # JSON escapes as TOML's basic strings do, but for DEL
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case int() | float():
+            return repr(value)
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case list() | tuple():
+            return f"[{', '.join(map(_value, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{_key(k)} = {_value(v)}' for k, v in value.items())}}}"
+    raise TypeError(f"{type(value).__name__} is no TOML value")
+
+
+def _override(tables: dict[str, Any], key: str, text: str) -> None:
+    """Set the dotted key in the tables."""
+    try:
+        nested = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError:
+        raise ConfigError("--set", key, "is no dotted key", "write --set table.key=value") from None
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        parsed = {}
+    value = parsed["value"] if len(parsed) == 1 else text
+    table = tables
+    while True:
+        [(name, rest)] = nested.items()
+        if not isinstance(rest, dict):
+            table[name] = value
+            return
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError("--set", key, f"{name} is a value, not a table", "name a key of a table")
+        nested = rest
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def _wrong(problem: str, fix: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{problem}", {"problem": problem, "fix": fix})
+
+
+def _exactly_one(**keys: object) -> None:
+    given = [name for name, value in keys.items() if value is not None]
+    if len(given) != 1:
+        names = ", ".join(keys)
+        raise _wrong(f"names {' and '.join(given) or 'nothing'}", f"give exactly one of {names}")
+
+
+def _beside(path: Path) -> str:
+    found = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+    return nearest(path.name, found) if found else "name a TOML file that exists"
+
+
+_KINDS = {
+    "int_type": ("is not a whole number", "write a whole number"),
+    "float_type": ("is not a number", "write a number"),
+    "string_type": ("is not a text", "write a text in quotes"),
+    "bool_type": ("is neither true nor false", "write true or false"),
+    "tuple_type": ("is not a list", 'write a list, as in ["a", "b"]'),
+    "dict_type": ("is not a table", "write a table"),
+    "model_type": ("is not a table", "write a table"),
+    "string_too_short": ("is empty", "write a name"),
+}
+
+
+def _refusal(error: ErrorDetails) -> ConfigError:
+    """The ConfigError that says what pydantic found."""
+    path = [str(part) for part in error["loc"]]
+    table: Any = Run
+    for part in path[:-1]:
+        table = table.model_fields[part].annotation
+        if not (isinstance(table, type) and issubclass(table, BaseModel)):  # an item of a list, or a role
+            path = path[: path.index(part) + 1]
+            break
+    owner: Any = Run if len(path) == 1 else Run.model_fields[path[0]].annotation
+    fields = owner.model_fields
+    field, value, kind, context = ".".join(path), error["input"], error["type"], error.get("ctx", {})
+    about = fields[path[-1]].description if path[-1] in fields else None
+    if kind == "extra_forbidden":
+        place = f"[{path[0]}]" if len(path) > 1 else "a run file"
+        return ConfigError(field, value, f"is no key of {place}", nearest(path[-1], fields))
+    if kind == "missing":
+        what = f"{path[-1]} in [{path[0]}]: {about}" if len(path) > 1 else f"the table [{path[0]}]"
+        return ConfigError(field, None, "is missing", f"write {what}")
+    if kind == "refused":
+        return ConfigError(field, value, context["problem"], context["fix"])
+    problem, fix = _KINDS.get(kind, (error["msg"].replace("Input should be", "must be"), "change it"))
+    if kind == "literal_error":
+        known = re.findall(r"'([^']*)'", context["expected"])
+        problem, fix = "is not known", f"write one of {', '.join(known)}"
+        fix += f"; {nearest(value, known)}" if isinstance(value, str) and "did you" in nearest(value, known) else ""
+    return ConfigError(field, value, problem, f"{fix} ({about})" if about else fix)

@@ -1,0 +1,5 @@
+"""One optimizer step under a Plan."""
+
+from .engine import Engine, StepResult
+
+__all__ = ["Engine", "StepResult"]

@@ -1,0 +1,360 @@
+"""Engine: a model under a Plan, and one optimizer step of it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..errors import CannotCut, ConfigError
+from ..layout import DATA_AXES
+from ..mesh import Mesh
+from ..order import part
+from ..parallelize import DTYPES, parallelize
+from ..plans import COPY, Gather, Plan
+from ..randomness import Randomness, mix
+from ..shards import Piece, Segment, chunks, cut_segments, fsdp_rows, take, whole
+from .functions import Functions
+from .reducer import Reducer, local
+
+Batch = dict[str, Tensor]
+Loss = Callable[[Any, Batch], tuple[Tensor, Tensor]]
+Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+# what these compute for one element depends on that element alone, so a shard is updated as the whole would be
+ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, over all ranks: 0-dim float64 tensors. `loss` is the mean over `weight` things that count.
+
+    `grad_norm` is None where neither clipping nor loss scaling asked for it; `skipped`: gradients were not finite (fp16).
+    """
+
+    loss: Tensor
+    weight: Tensor
+    grad_norm: Tensor | None = None
+    skipped: bool = False
+
+
+class Engine:
+    """Trains `model` as `plan` says. Changes the model in place; every rank of the layout makes one.
+
+    `optimizer`: list of (name, parameter) -> torch.optim.Optimizer. `loss`: (output, batch) -> (sum, weight).
+    `inputs`: the batch's entries that the model is called with (default: those that its forward names, labels left out).
+    `clip`: the largest global norm of the mean gradient. Weights and buffers are taken from rank 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        optimizer: Optimizers,
+        loss: Loss,
+        inputs: Sequence[str] | None = None,
+        clip: float | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ):
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.plan, self.loss, self.clip = plan, loss, clip
+        self.mesh = Mesh(plan.layout, torch.device(device))
+        self.model = model.to(self.mesh.device)
+        self.inputs = tuple(inputs) if inputs is not None else _named_inputs(model)
+        self.steps_done = 0
+        _share_initial(self.model, self.mesh)
+        self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
+        parallelize(plan, self.model, self.mesh, self.randomness)
+        self.params = dict(self.model.named_parameters())
+        trainable = [(name, p) for name, p in self.params.items() if p.requires_grad]
+        self.optimizer = optimizer(trainable)
+        _check_optimizer(self.optimizer, plan)
+        self.reducer = Reducer(plan, self.params, self.mesh)
+        self._units: list[tuple[FSDPModule, Gather]] = []
+        for step in plan.steps:
+            unit = self.model.get_submodule(step.module)
+            if step.gather is not None and isinstance(unit, FSDPModule):
+                self._units.append((unit, step.gather))
+        self._functions: Functions | None = Functions(self.randomness, plan.recompute == "selective")
+        table = plan.params()
+        # how many ranks hold each element of a parameter: the global norm counts it once
+        self._copies = {
+            name: plan.layout.world
+            // plan.layout.size(*(axis for axis, p in table[name].items() if p.stored != COPY and axis in plan.layout.live()))
+            for name in self.params
+        }
+        self._stale_buffers = _unsynced_buffers(self.model, plan)
+        self.loss_scale, self._good_steps = (2.0**16, 0) if plan.precision == "fp16" else (1.0, 0)
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def local(self, batch: Batch) -> Batch:
+        """This rank's part of a global batch (every tensor's dim 0 counts the plan's `batch` samples)."""
+        index = part(self.plan.batch, self.plan.accumulate, self.mesh.index(*DATA_AXES), self.plan.data_size)
+        return {key: value[torch.tensor(index)] for key, value in batch.items()}
+
+    def step(self, batch: Batch) -> StepResult:
+        """One optimizer step on this rank's part of the batch: dict of tensors [batch / data ranks, ...]."""
+        plan = self.plan
+        batch = self._placed(batch)
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._refresh_buffers()
+        total = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)  # squared norm, loss, weight, unreached
+        for index in range(plan.accumulate):
+            last = index == plan.accumulate - 1
+            self._begin(index, last)
+            micro = {key: value[index * plan.microbatch : (index + 1) * plan.microbatch] for key, value in batch.items()}
+            with self._functions or contextlib.nullcontext():
+                with self._autocast():
+                    loss_sum, weight = self.loss(self._call(micro), micro)
+                # a constant divisor keeps fp16 in range; the true mean is taken at the end
+                (loss_sum * (self.loss_scale / plan.batch)).backward()
+            total[1] += loss_sum.detach().double()
+            total[2] += torch.as_tensor(weight, device=total.device).detach().double()
+        missing = self.reducer.finish()
+        result = self._update(total, missing)
+        self.steps_done += 1
+        self._forget_unneeded_functions()
+        return result
+
+    def _begin(self, index: int, last: bool) -> None:
+        plan = self.plan
+        self.reducer.begin(sync=last)
+        for unit, gather in self._units:
+            unit.set_requires_gradient_sync(last or gather.reduced == "microbatch", recurse=False)
+            unit.set_reshard_after_backward(last or gather.gathered != "step", recurse=False)
+            unit.set_is_last_backward(last)
+        data = self.mesh.index(*DATA_AXES)
+        first = index * plan.microbatch * plan.data_size + data * plan.microbatch
+        self.randomness.begin(self.steps_done, list(range(first, first + plan.microbatch)))
+        torch.manual_seed(mix(self.randomness.seed, self.steps_done, index, data) % 2**63)
+
+    def _update(self, total: Tensor, missing: list) -> StepResult:
+        grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
+        want_norm = self.clip is not None or self.loss_scale != 1.0 or self.plan.precision == "fp16"
+        if want_norm:
+            norms = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float64)
+            for name, norm in zip(grads, norms, strict=True):
+                total[0] += norm.square().to(total.device) / self._copies[name]
+        total[1:3] /= self.plan.layout.world // self.plan.data_size
+        total[3] = len(missing)
+        if self.plan.layout.world > 1:
+            dist.all_reduce(total, group=self.mesh.group(*self.plan.layout.live()))
+        if self.reducer.buckets and total[3] > 0:
+            self.reducer.drop_unused(missing, self.mesh)
+            grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
+        loss_sum, weight = total[1], total[2]
+        factor = self.plan.batch / (weight * self.loss_scale)
+        norm = total[0].sqrt() * factor if want_norm else None
+        result = StepResult(loss_sum / weight, weight, norm)
+        if self.plan.precision == "fp16" and not self._rescale(bool(torch.isfinite(total[0]))):
+            return StepResult(result.loss, weight, norm, skipped=True)
+        if self.clip is not None and norm is not None:
+            factor = factor * torch.clamp(self.clip / (norm + 1e-6), max=1.0)
+        by_kind: dict[tuple, list[Tensor]] = {}
+        for grad in grads.values():
+            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, dtype), tensors in by_kind.items():
+            torch._foreach_mul_(tensors, factor.to(device, dtype))
+        self.optimizer.step()
+        return result
+
+    def _rescale(self, finite: bool) -> bool:
+        """Dynamic loss scaling (Micikevicius et al. 2018). Returns whether the step may be taken."""
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self.loss_scale = max(1.0, self.loss_scale / 2)
+        elif self._good_steps == 2000:
+            self.loss_scale, self._good_steps = self.loss_scale * 2, 0
+        return finite
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> StepResult:
+        """The mean loss of a batch over all ranks, in evaluation mode. `batch` as for `step`."""
+        batch = self._placed(batch)
+        self.model.eval()
+        with self._autocast():
+            loss_sum, weight = self.loss(self._call(batch), batch)
+        total = torch.stack([loss_sum.double(), torch.as_tensor(weight, device=loss_sum.device).double()])
+        group = self.mesh.group(*DATA_AXES)
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return StepResult(total[0] / total[1], total[1])
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Any:
+        """The model's output in evaluation mode, logits whole on every rank. All ranks call it together."""
+        self.model.eval()
+        with self._autocast():
+            output = self._call({key: value.to(self.mesh.device) for key, value in batch.items()})
+        if isinstance(output, DTensor):
+            return output.full_tensor()
+        for key, value in output.items() if isinstance(output, dict) else ():
+            if isinstance(value, DTensor):
+                output[key] = value.full_tensor()
+        return output
+
+    # ---- parts of a step -----------------------------------------------------------------------------------------
+
+    def _call(self, batch: Batch) -> Any:
+        if self.inputs:
+            return self.model(**{key: batch[key] for key in self.inputs if key in batch})
+        return self.model(**{key: value for key, value in batch.items() if not key.startswith("label")})
+
+    def _placed(self, batch: Batch) -> Batch:
+        want = self.plan.batch // self.plan.data_size
+        for key, value in batch.items():
+            if value.shape[0] != want:
+                hint = "take this rank's part with engine.local(batch)" if value.shape[0] == self.plan.batch else f"give {want}"
+                raise ConfigError(f"batch[{key!r}]", tuple(value.shape), f"this rank's part is {want} samples", hint)
+        return {key: value.to(self.mesh.device, non_blocking=True) for key, value in batch.items()}
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        if self.plan.precision not in ("bf16", "fp16"):
+            return contextlib.nullcontext()
+        return torch.autocast(self.mesh.device.type, DTYPES[self.plan.precision])
+
+    def _refresh_buffers(self) -> None:
+        """Every replica starts a step from the first one's buffers, as one device would have one set of them."""
+        group = self.mesh.group(*DATA_AXES)
+        if group is not None:
+            for buffer in self._stale_buffers:
+                dist.broadcast(buffer, group=group, group_src=0)
+
+    def _forget_unneeded_functions(self) -> None:
+        """A model without dropout pays nothing for it after the first step."""
+        if self._functions is None or self.steps_done > 1:
+            return
+        if self.plan.recompute == "selective" and self._functions.attention_cores == 0:
+            raise CannotCut(
+                "train.recompute", "selective", "the model never calls scaled_dot_product_attention",
+                'use "full" or "none", or attention through torch.nn.functional.scaled_dot_product_attention',
+            )  # fmt: skip
+        if self.plan.recompute != "selective" and self.randomness.drawn == 0:
+            self._functions = None
+
+    # ---- what a checkpoint holds ---------------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[Piece]:
+        """Weights, buffers and optimizer state: this rank's part of each, by global name. Storage is live."""
+        weights = {w.name: w for w in self.plan.weights}
+        for name, p in self.params.items():
+            yield self._piece(name, local(p.detach()), weights[name].shape, name)
+        persistent = self.model.state_dict(keep_vars=True).keys() - self.params.keys()
+        for name, buffer in self.model.named_buffers():
+            if name in persistent:
+                yield whole(name, buffer, self.mesh.rank == 0)
+        self._make_optimizer_state()
+        for name, p in self.params.items():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                full = f"optimizer/{name}/{key}"
+                if value.shape == p.shape and value.ndim:
+                    yield self._piece(full, local(value), weights[name].shape, name)
+                else:
+                    yield whole(full, local(value), self.mesh.rank == 0)
+
+    def scalars(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors."""
+        return {"steps_done": self.steps_done, "loss_scale": self.loss_scale, "good_steps": self._good_steps}
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        self.steps_done = int(scalars["steps_done"])
+        self.loss_scale, self._good_steps = float(scalars["loss_scale"]), int(scalars["good_steps"])
+
+    def segments(self, name: str) -> list[list[Segment]]:
+        """Per dim of this rank's part of a parameter: where its rows lie in the global tensor."""
+        weight = next(w for w in self.plan.weights if w.name == name)
+        placed = self.plan.params()[name].values()
+        dims: list[list[Segment]] = [cut_segments([(0, n)]) for n in weight.shape]
+        for p in placed:
+            if p.cut is not None and p.stored != COPY:
+                dims[p.cut.dim] = cut_segments(list(p.cut.intervals(self.mesh.index(p.axis), self.mesh.size(p.axis))))
+        for p in placed:
+            if p.stored != p.compute:
+                rows = sum(length for _, _, length in dims[0])
+                dims[0] = take(dims[0], *fsdp_rows(rows, self.mesh.size(p.axis), self.mesh.index(p.axis)))
+        return dims
+
+    def _piece(self, full: str, tensor: Tensor, shape: tuple[int, ...], name: str) -> Piece:
+        copies = [axis for axis in self.plan.layout.live() if self.plan.params()[name].get(axis, _NOWHERE).stored == COPY]
+        writer = all(self.mesh.coords[axis] == 0 for axis in copies)
+        return Piece(full, tensor, shape, chunks(self.segments(name)), writer)
+
+    def _make_optimizer_state(self) -> None:
+        """Optimizers make their state at the first step; a checkpoint is loaded into state that is there."""
+        if self.optimizer.state:
+            return
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()
+
+
+class _Nowhere:
+    stored = COPY
+
+
+_NOWHERE: Any = _Nowhere()
+
+
+def _named_inputs(model: nn.Module) -> tuple[str, ...]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return tuple(
+        p.name for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and not p.name.startswith("label")
+    )  # fmt: skip
+
+
+def _share_initial(model: nn.Module, mesh: Mesh) -> None:
+    """All ranks begin with rank 0's weights and buffers."""
+    group = mesh.group(*mesh.layout.live())
+    if group is None:
+        return
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.data, src=0, group=group)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    sharded = [axis for axis in ("fsdp", "tp") if axis in plan.layout.live()]
+    if sharded and not isinstance(optimizer, ELEMENTWISE):
+        raise ConfigError(
+            "optimizer.name", type(optimizer).__name__,
+            f"it looks at whole tensors, which {plan.layout} cuts over {' and '.join(sharded)}",
+            "use dp, or one of " + ", ".join(cls.__name__ for cls in ELEMENTWISE),
+        )  # fmt: skip
+
+
+def _unsynced_buffers(model: nn.Module, plan: Plan) -> list[Tensor]:
+    """Running statistics that differ between replicas: batch norms that the plan does not synchronise."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    if not plan.layout.live(*DATA_AXES):
+        return []
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, _NormBase) and n not in plan.batchnorms}
+    return [buffer for module in norms.values() for buffer in module.buffers()]

@@ -1,0 +1,85 @@
+"""What weft replaces inside a user's forward: dropout, and the attention core where it is recomputed.
+
+Both are ordinary calls of `torch.nn.functional`, so a TorchFunctionMode sees them in any model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from ..randomness import Randomness
+
+_DROPOUTS = {F.dropout, torch.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+
+
+class Functions(TorchFunctionMode):
+    """Active around forward and backward. `attention_cores` counts the cores that it recomputes."""
+
+    def __init__(self, randomness: Randomness, selective: bool):
+        super().__init__()
+        self.randomness, self.selective, self.attention_cores = randomness, selective, 0
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(args, kwargs)
+        if func in _DROPOUTS:
+            return self._dropout(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        if func not in (F.dropout, torch.dropout):
+            raise NotImplementedError(f"{func.__name__} in training: its mask would depend on the layout; use nn.Dropout")
+        return self.randomness.dropout(input, p, self.randomness.site())
+
+    def _attention(self, args: tuple, kwargs: dict) -> Tensor:
+        dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        core: Callable = F.scaled_dot_product_attention
+        if dropout > 0.0:
+            # the mask is drawn for this site, so a recomputed core draws the same one
+            site, interior = self.randomness.site(), self.randomness.interior
+            core = lambda *a, **k: attention(self.randomness, interior, site, *a, **k)  # noqa: E731
+        if self.selective and torch.is_grad_enabled():
+            self.attention_cores += 1
+            return checkpoint(core, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return core(*args, **kwargs)
+
+
+def attention(
+    randomness: Randomness,
+    interior: Any,
+    site: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` [.., heads, s, d] written out, with a dropout mask that no layout changes."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
+    if is_causal:
+        s, t = scores.shape[-2:]
+        keep = torch.ones(s, t, dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~keep, float("-inf"))
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+    now, randomness.interior = randomness.interior, interior
+    weights = randomness.dropout(torch.softmax(scores, -1), dropout_p, site)
+    randomness.interior = now
+    return weights @ value

@@ -1,0 +1,39 @@
+"""Whether a launcher started this process, and what it says. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+
+
+def environment() -> tuple[int, int, int] | None:
+    """(rank, world, local rank) if torchrun or srun started this process, else None."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
+    # A batch script has SLURM_PROCID too, though nobody started its peers: only srun sets the step.
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
+        return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", 0))
+    return None
+
+
+def local_world() -> int:
+    """Number of ranks on this host, by what the launcher says; all of them if it says nothing."""
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
+    match = re.match(r"\d+", said)  # SLURM writes 4(x2),3
+    found = environment()
+    return int(match.group()) if match else found[1] if found else 1
+
+
+def rendezvous() -> tuple[str, int]:
+    """(host, port) where the ranks meet: MASTER_ADDR and MASTER_PORT, or derived from the SLURM job."""
+    host = os.environ.get("MASTER_ADDR") or first_host(os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1"))
+    # The same port on all hosts, and another for each job.
+    port = os.environ.get("MASTER_PORT") or 20000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000
+    return host, int(port)
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM list: gpu003 of `gpu[003-005,9],login`."""
+    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
+    return "".join(part or "" for part in match.groups()) if match else nodelist

@@ -1,0 +1,346 @@
+"""The processes of this host, one per rank: started, watched and ended by their parent.
+
+    run(function, world, *args)     as many processes as ranks, for one task
+    Pool(world).run(function, ...)  the same processes for many tasks, each in a fresh process group
+    join(backend)                   this process is a rank already: torchrun or srun started it
+
+The parent holds the rendezvous (a TCPStore on a port that the system chose), so no port is guessed. If a rank fails, the
+parent ends the others and raises the error of the one that failed first. Ranks end by themselves if the parent dies.
+
+On Linux ranks are forked: they start in milliseconds and inherit what the parent has imported. CUDA does not survive a
+fork, so ranks that use it are spawned, as are those on other systems; their function and arguments are pickled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+
+from ..errors import Refusal, WorkerDied
+from .environment import environment, local_world, rendezvous
+
+Backend = Literal["gloo", "nccl"]
+
+HOST = "127.0.0.1"
+POLL_S = 0.2
+GRACE_S = 0.5  # after the first failure: a killed peer is seen later than the errors of those that lost it
+END_S = 1.0  # from SIGTERM to SIGKILL
+
+
+def run(
+    function: Callable[..., Any], world: int, *args: Any, threads: int | None = None, backend: Backend = "gloo"
+) -> list[Any]:
+    """`function(*args)` in `world` processes, inside a process group; the results in rank order.
+
+    `threads`: torch threads of each process (cores // world if left out). Raises WorkerDied with the error of the rank
+    that failed first; a Refusal raised by a rank is raised as it is.
+    """
+    store = _rendezvous()
+    tasks = [_Task(function, args, rank, world, store.port, "run", backend, threads) for rank in range(world)]
+    workers: list[_Worker] = []
+    try:
+        for task in tasks:
+            workers.append(_Worker(backend, task))
+        return _collect(workers)
+    finally:
+        _end(workers)
+
+
+class Pool:
+    """`world` processes kept alive for many tasks. A context manager.
+
+    Functions and arguments are pickled: name functions at the top of a module. After a task that failed, the processes
+    that ran it are replaced.
+    """
+
+    def __init__(self, world: int, threads: int | None = 1, backend: Backend = "gloo"):
+        self._threads, self._backend, self._tasks = threads, backend, 0
+        self._store = _rendezvous()
+        self._workers = [_Worker(backend) for _ in range(world)]
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """`function(*args)` on the first `world` processes (all if left out); the results in rank order.
+
+        After `timeout` seconds the ranks write where they hang to stderr, and WorkerDied is raised. Errors as of `run`.
+        """
+        world = len(self._workers) if world is None else world
+        if not 1 <= world <= len(self._workers):
+            raise ValueError(f"{world} ranks in a pool of {len(self._workers)} processes")
+        self._tasks += 1
+        name = f"task{self._tasks}"
+        messages = [
+            pickle.dumps(
+                _Task(function, args, rank, world, self._store.port, name, self._backend, self._threads, timeout)
+            )
+            for rank in range(world)
+        ]
+        try:
+            for worker, message in zip(self._workers, messages, strict=False):
+                worker.connection.send_bytes(message)
+            return _collect(self._workers[:world], timeout)
+        except BaseException:
+            _end(self._workers[:world])
+            self._workers[:world] = [_Worker(self._backend) for _ in range(world)]
+            raise
+
+    def close(self) -> None:
+        """End the processes."""
+        _end(self._workers)
+        self._workers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+@contextmanager
+def join(backend: Backend = "gloo", threads: int | None = None) -> Iterator[None]:
+    """The process group of the processes that torchrun or srun started, of which this is one; see `environment`."""
+    found = environment()
+    if found is None:
+        raise RuntimeError("neither torchrun nor srun started this process")
+    host, port = rendezvous()
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    rank, world, local_rank = found
+    _enter(backend, rank, world, local_rank, local_world(), threads)
+    yield
+    dist.destroy_process_group()  # not after an error: peers that are gone would be waited for
+
+
+def cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+# ---- in the parent -------------------------------------------------------------------------------------------------
+
+
+def _rendezvous() -> dist.TCPStore:
+    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def _context(backend: Backend) -> BaseContext:
+    if sys.platform == "linux" and backend == "gloo" and not torch.cuda.is_initialized():
+        return multiprocessing.get_context("fork")
+    return multiprocessing.get_context("spawn")
+
+
+def _release_threads() -> None:
+    """End this thread's OpenMP threads: a forked child would wait for them for ever. They come back when needed."""
+    with open("/proc/self/maps") as maps:
+        libraries = {line.split()[-1] for line in maps if re.search(r"/lib[gi]?omp[^/]*\.so", line)}
+    for library in libraries:
+        ctypes.CDLL(library).omp_pause_resource_all(1)  # soft: settings stay
+
+
+class _Worker:
+    """A process and this end of the connection to it."""
+
+    def __init__(self, backend: Backend, task: _Task | None = None):
+        context = _context(backend)
+        if context.get_start_method() == "fork":
+            _release_threads()
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, os.getpid(), task))  # type: ignore[attr-defined]
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> _Done | _Failed | None:
+        """What the process has answered, or how it died; None if it is still at work."""
+        died = self.process.exitcode is not None  # asked first: an answer sent just before the end is still read
+        try:
+            if self.connection.poll():
+                return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(END_S)
+            died = True
+        if not died:
+            return None
+        code = self.process.exitcode
+        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+        # An abort is often a consequence: a library's own end when its peer is gone.
+        return _Failed(time.monotonic() if code == -signal.SIGABRT else 0.0, how)
+
+
+def _collect(workers: Sequence[_Worker], timeout: float | None = None) -> list[Any]:
+    """The results in rank order, or the error of the rank that failed first."""
+    results: dict[int, Any] = {}
+    failed: dict[int, _Failed] = {}
+    waiting = dict(enumerate(workers))
+    deadline = None if timeout is None else time.monotonic() + timeout + GRACE_S
+    while waiting:
+        wait([x for w in waiting.values() for x in (w.connection, w.process.sentinel)], timeout=POLL_S)
+        for rank, worker in list(waiting.items()):
+            answer = worker.answer()
+            if isinstance(answer, _Done):
+                results[rank] = answer.result
+            elif isinstance(answer, _Failed):
+                failed[rank] = answer
+            if answer is not None:
+                del waiting[rank]
+        now = time.monotonic()
+        if len(failed) == 1 and (deadline is None or deadline > now + GRACE_S):
+            deadline = now + GRACE_S
+        if waiting and deadline is not None and now > deadline:
+            break
+    if failed:
+        rank = min(failed, key=lambda r: failed[r].when)
+        raise failed[rank].error(rank)
+    if waiting:
+        rank = min(waiting)
+        others = f" (nor did ranks {', '.join(str(r) for r in waiting if r != rank)})" if len(waiting) > 1 else ""
+        raise WorkerDied(rank, f"gave no answer within {timeout} s{others}")
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    """End what still runs, gently and then not."""
+    for worker in workers:
+        if worker.process.is_alive():
+            worker.process.terminate()
+    deadline = time.monotonic() + END_S
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+        worker.connection.close()
+
+
+# ---- in a rank -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Done:
+    result: Any
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """`when` by the host's clock (0: before any error that a peer reports); `refusal`: type, arguments and attributes."""
+
+    when: float
+    report: str
+    refusal: tuple[type[Refusal], tuple, dict[str, Any]] | None = None
+
+    @classmethod
+    def by(cls, error: BaseException) -> _Failed:
+        refusal = None
+        if isinstance(error, Refusal):  # its fields become text: a value may be anything
+            fields = {key: x if isinstance(x, int | float | None) else str(x) for key, x in vars(error).items()}
+            refusal = type(error), error.args, fields
+        return cls(time.monotonic(), "".join(traceback.format_exception(error)), refusal)
+
+    def error(self, rank: int) -> Exception:
+        if self.refusal is None:
+            return WorkerDied(rank, self.report)
+        kind, args, fields = self.refusal
+        error = kind.__new__(kind, *args)
+        error.__dict__.update(fields)
+        return error
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One rank's part of one task. `name` keeps the tasks of one store apart."""
+
+    function: Callable[..., Any]
+    args: tuple
+    rank: int
+    world: int
+    port: int
+    name: str
+    backend: Backend
+    threads: int | None
+    timeout: float | None = None
+
+    def __call__(self) -> Any:
+        os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(self.port))
+        store = dist.PrefixStore(self.name, dist.TCPStore(HOST, self.port, is_master=False))
+        if self.timeout is not None:
+            faulthandler.dump_traceback_later(self.timeout, file=2)
+        _enter(self.backend, self.rank, self.world, self.rank, self.world, self.threads, store)
+        result = self.function(*self.args)
+        dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+        if "torch.distributed.tensor" in sys.modules:
+            # DTensor caches by mesh, and a mesh of the next task equals one of this task, whose groups are gone.
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
+        return result
+
+
+def _enter(
+    backend: Backend,
+    rank: int,
+    world: int,
+    local_rank: int,
+    neighbours: int,
+    threads: int | None,
+    store: dist.Store | None = None,
+) -> None:
+    """Make this process a rank, one of `neighbours` on this host; without a store they meet at MASTER_ADDR."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(neighbours)
+    )
+    torch.set_num_threads(threads or max(1, cores() // neighbours))
+    if backend == "gloo":
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        return
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world, device_id=device)
+
+
+def _work(connection: Connection, parent: int, task: _Task | None) -> None:
+    """A worker's life: `task`, or every task that comes over the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    if task is not None:
+        connection.send_bytes(_answer(task))
+        return
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(_answer(lambda message=message: pickle.loads(message)()))  # type: ignore[misc]
+
+
+def _answer(task: Callable[[], Any]) -> bytes:
+    # Plain pickle: multiprocessing's own would pass tensors as handles that die with this process.
+    try:
+        return pickle.dumps(_Done(task()))
+    except BaseException as error:
+        return pickle.dumps(_Failed.by(error))
+
+
+def _follow(parent: int) -> None:
+    """End this process when its parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(POLL_S)
+    os._exit(1)

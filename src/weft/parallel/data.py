@@ -1,0 +1,22 @@
+"""Data parallel over `dp`: every replica holds all weights; gradients are summed over the replicas.
+
+Li et al. 2020 (PyTorch Distributed): buckets, overlapped with backward; no reduction on accumulation steps but the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from ..layout import Layout
+from ..plans import COPY, SUM, Param, Step, Weight
+from ..roles import Roles
+
+AXIS = "dp"
+OPTIONS: Mapping[str, str] = {}
+
+
+def steps(model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool) -> Iterator[Step]:
+    """One Step on the whole model: each gradient is a partial sum over `dp`."""
+    yield Step("", "data", params=tuple(Param(w.name, AXIS, COPY, COPY, SUM) for w in weights))

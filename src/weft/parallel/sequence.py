@@ -1,0 +1,43 @@
+"""Sequence parallel, an option of `tp`: between the chains, activations are cut along the sequence.
+
+Korthikanti et al. 2022. The region runs from the first block's input to the last block's output. What runs in it on a
+slice of the sequence (norms, biases added after a row) leaves a partial sum as its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from ..errors import CannotCut
+from ..layout import Layout
+from ..plans import COPY, SUM, Boundary, Param, Step, Weight
+from ..roles import Roles
+
+AXIS = "tp"
+OPTIONS: Mapping[str, str] = {"sequence": "activations between the chains are cut along the sequence"}
+
+
+def steps(model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool) -> Iterator[Step]:
+    """The edges of every region, and the gradients that are partial inside."""
+    if "sequence" not in layout.option(AXIS):
+        return
+    stacks = roles.stacks()
+    if not stacks:
+        raise CannotCut("layout", str(layout), "sequence parallelism finds no list of repeated blocks", "use tp without it")
+    crossing = [chain.row for chain in roles.chains if chain.cross]
+    if crossing:
+        raise CannotCut(
+            "layout", str(layout), f"{crossing[0]} attends to another sequence, which is not cut", "use tp without sequence"
+        )  # fmt: skip
+    cut = {f"{linear}.{leaf}" for c in roles.chains for linear in (*c.columns, c.row) for leaf in ("weight", "bias")}
+    cut |= {name for chain in roles.chains for name in chain.inner}
+    for blocks in stacks:
+        yield Step(blocks[0], "sequence", input=Boundary({AXIS: COPY}, {AXIS: Shard(1)}))
+        yield Step(blocks[-1], "sequence", output=Boundary({AXIS: COPY}, {AXIS: Shard(1)}))
+        for block in blocks:
+            partial = [w.name for w in weights if w.name.startswith(block + ".") and w.name not in cut]
+            params = tuple(Param(name, AXIS, COPY, COPY, SUM) for name in partial)
+            yield Step(block, "sequence", params=params, interior="sequence")

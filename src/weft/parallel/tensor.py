@@ -1,0 +1,132 @@
+"""Tensor parallel over `tp`: columns, rows, heads, and the vocabulary (Megatron-LM, Shoeybi et al. 2019).
+
+With the option `sequence` (see sequence.py) the all-reduce at a chain's end becomes a reduce-scatter, and an
+all-gather stands at the next one's start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from ..errors import CannotCut
+from ..layout import Layout
+from ..plans import COPY, SUM, Boundary, Cut, Param, Step, Weight
+from ..roles import GROUPS, HEADS, KV_HEADS, WIDTHS, Chain, Roles
+
+AXIS = "tp"
+OPTIONS: Mapping[str, str] = {}
+
+
+def steps(model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool) -> Iterator[Step]:
+    """Steps for every chain and for the vocabulary."""
+    size = layout.size(AXIS)
+    names = {alias: w.name for w in weights for alias in (w.name, *w.aliases)}
+    shapes = {w.name: w.shape for w in weights}
+    if not roles.chains and roles.embedding is None:
+        raise CannotCut(
+            "layout", str(layout), "tensor parallelism finds no attention, feed-forward or embedding to cut in this model",
+            "use dp or fsdp, or declare [roles] such as \"blocks.*.up\" = \"column\"",
+        )  # fmt: skip
+    sequence = "sequence" in layout.option(AXIS)
+    residual: Placement = Shard(1) if sequence else COPY
+    blocks = [block for stack in roles.stacks() for block in stack]
+    for chain in roles.chains:
+        in_stack = any(chain.row.startswith(block + ".") for block in blocks)
+        yield from _chain(chain, size, layout, residual if in_stack else COPY, names)
+    yield from _vocabulary(model, roles, names, shapes, sharded_logits, layout)
+
+
+def _chain(
+    chain: Chain, size: int, layout: Layout, outside: Placement, names: Mapping[str, str]
+) -> Iterator[Step]:
+    _check(chain, size, layout)
+    interior = "heads" if chain.heads else "features"
+    entry = Boundary({AXIS: outside}, {AXIS: COPY})
+    local = {
+        **dict.fromkeys(HEADS, max(1, chain.heads // size)),
+        **dict.fromkeys(KV_HEADS, max(1, chain.kv_heads // size)),
+    }
+    if chain.heads:
+        local |= dict.fromkeys(GROUPS, local[HEADS[0]] // local[KV_HEADS[0]])
+    if chain.entry is not None:
+        yield Step(chain.entry, "tensor", input=entry, interior=interior)
+    for module, attributes in dict(chain.attributes).items():
+        new = tuple((key, old // size if key in WIDTHS else local[key]) for key, old in attributes)
+        yield Step(module, "tensor", attributes=new)
+    for column in chain.columns:
+        cut = chain.cuts[column]
+        params = [_weight(f"{column}.weight", cut, size, names)]
+        if f"{column}.bias" in names:
+            bias = Cut(0, cut.parts, cut.units)
+            params.append(_weight(f"{column}.bias", bias, size, names))
+        own = entry if chain.entry is None else None
+        yield Step(column, "tensor", tuple(params), input=own, interior=interior if own else None)
+    cut = chain.cuts[chain.row]
+    params = [_weight(f"{chain.row}.weight", cut, size, names)]
+    if f"{chain.row}.bias" in names:
+        # added once, after the reduction: on a slice of the sequence its gradient is a partial sum
+        params.append(Param(names[f"{chain.row}.bias"], AXIS, COPY, COPY, SUM if outside != COPY else COPY))
+    yield Step(chain.row, "tensor", tuple(params), output=Boundary({AXIS: outside}, {AXIS: SUM}))
+    for name in chain.inner:
+        # used whole on this rank's heads alone
+        yield Step(name.rpartition(".")[0], "tensor", (Param(names[name], AXIS, COPY, COPY, SUM),))
+
+
+def _weight(name: str, cut: Cut, size: int, names: Mapping[str, str]) -> Param:
+    if cut.shared(size):
+        return Param(names[name], AXIS, COPY, COPY, SUM, cut)
+    return Param(names[name], AXIS, Shard(cut.dim), Shard(cut.dim), Shard(cut.dim), cut)
+
+
+def _check(chain: Chain, size: int, layout: Layout) -> None:
+    def refuse(problem: str, fix: str) -> None:
+        raise CannotCut("layout", str(layout), problem, fix)
+
+    if chain.heads:
+        if chain.heads % size:
+            fit = [n for n in range(2, chain.heads + 1) if chain.heads % n == 0]
+            refuse(f"{chain.row} has {chain.heads} heads, which tp{size} does not divide", f"tp sizes that work: {fit}")
+        if chain.kv_heads % size and size % chain.kv_heads:
+            refuse(
+                f"{chain.row} has {chain.kv_heads} key heads, which tp{size} neither divides nor is a multiple of",
+                "choose a tp size that divides the key heads, or is a multiple of them",
+            )
+    elif chain.cuts[chain.row].parts[0] % size:
+        refuse(
+            f"{chain.row} takes {chain.cuts[chain.row].parts[0]} features, which tp{size} does not divide",
+            "choose a tp size that divides them",
+        )
+
+
+def _vocabulary(
+    model: nn.Module,
+    roles: Roles,
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    sharded_logits: bool,
+    layout: Layout,
+) -> Iterator[Step]:
+    """Rows of the embedding and of the head on ranks; any vocabulary, the last ranks getting less."""
+    for module in (roles.embedding, roles.head):
+        if module is None:
+            continue
+        name = names[f"{module}.weight"]
+        vocab = shapes[name][0]
+        if vocab < layout.size(AXIS):
+            raise CannotCut("layout", str(layout), f"{module} has {vocab} rows", "use a tp size of at most that")
+        params = [Param(name, AXIS, Shard(0), Shard(0), Shard(0), Cut(0, (vocab,), (vocab,)))]
+        if f"{module}.bias" in names:
+            bias = names[f"{module}.bias"]
+            params.append(Param(bias, AXIS, Shard(0), Shard(0), Shard(0), Cut(0, (vocab,), (vocab,))))
+        if module == roles.embedding:
+            yield Step(module, "tensor", tuple(params), output=Boundary({AXIS: COPY}, {AXIS: SUM}))
+        else:
+            out = Shard(-1) if sharded_logits else COPY
+            yield Step(
+                module, "tensor", tuple(params), input=Boundary({AXIS: COPY}, {AXIS: COPY}),
+                output=Boundary({AXIS: out}, {AXIS: Shard(-1)}, typed=sharded_logits),
+            )  # fmt: skip

@@ -1,0 +1,268 @@
+"""Make a Plan true on a live module: cut its parameters, put boundaries at its edges, shard what is sharded.
+
+The user's forward is not edited: inside a boundary it computes on plain local tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from .batchnorm import BatchNorm
+from .collectives import cross
+from .errors import CannotCut
+from .layout import DATA_AXES
+from .mesh import Mesh
+from .plans import COPY, SUM, Boundary, Cut, Param, Plan, Step
+from .randomness import Randomness
+from .roles import is_conv1d, is_linear
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness) -> None:
+    """Change `model` in place. Afterwards its parameters are this rank's, and its forward is a part of the whole's."""
+    modules = dict(model.named_modules())
+    cuts = {p.name: p for step in plan.steps for p in step.params if p.cut is not None}
+    _cut_parameters(plan, model, cuts, mesh)
+    for step in plan.steps:
+        module = modules[step.module]
+        for key, value in step.attributes:
+            setattr(module, key, value)
+        own = {p.name.removeprefix(step.module + "."): p for p in step.params if p.cut is not None and step.module}
+        _cut_module(module, own, step, mesh, plan)
+        if step.input is not None:
+            module.register_forward_pre_hook(partial(_enter, step, mesh, randomness), with_kwargs=True)
+        if step.output is not None:
+            _leave(module, step, mesh, randomness, plan)
+    for name in plan.batchnorms:
+        _replace(model, name, BatchNorm.of(modules[name], mesh.group(*DATA_AXES)))
+    interiors = {step.module: step.interior for step in plan.steps if step.interior is not None}
+    recomputed = set(plan.recomputed())
+    for block in plan.blocks:
+        module = modules[block]
+        module.forward = partial(_in_place, module.forward, randomness, block, interiors.get(block) or "whole")  # type: ignore[method-assign]
+        if block in recomputed:
+            module.forward = partial(_recompute, module, module.forward)  # type: ignore[method-assign]
+    _gather(plan, modules, mesh)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    module, _, leaf = name.rpartition(".")
+    return model.get_submodule(module), leaf
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, leaf = _owner(model, name)
+    setattr(parent, leaf, new)
+
+
+# ---- parameters --------------------------------------------------------------------------------------------------
+
+
+def pick(tensor: Tensor, cut: Cut, index: int, size: int) -> Tensor:
+    """What a rank holds of a tensor that is cut."""
+    pieces = [tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.intervals(index, size)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
+
+
+def _cut_parameters(plan: Plan, model: nn.Module, cuts: dict[str, Param], mesh: Mesh) -> None:
+    for weight in plan.weights:
+        param = cuts.get(weight.name)
+        if param is None or param.cut is None or param.stored == COPY:
+            continue
+        owner, leaf = _owner(model, weight.name)
+        whole = owner.get_parameter(leaf)
+        local = pick(whole.detach(), param.cut, mesh.index(param.axis), mesh.size(param.axis)).clone()
+        fresh = nn.Parameter(local, requires_grad=whole.requires_grad)
+        for name in (weight.name, *weight.aliases):  # tied tensors stay one tensor
+            owner, leaf = _owner(model, name)
+            setattr(owner, leaf, fresh)
+
+
+def _cut_module(module: nn.Module, params: dict[str, Param], step: Step, mesh: Mesh, plan: Plan) -> None:
+    """Make a linear or an embedding compute with what this rank holds of its parameters."""
+    if not params:
+        return
+    if isinstance(module, nn.Embedding):
+        _cut_embedding(module, params["weight"], mesh)
+        return
+    shared = {leaf: p for leaf, p in params.items() if p.stored == COPY}
+    if shared:
+        _require_plain(module, step)
+
+        def view(leaf: str) -> Tensor | None:
+            tensor = getattr(module, leaf, None)
+            if tensor is None or leaf not in shared:
+                return tensor
+            param = shared[leaf]
+            assert param.cut is not None
+            return pick(tensor, param.cut, mesh.index(param.axis), mesh.size(param.axis))
+
+        module.forward = lambda x: _linear(module, x, view("weight"), view("bias"))  # type: ignore[method-assign]
+        return
+    if is_conv1d(module):
+        module.nf = module.weight.shape[1]  # type: ignore[assignment, union-attr]
+
+
+def _require_plain(module: nn.Module, step: Step) -> None:
+    if not is_conv1d(module) and type(module).forward is not nn.Linear.forward:
+        raise CannotCut(
+            step.module, type(module).__name__, "its forward is its own, so weft cannot run it on part of its parameters",
+            "use nn.Linear, or declare it whole in [roles]",
+        )  # fmt: skip
+
+
+def _linear(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    assert weight is not None
+    if is_conv1d(module):
+        y = x @ weight
+        return y if bias is None else y + bias
+    return F.linear(x, weight, bias)
+
+
+def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
+    """A token whose row lies elsewhere gives zero; the sum over ranks is the lookup."""
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise CannotCut("roles", param.name, "max_norm, scale_grad_by_freq and sparse need the whole table", 'declare it "whole"')
+    assert param.cut is not None
+    ((start, stop),) = param.cut.intervals(mesh.index(param.axis), mesh.size(param.axis))
+    if module.padding_idx is not None:
+        module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None  # type: ignore[assignment]
+    absent: list[Tensor] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids, *rest = args
+        absent.append((ids < start) | (ids >= stop))
+        return ((ids - start).masked_fill(absent[-1], 0), *rest)
+
+    def after(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
+        return out.masked_fill(absent.pop().unsqueeze(-1), 0.0)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+# ---- boundaries --------------------------------------------------------------------------------------------------
+
+
+def _enter(step: Step, mesh: Mesh, randomness: Randomness, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Take the first floating-point tensor among the arguments over the boundary."""
+    assert step.input is not None
+    if step.interior is not None:
+        randomness.interior = step.interior
+    for i, value in enumerate(args):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return (*args[:i], cross(value, step.input, True, mesh), *args[i + 1 :]), kwargs
+    for key, value in kwargs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return args, {**kwargs, key: cross(value, step.input, True, mesh)}
+    raise CannotCut("layout", step.module, "no floating-point tensor enters it", "declare the roles of this module")
+
+
+def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, plan: Plan) -> None:
+    boundary = step.output
+    assert boundary is not None
+
+    def outwards(y: Tensor) -> Tensor:
+        y = cross(y, boundary, False, mesh, _total(step, plan, module))
+        randomness.interior = "sequence" if Shard(1) in boundary.outside.values() else "whole"
+        return _typed(y, boundary, mesh, _total(step, plan, module)) if boundary.typed else y
+
+    if is_linear(module) and SUM in boundary.inside.values() and getattr(module, "bias", None) is not None:
+        _require_plain(module, step)
+
+        def forward(x: Tensor) -> Tensor:
+            return outwards(_linear(module, x, module.weight, None)) + module.bias  # type: ignore[arg-type, operator]
+
+        module.forward = forward  # type: ignore[method-assign]
+        return
+
+    def hook(_: nn.Module, __: Any, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return outwards(out)
+        return type(out)((outwards(out[0]), *out[1:]))
+
+    module.register_forward_hook(hook)
+
+
+def _total(step: Step, plan: Plan, module: nn.Module) -> int | None:
+    """Length of an output dim that is cut by the vocabulary, whose shards may differ."""
+    if step.output is None or Shard(-1) not in step.output.inside.values():
+        return None
+    names = {f"{step.module}.weight"}
+    return next(w.shape[0] for w in plan.weights if names & {w.name, *w.aliases})
+
+
+def _typed(y: Tensor, boundary: Boundary, mesh: Mesh, total: int | None) -> Tensor:
+    """A DTensor that carries its placement to whoever reads it (a vocabulary-parallel loss)."""
+    assert mesh.device_mesh is not None and total is not None
+    ((axis, placement),) = boundary.outside.items()
+    assert isinstance(placement, Shard)
+    shape = torch.Size((*y.shape[:-1], total))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        y, mesh.device_mesh[axis], [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=stride
+    )
+
+
+# ---- recompute and randomness ------------------------------------------------------------------------------------
+
+
+def _in_place(forward: Callable, randomness: Randomness, name: str, interior: Any, *args: Any, **kwargs: Any) -> Any:
+    randomness.enter(name, interior)
+    return forward(*args, **kwargs)
+
+
+def _recompute(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(
+        forward, *args, use_reentrant=False, early_stop=False, context_fn=lambda: (contextlib.nullcontext(), _kept(module)),
+        **kwargs,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Running statistics are updated by the first forward only."""
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+    before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+# ---- sharded storage ---------------------------------------------------------------------------------------------
+
+
+def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
+    units = [step for step in plan.steps if step.gather is not None]
+    if not units:
+        return
+    assert mesh.device_mesh is not None
+    compute = DTYPES[plan.precision] if plan.precision in ("bf16", "fp16") else None
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None, cast_forward_inputs=False)
+    for step in units:
+        gather = step.gather
+        assert gather is not None
+        axes = mesh.layout.live("dp", gather.axis)
+        offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if gather.offload else OffloadPolicy()
+        unit = fully_shard(
+            modules[step.module], mesh=mesh.device_mesh[axes], reshard_after_forward=gather.gathered == "use",
+            mp_policy=policy, offload_policy=offload,
+        )  # fmt: skip
+        unit.set_gradient_divide_factor(1.0)  # gradients are summed, then divided once by the global weight
+        unit.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,113 @@
+"""From a model and a layout to a Plan: asks every strategy that the layout names for its Steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from . import parallel
+from .errors import CannotCut, ConfigError, LayoutError, nearest
+from .layout import DATA_AXES, Layout
+from .losses import accepts_sharded_logits
+from .plans import Plan, Step, Weight
+from .roles import find
+
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+
+
+def plan(
+    model: nn.Module,
+    layout: str | Layout,
+    *,
+    batch: int,
+    accumulate: int = 1,
+    loss: Callable | None = None,
+    roles: Mapping[str, object] | None = None,
+    recompute: str | int = "none",
+    precision: str = "fp32",
+    sync_batchnorm: bool = True,
+) -> Plan:
+    """Lay `model` (on any device, also meta) over `layout`. Nothing runs and the model is not changed.
+
+    `batch` counts samples of one optimizer step over all ranks, which are divided into `accumulate` microbatches.
+    `loss` tells whether logits may stay sharded over `tp`: a loss marked `weft.losses.vocab_parallel` takes them so.
+    `roles` maps globs of module names to roles (see `weft.roles`). `recompute` is "none", "selective" (the attention
+    core), "full", or k for every k-th block (Korthikanti et al. 2022). Raises Refusal.
+    """
+    if isinstance(layout, str):
+        layout = Layout.parse(layout)
+    strategies = parallel.registry()
+    _check_layout(layout, strategies)
+    _check_batch(layout, batch, accumulate)
+    if precision not in PRECISIONS:
+        raise ConfigError("precision.compute", precision, "not a precision", f"choose one of {', '.join(PRECISIONS)}")
+    found = find(model, roles)
+    weights = weights_of(model)
+    steps: list[Step] = []
+    for axis in layout.live():
+        for strategy in strategies[axis]:
+            steps += strategy.steps(model, weights, found, layout, loss is not None and accepts_sharded_logits(loss))
+    blocks = tuple(b for blocks in found.blocks for b in blocks)
+    _check_recompute(recompute, blocks)
+    norms = tuple(n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training)
+    synced = norms if sync_batchnorm and layout.live(*DATA_AXES) else ()
+    notes = []
+    if layout.live("tp"):
+        notes = [f"roles: {found.source}; {len(found.chains)} chains", *found.notes]
+    return Plan(
+        layout, tuple(steps), weights, batch, accumulate, blocks, recompute, precision, synced, notes=tuple(notes)
+    )  # fmt: skip
+
+
+def weights_of(model: nn.Module) -> tuple[Weight, ...]:
+    """The parameters of a model, each once, with the further names under which it is shared."""
+    names: dict[int, list[str]] = {}
+    tensors = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    return tuple(
+        Weight(first, tuple(tensors[key].shape), tensors[key].requires_grad, tensors[key].dtype, tuple(rest))
+        for key, (first, *rest) in names.items()
+    )
+
+
+def _check_layout(layout: Layout, strategies: Mapping[str, list]) -> None:
+    for axis in layout.axes:
+        if axis not in strategies:
+            raise LayoutError("layout", str(layout), f"there is no axis {axis!r}", nearest(axis, strategies))
+    for axis, option in layout.options:
+        known = {o: text for strategy in strategies[axis] for o, text in strategy.OPTIONS.items()}
+        if option not in known:
+            raise LayoutError(
+                "layout", str(layout), f"axis {axis} has no option {option!r}",
+                nearest(option, known) if known else f"write {axis} without an option",
+            )  # fmt: skip
+
+
+def _check_batch(layout: Layout, batch: int, accumulate: int) -> None:
+    if batch < 1 or accumulate < 1:
+        field, value = ("train.batch", batch) if batch < 1 else ("train.accumulate", accumulate)
+        raise ConfigError(field, value, "must be at least 1", "choose a positive number")
+    parts = layout.size(*DATA_AXES) * accumulate
+    if batch % parts:
+        raise ConfigError(
+            "train.batch", batch,
+            f"does not divide over {layout.size(*DATA_AXES)} data ranks of {layout} x {accumulate} microbatches",
+            f"use a multiple of {parts}, such as {-(-batch // parts) * parts}",
+        )  # fmt: skip
+
+
+def _check_recompute(recompute: str | int, blocks: tuple[str, ...]) -> None:
+    if recompute in ("none", "selective"):
+        return
+    if recompute != "full" and not (isinstance(recompute, int) and recompute > 0):
+        raise ConfigError(
+            "train.recompute", recompute, "not a way to recompute", 'choose "none", "selective", "full" or a number k'
+        )
+    if not blocks:
+        raise CannotCut(
+            "train.recompute", recompute, "the model has no list of repeated blocks", 'use "none", or hold them in a ModuleList'
+        )  # fmt: skip

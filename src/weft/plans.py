@@ -1,0 +1,296 @@
+"""Plan: all that is decided about a run, and nothing that runs.
+
+A strategy emits Steps. A Step says, for one module, where its parameters lie on an axis of the mesh (`Param`), where
+the tensor that enters or leaves it lies outside and inside (`Boundary`), and whether its parameters are gathered as
+one unit (`Gather`). Interpreters read Steps; none needs to know which strategy wrote them.
+
+Which collective a Boundary implies follows from two facts. Values: forward moves outside -> inside on entry and
+inside -> outside on exit. Gradients: inside a module a copy's gradient is a partial sum, a partial sum's gradient is
+a copy, a shard's is a shard; outside, ranks compute the same thing, so a copy's gradient is a copy
+(the conjugate operators f and g of Megatron-LM, Shoeybi et al. 2019, and their sequence-parallel forms,
+Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .layout import DATA_AXES, Layout
+
+Spec = Mapping[str, Placement]  # axis -> placement; an axis left out is Replicate
+COPY = Replicate()
+SUM = Partial()
+
+
+def collective(src: Placement, dst: Placement) -> str | None:
+    """The collective that turns a tensor placed as `src` into one placed as `dst`; None if no rank needs another."""
+    if src == dst or src == COPY:
+        return None
+    if src == SUM:
+        return "all_reduce" if dst == COPY else "reduce_scatter"
+    return "all_gather" if dst == COPY else "all_to_all"
+
+
+def dual(placement: Placement) -> Placement:
+    """Where the gradient of a tensor lies inside a module."""
+    return {COPY: SUM, SUM: COPY}.get(placement, placement)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one dim is divided over an axis: each part by itself, never inside a unit.
+
+    A fused QKV of 8 query and 2 key heads of 64 is `Cut(0, parts=(512, 128, 128), units=(8, 2, 2))`. A part with fewer
+    units than ranks is shared: neighbouring ranks hold the same unit.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+    units: tuple[int, ...]
+
+    def intervals(self, index: int, size: int) -> tuple[tuple[int, int], ...]:
+        """What rank `index` of `size` holds: a (start, stop) of the global dim for each part."""
+        intervals, offset = [], 0
+        for length, units in zip(self.parts, self.units, strict=True):
+            width = length // units
+            if units < size:
+                first = index * units // size
+                last = first + 1
+            else:
+                each = -(-units // size)  # torch.chunk's rule: the last ranks get less
+                first, last = min(index * each, units), min((index + 1) * each, units)
+            intervals.append((offset + first * width, offset + last * width))
+            offset += length
+        return tuple(intervals)
+
+    def shared(self, size: int) -> bool:
+        """Whether some unit lies on more than one of `size` ranks."""
+        return any(units < size for units in self.units)
+
+    def even(self, size: int) -> bool:
+        return all(units % size == 0 for units in self.units)
+
+
+@dataclass(frozen=True)
+class Param:
+    """Where one parameter lies on one axis.
+
+    `stored` is where it rests, `compute` what a rank computes with, `grad` what backward leaves on a rank.
+    stored != compute is a gather before use, and grad != stored is a reduction after backward.
+    A `cut` with `stored` a copy is a rank's view of a whole parameter (key heads fewer than ranks).
+    """
+
+    name: str
+    axis: str
+    stored: Placement
+    compute: Placement
+    grad: Placement
+    cut: Cut | None = None
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """One tensor crossing a module's edge. `typed`: the outside value is a DTensor that carries its placement."""
+
+    outside: Spec
+    inside: Spec
+    typed: bool = False
+
+    def moves(self, entry: bool) -> Iterator[tuple[str, tuple[Placement, Placement], tuple[Placement, Placement]]]:
+        """Per axis: its name, forward (from, to), backward (from, to)."""
+        for axis in {**self.outside, **self.inside}:
+            outside, inside = self.outside.get(axis, COPY), self.inside.get(axis, COPY)
+            if entry:
+                yield axis, (outside, inside), (dual(inside), outside)
+            else:
+                yield axis, (inside, outside), (outside, dual(inside))
+
+
+Interior = Literal["whole", "sequence", "heads", "features"]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Parameters below a module (less those of deeper Gathers) that are gathered and reduced together.
+
+    ZeRO-1: gathered and reduced once a step. ZeRO-2: reduced every microbatch. ZeRO-3: also gathered at every use, in
+    forward and again in backward (Rajbhandari et al. 2020); its last unit, which backward needs first, once a microbatch.
+    """
+
+    axis: str
+    gathered: Literal["step", "microbatch", "use"]
+    reduced: Literal["step", "microbatch"]
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one strategy asks of one module. `interior`: how activations are cut once the input boundary is passed.
+
+    `attributes` are the module's own numbers that become local (a stored head count).
+    """
+
+    module: str
+    by: str
+    params: tuple[Param, ...] = ()
+    input: Boundary | None = None
+    output: Boundary | None = None
+    interior: Interior | None = None
+    attributes: tuple[tuple[str, int], ...] = ()
+    gather: Gather | None = None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the model as it is on one device. `aliases`: further names of the same tensor (tied)."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    dtype: torch.dtype
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before a process starts. `print(plan)` is a table a person reads."""
+
+    layout: Layout
+    steps: tuple[Step, ...]
+    weights: tuple[Weight, ...]
+    batch: int
+    accumulate: int = 1
+    blocks: tuple[str, ...] = ()  # the repeated modules: units of recompute
+    recompute: str | int = "none"  # none, selective, full, or k: every k-th block
+    precision: str = "fp32"  # fp64, fp32, bf16, fp16: what is computed in
+    batchnorms: tuple[str, ...] = ()  # modules whose statistics are the whole microbatch's
+    bucket_bytes: int = 25 * 2**20
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def data_size(self) -> int:
+        """Number of parts that a batch is divided into."""
+        return self.layout.size(*DATA_AXES)
+
+    @property
+    def microbatch(self) -> int:
+        """Samples of one microbatch on one rank."""
+        return self.batch // self.accumulate // self.data_size
+
+    def params(self) -> dict[str, dict[str, Param]]:
+        """Parameter name -> axis -> Param, merged over all steps."""
+        table: dict[str, dict[str, Param]] = {weight.name: {} for weight in self.weights}
+        for step in self.steps:
+            for param in step.params:
+                table[param.name][param.axis] = param
+        return table
+
+    def gather_of(self, name: str) -> Step | None:
+        """The Step that gathers this parameter."""
+        return next((s for s in self.steps if s.gather is not None and any(p.name == name for p in s.params)), None)
+
+    def reduced_over(self, name: str, table: Mapping[str, Mapping[str, Param]]) -> tuple[str, ...]:
+        """The axes over which this parameter's gradient is all-reduced whole (not through a Gather)."""
+        gathered = any(p.stored != p.compute for p in table[name].values())
+        return tuple(
+            axis for axis, p in table[name].items() if p.grad == SUM and p.stored == COPY and not (gathered and axis in DATA_AXES)
+        )
+
+    def buckets(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """(axes, parameter names) of each gradient all-reduce, in the order in which backward fills them."""
+        table = self.params()
+        buckets: list[tuple[tuple[str, ...], list[str]]] = []
+        room: dict[tuple, tuple[int, list[str]]] = {}
+        gathered = {p.name for s in self.steps if s.gather is not None for p in s.params}
+        for weight in reversed(self.weights):
+            axes = self.reduced_over(weight.name, table)
+            if not axes or not weight.trainable:
+                continue
+            key = (axes, weight.dtype, weight.name in gathered)
+            left, names = room.get(key, (0, []))
+            nbytes = prod(self.local_shape(weight, table)) * weight.dtype.itemsize
+            if nbytes > left:
+                left, names = self.bucket_bytes, []
+                buckets.append((axes, names))
+            names.append(weight.name)
+            room[key] = (left - nbytes, names)
+        return [(axes, tuple(names)) for axes, names in buckets]
+
+    def local_shape(self, weight: Weight, table: Mapping[str, Mapping[str, Param]], index: int = 0) -> tuple[int, ...]:
+        """Shape of what a rank (the first of an uneven cut, unless said) computes with, cut but not sharded for storage."""
+        shape = list(weight.shape)
+        for axis, param in table[weight.name].items():
+            if param.cut is not None and param.stored != COPY:
+                shape[param.cut.dim] = sum(b - a for a, b in param.cut.intervals(index, self.layout.size(axis)))
+        return tuple(shape)
+
+    def recomputed(self) -> tuple[str, ...]:
+        """The blocks whose forward runs again in backward."""
+        if self.recompute == "full":
+            return self.blocks
+        return self.blocks[:: self.recompute] if isinstance(self.recompute, int) else ()
+
+    def __str__(self) -> str:
+        count = sum(prod(weight.shape) for weight in self.weights)
+        head = (
+            f"layout {self.layout}: {self.layout.world} ranks; batch {self.batch} = {self.data_size} data ranks"
+            f" x {self.accumulate} microbatches x {self.microbatch} samples\n"
+            f"{count / 1e6:.2f} M parameters in {len(self.weights)} tensors; compute {self.precision};"
+            f" recompute {self.recompute}"
+        )
+        rows = [("by", "module", "parameters", "enters", "leaves")]
+        rows += _fold([_row(step) for step in self.steps])
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([head, "", *lines, *([""] if notes else []), *notes])
+
+
+def _letter(placement: Placement) -> str:
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    return "R" if placement == COPY else "P"
+
+
+def _row(step: Step) -> tuple[str, str, str, str, str]:
+    def crossing(boundary: Boundary | None, entry: bool) -> str:
+        if boundary is None:
+            return ""
+        cells = []
+        for axis, forward, backward in boundary.moves(entry):
+            ops = " / ".join(collective(*move) or "-" for move in (forward, backward))
+            cells.append(f"{axis}: {_letter(forward[0])}->{_letter(forward[1])} ({ops})")
+        return ", ".join(cells)
+
+    kinds: dict[str, int] = {}
+    for param in step.params:
+        leaf = param.name.removeprefix(step.module + ".") if step.module else ""
+        moved = "" if param.stored == param.compute else f"->{_letter(param.compute)}"
+        text = f"{param.axis}:{_letter(param.stored)}{moved}" + (" grad P" if param.grad == SUM else "")
+        text = f"{leaf} {text}" if leaf and "." not in leaf else text
+        kinds[text] = kinds.get(text, 0) + 1
+    params = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in kinds.items())
+    if step.gather is not None:
+        params += f" gathered per {step.gather.gathered}, reduced per {step.gather.reduced}"
+        params += ", offloaded" if step.gather.offload else ""
+    return step.by, step.module or "(model)", params, crossing(step.input, True), crossing(step.output, False)
+
+
+def _fold(rows: list[tuple[str, str, str, str, str]]) -> list[tuple[str, str, str, str, str]]:
+    """One row for all rows that differ only in a number within the module's name."""
+    folded: dict[tuple[str, ...], list[str]] = {}
+    for by, module, *rest in rows:
+        key = (by, re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module), *rest)
+        folded.setdefault(key, []).append(module)
+    return [
+        (key[0], modules[0] if len(modules) == 1 else f"{key[1]} [{len(modules)}]", *key[2:])  # type: ignore[misc]
+        for key, modules in folded.items()
+    ]

@@ -1,0 +1,389 @@
+"""Roles: which modules of a model are column, row, embedding or head, and which chains they form.
+
+A *chain* is what tensor parallelism cuts: linears that read one tensor and whose outputs are cut (columns), up to the one
+whose input is cut (row). Between them every rank works on its own heads or its own hidden features.
+
+Roles come, in this order, from the user (glob -> role), from a Hugging Face model's own plan, and from a guess on
+the module tree. A guess is taken only where its sizes agree; what was not understood stays whole and is noted.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .errors import CannotCut, ConfigError, nearest
+from .plans import Cut
+
+KINDS = ("column", "row", "embedding", "head", "whole", "attention")
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
+HEAD_DIM = ("head_dim", "attention_head_size", "d_head", "head_size", "dim_head")
+GROUPS = ("num_key_value_groups", "n_rep", "kv_groups")
+WIDTHS = ("split_size", "all_head_size", "inner_dim")
+
+_COLUMN = re.compile(
+    r"(w?[qkv]|[qkv]_proj|to_[qkv]+|query|key|value|w?qkv|qkv_proj|in_proj|c_attn|query_key_value|gate|gate_proj|up|"
+    r"up_proj|gate_up_proj|fc1|w1|w3|c_fc|lin1|linear1|dense_h_to_4h|wi|wi_0|wi_1)"
+)
+_ROW = re.compile(
+    r"(w?o|out|o_proj|out_proj|proj|c_proj|to_out|down|down_proj|fc2|w2|lin2|linear2|fc_out|dense|dense_4h_to_h)"
+)
+_CROSS = re.compile(r"encoder_hidden|cross|context|memory|kv|key_value_states")
+_ELEMENTWISE = (
+    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.ReLU6, nn.Mish, nn.Identity,
+    nn.Dropout,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Columns and the row that ends them. `entry`: where the shared input enters; None: at each column by itself.
+
+    `cuts`: linear -> how its features are divided; `inner`: parameters used on cut activations by every rank whole (query and key norms).
+    """
+
+    columns: tuple[str, ...]
+    row: str
+    cuts: Mapping[str, Cut]
+    entry: str | None
+    inner: tuple[str, ...]
+    heads: int = 0  # 0: a feed-forward chain
+    kv_heads: int = 0
+    attributes: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    cross: bool = False  # some columns read another tensor (cross-attention)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What was found: chains, the vocabulary's embedding and head, the repeated blocks, and where each came from."""
+
+    chains: tuple[Chain, ...]
+    embedding: str | None
+    head: str | None
+    blocks: tuple[tuple[str, ...], ...]  # each list of repeated blocks, in order
+    source: str
+    notes: tuple[str, ...] = ()
+
+    def stacks(self) -> tuple[tuple[str, ...], ...]:
+        """The lists of blocks all of which hold a chain: where a residual stream runs from first to last."""
+        rows = [chain.row for chain in self.chains]
+        return tuple(blocks for blocks in self.blocks if all(any(r.startswith(b + ".") for r in rows) for b in blocks))
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Hugging Face's Conv1D: a linear whose weight is stored [in, out]."""
+    return type(module).__name__ == "Conv1D" and getattr(module, "weight", None) is not None and module.weight.ndim == 2  # type: ignore[union-attr, operator]
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """(in, out) features of a linear."""
+    rows, cols = module.weight.shape  # type: ignore[union-attr, misc]
+    return (int(rows), int(cols)) if is_conv1d(module) else (int(cols), int(rows))
+
+
+def block_lists(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The lists of repeated blocks: children, all of one class and not leaves, of a ModuleList or Sequential."""
+    lists: list[tuple[str, ...]] = []
+    for name, module in model.named_modules():
+        children = list(module.named_children())
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not children:
+            continue
+        if any(name == b or name.startswith(b + ".") for blocks in lists for b in blocks):
+            continue  # a list inside a block
+        first = type(children[0][1])
+        repeated = len(children) > 1 or isinstance(module, nn.ModuleList)
+        inner = any(True for _ in children[0][1].children()) and any(True for _ in children[0][1].parameters())
+        if repeated and inner and all(type(child) is first for _, child in children):
+            lists.append(tuple(f"{name}.{child}" if name else child for child, _ in children))
+    return tuple(lists)
+
+
+def find(model: nn.Module, declared: Mapping[str, object] | None = None) -> Roles:
+    """The roles of a model's modules. Raises CannotCut or ConfigError for a declared role that does not fit."""
+    modules = dict(model.named_modules())
+    table = _declared(modules, declared or {})
+    hf = {} if declared else _hf_plan(model, modules)
+    lists = block_lists(model)
+    notes: list[str] = []
+    chains: list[Chain] = []
+    fused = {n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
+    if fused:
+        notes.append("nn.MultiheadAttention keeps its projections in one tensor of its own: left whole under tp")
+    for scope, linears in _scopes(modules, lists, fused):
+        kinds: dict[str, str] = {}
+        for name in linears:
+            kind = (table[name]["role"] if name in table else hf.get(name)) or _guess(name, modules, linears, scope)
+            kinds[name] = str(kind)
+        chains += _chains(scope, linears, kinds, modules, table, notes)
+    for name, role in table.items():
+        used = {c for chain in chains for c in (*chain.columns, chain.row)}
+        if role["role"] in ("column", "row") and name not in used:
+            raise CannotCut(
+                f"roles.{name}", role["role"], "it is part of no chain of columns that ends in a row",
+                "declare the columns and the row that follows them in one block",
+            )  # fmt: skip
+    embedding, head = _vocabulary(model, modules, lists, table)
+    source = "declared" if declared else "the model's own plan" if hf else "guessed"
+    return Roles(tuple(chains), embedding, head, lists, source, tuple(dict.fromkeys(notes)))
+
+
+def _declared(modules: Mapping[str, nn.Module], declared: Mapping[str, object]) -> dict[str, dict]:
+    table: dict[str, dict] = {}
+    for pattern, value in declared.items():
+        role = dict(value) if isinstance(value, Mapping) else {"role": value}
+        field = f'roles."{pattern}"'
+        if role.get("role") not in KINDS:
+            raise ConfigError(field, role.get("role"), "not a role", f"{nearest(str(role.get('role')), KINDS)}")
+        unknown = set(role) - {"role", "heads", "kv_heads"}
+        if unknown:
+            raise ConfigError(field, sorted(unknown)[0], "not a key of a role", "keys are role, heads, kv_heads")
+        matches = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
+            raise ConfigError(field, role["role"], "no module has such a name", nearest(pattern, [m for m in modules if m]))
+        for name in matches:
+            if role["role"] in ("column", "row", "head") and not is_linear(modules[name]):
+                raise CannotCut(field, role["role"], f"{name} is a {type(modules[name]).__name__}", "name a linear layer")
+            table[name] = role
+    return table
+
+
+def _hf_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Roles out of a transformers model's `_tp_plan` (pattern -> style)."""
+    plan = getattr(model, "_tp_plan", None)
+    if not isinstance(plan, Mapping):
+        return {}
+    styles = {"colwise": "column", "rowwise": "row"}
+    found = {}
+    for name in modules:
+        generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        style = next((s for p, s in plan.items() if generic == p or generic.endswith("." + p)), None)
+        if style in styles:
+            found[name] = styles[style]
+    return found
+
+
+def _scopes(modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...], fused: set[str]):
+    """Where chains are looked for: each repeated block, and each Sequential outside of them, with its linears in order."""
+
+    def linears(scope: str) -> list[str]:
+        return [
+            n for n, m in modules.items()
+            if n.startswith(scope + ".") and is_linear(m) and not any(n.startswith(f + ".") for f in fused)
+        ]  # fmt: skip
+
+    blocks = [block for blocks in lists for block in blocks]
+    for block in blocks:
+        yield block, linears(block)
+    for name, module in modules.items():
+        inside = any(name == b or name.startswith(b + ".") for b in blocks)
+        if isinstance(module, nn.Sequential) and not inside and not any(b.startswith(name + ".") for b in blocks):
+            yield name, [f"{name}.{c}" if name else c for c, m in module.named_children() if is_linear(m)]
+
+
+def _guess(name: str, modules: Mapping[str, nn.Module], linears: list[str], scope: str) -> str | None:
+    parent_name, _, leaf = name.rpartition(".")
+    parent = modules[parent_name]
+    if isinstance(parent, nn.Sequential):
+        return _guess_in_sequential(name, parent_name, modules)
+    wide, tall = features(modules[name])
+    if _COLUMN.fullmatch(leaf):
+        return "column"
+    if tall > wide and not _ROW.fullmatch(leaf):
+        return "column"
+    if leaf == "dense" and tall > wide:  # BERT calls every linear so
+        return "column"
+    return "row" if _ROW.fullmatch(leaf) else None
+
+
+def _guess_in_sequential(name: str, parent_name: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """In a Sequential, linears with only elementwise modules between them pair up: column, row, column, row."""
+    prefix = parent_name + "." if parent_name else ""
+    position, open_column = {}, None
+    for child, module in modules[parent_name].named_children():
+        if is_linear(module):
+            if open_column is None:
+                open_column = child
+            else:
+                position[prefix + open_column], position[prefix + child] = "column", "row"
+                open_column = None
+        elif not isinstance(module, _ELEMENTWISE):
+            open_column = None
+    return position.get(name)
+
+
+def _common(names: list[str]) -> str:
+    parts = [name.split(".")[:-1] for name in names]
+    common = []
+    for words in zip(*parts, strict=False):
+        if len(set(words)) > 1:
+            break
+        common.append(words[0])
+    return ".".join(common)
+
+
+def _number(modules: list[nn.Module], names: tuple[str, ...]) -> int:
+    """The first of these attributes that a module, or the config it carries, has."""
+    for holder in modules:
+        for source in (holder, getattr(holder, "config", None)):
+            for name in names:
+                value = getattr(source, name, None)
+                if isinstance(value, int) and value > 0:
+                    return value
+    return 0
+
+
+def _chains(
+    scope: str,
+    linears: list[str],
+    kinds: Mapping[str, str],
+    modules: Mapping[str, nn.Module],
+    table: Mapping[str, dict],
+    notes: list[str],
+) -> list[Chain]:
+    chains, columns = [], []
+    for name in linears:
+        if kinds[name] == "column":
+            columns.append(name)
+        elif kinds[name] == "row":
+            if columns:
+                chain = _chain(scope, columns, name, modules, table, notes)
+                if chain is not None:
+                    chains.append(chain)
+            elif name in table:
+                raise CannotCut(f"roles.{name}", "row", "no column comes before it", "declare the columns that feed it")
+            columns = []
+    if columns:
+        notes.append(f"{columns[0]}: a column with no row after it is left whole")
+    return chains
+
+
+def _chain(
+    scope: str,
+    columns: list[str],
+    row: str,
+    modules: Mapping[str, nn.Module],
+    table: Mapping[str, dict],
+    notes: list[str],
+) -> Chain | None:
+    def give_up(problem: str) -> None:
+        if any(name in table for name in (*columns, row)):
+            raise CannotCut(f"roles.{row}", "row", problem, "declare heads, or leave these modules whole")
+        notes.append(f"{row}: {problem}; its chain is left whole")
+
+    width = features(modules[row])[0]
+    outs = {name: features(modules[name])[1] for name in columns}
+    around = _ancestors(_common(columns), scope)
+    declared = next((table[a] for a in around if table.get(a, {}).get("role") == "attention"), {})
+    single_attention = bool(declared) or any(re.search(r"att", a.rsplit(".", 1)[-1]) for a in around)
+    looks = single_attention or any(re.fullmatch(r"w?[qkv]|[qkv]_proj|query|key|value|.*qkv.*|c_attn", n.rsplit(".", 1)[-1]) for n in columns)
+    heads = kv_heads = head_dim = 0
+    cuts: dict[str, Cut] = {}
+    if looks:
+        holders = [modules[a] for a in around]
+        heads = int(declared.get("heads", 0))
+        head_dim = width // heads if heads else _number(holders, HEAD_DIM)
+        heads = heads or (width // head_dim if head_dim else _number(holders, HEADS))
+        if not heads or width % heads:
+            return give_up(f"an attention of {width} features whose number of heads is not known")
+        head_dim = width // heads
+        kv_heads = heads
+        for name, out in outs.items():
+            dim = 1 if is_conv1d(modules[name]) else 0
+            if out == width:
+                cuts[name] = Cut(dim, (width,), (heads,))
+            elif out > width and (out - width) % (2 * head_dim) == 0 and len(columns) == 1:
+                kv_heads = (out - width) // 2 // head_dim
+                cuts[name] = Cut(dim, (width, kv_heads * head_dim, kv_heads * head_dim), (heads, kv_heads, kv_heads))
+            elif out % head_dim == 0 and out < width:
+                kv_heads = out // head_dim
+                cuts[name] = Cut(dim, (out,), (kv_heads,))
+            else:
+                return give_up(f"{name} has {out} features, which are no whole number of heads of {head_dim}")
+        if int(declared.get("kv_heads", kv_heads)) != kv_heads:
+            return give_up(f"kv_heads is declared as {declared['kv_heads']}, the key projection holds {kv_heads}")
+        cuts[row] = Cut(0 if is_conv1d(modules[row]) else 1, (width,), (heads,))
+    else:
+        for name, out in outs.items():
+            if out % width:
+                return give_up(f"{name} has {out} features, its row takes {width}")
+            parts = out // width  # a fused gate and up projection has two
+            cuts[name] = Cut(1 if is_conv1d(modules[name]) else 0, (width,) * parts, (width,) * parts)
+        cuts[row] = Cut(0 if is_conv1d(modules[row]) else 1, (width,), (width,))
+
+    entry: str | None = _common(columns)
+    container = modules[entry] if entry else None
+    inner: list[str] = []
+    region = _common([*columns, row])
+    linear_names = {*columns, row}
+    for name, module in modules.items():
+        own = [f"{name}.{p}" for p, _ in module.named_parameters(recurse=False)]
+        if not own or name in linear_names or not name.startswith((region if region else scope) + "."):
+            continue
+        sizes = [p.numel() for p in module.parameters(recurse=False)]
+        if head_dim and all(size == head_dim for size in sizes) and head_dim != features(modules[columns[0]])[0]:
+            inner += own
+        elif all(size == width for size in sizes) and width != features(modules[columns[0]])[0] and "norm" in type(module).__name__.lower():
+            return give_up(f"{name} normalises over features that would be cut")
+        elif entry and name.startswith(entry + "."):
+            entry = None  # something else of the container reads the input: enter at each column
+    cross = container is not None and len(columns) > 1 and bool(_CROSS.search(" ".join(_arguments(container))))
+    if len(columns) == 1 or not entry or entry == scope or isinstance(container, nn.Sequential) or cross:
+        entry = None
+
+    attributes: dict[str, tuple[tuple[str, int], ...]] = {}
+    if heads:
+        expected = {**dict.fromkeys(HEADS, heads), **dict.fromkeys(KV_HEADS, kv_heads), **dict.fromkeys(WIDTHS, width)}
+        expected |= dict.fromkeys(GROUPS, heads // kv_heads)
+        for name in around:
+            found = [(key, v) for key, v in expected.items() if modules[name].__dict__.get(key) == v]
+            if found:
+                attributes[name] = tuple(found)
+    return Chain(tuple(columns), row, cuts, entry, tuple(inner), heads, kv_heads, attributes, cross)
+
+
+def _ancestors(name: str, scope: str) -> list[str]:
+    """From this module up to the scope, both included."""
+    names = [name]
+    while names[-1] != scope and "." in names[-1]:
+        names.append(names[-1].rpartition(".")[0])
+    return names
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    import inspect
+
+    return [p for p in inspect.signature(module.forward).parameters if p not in ("self", "past_key_values")]
+
+
+def _vocabulary(
+    model: nn.Module, modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...], table: Mapping[str, dict]
+) -> tuple[str | None, str | None]:
+    """The token embedding (the widest that is no table of positions) and the linear outside of the blocks that scores the same vocabulary."""
+
+    def outside(name: str) -> bool:
+        return not any(name.startswith(b + ".") for blocks in lists for b in blocks)
+
+    whole = {name for name, role in table.items() if role["role"] == "whole"}
+    declared = {role["role"]: name for name, role in table.items()}
+    tables = {
+        n: m for n, m in modules.items()
+        if isinstance(m, nn.Embedding) and outside(n) and n not in whole and not re.search(r"pos|type|segment", n.rsplit(".", 1)[-1])
+    }  # fmt: skip
+    embedding = declared.get("embedding") or max(tables, key=lambda n: tables[n].num_embeddings, default=None)
+    if embedding is None:
+        return None, declared.get("head")
+    vocab = modules[embedding].num_embeddings
+    heads = [
+        n for n, m in modules.items()
+        if is_linear(m) and outside(n) and features(m)[1] == vocab and n not in whole and not is_conv1d(m)
+    ]  # fmt: skip
+    return embedding, declared.get("head") or (heads[-1] if heads else None)

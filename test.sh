@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Sets weft up in .venv with all that its tests need, once; then lint, types and tests. Arguments go to pytest:
+#     ./test.sh tests/test_layout.py -x
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/quickstart.sh"
+prepare '.[test]'
+
+export OMP_NUM_THREADS=1 # the tests run several processes on the same cores
+.venv/bin/python -m ruff check
+.venv/bin/python -m ruff format --check
+.venv/bin/python -m mypy
+exec .venv/bin/python -m pytest --cov --cov-report=term "$@"

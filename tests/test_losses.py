@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from weft import losses
+
+IGNORED = losses.IGNORED
+
+
+def reference(logits, labels):
+    """Value and gradient of the sum, by torch, in the dtype of the logits."""
+    logits = logits.clone().requires_grad_()
+    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total.detach(), torch.autograd.grad(total, logits)[0]
+
+
+def example(vocab, ignored, scale=3.0):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = scale * torch.randn(3, 7, vocab, dtype=torch.float64, generator=generator)
+    labels = torch.randint(vocab, (3, 7), generator=generator)
+    if ignored == "some":
+        labels[:, 4:] = IGNORED
+        labels[1, 0] = IGNORED
+    elif ignored == "all":
+        labels[:] = IGNORED
+    return logits, labels
+
+
+# ---- one process ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+def test_cross_entropy_is_a_sum_and_its_weight(ignored):
+    logits, labels = example(11, ignored)
+    leaf = logits.clone().requires_grad_()
+    total, weight = losses.cross_entropy(leaf, labels)
+    total.backward()
+    expected, gradient = reference(logits, labels)
+    assert total.shape == weight.shape == () and weight.dtype == total.dtype == torch.float64
+    assert not weight.requires_grad
+    assert torch.equal(total.detach(), expected) and torch.equal(leaf.grad, gradient)
+    assert weight.item() == {"none": 21, "some": 11, "all": 0}[ignored]
+
+
+def test_low_precision_is_summed_in_float32():
+    logits, labels = example(11, "some")
+    total, weight = losses.cross_entropy(logits.bfloat16(), labels)
+    assert total.dtype == weight.dtype == torch.float32
+    torch.testing.assert_close(total, reference(logits.bfloat16().float(), labels)[0])
+
+
+def test_next_token_shifts_input_ids_unless_labels_are_given():
+    logits, ids = example(11, "none")
+    shifted = torch.full_like(ids, IGNORED)
+    shifted[:, :-1] = ids[:, 1:]
+    total, weight = losses.next_token(logits, {"input_ids": ids})
+    assert weight.item() == 3 * 6
+    by_hand = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    torch.testing.assert_close(total, by_hand, rtol=1e-14, atol=0)
+    assert torch.equal(losses.next_token(logits, {"input_ids": ids, "labels": shifted})[0], total)
+    aligned, weight = losses.next_token(SimpleNamespace(logits=logits), {"input_ids": ids, "labels": ids})
+    assert torch.equal(aligned, reference(logits, ids)[0]) and weight.item() == 21
+
+
+def test_classification_and_mse():
+    logits = torch.randn(5, 4, dtype=torch.float64)
+    labels = torch.tensor([0, 3, 1, 1, 2])
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    for key in ("label", "labels"):
+        total, weight = losses.classification(SimpleNamespace(logits=logits), {key: labels})
+        assert torch.equal(total, expected) and weight.item() == 5
+    total, weight = losses.mse(logits, {"target": torch.zeros(5, 4)})
+    torch.testing.assert_close(total, logits.square().sum())
+    assert weight.item() == 20 and weight.dtype == torch.float64
+    with pytest.raises(ValueError, match=r"\[5, 4\].*\[5, 1\]"):
+        losses.mse(logits, {"target": torch.zeros(5, 1)})
+
+
+def test_which_losses_take_sharded_logits():
+    assert losses.accepts_sharded_logits(losses.next_token)
+    assert losses.accepts_sharded_logits(functools.partial(functools.partial(losses.classification)))
+    assert not losses.accepts_sharded_logits(losses.mse)
+    assert not losses.accepts_sharded_logits(functools.partial(losses.mse))
+    assert losses.next_token.__name__ == "next_token"
+
+
+# ---- several processes: the last dim of the logits sharded ---------------------------------------------------------
+
+
+def spawn(world, check, folder: Path):
+    """Run check(mesh) in `world` forked processes joined by gloo; raise what one of them raised."""
+    context = multiprocessing.get_context("fork")
+    errors = context.Queue()
+    workers = [context.Process(target=worker, args=(r, world, check, folder, errors)) for r in range(world)]
+    for process in workers:
+        process.start()
+    reports = [errors.get(timeout=60) for _ in workers]
+    for process in workers:
+        process.join(10)
+    assert not any(reports), "\n".join(filter(None, reports))
+
+
+def worker(rank, world, check, folder, errors):
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+        check(DeviceMesh("cpu", torch.arange(world)))
+        dist.destroy_process_group()
+        errors.put(None)
+    except BaseException:
+        errors.put(traceback.format_exc())
+
+
+def shard(logits, mesh):
+    """This rank's slice of the last dim as a leaf, and the DTensor that it is part of."""
+    chunks = logits.chunk(mesh.size(), dim=-1)
+    rank = mesh.get_local_rank()
+    leaf = (chunks[rank] if rank < len(chunks) else logits[..., :0]).clone().requires_grad_()
+    whole = DTensor.from_local(
+        leaf, mesh, [Shard(logits.dim() - 1)], run_check=False, shape=logits.shape, stride=logits.stride()
+    )
+    return leaf, whole
+
+
+def slice_of(full, mesh):
+    chunks = full.chunk(mesh.size(), dim=-1)
+    rank = mesh.get_local_rank()
+    return chunks[rank] if rank < len(chunks) else full[..., :0]
+
+
+def check_equal(mesh, vocab, ignored):
+    logits, labels = example(vocab, ignored)
+    expected, gradient = reference(logits, labels)
+    leaf, whole = shard(logits, mesh)
+    total, weight = losses.next_token(whole, {"labels": labels})
+    assert not isinstance(total, DTensor) and total.shape == weight.shape == ()
+    (0.5 * total).backward()
+    assert type(leaf.grad) is torch.Tensor and leaf.grad.shape == leaf.shape
+    assert (total - expected).abs() <= 1e-12 * expected.abs().clamp(min=1)
+    assert torch.isfinite(leaf.grad).all()
+    torch.testing.assert_close(leaf.grad, 0.5 * slice_of(gradient, mesh), rtol=0, atol=1e-12)
+    assert weight.item() == (labels != IGNORED).sum()
+
+
+def check_all(mesh):
+    for vocab in (101, 8, mesh.size() - 1):  # uneven, even (or uneven over 3), one rank with nothing
+        for ignored in ("none", "some", "all"):
+            check_equal(mesh, vocab, ignored)
+
+
+def check_rest(mesh):
+    logits, labels = example(101, "some")
+    # Large logits must not overflow, and the samples of a classifier are sharded as tokens are.
+    leaf, whole = shard(1e4 * logits[:, 0], mesh)
+    total, _ = losses.classification(whole, {"label": labels[:, 0]})
+    torch.testing.assert_close(total, reference(1e4 * logits[:, 0], labels[:, 0])[0], rtol=1e-12, atol=0)
+    # bfloat16 in, float32 between, bfloat16 gradient out.
+    leaf, whole = shard(logits.bfloat16(), mesh)
+    total, weight = losses.cross_entropy(whole, labels)
+    total.backward()
+    expected, gradient = reference(logits.bfloat16().float(), labels)
+    assert total.dtype == weight.dtype == torch.float32 and leaf.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(total.detach(), expected)
+    torch.testing.assert_close(leaf.grad, slice_of(gradient, mesh).bfloat16(), rtol=1e-2, atol=1e-6)
+    # A second backward would read a buffer that the first has overwritten.
+    leaf, whole = shard(logits, mesh)
+    total, _ = losses.cross_entropy(whole, labels)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+    # Labels outside the vocabulary are refused, as F.cross_entropy does.
+    with pytest.raises(RuntimeError, match="outside the vocabulary of 101"):
+        losses.cross_entropy(shard(logits, mesh)[1], labels + 101)
+    # Every rank holds all: nothing to reduce. A partial sum is no logit.
+    expected, gradient = reference(logits, labels)
+    leaf = logits.clone().requires_grad_()
+    total, _ = losses.cross_entropy(DTensor.from_local(leaf, mesh, [Replicate()]), labels)
+    total.backward()
+    assert torch.equal(total.detach(), expected) and torch.equal(leaf.grad, gradient)
+    with pytest.raises(ValueError, match="partial"):
+        losses.cross_entropy(DTensor.from_local(logits, mesh, [Partial()]), labels)
+
+
+def check_collectives(mesh):
+    """One maximum and one pair of sums per token, whatever the vocabulary; none in backward."""
+    seen = []
+    whole = dist.all_reduce
+
+    def record(tensor, op, group):
+        seen.append((op, tuple(tensor.shape)))
+        return whole(tensor, op, group)
+
+    logits, labels = example(101, "some")
+    losses.dist.all_reduce = record  # this process ends with the test
+    total, _ = losses.cross_entropy(shard(logits, mesh)[1], labels)
+    total.backward()
+    assert seen == [(dist.ReduceOp.MAX, (3, 7)), (dist.ReduceOp.SUM, (2, 3, 7))]
+
+
+def check_two_axes(mesh):
+    """The batch on one axis, the vocabulary on the other: reductions stay on the second."""
+    grid = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = grid.get_coordinate()
+    logits, labels = (t.repeat(2, *[1] * (t.dim() - 1)) for t in example(101, "some"))
+    logits[3:] += torch.arange(101) / 50
+    mine = slice(3 * dp, 3 * dp + 3)
+    leaf = logits[mine].chunk(2, dim=-1)[tp].clone().requires_grad_()
+    whole = DTensor.from_local(
+        leaf, grid, [Shard(0), Shard(2)], run_check=False, shape=logits.shape, stride=logits.stride()
+    )
+    total, weight = losses.cross_entropy(whole, labels[mine])
+    total.backward()
+    expected, gradient = reference(logits[mine], labels[mine])
+    torch.testing.assert_close(total.detach(), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(leaf.grad, gradient.chunk(2, dim=-1)[tp], rtol=0, atol=1e-12)
+    assert weight.item() == 11
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("check", [check_all, check_rest, check_collectives])
+def test_vocabulary_parallel(world, check, tmp_path):
+    spawn(world, check, tmp_path)
+
+
+def test_vocabulary_parallel_beside_data_parallel(tmp_path):
+    spawn(4, check_two_axes, tmp_path)
