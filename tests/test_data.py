@@ -257,7 +257,7 @@ def test_hugging_face_dataset_on_disk(tmp_path, bpe):
         data.hf(tmp_path / "nothing", 8)
     with pytest.raises(DataError, match="cannot be read"):
         data.hf(tmp_path, 8)
-    with pytest.raises(DataError, match=r"column = 'txt'.*did you mean .text."):
+    with pytest.raises(DataError, match=r"column = 'txt'.*[Dd]id you mean .text."):
         data.hf(tmp_path / "plain", 8, column="txt")
     with pytest.raises(DataError, match="column = 'number'"):
         data.hf(tmp_path / "plain", 8, column="number")

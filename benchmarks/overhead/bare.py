@@ -14,16 +14,17 @@ import torch.distributed as dist
 import work
 
 
-def main(out: str, *pairs: str) -> None:
-    size = {key: int(value) for key, value in (pair.split("=") for pair in pairs)}
-    batch = size.pop("batch")
-    dist.init_process_group("gloo")
+def first_step(batch: int, **size: int) -> float:
     trainer = plain_ddp.trainer(work.build(**size), work.adamw, clip=1.0)
     rows = work.rows_of(work.batch_of(work.Text(size["seq_len"]), batch, 0), dist.get_rank(), dist.get_world_size())
-    loss = trainer.step(rows)
+    return trainer.step(rows).item()
+
+
+def main(out: str, *pairs: str) -> None:
+    dist.init_process_group("gloo")
+    loss = first_step(**{key: int(value) for key, value in (pair.split("=") for pair in pairs)})
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps({"step": 1, "loss": loss.item()}) + "\n")
-    dist.barrier()
+        Path(out).write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
     dist.destroy_process_group()
 
 

@@ -101,6 +101,14 @@ def model(
     return built.to(device=device, dtype=dtype)
 
 
+def skeleton(run: Run) -> nn.Module:
+    """The model without weights, on the meta device; with them if it computes with them while it is made."""
+    try:
+        return model(run, device="meta")
+    except ConfigError:
+        return model(run)
+
+
 def dataset(run: Run, split: str = "train") -> data.Dataset:
     """The dataset of [data] for the split "train" or "val". Raises ConfigError, DataError.
 
@@ -108,6 +116,7 @@ def dataset(run: Run, split: str = "train") -> data.Dataset:
     """
     table, arguments = run.data, run.data.arguments
     positional: tuple = ()
+    function: Callable[..., Any]
     if table.text is not None:
         name, function = "weft.data:text", data.text
         positional = ([place(run, pattern) for pattern in table.text],)
@@ -119,7 +128,7 @@ def dataset(run: Run, split: str = "train") -> data.Dataset:
         function = resolve(name, run.folder, "data.build")
     if "tokenizer" in arguments and isinstance(arguments["tokenizer"], str):
         arguments["tokenizer"] = place(run, arguments["tokenizer"])
-    if _takes(function, "split"):
+    if "split" in _signature(function).parameters:
         arguments["split"] = split
     elif split != "train":
         fix = f"give {name} a parameter split, or set train.eval_every to 0"
@@ -154,7 +163,7 @@ def optimizer(run: Run) -> Callable[[NamedParameters], torch.optim.Optimizer]:
 
 
 def inputs(run: Run, model: nn.Module) -> tuple[str, ...] | None:
-    """Names of the batch entries that the model is called with; None: those that its forward names. Raises ConfigError."""
+    """Batch entries that the model is called with; None: those that its forward names. Raises ConfigError."""
     names, parameters = run.model.inputs, inspect.signature(model.forward).parameters
     if names is not None and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
         for name in names:
@@ -191,15 +200,15 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
 
     So what a process of the run would refuse is refused here. Raises Refusal.
     """
-    skeleton = _skeleton(run)
-    plans = [plan(with_layout(run, axes), skeleton) for axes in layouts or [run.layout.axes]]
+    bare = skeleton(run)
+    plans = [plan(with_layout(run, axes), bare) for axes in layouts or [run.layout.axes]]
     optimizer(run)
     train = dataset(run)
     for split, held in (("train", train), *([("val", dataset(run, "val"))] if run.train.eval_every else [])):
         if len(held) < run.train.batch:
             problem = f"the split {split!r} has {len(held)} samples, less than one batch"
             raise DataError("train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data")
-    _check_inputs(run, skeleton, train[0])
+    _check_inputs(run, bare, train[0])
     return plans
 
 
@@ -212,14 +221,6 @@ def place(run: Run, path: str) -> str:
     """A path or pattern of the run file: below the run's folder if something is there, else as it is written."""
     below = os.path.join(run.folder, path)
     return below if path and any(True for _ in glob.iglob(below, recursive=True)) else path
-
-
-def _skeleton(run: Run) -> nn.Module:
-    """The model on the meta device; with weights if it computes with them while it is made."""
-    try:
-        return model(run, device="meta")
-    except ConfigError:
-        return model(run)
 
 
 def _check_inputs(run: Run, model: nn.Module, sample: Mapping[str, Any]) -> None:
@@ -239,8 +240,11 @@ def _check_inputs(run: Run, model: nn.Module, sample: Mapping[str, Any]) -> None
 # ---- calls ---------------------------------------------------------------------------------------------------------
 
 
-def _takes(function: Callable[..., Any], parameter: str) -> bool:
-    return parameter in inspect.signature(function).parameters
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # some builtins have none: they take what they take
+        return inspect.signature(lambda *args, **arguments: None)
 
 
 def _known(table: str, arguments: Mapping[str, Any], known: Collection[str], what: str) -> None:
@@ -253,7 +257,7 @@ def _known(table: str, arguments: Mapping[str, Any], known: Collection[str], wha
 
 def _call(function: Callable[..., Any], name: str, table: str, positional: tuple, arguments: Mapping[str, Any]) -> Any:
     """`function(*positional, **arguments)`, with the arguments checked against its signature."""
-    signature = inspect.signature(function)
+    signature = _signature(function)
     named = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     named = named[len(positional) :]
     if all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):

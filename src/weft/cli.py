@@ -163,18 +163,18 @@ def _layouts(run: Run, world: int) -> list[str]:
     """Every layout of `world` ranks, with at most one option per axis, on which this run can be laid."""
     from . import build, parallel
 
-    choices = []
+    model, choices = build.skeleton(run), []
     for axis, strategies in parallel.registry().items():
         options = ["", *(f"+{option}" for strategy in strategies for option in strategy.OPTIONS)]
         sizes = [size for size in range(2, world + 1) if world % size == 0]
         choices.append(["", *(f"{axis}{size}{option}" for size in sizes for option in options)])
     found, refused = [], None
     for chosen in itertools.product(*choices):
-        axes = ".".join(filter(None, chosen))
-        if not axes or Layout.parse(axes).world != world:
+        axes = ".".join(filter(None, chosen)) or "dp1"
+        if Layout.parse(axes).world != world:
             continue
         try:
-            build.check(build.with_layout(run, axes))
+            build.plan(build.with_layout(run, axes), model)
             found.append(axes)
         except Refusal as error:
             refused = error

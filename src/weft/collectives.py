@@ -43,7 +43,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, total: int | None)
         pad[dim] = each - x.shape[dim]
         x = torch.cat([x, x.new_zeros(pad)], dim)
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    dist.all_gather_single(out, x.contiguous(), group=group)
     whole = out.unflatten(0, (size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1) if dim else out
     return whole if total is None else whole.narrow(dim, 0, total)
 
@@ -54,7 +54,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     each = _divisible(x.shape[dim], size, dim)
     blocks = x.unflatten(dim, (size, each)).movedim(dim, 0).contiguous()
     out = torch.empty_like(blocks[0])
-    dist.reduce_scatter_tensor(out, blocks.flatten(0, 1), group=group)
+    dist.reduce_scatter_single(out, blocks.flatten(0, 1), group=group)
     return out
 
 

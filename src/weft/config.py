@@ -52,25 +52,25 @@ class Named(BaseModel):
 class Model(Named):
     """[model]"""
 
-    build: str | None = Field(None, description='"package.module:callable" that returns an nn.Module')
-    hf: str | None = Field(None, description="a Hugging Face configuration file or model directory")
-    auto: Task | None = Field(None, description="what the Hugging Face model is for; causal-lm if left out")
-    inputs: Strings | None = Field(None, description="the batch entries that the model is called with")
+    build: str | None = Field(default=None, description='"package.module:callable" that returns an nn.Module')
+    hf: str | None = Field(default=None, description="a Hugging Face configuration file or model directory")
+    auto: Task | None = Field(default=None, description="what the Hugging Face model is for; causal-lm if left out")
+    inputs: Strings | None = Field(default=None, description="the batch entries that the model is called with")
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         _exactly_one(build=self.build, hf=self.hf)
         if self.auto is not None and self.hf is None:
-            raise _wrong('has "auto", which is a key of Hugging Face models', "leave auto out, or name a model with hf")
+            raise _wrong("is only for Hugging Face models", "leave auto out, or name a model with hf", auto=self.auto)
         return self
 
 
 class Data(Named):
     """[data]"""
 
-    build: str | None = Field(None, description='"package.module:callable" that returns a map-style dataset')
-    text: Strings | None = Field(None, description='file names or patterns, as in ["corpus/*.txt"]')
-    hf: str | None = Field(None, description="a directory written by datasets' save_to_disk")
+    build: str | None = Field(default=None, description='"package.module:callable" that returns a map-style dataset')
+    text: Strings | None = Field(default=None, description='file names or patterns, as in ["corpus/*.txt"]')
+    hf: str | None = Field(default=None, description="a directory written by datasets' save_to_disk")
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -81,7 +81,7 @@ class Data(Named):
 class Axes(Table):
     """[layout]"""
 
-    axes: str = Field("dp1", description='axes with their sizes, as in "dp2.tp2"')
+    axes: str = Field(default="dp1", description='axes with their sizes, as in "dp2.tp2"')
 
     @field_validator("axes")
     @classmethod
@@ -97,21 +97,31 @@ class Train(Table):
 
     batch: int = Field(gt=0, description="samples per optimizer step, over all ranks")
     steps: int = Field(gt=0, description="number of optimizer steps")
-    accumulate: int = Field(1, gt=0, description="number of microbatches that the batch is divided into")
-    loss: str = Field("weft.losses:next_token", description='"package.module:callable" for (output, batch)')
-    seed: int = Field(0, ge=0, lt=2**63, description="seed of weights, data order and dropout")
-    clip: float | None = Field(None, gt=0, description="largest global gradient norm; left out, nothing is clipped")
-    warmup: int = Field(0, ge=0, description="steps over which the learning rate rises from 0")
-    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="how the learning rate falls")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the learning rate at the end, as a part of the full one")
-    eval_every: int = Field(0, ge=0, description="steps between validations; 0: never")
-    eval_batches: int = Field(8, gt=0, description="batches of one validation")
-    log_every: int = Field(10, gt=0, description="steps between lines of metrics")
-    recompute: str | int = Field("none", description="none, selective, full, or k: every k-th block")
-    sample_tokens: int = Field(0, ge=0, description="tokens to generate when training has ended")
-    prompt: str = Field("", description="the text that the generated sample goes on from")
-    threads: int | None = Field(None, gt=0, description="torch threads per process; cores // processes if left out")
-    sync_batchnorm: bool = Field(True, description="batch statistics over the whole microbatch, not one rank's part")
+    accumulate: int = Field(default=1, gt=0, description="number of microbatches that the batch is divided into")
+    loss: str = Field(default="weft.losses:next_token", description='"package.module:callable" for (output, batch)')
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of weights, data order and dropout")
+    clip: float | None = Field(
+        default=None, gt=0, description="largest global gradient norm; left out, nothing is clipped"
+    )
+    warmup: int = Field(default=0, ge=0, description="steps over which the learning rate rises from 0")
+    decay: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="how the learning rate falls"
+    )
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="the learning rate at the end, as a part of the full one"
+    )
+    eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
+    eval_batches: int = Field(default=8, gt=0, description="batches of one validation")
+    log_every: int = Field(default=10, gt=0, description="steps between lines of metrics")
+    recompute: str | int = Field(default="none", description="none, selective, full, or k: every k-th block")
+    sample_tokens: int = Field(default=0, ge=0, description="tokens to generate when training has ended")
+    prompt: str = Field(default="", description="the text that the generated sample goes on from")
+    threads: int | None = Field(
+        default=None, gt=0, description="torch threads per process; cores // processes if left out"
+    )
+    sync_batchnorm: bool = Field(
+        default=True, description="batch statistics over the whole microbatch, not one rank's part"
+    )
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -124,33 +134,34 @@ class Train(Table):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.batch % self.accumulate:
-            raise _wrong(f"batch {self.batch} is not a multiple of accumulate {self.accumulate}", "change one of them")
+            fix = f"use a multiple of {self.accumulate}"
+            raise _wrong(f"does not divide into accumulate = {self.accumulate} microbatches", fix, batch=self.batch)
         if self.warmup > self.steps:
-            raise _wrong(f"warmup {self.warmup} is longer than the run's {self.steps} steps", "use a shorter warmup")
+            raise _wrong("is longer than the whole run", f"use at most steps = {self.steps}", warmup=self.warmup)
         return self
 
 
 class Optimizer(Named):
     """[optimizer]"""
 
-    name: str = Field("adamw", description="an optimizer of torch.optim, in lower case")
+    name: str = Field(default="adamw", description="an optimizer of torch.optim, in lower case")
 
 
 class Precision(Table):
     """[precision]"""
 
-    compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field("fp32", description="the dtype computed in")
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(default="fp32", description="the dtype computed in")
 
 
 class Checkpoint(Table):
     """[checkpoint]"""
 
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0: none")
-    keep: int = Field(3, gt=0, description="number of checkpoints kept, the latest ones")
+    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: none")
+    keep: int = Field(default=3, gt=0, description="number of checkpoints kept, the latest ones")
 
 
 class Run(Table):
-    """All of a run file. `folder` is where its modules and relative paths are looked for before the current directory."""
+    """All of a run file. In `folder`, before the current directory, its modules and relative paths are looked for."""
 
     model: Model
     data: Data
@@ -159,7 +170,9 @@ class Run(Table):
     optimizer: Optimizer = Optimizer()
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
-    roles: dict[str, Any] = Field({}, description='a glob of module names -> its role, as in "blocks.*.up" = "column"')
+    roles: dict[str, Any] = Field(
+        default={}, description='a glob of module names -> its role, as in "blocks.*.up" = "column"'
+    )
     output: str = Field(min_length=1, description="the run folder; runs/NAME for NAME.toml if left out")
     folder: str = Field(min_length=1, description="where modules and paths are looked for; the file's own if left out")
 
@@ -187,7 +200,9 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Run:
     try:
         return Run.model_validate(tables)
     except ValidationError as error:
-        raise _refusal(error.errors()[0]) from None
+        # A misspelt key first: the key that it stands for is missing because of it.
+        found = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        raise _refusal(found[0]) from None
 
 
 def dump(run: Run) -> str:
@@ -251,8 +266,9 @@ def _override(tables: dict[str, Any], key: str, text: str) -> None:
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-def _wrong(problem: str, fix: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", "{problem}", {"problem": problem, "fix": fix})
+def _wrong(problem: str, fix: str, **key: object) -> PydanticCustomError:
+    """`key`: the key of the table and its value, where a table and not one key is being checked."""
+    return PydanticCustomError("refused", "{problem}", {"problem": problem, "fix": fix, "key": key})
 
 
 def _exactly_one(**keys: object) -> None:
@@ -282,14 +298,9 @@ _KINDS = {
 def _refusal(error: ErrorDetails) -> ConfigError:
     """The ConfigError that says what pydantic found."""
     path = [str(part) for part in error["loc"]]
-    table: Any = Run
-    for part in path[:-1]:
-        table = table.model_fields[part].annotation
-        if not (isinstance(table, type) and issubclass(table, BaseModel)):  # an item of a list, or a role
-            path = path[: path.index(part) + 1]
-            break
     owner: Any = Run if len(path) == 1 else Run.model_fields[path[0]].annotation
-    fields = owner.model_fields
+    fields = owner.model_fields if isinstance(owner, type) and issubclass(owner, BaseModel) else {}
+    path = path[:2]  # what is deeper is an item of a list
     field, value, kind, context = ".".join(path), error["input"], error["type"], error.get("ctx", {})
     about = fields[path[-1]].description if path[-1] in fields else None
     if kind == "extra_forbidden":
@@ -299,6 +310,8 @@ def _refusal(error: ErrorDetails) -> ConfigError:
         what = f"{path[-1]} in [{path[0]}]: {about}" if len(path) > 1 else f"the table [{path[0]}]"
         return ConfigError(field, None, "is missing", f"write {what}")
     if kind == "refused":
+        for key, of_key in context["key"].items():
+            field, value = f"{field}.{key}", of_key
         return ConfigError(field, value, context["problem"], context["fix"])
     problem, fix = _KINDS.get(kind, (error["msg"].replace("Input should be", "must be"), "change it"))
     if kind == "literal_error":

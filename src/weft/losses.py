@@ -108,6 +108,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -
     return total, counted.sum().to(total.dtype)
 
 
+def reduced_numels(rows: int) -> tuple[int, ...]:
+    """Elements of each all-reduce that the vocabulary-parallel form makes for `rows` labels: maxima, then two sums."""
+    return rows, 2 * rows
+
+
 class _VocabParallel(torch.autograd.Function):
     """Cross-entropy of local logits [..., V_local], whose first column is word `offset` of the vocabulary."""
 

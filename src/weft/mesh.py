@@ -11,10 +11,10 @@ from .layout import DATA_AXES, Layout
 
 
 class Mesh:
-    """The ranks of a run on the axes of its layout. One process without torch.distributed is a mesh of one rank."""
+    """The ranks of a run on the axes of its layout. One process without torch.distributed, or `alone`, is one rank."""
 
-    def __init__(self, layout: Layout, device: torch.device):
-        world = dist.get_world_size() if dist.is_initialized() else 1
+    def __init__(self, layout: Layout, device: torch.device, alone: bool = False):
+        world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if layout.world != world:
             raise LayoutError(
                 "layout", str(layout), f"it has {layout.world} ranks, {world} processes run", f"start {layout.world} processes"

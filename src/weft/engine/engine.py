@@ -74,7 +74,7 @@ class Engine:
         self.plan, self.loss, self.clip = plan, loss, clip
         self.mesh = Mesh(plan.layout, torch.device(device))
         self.model = model.to(self.mesh.device)
-        self.inputs = tuple(inputs) if inputs is not None else _named_inputs(model)
+        self.inputs = tuple(inputs) if inputs is not None else named_inputs(model)
         self.steps_done = 0
         _share_initial(self.model, self.mesh)
         self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
@@ -137,6 +137,7 @@ class Engine:
         self.reducer.begin(sync=last)
         for unit, gather in self._units:
             unit.set_requires_gradient_sync(last or gather.reduced == "microbatch", recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)  # across replicas once a step
             unit.set_reshard_after_backward(last or gather.gathered != "step", recurse=False)
             unit.set_is_last_backward(last)
         data = self.mesh.index(*DATA_AXES)
@@ -212,9 +213,7 @@ class Engine:
     # ---- parts of a step -----------------------------------------------------------------------------------------
 
     def _call(self, batch: Batch) -> Any:
-        if self.inputs:
-            return self.model(**{key: batch[key] for key in self.inputs if key in batch})
-        return self.model(**{key: value for key, value in batch.items() if not key.startswith("label")})
+        return call_with(self.model, self.inputs, batch)
 
     def _placed(self, batch: Batch) -> Batch:
         want = self.plan.batch // self.plan.data_size
@@ -228,6 +227,11 @@ class Engine:
         if self.plan.precision not in ("bf16", "fp16"):
             return contextlib.nullcontext()
         return torch.autocast(self.mesh.device.type, DTYPES[self.plan.precision])
+
+    @property
+    def stale_buffer_bytes(self) -> list[int]:
+        """Bytes of each buffer that is broadcast at the start of a step."""
+        return [buffer.nbytes for buffer in self._stale_buffers]
 
     def _refresh_buffers(self) -> None:
         """Every replica starts a step from the first one's buffers, as one device would have one set of them."""
@@ -322,7 +326,15 @@ class _Nowhere:
 _NOWHERE: Any = _Nowhere()
 
 
-def _named_inputs(model: nn.Module) -> tuple[str, ...]:
+def call_with(model: nn.Module, inputs: Sequence[str], batch: Batch) -> Any:
+    """The model on these of the batch's entries; where none are named, on all but labels."""
+    if inputs:
+        return model(**{key: batch[key] for key in inputs if key in batch})
+    return model(**{key: value for key, value in batch.items() if not key.startswith("label")})
+
+
+def named_inputs(model: nn.Module) -> tuple[str, ...]:
+    """The arguments that a model's forward names, labels left out."""
     parameters = inspect.signature(model.forward).parameters.values()
     return tuple(
         p.name for p in parameters

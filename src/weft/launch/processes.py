@@ -4,8 +4,8 @@
     Pool(world).run(function, ...)  the same processes for many tasks, each in a fresh process group
     join(backend)                   this process is a rank already: torchrun or srun started it
 
-The parent holds the rendezvous (a TCPStore on a port that the system chose), so no port is guessed. If a rank fails, the
-parent ends the others and raises the error of the one that failed first. Ranks end by themselves if the parent dies.
+The parent holds the rendezvous (a TCPStore on a port that the system chose), so no port is guessed. If a rank fails,
+the parent ends the others and raises the error of the one that failed first. Ranks end if the parent dies.
 
 On Linux ranks are forked: they start in milliseconds and inherit what the parent has imported. CUDA does not survive a
 fork, so ranks that use it are spawned, as are those on other systems; their function and arguments are pickled.
@@ -239,7 +239,7 @@ class _Done:
 
 @dataclass(frozen=True)
 class _Failed:
-    """`when` by the host's clock (0: before any error that a peer reports); `refusal`: type, arguments and attributes."""
+    """`when` by the host's clock (0: before all that peers report); `refusal`: its type, arguments and attributes."""
 
     when: float
     report: str

@@ -1,0 +1,36 @@
+"""What is verified: a model, its batches, its loss and its optimizer, given as functions so that any process can make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..engine.engine import Loss, Optimizers
+from ..plans import Plan
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`build` makes the seeded model in float64. `plan(model, layout)` lays it.
+
+    `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step.
+    """
+
+    build: Callable[[], nn.Module]
+    plan: Callable[[nn.Module, str], Plan]
+    batch: Callable[[int, int, int], Batch]
+    loss: Loss
+    optimizer: Optimizers
+    inputs: tuple[str, ...] | None = None
+    clip: float | None = None
+    seed: int = 0
+
+
+def in_double(batch: Mapping[str, Any]) -> Batch:
+    """Floating-point entries in float64."""
+    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}

@@ -1,0 +1,88 @@
+"""The one-device run that every layout is held to: a plain loop, without the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import sqrt
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..engine.engine import call_with, named_inputs
+from ..engine.functions import Functions
+from ..mesh import Mesh
+from ..parallelize import parallelize
+from ..randomness import Randomness
+from .case import Case, in_double
+from .trace import Trace, traced
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Reference:
+    """All in float64 and whole. Gradients and weights of each step, by parameter name; the trace of step 0."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    final: dict[str, Tensor] = field(default_factory=dict)  # weights, buffers, optimizer state after the last step
+    batches: list[Batch] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)  # of step 0: one per microbatch
+    unreached: bool = False
+
+
+def run_reference(case: Case, steps: int) -> Reference:
+    """`steps` optimizer steps of the case on this process alone.
+
+    The whole batch goes through at once, unless batch norms make the microbatch part of what is computed.
+    """
+    model = case.build().double().train()
+    plan = case.plan(model, "dp1")
+    inputs = case.inputs if case.inputs is not None else named_inputs(model)
+    randomness = Randomness(case.seed)
+    parallelize(plan, model, Mesh(plan.layout, torch.device("cpu"), alone=True), randomness)  # names the places of dropout
+    optimizer = case.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    pieces = plan.accumulate if any(isinstance(m, _BatchNorm) for m in model.modules()) else 1
+    found = Reference()
+    for step in range(steps):
+        batch = in_double(case.batch(step, 0, 1))
+        found.batches.append(batch)
+        optimizer.zero_grad()
+        size = plan.batch // pieces
+        loss_sum, weight = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for piece in range(pieces):
+            micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
+            randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
+            with Functions(randomness, selective=False):
+                if step == 0:
+                    with traced(model, size) as trace:
+                        part, count = case.loss(call_with(model, inputs, micro), micro)
+                        part.backward()
+                    found.traces.append(trace)
+                else:
+                    part, count = case.loss(call_with(model, inputs, micro), micro)
+                    part.backward()
+            loss_sum += part.detach()
+            weight += count.detach()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= weight
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        found.losses.append(float(loss_sum / weight))
+        found.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        found.unreached |= any(p.grad is None for p in model.parameters() if p.requires_grad)
+        optimizer.step()
+    found.final = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, Tensor):
+                found.final[f"optimizer/{name}/{key}"] = value.clone()
+    return found
+
+
+def scale(tensors: dict[str, Tensor]) -> tuple[float, float]:
+    """(norm of all tensors together, root mean square of an element)."""
+    squares = sum(float(t.double().square().sum()) for t in tensors.values())
+    return sqrt(squares), sqrt(squares / max(1, sum(t.numel() for t in tensors.values())))

@@ -1,0 +1,86 @@
+"""What `weft verify` prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import isfinite
+
+from .parity import TOLERANCE, LayoutResult
+
+Totals = dict[tuple[str, str], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of all layouts."""
+
+    results: tuple[LayoutResult, ...]
+    steps: int
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.results)
+
+    def text(self) -> str:
+        """A table per layout, and a last line that says whether all agree."""
+        tables = [_table(result, self.steps) for result in self.results]
+        bad = [result.layout for result in self.results if not result.passed]
+        verdict = f"{len(self.results) - len(bad)} of {len(self.results)} layouts equal one device"
+        tail = f" below {TOLERANCE:g} in float64" if not bad else "; these do not: " + ", ".join(bad)
+        return "\n\n".join([*tables, verdict + tail])
+
+    def json(self) -> str:
+        """One object: the layouts' errors and collectives, and `passed`."""
+        layouts = [
+            {
+                "layout": r.layout,
+                "passed": r.passed,
+                "loss_rel_err": _number(r.loss_rel_err),
+                "grad_rel_err": _number(r.grad_rel_err),
+                "param_rel_err": _number(r.param_rel_err),
+                "worst": r.worst,
+                "first_difference": r.first or r.problem,
+                "comms_predicted": _comms(r.comms_predicted),
+                "comms_seen": _comms(r.comms_seen),
+            }
+            for r in self.results
+        ]
+        return json.dumps({"layouts": layouts, "passed": self.passed}, indent=2)
+
+
+def _number(error: float) -> float | None:
+    return error if isfinite(error) else None
+
+
+def _comms(totals: Totals) -> list[dict[str, object]]:
+    return [
+        {"kind": kind, "axis": axis, "count": count, "bytes": nbytes} for (kind, axis), (count, nbytes) in totals.items()
+    ]
+
+
+def _table(result: LayoutResult, steps: int) -> str:
+    mark = "equal" if result.passed else "DIFFERENT"
+    lines = [
+        f"{result.layout}: {mark}",
+        f"  loss              {result.loss_rel_err:9.2e}",
+        f"  worst gradient    {result.grad_rel_err:9.2e}",
+        f"  worst weight      {result.param_rel_err:9.2e}   after {steps} steps, optimizer state and buffers included",
+        f"  worst of all      {result.worst}",
+    ]
+    if result.first is not None:
+        lines.append(f"  first difference  {result.first}")
+    if result.problem is not None:
+        lines.append(f"  problem           {result.problem}")
+    lines.append("  collectives of a step      predicted                 seen")
+    for key in sorted({**result.comms_predicted, **result.comms_seen}):
+        want, seen = result.comms_predicted.get(key, (0, 0)), result.comms_seen.get(key, (0, 0))
+        note = "" if want == seen else "   <- differ"
+        lines.append(f"    {key[0]:<15}{key[1]:<10} {_cell(want)}   {_cell(seen)}{note}")
+    if not {**result.comms_predicted, **result.comms_seen}:
+        lines.append("    none                          none")
+    return "\n".join(lines)
+
+
+def _cell(total: tuple[int, int]) -> str:
+    return f"{total[0]:>5} x {total[1]:>12,} B"
