@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "weft"
 LEVELS = (
     ("nouns", "errors layout order plans roles losses randomness models"),
     ("strategies", "parallel"),
-    ("interpreters", "mesh collectives parallelize comms shards checkpoint engine"),
+    ("interpreters", "mesh collectives batchnorm parallelize comms shards checkpoint engine"),
     ("deciders", "planner config build data text verification train launch"),
     ("door", "cli __init__ __main__"),
 )

@@ -65,22 +65,20 @@ class Case:
     trainer: Callable[[nn.Module, work.MakeOptimizer, float | None], Side]
     limit: float
     divides_batch: bool  # whether each rank takes its own rows, or all take the whole batch
+    is_cut: Callable[[nn.Parameter], bool]  # whether a rank holds a part of this parameter only
 
     def local(self, batch: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
         return work.rows_of(batch, rank, WORLD) if self.divides_batch else batch
 
     def state_bytes(self, model: nn.Module) -> int:
         """Weights, gradients and AdamW's two moments that one rank must hold."""
-        parts = {"dp2": lambda p: 1, "fsdp2": lambda p: WORLD, "tp2": lambda p: WORLD if p.dim() > 1 else 1}[
-            self.layout
-        ]
-        return sum(4 * p.nbytes // parts(p) for p in model.parameters())
+        return sum(4 * p.nbytes // (WORLD if self.is_cut(p) else 1) for p in model.parameters())
 
 
 CASES = (
-    Case("DDP", "dp2", plain_ddp.trainer, 1.02, divides_batch=True),
-    Case("FSDP2", "fsdp2", plain_fsdp2.trainer, 1.02, divides_batch=True),
-    Case("tensor parallel", "tp2", plain_tp.Trainer, 1.05, divides_batch=False),
+    Case("DDP", "dp2", plain_ddp.trainer, 1.02, divides_batch=True, is_cut=lambda p: False),
+    Case("FSDP2", "fsdp2", plain_fsdp2.trainer, 1.02, divides_batch=True, is_cut=lambda p: True),
+    Case("tensor parallel", "tp2", plain_tp.Trainer, 1.05, divides_batch=False, is_cut=lambda p: p.dim() > 1),
 )
 
 
@@ -141,9 +139,10 @@ def on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
             waiting = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
             while waiting:
                 for ready in multiprocessing.connection.wait(list(waiting)):
-                    rank = waiting.pop(ready)  # type: ignore[call-overload]
+                    assert isinstance(ready, multiprocessing.connection.Connection)
+                    rank = waiting.pop(ready)
                     try:
-                        results[rank], error = ready.recv()  # type: ignore[union-attr]
+                        results[rank], error = ready.recv()
                     except EOFError:
                         error = "the process ended without a result"
                     if error:
@@ -201,7 +200,7 @@ def _difference(rank: int, case: Case, name: str) -> float:
 
 def steps(pairs: int) -> dict[str, Any]:
     """Alternating steps of both sides in the same processes; the ratio weft / plain of every pair."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in CASES:
         for rivals in (("plain", "weft"), ("plain", "plain")):  # the second says what the measurement itself adds
             ranks = on_ranks(_alternate, case, rivals, pairs)
@@ -219,7 +218,7 @@ def steps(pairs: int) -> dict[str, Any]:
                     "second_s": second,
                 }
             )
-            print(f"{case.name}: {rivals[1]} / {rivals[0]} = {rows[-1]['ratio']['median']:.3f}", flush=True)
+            print(f"{case.name}: {rivals[1]} / {rivals[0]} = {spread(rows[-1]['ratio'])}", flush=True)
     return {"model": STEP_SIZE, "batch": STEP_BATCH, "clip": CLIP, "pairs": pairs, "warmup": WARMUP, "rows": rows}
 
 
@@ -362,8 +361,7 @@ def _until_line(arguments: list[str], out: Path, folder: Path) -> float:
                 raise RuntimeError(f"{arguments} wrote no first step:\n{(folder / 'log').read_text()}")
             time.sleep(0.005)
         took = time.perf_counter() - start
-        if process.wait(timeout=120):
-            raise RuntimeError(f"{arguments} failed:\n{(folder / 'log').read_text()}")
+        process.wait(timeout=120)  # what comes after the first step is not measured
     return took
 
 

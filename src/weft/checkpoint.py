@@ -12,8 +12,8 @@ carries a step's name is complete.
 
 Written straight on safetensors and not through torch.distributed.checkpoint: that keeps its metadata in a pickle, and
 its safetensors storage keys a file by tensor name alone (two chunks of one tensor on one rank collide), guesses the
-global shape from the chunks it finds, and checks neither completeness nor contents. Giving it another storage takes
-more code than this file, and its planner would save only the few lines that intersect two boxes.
+global shape from the chunks it finds, and checks neither completeness nor contents. A storage of our own below it would
+need all of this file, to save the few lines that intersect two boxes.
 """
 
 from __future__ import annotations

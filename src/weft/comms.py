@@ -54,7 +54,7 @@ def predict(plan: Plan, crossings: Mapping[str, Crossing], itemsize: int, unreac
             comms += _boundaries(plan, step, crossings, itemsize)
         for name in plan.batchnorms:
             comms += _statistics(plan, name, crossings, itemsize)
-    comms += _gathers(plan, itemsize)
+    comms += _gathers(plan, plan.layout.coords(rank).get("tp", 0))
     for axes, names in plan.buckets():
         comms.append(Comm("all_reduce", ".".join(axes), _bucket_bytes(plan, names, rank), "reduce", names[0]))
         if unreached:
@@ -117,7 +117,7 @@ def _statistics(plan: Plan, name: str, crossings: Mapping[str, Crossing], itemsi
         yield Comm("all_reduce", axis, nbytes, when, name)
 
 
-def _gathers(plan: Plan, itemsize: int) -> Iterator[Comm]:
+def _gathers(plan: Plan, tp_index: int) -> Iterator[Comm]:
     table = plan.params()
     weights = {w.name: w for w in plan.weights}
     low = plan.precision in ("bf16", "fp16")
@@ -128,7 +128,7 @@ def _gathers(plan: Plan, itemsize: int) -> Iterator[Comm]:
         size = plan.layout.size(gather.axis)
         padded = {}
         for param in step.params:
-            first, *rest = plan.local_shape(weights[param.name], table)
+            first, *rest = plan.local_shape(weights[param.name], table, tp_index)
             padded[param.name] = -(-first // size) * size * prod(rest)
         gathered = sum(n * (2 if low else weights[name].dtype.itemsize) for name, n in padded.items())
         reduced = sum(n * (4 if low else weights[name].dtype.itemsize) for name, n in padded.items() if weights[name].trainable)

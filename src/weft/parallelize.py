@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from .batchnorm import BatchNorm
@@ -227,19 +228,24 @@ def _in_place(forward: Callable, randomness: Randomness, name: str, interior: An
 def _recompute(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    modes = _get_current_function_mode_stack()
     return checkpoint(
-        forward, *args, use_reentrant=False, early_stop=False, context_fn=lambda: (contextlib.nullcontext(), _kept(module)),
-        **kwargs,
+        forward, *args, use_reentrant=False, early_stop=False,
+        context_fn=lambda: (contextlib.nullcontext(), _again(module, modes)), **kwargs,
     )  # fmt: skip
 
 
 @contextlib.contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
-    """Running statistics are updated by the first forward only."""
+def _again(module: nn.Module, modes: list[TorchFunctionMode]) -> Iterator[None]:
+    """The second forward of a module: in backward, where function modes are off, they are on again; running statistics
+    were updated by the first one."""
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
     before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            yield
     finally:
         for buffer, value in before:
             buffer.copy_(value)

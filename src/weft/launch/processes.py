@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -72,6 +73,8 @@ class Pool:
     """
 
     def __init__(self, world: int, threads: int | None = 1, backend: Backend = "gloo"):
+        # What DTensor loads at its first use, too: once here, and not in every process.
+        importlib.import_module("torch.distributed.tensor.debug")
         self._threads, self._backend, self._tasks = threads, backend, 0
         self._store = _rendezvous()
         self._workers = [_Worker(backend) for _ in range(world)]
@@ -86,6 +89,9 @@ class Pool:
         world = len(self._workers) if world is None else world
         if not 1 <= world <= len(self._workers):
             raise ValueError(f"{world} ranks in a pool of {len(self._workers)} processes")
+        for index, worker in enumerate(self._workers):
+            if worker.process.exitcode is not None:  # ended from outside since the last task
+                self._workers[index] = _Worker(self._backend)
         self._tasks += 1
         name = f"task{self._tasks}"
         messages = [
@@ -285,11 +291,6 @@ class _Task:
         result = self.function(*self.args)
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
-        if "torch.distributed.tensor" in sys.modules:
-            # DTensor caches by mesh, and a mesh of the next task equals one of this task, whose groups are gone.
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-            _clear_sharding_prop_cache()
         return result
 
 
@@ -323,12 +324,17 @@ def _work(connection: Connection, parent: int, task: _Task | None) -> None:
     if task is not None:
         connection.send_bytes(_answer(task))
         return
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     while True:
         try:
             message = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(_answer(lambda message=message: pickle.loads(message)()))  # type: ignore[misc]
+        answer = _answer(lambda message=message: pickle.loads(message)())  # type: ignore[misc]
+        # DTensor caches by mesh, and a mesh of the next task may equal one of this task, whose groups are gone.
+        _clear_sharding_prop_cache()
+        connection.send_bytes(answer)
 
 
 def _answer(task: Callable[[], Any]) -> bytes:

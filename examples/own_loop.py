@@ -1,0 +1,61 @@
+"""weft in a loop of your own: a plan, an engine, and a plain `for`.
+
+    python examples/own_loop.py                                           one process
+    torchrun --nproc-per-node 2 examples/own_loop.py --layout fsdp2       two, the model in shards over both
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.data import Loader, stdlib
+from weft.losses import next_token
+from weft.models import decoder
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--layout", default="dp1", help='as in "dp2", "fsdp2.tp2", "tp2+sequence"')
+    arguments.add_argument("--steps", type=int, default=50)
+    arguments.add_argument("--batch", type=int, default=16, help="samples per step, over all ranks")
+    options = arguments.parse_args()
+
+    if dist.is_torchelastic_launched():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(dist.get_node_local_rank())
+        dist.init_process_group()
+
+    torch.manual_seed(0)
+    model = decoder(dim=128, layers=2, heads=4, seq_len=128)
+    plan = weft.plan(model, options.layout, batch=options.batch, loss=next_token)
+    optimizer = partial(torch.optim.AdamW, lr=3e-3)
+    engine = weft.Engine(model, plan, optimizer=optimizer, loss=next_token, clip=1.0)
+    first = engine.mesh.rank == 0
+    if first:
+        print(plan)
+
+    rank = engine.mesh.index("dp", "fsdp")  # which part of every batch is this process's
+    loader = Loader(stdlib(seq_len=128), options.batch, seed=0, data_rank=rank, data_size=plan.data_size)
+    for batch in islice(loader, options.steps):
+        result = engine.step(batch)
+        if first and engine.steps_done % 10 == 0:
+            print(f"step {engine.steps_done}: loss {result.loss:.3f}, gradient norm {result.grad_norm:.3f}", flush=True)
+
+    held_out = Loader(
+        stdlib(seq_len=128, split="val"), options.batch, seed=0, shuffle=False, data_rank=rank, data_size=plan.data_size
+    )
+    result = engine.evaluate(next(held_out))
+    if first:
+        print(f"held out: loss {result.loss:.3f}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What `weft train` does in every rank: the loop, and what it leaves in the run folder."""

@@ -1,0 +1,119 @@
+"""What is measured while a run goes on, and where it is written: metrics.jsonl and TensorBoard events.
+
+A line of metrics.jsonl is one JSON object, of a logged step or of a validation:
+
+    {"step": 10, "loss": 3.2, "lr": 0.01, "tokens_per_s": 810.0, "step_s": 0.25, "memory_bytes": 41200000, "epoch": 1.5}
+    {"step": 10, "val_loss": 3.3}
+
+`loss` is that of the step alone, `step_s` and the rate are means since the line before; `grad_norm` stands where it was
+computed, and `skipped` counts steps since the line before that fp16 could not take. TensorBoard has the same names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .output import METRICS, TENSORBOARD
+
+Line = Mapping[str, float]
+
+
+class Metrics:
+    """Writes the lines of a run that has done `done` steps; what an earlier run wrote about later ones is dropped."""
+
+    def __init__(self, folder: Path, done: int):
+        self._path, self._folder, self._done = folder / METRICS, folder / TENSORBOARD, done
+        self._board: Any = None
+        if self._path.exists():
+            keep_until(self._path, done)
+
+    def write(self, line: Line) -> None:
+        """Append a line; it is on disk for other readers when this returns."""
+        if self._board is None:
+            # imported only now: the first step need not wait for it
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge = self._done + 1 if self._done else None
+            self._board = SummaryWriter(str(self._folder), purge_step=purge, flush_secs=10)
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+        for key, value in line.items():
+            if key != "step":
+                self._board.add_scalar(key, value, line["step"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the lines past this step from a metrics file, and a last line that a crash cut short."""
+    kept = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(text)["step"] <= step:
+                kept.append(text + "\n")
+        except ValueError:
+            break
+    fresh = path.with_name(f".{path.name}.partial")
+    fresh.write_text("".join(kept), encoding="utf-8")
+    os.replace(fresh, path)
+
+
+class Clock:
+    """Seconds of training, lap after lap; what passes under `pause` does not count."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self.total_s = 0.0
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        lap_s, self._since = now - self._since, now
+        self.total_s += lap_s
+        return lap_s
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+
+def counted(sample: Mapping[str, Tensor], batch: int) -> tuple[str, int]:
+    """What a rate counts, "tokens" where samples are sequences of ids and else "samples", and how many a step has."""
+    ids = sample.get("input_ids")
+    return ("samples", batch) if ids is None else ("tokens", batch * ids.numel())
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this rank has held: allocated tensors on CUDA, the resident process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def highest(value: int) -> int:
+    """The highest of all ranks' values, on every rank. Called by all ranks together."""
+    if not dist.is_initialized():
+        return value
+    shared = torch.tensor(value)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return int(shared)

@@ -1,0 +1,58 @@
+"""The run folder:
+
+    run.toml  plan.txt  metrics.jsonl  sample.txt  tensorboard/  checkpoints/
+
+and whether a run may write into it. Asked before any process starts, so nothing here takes part in a process group.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from .. import checkpoint
+from ..config import Run
+from ..errors import ConfigError
+
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+SAMPLE = "sample.txt"
+
+
+def check_output(run: Run, resume: bool) -> None:
+    """The run folder can be written to; it holds no other run, or, to resume, a checkpoint of this one.
+
+    Makes the folder. Raises ConfigError, CheckpointError.
+    """
+    folder = Path(run.output)
+    if resume:
+        _check_resume(run, checkpoint.inspect(folder / CHECKPOINTS))
+    else:
+        step = checkpoint.latest(folder / CHECKPOINTS)
+        if step is not None:
+            fix = f"go on from step {step} with --resume, or name another folder with --output"
+            raise ConfigError("output", run.output, "holds the checkpoints of a run", fix)
+        if (folder / METRICS).exists():
+            raise ConfigError("output", run.output, "holds the metrics of a run", "name another folder with --output")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        fix = "name another folder with --output"
+        raise ConfigError("output", run.output, f"cannot be written to ({error.strerror})", fix) from None
+
+
+def _check_resume(run: Run, contents: checkpoint.Contents) -> None:
+    """Where a run stands in its data is its number of steps, which another batch or seed would give another meaning."""
+    for key, value in position(run).items():
+        was = contents.scalars.get(key)
+        if was != value:
+            problem = f"the run in {run.output} has {key} {was}, and its order of samples depends on that"
+            raise ConfigError(f"train.{key}", value, problem, f"resume with {key} {was}, or begin another run")
+
+
+def position(run: Run) -> dict[str, int]:
+    """What the order of samples depends on beside the number of steps done."""
+    return {"batch": run.train.batch, "seed": run.train.seed}

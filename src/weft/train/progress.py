@@ -1,0 +1,77 @@
+"""What the person who started a run sees: a header, a bar while it goes on (lines where no terminal is), a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Self
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from .metrics import Line
+
+
+class Progress:
+    """The progress of a run from step `done` to step `steps`. On a quiet console it costs nothing."""
+
+    def __init__(self, console: Console, steps: int, done: int):
+        self._console, self._steps = console, steps
+        self._bar = Bar(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=4,
+            disable=console.quiet or not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=done, facts="")
+
+    def step(self, step: int) -> None:
+        """A step is done."""
+        self._bar.update(self._task, completed=step)
+
+    def log(self, line: Line) -> None:
+        """A step was logged; `line` as in metrics.jsonl."""
+        facts = describe(line)
+        self._bar.update(self._task, facts=facts)
+        if not self._console.is_terminal:
+            left = timedelta(seconds=round((self._steps - line["step"]) * line["step_s"]))
+            self.say(f"step {line['step']}/{self._steps}  {facts}  left {left}")
+
+    def say(self, text: str) -> None:
+        """A line of text, above the bar."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def table(self, rows: Mapping[str, str]) -> None:
+        """Names and values, one a line."""
+        width = max(map(len, rows))
+        self.say("\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items()))
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+
+def describe(line: Line) -> str:
+    """Loss, rate and memory of a logged step."""
+    facts = [f"loss {line['loss']:.4f}"]
+    facts += [f"{short(value)} {key.removesuffix('_per_s')}/s" for key, value in line.items() if key.endswith("_per_s")]
+    return "  ".join([*facts, decimal(int(line["memory_bytes"]))])
+
+
+def short(number: float) -> str:
+    """In three digits: 8.12k, 1.3M."""
+    units = ["", "k", "M", "G"]
+    while number >= 999.5 and len(units) > 1:
+        number /= 1000
+        del units[0]
+    return f"{number:.3g}{units[0]}"

@@ -1,0 +1,307 @@
+"""The training loop: what every rank of `weft train` runs, in a process group of as many ranks as the layout has."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.filesize import decimal
+from torch import Tensor
+
+from .. import build, checkpoint, config
+from ..config import Run
+from ..data import Dataset, Loader
+from ..engine import Engine, StepResult
+from ..engine.reducer import local
+from ..errors import WeftError
+from ..layout import DATA_AXES
+from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
+from .output import CHECKPOINTS, SAMPLE, check_output, position
+from .progress import Progress, short
+from .sample import coder, sample
+
+
+def train(run: Run, resume: bool) -> None:
+    """Train as `run` says, from its folder's latest checkpoint if `resume`; returns early, with a checkpoint saved, if
+    SIGTERM reaches a rank. Every rank of the layout calls it; rank 0 writes and prints.
+
+    Raises Refusal, and WeftError if the loss or a weight is no longer finite.
+    """
+    began, t, folder = time.perf_counter(), run.train, Path(run.output)
+    check_output(run, resume)
+    if dist.is_initialized():
+        dist.barrier()  # no rank may find what rank 0 has written already
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    dataset = build.dataset(run)
+    val = build.dataset(run, "val") if t.eval_every else None
+    text = coder(run, dataset) if t.sample_tokens else None
+    engine = _engine(run)
+    val_loader = _loader(run, engine, val, shuffle=False) if val is not None else None
+    if resume:
+        engine.load_scalars(checkpoint.load(folder / CHECKPOINTS, None, engine.tensors()))
+    done = engine.steps_done
+    loader = _loader(run, engine, dataset, start=done)
+    if rank == 0:
+        (folder / "run.toml").write_text(config.dump(run), encoding="utf-8")
+        (folder / "plan.txt").write_text(f"{engine.plan}\n", encoding="utf-8")
+
+    progress = Progress(Console(quiet=rank != 0), t.steps, done)
+    progress.table(_header(run, engine, done))
+    writer = Metrics(folder, done) if rank == 0 else nullcontext()
+    with writer as metrics, Interrupt() as interrupt, progress:
+        loop = _Loop(run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress)
+        interrupted = loop(interrupt)
+    progress.table(_summary(run, loop, interrupted, time.perf_counter() - began))
+    if text is not None and not interrupted:
+        written = sample(run, engine, text, len(dataset[0]["input_ids"]))
+        progress.say(f"\n{written}")
+        if rank == 0:
+            (folder / SAMPLE).write_text(written, encoding="utf-8")
+
+
+@dataclass
+class _Loop:
+    """The steps of one run, and what was last seen of them."""
+
+    run: Run
+    engine: Engine
+    loader: Loader
+    val_loader: Loader | None
+    counted: tuple[str, int]  # what a rate counts, and how many of it a step has
+    metrics: Metrics | None
+    progress: Progress
+    loss: float | None = None
+    val_loss: float | None = None
+    first: int = field(init=False)  # the number of the first step that is taken
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.first = self.engine.steps_done + 1
+
+    def __call__(self, interrupt: Interrupt) -> bool:
+        """Take all steps that are left; whether it was interrupted before the last."""
+        t, save = self.run.train, self.run.checkpoint
+        factor = build.lr_factor(self.run)
+        groups = self.engine.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        recent: list[StepResult] = []  # since the last logged step; read together, so that few wait for the device
+        for step in range(self.first, t.steps + 1):
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * factor(step - 1)
+            recent.append(self.engine.step(_cast(self.run, next(self.loader))))
+            self.progress.step(step)
+            last = step == t.steps
+            stop = interrupt.agreed() and not last
+            log = stop or last or step == self.first or step % t.log_every == 0
+            evaluate = self.val_loader is not None and not stop and (last or step % t.eval_every == 0)
+            keep = stop or (save.every > 0 and (last or step % save.every == 0))
+            if log or evaluate or keep:
+                self._read(step, recent)
+            if log:
+                self._log(step, recent)
+                recent.clear()
+            with self.clock.pause():
+                if evaluate:
+                    self._evaluate(step)
+                if keep:
+                    self._save(step)
+            if stop:
+                return True
+        return False
+
+    def _read(self, step: int, recent: Sequence[StepResult]) -> None:
+        """Wait for this step, the last of `recent`, and go on from none whose loss or gradient is not finite."""
+        losses: list[float] = torch.stack([result.loss for result in recent]).tolist()
+        for number, (loss, result) in enumerate(zip(losses, recent, strict=True), step - len(recent) + 1):
+            if not math.isfinite(loss):
+                raise WeftError(f"the loss of step {number} is {loss}. {self._advice()}")
+            if result.grad_norm is not None and not result.skipped and not math.isfinite(result.grad_norm):
+                raise WeftError(f"the norm of step {number}'s gradient is {float(result.grad_norm)}. {self._advice()}")
+        self.loss = losses[-1]
+
+    def _log(self, step: int, recent: Sequence[StepResult]) -> None:
+        """Write and show a line about this step, the last of `recent`."""
+        assert self.loss is not None
+        step_s = self.clock.lap() / len(recent)
+        line: dict[str, float] = {
+            "step": step,
+            "loss": self.loss,
+            "lr": float(self.engine.optimizer.param_groups[0]["lr"]),
+        }
+        if recent[-1].grad_norm is not None and not recent[-1].skipped:
+            line["grad_norm"] = float(recent[-1].grad_norm)
+        if skipped := sum(result.skipped for result in recent):
+            line["skipped"] = skipped
+        name, count = self.counted
+        line |= {
+            f"{name}_per_s": count / step_s,
+            "step_s": step_s,
+            "memory_bytes": highest(peak_memory_bytes(self.engine.mesh.device)),
+            "epoch": round(step / self.loader.steps_per_epoch, 4),
+        }
+        if self.metrics is not None:
+            self.metrics.write(line)
+        self.progress.log(line)
+
+    def _evaluate(self, step: int) -> None:
+        """The mean loss of the validation batches, the same ones each time, over all that counts in them."""
+        assert self.val_loader is not None
+        loader = self.val_loader
+        loader.step = 0
+        results = [
+            self.engine.evaluate(_cast(self.run, next(loader)))
+            for _ in range(min(self.run.train.eval_batches, loader.steps_per_epoch))
+        ]
+        weights = torch.stack([r.weight for r in results])
+        self.val_loss = float((torch.stack([r.loss for r in results]) * weights).sum() / weights.sum())
+        if not math.isfinite(self.val_loss):
+            raise WeftError(f"the validation loss after step {step} is {self.val_loss}. {self._advice()}")
+        if self.metrics is not None:
+            self.metrics.write({"step": step, "val_loss": self.val_loss})
+        self.progress.say(f"step {step}/{self.run.train.steps}  validation loss {self.val_loss:.4f}")
+
+    def _save(self, step: int) -> None:
+        """A checkpoint; never of weights that would be of no use in place of older ones that are."""
+        if highest(int(not all(bool(local(p).isfinite().all()) for p in self.engine.params.values()))):
+            raise WeftError(f"a weight after step {step} is not finite. {self._advice()}")
+        checkpoint.save(
+            Path(self.run.output) / CHECKPOINTS,
+            step,
+            self.engine.tensors(),
+            {**self.engine.scalars(), **position(self.run)},
+            {"layout": str(self.engine.plan.layout), "weft": _version(), "torch": torch.__version__},
+            self.run.checkpoint.keep,
+        )
+
+    def _advice(self) -> str:
+        kept = checkpoint.latest(Path(self.run.output) / CHECKPOINTS)
+        kept_text = "No checkpoint was written" if kept is None else f"The latest checkpoint is that of step {kept}"
+        return f"{kept_text}. Try a lower optimizer.lr, a train.clip or a longer train.warmup."
+
+
+class Interrupt:
+    """SIGTERM, on which all ranks act after the same step."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._flag = torch.zeros(1)
+        self._work: dist.Work | None = None
+
+    def agreed(self) -> bool:
+        """Whether any rank had got the signal when it last called this. Called by all ranks after every step.
+
+        One number is reduced in the background of the next step, on the CPU, and so costs no time.
+        """
+        if not dist.is_initialized():
+            return self._asked
+        agreed = self._wait()
+        self._flag = torch.tensor([float(self._asked)])
+        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, async_op=True)
+        return agreed
+
+    def _wait(self) -> bool:
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._flag)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+        if kind is None:  # after an error, peers that are gone would be waited for
+            self._wait()
+
+
+# ---- what a run is made of -------------------------------------------------------------------------------------------
+
+
+def _engine(run: Run) -> Engine:
+    model = build.model(run, dtype=torch.float64 if run.precision.compute == "fp64" else torch.float32)
+    return Engine(
+        model,
+        build.plan(run, model),
+        optimizer=build.optimizer(run),
+        loss=build.loss(run),
+        inputs=build.inputs(run, model),
+        clip=run.train.clip,
+        seed=run.train.seed,
+        device=_device(),
+    )
+
+
+def _device() -> torch.device:
+    """This rank's GPU; the CPU if there is none, or if the process group cannot send from it."""
+    if not torch.cuda.is_available() or (dist.is_initialized() and "nccl" not in dist.get_backend_config()):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _loader(run: Run, engine: Engine, dataset: Dataset, shuffle: bool = True, start: int = 0) -> Loader:
+    data = engine.mesh.index(*DATA_AXES), engine.mesh.size(*DATA_AXES)
+    return Loader(dataset, run.train.batch, run.train.seed, shuffle, run.train.accumulate, *data, start)
+
+
+def _cast(run: Run, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model in float64 computes on nothing less."""
+    if run.precision.compute != "fp64":
+        return batch
+    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+
+
+def _version() -> str:
+    try:
+        return version("weft")
+    except PackageNotFoundError:  # run from its sources
+        return "not installed"
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def _header(run: Run, engine: Engine, done: int) -> dict[str, str]:
+    layout, count = engine.plan.layout, sum(math.prod(weight.shape) for weight in engine.plan.weights)
+    device = engine.mesh.device
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    rows = {
+        "layout": f"{layout}, {layout.world} {'process' if layout.world == 1 else 'processes'}",
+        "model": f"{short(count)} parameters, {run.precision.compute}",
+        "device": f"{kind} each" if layout.world > 1 else kind,
+        "folder": run.output,
+    }
+    return rows | ({"resumed": f"after step {done}"} if done else {})
+
+
+def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float) -> dict[str, str]:
+    engine, (name, count) = loop.engine, loop.counted
+    taken = engine.steps_done - loop.first + 1
+    rows = {"steps": f"{engine.steps_done}/{run.train.steps}"}
+    if interrupted:
+        rows["stopped"] = "by SIGTERM; go on with --resume"
+    if loop.loss is not None:
+        rows["loss"] = f"{loop.loss:.4f}"
+    if loop.val_loss is not None:
+        rows["validation"] = f"{loop.val_loss:.4f}"
+    if taken:
+        rows["speed"] = f"{short(taken * count / loop.clock.total_s)} {name}/s"
+    return rows | {
+        "time": str(timedelta(seconds=round(total_s))),
+        "memory": f"{decimal(highest(peak_memory_bytes(engine.mesh.device)))} at most on a rank",
+        "folder": run.output,
+    }
