@@ -7,7 +7,7 @@ what a reduce-scatter takes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -42,10 +42,10 @@ class Crossing:
     batched: bool = True  # dim 0 counts samples
 
 
-def predict(plan: Plan, crossings: Mapping[str, Crossing], itemsize: int, unreached: bool, buffers: Iterable[int] = (), rank: int = 0) -> list[Comm]:
+def predict(plan: Plan, crossings: Mapping[str, Crossing], itemsize: int, unreached: Collection[str] = (), buffers: Iterable[int] = (), rank: int = 0) -> list[Comm]:
     """The collectives of one optimizer step on `rank`.
 
-    `itemsize`: bytes of an element of activations and of gradients. `unreached`: some parameter gets no gradient.
+    `itemsize`: bytes of an element of activations and of gradients. `unreached`: parameters that get no gradient.
     `buffers`: bytes of each buffer that is broadcast at the start of a step.
     """
     comms: list[Comm] = []
@@ -54,7 +54,7 @@ def predict(plan: Plan, crossings: Mapping[str, Crossing], itemsize: int, unreac
             comms += _boundaries(plan, step, crossings, itemsize)
         for name in plan.batchnorms:
             comms += _statistics(plan, name, crossings, itemsize)
-    comms += _gathers(plan, plan.layout.coords(rank).get("tp", 0))
+    comms += _gathers(plan, plan.layout.coords(rank).get("tp", 0), unreached)
     for axes, names in plan.buckets():
         comms.append(Comm("all_reduce", ".".join(axes), _bucket_bytes(plan, names, rank), "reduce", names[0]))
         if unreached:
@@ -117,7 +117,7 @@ def _statistics(plan: Plan, name: str, crossings: Mapping[str, Crossing], itemsi
         yield Comm("all_reduce", axis, nbytes, when, name)
 
 
-def _gathers(plan: Plan, tp_index: int) -> Iterator[Comm]:
+def _gathers(plan: Plan, tp_index: int, unreached: Collection[str]) -> Iterator[Comm]:
     table = plan.params()
     weights = {w.name: w for w in plan.weights}
     low = plan.precision in ("bf16", "fp16")
@@ -131,7 +131,10 @@ def _gathers(plan: Plan, tp_index: int) -> Iterator[Comm]:
             first, *rest = plan.local_shape(weights[param.name], table, tp_index)
             padded[param.name] = -(-first // size) * size * prod(rest)
         gathered = sum(n * (2 if low else weights[name].dtype.itemsize) for name, n in padded.items())
-        reduced = sum(n * (4 if low else weights[name].dtype.itemsize) for name, n in padded.items() if weights[name].trainable)
+        reduced = sum(
+            n * (4 if low else weights[name].dtype.itemsize)
+            for name, n in padded.items() if weights[name].trainable and name not in unreached
+        )  # fmt: skip
         uses = {"step": 1, "microbatch": plan.accumulate, "use": 2 * plan.accumulate}[gather.gathered]
         for _ in range(uses):
             yield Comm("all_gather", gather.axis, gathered, "gather", step.module)

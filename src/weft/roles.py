@@ -56,6 +56,7 @@ class Chain:
     kv_heads: int = 0
     attributes: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     cross: bool = False  # some columns read another tensor (cross-attention)
+    flat: bool = False  # an attention in the block's own forward, which may count positions before a boundary
 
 
 @dataclass(frozen=True)
@@ -335,8 +336,9 @@ def _chain(
             return give_up(f"{name} normalises over features that would be cut")
         elif entry and name.startswith(entry + "."):
             entry = None  # something else of the container reads the input: enter at each column
+    flat = bool(heads) and _common(columns) == scope
     cross = container is not None and len(columns) > 1 and bool(_CROSS.search(" ".join(_arguments(container))))
-    if len(columns) == 1 or not entry or entry == scope or isinstance(container, nn.Sequential) or cross:
+    if not entry or entry == scope or isinstance(container, nn.Sequential) or cross:
         entry = None
 
     attributes: dict[str, tuple[tuple[str, int], ...]] = {}
@@ -347,7 +349,7 @@ def _chain(
             found = [(key, v) for key, v in expected.items() if modules[name].__dict__.get(key) == v]
             if found:
                 attributes[name] = tuple(found)
-    return Chain(tuple(columns), row, cuts, entry, tuple(inner), heads, kv_heads, attributes, cross)
+    return Chain(tuple(columns), row, cuts, entry, tuple(inner), heads, kv_heads, attributes, cross, flat)
 
 
 def _ancestors(name: str, scope: str) -> list[str]:

@@ -80,9 +80,8 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     errors["weight"], problem = _state_errors(engine, reference)
     if first is None:
         first = _first_parameter(errors["gradient"])
-    unreached = bool(reference.unreached)
     crossings = reference.traces[0].crossings
-    predicted = predict(plan, crossings, 8, unreached, engine.stale_buffer_bytes, rank)
+    predicted = predict(plan, crossings, 8, reference.unreached, engine.stale_buffer_bytes, rank)
     mine = (errors, first, problem, totals(predicted), totals(seen))
     return _together(layout, mine)
 

@@ -29,7 +29,7 @@ class Reference:
     final: dict[str, Tensor] = field(default_factory=dict)  # weights, buffers, optimizer state after the last step
     batches: list[Batch] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)  # of step 0: one per microbatch
-    unreached: bool = False
+    unreached: frozenset[str] = frozenset()  # parameters that get no gradient
 
 
 def run_reference(case: Case, steps: int) -> Reference:
@@ -72,7 +72,7 @@ def run_reference(case: Case, steps: int) -> Reference:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         found.losses.append(float(loss_sum / weight))
         found.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        found.unreached |= any(p.grad is None for p in model.parameters() if p.requires_grad)
+        found.unreached = frozenset(n for n, p in model.named_parameters() if p.requires_grad and p.grad is None)
         optimizer.step()
     found.final = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for name, p in model.named_parameters():

@@ -1,0 +1,59 @@
+"""`weft verify RUN.toml`: the run's own model, data, loss and optimizer as a Case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from .. import build
+from ..config import Precision, Run
+from ..data import Dataset, Loader
+from ..plans import Plan
+from .case import Batch, Case
+from .report import Report
+from .verify import verify_case
+
+
+def verify_run(run: Run, layouts: Sequence[str], steps: int) -> Report:
+    """Hold each layout of a run to one device over `steps` optimizer steps, in float64."""
+    double = run.model_copy(update={"precision": Precision(compute="fp64")})
+    return verify_case(case_of(double), layouts, steps)
+
+
+def case_of(run: Run) -> Case:
+    """The Case of a run. Recomputation, accumulation and clipping are the run's own."""
+    return Case(
+        build=partial(build.model, run, dtype=torch.float64),
+        plan=partial(_plan, run),
+        batch=_Batches(run),
+        loss=build.loss(run),
+        optimizer=build.optimizer(run),
+        inputs=run.model.inputs,
+        clip=run.train.clip,
+        seed=run.train.seed,
+    )
+
+
+def _plan(run: Run, model: nn.Module, layout: str) -> Plan:
+    return build.plan(build.with_layout(run, layout), model)
+
+
+@dataclass
+class _Batches:
+    """The batches that training would take, from the loader that training uses."""
+
+    run: Run
+    dataset: Dataset | None = field(default=None, repr=False)
+
+    def __call__(self, step: int, data_rank: int, data_size: int) -> Batch:
+        if self.dataset is None:
+            self.dataset = build.dataset(self.run)
+        train = self.run.train
+        loader = Loader(
+            self.dataset, train.batch, train.seed, accumulate=train.accumulate, data_rank=data_rank, data_size=data_size, start=step
+        )  # fmt: skip
+        return next(iter(loader))
