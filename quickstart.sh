@@ -19,8 +19,8 @@ prepare() {
     # The outer pip fills the environment: some distributions ship pip, but not the ensurepip that `venv` asks for.
     "$python" -m venv --without-pip .venv
     # One exact version of torch first: where pip is set up to find a CPU build, a range would still take the CUDA one.
-    "$python" -m pip --python .venv/bin/python install --quiet --no-input --no-warn-script-location pip torch==2.13.0
-    .venv/bin/python -m pip install --quiet --no-input --editable "$1"
+    "$python" -m pip --python .venv/bin/python install -qq --no-input --no-warn-script-location pip torch==2.13.0
+    .venv/bin/python -m pip install -qq --no-input --editable "$1"
     printf '%s\n' "$state" >"$stamp"
 }
 
