@@ -1,7 +1,7 @@
 """weft in a loop of your own: a plan, an engine, and a plain `for`.
 
-    python examples/own_loop.py                                           one process
-    torchrun --nproc-per-node 2 examples/own_loop.py --layout fsdp2       two, the model in shards over both
+python examples/own_loop.py                                           one process
+torchrun --nproc-per-node 2 examples/own_loop.py --layout fsdp2       two, the model in shards over both
 """
 
 from __future__ import annotations

@@ -74,7 +74,6 @@ def test_results_come_in_rank_order_and_ranks_know_where_they_are() -> None:
     def where() -> tuple:  # not picklable: forked ranks inherit it
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
         assert dist.get_rank() == int(os.environ["RANK"])
-        assert int(os.environ["MASTER_PORT"]) > 0
         return *(os.environ[name] for name in names), torch.get_num_threads(), dist.get_backend()
 
     assert run(where, 3, threads=2) == [(str(r), str(r), "3", "3", "127.0.0.1", 2, "gloo") for r in range(3)]

@@ -173,6 +173,13 @@ def check_rest(mesh):
     assert total.dtype == weight.dtype == torch.float32 and leaf.grad.dtype == torch.bfloat16
     torch.testing.assert_close(total.detach(), expected)
     torch.testing.assert_close(leaf.grad, slice_of(gradient, mesh).bfloat16(), rtol=1e-2, atol=1e-6)
+    # A label that is ignored may be a word, such as a padding token.
+    leaf, whole = shard(logits, mesh)
+    total, weight = losses.cross_entropy(whole, labels.clamp(min=0), ignore_index=0)
+    total.backward()
+    expected, gradient = reference(logits, labels.masked_fill(labels == 0, IGNORED))
+    torch.testing.assert_close(total.detach(), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(leaf.grad, slice_of(gradient, mesh), rtol=0, atol=1e-12)
     # A second backward would read a buffer that the first has overwritten.
     leaf, whole = shard(logits, mesh)
     total, _ = losses.cross_entropy(whole, labels)
@@ -195,17 +202,23 @@ def check_rest(mesh):
 def check_collectives(mesh):
     """One maximum and one pair of sums per token, whatever the vocabulary; none in backward."""
     seen = []
-    whole = dist.all_reduce
+    all_reduce = dist.all_reduce
 
     def record(tensor, op, group):
-        seen.append((op, tuple(tensor.shape)))
-        return whole(tensor, op, group)
+        seen.append((op, tuple(tensor.shape), dist.get_world_size(group)))
+        return all_reduce(tensor, op, group)
 
     logits, labels = example(101, "some")
+    grid = DeviceMesh("cpu", torch.arange(mesh.size()).view(-1, 1), mesh_dim_names=("dp", "tp"))
     losses.dist.all_reduce = record  # this process ends with the test
-    total, _ = losses.cross_entropy(shard(logits, mesh)[1], labels)
-    total.backward()
-    assert seen == [(dist.ReduceOp.MAX, (3, 7)), (dist.ReduceOp.SUM, (2, 3, 7))]
+    for on, placements in ((mesh, [Shard(2)]), (grid, [Replicate(), Shard(2)])):
+        seen.clear()
+        leaf = shard(logits, mesh)[0] if on is mesh else logits.clone().requires_grad_()
+        whole = DTensor.from_local(leaf, on, placements, run_check=False, shape=logits.shape, stride=logits.stride())
+        total, _ = losses.cross_entropy(whole, labels)
+        total.backward()
+        size = mesh.size() if on is mesh else 1
+        assert seen == [(dist.ReduceOp.MAX, (3, 7), size), (dist.ReduceOp.SUM, (2, 3, 7), size)]
 
 
 def check_two_axes(mesh):

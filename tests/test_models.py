@@ -103,6 +103,45 @@ def test_initialisation():
     assert not any("rope" in name or "cos" in name for name in first)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_equal_to_the_llama_of_transformers(tied):
+    transformers = pytest.importorskip("transformers")
+    model = build(kv_heads=2, hidden=48, tied=tied)
+    config = transformers.LlamaConfig(
+        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    llama = transformers.LlamaForCausalLM(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # weights of size 0.02 would hide much
+            parameter.copy_(torch.randn_like(parameter) / parameter.size(-1) ** 0.5)
+    ours = {
+        "blocks.": "model.layers.", ".attention.w": ".self_attn.", ".attention_norm.": ".input_layernorm.",
+        ".mlp_norm.": ".post_attention_layernorm.", "embedding.": "model.embed_tokens.", "head.": "lm_head.",
+        "mlp.gate.": "mlp.gate_proj.", "mlp.up.": "mlp.up_proj.", "mlp.down.": "mlp.down_proj.",
+        **{f"self_attn.{w}.": f"self_attn.{w}_proj." for w in "qkvo"},
+    }  # fmt: skip
+    state = {}
+    for name, tensor in model.state_dict().items():
+        for old, new in ours.items():
+            name = name.replace(old, new)
+        state["model.norm.weight" if name == "norm.weight" else name] = tensor
+    llama.load_state_dict(state)
+    # transformers keeps its rotary table in float32.
+    torch.testing.assert_close(model(ids()), llama(ids()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_stands_on_every_branch_and_the_embedding():
+    model, tokens = build(dropout=0.5), ids()
+    for block in model.blocks:
+        block.dropout.p = 1.0
+    model.dropout.p = 0.0
+    assert torch.equal(model(tokens), model.head(model.norm(model.embedding(tokens))))
+    model.dropout.p = 1.0
+    assert (model(tokens) == 0).all()
+
+
 def test_dropout_acts_in_training_only():
     model = build(dropout=0.5)
     plain = build()

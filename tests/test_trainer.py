@@ -8,8 +8,10 @@ import math
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +127,7 @@ class Successor(nn.Module):
         return self.scale * F.one_hot((input_ids + 1) % 8, 10)
 
 
-def make(folder: Path, axes: str = "dp1", **settings: object) -> Run:
+def make(folder: Path, axes: str = "dp1", **settings: Any) -> Run:
     """The run of RUN with its folder below `folder`; `train__steps=9` sets train.steps."""
     path = folder / "run.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +154,7 @@ def saved(run: Run, step: int) -> dict[str, Tensor]:
     return tensors
 
 
-def cut_short(run: Run, folder: Path, axes: str, **settings: object) -> Run:
+def cut_short(run: Run, folder: Path, axes: str, **settings: Any) -> Run:
     """A copy of a run of 6 steps as if it had died in the middle of step 6's line, its last checkpoint of step 3."""
     other = make(folder, axes, **settings)
     shutil.copytree(run.output, other.output)
@@ -210,6 +212,32 @@ def test_learning_rates(tmp_path: Path) -> None:
     rates = [rate for _, rate in curve(run, "lr")]
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.00875, 0.0075, 0.00625])
     assert not (Path(run.output) / "checkpoints").exists()
+
+
+def test_rates_are_over_the_steps_since_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lap(clock: Clock) -> float:
+        clock.total_s += 6
+        return 6
+
+    monkeypatch.setattr(Clock, "lap", lap)
+    run = make(tmp_path, train__log_every=2)
+    train(run, False)
+    assert curve(run, "step_s") == [(1, 6), (2, 6), (4, 3), (6, 3)]
+
+
+def test_time_to_save_is_no_time_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, clock, save = [0.0], time.perf_counter, checkpoint.save
+
+    def slow(*args: Any) -> None:
+        now[0] += 1000
+        save(*args)
+
+    monkeypatch.setattr("weft.train.metrics.time.perf_counter", lambda: clock() + now[0])
+    monkeypatch.setattr("weft.train.trainer.checkpoint.save", slow)
+    run = make(tmp_path, checkpoint__every=1)
+    train(run, False)
+    assert now[0] == 6000
+    assert all(step_s < 500 for _, step_s in curve(run, "step_s"))
 
 
 def test_samples_that_are_no_text(tmp_path: Path) -> None:
@@ -410,7 +438,9 @@ def test_generation_follows_the_model() -> None:
 
 
 def test_the_sample_does_not_depend_on_the_layout(tmp_path: Path, pool: Pool) -> None:
-    settings = {"train__sample_tokens": 12, "train__prompt": "abc", "precision__compute": "fp64"}
+    # trained well enough that what is drawn depends on where in the sequence it is asked for
+    settings = {"train__steps": 25, "train__log_every": 25, "optimizer__lr": 0.03, "precision__compute": "fp64"}
+    settings |= {"train__sample_tokens": 12, "train__prompt": "abc"}
     one = make(tmp_path / "one", "dp1", **settings)
     train(one, False)
     sample = (Path(one.output) / "sample.txt").read_text()

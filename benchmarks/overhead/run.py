@@ -1,6 +1,6 @@
 """weft's optimizer step, memory and start-up beside hand-written plain torch, side by side in one call.
 
-    python run.py [check] [steps] [memory] [startup]        all four if none is named
+    python benchmarks/overhead/run.py [check] [steps] [memory] [startup]        all four if none is named
 
 Each part writes results/PART.json; the tables in README.md are then written anew from all of them.
 """
@@ -442,7 +442,10 @@ def main() -> None:
     parts["startup"] = partial(startup, options.starts)
     RESULTS.mkdir(exist_ok=True)
     for name in options.parts or parts:
-        result = {"environment": environment(), "command": f"python run.py {' '.join(sys.argv[1:])}".strip()}
+        result = {
+            "environment": environment(),
+            "command": f"python benchmarks/overhead/run.py {' '.join(sys.argv[1:])}".strip(),
+        }
         result |= parts[name]()
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         write_readme()

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .errors import CannotCut
-from .plans import Boundary, collective
 from .mesh import Mesh
+from .plans import Boundary, collective
 
 Move = tuple[Placement, Placement]
 
@@ -99,7 +99,9 @@ def convert(x: Tensor, move: Move, group: dist.ProcessGroup, total: int | None =
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Move, backward: Move, group: dist.ProcessGroup, total: int | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, forward: Move, backward: Move, group: dist.ProcessGroup, total: int | None
+    ) -> Tensor:
         ctx.rest = backward, group, total
         moved = convert(x, forward, group, total)
         return x.view_as(x) if moved is x else moved

@@ -42,7 +42,14 @@ class Crossing:
     batched: bool = True  # dim 0 counts samples
 
 
-def predict(plan: Plan, crossings: Mapping[str, Crossing], itemsize: int, unreached: Collection[str] = (), buffers: Iterable[int] = (), rank: int = 0) -> list[Comm]:
+def predict(
+    plan: Plan,
+    crossings: Mapping[str, Crossing],
+    itemsize: int,
+    unreached: Collection[str] = (),
+    buffers: Iterable[int] = (),
+    rank: int = 0,
+) -> list[Comm]:
     """The collectives of one optimizer step on `rank`.
 
     `itemsize`: bytes of an element of activations and of gradients. `unreached`: parameters that get no gradient.

@@ -31,7 +31,8 @@ class Refusal(WeftError):
 
     def __init__(self, field: str, value: object, problem: str, fix: str):
         self.field, self.value, self.problem, self.fix = field, value, problem, fix
-        super().__init__(f"{field} = {value!r}: {problem}. {fix[:1].upper()}{fix[1:].rstrip('.')}.")
+        fix = fix[:1].upper() + fix[1:].rstrip(".")
+        super().__init__(f"{field} = {value!r}: {problem}. {fix}" + ("" if fix.endswith("?") else "."))
 
 
 class ConfigError(Refusal):

@@ -102,7 +102,5 @@ class Layout:
         """The ranks that differ from this one only on these axes, itself among them, in order."""
         coords = self.coords(rank)
         return tuple(
-            r
-            for r in range(self.world)
-            if all(c == coords[a] for a, c in self.coords(r).items() if a not in axes)
+            r for r in range(self.world) if all(c == coords[a] for a, c in self.coords(r).items() if a not in axes)
         )

@@ -128,7 +128,7 @@ class _VocabParallel(torch.autograd.Function):
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
         buffer.sub_(maximum.unsqueeze(-1))
 
-        mine = counted & (labels >= offset) & (labels < offset + width)
+        mine = (labels >= offset) & (labels < offset + width)
         column = torch.where(mine, labels - offset, 0).unsqueeze(-1)
         sums = buffer.new_zeros(
             2, *labels.shape
@@ -140,7 +140,6 @@ class _VocabParallel(torch.autograd.Function):
 
         buffer.div_(sums[0].unsqueeze(-1))
         ctx.save_for_backward(buffer, column, mine, counted)
-        ctx.dtype = local.dtype
         return (sums[0].log_() - sums[1]).masked_fill_(~counted, 0).sum()
 
     @staticmethod
@@ -150,4 +149,4 @@ class _VocabParallel(torch.autograd.Function):
         if buffer.size(-1):
             buffer.scatter_add_(-1, column, -mine.unsqueeze(-1).to(buffer.dtype))
         buffer.mul_((counted * gradient).unsqueeze(-1))
-        return buffer.to(ctx.dtype), None, None, None, None
+        return buffer, None, None, None, None

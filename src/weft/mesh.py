@@ -11,7 +11,7 @@ from .layout import DATA_AXES, Layout
 
 
 class Mesh:
-    """The ranks of a run on the axes of its layout. One process without torch.distributed, or `alone`, is one rank."""
+    """The ranks of a run on its layout's axes. One process without torch.distributed, or `alone`, is one rank."""
 
     def __init__(self, layout: Layout, device: torch.device, alone: bool = False):
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
@@ -29,7 +29,11 @@ class Mesh:
                 device.type, tuple(size for _, size in layout.sizes), mesh_dim_names=layout.axes
             )
             # every group that a run may need, made by all ranks in the same order
-            for axes in [(axis,) for axis in layout.axes] + [layout.live(*DATA_AXES), layout.live(*DATA_AXES, "tp"), layout.live()]:
+            for axes in [(axis,) for axis in layout.axes] + [
+                layout.live(*DATA_AXES),
+                layout.live(*DATA_AXES, "tp"),
+                layout.live(),
+            ]:
                 self._make(axes)
             for axis in DATA_AXES:
                 self._make(layout.live(axis, "tp"))

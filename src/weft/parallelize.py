@@ -135,7 +135,9 @@ def _linear(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | 
 def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
     """A token whose row lies elsewhere gives zero; the sum over ranks is the lookup."""
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise CannotCut("roles", param.name, "max_norm, scale_grad_by_freq and sparse need the whole table", 'declare it "whole"')
+        raise CannotCut(
+            "roles", param.name, "max_norm, scale_grad_by_freq and sparse need the whole table", 'declare it "whole"'
+        )
     assert param.cut is not None
     ((start, stop),) = param.cut.intervals(mesh.index(param.axis), mesh.size(param.axis))
     if module.padding_idx is not None:
@@ -157,7 +159,9 @@ def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
 # ---- boundaries --------------------------------------------------------------------------------------------------
 
 
-def _enter(step: Step, mesh: Mesh, randomness: Randomness, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _enter(
+    step: Step, mesh: Mesh, randomness: Randomness, _: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
     """Take the first floating-point tensor among the arguments over the boundary."""
     assert step.input is not None
     if step.interior is not None:
@@ -260,7 +264,9 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
         return
     assert mesh.device_mesh is not None
     compute = DTYPES[plan.precision] if plan.precision in ("bf16", "fp16") else None
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.float32 if compute else None, cast_forward_inputs=False
+    )
     for step in units:
         gather = step.gather
         assert gather is not None

@@ -32,7 +32,7 @@ SUM = Partial()
 
 def collective(src: Placement, dst: Placement) -> str | None:
     """The collective that turns a tensor placed as `src` into one placed as `dst`; None if no rank needs another."""
-    if src == dst or src == COPY:
+    if src in (dst, COPY):
         return None
     if src == SUM:
         return "all_reduce" if dst == COPY else "reduce_scatter"
@@ -201,7 +201,9 @@ class Plan:
         """The axes over which this parameter's gradient is all-reduced whole (not through a Gather)."""
         gathered = any(p.stored != p.compute for p in table[name].values())
         return tuple(
-            axis for axis, p in table[name].items() if p.grad == SUM and p.stored == COPY and not (gathered and axis in DATA_AXES)
+            axis
+            for axis, p in table[name].items()
+            if p.grad == SUM and p.stored == COPY and not (gathered and axis in DATA_AXES)
         )
 
     def buckets(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -149,10 +149,14 @@ def _declared(modules: Mapping[str, nn.Module], declared: Mapping[str, object]) 
             raise ConfigError(field, sorted(unknown)[0], "not a key of a role", "keys are role, heads, kv_heads")
         matches = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
         if not matches:
-            raise ConfigError(field, role["role"], "no module has such a name", nearest(pattern, [m for m in modules if m]))
+            raise ConfigError(
+                field, role["role"], "no module has such a name", nearest(pattern, [m for m in modules if m])
+            )
         for name in matches:
             if role["role"] in ("column", "row", "head") and not is_linear(modules[name]):
-                raise CannotCut(field, role["role"], f"{name} is a {type(modules[name]).__name__}", "name a linear layer")
+                raise CannotCut(
+                    field, role["role"], f"{name} is a {type(modules[name]).__name__}", "name a linear layer"
+                )
             table[name] = role
     return table
 
@@ -285,7 +289,9 @@ def _chain(
     around = _ancestors(_common(columns), scope)
     declared = next((table[a] for a in around if table.get(a, {}).get("role") == "attention"), {})
     single_attention = bool(declared) or any(re.search(r"att", a.rsplit(".", 1)[-1]) for a in around)
-    looks = single_attention or any(re.fullmatch(r"w?[qkv]|[qkv]_proj|query|key|value|.*qkv.*|c_attn", n.rsplit(".", 1)[-1]) for n in columns)
+    looks = single_attention or any(
+        re.fullmatch(r"w?[qkv]|[qkv]_proj|query|key|value|.*qkv.*|c_attn", n.rsplit(".", 1)[-1]) for n in columns
+    )
     heads = kv_heads = head_dim = 0
     cuts: dict[str, Cut] = {}
     if looks:
@@ -332,7 +338,11 @@ def _chain(
         sizes = [p.numel() for p in module.parameters(recurse=False)]
         if head_dim and all(size == head_dim for size in sizes) and head_dim != features(modules[columns[0]])[0]:
             inner += own
-        elif all(size == width for size in sizes) and width != features(modules[columns[0]])[0] and "norm" in type(module).__name__.lower():
+        elif (
+            all(size == width for size in sizes)
+            and width != features(modules[columns[0]])[0]
+            and "norm" in type(module).__name__.lower()
+        ):
             return give_up(f"{name} normalises over features that would be cut")
         elif entry and name.startswith(entry + "."):
             entry = None  # something else of the container reads the input: enter at each column

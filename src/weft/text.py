@@ -18,7 +18,9 @@ def extra(module: str, field: str, value: object) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(field, value, f"needs the package {module.split('.')[0]}", "install it: pip install weft[hf]") from error
+        raise DataError(
+            field, value, f"needs the package {module.split('.')[0]}", "install it: pip install weft[hf]"
+        ) from error
 
 
 class Tokenizer(Protocol):

@@ -40,7 +40,8 @@ ELEMENTWISE = (
 class StepResult:
     """What a step gave, over all ranks: 0-dim float64 tensors. `loss` is the mean over `weight` things that count.
 
-    `grad_norm` is None where neither clipping nor loss scaling asked for it; `skipped`: gradients were not finite (fp16).
+    `grad_norm` is None where neither clipping nor loss scaling asked for it; `skipped`: gradients were not finite
+    (fp16).
     """
 
     loss: Tensor
@@ -53,7 +54,7 @@ class Engine:
     """Trains `model` as `plan` says. Changes the model in place; every rank of the layout makes one.
 
     `optimizer`: list of (name, parameter) -> torch.optim.Optimizer. `loss`: (output, batch) -> (sum, weight).
-    `inputs`: the batch's entries that the model is called with (default: those that its forward names, labels left out).
+    `inputs`: the batch's entries that the model is called with (default: those that its forward names, without labels).
     `clip`: the largest global norm of the mean gradient. Weights and buffers are taken from rank 0.
     """
 
@@ -70,7 +71,7 @@ class Engine:
         device: torch.device | str | None = None,
     ):
         if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            device = _own_device()
         self.plan, self.loss, self.clip = plan, loss, clip
         self.mesh = Mesh(plan.layout, torch.device(device))
         self.model = model.to(self.mesh.device)
@@ -94,7 +95,9 @@ class Engine:
         # how many ranks hold each element of a parameter: the global norm counts it once
         self._copies = {
             name: plan.layout.world
-            // plan.layout.size(*(axis for axis, p in table[name].items() if p.stored != COPY and axis in plan.layout.live()))
+            // plan.layout.size(
+                *(axis for axis, p in table[name].items() if p.stored != COPY and axis in plan.layout.live())
+            )
             for name in self.params
         }
         self._stale_buffers = _unsynced_buffers(self.model, plan)
@@ -118,7 +121,9 @@ class Engine:
         for index in range(plan.accumulate):
             last = index == plan.accumulate - 1
             self._begin(index, last)
-            micro = {key: value[index * plan.microbatch : (index + 1) * plan.microbatch] for key, value in batch.items()}
+            micro = {
+                key: value[index * plan.microbatch : (index + 1) * plan.microbatch] for key, value in batch.items()
+            }
             with self._functions or contextlib.nullcontext():
                 with self._autocast():
                     loss_sum, weight = self.loss(self._call(micro), micro)
@@ -219,7 +224,11 @@ class Engine:
         want = self.plan.batch // self.plan.data_size
         for key, value in batch.items():
             if value.shape[0] != want:
-                hint = "take this rank's part with engine.local(batch)" if value.shape[0] == self.plan.batch else f"give {want}"
+                hint = (
+                    "take this rank's part with engine.local(batch)"
+                    if value.shape[0] == self.plan.batch
+                    else f"give {want}"
+                )
                 raise ConfigError(f"batch[{key!r}]", tuple(value.shape), f"this rank's part is {want} samples", hint)
         return {key: value.to(self.mesh.device, non_blocking=True) for key, value in batch.items()}
 
@@ -297,7 +306,9 @@ class Engine:
         return dims
 
     def _piece(self, full: str, tensor: Tensor, shape: tuple[int, ...], name: str) -> Piece:
-        copies = [axis for axis in self.plan.layout.live() if self.plan.params()[name].get(axis, _NOWHERE).stored == COPY]
+        copies = [
+            axis for axis in self.plan.layout.live() if self.plan.params()[name].get(axis, _NOWHERE).stored == COPY
+        ]
         writer = all(self.mesh.coords[axis] == 0 for axis in copies)
         return Piece(full, tensor, shape, chunks(self.segments(name)), writer)
 
@@ -324,6 +335,13 @@ class _Nowhere:
 
 
 _NOWHERE: Any = _Nowhere()
+
+
+def _own_device() -> torch.device:
+    """The GPU of this process; the CPU where there is none or the process group talks through gloo."""
+    if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == "gloo"):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def call_with(model: nn.Module, inputs: Sequence[str], batch: Batch) -> Any:

@@ -35,11 +35,15 @@ class Functions(TorchFunctionMode):
             return self._dropout(func, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def _dropout(self, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def _dropout(
+        self, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         if not training or p == 0.0:
             return input
         if func not in (F.dropout, torch.dropout):
-            raise NotImplementedError(f"{func.__name__} in training: its mask would depend on the layout; use nn.Dropout")
+            raise NotImplementedError(
+                f"{func.__name__} in training: its mask would depend on the layout; use nn.Dropout"
+            )
         return self.randomness.dropout(input, p, self.randomness.site())
 
     def _attention(self, args: tuple, kwargs: dict) -> Tensor:

@@ -46,7 +46,9 @@ class Reducer:
             late = isinstance(members[0], DTensor)
             group = mesh.group(*axes)
             assert group is not None
-            flat = torch.zeros(sum(local(p).numel() for p in members), dtype=members[0].dtype, device=local(members[0]).device)
+            flat = torch.zeros(
+                sum(local(p).numel() for p in members), dtype=members[0].dtype, device=local(members[0]).device
+            )
             views, offset = [], 0
             for p in members:
                 size = local(p).numel()
@@ -74,7 +76,11 @@ class Reducer:
         bucket.params[i].grad = bucket.views[i]
         bucket.filled.add(i)
         bucket.waiting -= 1
-        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0 and not self.buckets[self._next].late:
+        while (
+            self._next < len(self.buckets)
+            and self.buckets[self._next].waiting == 0
+            and not self.buckets[self._next].late
+        ):
             self._launch(self.buckets[self._next])
             self._next += 1
 
@@ -109,7 +115,9 @@ class Reducer:
         """Leave no gradient where no rank's backward reached a parameter, as on one device. All ranks call it."""
         for bucket in self.buckets:
             gone = {i for b, i in missing if b is bucket}
-            used = torch.tensor([i not in gone for i in range(len(bucket.params))], dtype=torch.int32, device=mesh.device)
+            used = torch.tensor(
+                [i not in gone for i in range(len(bucket.params))], dtype=torch.int32, device=mesh.device
+            )
             dist.all_reduce(used, group=bucket.group)
             for p, count in zip(bucket.params, used.tolist(), strict=True):
                 if count == 0:

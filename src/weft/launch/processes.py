@@ -4,8 +4,8 @@
     Pool(world).run(function, ...)  the same processes for many tasks, each in a fresh process group
     join(backend)                   this process is a rank already: torchrun or srun started it
 
-The parent holds the rendezvous (a TCPStore on a port that the system chose), so no port is guessed. If a rank fails,
-the parent ends the others and raises the error of the one that failed first. Ranks end if the parent dies.
+Ranks meet through a file, so no port is guessed. If a rank fails, the parent ends the others and raises the error of the
+one that failed first. Ranks end if the parent dies.
 
 On Linux ranks are forked: they start in milliseconds and inherit what the parent has imported. CUDA does not survive a
 fork, so ranks that use it are spawned, as are those on other systems; their function and arguments are pickled.
@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -40,7 +43,6 @@ from .environment import environment, local_world, rendezvous
 
 Backend = Literal["gloo", "nccl"]
 
-HOST = "127.0.0.1"
 POLL_S = 0.2
 GRACE_S = 0.5  # after the first failure: a killed peer is seen later than the errors of those that lost it
 END_S = 1.0  # from SIGTERM to SIGKILL
@@ -54,15 +56,16 @@ def run(
     `threads`: torch threads of each process (cores // world if left out). Raises WorkerDied with the error of the rank
     that failed first; a Refusal raised by a rank is raised as it is.
     """
-    store = _rendezvous()
-    tasks = [_Task(function, args, rank, world, store.port, "run", backend, threads) for rank in range(world)]
+    folder = tempfile.mkdtemp(prefix="weft-")
+    file = os.path.join(folder, "store")
     workers: list[_Worker] = []
     try:
-        for task in tasks:
-            workers.append(_Worker(backend, task))
+        for rank in range(world):
+            workers.append(_Worker(backend, _Task(function, args, rank, world, file, backend, threads)))
         return _collect(workers)
     finally:
         _end(workers)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Pool:
@@ -76,7 +79,7 @@ class Pool:
         # What DTensor loads at its first use, too: once here, and not in every process.
         importlib.import_module("torch.distributed.tensor.debug")
         self._threads, self._backend, self._tasks = threads, backend, 0
-        self._store = _rendezvous()
+        self._folder = tempfile.mkdtemp(prefix="weft-")
         self._workers = [_Worker(backend) for _ in range(world)]
 
     def run(
@@ -93,11 +96,9 @@ class Pool:
             if worker.process.exitcode is not None:  # ended from outside since the last task
                 self._workers[index] = _Worker(self._backend)
         self._tasks += 1
-        name = f"task{self._tasks}"
+        file = os.path.join(self._folder, str(self._tasks))
         messages = [
-            pickle.dumps(
-                _Task(function, args, rank, world, self._store.port, name, self._backend, self._threads, timeout)
-            )
+            pickle.dumps(_Task(function, args, rank, world, file, self._backend, self._threads, timeout))
             for rank in range(world)
         ]
         try:
@@ -113,6 +114,7 @@ class Pool:
         """End the processes."""
         _end(self._workers)
         self._workers = []
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
@@ -141,10 +143,6 @@ def cores() -> int:
 
 
 # ---- in the parent -------------------------------------------------------------------------------------------------
-
-
-def _rendezvous() -> dist.TCPStore:
-    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
 def _context(backend: Backend) -> BaseContext:
@@ -270,27 +268,28 @@ class _Failed:
 
 @dataclass(frozen=True)
 class _Task:
-    """One rank's part of one task. `name` keeps the tasks of one store apart."""
+    """One rank's part of one task. `file` is where its ranks meet."""
 
     function: Callable[..., Any]
     args: tuple
     rank: int
     world: int
-    port: int
-    name: str
+    file: str
     backend: Backend
     threads: int | None
     timeout: float | None = None
 
     def __call__(self) -> Any:
-        os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(self.port))
-        store = dist.PrefixStore(self.name, dist.TCPStore(HOST, self.port, is_master=False))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # for who asks; nobody listens there
+        store = dist.FileStore(self.file, self.world)
+        alarm = threading.Timer(self.timeout or 0.0, faulthandler.dump_traceback, kwargs={"file": 2})
+        alarm.daemon = True
         if self.timeout is not None:
-            faulthandler.dump_traceback_later(self.timeout, file=2)
+            alarm.start()
         _enter(self.backend, self.rank, self.world, self.rank, self.world, self.threads, store)
         result = self.function(*self.args)
         dist.destroy_process_group()
-        faulthandler.cancel_dump_traceback_later()
+        alarm.cancel()
         return result
 
 
@@ -318,6 +317,7 @@ def _enter(
 
 def _work(connection: Connection, parent: int, task: _Task | None) -> None:
     """A worker's life: `task`, or every task that comes over the connection."""
+    gc.freeze()  # the parent's garbage is not this process's to collect: destructors may join threads or delete files
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()

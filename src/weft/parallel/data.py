@@ -1,6 +1,6 @@
 """Data parallel over `dp`: every replica holds all weights; gradients are summed over the replicas.
 
-Li et al. 2020 (PyTorch Distributed): buckets, overlapped with backward; no reduction on accumulation steps but the last.
+Buckets are overlapped with backward, and reduced on the last accumulation step only (Li et al. 2020).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ AXIS = "dp"
 OPTIONS: Mapping[str, str] = {}
 
 
-def steps(model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool) -> Iterator[Step]:
+def steps(
+    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
+) -> Iterator[Step]:
     """One Step on the whole model: each gradient is a partial sum over `dp`."""
     yield Step("", "data", params=tuple(Param(w.name, AXIS, COPY, COPY, SUM) for w in weights))

@@ -26,7 +26,9 @@ OPTIONS: Mapping[str, str] = {
 }
 
 
-def steps(model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool) -> Iterator[Step]:
+def steps(
+    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
+) -> Iterator[Step]:
     """One Step per unit, inner units before the rest of the model."""
     options = layout.option(AXIS)
     levels = [o for o in options if o.startswith("zero")] or ["zero3"]

@@ -20,13 +20,17 @@ AXIS = "tp"
 OPTIONS: Mapping[str, str] = {"sequence": "activations between the chains are cut along the sequence"}
 
 
-def steps(model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool) -> Iterator[Step]:
+def steps(
+    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
+) -> Iterator[Step]:
     """The edges of every region, and the gradients that are partial inside."""
     if "sequence" not in layout.option(AXIS):
         return
     stacks = roles.stacks()
     if not stacks:
-        raise CannotCut("layout", str(layout), "sequence parallelism finds no list of repeated blocks", "use tp without it")
+        raise CannotCut(
+            "layout", str(layout), "sequence parallelism finds no list of repeated blocks", "use tp without it"
+        )
     crossing = [chain.row for chain in roles.chains if chain.cross]
     if crossing:
         raise CannotCut(

@@ -21,7 +21,9 @@ AXIS = "tp"
 OPTIONS: Mapping[str, str] = {}
 
 
-def steps(model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool) -> Iterator[Step]:
+def steps(
+    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
+) -> Iterator[Step]:
     """Steps for every chain and for the vocabulary."""
     size = layout.size(AXIS)
     names = {alias: w.name for w in weights for alias in (w.name, *w.aliases)}
@@ -40,9 +42,7 @@ def steps(model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Lay
     yield from _vocabulary(model, roles, names, shapes, sharded_logits, layout)
 
 
-def _chain(
-    chain: Chain, size: int, layout: Layout, outside: Placement, names: Mapping[str, str]
-) -> Iterator[Step]:
+def _chain(chain: Chain, size: int, layout: Layout, outside: Placement, names: Mapping[str, str]) -> Iterator[Step]:
     _check(chain, size, layout)
     interior = "heads" if chain.heads else "features"
     entry = Boundary({AXIS: outside}, {AXIS: COPY})

@@ -6,6 +6,8 @@ but errors.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 from typing import Any
@@ -60,63 +62,140 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     )  # fmt: skip
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
     rank = engine.mesh.rank
-    first: tuple[float, str] | None = None
+    found = _other_parameters(engine, reference)
     seen: list[Comm] = []
-    for step in range(len(reference.losses)):
+    for step, loss in enumerate(reference.losses):
         batch = in_double(case.batch(step, engine.mesh.index(*DATA_AXES), plan.data_size))
-        wrong = _wrong_batch(engine, batch, reference.batches[step])
-        if wrong is not None and first is None:
-            first = (0.0, f"batch entry {wrong!r} of step {step}")
+        found += _wrong_batch(engine, batch, reference.batches[step], step)
         if step == 0:
-            samples = plan.microbatch
-            with Audit(engine.mesh) as audit, traced(engine.model, samples) as trace:
+            with Audit(engine.mesh) as audit, traced(engine.model, plan.microbatch) as trace:
                 result = engine.step(batch)
             seen = audit.seen
-            first = first or _first_difference(engine, trace, reference.traces)
+            found += _first_activation(engine, trace, reference.traces)
         else:
             result = engine.step(batch)
-        errors["loss"][f"loss of step {step}"] = _ratio(abs(float(result.loss) - reference.losses[step]), abs(reference.losses[step]))
-        errors["gradient"].update(_gradient_errors(engine, reference.gradients[step], step))
-    errors["weight"], problem = _state_errors(engine, reference)
-    if first is None:
-        first = _first_parameter(errors["gradient"])
-    crossings = reference.traces[0].crossings
-    predicted = predict(plan, crossings, 8, reference.unreached, engine.stale_buffer_bytes, rank)
-    mine = (errors, first, problem, totals(predicted), totals(seen))
-    return _together(layout, mine)
+        errors["loss"][f"loss of step {step}"] = error = _ratio(abs(float(result.loss) - loss), abs(loss))
+        if not error < TOLERANCE:
+            found.append(((step, "loss", 0), f"loss of step {step}: {float(result.loss):.9g}, one device has {loss:.9g}"))
+        found += _gradients(engine, reference, step, case.clip, result.grad_norm, errors["gradient"])
+        if step == 0:
+            errors["weight"] = updated = _weight_errors(engine, reference.updated, "after step 0")
+            found += _first_of(updated, (step, "weight"))
+    last, problem = _state_errors(engine, reference)
+    found += _first_of(last, (len(reference.losses), "weight"))
+    errors["weight"] |= last
+    predicted = predict(plan, reference.traces[0].crossings, 8, reference.unreached, engine.stale_buffer_bytes, rank)
+    first = min(found, key=_when, default=None)
+    return _together(layout, (errors, first, problem, totals(predicted), totals(seen)))
+
+
+# ---- the order of a run: what differs first explains the rest ------------------------------------------------------
+
+# (step, what, place among its kind), and what to say of it
+Difference = tuple[tuple[int, str, int], str]
+ORDER = ("parameter", "batch", "output", "loss", "output gradient", "gradient", "norm", "weight")
+
+
+def _when(difference: Difference) -> tuple[int, int, int]:
+    (step, what, place), _ = difference
+    return step, ORDER.index(what), place
+
+
+def _first_of(errors: dict[str, float], when: tuple[int, str]) -> list[Difference]:
+    """The first of these errors that is too large, if any is."""
+    return [((*when, i), what) for i, (what, error) in enumerate(errors.items()) if not error < TOLERANCE][:1]
 
 
 # ---- what is compared --------------------------------------------------------------------------------------------
 
 
-def _wrong_batch(engine: Engine, batch: dict[str, Tensor], whole: dict[str, Tensor]) -> str | None:
+def _other_parameters(engine: Engine, reference: Reference) -> list[Difference]:
+    """Parameters that only one of the two runs has: tied weights that came apart, or were joined."""
+    found = []
+    for name in sorted(engine.params.keys() ^ set(reference.parameters)):
+        other = "which one device does not have" if name in engine.params else "which only one device has"
+        found.append(((0, "parameter", 0), f"parameter {name}, {other}: weights that are tied on one side only?"))
+    return found
+
+
+def _wrong_batch(engine: Engine, batch: dict[str, Tensor], whole: dict[str, Tensor], step: int) -> list[Difference]:
     plan = engine.plan
     index = torch.tensor(part(plan.batch, plan.accumulate, engine.mesh.index(*DATA_AXES), plan.data_size))
-    for key, value in whole.items():
-        if key not in batch or not torch.equal(batch[key], value[index]):
-            return key
-    return None
+    wrong = [key for key, value in whole.items() if key not in batch or not torch.equal(batch[key], value[index])]
+    return [((step, "batch", 0), f"batch entry {key!r} of step {step}") for key in wrong[:1]]
 
 
-def _gradient_errors(engine: Engine, reference: dict[str, Tensor], step: int) -> dict[str, float]:
-    norm, _ = scale(reference)
+def _gradients(
+    engine: Engine, reference: Reference, step: int, clip: float | None, norm: Tensor | None, errors: dict[str, float]
+) -> list[Difference]:
+    """Compare the gradients of a step as they were before clipping, and the norm by which they were clipped.
+
+    Clipping mixes all gradients: after it, one wrong gradient is an error of every other.
+    """
+    clipped = 1.0 if clip is None or norm is None else min(1.0, clip / (float(norm) + 1e-6))
+    wants = reference.gradients[step]
+    found = _gradient_errors(engine, wants, 1.0 / clipped)
+    errors |= {f"gradient of {name} at step {step}{note}": error for (name, note), error in found.items()}
+    wrong = [(i, name) for i, ((name, _), error) in enumerate(found.items()) if not error < TOLERANCE]
+    if wrong:
+        place, name = wrong[0]
+        factor = _common_factor(engine, wants, 1.0 / clipped) if len(wrong) > 1 else None
+        what = f"gradient of {name} (module {name.rpartition('.')[0] or 'the model'}); {len(wrong)} of {len(found)} differ"
+        if factor is not None:
+            what = f"every gradient is {factor:.6g} times that of one device: weight of the loss, microbatches or ranks"
+        return [((step, "gradient", place), f"{what}, at step {step}")]
+    if norm is None:
+        return []
+    what = f"norm of all gradients at step {step}"
+    errors[what] = error = _ratio(abs(float(norm) - reference.norms[step]), reference.norms[step])
+    differs = f"{what}: {float(norm):.9g}, one device has {reference.norms[step]:.9g}; the gradients agree"
+    return [((step, "norm", 0), differs)] if not error < TOLERANCE else []
+
+
+def _gradient_errors(engine: Engine, wants: dict[str, Tensor], factor: float) -> dict[tuple[str, str], float]:
+    """(parameter, remark) -> error of `factor` times its gradient."""
+    norm, _ = scale(wants)
     errors = {}
     for name, p in engine.params.items():
-        want = reference.get(name)
+        want = wants.get(name)
         if want is None or p.grad is None:
             if (want is None) != (p.grad is None):
-                errors[f"gradient of {name} at step {step} ({'missing' if p.grad is None else 'not on one device'})"] = inf
+                errors[name, " (missing)" if p.grad is None else " (not on one device)"] = inf
             continue
-        parts = chunks(engine.segments(name))
-        errors[f"gradient of {name} at step {step}"] = _error(local(p.grad), parts, want, SMALL * norm)
+        errors[name, ""] = _error(local(p.grad) * factor, chunks(engine.segments(name)), want, SMALL * norm)
     return errors
 
 
+def _common_factor(engine: Engine, wants: dict[str, Tensor], factor: float) -> float | None:
+    """r, if all that this rank holds of the gradients is r times what it should be."""
+    product = squares = 0.0
+    for name, p in engine.params.items():
+        for mine, there in chunks(engine.segments(name)) if name in wants and p.grad is not None else ():
+            want, got = wants[name][there], local(p.grad)[mine] * factor
+            if want.shape != got.shape:
+                return None
+            product, squares = product + float((want * got).sum()), squares + float(want.square().sum())
+    r = product / squares if squares else 0.0
+    same = r != 0.0 and all(e < TOLERANCE for e in _gradient_errors(engine, wants, factor / r).values())
+    return r if same else None
+
+
+def _weight_errors(engine: Engine, wants: dict[str, Tensor], when: str) -> dict[str, float]:
+    _, typical = scale(wants)
+    return {
+        # an element below a hundredth of the typical size is measured against that
+        f"{name} {when}": _error(local(p.detach()), chunks(engine.segments(name)), want, 1e-2 * typical * sqrt(want.numel()))
+        for name, p in engine.params.items()
+        if (want := wants.get(name)) is not None
+    }
+
+
 def _state_errors(engine: Engine, reference: Reference) -> tuple[dict[str, float], str | None]:
+    """Weights, buffers and optimizer state after the last step, and whether each lies, once, where the plan says."""
     weights = {k: v for k, v in reference.final.items() if k in engine.params}
-    _, typical = scale(weights)
-    errors: dict[str, float] = {}
+    errors = _weight_errors(engine, weights, "after the last step")
     held: dict[str, list] = {}
+    problem = None
     try:
         for piece in engine.tensors():
             want = reference.final.get(piece.name)
@@ -125,13 +204,19 @@ def _state_errors(engine: Engine, reference: Reference) -> tuple[dict[str, float
                     continue  # state that one device has not made: the gradient never came
                 errors[f"{piece.name} (not on one device)"] = inf
                 continue
-            # an element of a weight below a hundredth of the typical size is measured against that
-            floor = 1e-2 * typical * sqrt(want.numel()) if piece.name in weights else SMALL * _norm_like(piece.name, reference)
-            errors[f"{piece.name} after the last step"] = _error(piece.tensor, piece.chunks, want, floor)
             held[piece.name] = [p for _, p in piece.chunks] if piece.writer else []
+            if piece.name in weights:
+                continue
+            parameter = piece.name.removeprefix("optimizer/").rpartition("/")[0]
+            if parameter in weights and want.ndim and want.shape == weights[parameter].shape:
+                if piece.chunks != chunks(engine.segments(parameter)) and problem is None:
+                    problem = f"{piece.name} does not lie as its parameter: this rank holds {tuple(piece.tensor.shape)} of it"
+            floor = SMALL * _norm_like(piece.name, reference)
+            errors[f"{piece.name} after the last step"] = _error(piece.tensor, piece.chunks, want, floor)
     except ValueError as error:
-        return errors, f"optimizer state does not lie as its parameter: {error}"
-    return errors, _coverage(held, reference)
+        problem = f"not where the plan says: {error}"
+    coverage = _coverage(held, reference)
+    return errors, problem or coverage
 
 
 def _norm_like(name: str, reference: Reference) -> float:
@@ -150,7 +235,9 @@ def _coverage(held: dict[str, list], reference: Reference) -> str | None:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, held)
     for name in held:
-        boxes = [box for ranks in everyone for box in ranks.get(name, [])]
+        if not all(name in ranks for ranks in everyone):
+            continue
+        boxes = [box for ranks in everyone for box in ranks[name]]
         problem = flaw(boxes, tuple(reference.final[name].shape))
         if problem is not None:
             return f"{name}: {problem}"
@@ -177,60 +264,79 @@ def _ratio(error: float, size: float) -> float:
 # ---- which module differs first ----------------------------------------------------------------------------------
 
 
-def _first_difference(engine: Engine, trace: Trace, references: list[Trace]) -> tuple[float, str] | None:
-    """The first module, in order of execution, whose output differs; else the first, in backward order, whose gradient does."""
-    order = {name: i for i, name in enumerate(references[0].outputs)}
-    for name in order:
-        if name in trace.outputs and _differs(engine, name, trace.outputs[name], [r.outputs[name] for r in references], 1.0):
-            return 1.0 + order[name] / len(order), f"output of {name or 'the model'}"
+def _first_activation(engine: Engine, trace: Trace, references: list[Trace]) -> list[Difference]:
+    """The first output that differs, in order of execution, and the first gradient of an output, in backward order."""
+    found: list[Difference] = []
+    for place, (name, call) in enumerate(_calls(references[0].forward)):
+        if _differs(engine, name, call, trace.outputs, [r.outputs for r in references], 1.0):
+            found.append(((0, "output", place), f"output of {name or 'the model'}"))
+            break
+    agreed = ""
     factor = engine.plan.batch / engine.loss_scale
-    backward = list(references[0].gradients)
-    for i, name in enumerate(backward):
-        grads = [r.gradients.get(name, []) for r in references]
-        if name in trace.gradients and not _partial(engine.plan, name):
-            if _differs(engine, name, trace.gradients[name], grads, factor):
-                return 3.0 + i / len(backward), f"gradient of the output of {name or 'the model'}"
-    return None
+    for place, (name, call) in enumerate(_calls(references[0].backward)):
+        if _partial(engine.plan, name):
+            continue
+        differs = _differs(engine, name, call, trace.gradients, [r.gradients for r in references], factor)
+        if differs:
+            after = f", after that of {agreed} agreed" if agreed else ", where backward begins"
+            found.append(((0, "output gradient", place), f"gradient of the output of {name or 'the model'}{after}"))
+            break
+        agreed = (name or "the model") if differs is False else agreed
+    return found
+
+
+def _calls(names: list[str]) -> Iterator[tuple[str, int]]:
+    """Each name with how often it came before."""
+    count: Counter[str] = Counter()
+    for name in names:
+        yield name, count[name]
+        count[name] += 1
 
 
 def _partial(plan: Plan, name: str) -> bool:
     """Modules whose output several ranks compute, each on the way to other heads: their gradients are partial sums."""
     params = [p for step in plan.steps if step.module == name for p in step.params]
-    return any((p.cut is not None and p.stored == COPY) or (p.cut is None and p.grad != COPY and p.axis == "tp" and not _in_sequence(plan, name)) for p in params)
+    return any(
+        (p.cut is not None and p.stored == COPY)
+        or (p.cut is None and p.grad != COPY and p.axis == "tp" and not _in_sequence(plan, name))
+        for p in params
+    )
 
 
 def _in_sequence(plan: Plan, name: str) -> bool:
     return any(s.interior == "sequence" and name.startswith(s.module + ".") for s in plan.steps)
 
 
-def _differs(engine: Engine, name: str, mine: list[Tensor], wholes: list[list[Tensor]], factor: float) -> bool:
+def _differs(
+    engine: Engine, name: str, call: int, mine: dict[str, list[Tensor]], references: list[dict[str, list[Tensor]]], factor: float
+) -> bool | None:
+    """Whether a call's tensor differs, in any microbatch, from the reference's; None if no part of it can be compared."""
     plan = engine.plan
-    if len(mine) % plan.accumulate or any(not whole for whole in wholes):
-        return False
-    calls = len(mine) // plan.accumulate
+    wholes = [r.get(name, []) for r in references]
+    got = mine.get(name, [])
+    calls = len(got) // plan.accumulate
+    if call >= calls or len(got) % plan.accumulate or any(len(whole) != calls for whole in wholes):
+        return None
+    whole = torch.cat([w[call] for w in wholes]) if len(wholes) > 1 else wholes[0][call]
+    batched = whole.shape[0] % plan.batch == 0
     data = engine.mesh.index(*DATA_AXES)
-    for call in range(calls):
-        if any(len(whole) != calls for whole in wholes):
-            return False
-        whole = torch.cat([w[call] for w in wholes]) if len(wholes) > 1 else wholes[0][call]
-        batched = whole.shape[0] % plan.batch == 0
-        if not batched and factor != 1.0:
-            continue  # made once for all samples: each microbatch's gradient is a part of the sum
-        for micro in range(plan.accumulate):
-            value = mine[micro * calls + call].double() * factor
-            want = whole
-            if batched:
-                rows = whole.shape[0] // plan.batch
-                first = (micro * plan.data_size + data) * plan.microbatch * rows
-                want = whole[first : first + plan.microbatch * rows]
-            want_local = _local_part(engine, name, value, want)
-            if want_local is None:
-                continue
-            size = float(whole.double().norm()) / sqrt(max(1, plan.accumulate * plan.data_size if batched else 1))
-            error = float((value - want_local.double()).norm())
-            if _ratio(error, max(size, 1e-300)) > TOLERANCE and error > 1e-14:
-                return True
-    return False
+    compared = None
+    for micro in range(plan.accumulate):
+        value = got[micro * calls + call].double() * factor
+        want = whole
+        if batched:
+            rows = whole.shape[0] // plan.batch
+            first = (micro * plan.data_size + data) * plan.microbatch * rows
+            want = whole[first : first + plan.microbatch * rows]
+        want_local = _local_part(engine, name, value, want)
+        if want_local is None:
+            continue
+        compared = False
+        size = float(whole.double().norm()) / sqrt(max(1, plan.accumulate * plan.data_size if batched else 1))
+        error = float((value - want_local.double()).norm())
+        if not _ratio(error, max(size, 1e-300)) <= TOLERANCE and not error <= 1e-14:
+            return True
+    return compared
 
 
 def _local_part(engine: Engine, name: str, value: Tensor, want: Tensor) -> Tensor | None:
@@ -255,14 +361,6 @@ def _local_part(engine: Engine, name: str, value: Tensor, want: Tensor) -> Tenso
     return None
 
 
-def _first_parameter(errors: dict[str, float]) -> tuple[float, str] | None:
-    for what, error in errors.items():
-        if error >= TOLERANCE:
-            name = what.removeprefix("gradient of ").split(" at step ")[0]
-            return 10.0, f"gradient of {name} (module {name.rpartition('.')[0] or 'the model'})"
-    return None
-
-
 # ---- all ranks together ------------------------------------------------------------------------------------------
 
 
@@ -276,8 +374,8 @@ def _together(layout: str, mine: tuple) -> LayoutResult:
         found = [(e, what, r) for r, (errors, *_) in enumerate(everyone) for what, e in errors[kind].items()]
         error, what, rank = max(found, key=lambda f: f[0], default=(0.0, "", 0))
         worst[kind] = (error, f"{what} (rank {rank})")
-    firsts = [(f[0], f[1], r) for r, (_, f, *_) in enumerate(everyone) if f is not None]
-    first = min(firsts) if firsts else None
+    firsts = [(_when(f), f[1], r) for r, (_, f, *_) in enumerate(everyone) if f is not None]
+    first = min(firsts, default=None)
     problems = [p for _, _, p, _, _ in everyone if p is not None]
     predicted, seen = everyone[0][3], everyone[0][4]
     for _, _, _, wanted, found_comms in everyone:  # a rank that strays is the one to show

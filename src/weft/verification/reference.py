@@ -22,10 +22,13 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Reference:
-    """All in float64 and whole. Gradients and weights of each step, by parameter name; the trace of step 0."""
+    """All in float64 and whole. By parameter name: gradients of each step before clipping, weights after step 0."""
 
+    parameters: tuple[str, ...]
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # of all gradients of a step together
+    updated: dict[str, Tensor] = field(default_factory=dict)
     final: dict[str, Tensor] = field(default_factory=dict)  # weights, buffers, optimizer state after the last step
     batches: list[Batch] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)  # of step 0: one per microbatch
@@ -41,10 +44,12 @@ def run_reference(case: Case, steps: int) -> Reference:
     plan = case.plan(model, "dp1")
     inputs = case.inputs if case.inputs is not None else named_inputs(model)
     randomness = Randomness(case.seed)
-    parallelize(plan, model, Mesh(plan.layout, torch.device("cpu"), alone=True), randomness)  # names the places of dropout
+    parallelize(
+        plan, model, Mesh(plan.layout, torch.device("cpu"), alone=True), randomness
+    )  # names the places of dropout
     optimizer = case.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
     pieces = plan.accumulate if any(isinstance(m, _BatchNorm) for m in model.modules()) else 1
-    found = Reference()
+    found = Reference(tuple(name for name, _ in model.named_parameters()))
     for step in range(steps):
         batch = in_double(case.batch(step, 0, 1))
         found.batches.append(batch)

@@ -55,7 +55,8 @@ def _number(error: float) -> float | None:
 
 def _comms(totals: Totals) -> list[dict[str, object]]:
     return [
-        {"kind": kind, "axis": axis, "count": count, "bytes": nbytes} for (kind, axis), (count, nbytes) in totals.items()
+        {"kind": kind, "axis": axis, "count": count, "bytes": nbytes}
+        for (kind, axis), (count, nbytes) in totals.items()
     ]
 
 

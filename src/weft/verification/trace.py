@@ -16,11 +16,16 @@ from ..comms import Crossing
 
 @dataclass
 class Trace:
-    """Per module, in order of execution: one tensor per call of its forward, and one per gradient of its output."""
+    """Per module: one tensor per call of its forward, and one per gradient of its output.
+
+    `forward` and `backward` name the modules in the order in which these came, one entry per tensor.
+    """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
     crossings: dict[str, Crossing] = field(default_factory=dict)
+    forward: list[str] = field(default_factory=list)
+    backward: list[str] = field(default_factory=list)
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -43,6 +48,7 @@ def traced(model: nn.Module, samples: int) -> Iterator[Trace]:
             return
         local = out.to_local() if isinstance(out, DTensor) else out
         trace.outputs.setdefault(name, []).append(local.detach().clone())
+        trace.forward.append(name)
         entered = first_tensor((*args, *kwargs.values()))
         batched = out.shape[:1] == (samples,)
         trace.crossings[name] = Crossing(
@@ -68,6 +74,7 @@ def traced(model: nn.Module, samples: int) -> Iterator[Trace]:
 def _keep(trace: Trace, name: str, grad: Tensor) -> None:
     local = grad.to_local() if isinstance(grad, DTensor) else grad
     trace.gradients.setdefault(name, []).append(local.detach().clone())
+    trace.backward.append(name)
 
 
 def _per_sample(tensor: Tensor, samples: int) -> tuple[int, ...]:
