@@ -1,4 +1,4 @@
-"""The classic silent bugs of distributed training, injected one by one: `weft verify` must catch each and name its place.
+"""The classic silent bugs of distributed training, injected one by one: `weft verify` catches each and names its place.
 
 A bug is a context manager that breaks weft inside the worker processes, or gives a broken Case; the reference is run
 clean. `says` is what the result must say: a pattern of its first difference, or of its problem, or the collective whose
@@ -202,17 +202,17 @@ def reduction_on_every_microbatch(case: Case) -> Iterator[Case]:
     """What earlier microbatches left is summed over the ranks again with each later one."""
     right = reducer.Reducer.begin
 
-    def begin(self: reducer.Reducer, sync: bool) -> None:
+    def begin(self: reducer.Reducer, first: bool, last: bool) -> None:
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-        right(self, True)
+        right(self, first=first, last=True)
 
     with patched(case, (reducer.Reducer, "begin", begin)):
         yield case
 
 
-@bug("decoder", "dp2", r"every gradient is 0\.5 times")
+@bug("decoder", "dp2", r"every gradient of step 0 is 0\.5 times")
 def gradient_averaged_twice(case: Case) -> Iterator[Case]:
     """The sum over the ranks, already divided by the global weight, is divided by the ranks again."""
 
@@ -224,7 +224,7 @@ def gradient_averaged_twice(case: Case) -> Iterator[Case]:
         yield case
 
 
-@bug("decoder", "fsdp2", r"every gradient is 0\.5 times")
+@bug("decoder", "fsdp2", r"every gradient of step 0 is 0\.5 times")
 def fsdp_divides_as_well(case: Case) -> Iterator[Case]:
     """FSDP2's own division by its ranks is left on."""
 
@@ -425,7 +425,7 @@ def different_dropout_on_copies(case: Case) -> Iterator[Case]:
         yield case
 
 
-@bug("recomputed", "dp2", r"gradient of the output of blocks\.1\.dropout")
+@bug("recomputed", "dp2", r"gradient of the output of blocks\.1\.mlp\.2, after that of blocks\.1\.dropout")
 def recompute_draws_again(case: Case) -> Iterator[Case]:
     """The second forward of a block draws other masks than the first."""
     right = Randomness.site
@@ -503,8 +503,7 @@ def optimizer_state_not_sharded(case: Case) -> Iterator[Case]:
         found.which = [name for name, _ in named].index("blocks.0.mlp.up.weight")  # type: ignore[attr-defined]
         return found
 
-    with patched(case, (engine, "ELEMENTWISE", (torch.optim.AdamW,))):
-        yield replace(case, optimizer=optimizer)
+    yield replace(case, optimizer=optimizer)
 
 
 @bug("decoder", "dp2", r"blocks\.1\.mlp\.gate\.weight after step 0 .*\(rank 1\)")
@@ -584,8 +583,8 @@ def test_no_bug_no_alarm(pool: Any, subject: str, layout: str) -> None:
 def test_a_bug_that_numbers_do_not_show_is_seen_in_the_collectives(pool: Any) -> None:
     result = run(pool, all_reduce_run_twice, "decoder", "tp2")
     assert max(result.loss_rel_err, result.grad_rel_err, result.param_rel_err) < 1e-9
-    (predicted, nbytes), (seen, seen_bytes) = result.comms_predicted["all_reduce", "tp"], result.comms_seen["all_reduce", "tp"]
-    assert seen > predicted and seen_bytes > nbytes
+    predicted, seen = result.comms_predicted["all_reduce", "tp"], result.comms_seen["all_reduce", "tp"]
+    assert seen[0] > predicted[0] and seen[1] > predicted[1]
 
 
 def test_the_catalogue_is_documented() -> None:

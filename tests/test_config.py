@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -113,7 +114,13 @@ def test_dump_and_load_are_inverse(tmp_path: Path) -> None:
         ("dim = 32", 'auto = "masked-lm"', "model.auto", "masked-lm", "only for Hugging Face"),
         ('build = "weft.data:stdlib"\n', "", "data", {"seq_len": 16}, "Give exactly one of build, text, hf"),
         ("[train]", "[layout]\naxes = 2\n[train]", "layout.axes", 2, 'as in "dp2.tp2"'),
-        ("[train]", '[precision]\ncompute = "fp8"\n[train]', "precision.compute", "fp8", "one of fp32, bf16, fp16, fp64"),
+        (
+            "[train]",
+            '[precision]\ncompute = "fp8"\n[train]',
+            "precision.compute",
+            "fp8",
+            "one of fp32, bf16, fp16, fp64",
+        ),
         ("[train]", "[checkpoint]\nkeep = 0\n[train]", "checkpoint.keep", 0, "must be greater than 0"),
         ("[model]", "output = 3\n[model]", "output", 3, "is not a text"),
     ],
@@ -146,7 +153,7 @@ def test_a_layout_that_does_not_parse(tmp_path: Path) -> None:
 
 def test_a_missing_file_and_bad_toml(tmp_path: Path) -> None:
     write(tmp_path)
-    with pytest.raises(ConfigError, match='Did you mean "small.toml"'):
+    with pytest.raises(ConfigError, match=r'Did you mean "small\.toml"'):
         config.load(tmp_path / "smal.toml")
     with pytest.raises(ConfigError, match="no such file"):
         config.load(tmp_path / "nowhere" / "x.toml")
@@ -226,7 +233,9 @@ def test_building_a_model_leaves_the_random_state_alone(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_built_is_named(tmp_path: Path, key: str, value: str, field: str, says: str) -> None:
-    run = config.load(write(tmp_path, RUN + "\n[layout]\n"), {"model.heads": "2", "data.max_bytes": "100000", key: value})
+    run = config.load(
+        write(tmp_path, RUN + "\n[layout]\n"), {"model.heads": "2", "data.max_bytes": "100000", key: value}
+    )
     error = refused(run)
     assert error.field == field
     assert says.lower() in str(error).lower()
@@ -302,7 +311,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("hf")
     small = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, dtype="bfloat16"
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        dtype="bfloat16",
     )
     torch.manual_seed(5)
     transformers.AutoModelForCausalLM.from_config(small, dtype=torch.float32).save_pretrained(folder / "tiny")
@@ -370,7 +384,7 @@ def test_the_learning_rate_rises_and_falls(tmp_path: Path) -> None:
     factor = build.lr_factor(load(tmp_path, train__warmup="4", train__decay="cosine", train__min_lr_ratio="0.1"))
     values = [factor(step) for step in range(21)]
     assert values[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert all(a > b for a, b in zip(values[4:], values[5:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(values[4:]))
     assert math.isclose(values[12], 0.1 + 0.9 / 2)
     assert math.isclose(values[20], 0.1)
     assert lr_factor(15, 20, warmup=10, decay="linear") == 0.5

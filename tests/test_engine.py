@@ -133,7 +133,7 @@ def whole_tensor_optimizer(layout: str) -> None:
 def test_an_optimizer_of_whole_tensors_is_refused_where_they_are_cut(pool: Any) -> None:
     pool.run(whole_tensor_optimizer, "dp2", world=2)
     for layout in ("fsdp2", "tp2"):
-        with pytest.raises(ConfigError, match="Muon.*looks at whole tensors"):
+        with pytest.raises(ConfigError, match=r"Muon.*looks at whole tensors"):
             pool.run(whole_tensor_optimizer, layout, world=2)
 
 
@@ -152,6 +152,20 @@ def test_selective_recompute_without_an_attention_core_is_refused() -> None:
     e = engine("dp1", NoAttention, lambda out, b: (out.sum(), torch.tensor(8.0)), recompute="selective")
     with pytest.raises(CannotCut, match="never calls scaled_dot_product_attention"):
         e.step({"features": torch.randn(BATCH, 4)})
+
+
+@pytest.mark.parametrize("recompute", ["selective", 2, "full"])
+def test_recomputation_changes_no_bit(recompute: str | int) -> None:
+    build = partial(tiny, dropout=0.3)
+
+    def gradients(how: str | int) -> list[Tensor]:
+        e = engine("dp1", build, recompute=how)
+        e.step(batch(0))
+        e.step(batch(1))
+        return [p.grad.clone() for p in e.params.values()]
+
+    plain, again = gradients("none"), gradients(recompute)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
 def test_memory_of_recompute() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,10 +61,11 @@ def train(
 
         from . import build
         from .launch import processes
+        from .train import output as output_folder
         from .train import trainer
 
         build.check(run)
-        _check_folder(run, resume)
+        output_folder.check_output(run, resume)
         threads = run.train.threads
         if joined is None:
             processes.run(trainer.train, world, run, resume, threads=threads, backend=_backend(world))
@@ -131,22 +131,6 @@ def _load(path: Path, settings: list[str] | None, layout: str | None, output: st
         if text is not None:
             overrides[key] = json.dumps(text)  # a string, even if it reads like a number
     return config.load(path, overrides)
-
-
-def _check_folder(run: Run, resume: bool) -> None:
-    """The run folder can be written to, and holds a checkpoint if the run is to go on from one."""
-    from . import checkpoint
-
-    folder = Path(run.output)
-    if resume:
-        checkpoint.inspect(folder / "checkpoints")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        fix = "name another folder with --output"
-        raise ConfigError("output", run.output, f"cannot be written to ({error.strerror})", fix) from None
 
 
 def _backend(local_ranks: int) -> Backend:

@@ -17,7 +17,8 @@ class Mesh:
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if layout.world != world:
             raise LayoutError(
-                "layout", str(layout), f"it has {layout.world} ranks, {world} processes run", f"start {layout.world} processes"
+                "layout", str(layout), f"it has {layout.world} ranks, {world} processes run",
+                f"start {layout.world} processes",
             )  # fmt: skip
         self.layout, self.device = layout, device
         self.rank = dist.get_rank() if world > 1 else 0

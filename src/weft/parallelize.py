@@ -119,7 +119,8 @@ def _cut_module(module: nn.Module, params: dict[str, Param], step: Step, mesh: M
 def _require_plain(module: nn.Module, step: Step) -> None:
     if not is_conv1d(module) and type(module).forward is not nn.Linear.forward:
         raise CannotCut(
-            step.module, type(module).__name__, "its forward is its own, so weft cannot run it on part of its parameters",
+            step.module, type(module).__name__,
+            "its forward is its own, so weft cannot run it on part of its parameters",
             "use nn.Linear, or declare it whole in [roles]",
         )  # fmt: skip
 

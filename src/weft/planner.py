@@ -109,5 +109,6 @@ def _check_recompute(recompute: str | int, blocks: tuple[str, ...]) -> None:
         )
     if not blocks:
         raise CannotCut(
-            "train.recompute", recompute, "the model has no list of repeated blocks", 'use "none", or hold them in a ModuleList'
+            "train.recompute", recompute, "the model has no list of repeated blocks",
+            'use "none", or hold them in a ModuleList',
         )  # fmt: skip

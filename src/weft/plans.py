@@ -122,7 +122,8 @@ class Gather:
     """Parameters below a module (less those of deeper Gathers) that are gathered and reduced together.
 
     ZeRO-1: gathered and reduced once a step. ZeRO-2: reduced every microbatch. ZeRO-3: also gathered at every use, in
-    forward and again in backward (Rajbhandari et al. 2020); its last unit, which backward needs first, once a microbatch.
+    forward and again in backward (Rajbhandari et al. 2020); its last unit, which backward needs first, once a
+    microbatch.
     """
 
     axis: str
@@ -227,7 +228,7 @@ class Plan:
         return [(axes, tuple(names)) for axes, names in buckets]
 
     def local_shape(self, weight: Weight, table: Mapping[str, Mapping[str, Param]], index: int = 0) -> tuple[int, ...]:
-        """Shape of what a rank (the first of an uneven cut, unless said) computes with, cut but not sharded for storage."""
+        """Shape of what a rank computes with: cut, not sharded for storage. `index`: its place in an uneven cut."""
         shape = list(weight.shape)
         for axis, param in table[weight.name].items():
             if param.cut is not None and param.stored != COPY:

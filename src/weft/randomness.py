@@ -37,7 +37,8 @@ def _signed(word: int) -> int:
 class Randomness:
     """Where the program is: which samples this rank holds, which call comes next, how activations are cut here.
 
-    `samples`: global indices of this microbatch's samples. `index` of `size`: this rank on the axis that cuts activations.
+    `samples`: global indices of this microbatch's samples. `index` of `size`: this rank on the axis that cuts
+    activations.
     """
 
     seed: int

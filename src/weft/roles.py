@@ -1,7 +1,7 @@
 """Roles: which modules of a model are column, row, embedding or head, and which chains they form.
 
-A *chain* is what tensor parallelism cuts: linears that read one tensor and whose outputs are cut (columns), up to the one
-whose input is cut (row). Between them every rank works on its own heads or its own hidden features.
+A *chain* is what tensor parallelism cuts: linears that read one tensor and whose outputs are cut (columns), up to the
+one whose input is cut (row). Between them every rank works on its own heads or its own hidden features.
 
 Roles come, in this order, from the user (glob -> role), from a Hugging Face model's own plan, and from a guess on
 the module tree. A guess is taken only where its sizes agree; what was not understood stays whole and is noted.
@@ -44,7 +44,8 @@ _ELEMENTWISE = (
 class Chain:
     """Columns and the row that ends them. `entry`: where the shared input enters; None: at each column by itself.
 
-    `cuts`: linear -> how its features are divided; `inner`: parameters used on cut activations by every rank whole (query and key norms).
+    `cuts`: linear -> how its features are divided; `inner`: parameters that every rank holds whole and uses on its part
+    (query and key norms).
     """
 
     columns: tuple[str, ...]
@@ -177,7 +178,7 @@ def _hf_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, st
 
 
 def _scopes(modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...], fused: set[str]):
-    """Where chains are looked for: each repeated block, and each Sequential outside of them, with its linears in order."""
+    """Where chains are looked for, with its linears in order: each block, and each Sequential outside of blocks."""
 
     def linears(scope: str) -> list[str]:
         return [
@@ -260,9 +261,14 @@ def _chains(
             columns.append(name)
         elif kinds[name] == "row":
             if columns:
-                chain = _chain(scope, columns, name, modules, table, notes)
-                if chain is not None:
-                    chains.append(chain)
+                try:
+                    chains.append(_chain(scope, columns, name, modules, table))
+                except _Whole as problem:
+                    if any(linear in table for linear in (*columns, name)):
+                        raise CannotCut(
+                            f"roles.{name}", "row", str(problem), "declare heads, or leave these modules whole"
+                        ) from None
+                    notes.append(f"{name}: {problem}; its chain is left whole")
             elif name in table:
                 raise CannotCut(f"roles.{name}", "row", "no column comes before it", "declare the columns that feed it")
             columns = []
@@ -271,19 +277,17 @@ def _chains(
     return chains
 
 
+class _Whole(Exception):
+    """A chain that cannot be cut, and why."""
+
+
 def _chain(
     scope: str,
     columns: list[str],
     row: str,
     modules: Mapping[str, nn.Module],
     table: Mapping[str, dict],
-    notes: list[str],
-) -> Chain | None:
-    def give_up(problem: str) -> None:
-        if any(name in table for name in (*columns, row)):
-            raise CannotCut(f"roles.{row}", "row", problem, "declare heads, or leave these modules whole")
-        notes.append(f"{row}: {problem}; its chain is left whole")
-
+) -> Chain:
     width = features(modules[row])[0]
     outs = {name: features(modules[name])[1] for name in columns}
     around = _ancestors(_common(columns), scope)
@@ -300,7 +304,7 @@ def _chain(
         head_dim = width // heads if heads else _number(holders, HEAD_DIM)
         heads = heads or (width // head_dim if head_dim else _number(holders, HEADS))
         if not heads or width % heads:
-            return give_up(f"an attention of {width} features whose number of heads is not known")
+            raise _Whole(f"an attention of {width} features whose number of heads is not known")
         head_dim = width // heads
         kv_heads = heads
         for name, out in outs.items():
@@ -314,14 +318,14 @@ def _chain(
                 kv_heads = out // head_dim
                 cuts[name] = Cut(dim, (out,), (kv_heads,))
             else:
-                return give_up(f"{name} has {out} features, which are no whole number of heads of {head_dim}")
+                raise _Whole(f"{name} has {out} features, which are no whole number of heads of {head_dim}")
         if int(declared.get("kv_heads", kv_heads)) != kv_heads:
-            return give_up(f"kv_heads is declared as {declared['kv_heads']}, the key projection holds {kv_heads}")
+            raise _Whole(f"kv_heads is declared as {declared['kv_heads']}, the key projection holds {kv_heads}")
         cuts[row] = Cut(0 if is_conv1d(modules[row]) else 1, (width,), (heads,))
     else:
         for name, out in outs.items():
             if out % width:
-                return give_up(f"{name} has {out} features, its row takes {width}")
+                raise _Whole(f"{name} has {out} features, its row takes {width}")
             parts = out // width  # a fused gate and up projection has two
             cuts[name] = Cut(1 if is_conv1d(modules[name]) else 0, (width,) * parts, (width,) * parts)
         cuts[row] = Cut(0 if is_conv1d(modules[row]) else 1, (width,), (width,))
@@ -343,7 +347,7 @@ def _chain(
             and width != features(modules[columns[0]])[0]
             and "norm" in type(module).__name__.lower()
         ):
-            return give_up(f"{name} normalises over features that would be cut")
+            raise _Whole(f"{name} normalises over features that would be cut")
         elif entry and name.startswith(entry + "."):
             entry = None  # something else of the container reads the input: enter at each column
     flat = bool(heads) and _common(columns) == scope
@@ -379,7 +383,8 @@ def _arguments(module: nn.Module) -> list[str]:
 def _vocabulary(
     model: nn.Module, modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...], table: Mapping[str, dict]
 ) -> tuple[str | None, str | None]:
-    """The token embedding (the widest that is no table of positions) and the linear outside of the blocks that scores the same vocabulary."""
+    """The token embedding (the largest that is no table of positions), and the linear outside of the blocks that scores
+    the same vocabulary."""
 
     def outside(name: str) -> bool:
         return not any(name.startswith(b + ".") for blocks in lists for b in blocks)
@@ -388,7 +393,8 @@ def _vocabulary(
     declared = {role["role"]: name for name, role in table.items()}
     tables = {
         n: m for n, m in modules.items()
-        if isinstance(m, nn.Embedding) and outside(n) and n not in whole and not re.search(r"pos|type|segment", n.rsplit(".", 1)[-1])
+        if isinstance(m, nn.Embedding) and outside(n) and n not in whole
+        and not re.search(r"pos|type|segment", n.rsplit(".", 1)[-1])
     }  # fmt: skip
     embedding = declared.get("embedding") or max(tables, key=lambda n: tables[n].num_embeddings, default=None)
     if embedding is None:

@@ -139,7 +139,7 @@ class Engine:
 
     def _begin(self, index: int, last: bool) -> None:
         plan = self.plan
-        self.reducer.begin(sync=last)
+        self.reducer.begin(first=index == 0, last=last)
         for unit, gather in self._units:
             unit.set_requires_gradient_sync(last or gather.reduced == "microbatch", recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)  # across replicas once a step
@@ -154,9 +154,10 @@ class Engine:
         grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
         want_norm = self.clip is not None or self.loss_scale != 1.0 or self.plan.precision == "fp16"
         if want_norm:
-            norms = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float64)
+            low = any(g.dtype in (torch.bfloat16, torch.float16) for g in grads.values())
+            norms = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32 if low else None)
             for name, norm in zip(grads, norms, strict=True):
-                total[0] += norm.square().to(total.device) / self._copies[name]
+                total[0] += norm.double().square().to(total.device) / self._copies[name]
         total[1:3] /= self.plan.layout.world // self.plan.data_size
         total[3] = len(missing)
         if self.plan.layout.world > 1:

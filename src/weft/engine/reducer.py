@@ -31,7 +31,7 @@ class Bucket:
     views: list[Tensor]
     waiting: int = 0
     work: dist.Work | None = None
-    filled: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)  # parameters that this step's backward has given a gradient
 
 
 class Reducer:
@@ -60,21 +60,22 @@ class Reducer:
                 for i, p in enumerate(members):
                     p.register_post_accumulate_grad_hook(lambda p, b=bucket, i=i: self._ready(b, i))  # type: ignore[misc]
 
-    def begin(self, sync: bool) -> None:
-        """A microbatch begins; gradients are reduced in it only if `sync`."""
-        self._sync, self._next = sync, 0
+    def begin(self, first: bool, last: bool) -> None:
+        """A microbatch begins: in the first one gradients are cleared, in the last one they are reduced."""
+        self._sync, self._next = last, 0
         for bucket in self.buckets:
             bucket.waiting, bucket.work = len(bucket.params), None
-            bucket.filled.clear()
+            if first:
+                bucket.reached.clear()
+            if first and not bucket.late:
+                bucket.flat.zero_()
+                for p, view in zip(bucket.params, bucket.views, strict=True):
+                    p.grad = view  # backward adds in place: the bucket is the gradient, there is no second copy
 
     def _ready(self, bucket: Bucket, i: int) -> None:
-        if not self._sync or i in bucket.filled:
+        bucket.reached.add(i)
+        if not self._sync:
             return
-        grad = bucket.params[i].grad
-        assert grad is not None
-        bucket.views[i].copy_(grad)
-        bucket.params[i].grad = bucket.views[i]
-        bucket.filled.add(i)
         bucket.waiting -= 1
         while (
             self._next < len(self.buckets)
@@ -89,27 +90,22 @@ class Reducer:
 
     def finish(self) -> list[tuple[Bucket, int]]:
         """Reduce what is left and wait. Returns the parameters that this rank's backward did not reach."""
-        missing = []
-        for bucket in self.buckets[self._next :]:
-            for i, p in enumerate(bucket.params):
-                if i in bucket.filled:
-                    continue
-                if p.grad is None:
-                    missing.append((bucket, i))
-                    bucket.views[i].zero_()
-                else:
-                    bucket.views[i].copy_(local(p.grad))
-            self._launch(bucket)
+        for bucket in self.buckets:
+            if bucket.late:
+                bucket.flat.zero_()
+                for i, (p, view) in enumerate(zip(bucket.params, bucket.views, strict=True)):
+                    if p.grad is not None:
+                        bucket.reached.add(i)
+                        view.copy_(local(p.grad))
+            if bucket.work is None:
+                self._launch(bucket)
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
             for p, view in zip(bucket.params, bucket.views, strict=True):
-                if bucket.late:
-                    if p.grad is not None:
-                        local(p.grad).copy_(view)
-                else:
-                    p.grad = view
-        return missing
+                if bucket.late and p.grad is not None:
+                    local(p.grad).copy_(view)
+        return [(b, i) for b in self.buckets for i in range(len(b.params)) if i not in b.reached]
 
     def drop_unused(self, missing: list[tuple[Bucket, int]], mesh: Mesh) -> None:
         """Leave no gradient where no rank's backward reached a parameter, as on one device. All ranks call it."""

@@ -4,8 +4,8 @@
     Pool(world).run(function, ...)  the same processes for many tasks, each in a fresh process group
     join(backend)                   this process is a rank already: torchrun or srun started it
 
-Ranks meet through a file, so no port is guessed. If a rank fails, the parent ends the others and raises the error of the
-one that failed first. Ranks end if the parent dies.
+Ranks meet through a file, so no port is guessed. If a rank fails, the parent ends the others and raises the error of
+the one that failed first. Ranks end if the parent dies.
 
 On Linux ranks are forked: they start in milliseconds and inherit what the parent has imported. CUDA does not survive a
 fork, so ranks that use it are spawned, as are those on other systems; their function and arguments are pickled.
@@ -14,7 +14,6 @@ fork, so ranks that use it are spawned, as are those on other systems; their fun
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -33,12 +32,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
+from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 
-from ..errors import Refusal, WorkerDied
+from ..errors import Refusal, WeftError, WorkerDied
 from .environment import environment, local_world, rendezvous
 
 Backend = Literal["gloo", "nccl"]
@@ -46,6 +47,7 @@ Backend = Literal["gloo", "nccl"]
 POLL_S = 0.2
 GRACE_S = 0.5  # after the first failure: a killed peer is seen later than the errors of those that lost it
 END_S = 1.0  # from SIGTERM to SIGKILL
+STACK = 6  # innermost calls shown of a rank that hangs
 
 
 def run(
@@ -54,15 +56,17 @@ def run(
     """`function(*args)` in `world` processes, inside a process group; the results in rank order.
 
     `threads`: torch threads of each process (cores // world if left out). Raises WorkerDied with the error of the rank
-    that failed first; a Refusal raised by a rank is raised as it is.
+    that failed first; a Refusal raised by a rank is raised as it is. A SIGTERM is passed on to the ranks, so that they
+    can end in order.
     """
     folder = tempfile.mkdtemp(prefix="weft-")
     file = os.path.join(folder, "store")
     workers: list[_Worker] = []
     try:
-        for rank in range(world):
-            workers.append(_Worker(backend, _Task(function, args, rank, world, file, backend, threads)))
-        return _collect(workers)
+        with _sigterm_for(workers):
+            for rank in range(world):
+                workers.append(_Worker(backend, _Task(function, args, rank, world, file, backend, threads)))
+            return _collect(workers, file)
     finally:
         _end(workers)
         shutil.rmtree(folder, ignore_errors=True)
@@ -87,7 +91,7 @@ class Pool:
     ) -> list[Any]:
         """`function(*args)` on the first `world` processes (all if left out); the results in rank order.
 
-        After `timeout` seconds the ranks write where they hang to stderr, and WorkerDied is raised. Errors as of `run`.
+        After `timeout` seconds WorkerDied says where every rank hangs. Errors as of `run`.
         """
         world = len(self._workers) if world is None else world
         if not 1 <= world <= len(self._workers):
@@ -104,7 +108,7 @@ class Pool:
         try:
             for worker, message in zip(self._workers, messages, strict=False):
                 worker.connection.send_bytes(message)
-            return _collect(self._workers[:world], timeout)
+            return _collect(self._workers[:world], file, timeout)
         except BaseException:
             _end(self._workers[:world])
             self._workers[:world] = [_Worker(self._backend) for _ in range(world)]
@@ -134,7 +138,7 @@ def join(backend: Backend = "gloo", threads: int | None = None) -> Iterator[None
     rank, world, local_rank = found
     _enter(backend, rank, world, local_rank, local_world(), threads)
     yield
-    dist.destroy_process_group()  # not after an error: peers that are gone would be waited for
+    _leave()  # not after an error: peers that are gone would be waited for
 
 
 def cores() -> int:
@@ -188,8 +192,8 @@ class _Worker:
         return _Failed(time.monotonic() if code == -signal.SIGABRT else 0.0, how)
 
 
-def _collect(workers: Sequence[_Worker], timeout: float | None = None) -> list[Any]:
-    """The results in rank order, or the error of the rank that failed first."""
+def _collect(workers: Sequence[_Worker], file: str, timeout: float | None = None) -> list[Any]:
+    """The results in rank order, or the error of the rank that failed first. `file` is where the ranks meet."""
     results: dict[int, Any] = {}
     failed: dict[int, _Failed] = {}
     waiting = dict(enumerate(workers))
@@ -205,7 +209,7 @@ def _collect(workers: Sequence[_Worker], timeout: float | None = None) -> list[A
             if answer is not None:
                 del waiting[rank]
         now = time.monotonic()
-        if len(failed) == 1 and (deadline is None or deadline > now + GRACE_S):
+        if failed and (deadline is None or deadline > now + GRACE_S):
             deadline = now + GRACE_S
         if waiting and deadline is not None and now > deadline:
             break
@@ -213,10 +217,30 @@ def _collect(workers: Sequence[_Worker], timeout: float | None = None) -> list[A
         rank = min(failed, key=lambda r: failed[r].when)
         raise failed[rank].error(rank)
     if waiting:
-        rank = min(waiting)
-        others = f" (nor did ranks {', '.join(str(r) for r in waiting if r != rank)})" if len(waiting) > 1 else ""
-        raise WorkerDied(rank, f"gave no answer within {timeout} s{others}")
+        stacks = [(rank, Path(_stack_file(file, rank))) for rank in waiting]
+        places = [
+            f"\nrank {rank} is at\n{stack.read_text(encoding='utf-8')}" for rank, stack in stacks if stack.exists()
+        ]
+        raise WorkerDied(min(waiting), f"no answer within {timeout} s{''.join(places)}")
     return [results[rank] for rank in range(len(workers))]
+
+
+@contextmanager
+def _sigterm_for(workers: Sequence[_Worker]) -> Iterator[None]:
+    """Pass SIGTERM on to these workers."""
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread handle signals
+        yield
+        return
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for worker in workers:
+            worker.process.terminate()
+
+    before = signal.signal(signal.SIGTERM, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(workers: Sequence[_Worker]) -> None:
@@ -255,7 +279,8 @@ class _Failed:
         if isinstance(error, Refusal):  # its fields become text: a value may be anything
             fields = {key: x if isinstance(x, int | float | None) else str(x) for key, x in vars(error).items()}
             refusal = type(error), error.args, fields
-        return cls(time.monotonic(), "".join(traceback.format_exception(error)), refusal)
+        said = str(error) if isinstance(error, WeftError) else "".join(traceback.format_exception(error))
+        return cls(time.monotonic(), said, refusal)
 
     def error(self, rank: int) -> Exception:
         if self.refusal is None:
@@ -282,15 +307,25 @@ class _Task:
     def __call__(self) -> Any:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # for who asks; nobody listens there
         store = dist.FileStore(self.file, self.world)
-        alarm = threading.Timer(self.timeout or 0.0, faulthandler.dump_traceback, kwargs={"file": 2})
+        alarm = threading.Timer(self.timeout or 0.0, _note_stack, (threading.get_ident(), self.file, self.rank))
         alarm.daemon = True
         if self.timeout is not None:
             alarm.start()
         _enter(self.backend, self.rank, self.world, self.rank, self.world, self.threads, store)
         result = self.function(*self.args)
-        dist.destroy_process_group()
+        _leave()
         alarm.cancel()
         return result
+
+
+def _stack_file(file: str, rank: int) -> str:
+    return f"{file}.{rank}"
+
+
+def _note_stack(thread: int, file: str, rank: int) -> None:
+    """Write where this thread is, innermost last."""
+    stack = traceback.format_stack(sys._current_frames()[thread])
+    Path(_stack_file(file, rank)).write_text("".join(stack[-STACK:]), encoding="utf-8")
 
 
 def _enter(
@@ -313,6 +348,12 @@ def _enter(
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world, device_id=device)
+
+
+def _leave() -> None:
+    """Be no rank any more, once all ranks are done: some may still be connecting, or need the store of the first."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _work(connection: Connection, parent: int, task: _Task | None) -> None:

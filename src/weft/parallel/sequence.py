@@ -34,12 +34,14 @@ def steps(
     crossing = [chain.row for chain in roles.chains if chain.cross]
     if crossing:
         raise CannotCut(
-            "layout", str(layout), f"{crossing[0]} attends to another sequence, which is not cut", "use tp without sequence"
+            "layout", str(layout), f"{crossing[0]} attends to another sequence, which is not cut",
+            "use tp without sequence",
         )  # fmt: skip
     flat = [chain.row for chain in roles.chains if chain.flat]
     if flat:
         raise CannotCut(
-            "layout", str(layout), f"the attention of {flat[0]} stands in its block's own forward, where the sequence is cut",
+            "layout", str(layout),
+            f"the attention of {flat[0]} stands in its block's own forward, where the sequence is cut",
             "put the attention in a module of its own, or use tp without sequence",
         )  # fmt: skip
     cut = {f"{linear}.{leaf}" for c in roles.chains for linear in (*c.columns, c.row) for leaf in ("weight", "bias")}

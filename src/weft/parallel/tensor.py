@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import CannotCut
 from ..layout import Layout
-from ..plans import COPY, SUM, Boundary, Cut, Param, Step, Weight
+from ..plans import COPY, SUM, Boundary, Cut, Interior, Param, Step, Weight
 from ..roles import GROUPS, HEADS, KV_HEADS, WIDTHS, Chain, Roles
 
 AXIS = "tp"
@@ -30,7 +30,8 @@ def steps(
     shapes = {w.name: w.shape for w in weights}
     if not roles.chains and roles.embedding is None:
         raise CannotCut(
-            "layout", str(layout), "tensor parallelism finds no attention, feed-forward or embedding to cut in this model",
+            "layout", str(layout),
+            "tensor parallelism finds no attention, feed-forward or embedding to cut in this model",
             "use dp or fsdp, or declare [roles] such as \"blocks.*.up\" = \"column\"",
         )  # fmt: skip
     sequence = "sequence" in layout.option(AXIS)
@@ -44,7 +45,7 @@ def steps(
 
 def _chain(chain: Chain, size: int, layout: Layout, outside: Placement, names: Mapping[str, str]) -> Iterator[Step]:
     _check(chain, size, layout)
-    interior = "heads" if chain.heads else "features"
+    interior: Interior = "heads" if chain.heads else "features"
     entry = Boundary({AXIS: outside}, {AXIS: COPY})
     local = {
         **dict.fromkeys(HEADS, max(1, chain.heads // size)),

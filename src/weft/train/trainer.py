@@ -202,7 +202,7 @@ class Interrupt:
     def agreed(self) -> bool:
         """Whether any rank had got the signal when it last called this. Called by all ranks after every step.
 
-        One number is reduced in the background of the next step, on the CPU, and so costs no time.
+        One number is reduced on the CPU while the next step runs, so the answer is a step late and no device waits.
         """
         if not dist.is_initialized():
             return self._asked

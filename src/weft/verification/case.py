@@ -1,4 +1,4 @@
-"""What is verified: a model, its batches, its loss and its optimizer, given as functions so that any process can make them."""
+"""What is verified: a model, its batches, its loss and its optimizer, as functions that any process can call."""
 
 from __future__ import annotations
 

@@ -53,7 +53,5 @@ class _Batches:
         if self.dataset is None:
             self.dataset = build.dataset(self.run)
         train = self.run.train
-        loader = Loader(
-            self.dataset, train.batch, train.seed, accumulate=train.accumulate, data_rank=data_rank, data_size=data_size, start=step
-        )  # fmt: skip
-        return next(iter(loader))
+        loader = partial(Loader, self.dataset, train.batch, train.seed, accumulate=train.accumulate)
+        return next(loader(data_rank=data_rank, data_size=data_size, start=step))

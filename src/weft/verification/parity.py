@@ -34,7 +34,11 @@ SMALL = 1e-6  # a gradient this much smaller than all gradients together is meas
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """What one layout's run showed. Errors are relative; `first` names the first module that differs, if any does."""
+    """What one layout's run showed. Errors are relative.
+
+    `first` is what differs first in the order of the run: a batch entry, a module, the loss, a parameter. `problem` is
+    state that does not lie where the plan says, or not once.
+    """
 
     layout: str
     loss_rel_err: float
@@ -49,8 +53,19 @@ class LayoutResult:
     @property
     def passed(self) -> bool:
         errors = (self.loss_rel_err, self.grad_rel_err, self.param_rel_err)
-        same = self.comms_predicted == self.comms_seen
-        return same and self.problem is None and self.first is None and all(e < TOLERANCE for e in errors)
+        named = (self.first, self.problem, self.stray)
+        return all(name is None for name in named) and all(e < TOLERANCE for e in errors)
+
+    @property
+    def stray(self) -> str | None:
+        """The first collective that ran otherwise than the plan predicts."""
+        for kind, axis in sorted({**self.comms_predicted, **self.comms_seen}):
+            (want, want_bytes), (ran, ran_bytes) = (
+                totals.get((kind, axis), (0, 0)) for totals in (self.comms_predicted, self.comms_seen)
+            )
+            if (want, want_bytes) != (ran, ran_bytes):
+                return f"{kind} over {axis} ran {ran} x ({ran_bytes:,} B), predicted {want} x ({want_bytes:,} B)"
+        return None
 
 
 def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
@@ -58,7 +73,8 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     model = case.build().double()
     plan = case.plan(model, layout)
     engine = Engine(
-        model, plan, optimizer=case.optimizer, loss=case.loss, inputs=case.inputs, clip=case.clip, seed=case.seed, device="cpu"
+        model, plan, optimizer=case.optimizer, loss=case.loss, inputs=case.inputs, clip=case.clip, seed=case.seed,
+        device="cpu",
     )  # fmt: skip
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
     rank = engine.mesh.rank
@@ -76,7 +92,8 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
             result = engine.step(batch)
         errors["loss"][f"loss of step {step}"] = error = _ratio(abs(float(result.loss) - loss), abs(loss))
         if not error < TOLERANCE:
-            found.append(((step, "loss", 0), f"loss of step {step}: {float(result.loss):.9g}, one device has {loss:.9g}"))
+            differs = f"loss of step {step}: {float(result.loss):.9g}, one device has {loss:.9g}"
+            found.append(((step, "loss", 0), differs))
         found += _gradients(engine, reference, step, case.clip, result.grad_norm, errors["gradient"])
         if step == 0:
             errors["weight"] = updated = _weight_errors(engine, reference.updated, "after step 0")
@@ -140,10 +157,13 @@ def _gradients(
     if wrong:
         place, name = wrong[0]
         factor = _common_factor(engine, wants, 1.0 / clipped) if len(wrong) > 1 else None
-        what = f"gradient of {name} (module {name.rpartition('.')[0] or 'the model'}); {len(wrong)} of {len(found)} differ"
+        module = name.rpartition(".")[0] or "the model"
+        what = f"gradient of {name} (module {module}) at step {step}; {len(wrong)} of {len(found)} gradients differ"
         if factor is not None:
-            what = f"every gradient is {factor:.6g} times that of one device: weight of the loss, microbatches or ranks"
-        return [((step, "gradient", place), f"{what}, at step {step}")]
+            what = (
+                f"every gradient of step {step} is {factor:.6g} times that of one device: a wrong divisor, or clipping"
+            )
+        return [((step, "gradient", place), what)]
     if norm is None:
         return []
     what = f"norm of all gradients at step {step}"
@@ -182,12 +202,13 @@ def _common_factor(engine: Engine, wants: dict[str, Tensor], factor: float) -> f
 
 def _weight_errors(engine: Engine, wants: dict[str, Tensor], when: str) -> dict[str, float]:
     _, typical = scale(wants)
-    return {
-        # an element below a hundredth of the typical size is measured against that
-        f"{name} {when}": _error(local(p.detach()), chunks(engine.segments(name)), want, 1e-2 * typical * sqrt(want.numel()))
-        for name, p in engine.params.items()
-        if (want := wants.get(name)) is not None
-    }
+    errors = {}
+    for name, p in engine.params.items():
+        if name in wants:
+            # an element below a hundredth of the typical size is measured against that
+            floor = 1e-2 * typical * sqrt(wants[name].numel())
+            errors[f"{name} {when}"] = _error(local(p.detach()), chunks(engine.segments(name)), wants[name], floor)
+    return errors
 
 
 def _state_errors(engine: Engine, reference: Reference) -> tuple[dict[str, float], str | None]:
@@ -207,10 +228,11 @@ def _state_errors(engine: Engine, reference: Reference) -> tuple[dict[str, float
             held[piece.name] = [p for _, p in piece.chunks] if piece.writer else []
             if piece.name in weights:
                 continue
-            parameter = piece.name.removeprefix("optimizer/").rpartition("/")[0]
-            if parameter in weights and want.ndim and want.shape == weights[parameter].shape:
-                if piece.chunks != chunks(engine.segments(parameter)) and problem is None:
-                    problem = f"{piece.name} does not lie as its parameter: this rank holds {tuple(piece.tensor.shape)} of it"
+            owner = piece.name.removeprefix("optimizer/").rpartition("/")[0]
+            of_elements = owner in weights and want.ndim and want.shape == weights[owner].shape
+            if of_elements and piece.chunks != chunks(engine.segments(owner)) and problem is None:
+                here = tuple(piece.tensor.shape)
+                problem = f"{piece.name} does not lie as its parameter: a rank holds {here} of {piece.shape}"
             floor = SMALL * _norm_like(piece.name, reference)
             errors[f"{piece.name} after the last step"] = _error(piece.tensor, piece.chunks, want, floor)
     except ValueError as error:
@@ -264,6 +286,9 @@ def _ratio(error: float, size: float) -> float:
 # ---- which module differs first ----------------------------------------------------------------------------------
 
 
+Calls = dict[str, list[Tensor]]  # module -> a tensor per call
+
+
 def _first_activation(engine: Engine, trace: Trace, references: list[Trace]) -> list[Difference]:
     """The first output that differs, in order of execution, and the first gradient of an output, in backward order."""
     found: list[Difference] = []
@@ -281,7 +306,7 @@ def _first_activation(engine: Engine, trace: Trace, references: list[Trace]) -> 
             after = f", after that of {agreed} agreed" if agreed else ", where backward begins"
             found.append(((0, "output gradient", place), f"gradient of the output of {name or 'the model'}{after}"))
             break
-        agreed = (name or "the model") if differs is False else agreed
+        agreed = (name or agreed or "the model") if differs is False else agreed
     return found
 
 
@@ -307,10 +332,8 @@ def _in_sequence(plan: Plan, name: str) -> bool:
     return any(s.interior == "sequence" and name.startswith(s.module + ".") for s in plan.steps)
 
 
-def _differs(
-    engine: Engine, name: str, call: int, mine: dict[str, list[Tensor]], references: list[dict[str, list[Tensor]]], factor: float
-) -> bool | None:
-    """Whether a call's tensor differs, in any microbatch, from the reference's; None if no part of it can be compared."""
+def _differs(engine: Engine, name: str, call: int, mine: Calls, references: list[Calls], factor: float) -> bool | None:
+    """Whether a call's tensor differs, in any microbatch, from the reference's; None if it cannot be compared."""
     plan = engine.plan
     wholes = [r.get(name, []) for r in references]
     got = mine.get(name, [])
@@ -319,6 +342,8 @@ def _differs(
         return None
     whole = torch.cat([w[call] for w in wholes]) if len(wholes) > 1 else wholes[0][call]
     batched = whole.shape[0] % plan.batch == 0
+    if not batched and factor != 1.0:
+        return None  # made once for all samples: each microbatch's gradient is a part of the sum
     data = engine.mesh.index(*DATA_AXES)
     compared = None
     for micro in range(plan.accumulate):

@@ -73,12 +73,15 @@ def run_reference(case: Case, steps: int) -> Reference:
         for p in model.parameters():
             if p.grad is not None:
                 p.grad /= weight
-        if case.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         found.losses.append(float(loss_sum / weight))
         found.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         found.unreached = frozenset(n for n, p in model.named_parameters() if p.requires_grad and p.grad is None)
+        found.norms.append(scale(found.gradients[-1])[0])
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
+        if step == 0:
+            found.updated = {n: p.detach().clone() for n, p in model.named_parameters()}
     found.final = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for name, p in model.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():

@@ -40,7 +40,7 @@ class Report:
                 "grad_rel_err": _number(r.grad_rel_err),
                 "param_rel_err": _number(r.param_rel_err),
                 "worst": r.worst,
-                "first_difference": r.first or r.problem,
+                "first_difference": r.first or r.problem or r.stray,
                 "comms_predicted": _comms(r.comms_predicted),
                 "comms_seen": _comms(r.comms_seen),
             }

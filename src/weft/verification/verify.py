@@ -66,7 +66,7 @@ def _seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def _same_plan(plan: Plan, model: nn.Module, layout: str) -> Plan:
-    """The plan itself; for one device, the same without anything to divide. float64 takes the place of its precision."""
+    """The plan itself, in float64; for one device, the same without anything to divide."""
     weights = tuple(replace(w, dtype=torch.float64) for w in plan.weights)
     whole = replace(plan, weights=weights, precision="fp64")
     if layout == str(plan.layout):
