@@ -1,7 +1,9 @@
 """weft in a loop of your own: a plan, an engine, and a plain `for`.
 
-python examples/own_loop.py                                           one process
-torchrun --nproc-per-node 2 examples/own_loop.py --layout fsdp2       two, the model in shards over both
+    python examples/own_loop.py                                           one process
+    torchrun --nproc-per-node 2 examples/own_loop.py --layout fsdp2       two, the model in shards over both
+
+Any layout works: the batches, and so the losses, are the same.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_fp16_skips_steps_that_overflow(pool: Any, layout: str) -> None:
     for values, skipped, scales, unchanged in pool.run(scaled, layout, world=2):
         assert skipped[0] and unchanged and scales[0] == 2.0**39
         assert not skipped[-1] and values[-1] < values[0] - 0.2
-        assert sorted(skipped, reverse=True) == skipped  # first skipped, then all taken
+        assert scales[-1] == 2.0 ** (40 - sum(skipped)) and sum(skipped) < 35
 
 
 def running(layout: str, sync: bool) -> tuple[Tensor, list[int]]:

@@ -225,4 +225,4 @@ def test_sequence_is_refused_where_a_block_counts_positions_itself() -> None:
 
 def test_float64_is_what_is_compared() -> None:
     found = reference(SUBJECTS["decoder"])
-    assert all(value.dtype == torch.float64 for value in found.final.values() if value.is_floating_point())
+    assert all(value.dtype == torch.float64 for name, value in found.final.items() if not name.endswith("/step"))

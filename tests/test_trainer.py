@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -126,11 +125,6 @@ class Successor(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         assert input_ids.shape[1] <= 4
         return self.scale * F.one_hot((input_ids + 1) % 8, 10)
-
-
-def sigterm_handler() -> object:
-    dist.barrier()  # a rank that is gone at once breaks the group that its peer still connects
-    return signal.getsignal(signal.SIGTERM)
 
 
 def make(folder: Path, axes: str = "dp1", **settings: Any) -> Run:
@@ -336,7 +330,7 @@ def test_sigterm_at_one_rank_saves_and_stops_all(tmp_path: Path, pool: Pool) -> 
 
     pool.run(train, make(tmp_path / "stopped", "dp2", **settings), True, world=2)
     assert curve(run) == curve(whole_run)
-    assert pool.run(sigterm_handler, world=2) == [signal.SIG_DFL, signal.SIG_DFL]  # as before the run
+    assert pool.run(signal.getsignal, signal.SIGTERM, world=2) == [signal.SIG_DFL] * 2  # as before the run
 
 
 def test_sigterm_without_a_process_group(tmp_path: Path) -> None:
@@ -420,7 +414,7 @@ def test_a_checkpoint_of_useless_weights_is_not_written(tmp_path: Path, pool: Po
     # the first step of RMSprop is 10 times its learning rate: too much for float32
     settings = {"optimizer__name": "rmsprop", "optimizer__lr": 1e38, "train__warmup": 0, "checkpoint__every": 1}
     run = make(tmp_path, "dp2", **settings)
-    with pytest.raises(WorkerDied, match=r"WeftError: a weight after step 1 is not finite. No checkpoint was written"):
+    with pytest.raises(WorkerDied, match=r"a weight after step 1 is not finite. No checkpoint was written"):
         pool.run(train, run, False, world=2)
     assert checkpoint.latest(Path(run.output) / "checkpoints") is None
     assert math.isfinite(lines(run)[0]["loss"])

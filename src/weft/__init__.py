@@ -1,10 +1,28 @@
 """weft lays any PyTorch model over any devices, and proves that the numbers are right."""
 
-from .engine import Engine, StepResult
-from .layout import Layout
-from .planner import plan
-from .plans import Plan
-from .verification import verify
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import Engine, StepResult
+    from .layout import Layout
+    from .planner import plan
+    from .plans import Plan
+    from .verification import verify
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "Layout", "Plan", "StepResult", "plan", "verify"]
+
+_HOMES = {
+    "Engine": "engine", "StepResult": "engine", "Layout": "layout", "Plan": "plans", "plan": "planner",
+    "verify": "verification",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The names above, when they are first asked for: `weft --help` is not to wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -59,12 +59,11 @@ class LayoutResult:
     @property
     def stray(self) -> str | None:
         """The first collective that ran otherwise than the plan predicts."""
-        for kind, axis in sorted({**self.comms_predicted, **self.comms_seen}):
-            (want, want_bytes), (ran, ran_bytes) = (
-                totals.get((kind, axis), (0, 0)) for totals in (self.comms_predicted, self.comms_seen)
-            )
-            if (want, want_bytes) != (ran, ran_bytes):
-                return f"{kind} over {axis} ran {ran} x ({ran_bytes:,} B), predicted {want} x ({want_bytes:,} B)"
+        for key in sorted({**self.comms_predicted, **self.comms_seen}):
+            want, ran = self.comms_predicted.get(key, (0, 0)), self.comms_seen.get(key, (0, 0))
+            if want != ran:
+                kind, axis = key
+                return f"{kind} over {axis}: {ran[0]} ran ({ran[1]:,} B), predicted were {want[0]} ({want[1]:,} B)"
         return None
 
 
