@@ -18,7 +18,7 @@ from weft.order import part
 from weft.verification.case import Batch, Case
 from weft.verification.reference import Reference, run_reference
 
-BATCH, LENGTH, VOCAB = 8, 10, 67  # an odd vocabulary: its shards differ
+BATCH, LENGTH, VOCAB = 8, 12, 67  # an odd vocabulary: its shards differ
 
 
 class FusedAttention(nn.Module):
@@ -83,6 +83,7 @@ def tokens(vocab: int = VOCAB) -> Batch:
 
 
 def images() -> Batch:
+    """Five classes of one channel, 8 x 8."""
     return {"image": torch.randn(BATCH, 1, 8, 8), "label": torch.randint(0, 5, (BATCH,))}
 
 

@@ -144,7 +144,7 @@ def test_ranks_compute_on_many_threads_though_the_parent_did() -> None:
 
 def note_pid_and_sleep(folder: Path) -> None:
     (folder / str(os.getpid())).touch()
-    time.sleep(600)
+    time.sleep(60)
 
 
 def parent(folder: Path) -> None:

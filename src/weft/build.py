@@ -19,30 +19,15 @@ from torch import nn
 
 from . import data, planner
 from .config import Axes, Run
-from .errors import ConfigError, DataError, Refusal, nearest
+from .engine.engine import ELEMENTWISE
+from .errors import ConfigError, DataError, LayoutError, Refusal, nearest
 from .losses import Loss
 from .plans import Plan
+from .roles import find
 from .text import extra
 from .train import schedule
 
-# Those of torch.optim that update each element from that element's own gradient and state, so that a shard of a
-# parameter is updated as in the whole.
-OPTIMIZERS = {
-    kind.__name__.lower(): kind
-    for kind in (
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.Adamax,
-        torch.optim.AdamW,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    )
-}
+OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -209,6 +194,7 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
             problem = f"the split {split!r} has {len(held)} samples, less than one batch"
             raise DataError("train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data")
     _check_inputs(run, bare, train[0])
+    _check_sizes(bare, train, plans)
     return plans
 
 
@@ -235,6 +221,24 @@ def _check_inputs(run: Run, model: nn.Module, sample: Mapping[str, Any]) -> None
             problem = f"{type(model).__name__} is called with {name}, and a sample holds {', '.join(sample)}"
             fix = f"rename that entry of the dataset or parameter of forward; {nearest(name, sample)}"
             raise ConfigError("model.inputs", list(names), problem, fix)
+
+
+def _check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> None:
+    """The model has a row for every token, and sequences divide where a plan cuts them."""
+    ids = held[0].get("input_ids")
+    vocab, embedding = getattr(held, "vocab", None), find(model).embedding
+    if ids is None:
+        return
+    if vocab is not None and embedding is not None:
+        rows = model.get_submodule(embedding).num_embeddings
+        if isinstance(rows, int) and rows < vocab:
+            problem = f"{embedding} has {rows} rows, and the data has {vocab} tokens"
+            raise ConfigError("model", embedding, problem, f"give the model a vocabulary of at least {vocab}")
+    for laid in plans:
+        size = laid.layout.size("tp")
+        if "sequence" in laid.layout.option("tp") and len(ids) % size:
+            problem = f"tp{size} cuts sequences of {len(ids)} tokens, which it does not divide"
+            raise LayoutError("layout", str(laid.layout), problem, f"use a seq_len that is a multiple of {size}")
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------------

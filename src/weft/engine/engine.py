@@ -91,7 +91,8 @@ class Engine:
             if step.gather is not None and isinstance(unit, FSDPModule):
                 self._units.append((unit, step.gather))
         self._functions: Functions | None = Functions(self.randomness, plan.recompute == "selective")
-        table = plan.params()
+        self._table = table = plan.params()
+        self._weights = {w.name: w for w in plan.weights}
         # how many ranks hold each element of a parameter: the global norm counts it once
         self._copies = {
             name: plan.layout.world
@@ -118,12 +119,8 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         self._refresh_buffers()
         total = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)  # squared norm, loss, weight, unreached
-        for index in range(plan.accumulate):
-            last = index == plan.accumulate - 1
-            self._begin(index, last)
-            micro = {
-                key: value[index * plan.microbatch : (index + 1) * plan.microbatch] for key, value in batch.items()
-            }
+        for index, micro in enumerate(self._microbatches(batch)):
+            self._begin(index, last=index == plan.accumulate - 1)
             with self._functions or contextlib.nullcontext():
                 with self._autocast():
                     loss_sum, weight = self.loss(self._call(micro), micro)
@@ -136,6 +133,11 @@ class Engine:
         self.steps_done += 1
         self._forget_unneeded_functions()
         return result
+
+    def _microbatches(self, batch: Batch) -> Iterator[Batch]:
+        size = self.plan.microbatch
+        for start in range(0, size * self.plan.accumulate, size):
+            yield {key: value[start : start + size] for key, value in batch.items()}
 
     def _begin(self, index: int, last: bool) -> None:
         plan = self.plan
@@ -193,11 +195,12 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> StepResult:
         """The mean loss of a batch over all ranks, in evaluation mode. `batch` as for `step`."""
-        batch = self._placed(batch)
         self.model.eval()
-        with self._autocast():
-            loss_sum, weight = self.loss(self._call(batch), batch)
-        total = torch.stack([loss_sum.double(), torch.as_tensor(weight, device=loss_sum.device).double()])
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for micro in self._microbatches(self._placed(batch)):
+            with self._autocast():
+                loss_sum, weight = self.loss(self._call(micro), micro)
+            total += torch.stack([loss_sum, torch.as_tensor(weight, device=loss_sum.device)]).double()
         group = self.mesh.group(*DATA_AXES)
         if group is not None:
             dist.all_reduce(total, group=group)
@@ -266,9 +269,8 @@ class Engine:
 
     def tensors(self) -> Iterator[Piece]:
         """Weights, buffers and optimizer state: this rank's part of each, by global name. Storage is live."""
-        weights = {w.name: w for w in self.plan.weights}
         for name, p in self.params.items():
-            yield self._piece(name, local(p.detach()), weights[name].shape, name)
+            yield self._piece(name, local(p.detach()), name)
         persistent = self.model.state_dict(keep_vars=True).keys() - self.params.keys()
         for name, buffer in self.model.named_buffers():
             if name in persistent:
@@ -280,7 +282,7 @@ class Engine:
                     continue
                 full = f"optimizer/{name}/{key}"
                 if value.shape == p.shape and value.ndim:
-                    yield self._piece(full, local(value), weights[name].shape, name)
+                    yield self._piece(full, local(value), name)
                 else:
                     yield whole(full, local(value), self.mesh.rank == 0)
 
@@ -294,9 +296,8 @@ class Engine:
 
     def segments(self, name: str) -> list[list[Segment]]:
         """Per dim of this rank's part of a parameter: where its rows lie in the global tensor."""
-        weight = next(w for w in self.plan.weights if w.name == name)
-        placed = self.plan.params()[name].values()
-        dims: list[list[Segment]] = [cut_segments([(0, n)]) for n in weight.shape]
+        placed = self._table[name].values()
+        dims: list[list[Segment]] = [cut_segments([(0, n)]) for n in self._weights[name].shape]
         for p in placed:
             if p.cut is not None and p.stored != COPY:
                 dims[p.cut.dim] = cut_segments(list(p.cut.intervals(self.mesh.index(p.axis), self.mesh.size(p.axis))))
@@ -306,12 +307,11 @@ class Engine:
                 dims[0] = take(dims[0], *fsdp_rows(rows, self.mesh.size(p.axis), self.mesh.index(p.axis)))
         return dims
 
-    def _piece(self, full: str, tensor: Tensor, shape: tuple[int, ...], name: str) -> Piece:
-        copies = [
-            axis for axis in self.plan.layout.live() if self.plan.params()[name].get(axis, _NOWHERE).stored == COPY
-        ]
+    def _piece(self, full: str, tensor: Tensor, name: str) -> Piece:
+        placed = self._table[name]
+        copies = [a for a in self.plan.layout.live() if a not in placed or placed[a].stored == COPY]
         writer = all(self.mesh.coords[axis] == 0 for axis in copies)
-        return Piece(full, tensor, shape, chunks(self.segments(name)), writer)
+        return Piece(full, tensor, self._weights[name].shape, chunks(self.segments(name)), writer)
 
     def _make_optimizer_state(self) -> None:
         """Optimizers make their state at the first step; a checkpoint is loaded into state that is there."""
@@ -329,13 +329,6 @@ class Engine:
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"].zero_()
-
-
-class _Nowhere:
-    stored = COPY
-
-
-_NOWHERE: Any = _Nowhere()
 
 
 def _own_device() -> torch.device:

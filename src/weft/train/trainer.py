@@ -242,15 +242,7 @@ def _engine(run: Run) -> Engine:
         inputs=build.inputs(run, model),
         clip=run.train.clip,
         seed=run.train.seed,
-        device=_device(),
     )
-
-
-def _device() -> torch.device:
-    """This rank's GPU; the CPU if there is none, or if the process group cannot send from it."""
-    if not torch.cuda.is_available() or (dist.is_initialized() and "nccl" not in dist.get_backend_config()):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _loader(run: Run, engine: Engine, dataset: Dataset, shuffle: bool = True, start: int = 0) -> Loader:
