@@ -27,5 +27,7 @@ prepare() {
 cd "$(dirname "${BASH_SOURCE[0]}")"
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then # test.sh sources this file for `prepare`
     prepare .
+    # A run does not write over another: each quick start gets a folder of its own, unless one is named.
+    case " $* " in *" --output"* | *" --help "*) ;; *) set -- --output "runs/quickstart-$(date +%Y%m%d-%H%M%S)" "$@" ;; esac
     exec .venv/bin/python -m weft train examples/quickstart.toml "$@"
 fi

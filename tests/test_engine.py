@@ -201,6 +201,49 @@ def norm(layout: str) -> float:
     return float(result.grad_norm)
 
 
+class Interleaved(nn.Module):
+    """Attention whose fused linear holds query, key and value head by head, as GPT-NeoX has it: sizes do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InterleavedBlock() for _ in range(2))
+
+    def forward(self, features: Tensor) -> Tensor:
+        for block in self.blocks:
+            features = block(features)
+        return features
+
+
+class InterleavedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Module()
+        self.num_heads = 4
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, self.num_heads, 3, 4).permute(3, 0, 2, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.proj(y.transpose(1, 2).reshape(b, s, -1))
+
+
+def guessed(build: Any, sample: bool) -> None:
+    torch.manual_seed(0)
+    model = build()
+    laid = weft.plan(model, "tp2", batch=BATCH, loss=next_token)
+    assert laid.guessed
+    data = {"features": torch.randn(1, 8, 16), "input_ids": torch.randint(0, VOCAB, (1, LENGTH))}
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    weft.Engine(model, laid, optimizer=optimizer, loss=next_token, sample=data if sample else None, device="cpu")
+
+
+def test_a_guess_that_changes_the_output_is_refused(pool: Any) -> None:
+    with pytest.raises(CannotCut, match=r"cut as guessed, the model's output changes by 0\.\d+"):
+        pool.run(guessed, Interleaved, True, world=2)
+    pool.run(guessed, tiny, True, world=2)
+
+
 def test_evaluation_is_the_mean_over_all_ranks(pool: Any) -> None:
     want = evaluated("dp1")
     for layout in ("dp2", "fsdp2", "tp2+sequence"):

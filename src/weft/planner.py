@@ -57,7 +57,8 @@ def plan(
     if layout.live("tp"):
         notes = [f"roles: {found.source}; {len(found.chains)} chains", *found.notes]
     return Plan(
-        layout, tuple(steps), weights, batch, accumulate, blocks, recompute, precision, synced, notes=tuple(notes)
+        layout, tuple(steps), weights, batch, accumulate, blocks, recompute, precision, synced,
+        guessed=bool(layout.live("tp")) and found.source == "guessed", notes=tuple(notes),
     )  # fmt: skip
 
 

@@ -56,6 +56,8 @@ class Engine:
     `optimizer`: list of (name, parameter) -> torch.optim.Optimizer. `loss`: (output, batch) -> (sum, weight).
     `inputs`: the batch's entries that the model is called with (default: those that its forward names, without labels).
     `clip`: the largest global norm of the mean gradient. Weights and buffers are taken from rank 0.
+    `sample`: a batch of one sample, the same on every rank. If the plan cuts what was guessed, the model's output for it
+    must be the same before and after: a guess whose sizes agree can be wrong. Raises Refusal.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         clip: float | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
+        sample: Batch | None = None,
     ):
         if device is None:
             device = _own_device()
@@ -79,7 +82,10 @@ class Engine:
         self.steps_done = 0
         _share_initial(self.model, self.mesh)
         self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
+        before = self.forward(sample) if sample is not None and plan.guessed else None
         parallelize(plan, self.model, self.mesh, self.randomness)
+        if sample is not None and before is not None:
+            _hold_guess(plan, before, self.forward(sample))
         self.params = dict(self.model.named_parameters())
         trainable = [(name, p) for name, p in self.params.items() if p.requires_grad]
         self.optimizer = optimizer(trainable)
@@ -336,6 +342,17 @@ def _own_device() -> torch.device:
     if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == "gloo"):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _hold_guess(plan: Plan, before: Any, after: Any) -> None:
+    """Refuse a cut that changes what the model computes."""
+    whole, cut = (output if isinstance(output, Tensor) else output[0] for output in (before, after))
+    error = float((whole.double() - cut.double()).norm() / whole.double().norm())
+    if not error < (1e-3 if plan.precision in ("fp64", "fp32") else 5e-2):
+        raise CannotCut(
+            "layout", str(plan.layout), f"cut as guessed, the model's output changes by {error:.2g} of itself",
+            "declare [roles] for what was guessed wrongly; weft verify names the first module that differs",
+        )  # fmt: skip
 
 
 def call_with(model: nn.Module, inputs: Sequence[str], batch: Batch) -> Any:

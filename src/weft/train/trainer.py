@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import build, checkpoint, config
 from ..config import Run
-from ..data import Dataset, Loader
+from ..data import Dataset, Loader, collate
 from ..engine import Engine, StepResult
 from ..engine.reducer import local
 from ..errors import WeftError
@@ -47,7 +47,7 @@ def train(run: Run, resume: bool) -> None:
     dataset = build.dataset(run)
     val = build.dataset(run, "val") if t.eval_every else None
     text = coder(run, dataset) if t.sample_tokens else None
-    engine = _engine(run)
+    engine = _engine(run, dataset)
     val_loader = _loader(run, engine, val, shuffle=False) if val is not None else None
     if resume:
         engine.load_scalars(checkpoint.load(folder / CHECKPOINTS, None, engine.tensors()))
@@ -232,7 +232,7 @@ class Interrupt:
 # ---- what a run is made of -------------------------------------------------------------------------------------------
 
 
-def _engine(run: Run) -> Engine:
+def _engine(run: Run, dataset: Dataset) -> Engine:
     model = build.model(run, dtype=torch.float64 if run.precision.compute == "fp64" else torch.float32)
     return Engine(
         model,
@@ -242,6 +242,7 @@ def _engine(run: Run) -> Engine:
         inputs=build.inputs(run, model),
         clip=run.train.clip,
         seed=run.train.seed,
+        sample=_cast(run, collate([dataset[0]])),
     )
 
 
