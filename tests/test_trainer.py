@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import weft
 from weft import build, checkpoint, config
 from weft.config import Run
+from weft.data import Loader
 from weft.engine import Engine
 from weft.errors import CheckpointError, ConfigError, DataError, WeftError, WorkerDied
 from weft.launch.processes import Pool
@@ -268,7 +269,8 @@ def test_validation_is_the_mean_over_what_counts(tmp_path: Path, pool: Pool) -> 
     model = build.model(one, dtype=torch.float64)
     model.load_state_dict({name: saved(one, 6)[name] for name in model.state_dict()})
     dataset, total, weight = Ramps("val"), 0.0, 0.0
-    for index in range(3 * 8):
+    order = Loader(dataset, 8, one.train.seed)  # the same batches each time, drawn from all that is held out
+    for index in [i for step in range(3) for i in order.indices(step)]:
         batch = {key: value[None] for key, value in dataset[index].items()}
         loss_sum, count = next_token(model(batch["input_ids"]), batch)
         total, weight = total + loss_sum.item(), weight + count.item()

@@ -48,7 +48,7 @@ def train(run: Run, resume: bool) -> None:
     val = build.dataset(run, "val") if t.eval_every else None
     text = coder(run, dataset) if t.sample_tokens else None
     engine = _engine(run, dataset)
-    val_loader = _loader(run, engine, val, shuffle=False) if val is not None else None
+    val_loader = _loader(run, engine, val) if val is not None else None
     if resume:
         engine.load_scalars(checkpoint.load(folder / CHECKPOINTS, None, engine.tensors()))
     done = engine.steps_done
@@ -246,9 +246,12 @@ def _engine(run: Run, dataset: Dataset) -> Engine:
     )
 
 
-def _loader(run: Run, engine: Engine, dataset: Dataset, shuffle: bool = True, start: int = 0) -> Loader:
-    data = engine.mesh.index(*DATA_AXES), engine.mesh.size(*DATA_AXES)
-    return Loader(dataset, run.train.batch, run.train.seed, shuffle, run.train.accumulate, *data, start)
+def _loader(run: Run, engine: Engine, dataset: Dataset, start: int = 0) -> Loader:
+    mesh, t = engine.mesh, run.train
+    rank, size = mesh.index(*DATA_AXES), mesh.size(*DATA_AXES)
+    return Loader(
+        dataset, t.batch, t.seed, accumulate=t.accumulate, data_rank=rank, data_size=size, start=start
+    )  # fmt: skip
 
 
 def _cast(run: Run, batch: dict[str, Tensor]) -> dict[str, Tensor]:
