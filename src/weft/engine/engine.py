@@ -56,8 +56,8 @@ class Engine:
     `optimizer`: list of (name, parameter) -> torch.optim.Optimizer. `loss`: (output, batch) -> (sum, weight).
     `inputs`: the batch's entries that the model is called with (default: those that its forward names, without labels).
     `clip`: the largest global norm of the mean gradient. Weights and buffers are taken from rank 0.
-    `sample`: a batch of one sample, the same on every rank. If the plan cuts what was guessed, the model's output for it
-    must be the same before and after: a guess whose sizes agree can be wrong. Raises Refusal.
+    `sample`: a batch of one sample, the same on every rank. If the plan cuts what was guessed, the model's output for
+    it must be the same before and after: a guess whose sizes agree can be wrong. Raises Refusal.
     """
 
     def __init__(
