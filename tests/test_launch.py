@@ -148,6 +148,7 @@ def note_pid_and_sleep(folder: Path) -> None:
 
 
 def parent(folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
     tempfile.tempdir = str(folder.parent)  # a killed parent leaves its files behind
     run(note_pid_and_sleep, 2, folder)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -256,7 +257,10 @@ def command(*args: str, cwd: Path) -> subprocess.Popen[str]:
     source = str(Path(weft.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, *args], cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True)
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where tests run in the background it is ignored
+    return subprocess.Popen(
+        [sys.executable, *args], cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed
+    )  # fmt: skip
 
 
 def test_ctrl_c_ends_the_run(folder: Path) -> None:
