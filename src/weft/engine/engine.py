@@ -152,7 +152,6 @@ class Engine:
             unit.set_requires_gradient_sync(last or gather.reduced == "microbatch", recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)  # across replicas once a step
             unit.set_reshard_after_backward(last or gather.gathered != "step", recurse=False)
-            unit.set_is_last_backward(last)
         data = self.mesh.index(*DATA_AXES)
         first = index * plan.microbatch * plan.data_size + data * plan.microbatch
         self.randomness.begin(self.steps_done, list(range(first, first + plan.microbatch)))

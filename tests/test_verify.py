@@ -1,0 +1,82 @@
+"""`weft.verify` from Python, on a model and a loss of the user's own; and that the examples are what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from weft import build, config
+from weft.data import Loader
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, 3 * dim), nn.Linear(3 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, dim: int, layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
+
+    def forward(self, points: Tensor) -> Tensor:
+        for layer in self.layers:
+            points = layer(points)
+        return points
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2+zero2", "tp2"])
+def test_a_model_and_a_loss_of_ones_own(layout: str) -> None:
+    dim = 6
+
+    def make() -> nn.Module:  # a closure: nothing needs to be importable
+        return Stack(dim, 2)
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return (output - batch["goal"]).abs().sum(), torch.tensor(float(output.numel()))
+
+    plan = weft.plan(make(), layout, batch=4, accumulate=2, loss=loss)
+    batch = {"points": torch.randn(4, 5, dim), "goal": torch.randn(4, 5, dim)}
+    report = weft.verify(make, plan, batch, loss=loss, clip=0.1)
+    assert report.passed, report.text()
+    assert f"{layout}: equal" in report.text() and "1 of 1 layouts equal one device" in report.text()
+
+
+def test_a_loss_that_is_a_mean_of_its_own_rank_does_not_pass() -> None:
+    """The user's loss, not weft, divides by what this rank holds: the mean depends on the layout."""
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return (output - batch["goal"]).abs().mean() * 3.0, torch.tensor(1.0)
+
+    def make() -> nn.Module:
+        return Stack(6, 1)
+
+    plan = weft.plan(make(), "dp2", batch=4, loss=loss)
+    batch = {"points": torch.randn(4, 5, 6), "goal": torch.randn(4, 5, 6)}
+    goals = batch["goal"]
+    goals[2:] *= 7.0
+    report = weft.verify(make, plan, batch, loss=lambda o, b: (loss(o, b)[0] ** 2, torch.tensor(1.0)))
+    assert not report.passed and "loss of step 0" in report.text()
+
+
+@pytest.mark.parametrize("name", ["quickstart.toml", "images.toml"])
+def test_examples_are_complete(name: str) -> None:
+    run = config.load(EXAMPLES / name)
+    (plan,) = build.check(run)
+    assert plan.layout.world > 1
+    batch = next(Loader(build.dataset(run), run.train.batch, 0))
+    model = build.model(run)
+    inputs = {key: value[:2] for key, value in batch.items() if not key.startswith("label")}
+    loss_sum, weight = build.loss(run)(model(**inputs), {key: value[:2] for key, value in batch.items()})
+    assert torch.isfinite(loss_sum / weight)
