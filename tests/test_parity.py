@@ -129,7 +129,13 @@ ALL = ["dp2", "fsdp2", "fsdp2+zero1", "fsdp2+zero2", "tp2", "tp2+sequence", "dp2
 WIDE = ["dp2.fsdp2+zero1", "dp2.tp2+sequence", "fsdp2+zero2.tp2+sequence", "fsdp4", "tp4+sequence", "fsdp2+offload"]
 GRID = [(name, layout) for name in SUBJECTS for layout in ALL if not (name in NO_TP and "tp" in layout)]
 GRID = [(name, layout) for name, layout in GRID if not (name in NO_STACK and "sequence" in layout)]
-GRID += [("decoder", layout) for layout in WIDE] + [("one-kv-head", "tp4"), ("gpt2", "tp4"), ("llama", "tp4+sequence")]
+GRID += [("decoder", layout) for layout in WIDE]
+GRID += [
+    ("one-kv-head", "tp4"),
+    ("gpt2", "tp4"),
+    ("llama", "tp4+sequence"),
+    ("qwen3", "tp4"),
+]
 
 
 def run(pool: Any, subject: Subject, layout: str) -> LayoutResult:

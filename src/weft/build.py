@@ -83,7 +83,9 @@ def model(
             built = _call(function, name, "model", (), run.model.arguments)
     if not isinstance(built, nn.Module):
         raise ConfigError("model.build", run.model.build, f"returns {type(built).__name__}", "return an nn.Module")
-    return built.to(device=device, dtype=dtype)
+    if dtype is not None:
+        built._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # complex tables stay complex
+    return built.to(device=device).train()
 
 
 def skeleton(run: Run) -> nn.Module:
@@ -295,7 +297,7 @@ def _transformer(run: Run, device: torch.device) -> nn.Module:
         fix = "name a configuration file, or a directory that holds config.json; nothing is downloaded"
         raise ConfigError("model.hf", run.model.hf, "there is no such file or directory", fix)
     overrides = run.model.arguments
-    attention = overrides.pop("attn_implementation", "sdpa")
+    attention = overrides.pop("attn_implementation", None)
     try:
         keys, _ = transformers.PreTrainedConfig.get_config_dict(file, local_files_only=True)
         written = transformers.AutoConfig.for_model(**keys)

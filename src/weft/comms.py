@@ -18,7 +18,7 @@ from .losses import reduced_numels
 from .plans import COPY, Plan, Step, collective
 from .shards import fsdp_rows
 
-STATISTICS_BYTES = 4 * 8  # squared norm, loss, weight, unreached parameters: one all-reduce a step, in float64
+STATISTICS_BYTES = 6 * 8  # squared norm, loss, weight, unreached parameters, trail and its square, in float64
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,6 @@ def _statistics(plan: Plan, name: str, crossings: Mapping[str, Crossing], itemsi
 def _gathers(plan: Plan, tp_index: int, unreached: Collection[str]) -> Iterator[Comm]:
     table = plan.params()
     weights = {w.name: w for w in plan.weights}
-    low = plan.precision in ("bf16", "fp16")
     for step in plan.steps:
         gather = step.gather
         if gather is None or not step.params:
@@ -137,9 +136,9 @@ def _gathers(plan: Plan, tp_index: int, unreached: Collection[str]) -> Iterator[
         for param in step.params:
             first, *rest = plan.local_shape(weights[param.name], table, tp_index)
             padded[param.name] = -(-first // size) * size * prod(rest)
-        gathered = sum(n * (2 if low else weights[name].dtype.itemsize) for name, n in padded.items())
+        gathered = sum(n * weights[name].dtype.itemsize for name, n in padded.items())
         reduced = sum(
-            n * (4 if low else weights[name].dtype.itemsize)
+            n * weights[name].dtype.itemsize
             for name, n in padded.items() if weights[name].trainable and name not in unreached
         )  # fmt: skip
         uses = {"step": 1, "microbatch": plan.accumulate, "use": 2 * plan.accumulate}[gather.gathered]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -100,7 +100,6 @@ def _cut_module(module: nn.Module, params: dict[str, Param], step: Step, mesh: M
         return
     shared = {leaf: p for leaf, p in params.items() if p.stored == COPY}
     if shared:
-        _require_plain(module, step)
 
         def view(leaf: str) -> Tensor | None:
             tensor = getattr(module, leaf, None)
@@ -116,15 +115,6 @@ def _cut_module(module: nn.Module, params: dict[str, Param], step: Step, mesh: M
         module.nf = module.weight.shape[1]  # type: ignore[assignment, union-attr]
 
 
-def _require_plain(module: nn.Module, step: Step) -> None:
-    if not is_conv1d(module) and type(module).forward is not nn.Linear.forward:
-        raise CannotCut(
-            step.module, type(module).__name__,
-            "its forward is its own, so weft cannot run it on part of its parameters",
-            "use nn.Linear, or declare it whole in [roles]",
-        )  # fmt: skip
-
-
 def _linear(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     assert weight is not None
     if is_conv1d(module):
@@ -135,10 +125,6 @@ def _linear(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | 
 
 def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
     """A token whose row lies elsewhere gives zero; the sum over ranks is the lookup."""
-    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise CannotCut(
-            "roles", param.name, "max_norm, scale_grad_by_freq and sparse need the whole table", 'declare it "whole"'
-        )
     assert param.cut is not None
     ((start, stop),) = param.cut.intervals(mesh.index(param.axis), mesh.size(param.axis))
     if module.padding_idx is not None:
@@ -167,6 +153,7 @@ def _enter(
     assert step.input is not None
     if step.interior is not None:
         randomness.interior = step.interior
+    _alone(step.module, args, kwargs)
     for i, value in enumerate(args):
         if isinstance(value, Tensor) and value.is_floating_point():
             return (*args[:i], cross(value, step.input, True, mesh), *args[i + 1 :]), kwargs
@@ -174,6 +161,16 @@ def _enter(
         if isinstance(value, Tensor) and value.is_floating_point():
             return args, {**kwargs, key: cross(value, step.input, True, mesh)}
     raise CannotCut("layout", step.module, "no floating-point tensor enters it", "declare the roles of this module")
+
+
+def _alone(module: str, args: tuple, kwargs: dict) -> None:
+    """Refuse a second tensor that needs a gradient: used on a part of activations, it would get a part of the sum."""
+    values = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, (tuple, list)) else (a,))]
+    if sum(isinstance(v, Tensor) and v.requires_grad for v in values) > 1:
+        raise CannotCut(
+            "layout", module, "more than one tensor that needs a gradient enters it, and only the first is known",
+            'declare its linears "whole" in [roles]; without the option sequence, if it is a whole block',
+        )  # fmt: skip
 
 
 def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, plan: Plan) -> None:
@@ -186,7 +183,6 @@ def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, pl
         return _typed(y, boundary, mesh, _total(step, plan, module)) if boundary.typed else y
 
     if is_linear(module) and SUM in boundary.inside.values() and getattr(module, "bias", None) is not None:
-        _require_plain(module, step)
 
         def forward(x: Tensor) -> Tensor:
             return outwards(_linear(module, x, module.weight, None)) + module.bias  # type: ignore[arg-type, operator]
@@ -227,6 +223,8 @@ def _typed(y: Tensor, boundary: Boundary, mesh: Mesh, total: int | None) -> Tens
 
 def _in_place(forward: Callable, randomness: Randomness, name: str, interior: Any, *args: Any, **kwargs: Any) -> Any:
     randomness.enter(name, interior)
+    if interior == "sequence":
+        _alone(name, args, kwargs)
     return forward(*args, **kwargs)
 
 
@@ -264,10 +262,6 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     if not units:
         return
     assert mesh.device_mesh is not None
-    compute = DTYPES[plan.precision] if plan.precision in ("bf16", "fp16") else None
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=torch.float32 if compute else None, cast_forward_inputs=False
-    )
     for step in units:
         gather = step.gather
         assert gather is not None
@@ -275,7 +269,7 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
         offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if gather.offload else OffloadPolicy()
         unit = fully_shard(
             modules[step.module], mesh=mesh.device_mesh[axes], reshard_after_forward=gather.gathered == "use",
-            mp_policy=policy, offload_policy=offload,
+            offload_policy=offload,  # types are autocast's, as without sharding
         )  # fmt: skip
         unit.set_gradient_divide_factor(1.0)  # gradients are summed, then divided once by the global weight
         unit.set_force_sum_reduction_for_comms(True)

@@ -49,16 +49,19 @@ def plan(
     for axis in layout.live():
         for strategy in strategies[axis]:
             steps += strategy.steps(model, weights, found, layout, loss is not None and accepts_sharded_logits(loss))
+    _check_shared(model, weights, steps, layout)
     blocks = tuple(b for blocks in found.blocks for b in blocks)
     _check_recompute(recompute, blocks)
-    norms = tuple(n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training)
+    norms = tuple(
+        n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and (m.training or not model.training)
+    )
     synced = norms if sync_batchnorm and layout.live(*DATA_AXES) else ()
     notes = []
     if layout.live("tp"):
         notes = [f"roles: {found.source}; {len(found.chains)} chains", *found.notes]
     return Plan(
         layout, tuple(steps), weights, batch, accumulate, blocks, recompute, precision, synced,
-        guessed=bool(layout.live("tp")) and found.source == "guessed", notes=tuple(notes),
+        notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -73,6 +76,20 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
         Weight(first, tuple(tensors[key].shape), tensors[key].requires_grad, tensors[key].dtype, tuple(rest))
         for key, (first, *rest) in names.items()
     )
+
+
+def _check_shared(model: nn.Module, weights: tuple[Weight, ...], steps: list[Step], layout: Layout) -> None:
+    """Every module that uses a cut parameter knows of the cut."""
+    cut = {p.name for step in steps for p in step.params if p.cut is not None}
+    aware = {id(model.get_submodule(s.module)) for s in steps if any(p.cut is not None for p in s.params)}
+    for weight in weights:
+        for name in (weight.name, *weight.aliases) if weight.name in cut else ():
+            owner = name.rpartition(".")[0]
+            if id(model.get_submodule(owner)) not in aware:
+                raise CannotCut(
+                    "layout", str(layout), f"{weight.name} is shared with {owner}, which would not know that it is cut",
+                    f'declare the modules that hold it "whole" in [roles], {owner} among them',
+                )  # fmt: skip
 
 
 def _check_layout(layout: Layout, strategies: Mapping[str, list]) -> None:

@@ -173,7 +173,6 @@ class Plan:
     recompute: str | int = "none"  # none, selective, full, or k: every k-th block
     precision: str = "fp32"  # fp64, fp32, bf16, fp16: what is computed in
     batchnorms: tuple[str, ...] = ()  # modules whose statistics are the whole microbatch's
-    guessed: bool = False  # what tp cuts was guessed from the module tree, neither declared nor the model's own plan
     bucket_bytes: int = 25 * 2**20
     notes: tuple[str, ...] = field(default=(), compare=False)
 

@@ -78,7 +78,8 @@ class Roles:
 
 
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    """A linear layer that holds its weight itself (not through a parametrization)."""
+    return (isinstance(module, nn.Linear) and "weight" in module._parameters) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -145,9 +146,11 @@ def _declared(modules: Mapping[str, nn.Module], declared: Mapping[str, object]) 
         field = f'roles."{pattern}"'
         if role.get("role") not in KINDS:
             raise ConfigError(field, role.get("role"), "not a role", f"{nearest(str(role.get('role')), KINDS)}")
-        unknown = set(role) - {"role", "heads", "kv_heads"}
+        known = {"role", "heads", "kv_heads"} if role["role"] == "attention" else {"role"}
+        unknown = sorted(set(role) - known)
         if unknown:
-            raise ConfigError(field, sorted(unknown)[0], "not a key of a role", "keys are role, heads, kv_heads")
+            fix = 'heads and kv_heads stand beside role = "attention", on the module that holds the projections'
+            raise ConfigError(field, unknown[0], "not a key of this role", fix)
         matches = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
         if not matches:
             raise ConfigError(
@@ -296,6 +299,8 @@ def _chain(
     looks = single_attention or any(
         re.fullmatch(r"w?[qkv]|[qkv]_proj|query|key|value|.*qkv.*|c_attn", n.rsplit(".", 1)[-1]) for n in columns
     )
+    own = [modules[a] for a in around if a != scope]  # a head count of its own says attention, whatever the names
+    looks = looks or any(isinstance(vars(m).get(key), int) for m in own for key in HEADS)
     heads = kv_heads = head_dim = 0
     cuts: dict[str, Cut] = {}
     if looks:
@@ -335,21 +340,23 @@ def _chain(
     inner: list[str] = []
     region = _common([*columns, row])
     linear_names = {*columns, row}
+    hidden = features(modules[columns[0]])[0]
+    base = region or scope
     for name, module in modules.items():
         own = [f"{name}.{p}" for p, _ in module.named_parameters(recurse=False)]
-        if not own or name in linear_names or not name.startswith((region if region else scope) + "."):
+        if not own or name in linear_names or not (name.startswith(base + ".") or name == base != scope):
             continue
-        sizes = [p.numel() for p in module.parameters(recurse=False)]
-        if head_dim and all(size == head_dim for size in sizes) and head_dim != features(modules[columns[0]])[0]:
+        sizes = {p.numel() for p in module.parameters(recurse=False)}
+        norm = "norm" in type(module).__name__.lower()
+        if sizes == {head_dim} and head_dim != hidden:
             inner += own
-        elif (
-            all(size == width for size in sizes)
-            and width != features(modules[columns[0]])[0]
-            and "norm" in type(module).__name__.lower()
-        ):
+        elif norm and sizes == {width} and width != hidden:
             raise _Whole(f"{name} normalises over features that would be cut")
-        elif entry and name.startswith(entry + "."):
-            entry = None  # something else of the container reads the input: enter at each column
+        elif norm and sizes == {hidden}:  # before the columns or after the row
+            entry = None if entry and name.startswith(entry + ".") else entry
+        elif base != scope or isinstance(module, nn.PReLU):
+            # on cut activations its gradient would be a part of the sum, before them the whole: sizes do not tell
+            raise _Whole(f"{own[0]} is a parameter of its own beside the linears")
     flat = bool(heads) and _common(columns) == scope
     cross = container is not None and len(columns) > 1 and bool(_CROSS.search(" ".join(_arguments(container))))
     if not entry or entry == scope or isinstance(container, nn.Sequential) or cross:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,8 +57,10 @@ class Engine:
     `optimizer`: list of (name, parameter) -> torch.optim.Optimizer. `loss`: (output, batch) -> (sum, weight).
     `inputs`: the batch's entries that the model is called with (default: those that its forward names, without labels).
     `clip`: the largest global norm of the mean gradient. Weights and buffers are taken from rank 0.
-    `sample`: a batch of one sample, the same on every rank. If the plan cuts what was guessed, the model's output for
-    it must be the same before and after: a guess whose sizes agree can be wrong. Raises Refusal.
+    `sample`: a batch of one sample, the same on every rank. Under `tp` the model's output for it must be the same
+    before and after the cut: roles whose sizes agree can be wrong. Raises Refusal.
+
+    Modules of a model in training mode keep their own modes: a frozen batch norm stays frozen.
     """
 
     def __init__(
@@ -82,20 +85,16 @@ class Engine:
         self.steps_done = 0
         _share_initial(self.model, self.mesh)
         self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
-        before = self.forward(sample) if sample is not None and plan.guessed else None
+        self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
+        before = self.forward(sample) if sample is not None and plan.layout.live("tp") else None
         parallelize(plan, self.model, self.mesh, self.randomness)
-        if sample is not None and before is not None:
-            _hold_guess(plan, before, self.forward(sample))
         self.params = dict(self.model.named_parameters())
+        if sample is not None and before is not None:
+            self._hold(before, sample)
         trainable = [(name, p) for name, p in self.params.items() if p.requires_grad]
         self.optimizer = optimizer(trainable)
         _check_optimizer(self.optimizer, plan)
         self.reducer = Reducer(plan, self.params, self.mesh)
-        self._units: list[tuple[FSDPModule, Gather]] = []
-        for step in plan.steps:
-            unit = self.model.get_submodule(step.module)
-            if step.gather is not None and isinstance(unit, FSDPModule):
-                self._units.append((unit, step.gather))
         self._functions: Functions | None = Functions(self.randomness, plan.recompute == "selective")
         self._table = table = plan.params()
         self._weights = {w.name: w for w in plan.weights}
@@ -108,6 +107,11 @@ class Engine:
             for name in self.params
         }
         self._stale_buffers = _unsynced_buffers(self.model, plan)
+        self._trail = 0  # which modules ran, in order: FSDP2 pairs the ranks' collectives by nothing else
+        if any(True for _ in self._units()):
+            for index, module in enumerate(self.model.modules()):
+                if module._parameters:
+                    module.register_forward_pre_hook(partial(self._pass, index))
         self.loss_scale, self._good_steps = (2.0**16, 0) if plan.precision == "fp16" else (1.0, 0)
 
     # ---- one step ------------------------------------------------------------------------------------------------
@@ -121,10 +125,13 @@ class Engine:
         """One optimizer step on this rank's part of the batch: dict of tensors [batch / data ranks, ...]."""
         plan = self.plan
         batch = self._placed(batch)
-        self.model.train()
+        generator = torch.get_rng_state()
+        self._train_mode()
         self.optimizer.zero_grad(set_to_none=True)
         self._refresh_buffers()
-        total = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)  # squared norm, loss, weight, unreached
+        # squared norm, loss, weight, unreached parameters, trail and its square
+        total = torch.zeros(6, dtype=torch.float64, device=self.mesh.device)
+        self._trail = 0
         for index, micro in enumerate(self._microbatches(batch)):
             self._begin(index, last=index == plan.accumulate - 1)
             with self._functions or contextlib.nullcontext():
@@ -135,10 +142,20 @@ class Engine:
             total[1] += loss_sum.detach().double()
             total[2] += torch.as_tensor(weight, device=total.device).detach().double()
         missing = self.reducer.finish()
+        self._check_selective()
         result = self._update(total, missing)
         self.steps_done += 1
-        self._forget_unneeded_functions()
+        if self.plan.recompute != "selective" and self.randomness.drawn == 0:
+            self._functions = None  # a model without dropout pays nothing for it after the first step
+        torch.set_rng_state(generator)  # the user's own draws are not ours to move
         return result
+
+    def _pass(self, index: int, *_: Any) -> None:
+        self._trail = (self._trail * 1000003 + index) % 2**20
+
+    def _train_mode(self) -> None:
+        for name, module in self.model.named_modules():
+            module.training = self._modes.get(name, True)
 
     def _microbatches(self, batch: Batch) -> Iterator[Batch]:
         size = self.plan.microbatch
@@ -148,7 +165,7 @@ class Engine:
     def _begin(self, index: int, last: bool) -> None:
         plan = self.plan
         self.reducer.begin(first=index == 0, last=last)
-        for unit, gather in self._units:
+        for unit, gather in self._units():
             unit.set_requires_gradient_sync(last or gather.reduced == "microbatch", recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)  # across replicas once a step
             unit.set_reshard_after_backward(last or gather.gathered != "step", recurse=False)
@@ -166,12 +183,18 @@ class Engine:
             for name, norm in zip(grads, norms, strict=True):
                 total[0] += norm.double().square().to(total.device) / self._copies[name]
         total[1:3] /= self.plan.layout.world // self.plan.data_size
-        total[3] = len(missing)
+        total[3:] = torch.tensor([len(missing), self._trail, self._trail**2], dtype=torch.float64)
         if self.plan.layout.world > 1:
             dist.all_reduce(total, group=self.mesh.group(*self.plan.layout.live()))
         if self.reducer.buckets and total[3] > 0:
             self.reducer.drop_unused(missing, self.mesh)
             grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
+        if self._trail and total[5] * self.plan.layout.world != total[4] ** 2:
+            raise CannotCut(
+                "layout", str(self.plan.layout),
+                f"in step {self.steps_done} ranks ran different modules, or in another order",
+                "use dp: FSDP2 gathers and reduces what runs, and it must be the same on every rank",
+            )  # fmt: skip
         loss_sum, weight = total[1], total[2]
         factor = self.plan.batch / (weight * self.loss_scale)
         norm = total[0].sqrt() * factor if want_norm else None
@@ -224,6 +247,31 @@ class Engine:
                 output[key] = value.full_tensor()
         return output
 
+    def _hold(self, before: Any, sample: Batch) -> None:
+        """Refuse a cut that changes what the model computes."""
+
+        def refuse(problem: str) -> CannotCut:
+            fix = "correct [roles], or weft verify names the first module that differs"
+            return CannotCut("layout", str(self.plan.layout), problem, fix)
+
+        try:
+            after = self.forward(sample)
+        except (RuntimeError, ValueError, IndexError, TypeError) as problem:
+            raise refuse(f"the model does not run as it is cut ({str(problem).splitlines()[0]})") from problem
+        for unit, _ in self._units():
+            unit.reshard()
+        whole, cut = (first_of(output).double() for output in (before, after))
+        size = float(whole.norm())
+        error = float((whole - cut).norm()) / (size if size > 0 else 1.0)
+        if not error < (1e-3 if self.plan.precision in ("fp64", "fp32") else 5e-2):
+            raise refuse(f"cut as its roles say, the model's output changes by {error:.2g} of itself")
+
+    def _units(self) -> Iterator[tuple[FSDPModule, Gather]]:
+        for step in self.plan.steps:
+            unit = self.model.get_submodule(step.module)
+            if step.gather is not None and isinstance(unit, FSDPModule):
+                yield unit, step.gather
+
     # ---- parts of a step -----------------------------------------------------------------------------------------
 
     def _call(self, batch: Batch) -> Any:
@@ -258,29 +306,29 @@ class Engine:
             for buffer in self._stale_buffers:
                 dist.broadcast(buffer, group=group, group_src=0)
 
-    def _forget_unneeded_functions(self) -> None:
-        """A model without dropout pays nothing for it after the first step."""
-        if self._functions is None or self.steps_done > 1:
-            return
-        if self.plan.recompute == "selective" and self._functions.attention_cores == 0:
+    def _check_selective(self) -> None:
+        functions = self._functions
+        if self.plan.recompute == "selective" and functions is not None and functions.attention_cores == 0:
             raise CannotCut(
                 "train.recompute", "selective", "the model never calls scaled_dot_product_attention",
                 'use "full" or "none", or attention through torch.nn.functional.scaled_dot_product_attention',
             )  # fmt: skip
-        if self.plan.recompute != "selective" and self.randomness.drawn == 0:
-            self._functions = None
 
     # ---- what a checkpoint holds ---------------------------------------------------------------------------------
 
-    def tensors(self) -> Iterator[Piece]:
-        """Weights, buffers and optimizer state: this rank's part of each, by global name. Storage is live."""
+    def tensors(self, saved: Collection[str] | None = None) -> Iterator[Piece]:
+        """Weights, buffers and optimizer state: this rank's part of each, by global name. Storage is live.
+
+        `saved`: the names that a checkpoint holds, to be loaded from it: optimizer state is made for these alone.
+        """
         for name, p in self.params.items():
             yield self._piece(name, local(p.detach()), name)
         persistent = self.model.state_dict(keep_vars=True).keys() - self.params.keys()
         for name, buffer in self.model.named_buffers():
             if name in persistent:
                 yield whole(name, buffer, self.mesh.rank == 0)
-        self._make_optimizer_state()
+        if saved is not None:
+            self._make_optimizer_state(saved)
         for name, p in self.params.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 if not isinstance(value, Tensor):
@@ -318,10 +366,8 @@ class Engine:
         writer = all(self.mesh.coords[axis] == 0 for axis in copies)
         return Piece(full, tensor, self._weights[name].shape, chunks(self.segments(name)), writer)
 
-    def _make_optimizer_state(self) -> None:
+    def _make_optimizer_state(self, saved: Collection[str]) -> None:
         """Optimizers make their state at the first step; a checkpoint is loaded into state that is there."""
-        if self.optimizer.state:
-            return
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
@@ -331,9 +377,10 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"].zero_()
+        with_state = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
+        for name, p in self.params.items():
+            if name not in with_state:  # no gradient ever came
+                self.optimizer.state.pop(p, None)
 
 
 def _own_device() -> torch.device:
@@ -343,15 +390,11 @@ def _own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _hold_guess(plan: Plan, before: Any, after: Any) -> None:
-    """Refuse a cut that changes what the model computes."""
-    whole, cut = (output if isinstance(output, Tensor) else output[0] for output in (before, after))
-    error = float((whole.double() - cut.double()).norm() / whole.double().norm())
-    if not error < (1e-3 if plan.precision in ("fp64", "fp32") else 5e-2):
-        raise CannotCut(
-            "layout", str(plan.layout), f"cut as guessed, the model's output changes by {error:.2g} of itself",
-            "declare [roles] for what was guessed wrongly; weft verify names the first module that differs",
-        )  # fmt: skip
+def first_of(output: Any) -> Tensor:
+    """The first tensor of a model's output: logits, as a rule."""
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values() if isinstance(output, dict) else output))
+    return output
 
 
 def call_with(model: nn.Module, inputs: Sequence[str], batch: Batch) -> Any:
@@ -391,10 +434,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
 
 
 def _unsynced_buffers(model: nn.Module, plan: Plan) -> list[Tensor]:
-    """Running statistics that differ between replicas: batch norms that the plan does not synchronise."""
-    from torch.nn.modules.batchnorm import _NormBase
-
+    """Buffers that replicas could come to differ in: those of the state, less statistics that the plan synchronises."""
     if not plan.layout.live(*DATA_AXES):
         return []
-    norms = {n: m for n, m in model.named_modules() if isinstance(m, _NormBase) and n not in plan.batchnorms}
-    return [buffer for module in norms.values() for buffer in module.buffers()]
+    kept = model.state_dict(keep_vars=True).keys()
+    synced = {f"{name}." for name in plan.batchnorms}
+    return [
+        buffer for name, buffer in model.named_buffers()
+        if name in kept and not buffer.is_complex() and f"{name.rpartition('.')[0]}." not in synced
+    ]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +21,14 @@ from ..randomness import Randomness
 _DROPOUTS = {F.dropout, torch.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 
 
+# torch's own function calls dropout and attention with modes off: the same code, which does not hand itself over
+_multi_head_attention = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda tensors: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+
+
 class Functions(TorchFunctionMode):
     """Active around forward and backward. `attention_cores` counts the cores that it recomputes."""
 
@@ -31,6 +40,9 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(args, kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _multi_head_attention(*args, **kwargs)
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)
         return func(*args, **kwargs)

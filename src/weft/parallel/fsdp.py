@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from ..errors import LayoutError
+from ..errors import CannotCut, LayoutError
 from ..layout import Layout
 from ..plans import COPY, SUM, Gather, Param, Step, Weight
 from ..roles import Roles
@@ -42,10 +42,14 @@ def steps(
         reduced="step" if levels[0] == "zero1" else "microbatch",
         offload="offload" in options,
     )
+    scalar = next((w.name for w in weights if not w.shape), None)
+    if scalar is not None:
+        raise CannotCut("layout", str(layout), f"{scalar} has no dim to shard", "give it the shape [1], or use dp")
     left = {w.name: w for w in weights}
     for block in (b for blocks in roles.blocks for b in blocks):
-        inside = [w for w in left.values() if w.name.startswith(block + ".")]
-        if not inside or any(not a.startswith(block + ".") for w in inside for a in w.aliases):
+        touched = [w for w in left.values() if any(n.startswith(block + ".") for n in (w.name, *w.aliases))]
+        inside = [w for w in touched if all(n.startswith(block + ".") for n in (w.name, *w.aliases))]
+        if not inside or len(inside) < len(touched):
             continue  # tied to something outside: gathered with the rest
         for weight in inside:
             del left[weight.name]

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..errors import CannotCut
 from ..layout import Layout
 from ..plans import COPY, SUM, Boundary, Cut, Interior, Param, Step, Weight
-from ..roles import GROUPS, HEADS, KV_HEADS, WIDTHS, Chain, Roles
+from ..roles import GROUPS, HEADS, KV_HEADS, WIDTHS, Chain, Roles, is_conv1d
 
 AXIS = "tp"
 OPTIONS: Mapping[str, str] = {}
@@ -39,6 +39,7 @@ def steps(
     blocks = [block for stack in roles.stacks() for block in stack]
     for chain in roles.chains:
         in_stack = any(chain.row.startswith(block + ".") for block in blocks)
+        _check_modules(model, chain, size)
         yield from _chain(chain, size, layout, residual if in_stack else COPY, names)
     yield from _vocabulary(model, roles, names, shapes, sharded_logits, layout)
 
@@ -103,6 +104,19 @@ def _check(chain: Chain, size: int, layout: Layout) -> None:
         )
 
 
+def _check_modules(model: nn.Module, chain: Chain, size: int) -> None:
+    """A linear that is run on part of its parameters must have the forward that is known."""
+    for name in (*chain.columns, chain.row):
+        module = model.get_submodule(name)
+        partly = chain.cuts[name].shared(size) or (name == chain.row and getattr(module, "bias", None) is not None)
+        if partly and not is_conv1d(module) and type(module).forward is not nn.Linear.forward:
+            raise CannotCut(
+                f"roles.{name}", type(module).__name__,
+                "its forward is its own, so it cannot run on part of its parameters",
+                'use nn.Linear, or declare it "whole" in [roles]',
+            )  # fmt: skip
+
+
 def _vocabulary(
     model: nn.Module,
     roles: Roles,
@@ -117,6 +131,12 @@ def _vocabulary(
             continue
         name = names[f"{module}.weight"]
         vocab = shapes[name][0]
+        table = model.get_submodule(module)
+        if isinstance(table, nn.Embedding) and (table.max_norm is not None or table.scale_grad_by_freq or table.sparse):
+            raise CannotCut(
+                f"roles.{module}", "embedding", "max_norm, scale_grad_by_freq and sparse need the whole table",
+                'declare it "whole" in [roles]',
+            )  # fmt: skip
         if vocab < layout.size(AXIS):
             raise CannotCut("layout", str(layout), f"{module} has {vocab} rows", "use a tp size of at most that")
         params = [Param(name, AXIS, Shard(0), Shard(0), Shard(0), Cut(0, (vocab,), (vocab,)))]

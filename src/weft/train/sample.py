@@ -51,7 +51,7 @@ def generate(engine: Engine, ids: list[int], tokens: int, context: int, vocab: i
     that compute the same logits may differ in the last bit, so rank 0 draws for all of them.
     """
     generator = torch.Generator().manual_seed(seed)
-    multiple = engine.mesh.size("tp")  # sequence parallelism cuts only such lengths
+    multiple = engine.mesh.size("tp") if "sequence" in engine.plan.layout.option("tp") else 1
     made: list[int] = []
     for _ in range(tokens):
         seen = (ids + made)[-context:]

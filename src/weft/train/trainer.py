@@ -50,7 +50,8 @@ def train(run: Run, resume: bool) -> None:
     engine = _engine(run, dataset)
     val_loader = _loader(run, engine, val) if val is not None else None
     if resume:
-        engine.load_scalars(checkpoint.load(folder / CHECKPOINTS, None, engine.tensors()))
+        saved = checkpoint.inspect(folder / CHECKPOINTS).tensors
+        engine.load_scalars(checkpoint.load(folder / CHECKPOINTS, None, engine.tensors(saved)))
     done = engine.steps_done
     loader = _loader(run, engine, dataset, start=done)
     if rank == 0:

@@ -25,6 +25,7 @@ from ..plans import COPY, Plan
 from ..shards import Chunk, chunks, flaw
 from .audit import Audit
 from .case import Case, in_double
+from .double import InDouble
 from .reference import Reference, scale
 from .trace import Trace, traced
 
@@ -83,12 +84,13 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         batch = in_double(case.batch(step, engine.mesh.index(*DATA_AXES), plan.data_size))
         found += _wrong_batch(engine, batch, reference.batches[step], step)
         if step == 0:
-            with Audit(engine.mesh) as audit, traced(engine.model, plan.microbatch) as trace:
+            with InDouble(), Audit(engine.mesh) as audit, traced(engine.model, plan.microbatch) as trace:
                 result = engine.step(batch)
             seen = audit.seen
             found += _first_activation(engine, trace, reference.traces)
         else:
-            result = engine.step(batch)
+            with InDouble():
+                result = engine.step(batch)
         errors["loss"][f"loss of step {step}"] = error = _ratio(abs(float(result.loss) - loss), abs(loss))
         if not error < TOLERANCE:
             differs = f"loss of step {step}: {float(result.loss):.9g}, one device has {loss:.9g}"

@@ -15,6 +15,7 @@ from ..mesh import Mesh
 from ..parallelize import parallelize
 from ..randomness import Randomness
 from .case import Case, in_double
+from .double import InDouble
 from .trace import Trace, traced
 
 Batch = dict[str, Tensor]
@@ -59,7 +60,7 @@ def run_reference(case: Case, steps: int) -> Reference:
         for piece in range(pieces):
             micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
-            with Functions(randomness, selective=False):
+            with InDouble(), Functions(randomness, selective=False):
                 if step == 0:
                     with traced(model, size) as trace:
                         part, count = case.loss(call_with(model, inputs, micro), micro)
@@ -69,7 +70,7 @@ def run_reference(case: Case, steps: int) -> Reference:
                     part, count = case.loss(call_with(model, inputs, micro), micro)
                     part.backward()
             loss_sum += part.detach()
-            weight += count.detach()
+            weight += torch.as_tensor(count).detach()
         for p in model.parameters():
             if p.grad is not None:
                 p.grad /= weight
