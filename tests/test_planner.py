@@ -60,7 +60,7 @@ def test_the_plan_is_a_table_a_person_reads() -> None:
     assert "8 ranks; batch 8 = 4 data ranks x 1 microbatches x 2 samples" in text
     assert "gathered per step, reduced per microbatch" in text
     assert "blocks.*.attention.wo [2]" in text and "P->S(1) (reduce_scatter / all_gather)" in text
-    assert "note: roles: guessed; 4 chains" in text
+    assert "note: guessed; 4 chains of linears are cut" in text
 
 
 def test_what_is_cut_under_tp() -> None:
@@ -134,7 +134,7 @@ def test_declared_roles() -> None:
         ({"*.mix.d": "row"}, CannotCut, "no column comes before it"),
         ({"*.mix.a": "column"}, CannotCut, "no chain"),
         ({**DECLARED, "*.mix": {"role": "attention", "heads": 5}}, CannotCut, "number of heads is not known"),
-        ({"*.mix": {"role": "attention", "head": 4}}, ConfigError, "not a key of a role"),
+        ({"*.mix": {"role": "attention", "head": 4}}, ConfigError, "not a key of this role"),
     ],
 )
 def test_declared_roles_that_do_not_fit(roles: dict, error: type[Refusal], says: str) -> None:

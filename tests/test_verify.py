@@ -50,6 +50,7 @@ def test_a_model_and_a_loss_of_ones_own(layout: str) -> None:
     batch = {"points": torch.randn(4, 5, dim), "goal": torch.randn(4, 5, dim)}
     report = weft.verify(make, plan, batch, loss=loss, clip=0.1)
     assert report.passed, report.text()
+    assert weft.verify(make, layout, batch, loss=loss, steps=1).passed
     assert f"{layout}: equal" in report.text() and "1 of 1 layouts equal one device" in report.text()
 
 

@@ -331,7 +331,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _read_index(path: Path, step: int) -> Contents:
-    foreign = "use a folder that weft saved; a damaged one cannot be resumed from, so name an older step"
+    foreign = "use a folder that weft saved; remove a damaged one to go on from the one before"
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -399,7 +399,7 @@ def _check_piece(piece: Piece, contents: Contents) -> None:
 
 
 def _check_size(path: Path, file: File) -> None:
-    fix = "copy the checkpoint again, or resume from an older step"
+    fix = "copy the checkpoint again, or remove its folder to go on from the one before"
     if not path.is_file():
         raise CheckpointError("checkpoint", str(path), "the file is missing", fix)
     if path.stat().st_size != file.size_bytes:
@@ -414,4 +414,6 @@ def _check_crc(path: Path, file: File) -> None:
             checksum = crc32(block, checksum)
     if checksum != file.crc32:
         problem = "its checksum is not the one that was written"
-        raise CheckpointError("checkpoint", str(path), problem, "copy it again, or resume from an older step")
+        raise CheckpointError(
+            "checkpoint", str(path), problem, "copy it again, or remove its folder to go on from the one before"
+        )

@@ -58,7 +58,7 @@ def plan(
     synced = norms if sync_batchnorm and layout.live(*DATA_AXES) else ()
     notes = []
     if layout.live("tp"):
-        notes = [f"roles: {found.source}; {len(found.chains)} chains", *found.notes]
+        notes = [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
     return Plan(
         layout, tuple(steps), weights, batch, accumulate, blocks, recompute, precision, synced,
         notes=tuple(notes),

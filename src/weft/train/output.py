@@ -51,6 +51,9 @@ def _check_resume(run: Run, contents: checkpoint.Contents) -> None:
         if was != value:
             problem = f"the run in {run.output} has {key} {was}, and its order of samples depends on that"
             raise ConfigError(f"train.{key}", value, problem, f"resume with {key} {was}, or begin another run")
+    if contents.step > run.train.steps:
+        problem = f"the run in {run.output} has taken {contents.step} steps"
+        raise ConfigError("train.steps", run.train.steps, problem, f"resume with at least {contents.step}")
 
 
 def position(run: Run) -> dict[str, int]:

@@ -282,6 +282,7 @@ def _header(run: Run, engine: Engine, done: int) -> dict[str, str]:
         "device": f"{kind} each" if layout.world > 1 else kind,
         "folder": run.output,
     }
+    rows |= {"roles" if i == 0 else f"roles {i}": note for i, note in enumerate(engine.plan.notes)}
     return rows | ({"resumed": f"after step {done}"} if done else {})
 
 
@@ -290,7 +291,7 @@ def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float) -> dict[s
     taken = engine.steps_done - loop.first + 1
     rows = {"steps": f"{engine.steps_done}/{run.train.steps}"}
     if interrupted:
-        rows["stopped"] = "by SIGTERM; go on with --resume"
+        rows["stopped"] = "by a signal; go on with --resume"
     if loop.loss is not None:
         rows["loss"] = f"{loop.loss:.4f}"
     if loop.val_loss is not None:

@@ -13,6 +13,7 @@ from ..engine.engine import Loss, Optimizers
 from ..launch.processes import run
 from ..layout import Layout
 from ..order import part
+from ..planner import plan as lay
 from ..plans import Plan
 from .case import Batch, Case
 from .parity import check
@@ -32,7 +33,7 @@ def _under(case: Case, layout: str, reference: Reference):  # type: ignore[no-un
 
 def verify(
     build_model: Callable[[], nn.Module],
-    plan: Plan,
+    plan: Plan | str,
     batch: dict[str, Tensor],
     *,
     loss: Loss,
@@ -44,9 +45,12 @@ def verify(
 ) -> Report:
     """Show that `plan` gives the loss, gradients and weights of one device, in float64, below 1e-9 relative.
 
-    `batch` is one global batch (dim 0 counts the plan's samples), taken `steps` times. `build_model` is called in every
+    `plan` may be a layout alone. `batch` is one global batch (dim 0 counts the plan's samples), taken `steps` times.
+    `build_model` is called in every
     process after torch.manual_seed(seed). Returns a Report: `.passed`, `.text()`, `.json()`.
     """
+    if isinstance(plan, str):
+        plan = lay(_seeded(build_model, seed), plan, batch=next(iter(batch.values())).shape[0], loss=loss)
     case = Case(
         build=partial(_seeded, build_model, seed),
         plan=partial(_same_plan, plan),
