@@ -2,6 +2,6 @@
 
 from .case import Case
 from .report import Report
-from .verify import verify, verify_case
+from .prove import verify, verify_case
 
 __all__ = ["Case", "Report", "verify", "verify_case"]

@@ -15,7 +15,7 @@ from ..data import Dataset, Loader
 from ..plans import Plan
 from .case import Batch, Case
 from .report import Report
-from .verify import verify_case
+from .prove import verify_case
 
 
 def verify_run(run: Run, layouts: Sequence[str], steps: int) -> Report:
