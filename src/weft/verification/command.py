@@ -14,8 +14,8 @@ from ..config import Precision, Run
 from ..data import Dataset, Loader
 from ..plans import Plan
 from .case import Batch, Case
-from .report import Report
 from .prove import verify_case
+from .report import Report
 
 
 def verify_run(run: Run, layouts: Sequence[str], steps: int) -> Report:
