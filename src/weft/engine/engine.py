@@ -123,9 +123,12 @@ class Engine:
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step on this rank's part of the batch: dict of tensors [batch / data ranks, ...]."""
+        with torch.random.fork_rng([self.mesh.device] if self.mesh.device.type == "cuda" else []):
+            return self._step(batch)  # the user's own draws are not ours to move
+
+    def _step(self, batch: Batch) -> StepResult:
         plan = self.plan
         batch = self._placed(batch)
-        generator = torch.get_rng_state()
         self._train_mode()
         self.optimizer.zero_grad(set_to_none=True)
         self._refresh_buffers()
@@ -147,7 +150,6 @@ class Engine:
         self.steps_done += 1
         if self.plan.recompute != "selective" and self.randomness.drawn == 0:
             self._functions = None  # a model without dropout pays nothing for it after the first step
-        torch.set_rng_state(generator)  # the user's own draws are not ours to move
         return result
 
     def _pass(self, index: int, *_: Any) -> None:
