@@ -12,9 +12,11 @@ from cases import BATCH, LENGTH, VOCAB, Subject, laid, reference, seeded
 from torch import Tensor, nn
 
 import weft
+from weft.engine.functions import Functions
 from weft.errors import CannotCut, ConfigError, Refusal
 from weft.losses import mse, next_token
 from weft.models import decoder
+from weft.randomness import Randomness
 from weft.roles import find
 from weft.verification.parity import LayoutResult, check
 
@@ -167,6 +169,47 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Channels(nn.Module):
+    """Dropout of whole channels, and SELU's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop, self.alpha = nn.Conv2d(1, 4, 3, padding=1), nn.Dropout2d(0.3), nn.AlphaDropout(0.3)
+        self.out = nn.Conv2d(4, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.conv(x.unsqueeze(1)))
+        return self.out(self.alpha(nn.functional.selu(x))).squeeze(1)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2"])
+def test_dropout_of_channels_and_of_selu(pool: Any, layout: str) -> None:
+    result = run(pool, Channels, layout)
+    assert result.passed, result
+
+
+def test_masks_have_their_rate_and_keep_the_mean() -> None:
+    functions = Functions(Randomness(0, samples=list(range(64))), selective=False)
+    x = nn.functional.selu(torch.randn(64, 50, 6, 6))
+    with functions:
+        plain = nn.functional.dropout(torch.ones(64, 1000), 0.3)
+        channels = nn.functional.dropout2d(torch.ones(64, 50, 6, 6), 0.3)
+        alpha = nn.functional.alpha_dropout(x, 0.3, training=True)
+    assert (plain == 0).double().mean() == pytest.approx(0.3, abs=0.01) and plain.mean() == pytest.approx(1.0, abs=0.01)
+    whole = channels.flatten(2)
+    assert torch.equal(whole.amin(2), whole.amax(2)) and (whole[..., 0] == 0).double().mean() == pytest.approx(
+        0.3, abs=0.03
+    )
+    assert alpha.mean() == pytest.approx(float(x.mean()), abs=0.02) and alpha.std() == pytest.approx(
+        float(x.std()), rel=0.05
+    )
+
+
+def test_a_dropout_without_a_mask_of_its_own_is_refused() -> None:
+    with Functions(Randomness(0), selective=False), pytest.raises(CannotCut, match="feature_alpha_dropout"):
+        nn.functional.feature_alpha_dropout(torch.ones(2, 3, 4), 0.5, training=True)
 
 
 def run(pool: Any, build: Callable[[], nn.Module], layout: str) -> LayoutResult:

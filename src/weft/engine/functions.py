@@ -16,9 +16,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import CannotCut
 from ..randomness import Randomness
 
-_DROPOUTS = {F.dropout, torch.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+_OF_CHANNELS = {F.dropout1d, F.dropout2d, F.dropout3d}
+_DROPOUTS = {F.dropout, torch.dropout, F.alpha_dropout, F.feature_alpha_dropout, *_OF_CHANNELS}
+
+
+_SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
 
 
 # torch's own function calls dropout and attention with modes off: the same code, which does not hand itself over
@@ -52,11 +57,23 @@ class Functions(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0.0:
             return input
+        site = self.randomness.site()
+        if func in _OF_CHANNELS and input.ndim > 2:
+            channels = self.randomness.dropout(input.new_ones(input.shape[:2]), p, site)
+            return input * channels.view(*input.shape[:2], *[1] * (input.ndim - 2))
+        if func is F.alpha_dropout:
+            return self._alpha(input, p, site)
         if func not in (F.dropout, torch.dropout):
-            raise NotImplementedError(
-                f"{func.__name__} in training: its mask would depend on the layout; use nn.Dropout"
+            raise CannotCut(
+                "dropout", func.__name__, "weft has no mask for it that does not depend on the layout", "use nn.Dropout"
             )
-        return self.randomness.dropout(input, p, self.randomness.site())
+        return self.randomness.dropout(input, p, site)
+
+    def _alpha(self, input: Tensor, p: float, site: int) -> Tensor:
+        """Keeps mean and variance after SELU (Klambauer et al. 2017)."""
+        keep = self.randomness.keep(input.shape, p, site, input.device)
+        a = ((1.0 - p) * (1.0 + p * _SELU_FLOOR**2)) ** -0.5
+        return torch.where(keep, input, _SELU_FLOOR) * a - a * _SELU_FLOOR * p
 
     def _attention(self, args: tuple, kwargs: dict) -> Tensor:
         dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
