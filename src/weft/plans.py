@@ -75,9 +75,6 @@ class Cut:
         """Whether some unit lies on more than one of `size` ranks."""
         return any(units < size for units in self.units)
 
-    def even(self, size: int) -> bool:
-        return all(units % size == 0 for units in self.units)
-
 
 @dataclass(frozen=True)
 class Param:
@@ -193,10 +190,6 @@ class Plan:
             for param in step.params:
                 table[param.name][param.axis] = param
         return table
-
-    def gather_of(self, name: str) -> Step | None:
-        """The Step that gathers this parameter."""
-        return next((s for s in self.steps if s.gather is not None and any(p.name == name for p in s.params)), None)
 
     def reduced_over(self, name: str, table: Mapping[str, Mapping[str, Param]]) -> tuple[str, ...]:
         """The axes over which this parameter's gradient is all-reduced whole (not through a Gather)."""
