@@ -233,10 +233,9 @@ def test_a_weight_shared_between_blocks(pool: Any, layout: str) -> None:
 def test_a_parameter_of_its_own_inside_a_chain_leaves_it_whole(part: type[nn.Module], says: str) -> None:
     found = find(Stack(part))
     assert not found.chains and any(says in note and "left whole" in note for note in found.notes)
-    declared = {"*.part.up": "column", "*.part.down": "row"} if part is Gated else {"*.part": "attention"}
-    if part is Gated:
-        with pytest.raises(CannotCut, match=says):
-            find(Stack(part), declared)
+    columns, row = ("*.part.up", "*.part.down") if part is Gated else ("*.part.[qkv]", "*.part.out")
+    with pytest.raises(CannotCut, match=says):
+        find(Stack(part), {columns: "column", row: "row"})
 
 
 def steps(

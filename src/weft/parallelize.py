@@ -41,7 +41,7 @@ def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
         for key, value in step.attributes:
             setattr(module, key, value)
         own = {p.name.removeprefix(step.module + "."): p for p in step.params if p.cut is not None and step.module}
-        _cut_module(module, own, step, mesh, plan)
+        _cut_module(module, own, mesh)
         if step.input is not None:
             module.register_forward_pre_hook(partial(_enter, step, mesh, randomness), with_kwargs=True)
         if step.output is not None:
@@ -91,7 +91,7 @@ def _cut_parameters(plan: Plan, model: nn.Module, cuts: dict[str, Param], mesh: 
             setattr(owner, leaf, fresh)
 
 
-def _cut_module(module: nn.Module, params: dict[str, Param], step: Step, mesh: Mesh, plan: Plan) -> None:
+def _cut_module(module: nn.Module, params: dict[str, Param], mesh: Mesh) -> None:
     """Make a linear or an embedding compute with what this rank holds of its parameters."""
     if not params:
         return
@@ -177,10 +177,12 @@ def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, pl
     boundary = step.output
     assert boundary is not None
 
+    total = _total(step, plan)
+
     def outwards(y: Tensor) -> Tensor:
-        y = cross(y, boundary, False, mesh, _total(step, plan, module))
+        y = cross(y, boundary, False, mesh, total)
         randomness.interior = "sequence" if Shard(1) in boundary.outside.values() else "whole"
-        return _typed(y, boundary, mesh, _total(step, plan, module)) if boundary.typed else y
+        return _typed(y, boundary, mesh, total) if boundary.typed else y
 
     if is_linear(module) and SUM in boundary.inside.values() and getattr(module, "bias", None) is not None:
 
@@ -198,7 +200,7 @@ def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, pl
     module.register_forward_hook(hook)
 
 
-def _total(step: Step, plan: Plan, module: nn.Module) -> int | None:
+def _total(step: Step, plan: Plan) -> int | None:
     """Length of an output dim that is cut by the vocabulary, whose shards may differ."""
     if step.output is None or Shard(-1) not in step.output.inside.values():
         return None

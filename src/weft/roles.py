@@ -33,6 +33,7 @@ _COLUMN = re.compile(
 _ROW = re.compile(
     r"(w?o|out|o_proj|out_proj|proj|c_proj|to_out|down|down_proj|fc2|w2|lin2|linear2|fc_out|dense|dense_4h_to_h)"
 )
+_PROJECTION = re.compile(r"w?[qkv]|[qkv]_proj|query|key|value|.*qkv.*|c_attn")
 _CROSS = re.compile(r"encoder_hidden|cross|context|memory|kv|key_value_states")
 _ELEMENTWISE = (
     nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.ReLU6, nn.Mish, nn.Identity,
@@ -295,15 +296,16 @@ def _chain(
     outs = {name: features(modules[name])[1] for name in columns}
     around = _ancestors(_common(columns), scope)
     declared = next((table[a] for a in around if table.get(a, {}).get("role") == "attention"), {})
-    single_attention = bool(declared) or any(re.search(r"att", a.rsplit(".", 1)[-1]) for a in around)
-    looks = single_attention or any(
-        re.fullmatch(r"w?[qkv]|[qkv]_proj|query|key|value|.*qkv.*|c_attn", n.rsplit(".", 1)[-1]) for n in columns
+    own = [modules[a] for a in around if a != scope]
+    attention = (
+        bool(declared)
+        or any(re.search(r"att", a.rsplit(".", 1)[-1]) for a in around)
+        or any(_PROJECTION.fullmatch(name.rsplit(".", 1)[-1]) for name in columns)
+        or any(isinstance(vars(m).get(key), int) for m in own for key in HEADS)  # it counts heads, whatever the names
     )
-    own = [modules[a] for a in around if a != scope]  # a head count of its own says attention, whatever the names
-    looks = looks or any(isinstance(vars(m).get(key), int) for m in own for key in HEADS)
     heads = kv_heads = head_dim = 0
     cuts: dict[str, Cut] = {}
-    if looks:
+    if attention:
         holders = [modules[a] for a in around]
         heads = int(declared.get("heads", 0))
         head_dim = width // heads if heads else _number(holders, HEAD_DIM)
