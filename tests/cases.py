@@ -15,7 +15,7 @@ import weft
 from weft.losses import classification, cross_entropy, next_token
 from weft.models import convnet, decoder
 from weft.order import part
-from weft.verification.case import Batch, Case
+from weft.verification.case import Batch, Case, in_double
 from weft.verification.reference import Reference, run_reference
 
 BATCH, LENGTH, VOCAB = 8, 12, 67  # an odd vocabulary: its shards differ
@@ -123,7 +123,8 @@ def laid(subject: Subject, model: nn.Module, layout: str) -> weft.Plan:
     arguments = dict(subject.plan)
     if layout == "dp1":
         arguments.pop("recompute", None)
-    return weft.plan(model, layout, batch=BATCH, loss=subject.loss, precision="fp64", **arguments)
+    sample = {key: value[:1] for key, value in in_double(global_batch(subject, 0)).items()}
+    return weft.plan(model, layout, batch=BATCH, loss=subject.loss, precision="fp64", sample=sample, **arguments)
 
 
 def global_batch(subject: Subject, step: int) -> Batch:

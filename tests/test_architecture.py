@@ -17,14 +17,19 @@ SOURCE = Path(__file__).parents[1] / "src" / "weft"
 
 # A file or folder directly under the package -> its level. Keep in step with the table in docs/architecture.md.
 LEVELS = (
-    ("nouns", "errors layout order plans roles losses randomness models"),
-    ("strategies", "parallel"),
-    ("interpreters", "mesh collectives batchnorm parallelize comms shards checkpoint engine"),
-    ("deciders", "planner config build data text verification train launch"),
+    ("nouns", "errors layout order plans roles losses randomness models "
+     "schedules delays correct costs timeline partition staging"),
+    ("strategies", "parallel schedule"),
+    ("interpreters", "mesh collectives batchnorm parallelize comms shards checkpoint engine "
+     "watch chart ghosts cutting simulate draw"),
+    ("deciders", "planner stages config build data text verification train launch"),
     ("door", "cli __init__ __main__"),
-)
+)  # fmt: skip
 LEVEL_OF = {part: level for level, (_, parts) in enumerate(LEVELS) for part in parts.split()}
-WITHOUT_TORCH = ("weft.errors", "weft.layout", "weft.order")
+WITHOUT_TORCH = (
+    *("weft.errors", "weft.layout", "weft.order", "weft.schedules", "weft.delays", "weft.correct", "weft.costs"),
+    *("weft.timeline", "weft.partition", "weft.simulate", "weft.draw", "weft.schedule"),
+)
 
 
 @dataclass(frozen=True)

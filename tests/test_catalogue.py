@@ -28,10 +28,11 @@ from torch.distributed.tensor import Shard
 
 import weft
 from weft import batchnorm, collectives, losses, parallelize
-from weft.engine import engine, reducer
+from weft.engine import engine, reducer, work
 from weft.losses import next_token
 from weft.plans import COPY, SUM, Boundary, Cut, Param, Plan, Step
 from weft.randomness import Randomness, mix
+from weft.schedules import Action
 from weft.verification.case import Case
 from weft.verification.parity import LayoutResult, check
 from weft.verification.reference import Reference
@@ -202,15 +203,18 @@ def gradient_not_divided_by_accumulation(case: Case) -> Iterator[Case]:
 @bug("decoder", "dp2", r"all_reduce over dp: 3 ran .*, predicted were 2 ", where="stray")
 def reduction_on_every_microbatch(case: Case) -> Iterator[Case]:
     """What earlier microbatches left is summed over the ranks again with each later one."""
-    right = reducer.Reducer.begin
+    right = work.Training.before
 
-    def begin(self: reducer.Reducer, first: bool, last: bool) -> None:
-        for bucket in self.buckets:
+    def before(self: work.Training, action: Action) -> None:
+        right(self, action)
+        for bucket in self.reducer.buckets if action.kind == "B" else ():
             if bucket.work is not None:
                 bucket.work.wait()
-        right(self, first=first, last=True)
+            bucket.waiting = len(bucket.params)
+        if action.kind == "B":
+            self.reducer.arm(action.stage)
 
-    with patched(case, (reducer.Reducer, "begin", begin)):
+    with patched(case, (work.Training, "before", before)):
         yield case
 
 

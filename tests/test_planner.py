@@ -91,11 +91,11 @@ def test_tied_weights_are_one_weight() -> None:
 
 def test_buckets_fill_in_backward_order() -> None:
     laid = plan(model(), "dp2.tp2+sequence", loss=next_token)
-    (axes, names), *rest = laid.buckets()
-    assert axes == ("dp",) and names[0] == "head.weight" and names[-1] == "embedding.weight"
-    assert [r[0] for r in rest] == [("dp", "tp")]  # norms: partial over both
-    assert all("norm" in name for name in rest[0][1])
-    assert sum(len(names) for _, names in laid.buckets()) == len(laid.weights)
+    first, *rest = laid.buckets()
+    assert first.axes == ("dp",) and first.names[0] == "head.weight" and first.names[-1] == "embedding.weight"
+    assert [r.axes for r in rest] == [("dp", "tp")]  # norms: partial over both
+    assert all("norm" in name for name in rest[0].names)
+    assert sum(len(bucket.names) for bucket in laid.buckets()) == len(laid.weights)
 
 
 class Odd(nn.Module):

@@ -186,7 +186,9 @@ def test_a_run_learns_and_leaves_its_files(tmp_path: Path, capfd: pytest.Capture
             assert 0 < line["grad_norm"] < 100
 
     assert config.load(folder / "run.toml") == run
-    assert (folder / "plan.txt").read_text() == f"{build.plan(run, build.skeleton(run))}\n"
+    assert (
+        folder / "plan.txt"
+    ).read_text() == f"{build.plan(run, build.skeleton(run), build.first(run, build.dataset(run)))}\n"
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     for key in ("loss", "val_loss", "lr", "tokens_per_s"):
         seen = [(event.step, event.value) for event in events.Scalars(key)]

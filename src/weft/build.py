@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import data, planner
 from .config import Axes, Run
@@ -166,9 +166,21 @@ def lr_factor(run: Run) -> Callable[[int], float]:
     return partial(schedule.lr_factor, steps=t.steps, warmup=t.warmup, decay=t.decay, min_ratio=t.min_lr_ratio)
 
 
-def plan(run: Run, model: nn.Module) -> Plan:
-    """The Plan of this run for its model, which may be on the meta device. Raises Refusal."""
-    t = run.train
+def first(run: Run, held: data.Dataset) -> dict[str, Tensor]:
+    """A batch of the dataset's first sample, as the model is to be called with it."""
+    return cast(run, data.collate([held[0]]))
+
+
+def cast(run: Run, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model in float64 computes on nothing less."""
+    if run.precision.compute != "fp64":
+        return batch
+    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+
+
+def plan(run: Run, model: nn.Module, sample: dict[str, Tensor]) -> Plan:
+    """The Plan of this run for its model, which may be on the meta device. `sample`: see `first`. Raises Refusal."""
+    t, p = run.train, run.pipeline
     return planner.plan(
         model,
         run.layout.axes,
@@ -179,6 +191,12 @@ def plan(run: Run, model: nn.Module) -> Plan:
         recompute=t.recompute,
         precision=run.precision.compute,
         sync_batchnorm=t.sync_batchnorm,
+        schedule=resolve(p.schedule, run.folder, "pipeline.schedule") if ":" in p.schedule else p.schedule,
+        options=p.arguments,
+        cut=p.cut,
+        dynamic_shapes=p.dynamic_shapes,
+        inputs=inputs(run, model),
+        sample=sample,
     )
 
 
@@ -187,10 +205,12 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
 
     So what a process of the run would refuse is refused here. Raises Refusal.
     """
-    bare = skeleton(run)
-    plans = [plan(with_layout(run, axes), bare) for axes in layouts or [run.layout.axes]]
+    bare, train = skeleton(run), dataset(run)
+    unmeasured = run
+    if run.pipeline.cut == "time":  # a model without data has no times: the ranks measure theirs
+        unmeasured = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"cut": "flops"})})
+    plans = [plan(with_layout(unmeasured, axes), bare, first(run, train)) for axes in layouts or [run.layout.axes]]
     optimizer(run)
-    train = dataset(run)
     for split, held in (("train", train), *([("val", dataset(run, "val"))] if run.train.eval_every else [])):
         if len(held) < run.train.batch:
             problem = f"the split {split!r} has {len(held)} samples, less than one batch"

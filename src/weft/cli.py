@@ -48,6 +48,7 @@ def train(
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's latest checkpoint.")] = False,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="The run folder.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Draw what each stage did, under what was predicted.")] = False,
 ) -> None:
     """Train the model of RUN.toml, in as many processes as its layout has ranks."""
     with _exit_codes():
@@ -68,10 +69,10 @@ def train(
         output_folder.check_output(run, resume)
         threads = run.train.threads
         if joined is None:
-            processes.run(trainer.train, world, run, resume, threads=threads, backend=_backend(world))
+            processes.run(trainer.train, world, run, resume, trace, threads=threads, backend=_backend(world))
         else:
             with processes.join(_backend(local_world()), threads):
-                trainer.train(run, resume)
+                trainer.train(run, resume, trace)
 
 
 @app.command()
@@ -103,6 +104,55 @@ def verify(
             raise typer.Exit(1)
 
 
+@app.command()
+def draw(
+    schedules: Annotated[
+        list[str], typer.Argument(metavar="SCHEDULE...", help="Names such as 1f1b, or CSV files.", show_default=False)
+    ],
+    ranks: Annotated[int, typer.Option(help="Ranks of the pipeline.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of one step.")] = 8,
+    chunks: Annotated[int | None, typer.Option(help="Stages per rank, of schedules that have that option.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="OPTION=VALUE", help="Set an option of the schedules.")
+    ] = None,
+    forward: Annotated[
+        str, typer.Option(help="Seconds of a microbatch's forward on a rank, or a list per stage: 1,2,1,1.")
+    ] = "1",
+    backward: Annotated[str, typer.Option(help="The same of its backward, for the gradient of the input.")] = "1",
+    weight: Annotated[str, typer.Option(help="The same of its backward, for the weights' gradients.")] = "1",
+    update: Annotated[str, typer.Option(help="The same of an asynchronous schedule's optimizer step.")] = "0",
+    comm: Annotated[str, typer.Option(help="Seconds of a message to another rank, or a list per boundary.")] = "0",
+    activation: Annotated[
+        str, typer.Option(help="Bytes that a microbatch keeps on a rank, or a list per stage. 1 counts microbatches.")
+    ] = "1",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write .svg, .json (Perfetto, chrome://tracing) or .csv.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Simulate schedules of a pipeline, and draw them one under the other."""
+    with _exit_codes():
+        from .costs import Costs
+        from .draw import command
+
+        options = {**({} if chunks is None else {"chunks": str(chunks)}), **_pairs(settings, "chunks=2")}
+        costs = Costs(
+            forward_s=_numbers("--forward", forward),
+            backward_s=_numbers("--backward", backward),
+            weight_s=_numbers("--weight", weight),
+            update_s=_numbers("--update", update),
+            comm_s=_numbers("--comm", comm),
+            activation_bytes=_numbers("--activation", activation),
+        )
+        drawn = command.simulated(schedules, ranks, microbatches, options, costs)
+        if out is not None:
+            command.write(out, drawn)
+        if as_json:
+            typer.echo(command.figures(drawn))
+        elif out is None:
+            command.show(drawn)
+
+
 @contextmanager
 def _exit_codes() -> Iterator[None]:
     """An error that weft raises on purpose is one message, and not a traceback."""
@@ -121,16 +171,31 @@ def _exit_codes() -> Iterator[None]:
 def _load(path: Path, settings: list[str] | None, layout: str | None, output: str | None) -> Run:
     from . import config
 
-    overrides = {}
-    for setting in settings or []:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError("--set", setting, "has no =", "write --set train.steps=20")
-        overrides[key.strip()] = value.strip()
+    overrides = _pairs(settings, "train.steps=20")
     for key, text in (("layout.axes", layout), ("output", output)):
         if text is not None:
             overrides[key] = json.dumps(text)  # a string, even if it reads like a number
     return config.load(path, overrides)
+
+
+def _pairs(settings: list[str] | None, example: str) -> dict[str, str]:
+    """Key -> value of what --set was given."""
+    pairs = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError("--set", setting, "has no =", f"write --set {example}")
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
+def _numbers(option: str, text: str) -> float | tuple[float, ...]:
+    """One number, or several between commas."""
+    try:
+        found = tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ConfigError(option, text, "neither a number nor a list of numbers", "write 1.5 or 1,2,1,1") from None
+    return found if len(found) > 1 else found[0]
 
 
 def _backend(local_ranks: int) -> Backend:
@@ -147,7 +212,7 @@ def _layouts(run: Run, world: int) -> list[str]:
     """Every layout of `world` ranks, with at most one option per axis, on which this run can be laid."""
     from . import build, parallel
 
-    model, choices = build.skeleton(run), []
+    model, sample, choices = build.skeleton(run), build.first(run, build.dataset(run)), []
     for axis, strategies in parallel.registry().items():
         options = ["", *(f"+{option}" for strategy in strategies for option in strategy.OPTIONS)]
         sizes = [size for size in range(2, world + 1) if world % size == 0]
@@ -158,7 +223,7 @@ def _layouts(run: Run, world: int) -> list[str]:
         if Layout.parse(axes).world != world:
             continue
         try:
-            build.plan(build.with_layout(run, axes), model)
+            build.plan(build.with_layout(run, axes), model, sample)
             found.append(axes)
         except Refusal as error:
             refused = error

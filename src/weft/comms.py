@@ -13,6 +13,7 @@ from math import prod
 
 from torch.distributed.tensor import Shard
 
+from .engine.transport import HEADER_BYTES
 from .layout import DATA_AXES
 from .losses import reduced_numels
 from .plans import COPY, Plan, Step, collective
@@ -49,23 +50,29 @@ def predict(
     unreached: Collection[str] = (),
     buffers: Iterable[int] = (),
     rank: int = 0,
+    values: Mapping[int, int] | None = None,
 ) -> list[Comm]:
-    """The collectives of one optimizer step on `rank`.
+    """The collectives of the first optimizer step on `rank`, and what it sends to other stages.
 
     `itemsize`: bytes of an element of activations and of gradients. `unreached`: parameters that get no gradient.
-    `buffers`: bytes of each buffer that is broadcast at the start of a step.
+    `buffers`: bytes of each buffer that is broadcast at the start of a step. `values`: bytes of each value that crosses
+    stages, of one microbatch on one rank.
     """
+    whole, plan = plan, plan.of(rank)
     comms: list[Comm] = []
-    for _ in range(plan.accumulate):
+    for microbatch in range(plan.accumulate):
         for step in plan.steps:
-            comms += _boundaries(plan, step, crossings, itemsize)
+            comms += _boundaries(plan, step, microbatch, crossings, itemsize)
         for name in plan.batchnorms:
-            comms += _statistics(plan, name, crossings, itemsize)
+            comms += _statistics(plan, name, microbatch, crossings, itemsize)
     comms += _gathers(plan, plan.layout.coords(rank).get("tp", 0), unreached)
-    for axes, names in plan.buckets():
-        comms.append(Comm("all_reduce", ".".join(axes), _bucket_bytes(plan, names, rank), "reduce", names[0]))
+    for bucket in plan.buckets():
+        axis, names = ".".join(plan.layout.live(*bucket.axes)), bucket.names
+        comms.append(Comm("all_reduce", axis, _bucket_bytes(plan, names, rank), "reduce", names[0]))
         if unreached:
-            comms.append(Comm("all_reduce", ".".join(axes), 4 * len(names), "reduce", names[0]))
+            comms.append(Comm("all_reduce", axis, 4 * len(names), "reduce", names[0]))
+    comms += _messages(whole, rank, values or {})
+    comms += _updates(plan, rank, itemsize)
     data = plan.layout.live(*DATA_AXES)
     if data:
         comms += [Comm("broadcast", ".".join(data), nbytes, "step", "") for nbytes in buffers]
@@ -84,11 +91,13 @@ def totals(comms: Iterable[Comm]) -> dict[tuple[str, str], tuple[int, int]]:
     return {key: (counts[key], nbytes[key]) for key in sorted(counts)}
 
 
-def _boundaries(plan: Plan, step: Step, crossings: Mapping[str, Crossing], itemsize: int) -> Iterator[Comm]:
+def _boundaries(
+    plan: Plan, step: Step, microbatch: int, crossings: Mapping[str, Crossing], itemsize: int
+) -> Iterator[Comm]:
     crossing = crossings.get(step.module)
     if crossing is None:  # not reached by the forward
         return
-    again = any(step.module.startswith(block + ".") for block in plan.recomputed())
+    again = _recomputations(plan, step.module, microbatch)
     for boundary, shape, entry in ((step.input, crossing.entered, True), (step.output, crossing.left, False)):
         if boundary is None or shape is None:
             continue
@@ -106,22 +115,61 @@ def _boundaries(plan: Plan, step: Step, crossings: Mapping[str, Crossing], items
                 if kind is None or (when == "backward" and entry and not crossing.needs_grad):
                     continue
                 yield Comm(kind, axis, nbytes, when, step.module)
-                if again and when == "forward":
+                for _ in range(again if when == "forward" else 0):
                     yield Comm(kind, axis, nbytes, "recompute", step.module)
             if boundary.typed:
                 for count in reduced_numels(rows * prod(shape[:-1])):
                     yield Comm("all_reduce", axis, count * max(4, itemsize), "forward", "(loss)")
 
 
-def _statistics(plan: Plan, name: str, crossings: Mapping[str, Crossing], itemsize: int) -> Iterator[Comm]:
+def _recomputations(plan: Plan, module: str, microbatch: int) -> int:
+    """How often the forward of a module runs again in backward."""
+    recomputed = any(module.startswith(block + ".") for block in plan.recomputed())
+    return plan.backwards(plan.stage_of(module), microbatch) if recomputed else 0
+
+
+def _statistics(
+    plan: Plan, name: str, microbatch: int, crossings: Mapping[str, Crossing], itemsize: int
+) -> Iterator[Comm]:
     crossing = crossings.get(name)
     if crossing is None or crossing.entered is None:
         return
     axis = ".".join(plan.layout.live(*DATA_AXES))
     nbytes = crossing.entered[0] * max(4, itemsize)
-    again = any(name.startswith(block + ".") for block in plan.recomputed())
-    for when in ("forward", "forward", "backward", "backward", *(("recompute", "recompute") if again else ())):
+    recomputed = ("recompute", "recompute") * _recomputations(plan, name, microbatch)
+    for when in ("forward", "forward", "backward", "backward", *recomputed):
         yield Comm("all_reduce", axis, nbytes, when, name)
+
+
+def _updates(plan: Plan, rank: int, itemsize: int) -> Iterator[Comm]:
+    """What an asynchronous schedule reduces: the gradients of every update, the weight of every microbatch's loss."""
+    if not plan.schedule.versions:
+        return
+    table, data = plan.params(), ".".join(plan.layout.live(*DATA_AXES))
+    for action in plan.schedule.order[plan.layout.coords(rank).get("pp", 0)]:
+        if action.kind == "F" and action.stage == plan.schedule.stages - 1 and data:
+            yield Comm("all_reduce", data, 8, "forward", "(loss)")
+        for weight in plan.weights if action.kind == "U" else ():
+            partial = plan.reduced_over(weight.name, table)
+            axes = plan.layout.live(*partial) if partial else ()
+            if axes and weight.trainable and action.stage in plan.users(weight.name):
+                nbytes = prod(plan.local_shape(weight, table, plan.layout.coords(rank).get("tp", 0))) * itemsize
+                yield Comm("all_reduce", ".".join(axes), nbytes, "reduce", weight.name)
+
+
+def _messages(plan: Plan, rank: int, values: Mapping[int, int]) -> Iterator[Comm]:
+    """What a rank sends over `pp`: values to the ranks of later stages, their gradients back."""
+    placement, here = plan.schedule.placement, plan.layout.coords(rank).get("pp", 0)
+    for index, value in enumerate(plan.staging.values if plan.staging is not None else ()):
+        source, others = placement[value.source], {placement[t] for t in value.targets} - {placement[value.source]}
+        for microbatch in range(plan.accumulate):
+            if source == here:
+                for _ in others:
+                    if microbatch == 0 or plan.dynamic_shapes:
+                        yield Comm("send", "pp", HEADER_BYTES, "forward", value.name)
+                    yield Comm("send", "pp", values[index], "forward", value.name)
+            elif here in others and value.differentiable:
+                yield Comm("send", "pp", values[index], "backward", value.name)
 
 
 def _gathers(plan: Plan, tp_index: int, unreached: Collection[str]) -> Iterator[Comm]:
@@ -141,7 +189,8 @@ def _gathers(plan: Plan, tp_index: int, unreached: Collection[str]) -> Iterator[
             n * weights[name].dtype.itemsize
             for name, n in padded.items() if weights[name].trainable and name not in unreached
         )  # fmt: skip
-        uses = {"step": 1, "microbatch": plan.accumulate, "use": 2 * plan.accumulate}[gather.gathered]
+        backwards = sum(plan.backwards(plan.users(step.params[0].name)[0], m) for m in range(plan.accumulate))
+        uses = {"step": 1, "microbatch": plan.accumulate, "use": plan.accumulate + backwards}[gather.gathered]
         for _ in range(uses):
             yield Comm("all_gather", gather.axis, gathered, "gather", step.module)
         for _ in range(plan.accumulate if gather.reduced == "microbatch" else 1):

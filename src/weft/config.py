@@ -7,9 +7,11 @@
     [optimizer]    name, and that optimizer's own arguments
     [precision]    compute = "fp32"
     [checkpoint]   every, keep
+    [pipeline]     schedule = "1f1b", cut = "parameters", and that schedule's own arguments
     [roles]        "blocks.*.up" = "column"
 
-All other keys of [model], [data] and [optimizer] are arguments of what the table names; `weft.build` checks them.
+All other keys of [model], [data], [optimizer] and [pipeline] are arguments of what the table names; `weft.build` checks
+them.
 """
 
 from __future__ import annotations
@@ -160,6 +162,21 @@ class Checkpoint(Table):
     keep: int = Field(default=3, gt=0, description="number of checkpoints kept, the latest ones")
 
 
+class Pipeline(Named):
+    """[pipeline]"""
+
+    schedule: str = Field(
+        default="1f1b", description='a schedule that `weft draw` shows, or "package.module:callable" that makes one'
+    )
+    cut: str | Strings = Field(
+        default="parameters",
+        description="stages of equal parameters, flops or time, or the list of modules with which the later ones begin",
+    )
+    dynamic_shapes: bool = Field(
+        default=False, description="shapes between stages follow from more than the shapes of the batch"
+    )
+
+
 class Run(Table):
     """All of a run file. In `folder`, before the current directory, its modules and relative paths are looked for."""
 
@@ -170,6 +187,7 @@ class Run(Table):
     optimizer: Optimizer = Optimizer()
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
+    pipeline: Pipeline = Pipeline()
     roles: dict[str, Any] = Field(
         default={}, description='a glob of module names -> its role, as in "blocks.*.up" = "column"'
     )

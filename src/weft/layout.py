@@ -16,7 +16,7 @@ from math import prod
 from .errors import LayoutError
 
 DATA_AXES = ("dp", "fsdp")  # the axes over which the batch is divided
-_AXIS = re.compile(r"([a-z]+)([0-9]+)((?:\+[a-z0-9]+)*)")
+_AXIS = re.compile(r"([a-z]+)([0-9]+)((?:\+[a-z0-9][a-z0-9-]*)*)")
 
 
 @dataclass(frozen=True)

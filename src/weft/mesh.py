@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -11,9 +13,16 @@ from .layout import DATA_AXES, Layout
 
 
 class Mesh:
-    """The ranks of a run on its layout's axes. One process without torch.distributed, or `alone`, is one rank."""
+    """The ranks of a run on its layout's axes. One process without torch.distributed, or `alone`, is one rank.
 
-    def __init__(self, layout: Layout, device: torch.device, alone: bool = False):
+    `shared`: sets of positions on `pp` whose ranks have something to reduce together; `pairs`: positions (lower,
+    higher) between which messages go.
+    """
+
+    def __init__(
+        self, layout: Layout, device: torch.device, alone: bool = False,
+        shared: Iterable[tuple[int, ...]] = (), pairs: Iterable[tuple[int, int]] = (),
+    ):  # fmt: skip
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if layout.world != world:
             raise LayoutError(
@@ -24,6 +33,10 @@ class Mesh:
         self.rank = dist.get_rank() if world > 1 else 0
         self.coords = layout.coords(self.rank)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._among: dict[tuple[tuple[str, ...], tuple[int, ...]], dist.ProcessGroup] = {}
+        # position on `pp` -> groups of that rank and this one: for messages to the higher of the two, and to the lower.
+        # What flows both ways, or to several ranks, must not queue up in one communicator
+        self.pipes: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self.device_mesh: DeviceMesh | None = None
         if world > 1:
             self.device_mesh = init_device_mesh(
@@ -33,11 +46,21 @@ class Mesh:
             for axes in [(axis,) for axis in layout.axes] + [
                 layout.live(*DATA_AXES),
                 layout.live(*DATA_AXES, "tp"),
+                layout.live(*DATA_AXES, "pp"),
                 layout.live(),
             ]:
                 self._make(axes)
             for axis in DATA_AXES:
                 self._make(layout.live(axis, "tp"))
+            if layout.live("pp"):
+                ranks, here = layout.peers(self.rank, "pp"), self.coords["pp"]
+                for low, high in sorted(set(pairs)):
+                    two = [ranks[low], ranks[high]]
+                    pipe = self._new(two), self._new(two)
+                    if here in (low, high):
+                        self.pipes[high if here == low else low] = pipe
+                for among in sorted(set(shared)):
+                    self._make_among(among)
 
     def _make(self, axes: tuple[str, ...]) -> None:
         live = self.layout.live(*axes) if axes else ()
@@ -49,9 +72,29 @@ class Mesh:
             else:
                 self._groups[live] = self.device_mesh[live]._flatten(".".join(live)).get_group()
 
-    def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The group of the ranks that differ only on these axes; None where that is this rank alone."""
+    def _new(self, ranks: list[int]) -> dist.ProcessGroup:
+        """A group of these ranks, made by its members alone. Who is not among them makes one of itself: the names of
+        such groups count how many a rank has made, so all ranks make equally many."""
+        return dist.new_group(ranks if self.rank in ranks else [self.rank], use_local_synchronization=True)
+
+    def _make_among(self, among: tuple[int, ...]) -> None:
+        """The groups of these positions on `pp`, with every set of other axes over which a gradient can be partial."""
+        seen = set()
+        for others in ((), DATA_AXES, ("tp",), (*DATA_AXES, "tp"), ("dp",), ("dp", "tp")):
+            axes = self.layout.live(*others, "pp")
+            if axes not in seen:
+                seen.add(axes)
+                ranks = [r for r in self.layout.peers(self.rank, *axes) if self.layout.coords(r)["pp"] in among]
+                self._among[axes, among] = self._new(ranks)
+
+    def group(self, *axes: str, among: tuple[int, ...] = ()) -> dist.ProcessGroup | None:
+        """The group of the ranks that differ only on these axes; None where that is this rank alone.
+
+        `among`: only those at these positions on `pp`.
+        """
         live = self.layout.live(*axes) if axes else ()
+        if among:
+            return self._among[live, among]
         return self._groups[live] if live else None
 
     def index(self, *axes: str) -> int:
@@ -63,7 +106,8 @@ class Mesh:
 
     def axes_of(self, group_name: str) -> str | None:
         """The axes of the group with this name, joined by a dot."""
-        for live, group in self._groups.items():
+        named = [*self._groups.items(), *((live, group) for (live, _), group in self._among.items())]
+        for live, group in [*named, *((("pp",), group) for pipe in self.pipes.values() for group in pipe)]:
             if group.group_name == group_name:
                 return ".".join(live)
         return None

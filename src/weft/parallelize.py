@@ -224,10 +224,13 @@ def _typed(y: Tensor, boundary: Boundary, mesh: Mesh, total: int | None) -> Tens
 
 
 def _in_place(forward: Callable, randomness: Randomness, name: str, interior: Any, *args: Any, **kwargs: Any) -> Any:
+    outside = randomness.place, randomness.calls
     randomness.enter(name, interior)
     if interior == "sequence":
         _alone(name, args, kwargs)
-    return forward(*args, **kwargs)
+    out = forward(*args, **kwargs)
+    randomness.place, randomness.calls = outside  # calls between blocks are counted apart: a block may be elsewhere
+    return out
 
 
 def _recompute(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -264,6 +267,9 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     if not units:
         return
     assert mesh.device_mesh is not None
+    held = {name for step in units for name in (p.name for p in step.params)}
+    root = modules[""]
+    absent = {p for name, p in root.named_parameters() if name not in held}  # another stage's
     for step in units:
         gather = step.gather
         assert gather is not None
@@ -271,7 +277,7 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
         offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if gather.offload else OffloadPolicy()
         unit = fully_shard(
             modules[step.module], mesh=mesh.device_mesh[axes], reshard_after_forward=gather.gathered == "use",
-            offload_policy=offload,  # types are autocast's, as without sharding
+            offload_policy=offload, ignored_params=absent or None,  # types are autocast's, as without sharding
         )  # fmt: skip
         unit.set_gradient_divide_factor(1.0)  # gradients are summed, then divided once by the global weight
         unit.set_force_sum_reduction_for_comms(True)

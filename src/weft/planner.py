@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import parallel
@@ -13,6 +14,9 @@ from .layout import DATA_AXES, Layout
 from .losses import accepts_sharded_logits
 from .plans import Plan, Step, Weight
 from .roles import find
+from .schedules import Schedule
+from .stages import stage
+from .staging import Staging
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
@@ -28,13 +32,26 @@ def plan(
     recompute: str | int = "none",
     precision: str = "fp32",
     sync_batchnorm: bool = True,
+    schedule: str | Schedule | Callable[..., Schedule] = "1f1b",
+    options: Mapping[str, object] | None = None,
+    cut: str | Sequence[str] = "parameters",
+    dynamic_shapes: bool = False,
+    inputs: Sequence[str] | None = None,
+    sample: Mapping[str, Tensor] | None = None,
 ) -> Plan:
     """Lay `model` (on any device, also meta) over `layout`. Nothing runs and the model is not changed.
 
     `batch` counts samples of one optimizer step over all ranks, which are divided into `accumulate` microbatches.
     `loss` tells whether logits may stay sharded over `tp`: a loss marked `weft.losses.vocab_parallel` takes them so.
     `roles` maps globs of module names to roles (see `weft.roles`). `recompute` is "none", "selective" (the attention
-    core), "full", or k for every k-th block (Korthikanti et al. 2022). Raises Refusal.
+    core), "full", or k for every k-th block (Korthikanti et al. 2022).
+
+    With `pp` the model is cut along its forward on `sample`, a batch of one or a few samples; `inputs` are the entries
+    that it is called with (default: those that its forward names). `schedule` is a name of `weft.schedule` (an option
+    of `pp` in the layout overrides it), a Schedule, or a function that makes one; `options` are its further arguments,
+    such as `chunks` per rank. `cut`: stages of equal "parameters", "flops" or measured "time", or the names of the
+    modules with which the second and later stages begin. `dynamic_shapes`: shapes of activations follow from more than
+    those of the batch. Raises Refusal.
     """
     if isinstance(layout, str):
         layout = Layout.parse(layout)
@@ -56,13 +73,53 @@ def plan(
         n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and (m.training or not model.training)
     )
     synced = norms if sync_batchnorm and layout.live(*DATA_AXES) else ()
+    staging, staged = None, None
+    if layout.live("pp"):
+        staging, staged = stage(model, layout, accumulate, schedule, options or {}, cut, blocks, inputs, sample)
+        again = blocks if recompute == "full" else blocks[::recompute] if isinstance(recompute, int) else ()
+        _check_staged(layout, staging, staged, steps, again)
+        steps = [_once_a_step(s) for s in steps]
     notes = []
     if layout.live("tp"):
         notes = [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
     return Plan(
         layout, tuple(steps), weights, batch, accumulate, blocks, recompute, precision, synced,
-        notes=tuple(notes),
+        notes=tuple(notes), staging=staging, staged=staged, dynamic_shapes=dynamic_shapes,
     )  # fmt: skip
+
+
+def _once_a_step(step: Step) -> Step:
+    """What no block holds is gathered and reduced once a step in a pipeline: its stages share the unit."""
+    if step.gather is None or step.module:
+        return step
+    return replace(step, gather=replace(step.gather, gathered="step", reduced="step"))
+
+
+def _check_staged(layout: Layout, staging: Staging, staged: Schedule, steps: list[Step], again: Sequence[str]) -> None:
+    units = {step.module for step in steps if step.gather is not None and step.module} | set(again)
+    for one in staging.stages:
+        inside = next((u for u in units if one.first.startswith(u + ".")), None)
+        if inside is not None:
+            raise CannotCut(
+                "pipeline.cut", one.first, f"cuts {inside} in two, which is one unit of recompute and of sharding",
+                f"cut before {inside} or before the next one",
+            )  # fmt: skip
+    if not staged.versions:
+        return
+    if layout.live("fsdp"):
+        raise LayoutError(
+            "layout", str(layout), f"{staged.name} keeps several versions of the weights, and fsdp stores one",
+            "use dp beside it, or a synchronous schedule such as 1f1b",
+        )  # fmt: skip
+    seen: set[str] = set()
+    for one in staging.stages:
+        both = seen & set(one.weights)
+        if both:
+            raise CannotCut(
+                "layout", str(layout), f"{min(both)} is used by two stages, which {staged.name} updates at other times",
+                "untie it, or use a synchronous schedule such as 1f1b",
+            )  # fmt: skip
+        seen |= set(one.weights)
 
 
 def weights_of(model: nn.Module) -> tuple[Weight, ...]:

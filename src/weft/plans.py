@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -24,6 +25,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .layout import DATA_AXES, Layout
+from .schedules import Action, Schedule
+from .staging import Staging
 
 Spec = Mapping[str, Placement]  # axis -> placement; an axis left out is Replicate
 COPY = Replicate()
@@ -158,8 +161,31 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """One all-reduce of gradients: of these parameters, over these axes.
+
+    `among`: the positions on `pp` that take part, where that axis is among `axes` (stages that share a weight).
+    `stage`: the one whose last backward fills it; None where it is filled when all backwards are done.
+    """
+
+    axes: tuple[str, ...]
+    names: tuple[str, ...]
+    among: tuple[int, ...] = ()
+    stage: int | None = 0
+
+
+def _accumulation(microbatches: int) -> Schedule:
+    """Gradient accumulation: the schedule of one rank."""
+    actions = tuple(Action(kind, 0, i) for i in range(microbatches) for kind in ("F", "B"))
+    return Schedule("accumulation", (0,), (actions,))
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before a process starts. `print(plan)` is a table a person reads."""
+    """Everything that is decided before a process starts. `print(plan)` is a table a person reads.
+
+    `accumulate` counts microbatches. `pipeline`: how the model is cut into stages; None for one stage.
+    """
 
     layout: Layout
     steps: tuple[Step, ...]
@@ -172,6 +198,71 @@ class Plan:
     batchnorms: tuple[str, ...] = ()  # modules whose statistics are the whole microbatch's
     bucket_bytes: int = 25 * 2**20
     notes: tuple[str, ...] = field(default=(), compare=False)
+    staging: Staging | None = None  # how the model is cut into stages; None: it is one
+    staged: Schedule | None = None  # in which order the stages run; None: gradient accumulation on one rank
+    dynamic_shapes: bool = False  # what crosses stages has shapes that the batch's shapes do not tell
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What runs, in which order."""
+        return self.staged if self.staged is not None else _accumulation(self.accumulate)
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The stages that this rank runs."""
+        position = self.layout.coords(rank).get("pp", 0)
+        return tuple(stage for stage, where in enumerate(self.schedule.placement) if where == position)
+
+    def users(self, name: str) -> tuple[int, ...]:
+        """The stages that use a parameter; the first one holds what no stage uses."""
+        return self._users.get(name, (0,))
+
+    @cached_property
+    def _users(self) -> dict[str, tuple[int, ...]]:
+        users: dict[str, tuple[int, ...]] = {}
+        for stage in self.staging.stages if self.staging is not None else ():
+            for name in stage.weights:
+                users[name] = (*users.get(name, ()), stage.index)
+        return users
+
+    def stage_of(self, module: str) -> int:
+        """The stage that runs a module; the first one if none names it."""
+        stages = self.staging.stages if self.staging is not None else ()
+        return next((s.index for s in stages if any(_inside(module, m) or _inside(m, module) for m in s.modules)), 0)
+
+    def backwards(self, stage: int, microbatch: int) -> int:
+        """How often backward goes over a stage: twice where it is split. The first has no input to be first for."""
+        return 2 if stage and (stage, microbatch) in self._split else 1
+
+    @cached_property
+    def _split(self) -> set[tuple[int, int]]:
+        return {(a.stage, a.microbatch) for actions in self.schedule.order for a in actions if a.kind == "W"}
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The positions on `pp` whose ranks hold a parameter."""
+        return tuple(sorted({self.schedule.placement[stage] for stage in self.users(name)}))
+
+    def of(self, rank: int) -> Plan:
+        """The part of the plan that concerns one rank: the parameters, modules and Steps of its stages."""
+        if self.staging is None:
+            return self
+        mine = self.stages(rank)
+        names = {w.name for w in self.weights if set(self.users(w.name)) & set(mine)}
+        modules = [m for stage in mine for m in self.staging.stages[stage].modules]
+
+        def runs(module: str) -> bool:
+            return not module or any(_inside(m, module) or _inside(module, m) for m in modules)
+
+        steps = [
+            replace(step, params=tuple(p for p in step.params if p.name in names))
+            for step in self.steps if runs(step.module)
+        ]  # fmt: skip
+        return replace(
+            self,
+            weights=tuple(w for w in self.weights if w.name in names),
+            steps=tuple(steps),
+            blocks=tuple(b for b in self.blocks if runs(b)),
+            batchnorms=tuple(n for n in self.batchnorms if runs(n)),
+        )
 
     @property
     def data_size(self) -> int:
@@ -194,31 +285,37 @@ class Plan:
     def reduced_over(self, name: str, table: Mapping[str, Mapping[str, Param]]) -> tuple[str, ...]:
         """The axes over which this parameter's gradient is all-reduced whole (not through a Gather)."""
         gathered = any(p.stored != p.compute for p in table[name].values())
-        return tuple(
+        axes = [
             axis
             for axis, p in table[name].items()
             if p.grad == SUM and p.stored == COPY and not (gathered and axis in DATA_AXES)
-        )
+        ]
+        return (*axes, "pp") if len(self.holders(name)) > 1 else tuple(axes)
 
-    def buckets(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """(axes, parameter names) of each gradient all-reduce, in the order in which backward fills them."""
+    def buckets(self) -> list[Bucket]:
+        """Each gradient all-reduce, those of a stage in the order in which backward fills them."""
+        if self.schedule.versions:
+            return []  # every update reduces its own gradients
         table = self.params()
-        buckets: list[tuple[tuple[str, ...], list[str]]] = []
+        buckets: list[tuple[tuple, list[str]]] = []
         room: dict[tuple, tuple[int, list[str]]] = {}
         gathered = {p.name for s in self.steps if s.gather is not None for p in s.params}
         for weight in reversed(self.weights):
             axes = self.reduced_over(weight.name, table)
             if not axes or not weight.trainable:
                 continue
-            key = (axes, weight.dtype, weight.name in gathered)
+            users = self.users(weight.name)
+            among = self.holders(weight.name) if "pp" in axes else ()
+            late = weight.name in gathered or len(users) > 1
+            key = (axes, among, None if late else users[0], weight.dtype, weight.name in gathered)
             left, names = room.get(key, (0, []))
             nbytes = prod(self.local_shape(weight, table)) * weight.dtype.itemsize
             if nbytes > left:
                 left, names = self.bucket_bytes, []
-                buckets.append((axes, names))
+                buckets.append((key, names))
             names.append(weight.name)
             room[key] = (left - nbytes, names)
-        return [(axes, tuple(names)) for axes, names in buckets]
+        return [Bucket(axes, tuple(names), among, stage) for (axes, among, stage, *_), names in buckets]
 
     def local_shape(self, weight: Weight, table: Mapping[str, Mapping[str, Param]], index: int = 0) -> tuple[int, ...]:
         """Shape of what a rank computes with: cut, not sharded for storage. `index`: its place in an uneven cut."""
@@ -247,7 +344,36 @@ class Plan:
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([head, "", *lines, *([""] if notes else []), *notes])
+        stages = ["", *self._stage_lines()] if self.staging is not None else []
+        return "\n".join([head, *stages, "", *lines, *([""] if notes else []), *notes])
+
+    def _stage_lines(self) -> list[str]:
+        """A table of the stages: where each runs, what it holds, what it sends on."""
+        assert self.staging is not None
+        sizes = {w.name: prod(w.shape) for w in self.weights}
+        kept = f", weight versions: {self.schedule.versions}" if self.schedule.versions else ""
+        rows = [("stage", "rank", "parameters", "modules", "sends")]
+        for stage in self.staging.stages:
+            first, last = stage.modules[0] if stage.modules else "", stage.modules[-1] if stage.modules else ""
+            sent = [
+                f"{v.name} -> {', '.join(map(str, v.targets))}"
+                for v in self.staging.values if v.source == stage.index
+            ]  # fmt: skip
+            rows.append((
+                str(stage.index), str(self.schedule.placement[stage.index]),
+                f"{sum(sizes[n] for n in stage.weights):,}", first if first == last else f"{first} .. {last}",
+                "; ".join(sent),
+            ))  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return [
+            f"pipeline {self.schedule.name}: {self.schedule.stages} stages on {self.schedule.ranks} ranks{kept}",
+            *lines,
+        ]
+
+
+def _inside(module: str, outer: str) -> bool:
+    return not outer or module == outer or module.startswith(outer + ".")
 
 
 def _letter(placement: Placement) -> str:

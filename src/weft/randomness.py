@@ -66,6 +66,10 @@ class Randomness:
         self.drawn += 1
         return mix(self.seed, self.step, self.place, self.calls)
 
+    def skip(self, calls: int) -> None:
+        """As many calls were another rank's to make."""
+        self.calls += calls
+
     def _coordinates(self, shape: torch.Size, dim: int, sharded: int | None, device: torch.device) -> Tensor:
         length = shape[dim]
         coords = torch.arange(length, device=device, dtype=torch.int64)

@@ -12,22 +12,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..cutting import StageForward
 from ..errors import CannotCut, ConfigError
 from ..layout import DATA_AXES
 from ..mesh import Mesh
 from ..order import part
-from ..parallelize import DTYPES, parallelize
-from ..plans import COPY, Gather, Plan
-from ..randomness import Randomness, mix
+from ..parallelize import parallelize
+from ..plans import COPY, Plan
+from ..randomness import Randomness
+from ..schedules import Action, Schedule
 from ..shards import Piece, Segment, chunks, cut_segments, fsdp_rows, take, whole
 from .functions import Functions
+from .pipeline import Pipeline, Route
 from .reducer import Reducer, local
+from .transport import Transport
+from .units import Units
+from .versions import Versions
+from .work import Batch, Inference, Loss, Stages, Training, arguments_of, signature
 
-Batch = dict[str, Tensor]
-Loss = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 # what these compute for one element depends on that element alone, so a shard is updated as the whole would be
@@ -79,40 +83,72 @@ class Engine:
         if device is None:
             device = _own_device()
         self.plan, self.loss, self.clip = plan, loss, clip
-        self.mesh = Mesh(plan.layout, torch.device(device))
+        shared = [b.among for rank in range(plan.layout.world) for b in plan.of(rank).buckets() if b.among]
+        self.mesh = Mesh(plan.layout, torch.device(device), shared=shared, pairs=_pairs(plan))
+        self.part = plan.of(self.mesh.rank)
         self.model = model.to(self.mesh.device)
         self.inputs = tuple(inputs) if inputs is not None else named_inputs(model)
         self.steps_done = 0
+        self.trace: list | None = None  # where the pipeline's actions are recorded, if anywhere
         _share_initial(self.model, self.mesh)
         self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
-        before = self.forward(sample) if sample is not None and plan.layout.live("tp") else None
-        parallelize(plan, self.model, self.mesh, self.randomness)
-        self.params = dict(self.model.named_parameters())
+        before = self._alone(sample) if sample is not None and plan.layout.live("tp") else None
+        staged = None
+        if plan.staging is not None:
+            staged = StageForward(model, plan.staging, plan.stages(self.mesh.rank), skipped=self.randomness.skip)
+        parallelize(self.part, self.model, self.mesh, self.randomness)
+        held = {w.name for w in self.part.weights}
+        self.params = {name: p for name, p in self.model.named_parameters() if name in held}
+        self.stages = Stages(self.model, plan, self.mesh.device, self.inputs, staged)
+        self._pipeline, self._single = self._pipelines()
         if sample is not None and before is not None:
             self._hold(before, sample)
         trainable = [(name, p) for name, p in self.params.items() if p.requires_grad]
         self.optimizer = optimizer(trainable)
         _check_optimizer(self.optimizer, plan)
-        self.reducer = Reducer(plan, self.params, self.mesh)
+        self.reducer = Reducer(self.part, self.params, self.mesh)
         self._functions: Functions | None = Functions(self.randomness, plan.recompute == "selective")
         self._table = table = plan.params()
         self._weights = {w.name: w for w in plan.weights}
         # how many ranks hold each element of a parameter: the global norm counts it once
+        within = plan.layout.world // plan.layout.size("pp")
         self._copies = {
-            name: plan.layout.world
+            name: within
+            * len(plan.holders(name))
             // plan.layout.size(
                 *(axis for axis, p in table[name].items() if p.stored != COPY and axis in plan.layout.live())
             )
             for name in self.params
         }
-        self._stale_buffers = _unsynced_buffers(self.model, plan)
+        self._stale_buffers = _unsynced_buffers(self.model, self.part, self._absent_buffers())
+        versions = None
+        if plan.schedule.versions:
+            versions = Versions(self.model, plan, self.mesh, self.params, lambda: self.optimizer.step())
+        units = Units(self.model, self.part)
+        self._training = Training(self.stages, self.mesh, loss, self.randomness, self.reducer, units, versions)
         self._trail = 0  # which modules ran, in order: FSDP2 pairs the ranks' collectives by nothing else
-        if any(True for _ in self._units()):
+        if units.units and staged is None:
             for index, module in enumerate(self.model.modules()):
                 if module._parameters:
                     module.register_forward_pre_hook(partial(self._pass, index))
         self.loss_scale, self._good_steps = (2.0**16, 0) if plan.precision == "fp16" else (1.0, 0)
+
+    def _pipelines(self) -> tuple[Pipeline, Pipeline]:
+        """The plan's schedule, and one of a single microbatch that only goes forward."""
+        schedule, staging = self.plan.schedule, self.plan.staging
+        routes = [Route(v.source, v.targets, v.name) for v in staging.values] if staging is not None else []
+        transport = None
+        if staging is not None:
+            position, pipes = self.mesh.coords["pp"], self.mesh.pipes
+            transport = Transport(position, pipes, self.mesh.device, dynamic_shapes=self.plan.dynamic_shapes)
+        order = tuple(
+            tuple(Action("F", stage, 0) for stage, rank in enumerate(schedule.placement) if rank == each)
+            for each in range(schedule.ranks)
+        )
+        single = Schedule("forward", schedule.placement, order)
+        rank = self.mesh.coords.get("pp", 0)
+        return Pipeline(schedule, routes, rank, transport), Pipeline(single, routes, rank, transport)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -127,25 +163,22 @@ class Engine:
             return self._step(batch)  # the user's own draws are not ours to move
 
     def _step(self, batch: Batch) -> StepResult:
-        plan = self.plan
-        batch = self._placed(batch)
+        plan, training = self.plan, self._training
+        micros = list(self._microbatches(self._placed(batch)))
         self._train_mode()
         self.optimizer.zero_grad(set_to_none=True)
         self._refresh_buffers()
-        # squared norm, loss, weight, unreached parameters, trail and its square
-        total = torch.zeros(6, dtype=torch.float64, device=self.mesh.device)
         self._trail = 0
-        for index, micro in enumerate(self._microbatches(batch)):
-            self._begin(index, last=index == plan.accumulate - 1)
-            with self._functions or contextlib.nullcontext():
-                with self._autocast():
-                    loss_sum, weight = self.loss(self._call(micro), micro)
-                # a constant divisor keeps fp16 in range; the true mean is taken at the end
-                (loss_sum * (self.loss_scale / plan.batch)).backward()
-            total[1] += loss_sum.detach().double()
-            total[2] += torch.as_tensor(weight, device=total.device).detach().double()
+        # a constant divisor keeps fp16 in range; the true mean is taken at the end
+        training.begin(self.steps_done, micros, self.loss_scale / plan.batch)
+        with self._functions or contextlib.nullcontext():
+            self._pipeline.run(training, [signature(micro) for micro in micros], trace=self.trace)
+        training.units.finish()
         missing = self.reducer.finish()
         self._check_selective()
+        # squared norm, loss, weight, unreached parameters, trail and its square
+        total = torch.zeros(6, dtype=torch.float64, device=self.mesh.device)
+        total[1:3] = training.sums
         result = self._update(total, missing)
         self.steps_done += 1
         if self.plan.recompute != "selective" and self.randomness.drawn == 0:
@@ -164,18 +197,6 @@ class Engine:
         for start in range(0, size * self.plan.accumulate, size):
             yield {key: value[start : start + size] for key, value in batch.items()}
 
-    def _begin(self, index: int, last: bool) -> None:
-        plan = self.plan
-        self.reducer.begin(first=index == 0, last=last)
-        for unit, gather in self._units():
-            unit.set_requires_gradient_sync(last or gather.reduced == "microbatch", recurse=False)
-            unit.set_requires_all_reduce(last, recurse=False)  # across replicas once a step
-            unit.set_reshard_after_backward(last or gather.gathered != "step", recurse=False)
-        data = self.mesh.index(*DATA_AXES)
-        first = index * plan.microbatch * plan.data_size + data * plan.microbatch
-        self.randomness.begin(self.steps_done, list(range(first, first + plan.microbatch)))
-        torch.manual_seed(mix(self.randomness.seed, self.steps_done, index, data) % 2**63)
-
     def _update(self, total: Tensor, missing: list) -> StepResult:
         grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
         want_norm = self.clip is not None or self.loss_scale != 1.0 or self.plan.precision == "fp16"
@@ -184,11 +205,11 @@ class Engine:
             norms = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32 if low else None)
             for name, norm in zip(grads, norms, strict=True):
                 total[0] += norm.double().square().to(total.device) / self._copies[name]
-        total[1:3] /= self.plan.layout.world // self.plan.data_size
+        total[1:3] /= self.plan.layout.world // self.plan.data_size // self.plan.layout.size("pp")
         total[3:] = torch.tensor([len(missing), self._trail, self._trail**2], dtype=torch.float64)
         if self.plan.layout.world > 1:
             dist.all_reduce(total, group=self.mesh.group(*self.plan.layout.live()))
-        if self.reducer.buckets and total[3] > 0:
+        if total[3] > 0:
             self.reducer.drop_unused(missing, self.mesh)
             grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
         if self._trail and total[5] * self.plan.layout.world != total[4] ** 2:
@@ -201,6 +222,8 @@ class Engine:
         factor = self.plan.batch / (weight * self.loss_scale)
         norm = total[0].sqrt() * factor if want_norm else None
         result = StepResult(loss_sum / weight, weight, norm)
+        if self._training.versions is not None:
+            return result  # every stage has taken its steps
         if self.plan.precision == "fp16" and not self._rescale(bool(torch.isfinite(total[0]))):
             return StepResult(result.loss, weight, norm, skipped=True)
         if self.clip is not None and norm is not None:
@@ -227,11 +250,16 @@ class Engine:
         """The mean loss of a batch over all ranks, in evaluation mode. `batch` as for `step`."""
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for micro in self._microbatches(self._placed(batch)):
-            with self._autocast():
-                loss_sum, weight = self.loss(self._call(micro), micro)
-            total += torch.stack([loss_sum, torch.as_tensor(weight, device=loss_sum.device)]).double()
-        group = self.mesh.group(*DATA_AXES)
+
+        def add(output: Any, micro: Batch) -> None:
+            with self.stages.autocast():
+                loss, weight = self.loss(output, micro)
+            total.add_(torch.stack([loss, torch.as_tensor(weight, device=loss.device)]).double())
+
+        micros = list(self._microbatches(self._placed(batch)))
+        work = Inference(self.stages, micros, add)
+        self._pipeline.run(work, [signature(micro) for micro in micros], forward_only=True)
+        group = self.mesh.group(*DATA_AXES, "pp")
         if group is not None:
             dist.all_reduce(total, group=group)
         return StepResult(total[0] / total[1], total[1])
@@ -240,14 +268,23 @@ class Engine:
     def forward(self, batch: Batch) -> Any:
         """The model's output in evaluation mode, logits whole on every rank. All ranks call it together."""
         self.model.eval()
-        with self._autocast():
-            output = self._call({key: value.to(self.mesh.device) for key, value in batch.items()})
-        if isinstance(output, DTensor):
-            return output.full_tensor()
-        for key, value in output.items() if isinstance(output, dict) else ():
-            if isinstance(value, DTensor):
-                output[key] = value.full_tensor()
-        return output
+        batch = {key: value.to(self.mesh.device) for key, value in batch.items()}
+        outputs: list[Any] = []
+        work = Inference(self.stages, [batch], lambda output, _: outputs.append(_whole(output)))
+        self._single.run(work, [signature(batch)], forward_only=True)
+        group = self.mesh.group("pp")
+        if group is not None:
+            source = self.plan.layout.peers(self.mesh.rank, "pp")[self.plan.schedule.placement[-1]]
+            outputs = outputs or [None]
+            dist.broadcast_object_list(outputs, src=source, group=group, device=self.mesh.device)
+        return outputs[0]
+
+    @torch.no_grad()
+    def _alone(self, batch: Batch) -> Any:
+        """The output of the model before it is cut."""
+        self.model.eval()
+        with Stages(self.model, self.plan, self.mesh.device, self.inputs, None).autocast():
+            return self.model(**arguments_of(self.inputs, {k: v.to(self.mesh.device) for k, v in batch.items()}))
 
     def _hold(self, before: Any, sample: Batch) -> None:
         """Refuse a cut that changes what the model computes."""
@@ -260,24 +297,15 @@ class Engine:
             after = self.forward(sample)
         except (RuntimeError, ValueError, IndexError, TypeError) as problem:
             raise refuse(f"the model does not run as it is cut ({str(problem).splitlines()[0]})") from problem
-        for unit, _ in self._units():
-            unit.reshard()
+        for unit in Units(self.model, self.part):
+            unit.module.reshard()
         whole, cut = (first_of(output).double() for output in (before, after))
         size = float(whole.norm())
         error = float((whole - cut).norm()) / (size if size > 0 else 1.0)
         if not error < (1e-3 if self.plan.precision in ("fp64", "fp32") else 5e-2):
             raise refuse(f"cut as its roles say, the model's output changes by {error:.2g} of itself")
 
-    def _units(self) -> Iterator[tuple[FSDPModule, Gather]]:
-        for step in self.plan.steps:
-            unit = self.model.get_submodule(step.module)
-            if step.gather is not None and isinstance(unit, FSDPModule):
-                yield unit, step.gather
-
     # ---- parts of a step -----------------------------------------------------------------------------------------
-
-    def _call(self, batch: Batch) -> Any:
-        return call_with(self.model, self.inputs, batch)
 
     def _placed(self, batch: Batch) -> Batch:
         want = self.plan.batch // self.plan.data_size
@@ -291,10 +319,10 @@ class Engine:
                 raise ConfigError(f"batch[{key!r}]", tuple(value.shape), f"this rank's part is {want} samples", hint)
         return {key: value.to(self.mesh.device, non_blocking=True) for key, value in batch.items()}
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        if self.plan.precision not in ("bf16", "fp16"):
-            return contextlib.nullcontext()
-        return torch.autocast(self.mesh.device.type, DTYPES[self.plan.precision])
+    def now(self) -> tuple[str, int]:
+        """The kind of the action that runs, and its microbatch."""
+        action = self._training.action
+        return ("", 0) if action is None else (action.kind, action.microbatch)
 
     @property
     def stale_buffer_bytes(self) -> list[int]:
@@ -325,10 +353,10 @@ class Engine:
         """
         for name, p in self.params.items():
             yield self._piece(name, local(p.detach()), name)
-        persistent = self.model.state_dict(keep_vars=True).keys() - self.params.keys()
+        persistent, absent = self.model.state_dict(keep_vars=True).keys() - self.params.keys(), self._absent_buffers()
         for name, buffer in self.model.named_buffers():
-            if name in persistent:
-                yield whole(name, buffer, self.mesh.rank == 0)
+            if name in persistent and name not in absent:
+                yield whole(name, buffer, self._writes(self._buffer_holders(name), ()))
         if saved is not None:
             self._make_optimizer_state(saved)
         for name, p in self.params.items():
@@ -339,7 +367,7 @@ class Engine:
                 if value.shape == p.shape and value.ndim:
                     yield self._piece(full, local(value), name)
                 else:
-                    yield whole(full, local(value), self.mesh.rank == 0)
+                    yield whole(full, local(value), self._writes(self.plan.holders(name), ()))
 
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors."""
@@ -363,10 +391,24 @@ class Engine:
         return dims
 
     def _piece(self, full: str, tensor: Tensor, name: str) -> Piece:
-        placed = self._table[name]
-        copies = [a for a in self.plan.layout.live() if a not in placed or placed[a].stored == COPY]
-        writer = all(self.mesh.coords[axis] == 0 for axis in copies)
+        cut = [axis for axis, p in self._table[name].items() if p.stored != COPY]
+        writer = self._writes(self.plan.holders(name), cut)
         return Piece(full, tensor, self._weights[name].shape, chunks(self.segments(name)), writer)
+
+    def _writes(self, holders: Sequence[int], cut: Sequence[str]) -> bool:
+        """Whether this rank is the first of those that hold the same part of something."""
+        copies = [axis for axis in self.plan.layout.live() if axis not in cut and axis != "pp"]
+        return self.mesh.coords.get("pp", 0) == holders[0] and all(self.mesh.coords[axis] == 0 for axis in copies)
+
+    def _buffer_holders(self, name: str) -> tuple[int, ...]:
+        """The positions on `pp` that keep a buffer; what no stage changes is kept by all."""
+        staging, placement = self.plan.staging, self.plan.schedule.placement
+        stages = [s.index for s in staging.stages if name in s.buffers] if staging is not None else []
+        return tuple(sorted({placement[stage] for stage in stages or range(len(placement))}))
+
+    def _absent_buffers(self) -> set[str]:
+        position = self.mesh.coords.get("pp", 0)
+        return {name for name, _ in self.model.named_buffers() if position not in self._buffer_holders(name)}
 
     def _make_optimizer_state(self, saved: Collection[str]) -> None:
         """Optimizers make their state at the first step; a checkpoint is loaded into state that is there."""
@@ -399,11 +441,14 @@ def first_of(output: Any) -> Tensor:
     return output
 
 
-def call_with(model: nn.Module, inputs: Sequence[str], batch: Batch) -> Any:
-    """The model on these of the batch's entries; where none are named, on all but labels."""
-    if inputs:
-        return model(**{key: batch[key] for key in inputs if key in batch})
-    return model(**{key: value for key, value in batch.items() if not key.startswith("label")})
+def _whole(output: Any) -> Any:
+    """The output with no tensor sharded."""
+    if isinstance(output, DTensor):
+        return output.full_tensor()
+    for key, value in output.items() if isinstance(output, dict) else ():
+        if isinstance(value, DTensor):
+            output[key] = value.full_tensor()
+    return output
 
 
 def named_inputs(model: nn.Module) -> tuple[str, ...]:
@@ -413,6 +458,14 @@ def named_inputs(model: nn.Module) -> tuple[str, ...]:
         p.name for p in parameters
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and not p.name.startswith("label")
     )  # fmt: skip
+
+
+def _pairs(plan: Plan) -> set[tuple[int, int]]:
+    """The positions on `pp` between which values cross."""
+    at = plan.schedule.placement
+    values = plan.staging.values if plan.staging is not None else ()
+    pairs = {(at[value.source], at[target]) for value in values for target in value.targets}
+    return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}
 
 
 def _share_initial(model: nn.Module, mesh: Mesh) -> None:
@@ -435,7 +488,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         )  # fmt: skip
 
 
-def _unsynced_buffers(model: nn.Module, plan: Plan) -> list[Tensor]:
+def _unsynced_buffers(model: nn.Module, plan: Plan, absent: set[str]) -> list[Tensor]:
     """Buffers that replicas could come to differ in: those of the state, less statistics that the plan synchronises."""
     if not plan.layout.live(*DATA_AXES):
         return []
@@ -443,5 +496,5 @@ def _unsynced_buffers(model: nn.Module, plan: Plan) -> list[Tensor]:
     synced = {f"{name}." for name in plan.batchnorms}
     return [
         buffer for name, buffer in model.named_buffers()
-        if name in kept and not buffer.is_complex() and f"{name.rpartition('.')[0]}." not in synced
+        if name in kept - absent and not buffer.is_complex() and f"{name.rpartition('.')[0]}." not in synced
     ]  # fmt: skip

@@ -1,7 +1,8 @@
 """Gradient all-reduce in buckets, each launched as soon as backward has filled it (Li et al. 2020).
 
-Buckets are launched in one fixed order on every rank, which is what NCCL needs. Gradients of parameters that FSDP2
-stores are known only after it has reduced them: their buckets (partial sums over `tp`) are filled at the end.
+Buckets are launched in one fixed order on every rank, which is what NCCL needs: a stage's in the order in which its
+last backward fills them, then those that are known only at the end: gradients that FSDP2 has to reduce first (partial
+sums over `tp`), and those of weights that several stages use.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def local(tensor: Tensor) -> Tensor:
 class Bucket:
     group: dist.ProcessGroup
     params: list[nn.Parameter]
-    late: bool
+    stage: int | None  # None: reduced when all backwards are done
+    stored: bool  # by FSDP2, whose gradients are copied in and out
     flat: Tensor
     views: list[Tensor]
     waiting: int = 0
@@ -39,12 +41,11 @@ class Reducer:
 
     def __init__(self, plan: Plan, params: dict[str, nn.Parameter], mesh: Mesh):
         self.buckets: list[Bucket] = []
-        self._next = 0
-        self._sync = False
-        for axes, names in plan.buckets():
-            members = [params[name] for name in names]
-            late = isinstance(members[0], DTensor)
-            group = mesh.group(*axes)
+        self._ready_buckets: list[Bucket] = []  # of the stage whose last backward runs, those not launched yet
+        self._of: dict[nn.Parameter, tuple[Bucket, int]] = {}
+        for bucket in plan.buckets():
+            members = [params[name] for name in bucket.names]
+            group = mesh.group(*bucket.axes, among=bucket.among)
             assert group is not None
             flat = torch.zeros(
                 sum(local(p).numel() for p in members), dtype=members[0].dtype, device=local(members[0]).device
@@ -54,36 +55,42 @@ class Reducer:
                 size = local(p).numel()
                 views.append(flat[offset : offset + size].view(local(p).shape))
                 offset += size
-            bucket = Bucket(group, members, late, flat, views)
-            self.buckets.append(bucket)
-            if not late:
-                for i, p in enumerate(members):
-                    p.register_post_accumulate_grad_hook(lambda p, b=bucket, i=i: self._ready(b, i))  # type: ignore[misc]
+            made = Bucket(group, members, bucket.stage, isinstance(members[0], DTensor), flat, views)
+            self.buckets.append(made)
+            for i, p in enumerate(members):
+                self._of[p] = made, i
+                if not made.stored:
+                    p.register_post_accumulate_grad_hook(self._accumulated)
 
-    def begin(self, first: bool, last: bool) -> None:
-        """A microbatch begins: in the first one gradients are cleared, in the last one they are reduced."""
-        self._sync, self._next = last, 0
+    def begin(self) -> None:
+        """A step begins: gradients are cleared."""
         for bucket in self.buckets:
             bucket.waiting, bucket.work = len(bucket.params), None
-            if first:
-                bucket.reached.clear()
-            if first and not bucket.late:
+            bucket.reached.clear()
+            if not bucket.stored:
                 bucket.flat.zero_()
                 for p, view in zip(bucket.params, bucket.views, strict=True):
                     p.grad = view  # backward adds in place: the bucket is the gradient, there is no second copy
 
-    def _ready(self, bucket: Bucket, i: int) -> None:
+    def arm(self, stage: int) -> None:
+        """The next backward is the last of this stage: what it fills is reduced while it runs."""
+        self._ready_buckets = [bucket for bucket in self.buckets if bucket.stage == stage]
+
+    def close(self, stage: int) -> None:
+        """The last backward of this stage has ended: what it did not fill is reduced now."""
+        self._ready_buckets = []
+        for bucket in self.buckets:
+            if bucket.stage == stage and bucket.work is None:
+                self._launch(bucket)
+
+    def _accumulated(self, p: Tensor) -> None:
+        bucket, i = self._of[p]  # type: ignore[index]
         bucket.reached.add(i)
-        if not self._sync:
+        if not self._ready_buckets:
             return
         bucket.waiting -= 1
-        while (
-            self._next < len(self.buckets)
-            and self.buckets[self._next].waiting == 0
-            and not self.buckets[self._next].late
-        ):
-            self._launch(self.buckets[self._next])
-            self._next += 1
+        while self._ready_buckets and self._ready_buckets[0].waiting == 0:
+            self._launch(self._ready_buckets.pop(0))
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
@@ -91,7 +98,7 @@ class Reducer:
     def finish(self) -> list[tuple[Bucket, int]]:
         """Reduce what is left and wait. Returns the parameters that this rank's backward did not reach."""
         for bucket in self.buckets:
-            if bucket.late:
+            if bucket.stored:
                 bucket.flat.zero_()
                 for i, (p, view) in enumerate(zip(bucket.params, bucket.views, strict=True)):
                     if p.grad is not None:
@@ -103,7 +110,7 @@ class Reducer:
             assert bucket.work is not None
             bucket.work.wait()
             for p, view in zip(bucket.params, bucket.views, strict=True):
-                if bucket.late and p.grad is not None:
+                if bucket.stored and p.grad is not None:
                     local(p.grad).copy_(view)
         return [(b, i) for b in self.buckets for i in range(len(b.params)) if i not in b.reached]
 

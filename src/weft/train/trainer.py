@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
-from torch import Tensor
 
 from .. import build, checkpoint, config
 from ..config import Run
-from ..data import Dataset, Loader, collate
+from ..data import Dataset, Loader
 from ..engine import Engine, StepResult
 from ..engine.reducer import local
 from ..errors import WeftError
@@ -30,12 +29,14 @@ from ..layout import DATA_AXES
 from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
 from .output import CHECKPOINTS, SAMPLE, check_output, position
 from .progress import Progress, short
+from .recorder import Recorder
 from .sample import coder, sample
 
 
-def train(run: Run, resume: bool) -> None:
+def train(run: Run, resume: bool, trace: bool = False) -> None:
     """Train as `run` says, from its folder's latest checkpoint if `resume`; returns early, with a checkpoint saved, if
-    SIGTERM reaches a rank. Every rank of the layout calls it; rank 0 writes and prints.
+    SIGTERM reaches a rank. Every rank of the layout calls it; rank 0 writes and prints. With `trace` a few steps are
+    recorded and drawn, measured under predicted.
 
     Raises Refusal, and WeftError if the loss or a weight is no longer finite.
     """
@@ -58,12 +59,17 @@ def train(run: Run, resume: bool) -> None:
         (folder / "run.toml").write_text(config.dump(run), encoding="utf-8")
         (folder / "plan.txt").write_text(f"{engine.plan}\n", encoding="utf-8")
 
-    progress = Progress(Console(quiet=rank != 0), t.steps, done)
+    console = Console(quiet=rank != 0)
+    recorder = Recorder(engine) if trace else None
+    progress = Progress(console, t.steps, done)
     progress.table(_header(run, engine, done))
     writer = Metrics(folder, done) if rank == 0 else nullcontext()
     with writer as metrics, Interrupt() as interrupt, progress:
-        loop = _Loop(run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress)
+        loop = _Loop(run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress, recorder)
         interrupted = loop(interrupt)
+    drawing = recorder.finish(folder, console.width, console.color_system is not None) if recorder is not None else None
+    if drawing is not None:
+        console.print(drawing, soft_wrap=True)
     progress.table(_summary(run, loop, interrupted, time.perf_counter() - began))
     if text is not None and not interrupted:
         written = sample(run, engine, text, len(dataset[0]["input_ids"]))
@@ -83,6 +89,7 @@ class _Loop:
     counted: tuple[str, int]  # what a rate counts, and how many of it a step has
     metrics: Metrics | None
     progress: Progress
+    recorder: Recorder | None = None
     loss: float | None = None
     val_loss: float | None = None
     first: int = field(init=False)  # the number of the first step that is taken
@@ -101,7 +108,12 @@ class _Loop:
         for step in range(self.first, t.steps + 1):
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * factor(step - 1)
-            recent.append(self.engine.step(_cast(self.run, next(self.loader))))
+            batch = build.cast(self.run, next(self.loader))
+            if self.recorder is not None:
+                self.recorder.before(step - self.first + 1)
+            recent.append(self.engine.step(batch))
+            if self.recorder is not None:
+                self.recorder.after()
             self.progress.step(step)
             last = step == t.steps
             stop = interrupt.agreed() and not last
@@ -162,7 +174,7 @@ class _Loop:
         loader = self.val_loader
         loader.step = 0
         results = [
-            self.engine.evaluate(_cast(self.run, next(loader)))
+            self.engine.evaluate(build.cast(self.run, next(loader)))
             for _ in range(min(self.run.train.eval_batches, loader.steps_per_epoch))
         ]
         weights = torch.stack([r.weight for r in results])
@@ -235,15 +247,16 @@ class Interrupt:
 
 def _engine(run: Run, dataset: Dataset) -> Engine:
     model = build.model(run, dtype=torch.float64 if run.precision.compute == "fp64" else torch.float32)
+    sample = build.first(run, dataset)
     return Engine(
         model,
-        build.plan(run, model),
+        build.plan(run, model, sample),
         optimizer=build.optimizer(run),
         loss=build.loss(run),
         inputs=build.inputs(run, model),
         clip=run.train.clip,
         seed=run.train.seed,
-        sample=_cast(run, collate([dataset[0]])),
+        sample=sample,
     )
 
 
@@ -253,13 +266,6 @@ def _loader(run: Run, engine: Engine, dataset: Dataset, start: int = 0) -> Loade
     return Loader(
         dataset, t.batch, t.seed, accumulate=t.accumulate, data_rank=rank, data_size=size, start=start
     )  # fmt: skip
-
-
-def _cast(run: Run, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model in float64 computes on nothing less."""
-    if run.precision.compute != "fp64":
-        return batch
-    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
 
 
 def _version() -> str:

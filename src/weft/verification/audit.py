@@ -27,6 +27,7 @@ _KINDS = {
     "gather_": ("gather", 0),
     "scatter_": ("scatter", 0),
     "alltoall_": ("all_to_all", 0),
+    "send": ("send", 0),
 }
 
 

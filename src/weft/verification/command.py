@@ -26,10 +26,11 @@ def verify_run(run: Run, layouts: Sequence[str], steps: int) -> Report:
 
 def case_of(run: Run) -> Case:
     """The Case of a run. Recomputation, accumulation and clipping are the run's own."""
+    batches = _Batches(run)
     return Case(
         build=partial(build.model, run, dtype=torch.float64),
-        plan=partial(_plan, run),
-        batch=_Batches(run),
+        plan=partial(_plan, run, batches),
+        batch=batches,
         loss=build.loss(run),
         optimizer=build.optimizer(run),
         inputs=run.model.inputs,
@@ -38,8 +39,8 @@ def case_of(run: Run) -> Case:
     )
 
 
-def _plan(run: Run, model: nn.Module, layout: str) -> Plan:
-    return build.plan(build.with_layout(run, layout), model)
+def _plan(run: Run, batches: _Batches, model: nn.Module, layout: str) -> Plan:
+    return build.plan(build.with_layout(run, layout), model, build.first(run, batches.held()))
 
 
 @dataclass
@@ -49,9 +50,12 @@ class _Batches:
     run: Run
     dataset: Dataset | None = field(default=None, repr=False)
 
-    def __call__(self, step: int, data_rank: int, data_size: int) -> Batch:
+    def held(self) -> Dataset:
         if self.dataset is None:
             self.dataset = build.dataset(self.run)
+        return self.dataset
+
+    def __call__(self, step: int, data_rank: int, data_size: int) -> Batch:
         train = self.run.train
-        loader = partial(Loader, self.dataset, train.batch, train.seed, accumulate=train.accumulate)
+        loader = partial(Loader, self.held(), train.batch, train.seed, accumulate=train.accumulate)
         return next(loader(data_rank=data_rank, data_size=data_size, start=step))

@@ -25,6 +25,7 @@ from ..plans import COPY, Plan
 from ..shards import Chunk, chunks, flaw
 from .audit import Audit
 from .case import Case, in_double
+from .crossing import value_bytes
 from .double import InDouble
 from .reference import Reference, scale
 from .trace import Trace, traced
@@ -84,7 +85,7 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         batch = in_double(case.batch(step, engine.mesh.index(*DATA_AXES), plan.data_size))
         found += _wrong_batch(engine, batch, reference.batches[step], step)
         if step == 0:
-            with InDouble(), Audit(engine.mesh) as audit, traced(engine.model, plan.microbatch) as trace:
+            with InDouble(), Audit(engine.mesh) as audit, traced(engine.model, plan.microbatch, engine.now) as trace:
                 result = engine.step(batch)
             seen = audit.seen
             found += _first_activation(engine, trace, reference.traces)
@@ -102,7 +103,10 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     last, problem = _state_errors(engine, reference)
     found += _first_of(last, (len(reference.losses), "weight"))
     errors["weight"] |= last
-    predicted = predict(plan, reference.traces[0].crossings, 8, reference.unreached, engine.stale_buffer_bytes, rank)
+    values = value_bytes(case, plan, reference.batches[0])
+    predicted = predict(
+        plan, reference.traces[0].crossings, 8, reference.unreached, engine.stale_buffer_bytes, rank, values
+    )
     first = min(found, key=_when, default=None)
     return _together(layout, (errors, first, problem, totals(predicted), totals(seen)))
 
@@ -130,7 +134,8 @@ def _first_of(errors: dict[str, float], when: tuple[int, str]) -> list[Differenc
 def _other_parameters(engine: Engine, reference: Reference) -> list[Difference]:
     """Parameters that only one of the two runs has: tied weights that came apart, or were joined."""
     found = []
-    for name in sorted(engine.params.keys() ^ set(reference.parameters)):
+    wanted = {n for n in reference.parameters if engine.mesh.coords.get("pp", 0) in engine.plan.holders(n)}
+    for name in sorted(engine.params.keys() ^ wanted):
         other = "which one device does not have" if name in engine.params else "which only one device has"
         found.append(((0, "parameter", 0), f"parameter {name}, {other}: weights that are tied on one side only?"))
     return found
@@ -257,10 +262,8 @@ def _coverage(held: dict[str, list], reference: Reference) -> str | None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, held)
-    for name in held:
-        if not all(name in ranks for ranks in everyone):
-            continue
-        boxes = [box for ranks in everyone for box in ranks[name]]
+    for name in {name: None for ranks in everyone for name in ranks}:
+        boxes = [box for ranks in everyone for box in ranks.get(name, ())]
         problem = flaw(boxes, tuple(reference.final[name].shape))
         if problem is not None:
             return f"{name}: {problem}"
@@ -298,7 +301,7 @@ def _first_activation(engine: Engine, trace: Trace, references: list[Trace]) -> 
             found.append(((0, "output", place), f"output of {name or 'the model'}"))
             break
     agreed = ""
-    factor = engine.plan.batch / engine.loss_scale
+    factor = 1.0 if engine.plan.schedule.versions else engine.plan.batch / engine.loss_scale
     for place, (name, call) in enumerate(_calls(references[0].backward)):
         if _partial(engine.plan, name):
             continue

@@ -16,6 +16,7 @@ from ..order import part
 from ..planner import plan as lay
 from ..plans import Plan
 from .case import Batch, Case
+from .delayed import run_delayed
 from .parity import check
 from .reference import Reference, run_reference
 from .report import Report
@@ -23,8 +24,21 @@ from .report import Report
 
 def verify_case(case: Case, layouts: Sequence[str], steps: int = 3) -> Report:
     """Run `case` once on one device and once under each layout, in processes of its own."""
-    (reference,) = run(run_reference, 1, case, steps)
-    return Report(tuple(_under(case, layout, reference) for layout in layouts), steps)
+    (references,) = run(_references, 1, case, layouts, steps)
+    return Report(tuple(_under(case, *pair) for pair in zip(layouts, references, strict=True)), steps)
+
+
+def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Reference]:
+    """What each layout is held to: the one-device run, or its schedule's own definition where weights are delayed."""
+    plain: Reference | None = None
+    found = []
+    for layout in layouts:
+        if Layout.parse(layout).live("pp") and case.plan(case.build().double(), layout).schedule.versions:
+            found.append(run_delayed(case, layout, steps))
+        else:
+            plain = plain or run_reference(case, steps)
+            found.append(plain)
+    return found
 
 
 def _under(case: Case, layout: str, reference: Reference):  # type: ignore[no-untyped-def]
@@ -50,7 +64,9 @@ def verify(
     process after torch.manual_seed(seed). Returns a Report: `.passed`, `.text()`, `.json()`.
     """
     if isinstance(plan, str):
-        plan = lay(_seeded(build_model, seed), plan, batch=next(iter(batch.values())).shape[0], loss=loss)
+        sample = {key: value[:1] for key, value in batch.items()}
+        size = next(iter(batch.values())).shape[0]
+        plan = lay(_seeded(build_model, seed), plan, batch=size, loss=loss, inputs=inputs, sample=sample)
     case = Case(
         build=partial(_seeded, build_model, seed),
         plan=partial(_same_plan, plan),
@@ -75,7 +91,9 @@ def _same_plan(plan: Plan, model: nn.Module, layout: str) -> Plan:
     whole = replace(plan, weights=weights, precision="fp64")
     if layout == str(plan.layout):
         return whole
-    return replace(whole, layout=Layout.parse(layout), steps=(), batchnorms=(), recompute="none")
+    return replace(
+        whole, layout=Layout.parse(layout), steps=(), batchnorms=(), recompute="none", staging=None, staged=None
+    )
 
 
 def _part_of(batch: Batch, accumulate: int, step: int, data_rank: int, data_size: int) -> Batch:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..engine.engine import call_with, named_inputs
+from ..engine.engine import named_inputs
 from ..engine.functions import Functions
+from ..engine.work import arguments_of
 from ..mesh import Mesh
 from ..parallelize import parallelize
 from ..randomness import Randomness
@@ -63,11 +65,11 @@ def run_reference(case: Case, steps: int) -> Reference:
             with InDouble(), Functions(randomness, selective=False):
                 if step == 0:
                     with traced(model, size) as trace:
-                        part, count = case.loss(call_with(model, inputs, micro), micro)
+                        part, count = case.loss(model(**arguments_of(inputs, micro)), micro)
                         part.backward()
                     found.traces.append(trace)
                 else:
-                    part, count = case.loss(call_with(model, inputs, micro), micro)
+                    part, count = case.loss(model(**arguments_of(inputs, micro)), micro)
                     part.backward()
             loss_sum += part.detach()
             weight += torch.as_tensor(count).detach()
@@ -83,12 +85,18 @@ def run_reference(case: Case, steps: int) -> Reference:
         optimizer.step()
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in model.named_parameters()}
+    finish(found, model, [optimizer])
+    return found
+
+
+def finish(found: Reference, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Keep the state after the last step."""
     found.final = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for name, p in model.named_parameters():
-        for key, value in optimizer.state.get(p, {}).items():
-            if isinstance(value, Tensor):
-                found.final[f"optimizer/{name}/{key}"] = value.clone()
-    return found
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor):
+                    found.final[f"optimizer/{name}/{key}"] = value.clone()
 
 
 def scale(tensors: dict[str, Tensor]) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..comms import Crossing
+from ..ghosts import Ghost
 
 
 @dataclass
 class Trace:
-    """Per module: one tensor per call of its forward, and one per gradient of its output.
+    """Per module: one tensor per call of its forward, and one per gradient of its output, microbatch by microbatch.
 
     `forward` and `backward` name the modules in the order in which these came, one entry per tensor.
     """
@@ -37,18 +38,31 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 @contextmanager
-def traced(model: nn.Module, samples: int) -> Iterator[Trace]:
-    """Record one forward and backward of `samples` samples. In a recomputed forward nothing is recorded again."""
+def traced(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = lambda: ("", 0)) -> Iterator[Trace]:
+    """Record forwards and backwards of `samples` samples each. `now`: which kind of action runs, on which microbatch.
+
+    In a recomputed forward, and where a backward goes over nodes again for the weights (W), nothing is recorded.
+    """
     trace = Trace()
     handles = []
+    places: dict[int, int] = {}  # id of a recorded tensor -> its microbatch
+
+    def keep(record: dict[str, list[Tensor]], names: list[str], name: str, tensor: Tensor) -> None:
+        kind, microbatch = now()
+        if kind == "W":
+            return
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        places[id(local)] = microbatch
+        record.setdefault(name, []).append(local)
+        names.append(name)
 
     def after(name: str, args: tuple, kwargs: dict, output: Any) -> None:
         out = first_tensor(output)
-        if out is None or torch._C._current_graph_task_id() != -1:  # a forward inside a backward: recomputation
-            return
-        local = out.to_local() if isinstance(out, DTensor) else out
-        trace.outputs.setdefault(name, []).append(local.detach().clone())
-        trace.forward.append(name)
+        if out is None or isinstance(out, Ghost) or torch._C._current_graph_task_id() != -1:
+            return  # another stage's, or a forward inside a backward: recomputation
+        if out.is_leaf and out.requires_grad:
+            return  # received from another stage, which records it
+        keep(trace.outputs, trace.forward, name, out)
         entered = first_tensor((*args, *kwargs.values()))
         batched = out.shape[:1] == (samples,)
         trace.crossings[name] = Crossing(
@@ -58,23 +72,24 @@ def traced(model: nn.Module, samples: int) -> Iterator[Trace]:
             batched or (entered is not None and entered.shape[:1] == (samples,)),
         )
         if out.requires_grad:
-            out.register_hook(lambda grad: _keep(trace, name, grad))
+            out.register_hook(lambda grad: keep(trace.gradients, trace.backward, name, grad))
+
+    def seen(name: str, args: tuple, kwargs: dict, output: Any) -> None:
+        with torch._C.DisableTorchFunction():  # what records is no part of the forward
+            after(name, args, kwargs, output)
 
     for name, module in model.named_modules():
         handles.append(
-            module.register_forward_hook(lambda _, a, k, o, name=name: after(name, a, k, o), with_kwargs=True)  # type: ignore[misc]
+            module.register_forward_hook(lambda _, a, k, o, name=name: seen(name, a, k, o), with_kwargs=True)  # type: ignore[misc]
         )
     try:
         yield trace
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _keep(trace: Trace, name: str, grad: Tensor) -> None:
-    local = grad.to_local() if isinstance(grad, DTensor) else grad
-    trace.gradients.setdefault(name, []).append(local.detach().clone())
-    trace.backward.append(name)
+        for record in (trace.outputs, trace.gradients):  # a schedule takes microbatches in an order of its own
+            for tensors in record.values():
+                tensors.sort(key=lambda tensor: places[id(tensor)])
 
 
 def _per_sample(tensor: Tensor, samples: int) -> tuple[int, ...]:

@@ -1,0 +1,168 @@
+"""What one rank does for each action of a schedule: its stages of the model, on its samples."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cutting import StageForward
+from ..layout import DATA_AXES
+from ..mesh import Mesh
+from ..parallelize import DTYPES
+from ..plans import Plan
+from ..randomness import Randomness, mix
+from ..schedules import Action
+from .reducer import Reducer
+from .units import Units
+from .versions import Versions
+
+Batch = dict[str, Tensor]
+Loss = Callable[[Any, Batch], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Stages:
+    """The part of a model that one rank runs."""
+
+    model: nn.Module
+    plan: Plan
+    device: torch.device
+    inputs: tuple[str, ...]
+    staged: StageForward | None  # None: the model is one stage
+
+    def __call__(self, stage: int, batch: Batch, received: dict[int, Tensor]) -> tuple[dict[int, Tensor], Any]:
+        """({value: tensor} for other stages, what the model returns) where that is the last stage, else None."""
+        with self.autocast():
+            arguments = arguments_of(self.inputs, batch)
+            if self.staged is None:
+                return {}, self.model(**arguments)
+            return self.staged(stage, arguments, received)
+
+    def is_last(self, stage: int) -> bool:
+        return stage == self.plan.schedule.stages - 1
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        if self.plan.precision not in ("bf16", "fp16"):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, DTYPES[self.plan.precision])
+
+
+def arguments_of(inputs: Sequence[str], batch: Batch) -> Batch:
+    """The batch's entries that a model is called with: these; where none are named, all but labels."""
+    if inputs:
+        return {key: batch[key] for key in inputs if key in batch}
+    return {key: value for key, value in batch.items() if not key.startswith("label")}
+
+
+def signature(batch: Batch) -> Hashable:
+    """What the shapes of a microbatch's activations follow from."""
+    return tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(batch.items()))
+
+
+@dataclass
+class Inference:
+    """Forward alone: `done(output, microbatch)` gets what the model returns, on the rank of the last stage."""
+
+    stages: Stages
+    micros: list[Batch]
+    done: Callable[[Any, Batch], None]
+
+    def forward(
+        self, stage: int, microbatch: int, received: dict[int, Tensor]
+    ) -> tuple[dict[int, Tensor], Tensor | None]:
+        values, output = self.stages(stage, self.micros[microbatch], received)
+        if self.stages.is_last(stage):
+            self.done(output, self.micros[microbatch])
+        return values, None
+
+    def before(self, action: Action) -> None:
+        pass
+
+    def after(self, action: Action) -> None:
+        pass
+
+
+@dataclass
+class Training:
+    """One optimizer step's actions. `sums` becomes (sum of losses, sum of weights) of this rank's microbatches."""
+
+    stages: Stages
+    mesh: Mesh
+    loss: Loss
+    randomness: Randomness
+    reducer: Reducer
+    units: Units
+    versions: Versions | None = None
+    scale: float = 1.0  # of the loss that backward starts from
+    step: int = 0
+    micros: list[Batch] = field(default_factory=list)
+    sums: Tensor = field(init=False)
+    action: Action | None = None  # what runs
+
+    def __post_init__(self) -> None:
+        schedule, rank = self.stages.plan.schedule, self.mesh.coords.get("pp", 0)
+        backwards = [a for a in schedule.order[rank] if a.kind in ("B", "W")]
+        self._split = {a[1:] for a in backwards if a.kind == "W"}
+        # of each stage, the action after which its gradients are complete
+        self._last = {a.stage: a for a in backwards}
+
+    def begin(self, step: int, micros: list[Batch], scale: float) -> None:
+        self.step, self.micros, self.scale = step, micros, scale
+        self.sums = torch.zeros(2, dtype=torch.float64, device=self.stages.device)
+        self.reducer.begin()
+
+    def forward(
+        self, stage: int, microbatch: int, received: dict[int, Tensor]
+    ) -> tuple[dict[int, Tensor], Tensor | None]:
+        micro = self.micros[microbatch]
+        with self.versions.of(stage, microbatch) if self.versions is not None else contextlib.nullcontext():
+            values, output = self.stages(stage, micro, received)
+        if not self.stages.is_last(stage):
+            return values, None
+        with self.stages.autocast():
+            loss, weight = self.loss(output, micro)
+        counted = torch.as_tensor(weight, device=self.sums.device).detach().double()
+        self.sums += torch.stack([loss.detach().double(), counted])
+        if self.versions is not None:  # an update for every microbatch: the mean is that microbatch's own
+            return values, loss * self.versions.divisor(counted, microbatch)
+        return values, loss * self.scale
+
+    def before(self, action: Action) -> None:
+        self.action = action
+        plan, (kind, stage, microbatch) = self.stages.plan, action
+        data = self.mesh.index(*DATA_AXES)
+        first = microbatch * plan.microbatch * plan.data_size + data * plan.microbatch
+        self.randomness.begin(self.step, list(range(first, first + plan.microbatch)))
+        if kind == "F":
+            self._generator().manual_seed(mix(self.randomness.seed, self.step, microbatch, data) % 2**63)
+            return
+        last, split = action == self._last[stage], (stage, microbatch) in self._split
+        self.units.before(action, last, split)
+        if last:
+            self.reducer.arm(stage)
+
+    def _generator(self) -> torch.Generator:
+        """The one that the model draws from. torch.manual_seed would seed every device, and take its time."""
+        device = self.stages.device
+        return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+    def after(self, action: Action) -> None:
+        if action.kind == "F":
+            return
+        if action.kind == "U":
+            assert self.versions is not None
+            self.versions.update(action)
+            return
+        if self.versions is not None:
+            if action.kind == "W" or action[1:] not in self._split:
+                self.versions.done(*action[1:])
+            return
+        last = action == self._last[action.stage]
+        self.units.after(action, last)
+        if last:
+            self.reducer.close(action.stage)

@@ -1,0 +1,87 @@
+"""Schedules: one file each. The folder is the registry.
+
+A file names its schedule (`NAME`) and makes it: `build(ranks, microbatches, **options) -> Schedule`. One's own joins
+with `register`, or is given to a run as `package.module:function`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from ..correct import check
+from ..errors import ConfigError, nearest
+from ..schedules import Schedule
+
+Builder = Callable[..., Schedule]
+
+_registered: dict[str, Builder] = {}
+
+
+def registry() -> Mapping[str, Builder]:
+    """Name -> the function that makes the schedule: the folder's, then the registered."""
+    return {**_folder(), **_registered}
+
+
+def register(build: Builder, name: str | None = None) -> Builder:
+    """Adds one's own schedule, `build(ranks, microbatches, **options) -> Schedule`, under a name (default: its own).
+
+    Returns `build`, so it is a decorator too. Raises ConfigError for a name of the folder.
+    """
+    name = name or build.__name__
+    if name in _folder():
+        raise ConfigError("pipeline.schedule", name, "weft has a schedule of this name", "choose another name")
+    _registered[name] = build
+    return build
+
+
+def make(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
+    """The schedule `name` for one call of `microbatches` microbatches over `ranks` ranks.
+
+    The number of stages that it cuts a model in is its `.stages`, which does not depend on `microbatches`. Raises
+    ConfigError: an unknown name, an unknown option, a value that cannot be, a registered schedule with faults.
+    """
+    known = registry()
+    if name not in known:
+        raise ConfigError("pipeline.schedule", name, "not a schedule", nearest(name, known))
+    for field, value in (("ranks", ranks), ("microbatches", microbatches)):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"pipeline.{field}", value, "a schedule has at least one", "use a whole number from 1")
+    _hold_options(name, known[name], options)
+    made = known[name](ranks, microbatches, **options)
+    if name in _registered:
+        hold(made)
+    return made
+
+
+def hold(schedule: Schedule) -> None:
+    """Raises ConfigError with the first faults of a schedule, if it has any."""
+    if faults := check(schedule):
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        raise ConfigError(
+            "pipeline.schedule", schedule.name, "; ".join(faults[:3]) + more,
+            "`weft.correct.check(schedule)` lists every fault",
+        )  # fmt: skip
+
+
+@cache
+def _folder() -> dict[str, Builder]:
+    names = [info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")]
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return {module.NAME: module.build for module in modules}
+
+
+def _hold_options(name: str, build: Builder, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that `build` does not have."""
+    parameters = list(inspect.signature(build).parameters.values())
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    takes = [p.name for p in parameters[2:]]
+    for option, value in options.items():
+        if option not in takes:
+            fix = nearest(option, takes) if takes else "it takes none"
+            raise ConfigError(f"pipeline.{option}", value, f"{name} has no such option", fix)

@@ -1,0 +1,19 @@
+"""Naive model parallel: one microbatch at a time, through all stages and back; all ranks but one idle.
+
+2 ranks, 2 microbatches     rank 0   0F0         0B0 0F1         0B1
+                            rank 1       1F0 1B0         1F1 1B1
+"""
+
+from __future__ import annotations
+
+from ..schedules import Schedule
+from ._parts import looped, stagger, sweep
+
+NAME = "naive"
+
+
+def build(ranks: int, microbatches: int) -> Schedule:
+    """Bubble (p-1) m (F+B+W); one microbatch live per rank."""
+    n = ranks, microbatches
+    order = [stagger((0, sweep("F", rank, *n)), (0, sweep("B", rank, *n))) for rank in range(ranks)]
+    return Schedule(NAME, looped(ranks), tuple(order))

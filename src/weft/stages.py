@@ -1,0 +1,97 @@
+"""Where a model is cut into stages, and which schedule runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import schedule as schedules
+from .chart import Chart, candidates, chart
+from .cutting import cut
+from .engine.engine import named_inputs
+from .engine.work import arguments_of
+from .errors import CannotCut, ConfigError, nearest
+from .layout import Layout
+from .partition import partition
+from .schedules import Schedule
+from .staging import Staging
+
+CUTS = ("parameters", "flops", "time")
+PROFILES = 5  # forwards that are timed
+
+
+def stage(
+    model: nn.Module,
+    layout: Layout,
+    microbatches: int,
+    schedule: str | Schedule | Callable[..., Schedule],
+    options: Mapping[str, Any],
+    where: str | Sequence[str],
+    blocks: Sequence[str],
+    inputs: Sequence[str] | None,
+    sample: Mapping[str, Tensor] | None,
+) -> tuple[Staging, Schedule]:
+    """The stages of `model` over `pp`, and the schedule that runs them. Raises Refusal.
+
+    `schedule`: a name, a Schedule, or a function (ranks, microbatches, **options) -> Schedule; an option of `pp` in the
+    layout overrides it. `where`: stages of equal "parameters", "flops" or measured "time", or the modules with which
+    the second and later stages begin. With "time" all ranks of a running process group call it; rank 0's times count.
+    """
+    if sample is None:
+        raise ConfigError(
+            "sample", None, "a pipeline is cut along a forward of the model", "give a batch of one sample"
+        )
+    made = choose(layout, microbatches, schedule, options)
+    names = inputs if inputs is not None else named_inputs(model)
+    recorded = chart(model, arguments_of(names, dict(sample)), profile=PROFILES if where == "time" else 0)
+    points = _points(recorded, made, where, blocks)
+    if where == "time" and dist.is_initialized():  # every rank has measured times of its own
+        agreed = [points]
+        dist.broadcast_object_list(agreed, src=0)
+        points = agreed[0]
+    if len(points) != made.stages - 1:
+        raise ConfigError(
+            "pipeline.cut", list(points), f"{made.name} over {layout} has {made.stages} stages",
+            f"name the {made.stages - 1} modules with which the second and later ones begin",
+        )  # fmt: skip
+    return cut(recorded, points, blocks), made
+
+
+def choose(
+    layout: Layout, microbatches: int, schedule: str | Schedule | Callable[..., Schedule], options: Mapping[str, Any]
+) -> Schedule:
+    """The schedule over `pp`."""
+    ranks, named = layout.size("pp"), layout.option("pp")
+    if len(named) > 1:
+        raise ConfigError("layout", str(layout), f"{' and '.join(named)} at once", "choose one schedule")
+    schedule = named[0] if named else schedule
+    if isinstance(schedule, str):
+        return schedules.make(schedule, ranks, microbatches, **options)
+    made = schedule if isinstance(schedule, Schedule) else schedule(ranks, microbatches, **options)
+    if (made.ranks, made.microbatches) != (ranks, microbatches):
+        problem = f"has {made.ranks} ranks and {made.microbatches} microbatches"
+        raise ConfigError("pipeline.schedule", made.name, problem, f"make it for {ranks} and {microbatches}")
+    schedules.hold(made)
+    return made
+
+
+def _points(recorded: Chart, made: Schedule, where: str | Sequence[str], blocks: Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(where, str):
+        return tuple(where)
+    if where not in CUTS:
+        fix = f"choose one of {', '.join(CUTS)}, or name modules; {nearest(where, CUTS)}"
+        raise ConfigError("pipeline.cut", where, "not a way to cut", fix)
+    atoms = candidates(recorded, blocks)
+    if len(atoms) < made.stages:  # then blocks are cut too
+        atoms = candidates(recorded)
+    if len(atoms) < made.stages:
+        raise CannotCut(
+            "layout", made.name, f"{made.stages} stages, and the model has {len(atoms)} parts to cut between",
+            "use fewer stages, or name the modules with which stages begin in [pipeline] cut",
+        )  # fmt: skip
+    costs = [float(getattr(atom, where)) for atom in atoms]
+    starts = partition(costs, made.stages, placement=made.placement if made.stages > made.ranks else None)
+    return tuple(atoms[i].module for i in starts[1:])
