@@ -6,7 +6,7 @@ The user's forward is not edited: inside a boundary it computes on plain local t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -239,24 +239,26 @@ def _recompute(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) 
     modes = _get_current_function_mode_stack()
     return checkpoint(
         forward, *args, use_reentrant=False, early_stop=False,
-        context_fn=lambda: (contextlib.nullcontext(), _again(module, modes)), **kwargs,
+        context_fn=lambda: (contextlib.nullcontext(), _Again(module, modes)), **kwargs,
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _again(module: nn.Module, modes: list[TorchFunctionMode]) -> Iterator[None]:
-    """The second forward of a module: in backward, where function modes are off, they are on again; running statistics
-    were updated by the first one."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
-    before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
-    try:
-        with contextlib.ExitStack() as stack:
-            for mode in modes:
-                stack.enter_context(mode)
-            yield
-    finally:
-        for buffer, value in before:
-            buffer.copy_(value)
+class _Again:
+    """A further forward of a module: in backward, where function modes are off, they are on again; running statistics
+    were updated by the first one. A backward in two parts enters it twice."""
+
+    def __init__(self, module: nn.Module, modes: list[TorchFunctionMode]):
+        self._norms, self._modes = [m for m in module.modules() if isinstance(m, _BatchNorm)], modes
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        before = [(buffer, buffer.clone()) for norm in self._norms for buffer in norm.buffers()]
+        self._stack.callback(lambda: [buffer.copy_(value) for buffer, value in before])
+        for mode in self._modes:
+            self._stack.enter_context(mode)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
 
 # ---- sharded storage ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from .errors import CannotCut, ConfigError, LayoutError, nearest
 from .layout import DATA_AXES, Layout
 from .losses import accepts_sharded_logits
 from .plans import Plan, Step, Weight
-from .roles import find
+from .roles import around, find
 from .schedules import Schedule
 from .stages import stage
 from .staging import Staging
@@ -77,7 +77,13 @@ def plan(
     if layout.live("pp"):
         staging, staged = stage(model, layout, accumulate, schedule, options or {}, cut, blocks, inputs, sample)
         again = blocks if recompute == "full" else blocks[::recompute] if isinstance(recompute, int) else ()
-        _check_staged(layout, staging, staged, steps, again)
+        units = {step.module: "sharding" for step in steps if step.gather is not None and step.module}
+        units |= dict.fromkeys(again, "recompute")
+        if layout.live("tp"):
+            units |= {around(chain): "tensor parallelism" for chain in found.chains}
+        if "sequence" in layout.option("tp"):
+            units |= dict.fromkeys(blocks, "sequence parallelism")
+        _check_staged(layout, staging, staged, units)
         steps = [_once_a_step(s) for s in steps]
     notes = []
     if layout.live("tp"):
@@ -95,14 +101,14 @@ def _once_a_step(step: Step) -> Step:
     return replace(step, gather=replace(step.gather, gathered="step", reduced="step"))
 
 
-def _check_staged(layout: Layout, staging: Staging, staged: Schedule, steps: list[Step], again: Sequence[str]) -> None:
-    units = {step.module for step in steps if step.gather is not None and step.module} | set(again)
+def _check_staged(layout: Layout, staging: Staging, staged: Schedule, units: Mapping[str, str]) -> None:
+    """`units`: module that must lie in one stage -> what for."""
     for one in staging.stages:
         inside = next((u for u in units if one.first.startswith(u + ".")), None)
         if inside is not None:
             raise CannotCut(
-                "pipeline.cut", one.first, f"cuts {inside} in two, which is one unit of recompute and of sharding",
-                f"cut before {inside} or before the next one",
+                "pipeline.cut", one.first, f"cuts {inside} in two, which is one unit of {units[inside]}",
+                f"cut before {inside} or before what follows it",
             )  # fmt: skip
     if not staged.versions:
         return

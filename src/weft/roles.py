@@ -61,6 +61,13 @@ class Chain:
     flat: bool = False  # an attention in the block's own forward, which may count positions before a boundary
 
 
+def around(chain: Chain) -> str:
+    """The innermost module that holds all linears of a chain."""
+    first, *rest = [name.split(".")[:-1] for name in (*chain.columns, chain.row)]
+    same = [i for i, part in enumerate(first) if all(other[: i + 1] == first[: i + 1] for other in rest)]
+    return ".".join(first[: len(same)])
+
+
 @dataclass(frozen=True)
 class Roles:
     """What was found: chains, the vocabulary's embedding and head, the repeated blocks, and where each came from."""

@@ -57,7 +57,12 @@ def stage(
             "pipeline.cut", list(points), f"{made.name} over {layout} has {made.stages} stages",
             f"name the {made.stages - 1} modules with which the second and later ones begin",
         )  # fmt: skip
-    return cut(recorded, points, blocks), made
+    return cut(recorded, points, whole(blocks, points)), made
+
+
+def whole(blocks: Sequence[str], points: Sequence[str]) -> list[str]:
+    """The blocks that are not cut."""
+    return [block for block in blocks if not any(point.startswith(block + ".") for point in points)]
 
 
 def choose(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,7 +107,6 @@ class Engine:
         self.optimizer = optimizer(trainable)
         _check_optimizer(self.optimizer, plan)
         self.reducer = Reducer(self.part, self.params, self.mesh)
-        self._functions: Functions | None = Functions(self.randomness, plan.recompute == "selective")
         self._table = table = plan.params()
         self._weights = {w.name: w for w in plan.weights}
         # how many ranks hold each element of a parameter: the global norm counts it once
@@ -125,10 +123,19 @@ class Engine:
         versions = None
         if plan.schedule.versions:
             versions = Versions(self.model, plan, self.mesh, self.params, lambda: self.optimizer.step())
-        units = Units(self.model, self.part)
-        self._training = Training(self.stages, self.mesh, loss, self.randomness, self.reducer, units, versions)
+        functions = Functions(self.randomness, plan.recompute == "selective")
+        self._training = Training(
+            self.stages,
+            self.mesh,
+            loss,
+            self.randomness,
+            self.reducer,
+            Units(self.model, self.part),
+            versions,
+            functions,
+        )
         self._trail = 0  # which modules ran, in order: FSDP2 pairs the ranks' collectives by nothing else
-        if units.units and staged is None:
+        if self._training.units.units and staged is None:
             for index, module in enumerate(self.model.modules()):
                 if module._parameters:
                     module.register_forward_pre_hook(partial(self._pass, index))
@@ -171,8 +178,7 @@ class Engine:
         self._trail = 0
         # a constant divisor keeps fp16 in range; the true mean is taken at the end
         training.begin(self.steps_done, micros, self.loss_scale / plan.batch)
-        with self._functions or contextlib.nullcontext():
-            self._pipeline.run(training, [signature(micro) for micro in micros], trace=self.trace)
+        self._pipeline.run(training, [signature(micro) for micro in micros], trace=self.trace)
         training.units.finish()
         missing = self.reducer.finish()
         self._check_selective()
@@ -182,7 +188,7 @@ class Engine:
         result = self._update(total, missing)
         self.steps_done += 1
         if self.plan.recompute != "selective" and self.randomness.drawn == 0:
-            self._functions = None  # a model without dropout pays nothing for it after the first step
+            training.functions = None  # a model without dropout pays nothing for it after the first step
         return result
 
     def _pass(self, index: int, *_: Any) -> None:
@@ -337,7 +343,7 @@ class Engine:
                 dist.broadcast(buffer, group=group, group_src=0)
 
     def _check_selective(self) -> None:
-        functions = self._functions
+        functions = self._training.functions
         if self.plan.recompute == "selective" and functions is not None and functions.attention_cores == 0:
             raise CannotCut(
                 "train.recompute", "selective", "the model never calls scaled_dot_product_attention",

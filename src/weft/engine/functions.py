@@ -35,7 +35,7 @@ _multi_head_attention = FunctionType(
 
 
 class Functions(TorchFunctionMode):
-    """Active around forward and backward. `attention_cores` counts the cores that it recomputes."""
+    """Active around forward. `attention_cores` counts the cores that it recomputes."""
 
     def __init__(self, randomness: Randomness, selective: bool):
         super().__init__()

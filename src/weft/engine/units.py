@@ -33,7 +33,7 @@ class Units:
         self._staged = plan.staging is not None
         if self._staged:
             self._prefetch_within_stages()
-            self._keep_root()
+            self._keep()
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units)
@@ -56,12 +56,12 @@ class Units:
     def finish(self) -> None:
         """All backwards of the step are done."""
         self._reduce([u for u in self.units if u.stage is None], True)
-        self._keep_root()
+        self._keep()
 
-    def _keep_root(self) -> None:
-        """No backward of the next step is to reduce the root unit or let go of it."""
-        for unit in self.units:
-            if unit.stage is None:
+    def _keep(self) -> None:
+        """No backward of another stage is to reduce a unit, or to let go of one that is gathered once a step."""
+        for unit in self.units if self._staged else ():
+            if unit.gather.gathered == "step":
                 unit.module.set_requires_gradient_sync(False, recurse=False)
                 unit.module.set_reshard_after_backward(False, recurse=False)
 

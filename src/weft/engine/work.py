@@ -17,6 +17,7 @@ from ..parallelize import DTYPES
 from ..plans import Plan
 from ..randomness import Randomness, mix
 from ..schedules import Action
+from .functions import Functions
 from .reducer import Reducer
 from .units import Units
 from .versions import Versions
@@ -98,6 +99,7 @@ class Training:
     reducer: Reducer
     units: Units
     versions: Versions | None = None
+    functions: Functions | None = None  # what is replaced inside a forward; None: nothing
     scale: float = 1.0  # of the loss that backward starts from
     step: int = 0
     micros: list[Batch] = field(default_factory=list)
@@ -115,17 +117,20 @@ class Training:
         self.step, self.micros, self.scale = step, micros, scale
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.stages.device)
         self.reducer.begin()
+        if self.versions is not None:
+            self.versions.begin()
 
     def forward(
         self, stage: int, microbatch: int, received: dict[int, Tensor]
     ) -> tuple[dict[int, Tensor], Tensor | None]:
         micro = self.micros[microbatch]
-        with self.versions.of(stage, microbatch) if self.versions is not None else contextlib.nullcontext():
-            values, output = self.stages(stage, micro, received)
-        if not self.stages.is_last(stage):
-            return values, None
-        with self.stages.autocast():
-            loss, weight = self.loss(output, micro)
+        with self.functions or contextlib.nullcontext():
+            with self.versions.of(stage, microbatch) if self.versions is not None else contextlib.nullcontext():
+                values, output = self.stages(stage, micro, received)
+            if not self.stages.is_last(stage):
+                return values, None
+            with self.stages.autocast():
+                loss, weight = self.loss(output, micro)
         counted = torch.as_tensor(weight, device=self.sums.device).detach().double()
         self.sums += torch.stack([loss.detach().double(), counted])
         if self.versions is not None:  # an update for every microbatch: the mean is that microbatch's own

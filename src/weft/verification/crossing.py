@@ -21,7 +21,7 @@ def value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[int, i
     model = case.build().double()
     micro = {key: value[: plan.microbatch] for key, value in batch.items()}
     recorded = chart(model, arguments_of(case.inputs or named_inputs(model), micro))
-    values = cut(recorded, [stage.first for stage in plan.staging.stages[1:]], plan.blocks).values
+    values = cut(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
     size = plan.layout.size("tp") if "sequence" in plan.layout.option("tp") else 1
     edges = {s.module for s in plan.steps if s.by == "sequence" and s.output is not None}
     inside = {s.module for s in plan.steps if s.interior == "sequence"} - edges
