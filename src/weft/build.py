@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from . import data, planner
 from .config import Axes, Run
+from .costs import Costs
 from .engine.engine import ELEMENTWISE
 from .errors import ConfigError, DataError, LayoutError, Refusal, nearest
 from .losses import Loss
@@ -192,12 +194,28 @@ def plan(run: Run, model: nn.Module, sample: dict[str, Tensor]) -> Plan:
         precision=run.precision.compute,
         sync_batchnorm=t.sync_batchnorm,
         schedule=resolve(p.schedule, run.folder, "pipeline.schedule") if ":" in p.schedule else p.schedule,
-        options=p.arguments,
+        options=_options(run),
         cut=p.cut,
         dynamic_shapes=p.dynamic_shapes,
         inputs=inputs(run, model),
         sample=sample,
     )
+
+
+def _options(run: Run) -> dict[str, Any]:
+    """The arguments of the schedule. `costs` is a table, or a file that `weft train --trace` wrote."""
+    options = run.pipeline.arguments
+    costs = options.get("costs")
+    if isinstance(costs, str):
+        try:
+            options["costs"] = Costs.from_json(Path(place(run, costs)).read_text(encoding="utf-8"))
+        except OSError as error:
+            fix = "name a costs.json that weft train --trace wrote"
+            raise ConfigError("pipeline.costs", costs, f"cannot be read ({error})", fix) from None
+    elif isinstance(costs, dict):
+        _known("pipeline.costs", costs, [f.name for f in fields(Costs)], "cost")
+        options["costs"] = Costs(**costs)
+    return options
 
 
 def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:

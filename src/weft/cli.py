@@ -107,7 +107,8 @@ def verify(
 @app.command()
 def draw(
     schedules: Annotated[
-        list[str], typer.Argument(metavar="SCHEDULE...", help="Names such as 1f1b, or CSV files.", show_default=False)
+        list[str],
+        typer.Argument(metavar="SCHEDULE...", help="Names such as 1f1b, CSV files, or package.module:function."),
     ],
     ranks: Annotated[int, typer.Option(help="Ranks of the pipeline.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Microbatches of one step.")] = 8,
@@ -125,6 +126,9 @@ def draw(
     activation: Annotated[
         str, typer.Option(help="Bytes that a microbatch keeps on a rank, or a list per stage. 1 counts microbatches.")
     ] = "1",
+    measured: Annotated[
+        Path | None, typer.Option("--costs", metavar="FILE", help="Costs that `weft train --trace` wrote.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write .svg, .json (Perfetto, chrome://tracing) or .csv.")
     ] = None,
@@ -144,6 +148,13 @@ def draw(
             comm_s=_numbers("--comm", comm),
             activation_bytes=_numbers("--activation", activation),
         )
+        if measured is not None:
+            costs = command.read_costs(measured)
+        for name in schedules:
+            if ":" in name and not name.endswith(".csv"):
+                from . import build, schedule
+
+                schedule.register(build.resolve(name, field="schedule"), name)
         drawn = command.simulated(schedules, ranks, microbatches, options, costs)
         if out is not None:
             command.write(out, drawn)

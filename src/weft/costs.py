@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from .errors import ConfigError
@@ -48,6 +49,19 @@ class Costs:
         if not all(isinstance(n, int | float) and math.isfinite(n) and n >= 0 for n in numbers):
             raise ConfigError(f"costs.{field}", value, "not a time or size", "use numbers of 0 or more")
         return numbers
+
+    def json(self) -> str:
+        """One object, which `from_json` reads."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises ConfigError for a text that is no object of these fields."""
+        try:
+            made = cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ConfigError("costs", text[:40], f"not costs ({error})", "use a file that weft wrote") from None
+        return made
 
     def shared(self, placement: Sequence[int]) -> Self:
         """These costs, of a whole rank where they are one number, as costs of its stages, which have equal parts.

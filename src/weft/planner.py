@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import parallel
+from .costs import Costs
 from .errors import CannotCut, ConfigError, LayoutError, nearest
 from .layout import DATA_AXES, Layout
 from .losses import accepts_sharded_logits
 from .plans import Plan, Step, Weight
 from .roles import around, find
 from .schedules import Schedule
+from .simulate import simulate
 from .stages import stage
 from .staging import Staging
 
@@ -88,10 +90,20 @@ def plan(
     notes = []
     if layout.live("tp"):
         notes = [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
+    if staged is not None:
+        notes.append(_bubble(staged))
     return Plan(
         layout, tuple(steps), weights, batch, accumulate, blocks, recompute, precision, synced,
         notes=tuple(notes), staging=staging, staged=staged, dynamic_shapes=dynamic_shapes,
     )  # fmt: skip
+
+
+def _bubble(staged: Schedule) -> str:
+    timeline = simulate(staged, Costs().shared(staged.placement))
+    count = "1 microbatch" if staged.microbatches == 1 else f"{staged.microbatches} microbatches"
+    text = f"{staged.name}, {count}: ranks wait {timeline.bubble_fraction:.0%} of a step"
+    more = "" if timeline.bubble_fraction < 0.25 else "; a larger train.accumulate makes it less"
+    return f"{text} if all stages take the same time{more}"
 
 
 def _once_a_step(step: Step) -> Step:

@@ -14,7 +14,7 @@ Korthikanti et al. 2022).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -339,13 +339,12 @@ class Plan:
             f"{count / 1e6:.2f} M parameters in {len(self.weights)} tensors; compute {self.precision};"
             f" recompute {self.recompute}"
         )
-        rows = [("by", "module", "parameters", "enters", "leaves")]
-        rows += _fold([_row(step) for step in self.steps])
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        notes = [f"note: {note}" for note in self.notes]
-        stages = ["", *self._stage_lines()] if self.staging is not None else []
-        return "\n".join([head, *stages, "", *lines, *([""] if notes else []), *notes])
+        tables = [self._stage_lines()] if self.staging is not None else []
+        if self.steps or not tables:
+            tables.append(_table([("by", "module", "parameters", "enters", "leaves"), *_fold(map(_row, self.steps))]))
+        if self.notes:
+            tables.append([f"note: {note}" for note in self.notes])
+        return "\n".join([head, *(line for table in tables for line in ("", *table))])
 
     def _stage_lines(self) -> list[str]:
         """A table of the stages: where each runs, what it holds, what it sends on."""
@@ -364,12 +363,14 @@ class Plan:
                 f"{sum(sizes[n] for n in stage.weights):,}", first if first == last else f"{first} .. {last}",
                 "; ".join(sent),
             ))  # fmt: skip
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return [
-            f"pipeline {self.schedule.name}: {self.schedule.stages} stages on {self.schedule.ranks} ranks{kept}",
-            *lines,
-        ]
+        schedule = self.schedule
+        head = f"pipeline {schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks{kept}"
+        return [head, *_table(rows)]
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _inside(module: str, outer: str) -> bool:
@@ -406,7 +407,7 @@ def _row(step: Step) -> tuple[str, str, str, str, str]:
     return step.by, step.module or "(model)", params, crossing(step.input, True), crossing(step.output, False)
 
 
-def _fold(rows: list[tuple[str, str, str, str, str]]) -> list[tuple[str, str, str, str, str]]:
+def _fold(rows: Iterable[tuple[str, str, str, str, str]]) -> list[tuple[str, str, str, str, str]]:
     """One row for all rows that differ only in a number within the module's name."""
     folded: dict[tuple[str, ...], list[str]] = {}
     for by, module, *rest in rows:

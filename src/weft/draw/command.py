@@ -39,6 +39,14 @@ def simulated(
     return [(one, simulate(one, costs.shared(one.placement))) for one in made]
 
 
+def read_costs(path: Path) -> Costs:
+    """Raises ConfigError."""
+    try:
+        return Costs.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("--costs", str(path), f"cannot be read ({error})", "name a costs.json") from None
+
+
 def write(path: Path, drawn: Drawn) -> None:
     """The picture that the file's suffix names. Raises ConfigError."""
     labelled = _labelled(drawn)

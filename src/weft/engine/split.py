@@ -2,263 +2,192 @@
 
     roots ──▶ mm ──▶ relu ──▶ mm ──▶ inputs        the path: nodes from which an input is reached
               │               │
-              w1              w2                   a branch: what leads from the path to weights alone
+              w1              w2                   branches: what leads from a fork of the path to weights alone
 
-B runs the path and keeps the gradient that reaches each node with a branch. W starts from these: it runs every such
-node once more, for its branch alone, and none of the path. Both are calls of autograd, so streams, custom functions and
-checkpointed regions (recomputed once in each part) are autograd's own affair. Each weight's gradient is accumulated
-once, by autograd, in W: so a weight's hooks run as in one backward.
+B runs the path, and keeps the gradient that reaches each fork. W calls each fork once more, for its branches alone, and
+has autograd run these: nothing of the path. Each weight's gradient is accumulated once, by autograd, in W: so a
+weight's hooks run as in one backward. Hooks on the path run in B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 from torch.utils.checkpoint import GraphExecGroup
 
 Grads = list[Tensor | None]
+Start = tuple[GradientEdge, Tensor]  # where a backward begins, and with which gradient
 
 
 def backward_inputs(
     roots: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[Grads, Deferred]:
-    """B: the gradients of `inputs` (None where there is none), and W, to be run once.
+    """B: the gradients of `inputs`, which are leaves (None where there is none), and W, to be run once.
 
     `grads`: of the roots; None is 1 for a scalar. Gradients are not accumulated in `inputs`; they may share storage.
-    Where no input is reached (a first stage), the path ends at the weight that lies deepest.
-    Tensor hooks on what a branch starts from run in both parts.
+    Where no input needs a gradient (a first stage), B is nothing and W the whole backward.
     """
-    wanted = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root.requires_grad]
-    starts = [(get_gradient_edge(root), torch.ones_like(root) if grad is None else grad) for root, grad in wanted]
+    starts = [
+        (get_gradient_edge(root), torch.ones_like(root) if grad is None else grad)
+        for root, grad in zip(roots, grads, strict=True) if root.requires_grad
+    ]  # fmt: skip
     needing = [x for x in inputs if x.requires_grad]
-    graph = _Graph([edge for edge, _ in starts])
-    seeds = [edge.node for edge in map(get_gradient_edge, needing) if edge.node in graph.parents]
-    deepest = None if seeds else graph.above_deepest_weight()
-    path = graph.ancestors(seeds if deepest is None else [deepest])
-    groups = _groups(graph, path, starts, deepest)
-    deferred = Deferred([group for group in groups if group.leaves])
-    found: Grads = [None] * len(needing)
-    through = [(edge, grad) for edge, grad in starts if edge.node in path]
+    if not needing:
+        return [None] * len(inputs), Deferred([_Group([], starts)])
+    graph = _Graph(starts, needing)
+    groups = list(graph.groups(starts))
+    through = [start for start in starts if start[0].node in graph.path]
+    found: Sequence[Tensor | None] = [None] * len(needing)
     if through:
-        forks = [fork for group in groups for fork in group.forks]
-        handles = [fork.node.register_prehook(fork.keep) for fork in forks if fork.clamped and fork.node is not deepest]
-        asked = [fork for fork in forks if not fork.clamped or fork.node is deepest]
-        edges = [GradientEdge(fork.node, i) for fork in asked for i in fork.outputs]
+        handles = [f.node.register_prehook(f.reached.append) for group in groups for f in group.forks]
         try:
-            got = torch.autograd.grad(
-                [edge for edge, _ in through], [*needing, *edges], [grad for _, grad in through],
-                retain_graph=True, allow_unused=True,
-            )  # fmt: skip
+            found = _engine(through, needing, retain_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
-        found = list(got[: len(needing)])
-        rest = iter(got[len(needing) :])
-        for fork in asked:
-            fork.grads = {i: next(rest) for i in fork.outputs}
     answers = iter(found)
-    return [next(answers) if x.requires_grad else None for x in inputs], deferred
+    return [next(answers) if x.requires_grad else None for x in inputs], Deferred(groups)
 
 
 class Deferred:
     """W, still to be run: what it needs of the graph is kept until then, and let go of bit by bit while it runs."""
 
     def __init__(self, groups: list[_Group]):
-        self._apart = [group for group in reversed(groups) if not group.tangled]
-        self._tangled = [group for group in groups if group.tangled]
+        self._groups = groups[::-1]
 
     def run(self) -> None:
         """Accumulate the weights' gradients in their `.grad`, as `backward` would."""
-        retain = bool(self._tangled)  # their paths may go over nodes of the others
-        with GraphExecGroup():
-            while self._apart:
-                group = self._apart.pop()
-                if len(group.forks) > 1 or group.starts:
-                    group.untie(retain)
-                _accumulate([group], retain)
-        if self._tangled:
-            _accumulate(self._tangled, False)
-            self._tangled = []
+        branches = [edge for group in self._groups for fork in group.forks for edge in fork.branches.values()]
+        with GraphExecGroup():  # checkpointed regions are recomputed once for all calls
+            _wanting(branches, self._accumulate)
+
+    def _accumulate(self) -> None:
+        while self._groups:
+            group = self._groups.pop()
+            starts = group.starts
+            while group.forks:
+                starts += group.forks.pop().run()
+            if starts:
+                _engine(starts)
 
 
 # ---- the graph ---------------------------------------------------------------------------------------------------
 
 
-class _Graph:
-    """What is reached from some edges. Nodes come in the order of a breadth-first walk, the same in every process."""
+@dataclass
+class _Fork:
+    """A node of the path with branches: {which of the node's next: edge}. `reached`: its gradients, once it has run."""
 
-    def __init__(self, starts: Iterable[GradientEdge]):
-        self.outputs: dict[Node, dict[int, None]] = {}  # which of a node's outputs are used
-        for node, index, *_ in starts:
-            self.outputs.setdefault(node, {})[index] = None
-        self.parents: dict[Node, list[Node]] = {node: [] for node in self.outputs}
-        self.children: dict[Node, list[Node]] = {}
-        queue = list(self.parents)
-        parents, outputs = self.parents, self.outputs
-        for node in queue:
-            below = []
-            for child, index in node.next_functions:
-                if child is None:
-                    continue
-                below.append(child)
-                if child in parents:
-                    parents[child].append(node)
-                    outputs[child][index] = None
-                else:
-                    parents[child] = [node]
-                    outputs[child] = {index: None}
-                    queue.append(child)
-            self.children[node] = below
+    node: Node
+    branches: dict[int, GradientEdge]
+    reached: list[tuple[Tensor | None, ...]] = field(default_factory=list)
 
-    def ancestors(self, nodes: Iterable[Node]) -> set[Node]:
-        """These and all nodes from which one of them is reached."""
-        found = set(nodes)
-        queue = list(found)
-        for node in queue:
-            for parent in self.parents[node]:
-                if parent not in found:
-                    found.add(parent)
-                    queue.append(parent)
+    def run(self) -> list[Start]:
+        """The gradients that its branches start from."""
+        found = []
+        for grads in self.reached:
+            results = _call(self.node, grads)
+            found += [(edge, grad) for i, edge in self.branches.items() if (grad := results[i]) is not None]
         return found
-
-    def above_deepest_weight(self) -> Node | None:
-        """The last node on the longest way from a root to a weight; None if a weight is a root or there is none."""
-        waiting = {node: len(parents) for node, parents in self.parents.items()}
-        depth = {node: 0 for node, count in waiting.items() if count == 0}
-        above: dict[Node, Node] = {}
-        queue = list(depth)
-        for node in queue:
-            for child in self.children[node]:
-                if depth[node] + 1 > depth.get(child, 0):
-                    depth[child], above[child] = depth[node] + 1, node
-                waiting[child] -= 1
-                if waiting[child] == 0:
-                    queue.append(child)
-        weights = [node for node in depth if _is_weight(node)]
-        return above.get(max(weights, key=depth.__getitem__)) if weights else None
-
-
-def _is_weight(node: Node) -> bool:
-    return isinstance(node, torch._C._functions.AccumulateGrad)
 
 
 @dataclass
-class _Fork:
-    """A node of the path with branches: `branches` are their first edges, `outputs` those of its outputs in use.
-
-    Clamped: whatever else reaches the node in W, its gradients are those that B has seen.
-    """
-
-    node: Node
-    outputs: list[int]
-    branches: list[GradientEdge]
-    clamped: bool = False
-    grads: dict[int, Tensor | None] = field(default_factory=dict)
-
-    def keep(self, grads: tuple[Tensor | None, ...]) -> None:
-        self.grads = dict(enumerate(grads))
-
-    def clamp(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(self.grads.get(i) for i in range(len(grads)))
-
-    def starts(self) -> list[tuple[GradientEdge, Tensor]]:
-        return [(GradientEdge(self.node, i), grad) for i, grad in self.grads.items() if grad is not None]
-
-
-@dataclass(eq=False)
 class _Group:
-    """Forks whose branches meet, with the weights that these lead to. `starts`: edges of branches, with gradients.
+    """Forks whose branches meet. `starts`: roots that lie on these branches."""
 
-    Tangled: the way from one fork to a weight may lead over another fork. Such groups run in one call, clamped, which
-    goes over the path between its forks again.
-    """
-
-    forks: list[_Fork] = field(default_factory=list)
-    starts: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
-    leaves: list[Tensor] = field(default_factory=list)
-    tangled: bool = False
-
-    def untie(self, retain: bool) -> None:
-        """Go from each fork to the first edges of its branches, of which it is the only parent."""
-        for fork in [fork for fork in self.forks if not fork.clamped]:
-            self.forks.remove(fork)
-            starts = fork.starts()
-            if starts:
-                got = torch.autograd.grad(
-                    [edge for edge, _ in starts], fork.branches, [grad for _, grad in starts],
-                    retain_graph=retain, allow_unused=True,
-                )  # fmt: skip
-                self.starts += [(edge, grad) for edge, grad in zip(fork.branches, got) if grad is not None]
+    forks: list[_Fork]
+    starts: list[Start]
 
 
-def _groups(
-    graph: _Graph, path: set[Node], starts: list[tuple[GradientEdge, Tensor]], deepest: Node | None
-) -> list[_Group]:
-    """The forks of a path, those whose branches meet together; and the roots that are no part of the path."""
-    group_of: dict[Node, _Group] = {}
-    groups: dict[_Group, list[Node]] = {}  # with the nodes of their branches
+class _Graph:
+    """What is reached from some edges. Nodes come in the order of a breadth-first walk, the same in every process."""
 
-    def explore(first: list[Node]) -> _Group:
-        """The group of the branches that begin at these nodes, with all whose branches they meet."""
-        group, nodes, queue = _Group(), [], list(first)
+    def __init__(self, starts: Sequence[Start], inputs: Sequence[Tensor]):
+        self.next: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+        self.parents: dict[Node, list[Node]] = {edge.node: [] for edge, _ in starts}
+        parents, queue = self.parents, list(self.parents)
         for node in queue:
-            met = group_of.get(node)
-            if met is None:
-                group_of[node] = group
-                nodes.append(node)
-                queue += graph.children[node]
-                if _is_weight(node):
-                    group.leaves.append(node.variable)
-            elif met is not group:
-                group.forks, group.starts = met.forks + group.forks, met.starts + group.starts
-                group.leaves = met.leaves + group.leaves
-                group_of.update(dict.fromkeys(groups[met], group))
-                nodes += groups.pop(met)
-        groups[group] = nodes
-        return group
+            self.next[node] = below = node.next_functions
+            for child, _ in below:
+                if child in parents:
+                    parents[child].append(node)
+                elif child is not None:
+                    parents[child] = [node]
+                    queue.append(child)
+        above = [edge.node for edge in map(get_gradient_edge, inputs) if edge.node in parents]
+        self.path = set(above)
+        for node in above:
+            for parent in parents[node]:
+                if parent not in self.path:
+                    self.path.add(parent)
+                    above.append(parent)
 
-    for node, children in graph.children.items():
-        if node in path:
-            first = [child for child in children if child not in path]
-            if first:
-                edges = {(c, i): None for c, i in node.next_functions if c is not None and c not in path}
-                fork = _Fork(node, sorted(graph.outputs[node]), [GradientEdge(*edge) for edge in edges])
-                explore(first).forks.append(fork)
-    for edge, grad in starts:
-        if edge.node not in path:
-            explore([edge.node]).starts.append((edge, grad))
-    for group in groups:
-        if len(group.forks) == 1 and not group.starts:
-            group.forks[0].clamped = group.forks[0].node is deepest
-            continue
-        for fork in group.forks:  # below the deepest there is no path to go over
-            if fork.node is deepest:
-                fork.clamped = True
-            elif any(set(graph.parents[edge.node]) != {fork.node} for edge in fork.branches):
-                group.tangled = True
-        if group.tangled:
-            for fork in group.forks:
-                fork.clamped = True
-    return list(groups)
+    def groups(self, starts: Sequence[Start]) -> Iterator[_Group]:
+        """All that is off the path, with the forks that lead to it: in connected parts, each of which can run alone."""
+        seen: set[Node] = set()
+        for first in self.next:
+            if first in seen or first in self.path:
+                continue
+            seen.add(first)
+            part, forks = [first], []
+            for node in part:
+                if node in self.path:
+                    fork = _Fork(node, self._branches(node))
+                    forks.append(fork)
+                    around = [edge.node for edge in fork.branches.values()]
+                else:
+                    around = [child for child, _ in self.next[node] if child is not None] + self.parents[node]
+                for other in around:
+                    if other not in seen:
+                        seen.add(other)
+                        part.append(other)
+            off_path = set(part) - self.path
+            yield _Group(forks, [start for start in starts if start[0].node in off_path])
+
+    def _branches(self, fork: Node) -> dict[int, GradientEdge]:
+        edges, path = self.next[fork], self.path
+        return {i: GradientEdge(*edge) for i, edge in enumerate(edges) if edge[0] is not None and edge[0] not in path}
 
 
-def _accumulate(groups: Sequence[_Group], retain: bool) -> None:
-    """One backward over the branches of these groups, into their leaves."""
-    forks = [fork for group in groups for fork in group.forks]
-    starts = [start for group in groups for start in group.starts]
-    starts += [start for fork in forks for start in fork.starts()]
-    if not starts:
-        return
-    handles = [fork.node.register_prehook(fork.clamp) for fork in forks if fork.clamped]
-    try:
-        torch.autograd.backward(
-            [edge for edge, _ in starts], [grad for _, grad in starts], retain_graph=retain,
-            inputs=[leaf for group in groups for leaf in group.leaves],
-        )  # fmt: skip
-    finally:
-        for handle in handles:
-            handle.remove()
+# ---- autograd ----------------------------------------------------------------------------------------------------
+
+
+def _engine(starts: Sequence[Start], inputs: Sequence[Tensor] = (), retain_graph: bool = False) -> Grads:
+    """The gradients of `inputs`; without these, accumulate those of all leaves.
+
+    Below torch.autograd's own functions, whose checks cost more than a small branch, and which would not sum a gradient
+    over the dimensions that were broadcast.
+    """
+    edges, grads = zip(*starts, strict=True)
+    return _engine_run_backward(edges, grads, retain_graph, False, tuple(inputs), True, not inputs)  # type: ignore[return-value]
+
+
+def _wanting(edges: Sequence[GradientEdge], run: Callable[[], None]) -> None:
+    """Call `run` where nodes that are called compute what flows over these edges, and nothing else.
+
+    A node asks the backward that is under way what is wanted. This one begins and ends at a leaf of its own.
+    """
+    leaf = torch.zeros((), requires_grad=True)
+    leaf.register_hook(lambda _: run())
+    torch.autograd.grad(leaf, [leaf, *edges], allow_unused=True)
+
+
+def _call(node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """What a node makes of its gradients, for each of its `next_functions`. No hooks."""
+    if not isinstance(node, BackwardCFunction):
+        return node(*grads)  # type: ignore[operator]
+    whole = [
+        torch.zeros(m.shape, dtype=m.dtype, device=m.device) if grad is None else grad
+        for m, grad in zip(node._input_metadata, grads, strict=True)
+    ]
+    # a function written in Python answers for each argument of its forward: those that need gradients are the nodes'
+    answers = iter([grad for grad, needed in zip(node.apply(*whole), node.needs_input_grad) if needed])
+    return [None if child is None else next(answers) for child, _ in node.next_functions]
+
+
+__all__ = ["Deferred", "backward_inputs"]

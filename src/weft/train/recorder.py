@@ -19,7 +19,7 @@ from ..simulate import simulate
 from ..timeline import Timeline
 
 FIRST, STEPS = 2, 5  # the first step that is recorded (step 1 warms up), and how many are
-PICTURE, TRACE = "trace.svg", "trace.json"
+PICTURE, TRACE, COSTS = "trace.svg", "trace.json", "costs.json"
 
 
 class Recorder:
@@ -63,14 +63,17 @@ class Recorder:
         measured = Timeline.of(
             [[(s.action if s.kind == "compute" else s.kind, s.start, s.stop) for s in spans] for spans in recorded[-1]]
         )
-        pair = [("predicted", simulate(schedule, _costs(schedule, ranks))), ("measured", measured)]
+        costs = _costs(schedule, ranks)
+        pair = [("predicted", simulate(schedule, costs)), ("measured", measured)]
+        (folder / COSTS).write_text(costs.json(), encoding="utf-8")
         (folder / PICTURE).write_text(svg(pair), encoding="utf-8")
         (folder / TRACE).write_text(perfetto(pair), encoding="utf-8")
         return text(pair, width=width, colour=colour)
 
 
 def _costs(schedule: Schedule, ranks: list[list[list[Span]]]) -> Costs:
-    """The median seconds of each kind of action on each stage."""
+    """The median seconds of each kind of action on each stage. A backward that was never apart counts half to its input
+    and half to its weights: the matrix products are equally large."""
     split = {a[1:] for actions in schedule.order for a in actions if a.kind == "W"}
     times: dict[tuple[str, int], list[float]] = {}
     for steps in ranks:
@@ -85,7 +88,7 @@ def _costs(schedule: Schedule, ranks: list[list[list[Span]]]) -> Costs:
     stages = range(schedule.stages)
     return Costs(
         forward_s=[median("F", s) for s in stages],
-        backward_s=[median("B" if ("B", s) in times else "whole", s) for s in stages],
-        weight_s=[median("W", s) for s in stages],
+        backward_s=[median("B", s) if ("B", s) in times else median("whole", s) / 2 for s in stages],
+        weight_s=[median("W", s) if ("B", s) in times else median("whole", s) / 2 for s in stages],
         update_s=[median("U", s) for s in stages],
     )

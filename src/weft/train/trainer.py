@@ -288,7 +288,7 @@ def _header(run: Run, engine: Engine, done: int) -> dict[str, str]:
         "device": f"{kind} each" if layout.world > 1 else kind,
         "folder": run.output,
     }
-    rows |= {"roles" if i == 0 else f"roles {i}": note for i, note in enumerate(engine.plan.notes)}
+    rows |= {"note" if i == 0 else f"note {i + 1}": note for i, note in enumerate(engine.plan.notes)}
     return rows | ({"resumed": f"after step {done}"} if done else {})
 
 
