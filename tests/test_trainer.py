@@ -21,8 +21,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 import weft
-from weft import build, checkpoint, config
+from weft import build, checkpoint, config, schedule
 from weft.config import Run
+from weft.costs import Costs
 from weft.data import Loader
 from weft.engine import Engine
 from weft.errors import CheckpointError, ConfigError, DataError, WeftError, WorkerDied
@@ -286,10 +287,31 @@ def test_validation_takes_no_part_in_training(tmp_path: Path, pool: Pool) -> Non
     assert curve(bare) == curve(watched)
 
 
+def test_a_pipeline_is_drawn_as_it_ran_and_as_predicted(tmp_path: Path, pool: Pool) -> None:
+    run = make(tmp_path, "pp2+zb-h1", train__accumulate=4)
+    pool.run(train, run, False, True, world=2)
+    folder = Path(run.output)
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    for name in ("predicted", "measured"):
+        (process,) = [e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == name]
+        ran = [e["name"] for e in events if e["pid"] == process and e["ph"] == "X" and e["name"] != "recv-wait"]
+        wanted = [str(action) for actions in schedule.make("zb-h1", 2, 4).order for action in actions]
+        assert sorted(ran) == sorted(wanted), name
+    assert "measured" in (folder / "trace.svg").read_text()
+    costs = Costs.from_json((folder / "costs.json").read_text())
+    assert all(seconds > 0 for field in (costs.forward_s, costs.backward_s, costs.weight_s) for seconds in field)
+
+    solved = make(tmp_path / "next", "pp2+solved", train__accumulate=4, pipeline__costs=str(folder / "costs.json"))
+    assert build.check(solved)[0].schedule.name == "solved"
+    missing = make(tmp_path / "none", "pp2+solved", pipeline__costs="costs.json")
+    with pytest.raises(ConfigError, match="weft train --trace wrote"):
+        build.check(missing)
+
+
 # ---- going on --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", ["dp2", "fsdp2", "tp2"])
+@pytest.mark.parametrize("axes", ["dp2", "fsdp2", "tp2", "pp2+zb-v"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, pool: Pool, axes: str) -> None:
     whole_run = make(tmp_path / "whole", axes)
     pool.run(train, whole_run, False, world=2)
@@ -308,11 +330,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, pool
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_is_resumed_under_another_layout(tmp_path: Path, pool: Pool) -> None:
-    first = make(tmp_path / "first", "fsdp2", precision__compute="fp64")
-    pool.run(train, first, False, world=2)
-    other = cut_short(first, tmp_path / "other", "tp2", precision__compute="fp64")
-    pool.run(train, other, True, world=2)
+@pytest.mark.parametrize(
+    ("before", "after", "tied"),
+    [("fsdp2", "tp2", False), ("pp2", "fsdp2", True), ("tp2", "pp2+zb-v", True), ("pp2.dp2", "pp4", True)],
+)
+def test_a_run_is_resumed_under_another_layout(tmp_path: Path, pool: Pool, before: str, after: str, tied: bool) -> None:
+    """Weights tied over stages too: `layers` leaves two stages on each of two ranks their part."""
+    settings = {"precision__compute": "fp64", "model__tied": tied, "model__layers": 4}
+    first = make(tmp_path / "first", before, **settings)
+    pool.run(train, first, False, world=weft.Layout.parse(before).world)
+    other = cut_short(first, tmp_path / "other", after, **settings)
+    pool.run(train, other, True, world=weft.Layout.parse(after).world)
     assert [step for step, _ in curve(other)] == [1, 2, 3, 4, 5, 6]
     for (_, a), (_, b) in zip(curve(first), curve(other), strict=True):
         assert a == pytest.approx(b, rel=1e-9)
@@ -448,9 +476,9 @@ def test_the_sample_does_not_depend_on_the_layout(tmp_path: Path, pool: Pool) ->
     train(one, False)
     sample = (Path(one.output) / "sample.txt").read_text()
     assert len(sample) == 15 and sample.startswith("abc")
-    for axes in ("tp2+sequence", "dp2.fsdp2"):
+    for axes in ("tp2+sequence", "dp2.fsdp2", "pp2.tp2"):
         run = make(tmp_path / axes, axes, **settings)
-        pool.run(train, run, False, world=4 if axes == "dp2.fsdp2" else 2)
+        pool.run(train, run, False, world=weft.Layout.parse(axes).world)
         assert (Path(run.output) / "sample.txt").read_text() == sample
 
 
