@@ -2,6 +2,7 @@
 
     python examples/own_loop.py                                           one process
     torchrun --nproc-per-node 2 examples/own_loop.py --layout fsdp2       two, the model in shards over both
+    torchrun --nproc-per-node 2 examples/own_loop.py --layout pp2         two, each with a part of the layers
 
 Any layout works: the batches, and so the losses, are the same.
 """
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.data import Loader, stdlib
+from weft.data import Loader, collate, stdlib
 from weft.losses import next_token
 from weft.models import decoder
 
@@ -26,6 +27,7 @@ def main() -> None:
     arguments.add_argument("--layout", default="dp1", help='as in "dp2", "fsdp2.tp2", "tp2+sequence"')
     arguments.add_argument("--steps", type=int, default=50)
     arguments.add_argument("--batch", type=int, default=16, help="samples per step, over all ranks")
+    arguments.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
     options = arguments.parse_args()
 
     if dist.is_torchelastic_launched():
@@ -35,7 +37,11 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = decoder(dim=128, layers=2, heads=4, seq_len=128)
-    plan = weft.plan(model, options.layout, batch=options.batch, loss=next_token)
+    data = stdlib(seq_len=128)
+    sample = collate([data[0], data[1]])  # what a pipeline is cut along
+    plan = weft.plan(
+        model, options.layout, batch=options.batch, accumulate=options.accumulate, loss=next_token, sample=sample
+    )
     optimizer = partial(torch.optim.AdamW, lr=3e-3)
     engine = weft.Engine(model, plan, optimizer=optimizer, loss=next_token, clip=1.0)
     first = engine.mesh.rank == 0
@@ -43,15 +49,14 @@ def main() -> None:
         print(plan)
 
     rank = engine.mesh.index("dp", "fsdp")  # which part of every batch is this process's
-    loader = Loader(stdlib(seq_len=128), options.batch, seed=0, data_rank=rank, data_size=plan.data_size)
+    part = {"accumulate": options.accumulate, "data_rank": rank, "data_size": plan.data_size}
+    loader = Loader(data, options.batch, seed=0, **part)
     for batch in islice(loader, options.steps):
         result = engine.step(batch)
         if first and engine.steps_done % 10 == 0:
             print(f"step {engine.steps_done}: loss {result.loss:.3f}, gradient norm {result.grad_norm:.3f}", flush=True)
 
-    held_out = Loader(
-        stdlib(seq_len=128, split="val"), options.batch, seed=0, shuffle=False, data_rank=rank, data_size=plan.data_size
-    )
+    held_out = Loader(stdlib(seq_len=128, split="val"), options.batch, seed=0, shuffle=False, **part)
     result = engine.evaluate(next(held_out))
     if first:
         print(f"held out: loss {result.loss:.3f}")

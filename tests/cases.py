@@ -123,7 +123,7 @@ def laid(subject: Subject, model: nn.Module, layout: str) -> weft.Plan:
     arguments = dict(subject.plan)
     if layout == "dp1":
         arguments.pop("recompute", None)
-    sample = {key: value[:1] for key, value in in_double(global_batch(subject, 0)).items()}
+    sample = {key: value[:2] for key, value in in_double(global_batch(subject, 0)).items()}
     return weft.plan(model, layout, batch=BATCH, loss=subject.loss, precision="fp64", sample=sample, **arguments)
 
 

@@ -158,5 +158,5 @@ def test_what_cannot_be_cut_is_refused(name: str, layout: str, plan: dict, kind:
 
 
 def test_a_pipeline_needs_a_sample() -> None:
-    with pytest.raises(ConfigError, match="give a batch of one sample"):
+    with pytest.raises(ConfigError, match="give a batch of two samples"):
         weft.plan(STAGED["deep"].build(), "pp2", batch=BATCH)

@@ -22,7 +22,8 @@ from . import data, planner
 from .config import Axes, Run
 from .costs import Costs
 from .engine.engine import ELEMENTWISE
-from .errors import ConfigError, DataError, LayoutError, Refusal, nearest
+from .errors import CannotCut, ConfigError, DataError, LayoutError, Refusal, nearest
+from .layout import Layout
 from .losses import Loss
 from .plans import Plan
 from .roles import find
@@ -169,8 +170,8 @@ def lr_factor(run: Run) -> Callable[[int], float]:
 
 
 def first(run: Run, held: data.Dataset) -> dict[str, Tensor]:
-    """A batch of the dataset's first sample, as the model is to be called with it."""
-    return cast(run, data.collate([held[0]]))
+    """A batch of the dataset's first two samples, as the model is to be called with it: batch norm asks for two."""
+    return cast(run, data.collate([held[i] for i in range(min(2, len(held)))]))
 
 
 def cast(run: Run, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -227,7 +228,12 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
     unmeasured = run
     if run.pipeline.cut == "time":  # a model without data has no times: the ranks measure theirs
         unmeasured = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"cut": "flops"})})
-    plans = [plan(with_layout(unmeasured, axes), bare, first(run, train)) for axes in layouts or [run.layout.axes]]
+    plans = [_planned(with_layout(unmeasured, axes), bare, train) for axes in layouts or [run.layout.axes]]
+    for laid in plans:
+        if run.train.clip is not None and laid.schedule.versions:
+            problem = f"{laid.schedule.name} updates each stage by itself, and no stage knows the norm of all gradients"
+            fix = "leave it out, or use a synchronous schedule such as 1f1b"
+            raise ConfigError("train.clip", run.train.clip, problem, fix)
     optimizer(run)
     for split, held in (("train", train), *([("val", dataset(run, "val"))] if run.train.eval_every else [])):
         if len(held) < run.train.batch:
@@ -236,6 +242,17 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
     _check_inputs(run, bare, train[0])
     _check_sizes(bare, train, plans)
     return plans
+
+
+def _planned(run: Run, bare: nn.Module, train: data.Dataset) -> Plan:
+    """On the model without data if its forward can be followed so, else on the model."""
+    sample = first(run, train)
+    try:
+        return plan(run, bare, sample)
+    except CannotCut:
+        if not (Layout.parse(run.layout.axes).live("pp") and any(p.is_meta for p in bare.parameters())):
+            raise
+        return plan(run, model(run), sample)
 
 
 def with_layout(run: Run, axes: str) -> Run:

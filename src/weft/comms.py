@@ -19,6 +19,7 @@ from .losses import reduced_numels
 from .plans import COPY, Plan, Step, collective
 from .shards import fsdp_rows
 
+TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
 STATISTICS_BYTES = 6 * 8  # squared norm, loss, weight, unreached parameters, trail and its square, in float64
 
 
@@ -78,6 +79,8 @@ def predict(
         comms += [Comm("broadcast", ".".join(data), nbytes, "step", "") for nbytes in buffers]
     if plan.layout.live():
         comms.append(Comm("all_reduce", ".".join(plan.layout.live()), STATISTICS_BYTES, "step", ""))
+    if plan.staging is not None and any(step.gather is not None for step in plan.steps):
+        comms.append(Comm("all_reduce", ".".join(data), TRAIL_BYTES, "step", ""))
     return comms
 
 

@@ -504,9 +504,12 @@ class _Run(TorchFunctionMode):
         return CannotCut(
             "pipeline.cut",
             found,
-            f"the forward took another path than when it was planned, where {planned} came",
+            f"the forward took another path than when it was planned{self._mode()}, where {planned} came",
             "a forward that depends on data is cut only where every path passes: move the branch into one module",
         )
+
+    def _mode(self) -> str:
+        return "" if self.owner.model.training else " (in training mode; this is evaluation)"
 
     # ---- one piece of work ----
 

@@ -85,7 +85,7 @@ def plan(
             units |= {around(chain): "tensor parallelism" for chain in found.chains}
         if "sequence" in layout.option("tp"):
             units |= dict.fromkeys(blocks, "sequence parallelism")
-        _check_staged(layout, staging, staged, units)
+        _check_staged(layout, staging, staged, units, precision)
         steps = [_once_a_step(s) for s in steps]
     notes = []
     if layout.live("tp"):
@@ -113,7 +113,7 @@ def _once_a_step(step: Step) -> Step:
     return replace(step, gather=replace(step.gather, gathered="step", reduced="step"))
 
 
-def _check_staged(layout: Layout, staging: Staging, staged: Schedule, units: Mapping[str, str]) -> None:
+def _check_staged(layout: Layout, staging: Staging, staged: Schedule, units: Mapping[str, str], precision: str) -> None:
     """`units`: module that must lie in one stage -> what for."""
     for one in staging.stages:
         inside = next((u for u in units if one.first.startswith(u + ".")), None)
@@ -124,6 +124,11 @@ def _check_staged(layout: Layout, staging: Staging, staged: Schedule, units: Map
             )  # fmt: skip
     if not staged.versions:
         return
+    if precision == "fp16":
+        raise ConfigError(
+            "precision.compute", precision, f"{staged.name} updates each stage by itself, and a loss scale is of all",
+            "use bf16 or fp32, or a synchronous schedule such as 1f1b",
+        )  # fmt: skip
     if layout.live("fsdp"):
         raise LayoutError(
             "layout", str(layout), f"{staged.name} keeps several versions of the weights, and fsdp stores one",

@@ -42,11 +42,18 @@ def stage(
     """
     if sample is None:
         raise ConfigError(
-            "sample", None, "a pipeline is cut along a forward of the model", "give a batch of one sample"
+            "sample", None, "a pipeline is cut along a forward of the model", "give a batch of two samples"
         )
     made = choose(layout, microbatches, schedule, options)
     names = inputs if inputs is not None else named_inputs(model)
-    recorded = chart(model, arguments_of(names, dict(sample)), profile=PROFILES if where == "time" else 0)
+    try:
+        recorded = chart(model, arguments_of(names, dict(sample)), profile=PROFILES if where == "time" else 0)
+    except (RuntimeError, ValueError, TypeError, IndexError) as problem:
+        size = next(iter(sample.values())).shape[0]
+        raise CannotCut(
+            "sample", f"{size} samples", f"the model does not run on it: {str(problem).splitlines()[0]}",
+            "give a batch that it runs on, of at least two samples if it has batch norm",
+        ) from problem  # fmt: skip
     points = _points(recorded, made, where, blocks)
     if where == "time" and dist.is_initialized():  # every rank has measured times of its own
         agreed = [points]
@@ -75,11 +82,21 @@ def choose(
     schedule = named[0] if named else schedule
     if isinstance(schedule, str):
         return schedules.make(schedule, ranks, microbatches, **options)
-    made = schedule if isinstance(schedule, Schedule) else schedule(ranks, microbatches, **options)
+    made = schedule if isinstance(schedule, Schedule) else _call(schedule, ranks, microbatches, options)
     if (made.ranks, made.microbatches) != (ranks, microbatches):
         problem = f"has {made.ranks} ranks and {made.microbatches} microbatches"
         raise ConfigError("pipeline.schedule", made.name, problem, f"make it for {ranks} and {microbatches}")
     schedules.hold(made)
+    return made
+
+
+def _call(build: Callable[..., Schedule], ranks: int, microbatches: int, options: Mapping[str, Any]) -> Schedule:
+    """A user's own."""
+    schedules.hold_options(build.__name__, build, options)
+    made = build(ranks, microbatches, **options)
+    if not isinstance(made, Schedule):
+        problem = f"returns {type(made).__name__}"
+        raise ConfigError("pipeline.schedule", build.__name__, problem, "return a weft.schedules.Schedule")
     return made
 
 

@@ -81,6 +81,9 @@ class Engine:
     ):
         if device is None:
             device = _own_device()
+        if clip is not None and plan.schedule.versions:
+            problem = f"{plan.schedule.name} updates each stage by itself, and no stage knows the norm of all gradients"
+            raise ConfigError("train.clip", clip, problem, "leave it out, or use a synchronous schedule such as 1f1b")
         self.plan, self.loss, self.clip = plan, loss, clip
         shared = [b.among for rank in range(plan.layout.world) for b in plan.of(rank).buckets() if b.among]
         self.mesh = Mesh(plan.layout, torch.device(device), shared=shared, pairs=_pairs(plan))
@@ -104,7 +107,8 @@ class Engine:
         if sample is not None and before is not None:
             self._hold(before, sample)
         trainable = [(name, p) for name, p in self.params.items() if p.requires_grad]
-        self.optimizer = optimizer(trainable)
+        # a stage whose weights are all frozen still has an optimizer, of nothing
+        self.optimizer = optimizer(trainable or [("", nn.Parameter(torch.zeros(0, device=self.mesh.device)))])
         _check_optimizer(self.optimizer, plan)
         self.reducer = Reducer(self.part, self.params, self.mesh)
         self._table = table = plan.params()
@@ -135,7 +139,7 @@ class Engine:
             functions,
         )
         self._trail = 0  # which modules ran, in order: FSDP2 pairs the ranks' collectives by nothing else
-        if self._training.units.units and staged is None:
+        if self._training.units.units:
             for index, module in enumerate(self.model.modules()):
                 if module._parameters:
                     module.register_forward_pre_hook(partial(self._pass, index))
@@ -206,24 +210,23 @@ class Engine:
     def _update(self, total: Tensor, missing: list) -> StepResult:
         grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
         want_norm = self.clip is not None or self.loss_scale != 1.0 or self.plan.precision == "fp16"
-        if want_norm:
+        if want_norm and grads:
             low = any(g.dtype in (torch.bfloat16, torch.float16) for g in grads.values())
             norms = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32 if low else None)
             for name, norm in zip(grads, norms, strict=True):
                 total[0] += norm.double().square().to(total.device) / self._copies[name]
         total[1:3] /= self.plan.layout.world // self.plan.data_size // self.plan.layout.size("pp")
-        total[3:] = torch.tensor([len(missing), self._trail, self._trail**2], dtype=torch.float64)
+        trail = [self._trail, self._trail**2] if self.plan.staging is None else [0, 0]
+        total[3:] = torch.tensor([len(missing), *trail], dtype=torch.float64)
+        if self.plan.staging is not None and self._training.units.units:
+            self._check_trail()
         if self.plan.layout.world > 1:
             dist.all_reduce(total, group=self.mesh.group(*self.plan.layout.live()))
         if total[3] > 0:
             self.reducer.drop_unused(missing, self.mesh)
             grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
-        if self._trail and total[5] * self.plan.layout.world != total[4] ** 2:
-            raise CannotCut(
-                "layout", str(self.plan.layout),
-                f"in step {self.steps_done} ranks ran different modules, or in another order",
-                "use dp: FSDP2 gathers and reduces what runs, and it must be the same on every rank",
-            )  # fmt: skip
+        if total[5] * self.plan.layout.world != total[4] ** 2:
+            raise self._diverged()
         loss_sum, weight = total[1], total[2]
         factor = self.plan.batch / (weight * self.loss_scale)
         norm = total[0].sqrt() * factor if want_norm else None
@@ -241,6 +244,20 @@ class Engine:
             torch._foreach_mul_(tensors, factor.to(device, dtype))
         self.optimizer.step()
         return result
+
+    def _check_trail(self) -> None:
+        """The ranks that shard one stage's parameters ran the same of its modules."""
+        seen = torch.tensor([self._trail, self._trail**2], dtype=torch.float64, device=self.mesh.device)
+        dist.all_reduce(seen, group=self.mesh.group(*DATA_AXES))
+        if seen[1] * self.plan.data_size != seen[0] ** 2:
+            raise self._diverged()
+
+    def _diverged(self) -> CannotCut:
+        return CannotCut(
+            "layout", str(self.plan.layout),
+            f"in step {self.steps_done} ranks ran different modules, or in another order",
+            "use dp: FSDP2 gathers and reduces what runs, and it must be the same on every rank",
+        )  # fmt: skip
 
     def _rescale(self, finite: bool) -> bool:
         """Dynamic loss scaling (Micikevicius et al. 2018). Returns whether the step may be taken."""

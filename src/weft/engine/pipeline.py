@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..errors import CannotCut
 from ..schedules import Action, Schedule
 from .split import Deferred, backward_inputs
 from .transport import Incoming, Message, Transport
@@ -104,6 +105,7 @@ class Pipeline:
             trace += clock.spans()
         if self.transport is not None:
             self.transport.end()
+        run.hold(len(signatures))
 
 
 class _Run:
@@ -119,6 +121,7 @@ class _Run:
         # (stage, microbatch) -> what it made, its loss, what it got
         self.live: dict[tuple[int, int], tuple[dict[int, Tensor], Tensor | None, dict[int, Tensor]]] = {}
         self.deferred: dict[tuple[int, int], Deferred] = {}
+        self.absent: dict[int, int] = {}  # value -> microbatches in which no gradient came back over it
 
     def __call__(self, step: _Step, clock: _Clock | None = None) -> None:
         action, work, transport = step.action, self.work, self.pipeline.transport
@@ -140,6 +143,16 @@ class _Run:
         work.after(action)
         if clock is not None:
             clock.close(action, bool(step.takes))
+
+    def hold(self, microbatches: int) -> None:
+        """Refuse what one device would leave without a gradient: here it got zeros, which an optimizer acts on."""
+        for value, count in self.absent.items():
+            if count == microbatches * len(self.pipeline._here[value]):
+                raise CannotCut(
+                    f"value {self.pipeline._names[value]}", "no gradient",
+                    "it crosses stages and needs a gradient, and the loss does not depend on it",
+                    "detach it where it is made, leave it out of what the model returns, or cut elsewhere",
+                )  # fmt: skip
 
     def take(self, message: Message, peer: int) -> None:
         transport = self.pipeline.transport
@@ -195,6 +208,7 @@ class _Run:
         for (value, leaf), grad in zip(needing.items(), found, strict=True):
             if grad is None and not pipeline._own[value]:
                 grad = torch.zeros_like(leaf)  # its source waits for one
+                self.absent[value] = self.absent.get(value, 0) + 1
             self.grads.setdefault((value, microbatch), []).append(grad)
         for message, peers in step.sends:
             assert pipeline.transport is not None

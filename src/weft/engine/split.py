@@ -64,7 +64,10 @@ class Deferred:
         """Accumulate the weights' gradients in their `.grad`, as `backward` would."""
         branches = [edge for group in self._groups for fork in group.forks for edge in fork.branches.values()]
         with GraphExecGroup():  # checkpointed regions are recomputed once for all calls
-            _wanting(branches, self._accumulate)
+            if branches:
+                _wanting(branches, self._accumulate)
+            else:
+                self._accumulate()
 
     def _accumulate(self) -> None:
         while self._groups:

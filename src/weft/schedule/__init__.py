@@ -51,7 +51,7 @@ def make(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
     for field, value in (("ranks", ranks), ("microbatches", microbatches)):
         if type(value) is not int or value < 1:
             raise ConfigError(f"pipeline.{field}", value, "a schedule has at least one", "use a whole number from 1")
-    _hold_options(name, known[name], options)
+    hold_options(name, known[name], options)
     made = known[name](ranks, microbatches, **options)
     if name in _registered:
         hold(made)
@@ -75,7 +75,7 @@ def _folder() -> dict[str, Builder]:
     return {module.NAME: module.build for module in modules}
 
 
-def _hold_options(name: str, build: Builder, options: Mapping[str, Any]) -> None:
+def hold_options(name: str, build: Builder, options: Mapping[str, Any]) -> None:
     """Raises ConfigError for an option that `build` does not have."""
     parameters = list(inspect.signature(build).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -64,7 +64,7 @@ def verify(
     process after torch.manual_seed(seed). Returns a Report: `.passed`, `.text()`, `.json()`.
     """
     if isinstance(plan, str):
-        sample = {key: value[:1] for key, value in batch.items()}
+        sample = {key: value[:2] for key, value in batch.items()}
         size = next(iter(batch.values())).shape[0]
         plan = lay(_seeded(build_model, seed), plan, batch=size, loss=loss, inputs=inputs, sample=sample)
     case = Case(
