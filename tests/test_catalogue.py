@@ -1,8 +1,6 @@
 """The classic silent bugs of distributed training, injected one by one: `weft verify` catches each and names its place.
 
-A bug is a context manager that breaks weft inside the worker processes, or gives a broken Case; the reference is run
-clean. `says` is a pattern of what the result must say: its first difference, its problem, or the collective that strays
-from the plan. docs/verify.md holds the same catalogue as a table.
+docs/verify.md holds the same catalogue as a table. Bugs of pipelines: test_catalogue_pipeline.py.
 """
 
 from __future__ import annotations
@@ -10,10 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import SUBJECTS, VOCAB, global_batch, reference, seeded
+from bugs import Catalogue, Fault, assert_caught, assert_clean, clean, documented, patched
+from cases import SUBJECTS, VOCAB, global_batch, seeded
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
-import weft
 from weft import batchnorm, collectives, losses, parallelize
 from weft.engine import engine, reducer, work
 from weft.losses import next_token
@@ -34,49 +30,10 @@ from weft.plans import COPY, SUM, Boundary, Cut, Param, Plan, Step
 from weft.randomness import Randomness, mix
 from weft.schedules import Action
 from weft.verification.case import Case
-from weft.verification.parity import LayoutResult, check
-from weft.verification.reference import Reference
 from weft.verification.report import Report
 
-Fault = Callable[[Case], AbstractContextManager[Case]]
-CATALOGUE: list[Any] = []
-
-
-def bug(subject: str, layout: str, says: str, where: str = "first") -> Callable[[Callable], Fault]:
-    """Enter a bug into the catalogue under its function's name."""
-
-    def register(function: Callable[[Case], Iterator[Case]]) -> Fault:
-        fault = contextmanager(function)
-        CATALOGUE.append(pytest.param(fault, subject, layout, where, says, id=function.__name__))
-        return fault
-
-    return register
-
-
-def under(fault: Fault, case: Case, layout: str, clean: Reference) -> LayoutResult:
-    """What verify says in this process group, with the bug in."""
-    with fault(case) as broken:
-        return check(broken, layout, clean)
-
-
-def run(pool: Any, fault: Fault, subject: str, layout: str) -> LayoutResult:
-    found = SUBJECTS[subject]
-    world = weft.Layout.parse(layout).world
-    return pool.run(under, fault, found.case(), layout, reference(found), world=world)[0]
-
-
-@contextmanager
-def clean(case: Case) -> Iterator[Case]:
-    """No bug."""
-    yield case
-
-
-@contextmanager
-def patched(case: Case, *changes: tuple[Any, str, Any]) -> Iterator[Case]:
-    with pytest.MonkeyPatch.context() as patch:
-        for target, name, new in changes:
-            patch.setattr(target, name, new)
-        yield case
+CATALOGUE = Catalogue(SUBJECTS)
+bug = CATALOGUE.bug
 
 
 def planned(case: Case, edit: Callable[[Step], Step]) -> Case:
@@ -565,27 +522,18 @@ def all_reduce_run_twice(case: Case) -> Iterator[Case]:
 # ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fault", "subject", "layout", "where", "says"), CATALOGUE)
+@pytest.mark.parametrize(("fault", "subject", "layout", "where", "says"), CATALOGUE.params)
 def test_bug_is_caught_and_named(pool: Any, fault: Fault, subject: str, layout: str, where: str, says: str) -> None:
-    result = run(pool, fault, subject, layout)
-    assert not result.passed
-    assert re.match(says, str(getattr(result, where))), result
-    if where == "first":
-        assert f"first difference  {result.first}" in Report((result,), 2).text()
+    assert_caught(CATALOGUE.run(pool, fault, subject, layout), where, says)
 
 
-CLEAN = sorted({(param.values[1], param.values[2]) for param in CATALOGUE})
-
-
-@pytest.mark.parametrize(("subject", "layout"), CLEAN)
+@pytest.mark.parametrize(("subject", "layout"), CATALOGUE.pairs)
 def test_no_bug_no_alarm(pool: Any, subject: str, layout: str) -> None:
-    result = run(pool, clean, subject, layout)
-    assert result.passed, result
-    assert result.first is None and result.problem is None and result.stray is None
+    assert_clean(CATALOGUE.run(pool, clean, subject, layout))
 
 
 def test_a_bug_that_numbers_do_not_show_is_seen_in_the_collectives(pool: Any) -> None:
-    result = run(pool, all_reduce_run_twice, "decoder", "tp2")
+    result = CATALOGUE.run(pool, all_reduce_run_twice, "decoder", "tp2")
     assert max(result.loss_rel_err, result.grad_rel_err, result.param_rel_err) < 1e-9
     assert result.first is None and result.problem is None
     report = Report((result,), 2)
@@ -596,5 +544,4 @@ def test_a_bug_that_numbers_do_not_show_is_seen_in_the_collectives(pool: Any) ->
 
 def test_the_catalogue_is_documented() -> None:
     """docs/verify.md has one row per bug, and no other."""
-    page = (Path(__file__).parent.parent / "docs" / "verify.md").read_text()
-    assert re.findall(r"^\| `(\w+)`", page, re.MULTILINE) == [param.id for param in CATALOGUE]
+    assert documented("The catalogue") == CATALOGUE.names

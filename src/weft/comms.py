@@ -140,7 +140,8 @@ def _statistics(
     axis = ".".join(plan.layout.live(*DATA_AXES))
     nbytes = crossing.entered[0] * max(4, itemsize)
     recomputed = ("recompute", "recompute") * _recomputations(plan, name, microbatch)
-    for when in ("forward", "forward", "backward", "backward", *recomputed):
+    back = ("backward", "backward") if crossing.needs_grad else ()
+    for when in ("forward", "forward", *back, *recomputed):
         yield Comm("all_reduce", axis, nbytes, when, name)
 
 
