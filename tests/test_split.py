@@ -145,6 +145,9 @@ class _Case(nn.Module):
             a = checkpoint(self.blocks[0], a, use_reentrant=False)
         return (F.linear(a, self.w),)
 
+    def _checkpointed_prepared(self, a, b, ids):
+        return (checkpoint(lambda x: self.blocks[0](x) @ (self.w * self.w.sigmoid()), a, use_reentrant=False),)
+
     def _frozen(self, a, b, ids):
         return ((a @ self.frozen).relu() @ self.w,)
 
@@ -296,7 +299,9 @@ def test_hooks_on_the_path_run_once() -> None:
     torch.testing.assert_close(case.bias.grad, 2.0 * (x > 0).sum(0).double())
 
 
-@pytest.mark.parametrize(("name", "regions"), [("checkpointed", 3), ("checkpointed_tied", 2)])
+@pytest.mark.parametrize(
+    ("name", "regions"), [("checkpointed", 3), ("checkpointed_tied", 2), ("checkpointed_prepared", 1)]
+)
 def test_checkpointed_regions_are_recomputed_once_in_each_part(name: str, regions: int) -> None:
     case = _Case(name)
     inputs, roots, grads = _graph(case, "ab")

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from .batchnorm import BatchNorm
 from .collectives import cross
 from .errors import CannotCut
+from .ghosts import Ghost
 from .layout import DATA_AXES
 from .mesh import Mesh
 from .plans import COPY, SUM, Boundary, Cut, Param, Plan, Step
@@ -269,9 +270,7 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     if not units:
         return
     assert mesh.device_mesh is not None
-    held = {name for step in units for name in (p.name for p in step.params)}
-    root = modules[""]
-    absent = {p for name, p in root.named_parameters() if name not in held}  # another stage's
+    absent = {p for p in modules[""].parameters() if isinstance(p, Ghost)}  # another stage's
     for step in units:
         gather = step.gather
         assert gather is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -92,11 +93,12 @@ def choose(
 
 def _call(build: Callable[..., Schedule], ranks: int, microbatches: int, options: Mapping[str, Any]) -> Schedule:
     """A user's own."""
-    schedules.hold_options(build.__name__, build, options)
+    name = build.__name__ if inspect.isfunction(build) else str(build)
+    schedules.hold_options(name, build, options)
     made = build(ranks, microbatches, **options)
     if not isinstance(made, Schedule):
         problem = f"returns {type(made).__name__}"
-        raise ConfigError("pipeline.schedule", build.__name__, problem, "return a weft.schedules.Schedule")
+        raise ConfigError("pipeline.schedule", name, problem, "return a weft.schedules.Schedule")
     return made
 
 
@@ -111,7 +113,7 @@ def _points(recorded: Chart, made: Schedule, where: str | Sequence[str], blocks:
         atoms = candidates(recorded)
     if len(atoms) < made.stages:
         raise CannotCut(
-            "layout", made.name, f"{made.stages} stages, and the model has {len(atoms)} parts to cut between",
+            "pipeline.schedule", made.name, f"has {made.stages} stages, and the model {len(atoms)} parts to cut into",
             "use fewer stages, or name the modules with which stages begin in [pipeline] cut",
         )  # fmt: skip
     costs = [float(getattr(atom, where)) for atom in atoms]

@@ -51,7 +51,7 @@ def _scale(timelines: Labelled, room: int, colour: bool) -> tuple[float, str]:
     scale = room / span if fits is None else fits / short
     if scale * short >= width - 1e-9:
         return scale, ""
-    note = f"condensed: a column is {look.seconds(1 / scale)}; --out FILE.svg or FILE.json shows every action"
+    note = f"condensed: a column is {look.seconds(1 / scale)}; an SVG or JSON shows every action"
     return scale, note
 
 

@@ -44,12 +44,9 @@ def backward_inputs(
     through = [start for start in starts if start[0].node in graph.path]
     found: Sequence[Tensor | None] = [None] * len(needing)
     if through:
-        handles = [f.node.register_prehook(f.reached.append) for group in groups for f in group.forks]
-        try:
-            found = _engine(through, needing, retain_graph=True)
-        finally:
-            for handle in handles:
-                handle.remove()
+        for fork in (fork for group in groups for fork in group.forks):
+            fork.node.register_prehook(fork.reached.append)  # which lives as long as the graph, that runs once
+        found = _engine(through, needing, retain_graph=True)
     answers = iter(found)
     return [next(answers) if x.requires_grad else None for x in inputs], Deferred(groups)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ..plans import Gather, Plan
 from ..schedules import Action
@@ -45,6 +46,9 @@ class Units:
                 self._flags(unit, last, (last or unit.gather.reduced == "microbatch") and not split)
         elif action.kind == "W":
             for unit in self._of(action.stage):
+                # where a unit's input is the weights' alone, autograd tells FSDP2 of its end in the midst of W
+                unit.module.set_requires_gradient_sync(False, recurse=False)
+                unit.module.set_reshard_after_backward(False, recurse=False)
                 if unit.gather.gathered == "use":
                     unit.module.unshard()
 
@@ -79,6 +83,8 @@ class Units:
             return
         for unit in units:
             self._flags(unit, last, True)
+            for group in fully_shard.state(unit.module)._fsdp_param_groups:  # type: ignore[attr-defined]
+                group._training_state = TrainingState.IDLE  # its end is now
         fully_shard.state(self._root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
         for unit in units:
             unit.module.set_requires_gradient_sync(False, recurse=False)
