@@ -80,8 +80,9 @@ def test_cut_anywhere(pool: Any, cut: Any) -> None:
 
 
 def test_chunks_and_shapes_that_are_always_sent(pool: Any) -> None:
-    result = run(pool, with_plan("llama", options={"chunks": 3}, dynamic_shapes=True), "pp2+interleaved")
-    assert result.passed, result
+    case = with_plan("deep", options={"chunks": 3}, dynamic_shapes=True).case()
+    result = pool.run(check, case, "pp2+interleaved", reference(STAGED["deep"], 3), world=2)[0]
+    assert isinstance(result, LayoutResult) and result.passed, result
 
 
 def backwards(ranks: int, microbatches: int) -> Schedule:
@@ -158,5 +159,5 @@ def test_what_cannot_be_cut_is_refused(name: str, layout: str, plan: dict, kind:
 
 
 def test_a_pipeline_needs_a_sample() -> None:
-    with pytest.raises(ConfigError, match="give a batch of two samples"):
+    with pytest.raises(ConfigError, match="Give a batch of two samples"):
         weft.plan(STAGED["deep"].build(), "pp2", batch=BATCH)

@@ -283,14 +283,14 @@ def _check_inputs(run: Run, model: nn.Module, sample: Mapping[str, Any]) -> None
 def _check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> None:
     """The model has a row for every token, and sequences divide where a plan cuts them."""
     ids = held[0].get("input_ids")
-    vocab, embedding = getattr(held, "vocab", None), find(model).embedding
+    vocab, embeddings = getattr(held, "vocab", None), find(model).embeddings
     if ids is None:
         return
-    if vocab is not None and embedding is not None:
-        rows = model.get_submodule(embedding).num_embeddings
+    if vocab is not None and embeddings:
+        rows = model.get_submodule(embeddings[0]).num_embeddings
         if isinstance(rows, int) and rows < vocab:
-            problem = f"{embedding} has {rows} rows, and the data has {vocab} tokens"
-            raise ConfigError("model", embedding, problem, f"give the model a vocabulary of at least {vocab}")
+            problem = f"{embeddings[0]} has {rows} rows, and the data has {vocab} tokens"
+            raise ConfigError("model", embeddings[0], problem, f"give the model a vocabulary of at least {vocab}")
     for laid in plans:
         size = laid.layout.size("tp")
         if "sequence" in laid.layout.option("tp") and len(ids) % size:

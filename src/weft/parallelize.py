@@ -36,13 +36,14 @@ def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
     """Change `model` in place. Afterwards its parameters are this rank's, and its forward is a part of the whole's."""
     modules = dict(model.named_modules())
     cuts = {p.name: p for step in plan.steps for p in step.params if p.cut is not None}
+    names = {alias: w.name for w in plan.weights for alias in (w.name, *w.aliases)}
     _cut_parameters(plan, model, cuts, mesh)
     for step in plan.steps:
         module = modules[step.module]
         for key, value in step.attributes:
             setattr(module, key, value)
-        own = {p.name.removeprefix(step.module + "."): p for p in step.params if p.cut is not None and step.module}
-        _cut_module(module, own, mesh)
+        held = {leaf: names.get(f"{step.module}.{leaf}") for leaf in module._parameters}
+        _cut_module(module, {leaf: cuts[name] for leaf, name in held.items() if name in cuts}, mesh)
         if step.input is not None:
             module.register_forward_pre_hook(partial(_enter, step, mesh, randomness), with_kwargs=True)
         if step.output is not None:
@@ -97,7 +98,9 @@ def _cut_module(module: nn.Module, params: dict[str, Param], mesh: Mesh) -> None
     if not params:
         return
     if isinstance(module, nn.Embedding):
-        _cut_embedding(module, params["weight"], mesh)
+        cut = params["weight"].cut
+        if cut is not None and cut.dim == 0:  # by columns, a lookup stays what it is
+            _cut_embedding(module, params["weight"], mesh)
         return
     shared = {leaf: p for leaf, p in params.items() if p.stored == COPY}
     if shared:

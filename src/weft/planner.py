@@ -159,13 +159,15 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
 
 
 def _check_shared(model: nn.Module, weights: tuple[Weight, ...], steps: list[Step], layout: Layout) -> None:
-    """Every module that uses a cut parameter knows of the cut."""
+    """Every module that uses a cut parameter knows of the cut. One that holds a parameter of a module inside it (BERT's
+    bias) does so to tie it: the trial of the cut refuses a model that uses it there."""
     cut = {p.name for step in steps for p in step.params if p.cut is not None}
     aware = {id(model.get_submodule(s.module)) for s in steps if any(p.cut is not None for p in s.params)}
     for weight in weights:
         for name in (weight.name, *weight.aliases) if weight.name in cut else ():
             owner = name.rpartition(".")[0]
-            if id(model.get_submodule(owner)) not in aware:
+            tied = any(n.startswith(owner + ".") for n in (weight.name, *weight.aliases) if n != name)
+            if not tied and id(model.get_submodule(owner)) not in aware:
                 raise CannotCut(
                     "layout", str(layout), f"{weight.name} is shared with {owner}, which would not know that it is cut",
                     f'declare the modules that hold it "whole" in [roles], {owner} among them',

@@ -45,8 +45,8 @@ _ELEMENTWISE = (
 class Chain:
     """Columns and the row that ends them. `entry`: where the shared input enters; None: at each column by itself.
 
-    `cuts`: linear -> how its features are divided; `inner`: parameters that every rank holds whole and uses on its part
-    (query and key norms).
+    `cuts`: linear or table -> how its features are divided; `inner`: parameters that every rank holds whole and uses on
+    its part (query and key norms); `tables`: embeddings of one number per head (T5's biases of relative positions).
     """
 
     columns: tuple[str, ...]
@@ -58,6 +58,7 @@ class Chain:
     kv_heads: int = 0
     attributes: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     cross: bool = False  # some columns read another tensor (cross-attention)
+    tables: tuple[str, ...] = ()
     flat: bool = False  # an attention in the block's own forward, which may count positions before a boundary
 
 
@@ -70,11 +71,14 @@ def around(chain: Chain) -> str:
 
 @dataclass(frozen=True)
 class Roles:
-    """What was found: chains, the vocabulary's embedding and head, the repeated blocks, and where each came from."""
+    """What was found: chains, the vocabulary's embeddings and heads, the repeated blocks, and where each came from.
+
+    More than one embedding or head: modules of their own that hold the same weight (a T5's encoder and decoder).
+    """
 
     chains: tuple[Chain, ...]
-    embedding: str | None
-    head: str | None
+    embeddings: tuple[str, ...]
+    heads: tuple[str, ...]
     blocks: tuple[tuple[str, ...], ...]  # each list of repeated blocks, in order
     source: str
     notes: tuple[str, ...] = ()
@@ -142,9 +146,9 @@ def find(model: nn.Module, declared: Mapping[str, object] | None = None) -> Role
                 f"roles.{name}", role["role"], "it is part of no chain of columns that ends in a row",
                 "declare the columns and the row that follows them in one block",
             )  # fmt: skip
-    embedding, head = _vocabulary(model, modules, lists, table)
+    embeddings, heads = _vocabulary(modules, lists, table)
     source = "declared" if declared else "the model's own plan" if hf else "guessed"
-    return Roles(tuple(chains), embedding, head, lists, source, tuple(dict.fromkeys(notes)))
+    return Roles(tuple(chains), embeddings, heads, lists, source, tuple(dict.fromkeys(notes)))
 
 
 def _declared(modules: Mapping[str, nn.Module], declared: Mapping[str, object]) -> dict[str, dict]:
@@ -347,6 +351,7 @@ def _chain(
     entry: str | None = _common(columns)
     container = modules[entry] if entry else None
     inner: list[str] = []
+    tables: list[str] = []
     region = _common([*columns, row])
     linear_names = {*columns, row}
     hidden = features(modules[columns[0]])[0]
@@ -359,6 +364,9 @@ def _chain(
         norm = "norm" in type(module).__name__.lower()
         if sizes == {head_dim} and head_dim != hidden:
             inner += own
+        elif isinstance(module, nn.Embedding) and module.embedding_dim == heads:
+            tables.append(name)
+            cuts[name] = Cut(1, (heads,), (heads,))
         elif norm and sizes == {width} and width != hidden:
             raise _Whole(f"{name} normalises over features that would be cut")
         elif norm and sizes == {hidden}:  # before the columns or after the row
@@ -379,7 +387,9 @@ def _chain(
             found = [(key, v) for key, v in expected.items() if modules[name].__dict__.get(key) == v]
             if found:
                 attributes[name] = tuple(found)
-    return Chain(tuple(columns), row, cuts, entry, tuple(inner), heads, kv_heads, attributes, cross, flat)
+    return Chain(
+        tuple(columns), row, cuts, entry, tuple(inner), heads, kv_heads, attributes, cross, tuple(tables), flat
+    )
 
 
 def _ancestors(name: str, scope: str) -> list[str]:
@@ -397,27 +407,28 @@ def _arguments(module: nn.Module) -> list[str]:
 
 
 def _vocabulary(
-    model: nn.Module, modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...], table: Mapping[str, dict]
-) -> tuple[str | None, str | None]:
-    """The token embedding (the largest that is no table of positions), and the linear outside of the blocks that scores
-    the same vocabulary."""
-
-    def outside(name: str) -> bool:
-        return not any(name.startswith(b + ".") for blocks in lists for b in blocks)
-
+    modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...], table: Mapping[str, dict]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The token embedding (the largest that is no table of positions), the linear outside of the blocks that scores the
+    same vocabulary, and all that hold the weight of one of the two."""
     whole = {name for name, role in table.items() if role["role"] == "whole"}
     declared = {role["role"]: name for name, role in table.items()}
+    inside = tuple(block + "." for blocks in lists for block in blocks)
+    outside = {n: m for n, m in modules.items() if not n.startswith(inside) and n not in whole}
     tables = {
-        n: m for n, m in modules.items()
-        if isinstance(m, nn.Embedding) and outside(n) and n not in whole
-        and not re.search(r"pos|type|segment", n.rsplit(".", 1)[-1])
+        n: m for n, m in outside.items()
+        if isinstance(m, nn.Embedding) and not re.search(r"pos|type|segment", n.rsplit(".", 1)[-1])
     }  # fmt: skip
+    linears = {n: m for n, m in outside.items() if is_linear(m) and not is_conv1d(m)}
     embedding = declared.get("embedding") or max(tables, key=lambda n: tables[n].num_embeddings, default=None)
-    if embedding is None:
-        return None, declared.get("head")
-    vocab = modules[embedding].num_embeddings
-    heads = [
-        n for n, m in modules.items()
-        if is_linear(m) and outside(n) and features(m)[1] == vocab and n not in whole and not is_conv1d(m)
-    ]  # fmt: skip
-    return embedding, declared.get("head") or (heads[-1] if heads else None)
+    head = declared.get("head")
+    if embedding is not None and head is None:
+        vocab = modules[embedding].num_embeddings
+        head = next((n for n in reversed(linears) if features(linears[n])[1] == vocab), None)
+    held = {id(modules[name].weight) for name in (embedding, head) if name is not None}
+
+    def those(found: Mapping[str, nn.Module], first: str | None) -> tuple[str, ...]:
+        tied = [n for n, m in found.items() if n != first and id(m.weight) in held]
+        return (*([first] if first is not None else []), *tied)
+
+    return those(tables, embedding), those(linears, head)

@@ -108,6 +108,7 @@ class Training:
 
     def __post_init__(self) -> None:
         schedule, rank = self.stages.plan.schedule, self.mesh.coords.get("pp", 0)
+        self._data = self.mesh.index(*DATA_AXES)
         backwards = [a for a in schedule.order[rank] if a.kind in ("B", "W")]
         self._split = {a[1:] for a in backwards if a.kind == "W"}
         # of each stage, the action after which its gradients are complete
@@ -140,11 +141,10 @@ class Training:
     def before(self, action: Action) -> None:
         self.action = action
         plan, (kind, stage, microbatch) = self.stages.plan, action
-        data = self.mesh.index(*DATA_AXES)
-        first = microbatch * plan.microbatch * plan.data_size + data * plan.microbatch
+        first = microbatch * plan.microbatch * plan.data_size + self._data * plan.microbatch
         self.randomness.begin(self.step, list(range(first, first + plan.microbatch)))
         if kind == "F":
-            self._generator().manual_seed(mix(self.randomness.seed, self.step, microbatch, data) % 2**63)
+            self._generator().manual_seed(mix(self.randomness.seed, self.step, microbatch, self._data) % 2**63)
             return
         last, split = action == self._last[stage], (stage, microbatch) in self._split
         self.units.before(action, last, split)

@@ -28,7 +28,7 @@ def steps(
     size = layout.size(AXIS)
     names = {alias: w.name for w in weights for alias in (w.name, *w.aliases)}
     shapes = {w.name: w.shape for w in weights}
-    if not roles.chains and roles.embedding is None:
+    if not roles.chains and not roles.embeddings:
         raise CannotCut(
             "layout", str(layout),
             "tensor parallelism finds no attention, feed-forward or embedding to cut in this model",
@@ -73,6 +73,8 @@ def _chain(chain: Chain, size: int, layout: Layout, outside: Placement, names: M
         # added once, after the reduction: on a slice of the sequence its gradient is a partial sum
         params.append(Param(names[f"{chain.row}.bias"], AXIS, COPY, COPY, SUM if outside != COPY else COPY))
     yield Step(chain.row, "tensor", tuple(params), output=Boundary({AXIS: outside}, {AXIS: SUM}))
+    for table in chain.tables:
+        yield Step(table, "tensor", (_weight(f"{table}.weight", chain.cuts[table], size, names),), interior=interior)
     for name in chain.inner:
         # used whole on this rank's heads alone
         yield Step(name.rpartition(".")[0], "tensor", (Param(names[name], AXIS, COPY, COPY, SUM),))
@@ -126,9 +128,7 @@ def _vocabulary(
     layout: Layout,
 ) -> Iterator[Step]:
     """Rows of the embedding and of the head on ranks; any vocabulary, the last ranks getting less."""
-    for module in (roles.embedding, roles.head):
-        if module is None:
-            continue
+    for module in (*roles.embeddings, *roles.heads):
         name = names[f"{module}.weight"]
         vocab = shapes[name][0]
         table = model.get_submodule(module)
@@ -143,7 +143,7 @@ def _vocabulary(
         if f"{module}.bias" in names:
             bias = names[f"{module}.bias"]
             params.append(Param(bias, AXIS, Shard(0), Shard(0), Shard(0), Cut(0, (vocab,), (vocab,))))
-        if module == roles.embedding:
+        if module in roles.embeddings:
             yield Step(module, "tensor", tuple(params), output=Boundary({AXIS: COPY}, {AXIS: SUM}))
         else:
             out = Shard(-1) if sharded_logits else COPY

@@ -15,7 +15,8 @@ from .case import Case
 
 
 def value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[int, int]:
-    """Value -> bytes of one microbatch on one rank. What leaves a block that `tp` cuts along the sequence is a part."""
+    """Value -> bytes of one microbatch on one rank. A part: what leaves a block that `tp` cuts along the sequence, and
+    what was looked up per head ([..., heads, queries, keys])."""
     if plan.staging is None:
         return {}
     model = case.build().double()
@@ -23,12 +24,19 @@ def value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[int, i
     micro = {key: value[:taken] for key, value in batch.items()}
     recorded = chart(model, arguments_of(case.inputs or named_inputs(model), micro))
     values = cut(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
-    size = plan.layout.size("tp") if "sequence" in plan.layout.option("tp") else 1
-    edges = {s.module for s in plan.steps if s.by == "sequence" and s.output is not None}
-    inside = {s.module for s in plan.steps if s.interior == "sequence"} - edges
-    parts = [size if v.name.rpartition(" of ")[2] in inside else 1 for v in values]
+    parts = [_parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape)) for v in values]
     rows = [plan.microbatch / taken if v.shape[:1] and v.shape[0] % taken == 0 else 1 for v in values]
     return {
         i: round(prod(v.shape) * share) * v.dtype.itemsize // n
         for i, (v, share, n) in enumerate(zip(values, rows, parts, strict=True))
     }
+
+
+def _parts(plan: Plan, maker: str, shape: tuple[int, ...]) -> int:
+    """Over how many ranks a value is divided that leaves this module."""
+    edges = {s.module for s in plan.steps if s.by == "sequence" and s.output is not None}
+    inside = {s.module for s in plan.steps if s.interior == "sequence"} - edges
+    sequence = maker in inside and "sequence" in plan.layout.option("tp")
+    tables = [s for s in plan.steps if s.interior == "heads" and s.input is None and s.module.startswith(maker + ".")]
+    heads = {p.cut.units for s in tables for p in s.params if p.cut is not None}
+    return plan.layout.size("tp") if sequence or shape[-3:-2] in heads else 1
