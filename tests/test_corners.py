@@ -156,6 +156,32 @@ class Twice(nn.Module):
         return x
 
 
+class Scored(Twice):
+    """Its own forward, too, uses the table that its embeddings hold: as whole, which a cut one is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Module()
+        self.scores.weight = self.encoder.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) @ self.scores.weight.T
+
+
+class Biased(nn.Module):
+    """Holds the bias of a module inside it, as BERT's head does; `used`: and adds it once more."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.body, self.used = Twice(), used
+        self.head = nn.Linear(DIM, VOCAB)
+        self.bias = self.head.bias
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = self.head(self.body(input_ids))
+        return logits + self.bias.mean() if self.used else logits
+
+
 def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, dropout=0.2, batch_first=True)
 
@@ -308,6 +334,19 @@ def test_bf16_with_norms_under_every_data_layout(pool: Any, layout: str) -> None
     assert found[0][0] == pytest.approx(want[0], rel=2e-2)
 
 
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2", "pp2.tp2"])
+def test_a_weight_that_several_modules_hold(pool: Any, layout: str) -> None:
+    subject = Subject(partial(Biased, used=False))
+    result = pool.run(check, subject.case(), layout, reference(subject), world=weft.Layout.parse(layout).world)[0]
+    assert result.passed, result
+
+
+def test_a_bias_that_its_holder_uses_is_found_by_the_trial(pool: Any) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(CannotCut, match="output changes by"):
+        pool.run(steps, partial(Biased, used=True), "tp2", tokens(), next_token, True, world=2)
+
+
 def zero_head() -> nn.Module:
     model = small()
     nn.init.zeros_(model.head.weight)
@@ -326,8 +365,8 @@ def test_what_cannot_be_laid_is_refused_before_anything_runs() -> None:
 
     with pytest.raises(CannotCut, match="scale has no dim to shard"):
         weft.plan(Scalar(), "fsdp2", batch=4)
-    with pytest.raises(CannotCut, match="shared with decoder"):
-        laid(Subject(Twice), Twice(), "tp2")
+    with pytest.raises(CannotCut, match="shared with scores"):
+        laid(Subject(Scored), Scored(), "tp2")
     table = small()
     table.embedding.max_norm = 1.0
     with pytest.raises(CannotCut, match="max_norm"):

@@ -164,10 +164,11 @@ def _check_shared(model: nn.Module, weights: tuple[Weight, ...], steps: list[Ste
     cut = {p.name for step in steps for p in step.params if p.cut is not None}
     aware = {id(model.get_submodule(s.module)) for s in steps if any(p.cut is not None for p in s.params)}
     for weight in weights:
-        for name in (weight.name, *weight.aliases) if weight.name in cut else ():
-            owner = name.rpartition(".")[0]
-            tied = any(n.startswith(owner + ".") for n in (weight.name, *weight.aliases) if n != name)
-            if not tied and id(model.get_submodule(owner)) not in aware:
+        owners = [name.rpartition(".")[0] for name in (weight.name, *weight.aliases)] if weight.name in cut else []
+        knowing = [owner for owner in owners if id(model.get_submodule(owner)) in aware]
+        for owner in owners:
+            inside = [other for other in knowing if other != owner and (not owner or other.startswith(owner + "."))]
+            if owner not in knowing and not inside:
                 raise CannotCut(
                     "layout", str(layout), f"{weight.name} is shared with {owner}, which would not know that it is cut",
                     f'declare the modules that hold it "whole" in [roles], {owner} among them',
