@@ -293,7 +293,8 @@ class _Cut:
         kinds = unknowns(event.output)
         if kinds:
             raise self._refuse(
-                stage + 1, f"{event.name} (called at {event.line}) returns a {kinds[0]}, which weft cannot follow",
+                stage + 1, f"{event.name} (called at {event.line}) returns an object of class {kinds[0]}, "
+                "which weft cannot follow",
                 "return tensors in tuples, dicts or dataclasses",
             )  # fmt: skip
 

@@ -11,9 +11,13 @@ import zlib
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .plans import Interior
+
+DROPOUTS_OF_CHANNELS = frozenset({F.dropout1d, F.dropout2d, F.dropout3d})
+DROPOUTS = DROPOUTS_OF_CHANNELS | {F.dropout, torch.dropout, F.alpha_dropout, F.feature_alpha_dropout}
 
 _BITS = 31
 

@@ -63,7 +63,7 @@ def stage(
     if len(points) != made.stages - 1:
         raise ConfigError(
             "pipeline.cut", list(points), f"{made.name} over {layout} has {made.stages} stages",
-            f"name the {made.stages - 1} modules with which the second and later ones begin",
+            "name the module with which each but the first begins",
         )  # fmt: skip
     return cut(recorded, points, whole(blocks, points)), made
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .errors import CannotCut
+from .randomness import DROPOUTS
 from .staging import Given, Made, State, Unknown
 
 # ---- what a function does with a tensor --------------------------------------------------------------------------
@@ -50,9 +51,6 @@ FACTORIES: frozenset[Any] = frozenset(
 )
 _UNREAD = METADATA | FACTORIES
 _AFTER_ANOTHER = _named("to type_as expand_as view_as reshape_as", Tensor)
-DROPOUTS: frozenset[Any] = frozenset(
-    {torch.dropout} | _named("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", F)
-)
 # functions whose result no other stage could draw again
 RANDOM: frozenset[Any] = frozenset(
     DROPOUTS

@@ -17,11 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import CannotCut
-from ..randomness import Randomness
-
-_OF_CHANNELS = {F.dropout1d, F.dropout2d, F.dropout3d}
-_DROPOUTS = {F.dropout, torch.dropout, F.alpha_dropout, F.feature_alpha_dropout, *_OF_CHANNELS}
-
+from ..randomness import DROPOUTS, DROPOUTS_OF_CHANNELS, Randomness
 
 _SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
 
@@ -48,7 +44,7 @@ class Functions(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return _multi_head_attention(*args, **kwargs)
-        if func in _DROPOUTS:
+        if func in DROPOUTS:
             return self._dropout(func, *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -58,7 +54,7 @@ class Functions(TorchFunctionMode):
         if not training or p == 0.0:
             return input
         site = self.randomness.site()
-        if func in _OF_CHANNELS and input.ndim > 2:
+        if func in DROPOUTS_OF_CHANNELS and input.ndim > 2:
             channels = self.randomness.dropout(input.new_ones(input.shape[:2]), p, site)
             return input * channels.view(*input.shape[:2], *[1] * (input.ndim - 2))
         if func is F.alpha_dropout:

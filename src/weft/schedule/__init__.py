@@ -24,7 +24,7 @@ _registered: dict[str, Builder] = {}
 
 def registry() -> Mapping[str, Builder]:
     """Name -> the function that makes the schedule: the folder's, then the registered."""
-    return {**_folder(), **_registered}
+    return {**folder(), **_registered}
 
 
 def register(build: Builder, name: str | None = None) -> Builder:
@@ -33,7 +33,7 @@ def register(build: Builder, name: str | None = None) -> Builder:
     Returns `build`, so it is a decorator too. Raises ConfigError for a name of the folder.
     """
     name = name or build.__name__
-    if name in _folder():
+    if name in folder():
         raise ConfigError("pipeline.schedule", name, "weft has a schedule of this name", "choose another name")
     _registered[name] = build
     return build
@@ -69,7 +69,8 @@ def hold(schedule: Schedule) -> None:
 
 
 @cache
-def _folder() -> dict[str, Builder]:
+def folder() -> dict[str, Builder]:
+    """Name -> the function that makes the schedule, of the files beside this one."""
     names = [info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")]
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return {module.NAME: module.build for module in modules}

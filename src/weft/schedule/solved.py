@@ -350,10 +350,10 @@ class _Search:
     def fixed(self) -> None:
         """The schedules of this folder, as far as they are of this placement and within the cap. Not the registered
         ones: such a one may be made by this very search."""
-        from . import _folder
+        from . import folder
 
         problem = self.problem
-        for name, make in _folder().items():
+        for name, make in folder().items():
             if name == NAME:
                 continue
             chunked = "chunks" in inspect.signature(make).parameters
