@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import weft
 from weft.engine.pipeline import Pipeline, Route, Span
 from weft.engine.transport import Transport
 from weft.errors import CannotCut, WorkerDied
@@ -487,3 +488,22 @@ def test_a_trace_says_when(pool: Pool) -> None:
         assert times == sorted(times) and start <= times[0] and times[-1] <= stop
         waits = {span.action.kind for span in trace if span.kind == "recv-wait"}
         assert waits and "W" not in waits
+
+
+def trained_beside_groups_of_ones_own() -> float:
+    """Ranks that hold different numbers of groups, as a user's own make them."""
+    dist.new_group([0, 1])
+    dist.new_group([1], use_local_synchronization=True)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    sample = {"input": torch.ones(2, 4)}
+    plan = weft.plan(model, "pp3", batch=6, accumulate=3, sample=sample)
+    engine = weft.Engine(
+        model, plan, optimizer=lambda named: torch.optim.SGD([p for _, p in named]), device="cpu",
+        loss=lambda output, batch: (output.sum(), torch.tensor(float(len(output)))),
+    )  # fmt: skip
+    return float(engine.step({"input": torch.ones(6, 4)}).loss)
+
+
+def test_groups_that_the_user_made_before(pool: Pool) -> None:
+    losses = pool.run(trained_beside_groups_of_ones_own, world=3, timeout=60)
+    assert losses[0] == losses[1] == losses[2]

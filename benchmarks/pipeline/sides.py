@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -71,6 +72,33 @@ def torch_actions(schedule: Schedule) -> dict[int, list[_Action]]:
         rank: [_Action.from_str(f"{a.stage}{words[a[1:] in split][a.kind]}{a.microbatch}") for a in actions]
         for rank, actions in enumerate(schedule.order)
     }
+
+
+class Bare:
+    """No runtime, no autograd: the same sleeps and messages, sent and received by hand. What is lost here, the machine
+    takes. `took`: seconds of an action of this kind of this stage."""
+
+    def __init__(self, schedule: Schedule, took: Callable[[str, int], float], elements: int):
+        self.rank, self.schedule, self.took, self.elements = dist.get_rank(), schedule, took, elements
+        place = schedule.placement
+        self.groups = {
+            (kind, stage): dist.new_group(sorted({place[stage], place[stage + 1]}))
+            for stage in range(schedule.stages - 1) for kind in "FB" if place[stage] != place[stage + 1]
+        }  # fmt: skip
+        self.message = torch.zeros(elements)
+
+    def step(self, batch: Batch) -> None:
+        place, sent = self.schedule.placement, []
+        for kind, stage, _ in self.schedule.order[self.rank]:
+            before, after = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
+            boundary = {before: min(stage, before), after: min(stage, after)}
+            if group := kind != "W" and self.groups.get((kind, boundary[before])):
+                dist.recv(torch.empty(self.elements), place[before], group=group)
+            time.sleep(self.took(kind, stage))
+            if group := kind != "W" and self.groups.get((kind, boundary[after])):
+                sent.append(dist.isend(self.message, place[after], group=group))
+        for work in sent:
+            work.wait()
 
 
 class Weft:

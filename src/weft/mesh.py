@@ -33,6 +33,7 @@ class Mesh:
         self.rank = dist.get_rank() if world > 1 else 0
         self.coords = layout.coords(self.rank)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._parts: dict[tuple[str, ...], list[list[tuple[int, int]]]] = {}
         self._among: dict[tuple[tuple[str, ...], tuple[int, ...]], dist.ProcessGroup] = {}
         # position on `pp` -> groups of that rank and this one: for messages to the higher of the two, and to the lower.
         # What flows both ways, or to several ranks, must not queue up in one communicator
@@ -53,12 +54,11 @@ class Mesh:
             for axis in DATA_AXES:
                 self._make(layout.live(axis, "tp"))
             if layout.live("pp"):
-                ranks, here = layout.peers(self.rank, "pp"), self.coords["pp"]
-                for low, high in sorted(set(pairs)):
-                    two = [ranks[low], ranks[high]]
-                    pipe = self._new(two), self._new(two)
-                    if here in (low, high):
-                        self.pipes[high if here == low else low] = pipe
+                here = self.coords["pp"]
+                for pair in sorted(set(pairs)):
+                    up, down = self._new(("pp",), pair), self._new(("pp",), pair)
+                    if here in pair and up is not None and down is not None:
+                        self.pipes[sum(pair) - here] = up, down
                 for among in sorted(set(shared)):
                     self._make_among(among)
 
@@ -72,10 +72,26 @@ class Mesh:
             else:
                 self._groups[live] = self.device_mesh[live]._flatten(".".join(live)).get_group()
 
-    def _new(self, ranks: list[int]) -> dist.ProcessGroup:
-        """A group of these ranks, made by its members alone. Who is not among them makes one of itself: the names of
-        such groups count how many a rank has made, so all ranks make equally many."""
-        return dist.new_group(ranks if self.rank in ranks else [self.rank], use_local_synchronization=True)
+    def _new(self, axes: tuple[str, ...], among: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Of the ranks that differ only on these axes, the group of those at these positions on `pp`, if this rank is
+        one. Every rank makes those of all ranks: torch names a group by how many were made before."""
+        mine = None
+        for peers in self._lines(axes):
+            group = dist.new_group(ranks := [rank for rank, position in peers if position in among])
+            if self.rank in ranks:
+                mine = group
+        return mine
+
+    def _lines(self, axes: tuple[str, ...]) -> list[list[tuple[int, int]]]:
+        """All ranks with their positions on `pp`, in parts, each of those that differ only on these axes."""
+        if axes not in self._parts:
+            found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+            for rank in range(self.layout.world):
+                coords = self.layout.coords(rank)
+                others = tuple(c for axis, c in coords.items() if axis not in axes)
+                found.setdefault(others, []).append((rank, coords["pp"]))
+            self._parts[axes] = list(found.values())
+        return self._parts[axes]
 
     def _make_among(self, among: tuple[int, ...]) -> None:
         """The groups of these positions on `pp`, with every set of other axes over which a gradient can be partial."""
@@ -84,8 +100,9 @@ class Mesh:
             axes = self.layout.live(*others, "pp")
             if axes not in seen:
                 seen.add(axes)
-                ranks = [r for r in self.layout.peers(self.rank, *axes) if self.layout.coords(r)["pp"] in among]
-                self._among[axes, among] = self._new(ranks)
+                group = self._new(axes, among)
+                if group is not None:
+                    self._among[axes, among] = group
 
     def group(self, *axes: str, among: tuple[int, ...] = ()) -> dist.ProcessGroup | None:
         """The group of the ranks that differ only on these axes; None where that is this rank alone.

@@ -58,7 +58,7 @@ class Randomness:
     def begin(self, step: int, samples: list[int]) -> None:
         """A microbatch begins."""
         self.step, self.samples = step, samples
-        self.enter("", "whole")
+        self.place, self.calls, self.interior = 0, 0, "whole"
 
     def enter(self, name: str, interior: Interior) -> None:
         """The module `name` begins: its calls are counted anew, so that a recomputed module repeats them."""

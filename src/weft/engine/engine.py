@@ -29,7 +29,7 @@ from .reducer import Reducer, local
 from .transport import Transport
 from .units import Units
 from .versions import Versions
-from .work import Batch, Inference, Loss, Stages, Training, arguments_of, signature
+from .work import Batch, Inference, Loss, Micros, Stages, Training, arguments_of, signature
 
 Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -138,6 +138,8 @@ class Engine:
             versions,
             functions,
         )
+        if plan.staging is not None and not self._wants_norm() and not self.reducer.buckets:
+            self._training.agree = self.mesh.group(*plan.layout.live())
         self._trail = 0  # which modules ran, in order: FSDP2 pairs the ranks' collectives by nothing else
         if self._training.units.units:
             for index, module in enumerate(self.model.modules()):
@@ -175,25 +177,25 @@ class Engine:
 
     def _step(self, batch: Batch) -> StepResult:
         plan, training = self.plan, self._training
-        micros = list(self._microbatches(self._placed(batch)))
+        micros = self._microbatches(self._placed(batch))
         self._train_mode()
         self.optimizer.zero_grad(set_to_none=True)
         self._refresh_buffers()
         self._trail = 0
         # a constant divisor keeps fp16 in range; the true mean is taken at the end
         training.begin(self.steps_done, micros, self.loss_scale / plan.batch)
-        self._pipeline.run(training, [signature(micro) for micro in micros], trace=self.trace)
+        self._pipeline.run(training, [signature(micros[0])] * len(micros), trace=self.trace)
         training.units.finish()
         missing = self.reducer.finish()
         self._check_selective()
-        # squared norm, loss, weight, unreached parameters, trail and its square
-        total = torch.zeros(6, dtype=torch.float64, device=self.mesh.device)
-        total[1:3] = training.sums
-        result = self._update(total, missing)
+        result = self._update(missing)
         self.steps_done += 1
         if self.plan.recompute != "selective" and self.randomness.drawn == 0:
             training.functions = None  # a model without dropout pays nothing for it after the first step
         return result
+
+    def _wants_norm(self) -> bool:
+        return self.clip is not None or self.plan.precision == "fp16"
 
     def _pass(self, index: int, *_: Any) -> None:
         self._trail = (self._trail * 1000003 + index) % 2**20
@@ -202,26 +204,28 @@ class Engine:
         for name, module in self.model.named_modules():
             module.training = self._modes.get(name, True)
 
-    def _microbatches(self, batch: Batch) -> Iterator[Batch]:
-        size = self.plan.microbatch
-        for start in range(0, size * self.plan.accumulate, size):
-            yield {key: value[start : start + size] for key, value in batch.items()}
+    def _microbatches(self, batch: Batch) -> Micros:
+        return Micros(batch, self.plan.microbatch, self.plan.accumulate)
 
-    def _update(self, total: Tensor, missing: list) -> StepResult:
+    def _update(self, missing: list) -> StepResult:
+        total = self._training.total
         grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
-        want_norm = self.clip is not None or self.loss_scale != 1.0 or self.plan.precision == "fp16"
+        want_norm = self._wants_norm()
         if want_norm and grads:
             low = any(g.dtype in (torch.bfloat16, torch.float16) for g in grads.values())
             norms = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32 if low else None)
             for name, norm in zip(grads, norms, strict=True):
                 total[0] += norm.double().square().to(total.device) / self._copies[name]
-        total[1:3] /= self.plan.layout.world // self.plan.data_size // self.plan.layout.size("pp")
-        trail = [self._trail, self._trail**2] if self.plan.staging is None else [0, 0]
-        total[3:] = torch.tensor([len(missing), *trail], dtype=torch.float64)
         if self.plan.staging is not None and self._training.units.units:
             self._check_trail()
-        if self.plan.layout.world > 1:
-            dist.all_reduce(total, group=self.mesh.group(*self.plan.layout.live()))
+        if self._training.agreed is not None:
+            self._training.agreed.wait()
+        else:
+            trail = [self._trail, self._trail**2] if self.plan.staging is None else [0, 0]
+            total[3:] = torch.tensor([len(missing), *trail], dtype=torch.float64)
+            if self.plan.layout.world > 1:
+                dist.all_reduce(total, group=self.mesh.group(*self.plan.layout.live()))
+        total[1:3] /= self.plan.layout.world // self.plan.data_size // self.plan.layout.size("pp")
         if total[3] > 0:
             self.reducer.drop_unused(missing, self.mesh)
             grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
@@ -279,9 +283,9 @@ class Engine:
                 loss, weight = self.loss(output, micro)
             total.add_(torch.stack([loss, torch.as_tensor(weight, device=loss.device)]).double())
 
-        micros = list(self._microbatches(self._placed(batch)))
+        micros = self._microbatches(self._placed(batch))
         work = Inference(self.stages, micros, add)
-        self._pipeline.run(work, [signature(micro) for micro in micros], forward_only=True)
+        self._pipeline.run(work, [signature(micros[0])] * len(micros), forward_only=True)
         group = self.mesh.group(*DATA_AXES, "pp")
         if group is not None:
             dist.all_reduce(total, group=group)

@@ -125,15 +125,16 @@ class _Run:
 
     def __call__(self, step: _Step, clock: _Clock | None = None) -> None:
         action, work, transport = step.action, self.work, self.pipeline.transport
+        # what needs no message is done while it may still be on its way
+        if transport is not None:
+            transport.post()
+        work.before(action)
         if clock is not None:
             clock.tick()
         for message, peer in step.takes:
             self.take(message, peer)
-        if transport is not None:
-            transport.post()
         if clock is not None:
             clock.tick()
-        work.before(action)
         if action.kind == "F":
             self.forward(step)
         elif action.kind == "B":

@@ -167,14 +167,19 @@ def _engine(starts: Sequence[Start], inputs: Sequence[Tensor] = (), retain_graph
     return _engine_run_backward(edges, grads, retain_graph, False, tuple(inputs), True, not inputs)  # type: ignore[return-value]
 
 
+_leaf, _one = torch.zeros((), requires_grad=True), torch.ones(())
+_leaf_edge = get_gradient_edge(_leaf)
+_to_run: list[Callable[[], None]] = []
+_leaf.register_hook(lambda _: _to_run.pop()())
+
+
 def _wanting(edges: Sequence[GradientEdge], run: Callable[[], None]) -> None:
     """Call `run` where nodes that are called compute what flows over these edges, and nothing else.
 
-    A node asks the backward that is under way what is wanted. This one begins and ends at a leaf of its own.
+    A node asks the backward that is under way what is wanted. This one begins and ends at a leaf of our own.
     """
-    leaf = torch.zeros((), requires_grad=True)
-    leaf.register_hook(lambda _: run())
-    torch.autograd.grad(leaf, [leaf, *edges], allow_unused=True)
+    _to_run.append(run)
+    _engine_run_backward((_leaf_edge,), (_one,), False, False, (_leaf_edge, *edges), True, False)
 
 
 def _call(node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import CannotCut
 
-AHEAD = 2  # receives posted and not yet taken, on each channel
+AHEAD = 3  # receives posted and not yet taken, on each channel
 DIMS = 8  # most dimensions of a tensor that crosses
 HEADER_BYTES = (DIMS + 3) * 8
 DTYPES = (
@@ -29,6 +29,9 @@ DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
+
+
+_SENT_AS_THEY_ARE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32})
 
 
 class Message(NamedTuple):
@@ -161,7 +164,7 @@ class Transport:
                     "use dynamic_shapes=True, which sends its shape every time",
                 )  # fmt: skip
         if tensor.numel():
-            data = _bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+            data = _wire(tensor.detach())
             for peer, number in peers:
                 self._start(peer, data, number)
 
@@ -226,11 +229,13 @@ class Transport:
         channel.waiting.popleft()
         if message.kind == "F" or spec.requires_grad:
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-            posted = channel.group.recv([_bytes(tensor)], channel.peer, 0) if tensor.numel() else None
+            posted = channel.group.recv([_wire(tensor)], channel.peer, 0) if tensor.numel() else None
             channel.posted[message] = posted, tensor, taken
         return True
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """The same storage as uint8: every backend sends that."""
-    return tensor.view(-1).view(torch.uint8)
+def _wire(tensor: Tensor) -> Tensor:
+    """The tensor as every backend sends it: contiguous, and its storage as uint8 where not all know its dtype."""
+    if tensor.dtype in _SENT_AS_THEY_ARE and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

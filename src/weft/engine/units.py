@@ -41,6 +41,8 @@ class Units:
 
     def before(self, action: Action, last: bool, split: bool) -> None:
         """`last`: of this stage's actions that leave gradients of weights. `split`: B comes without these."""
+        if not self.units:
+            return
         if action.kind == "B":
             for unit in self._of(action.stage):
                 self._flags(unit, last, (last or unit.gather.reduced == "microbatch") and not split)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..cutting import StageForward
@@ -60,6 +61,25 @@ def arguments_of(inputs: Sequence[str], batch: Batch) -> Batch:
     return {key: value for key, value in batch.items() if not key.startswith("label")}
 
 
+class Micros(Sequence[Batch]):
+    """A batch in microbatches of `size` samples, each cut out when it is asked for."""
+
+    def __init__(self, batch: Batch, size: int, count: int):
+        self._batch, self._size, self._count = batch, size, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
+        start = index * self._size
+        return {key: value[start : start + self._size] for key, value in self._batch.items()}
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The one that a model draws from. torch.manual_seed would seed every device, and take its time."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
 def signature(batch: Batch) -> Hashable:
     """What the shapes of a microbatch's activations follow from."""
     return tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(batch.items()))
@@ -70,7 +90,7 @@ class Inference:
     """Forward alone: `done(output, microbatch)` gets what the model returns, on the rank of the last stage."""
 
     stages: Stages
-    micros: list[Batch]
+    micros: Sequence[Batch]
     done: Callable[[Any, Batch], None]
 
     def forward(
@@ -90,7 +110,11 @@ class Inference:
 
 @dataclass
 class Training:
-    """One optimizer step's actions. `sums` becomes (sum of losses, sum of weights) of this rank's microbatches."""
+    """One optimizer step's actions. `total` is what ranks agree upon at its end: squared norm, loss, weight, unreached
+    parameters, trail and its square; here it gets the losses and weights of this rank's microbatches.
+
+    `agree`: the group that sums it while the backwards still run, where nothing else is added to it.
+    """
 
     stages: Stages
     mesh: Mesh
@@ -101,22 +125,29 @@ class Training:
     versions: Versions | None = None
     functions: Functions | None = None  # what is replaced inside a forward; None: nothing
     scale: float = 1.0  # of the loss that backward starts from
+    agree: dist.ProcessGroup | None = None
     step: int = 0
-    micros: list[Batch] = field(default_factory=list)
-    sums: Tensor = field(init=False)
+    micros: Sequence[Batch] = ()
+    total: Tensor = field(init=False)
+    agreed: dist.Work | None = None
     action: Action | None = None  # what runs
 
     def __post_init__(self) -> None:
         schedule, rank = self.stages.plan.schedule, self.mesh.coords.get("pp", 0)
         self._data = self.mesh.index(*DATA_AXES)
+        plan, size = self.stages.plan, self.stages.plan.microbatch
+        firsts = [(m * plan.data_size + self._data) * size for m in range(plan.accumulate)]
+        self._samples = [list(range(first, first + size)) for first in firsts]
         backwards = [a for a in schedule.order[rank] if a.kind in ("B", "W")]
         self._split = {a[1:] for a in backwards if a.kind == "W"}
         # of each stage, the action after which its gradients are complete
         self._last = {a.stage: a for a in backwards}
+        self._last_forward = [a for a in schedule.order[rank] if a.kind == "F"][-1]
+        self._generator = _generator(self.stages.device)
 
-    def begin(self, step: int, micros: list[Batch], scale: float) -> None:
+    def begin(self, step: int, micros: Sequence[Batch], scale: float) -> None:
         self.step, self.micros, self.scale = step, micros, scale
-        self.sums = torch.zeros(2, dtype=torch.float64, device=self.stages.device)
+        self.total, self.agreed = torch.zeros(6, dtype=torch.float64, device=self.stages.device), None
         self.reducer.begin()
         if self.versions is not None:
             self.versions.begin()
@@ -132,32 +163,28 @@ class Training:
                 return values, None
             with self.stages.autocast():
                 loss, weight = self.loss(output, micro)
-        counted = torch.as_tensor(weight, device=self.sums.device).detach().double()
-        self.sums += torch.stack([loss.detach().double(), counted])
+        counted = torch.as_tensor(weight, device=self.total.device).detach().double()
+        self.total[1:3] += torch.stack([loss.detach().double(), counted])
         if self.versions is not None:  # an update for every microbatch: the mean is that microbatch's own
             return values, loss * self.versions.divisor(counted, microbatch)
         return values, loss * self.scale
 
     def before(self, action: Action) -> None:
         self.action = action
-        plan, (kind, stage, microbatch) = self.stages.plan, action
-        first = microbatch * plan.microbatch * plan.data_size + self._data * plan.microbatch
-        self.randomness.begin(self.step, list(range(first, first + plan.microbatch)))
+        kind, stage, microbatch = action
+        self.randomness.begin(self.step, self._samples[microbatch])
         if kind == "F":
-            self._generator().manual_seed(mix(self.randomness.seed, self.step, microbatch, self._data) % 2**63)
+            self._generator.manual_seed(mix(self.randomness.seed, self.step, microbatch, self._data) % 2**63)
             return
         last, split = action == self._last[stage], (stage, microbatch) in self._split
         self.units.before(action, last, split)
         if last:
             self.reducer.arm(stage)
 
-    def _generator(self) -> torch.Generator:
-        """The one that the model draws from. torch.manual_seed would seed every device, and take its time."""
-        device = self.stages.device
-        return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-
     def after(self, action: Action) -> None:
         if action.kind == "F":
+            if self.agree is not None and action == self._last_forward:
+                self.agreed = dist.all_reduce(self.total, group=self.agree, async_op=True)
             return
         if action.kind == "U":
             assert self.versions is not None
