@@ -167,7 +167,7 @@ def loss_divided_by_microbatches_again(case: Case) -> Iterator[Case]:
     """The loss that is differentiated is a mean over microbatches, of what is divided by all samples anyway."""
     right = work.Training.begin
 
-    def begin(self: work.Training, step: int, micros: list[work.Batch], scale: float) -> None:
+    def begin(self: work.Training, step: int, micros: Sequence[work.Batch], scale: float) -> None:
         right(self, step, micros, scale / len(micros))
 
     with patched(case, (work.Training, "begin", begin)):
@@ -179,9 +179,12 @@ def weight_of_the_loss_divided_by_stages(case: Case) -> Iterator[Case]:
     """Sum and weight of the loss are taken as if every stage had counted them. Their ratio, the loss, is right."""
     right = engine.Engine._update
 
-    def update(self: engine.Engine, total: Tensor, missing: list) -> Any:
-        total[1:3] /= self.plan.layout.size("pp")
-        return right(self, total, missing)
+    def update(self: engine.Engine, missing: list) -> Any:
+        training = self._training
+        assert training.agreed is not None
+        training.agreed.wait()
+        training.total[1:3] /= self.plan.layout.size("pp")
+        return right(self, missing)
 
     with patched(case, (engine.Engine, "_update", update)):
         yield case
