@@ -16,6 +16,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import weft.launch.processes
+import weft.verification.prove  # so that it is not first imported while a test has replaced what it imports
 from weft.cli import app
 
 RUN = """
@@ -231,10 +232,10 @@ def test_verify_takes_every_layout_of_a_world(monkeypatch: pytest.MonkeyPatch) -
     class Failed:
         passed = False
 
-        def text(self) -> str:
+        def verdict(self) -> str:
             return "block 3 differs"
 
-    def verify_run(run: object, layouts: list[str], steps: int) -> Failed:
+    def verify_run(run: object, layouts: list[str], steps: int, done: object) -> Failed:
         asked.extend(layouts)
         return Failed()
 

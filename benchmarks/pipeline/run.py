@@ -31,7 +31,7 @@ from weft import schedule as schedules
 from weft.costs import Costs
 from weft.launch.processes import run
 from weft.losses import next_token
-from weft.schedules import Schedule
+from weft.schedules import Action, Schedule
 from weft.simulate import simulate
 
 HERE = Path(__file__).resolve().parent
@@ -129,12 +129,12 @@ def _sleep(made: Schedule, sleeps: Sleeps, late: float, repeats: int) -> dict[st
     batch = {key: torch.ones(made.microbatches, WIDTH) for key in ("input", "target")}
     sample = {key: value[:1] for key, value in batch.items()}
     cut = [str(stage) for stage in range(1, made.stages)]
-    costs, split = costs_of(made), any(action.kind == "W" for actions in made.order for action in actions)
+    costs, split = costs_of(made), {a[1:] for actions in made.order for a in actions if a.kind == "W"}
     each: dict[str, Any] = {"F": costs.forward_s, "B": costs.backward_s, "W": costs.weight_s}
 
-    def took(kind: str, stage: int) -> float:
-        parts = kind if kind == "F" or split else "BW"
-        return max(0.0, sum(each[part][stage] for part in parts) - late)
+    def took(action: Action) -> float:
+        parts = action.kind if action.kind == "F" or action[1:] in split else "BW"
+        return max(0.0, sum(each[part][action.stage] for part in parts) - late)
 
     sides: dict[str, Side] = {
         "bare": Bare(made, took, WIDTH),

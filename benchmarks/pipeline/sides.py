@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 import weft
-from weft.schedules import Schedule
+from weft.schedules import Action, Schedule
 
 Batch = dict[str, Tensor]
 Loss = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
@@ -76,9 +76,9 @@ def torch_actions(schedule: Schedule) -> dict[int, list[_Action]]:
 
 class Bare:
     """No runtime, no autograd: the same sleeps and messages, sent and received by hand. What is lost here, the machine
-    takes. `took`: seconds of an action of this kind of this stage."""
+    takes. `took`: seconds of an action."""
 
-    def __init__(self, schedule: Schedule, took: Callable[[str, int], float], elements: int):
+    def __init__(self, schedule: Schedule, took: Callable[[Action], float], elements: int):
         self.rank, self.schedule, self.took, self.elements = dist.get_rank(), schedule, took, elements
         place = schedule.placement
         self.groups = {
@@ -89,12 +89,13 @@ class Bare:
 
     def step(self, batch: Batch) -> None:
         place, sent = self.schedule.placement, []
-        for kind, stage, _ in self.schedule.order[self.rank]:
+        for action in self.schedule.order[self.rank]:
+            kind, stage, _ = action
             before, after = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
             boundary = {before: min(stage, before), after: min(stage, after)}
             if group := kind != "W" and self.groups.get((kind, boundary[before])):
                 dist.recv(torch.empty(self.elements), place[before], group=group)
-            time.sleep(self.took(kind, stage))
+            time.sleep(self.took(action))
             if group := kind != "W" and self.groups.get((kind, boundary[after])):
                 sent.append(dist.isend(self.message, place[after], group=group))
         for work in sent:

@@ -92,14 +92,16 @@ def verify(
 
         from . import build
         from .verification.command import verify_run
+        from .verification.report import table
 
         layouts = list(layout or [])
         if world is not None:
             layouts += [axes for axes in _layouts(run, world) if axes not in layouts]
         layouts = layouts or [run.layout.axes]
         build.check(run, layouts)
-        report = verify_run(run, layouts, steps)
-        typer.echo(report.json() if as_json else report.text())
+        shown = (lambda result: None) if as_json else (lambda result: typer.echo(f"{table(result, steps)}\n"))
+        report = verify_run(run, layouts, steps, shown)
+        typer.echo(report.json() if as_json else report.verdict())
         if not report.passed:
             raise typer.Exit(1)
 

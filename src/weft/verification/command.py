@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,14 +14,15 @@ from ..config import Precision, Run
 from ..data import Dataset, Loader
 from ..plans import Plan
 from .case import Batch, Case
+from .parity import LayoutResult
 from .prove import verify_case
 from .report import Report
 
 
-def verify_run(run: Run, layouts: Sequence[str], steps: int) -> Report:
-    """Hold each layout of a run to one device over `steps` optimizer steps, in float64."""
+def verify_run(run: Run, layouts: Sequence[str], steps: int, done: Callable[[LayoutResult], None]) -> Report:
+    """Hold each layout of a run to one device over `steps` optimizer steps, in float64. `done` gets each result."""
     double = run.model_copy(update={"precision": Precision(compute="fp64")})
-    return verify_case(case_of(double), layouts, steps)
+    return verify_case(case_of(double), layouts, steps, done)
 
 
 def case_of(run: Run) -> Case:

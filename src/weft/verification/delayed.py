@@ -36,7 +36,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
     optimizers = [case.optimizer([(n, params[n]) for n in names]) if names else None for names in stages]
     used, shared, ends = versions_used(plan.schedule), shares(plan.schedule), updates(plan.schedule)
     size = plan.batch // plan.accumulate
-    found = Reference(tuple(params))
+    found = Reference(tuple(params), plan)
     for step in range(steps):
         batch = in_double(case.batch(step, 0, 1))
         found.batches.append(batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite, sqrt
 from typing import Any
 
@@ -51,6 +51,7 @@ class LayoutResult:
     comms_predicted: dict[tuple[str, str], tuple[int, int]]
     comms_seen: dict[tuple[str, str], tuple[int, int]]
     problem: str | None = None
+    delayed: bool = False  # held to one device with the same delays, not to the plain run
 
     @property
     def passed(self) -> bool:
@@ -72,7 +73,7 @@ class LayoutResult:
 def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     """Run the case under `layout` in this process group; the result, the same on every rank."""
     model = case.build().double()
-    plan = case.plan(model, layout)
+    plan = case.plan(model, layout) if reference.plan is None else reference.plan
     engine = Engine(
         model, plan, optimizer=case.optimizer, loss=case.loss, inputs=case.inputs, clip=case.clip, seed=case.seed,
         device="cpu",
@@ -108,7 +109,8 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         plan, reference.traces[0].crossings, 8, reference.unreached, engine.stale_buffer_bytes, rank, values
     )
     first = min(found, key=_when, default=None)
-    return _together(layout, (errors, first, problem, totals(predicted), totals(seen)))
+    together = _together(layout, (errors, first, problem, totals(predicted), totals(seen)))
+    return replace(together, delayed=reference.plan is not None)
 
 
 # ---- the order of a run: what differs first explains the rest ------------------------------------------------------

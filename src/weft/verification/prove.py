@@ -17,15 +17,21 @@ from ..planner import plan as lay
 from ..plans import Plan
 from .case import Batch, Case
 from .delayed import run_delayed
-from .parity import check
+from .parity import LayoutResult, check
 from .reference import Reference, run_reference
 from .report import Report
 
 
-def verify_case(case: Case, layouts: Sequence[str], steps: int = 3) -> Report:
-    """Run `case` once on one device and once under each layout, in processes of its own."""
+def verify_case(
+    case: Case, layouts: Sequence[str], steps: int = 3, done: Callable[[LayoutResult], None] = lambda result: None
+) -> Report:
+    """Run `case` once on one device and once under each layout, in processes of its own; `done` gets each result."""
     (references,) = run(_references, 1, case, layouts, steps)
-    return Report(tuple(_under(case, *pair) for pair in zip(layouts, references, strict=True)), steps)
+    results = []
+    for layout, reference in zip(layouts, references, strict=True):
+        results.append(_under(case, layout, reference))
+        done(results[-1])
+    return Report(tuple(results), steps)
 
 
 def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Reference]:
@@ -41,7 +47,7 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
     return found
 
 
-def _under(case: Case, layout: str, reference: Reference):  # type: ignore[no-untyped-def]
+def _under(case: Case, layout: str, reference: Reference) -> LayoutResult:
     return run(check, Layout.parse(layout).world, case, layout, reference)[0]
 
 

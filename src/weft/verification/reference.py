@@ -15,6 +15,7 @@ from ..engine.functions import Functions
 from ..engine.work import arguments_of
 from ..mesh import Mesh
 from ..parallelize import parallelize
+from ..plans import Plan
 from ..randomness import Randomness
 from .case import Case, in_double
 from .double import InDouble
@@ -28,6 +29,7 @@ class Reference:
     """All in float64 and whole. By parameter name: gradients of each step before clipping, weights after step 0."""
 
     parameters: tuple[str, ...]
+    plan: Plan | None = None  # whose delays it has: a cut by measured time would be another one the next time
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of all gradients of a step together

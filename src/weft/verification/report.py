@@ -24,11 +24,15 @@ class Report:
 
     def text(self) -> str:
         """A table per layout, and a last line that says whether all agree."""
-        tables = [_table(result, self.steps) for result in self.results]
+        return "\n\n".join([*(table(result, self.steps) for result in self.results), self.verdict()])
+
+    def verdict(self) -> str:
+        """Whether all agree, in one line."""
         bad = [result.layout for result in self.results if not result.passed]
         verdict = f"{len(self.results) - len(bad)} of {len(self.results)} layouts equal one device"
+        verdict += " (with the same delays: asynchronous)" if any(result.delayed for result in self.results) else ""
         tail = f" below {TOLERANCE:g} in float64" if not bad else "; these do not: " + ", ".join(bad)
-        return "\n\n".join([*tables, verdict + tail])
+        return verdict + tail
 
     def json(self) -> str:
         """One object: the layouts' errors and collectives, and `passed`."""
@@ -60,7 +64,8 @@ def _comms(totals: Totals) -> list[dict[str, object]]:
     ]
 
 
-def _table(result: LayoutResult, steps: int) -> str:
+def table(result: LayoutResult, steps: int) -> str:
+    """What one layout's run showed."""
     mark = "equal" if result.passed else "DIFFERENT"
     lines = [
         f"{result.layout}: {mark}",
