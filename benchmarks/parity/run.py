@@ -138,8 +138,8 @@ def alone(model: str) -> Reference:
 
 @cache
 def delayed(model: str, name: str, ranks: int) -> Reference:
-    """The same delayed weights on one device."""
-    return run_delayed(subject_of(model, name).case(), f"pp{ranks}", STEPS)
+    """The same delayed weights on one device, for every layout of so many stages: each makes its own plan."""
+    return replace(run_delayed(subject_of(model, name).case(), f"pp{ranks}", STEPS), plan=None)
 
 
 def all_of(runs: list[Run], jobs: int) -> Iterator[Run]:
