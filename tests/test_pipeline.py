@@ -6,6 +6,7 @@ Each pair of a model and a schedule is run once; the layouts beside them take tu
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -14,12 +15,16 @@ import torch
 from cases import BATCH, Subject, laid, reference, seeded
 from staged import STAGED
 from test_parity import run
+from torch import Tensor, nn
 
 import weft
 from weft.errors import CannotCut, ConfigError, LayoutError, Refusal
+from weft.launch.processes import Pool
+from weft.losses import mse
 from weft.schedules import Action, Schedule
 from weft.verification.delayed import run_delayed
 from weft.verification.parity import LayoutResult, check
+from weft.verification.reference import run_reference
 
 SYNCHRONOUS = ["naive", "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipev"]
 BESIDE = ["pp2+{}.tp2", "pp4+{}", "pp2+{}.dp2", "pp2+{}", "pp2+{}.fsdp2", "dp2.pp2+{}", "pp2+{}.tp2+sequence"]
@@ -120,6 +125,18 @@ def test_pipedream_equals_its_sequential_definition(pool: Any, name: str, layout
     assert max(result.loss_rel_err, result.param_rel_err) <= bound, result
 
 
+def test_pipedream_cut_by_measured_time(pool: Pool) -> None:
+    """Two measurements cut at two places: the definition and the run have one plan."""
+    subject = with_plan("deep", schedule="pipedream", cut="time", accumulate=8)
+    delayed = run_delayed(subject.case(), "pp2", 1)
+    measured = delayed.plan
+    assert measured is not None and measured.staging is not None
+    other = next(block for block in measured.blocks[2:] if block != measured.staging.stages[1].first)
+    moved = with_plan("deep", schedule="pipedream", cut=(other,), accumulate=8).case()
+    result = pool.run(check, moved, "pp2", delayed, world=2)[0]
+    assert isinstance(result, LayoutResult) and result.passed and result.delayed, result
+
+
 def test_delays_change_the_weights() -> None:
     """What the two definitions are told apart by."""
     found = {}
@@ -130,6 +147,110 @@ def test_delays_change_the_weights() -> None:
     for one, other in [("stash", "vertical"), ("stash", "2bw"), ("vertical", "2bw")]:
         assert not torch.allclose(found[one], found[other], rtol=1e-9)
     assert not any(torch.allclose(weights, plain, rtol=1e-9) for weights in found.values())
+
+
+# ---- parts that do not learn ----------------------------------------------------------------------------------------
+
+
+START = ("embedding", "position", "blocks.0.", "blocks.1.", "blocks.2.", "blocks.3.")
+FROZEN = [
+    "fsdp2",
+    "fsdp2+zero2",
+    "pp4",
+    "pp4+zb-h1",
+    "pp2+dualpipev",
+    "pp2+zb-v.dp2",
+    "pp2+zb-h1.fsdp2",
+    "pp4+pipedream",
+]
+
+
+def frozen(*parts: str) -> nn.Module:
+    model = STAGED["deep"].build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(parts))
+    return model
+
+
+@pytest.mark.parametrize("layout", FROZEN)
+@pytest.mark.parametrize("parts", [START[:3], START, START[3:]], ids=["a part of a stage", "stages", "in the midst"])
+def test_frozen_parts(pool: Pool, layout: str, parts: tuple[str, ...]) -> None:
+    subject = replace(STAGED["deep"], build=partial(frozen, *parts))
+    case = replace(subject, clip=None if "pipedream" in layout else 0.5).case()
+    known = run_delayed(case, layout, 2) if "pipedream" in layout else run_reference(case, 2)
+    result = pool.run(check, case, layout, known, world=weft.Layout.parse(layout).world)[0]
+    assert isinstance(result, LayoutResult) and result.passed, result
+
+
+class Aside(nn.Module):
+    """What it returns beside its output crosses stages, and the loss may leave it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, input: Tensor) -> dict[str, Tensor]:
+        x = self.a(input)
+        aside = self.b(x)
+        return {"output": self.c(x), "aside": self.d(aside)}
+
+
+def of_the_output(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return mse(output["output"], {"target": batch["input"]})
+
+
+def of_both(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    loss, weight = of_the_output(output, batch)
+    return loss + output["aside"].square().sum(), weight
+
+
+def stepped(build: Any, loss: Any, layout: str, batch: dict[str, Tensor], **plan: Any) -> None:
+    model = seeded(build)
+    sample = {key: value[:2] for key, value in batch.items()}
+    laid_out = weft.plan(model, layout, batch=BATCH, accumulate=2, loss=loss, precision="fp64", sample=sample, **plan)
+    engine = weft.Engine(model, laid_out, optimizer=partial(torch.optim.SGD, lr=0.1), loss=loss, device="cpu")
+    engine.step(engine.local(batch))
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2+zb-h1"])
+def test_a_value_that_the_loss_leaves_out_is_refused(pool: Pool, layout: str) -> None:
+    batch = {"input": torch.randn(BATCH, 6).double()}
+    pool.run(partial(stepped, cut=("c",)), Aside, of_both, layout, batch, world=2)
+    with pytest.raises(CannotCut, match="the loss does not depend on it"):
+        pool.run(partial(stepped, cut=("c",)), Aside, of_the_output, layout, batch, world=2)
+
+
+class Routed(nn.Module):
+    """Each stage holds one of two equal experts by the data: the ranks that shard it may run different ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = (nn.ModuleList(Chosen() for _ in range(1)) for _ in range(2))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.leave[0](self.enter[0](input))
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[int(x.sum() > 0)](x)
+
+
+def of_its_size(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return output.square().sum(), torch.tensor(float(output.numel()))
+
+
+def test_shards_of_a_stage_that_run_different_modules_are_refused(pool: Pool) -> None:
+    rows = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0])  # of each microbatch, the second half is rank 1's
+    batch = {"input": torch.rand(BATCH, 6).double() * rows[:, None]}
+    with pytest.raises(Refusal, match="ran different modules"):
+        pool.run(partial(stepped, cut=("leave.0",)), Routed, of_its_size, "pp2.fsdp2", batch, world=4)
+    batch = {"input": torch.rand(BATCH, 6).double()}
+    pool.run(partial(stepped, cut=("leave.0",)), Routed, of_its_size, "pp2.fsdp2", batch, world=4)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -156,6 +277,15 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Refusal], str]] = [
 def test_what_cannot_be_cut_is_refused(name: str, layout: str, plan: dict, kind: type[Refusal], says: str) -> None:
     with pytest.raises(kind, match=says):
         laid(with_plan(name, **plan), seeded(STAGED[name].build), layout)
+
+
+def test_pipedream_does_not_clip() -> None:
+    """No process group is needed to say so."""
+    subject = STAGED["deep"]
+    model = seeded(subject.build)
+    plan = laid(subject, model, "pp2+pipedream")
+    with pytest.raises(ConfigError, match="no stage knows the norm of all gradients"):
+        weft.Engine(model, plan, optimizer=partial(torch.optim.SGD, lr=0.1), loss=subject.loss, clip=1.0)
 
 
 def test_a_pipeline_needs_a_sample() -> None:

@@ -66,7 +66,7 @@ def predict(
             comms += _boundaries(plan, step, microbatch, crossings, itemsize)
         for name in plan.batchnorms:
             comms += _statistics(plan, name, microbatch, crossings, itemsize)
-    comms += _gathers(plan, plan.layout.coords(rank).get("tp", 0), unreached)
+    comms += _gathers(plan, plan.layout.coords(rank).get("tp", 0), crossings, unreached)
     for bucket in plan.buckets():
         axis, names = ".".join(plan.layout.live(*bucket.axes)), bucket.names
         comms.append(Comm("all_reduce", axis, _bucket_bytes(plan, names, rank), "reduce", names[0]))
@@ -176,8 +176,11 @@ def _messages(plan: Plan, rank: int, values: Mapping[int, int]) -> Iterator[Comm
                 yield Comm("send", "pp", values[index], "backward", value.name)
 
 
-def _gathers(plan: Plan, tp_index: int, unreached: Collection[str]) -> Iterator[Comm]:
+def _gathers(
+    plan: Plan, tp_index: int, crossings: Mapping[str, Crossing], unreached: Collection[str]
+) -> Iterator[Comm]:
     table = plan.params()
+    used = _gathered_in_backward(plan, crossings, unreached)
     weights = {w.name: w for w in plan.weights}
     for step in plan.steps:
         gather = step.gather
@@ -193,15 +196,36 @@ def _gathers(plan: Plan, tp_index: int, unreached: Collection[str]) -> Iterator[
             n * weights[name].dtype.itemsize
             for name, n in padded.items() if weights[name].trainable and name not in unreached
         )  # fmt: skip
-        backwards = sum(plan.backwards(plan.users(step.params[0].name)[0], m) for m in range(plan.accumulate))
-        uses = {"step": 1, "microbatch": plan.accumulate, "use": plan.accumulate + backwards}[gather.gathered]
-        for _ in range(uses):
+        uses = {"step": 1, "microbatch": plan.accumulate, "use": plan.accumulate + used.get(step.module, 0)}
+        for _ in range(uses[gather.gathered]):
             yield Comm("all_gather", gather.axis, gathered, "gather", step.module)
         for _ in range(plan.accumulate if gather.reduced == "microbatch" else 1):
             if reduced:
                 yield Comm("reduce_scatter", gather.axis, reduced, "reduce", step.module)
         if reduced and plan.layout.live("dp"):
             yield Comm("all_reduce", "dp", reduced // size, "reduce", step.module)
+
+
+def _gathered_in_backward(plan: Plan, crossings: Mapping[str, Crossing], unreached: Collection[str]) -> dict[str, int]:
+    """Unit -> how often the backwards of a step gather it. Nothing goes back through what is frozen, if all before it
+    is; but FSDP2 gathers the unit before one that it comes to."""
+    learning = {w.name for w in plan.weights if w.trainable} - set(unreached)
+    stages: dict[int, list[tuple[str, bool, bool]]] = {}  # of each unit: whether it learns, and what is before it
+    for step in plan.steps:
+        if step.gather is not None and step.gather.gathered == "use" and step.params:
+            crossing = crossings.get(step.module)
+            below = crossing is None or crossing.needs_grad
+            learns = any(param.name in learning for param in step.params)
+            stages.setdefault(plan.users(step.params[0].name)[0], []).append((step.module, learns, below))
+    found: Counter[str] = Counter()
+    for stage, units in stages.items():
+        for microbatch in range(plan.accumulate):
+            split = plan.backwards(stage, microbatch) == 2
+            comes = [below if split else learns or below for _, learns, below in units]
+            for i, (name, learns, _) in enumerate(units):
+                found[name] += comes[i] or any(comes[i + 1 : i + 2])
+                found[name] += split and learns
+    return found
 
 
 def _bucket_bytes(plan: Plan, names: tuple[str, ...], rank: int) -> int:

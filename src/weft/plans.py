@@ -230,8 +230,13 @@ class Plan:
         return next((s.index for s in stages if any(_inside(module, m) or _inside(m, module) for m in s.modules)), 0)
 
     def backwards(self, stage: int, microbatch: int) -> int:
-        """How often backward goes over a stage: twice where it is split. The first has no input to be first for."""
-        return 2 if stage and (stage, microbatch) in self._split else 1
+        """How often backward goes over a stage: twice where it is split, unless none of its inputs has a gradient."""
+        return 2 if (stage, microbatch) in self._split and stage in self._asked else 1
+
+    @cached_property
+    def _asked(self) -> set[int]:
+        values = self.staging.values if self.staging is not None else ()
+        return {stage for value in values if value.differentiable for stage in value.targets}
 
     @cached_property
     def _split(self) -> set[tuple[int, int]]:

@@ -23,6 +23,7 @@ class Unit:
     module: FSDPModule
     gather: Gather
     stage: int | None  # None: the root of a pipeline's model
+    learns: bool  # one of its parameters is trainable
 
 
 class Units:
@@ -51,7 +52,7 @@ class Units:
                 # where a unit's input is the weights' alone, autograd tells FSDP2 of its end in the midst of W
                 unit.module.set_requires_gradient_sync(False, recurse=False)
                 unit.module.set_reshard_after_backward(False, recurse=False)
-                if unit.gather.gathered == "use":
+                if unit.gather.gathered == "use" and unit.learns:
                     unit.module.unshard()
 
     def after(self, action: Action, last: bool) -> None:
@@ -100,8 +101,10 @@ class Units:
 
 
 def _units(model: nn.Module, plan: Plan) -> Iterator[Unit]:
+    trainable = {w.name for w in plan.weights if w.trainable}
     for step in plan.steps:
         module = model.get_submodule(step.module)
         if step.gather is not None and isinstance(module, FSDPModule):
             root = plan.staging is not None and not step.module
-            yield Unit(module, step.gather, None if root else plan.users(step.params[0].name)[0] if step.params else 0)
+            stage = None if root else plan.users(step.params[0].name)[0] if step.params else 0
+            yield Unit(module, step.gather, stage, any(param.name in trainable for param in step.params))
