@@ -244,15 +244,26 @@ def table(results: dict[str, Results]) -> str:
     """The tables of README.md, in Markdown."""
     lines: list[str] = []
     if found := results.get("emulated"):
-        lines += ["| emulated | stages | ideal, s | weft, s | torch, s | lost: weft | torch | bare | at most | held |"]
-        lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]
+        columns = [
+            "emulated",
+            "stages",
+            "ideal, s",
+            "weft, s",
+            "torch, s",
+            "lost: weft",
+            "torch",
+            "bare",
+            "weft - bare",
+        ]
+        columns += ["at most", "held"]
+        lines += [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 2)} --- |"]
         for row in found["rows"]:
             took, loss = row["step_s"], row["loss"]
-            lines.append(
-                f"| pp{row['ranks']} {row['schedule']} | {row['stages']} | {row['ideal_s']:.3f} | "
-                f"{took['weft']:.3f} | {took['torch']:.3f} | {loss['weft']:.2%} | {loss['torch']:.2%} | "
-                f"{loss['bare']:.2%} | {min(found['limit'], loss['torch']):.2%} | {verdict(row)} |"
-            )
+            shares = [loss["weft"], loss["torch"], loss["bare"], loss["weft"] - loss["bare"]]
+            cells = [f"pp{row['ranks']} {row['schedule']}", row["stages"], f"{row['ideal_s']:.3f}"]
+            cells += [f"{took['weft']:.3f}", f"{took['torch']:.3f}", *(f"{share:.2%}" for share in shares)]
+            cells += [f"{min(found['limit'], loss['torch']):.2%}", verdict(row)]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
         lines += ["", "| floor, with no runtime | a sleep is late by | a stage takes longer by |"]
         lines += ["| --- | ---: | ---: |"]
         lines += [f"| {n} processes | {f['sleep']:.2%} | {f['stage']:.2%} |" for n, f in found["floor"].items()]
