@@ -28,7 +28,7 @@ from weft.ghosts import Ghost
 from weft.randomness import Randomness
 from weft.roles import find
 from weft.staging import Staging
-from weft.watch import is_weight, tensors, twin
+from weft.watch import dropouts, is_weight, tensors, twin
 
 Inputs = Mapping[str, Any]
 
@@ -198,6 +198,41 @@ def test_batchnorm_statistics_are_their_stages() -> None:
         for name, expected in model.named_buffers():
             want = expected if name in stage.buffers else before[name]
             torch.testing.assert_close(buffers[name], want)
+
+
+class Kept(nn.Module):
+    """Three ways to write to a buffer."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        new = y.detach().mean(0)
+        if self.way == "in place":
+            self.mean.mul_(0.9).add_(new)
+        elif self.way == "data":
+            self.mean.data.mul_(0.9).add_(new)
+        elif self.way == "part":
+            self.mean[:4].copy_(new[:4])
+        elif self.way == "number":
+            self.mean.data[0] += 1.0
+        return y
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "part", "number"])
+def test_a_buffer_is_its_stages_however_it_is_written_to(way: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Kept(way), nn.Linear(8, 8)).double()
+    x = {"input": torch.randn(3, 8).double()}
+    staging = cut(chart(model, x), ["1", "2"])
+    assert [stage.buffers for stage in staging.stages] == [(), ("1.mean",), ()]
+    line = Line(model, staging)
+    line.forward(x)
+    model(**x)
+    torch.testing.assert_close(line.runners[1].model.get_buffer("1.mean"), model.get_buffer("1.mean"))
+    assert bool(model.get_buffer("1.mean").any())
 
 
 def test_padding_is_seen_by_every_stage() -> None:
@@ -507,6 +542,36 @@ def test_evaluation() -> None:
         torch.testing.assert_close(output.logits, model(**inputs).logits, rtol=1e-12, atol=1e-12)
 
 
+class Halving(nn.Module):
+    """Half of the tokens in training, all of them in evaluation, and one flag that says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, bool]:
+        return self.linear(x[:, : x.shape[1] // 2] if self.training else x), self.training
+
+
+def test_what_earlier_stages_would_make_is_of_this_mode() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Halving(), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, flag = self.a(x)
+            return self.b(h) * (h.shape[1] + flag)
+
+    model, x = Model().double(), {"x": torch.randn(2, 6, 8).double()}
+    line = Line(model, cut(chart(model, x), ["b"]))
+    for mode in (True, False, True):
+        model.train(mode)
+        for runner in line.runners.values():
+            runner.model.train(mode)
+        torch.testing.assert_close(line.forward(x)[0], model(**x))
+
+
 def test_autocast() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         h = m.a(x)
@@ -521,6 +586,18 @@ def test_autocast() -> None:
     assert [t.dtype for t in output] == [t.dtype for t in expected] == [torch.bfloat16, torch.bfloat16, torch.float32]
     for a, b in zip(output, expected):
         assert torch.equal(a, b)
+
+
+def test_torchs_own_dropout_has_its_own_names() -> None:
+    x, randomness = torch.ones(4, 50), Randomness(0)
+    with Functions(randomness, selective=False):
+        randomness.begin(0, [0, 1, 2, 3])
+        by_place = torch.dropout(x, 0.5, True)
+        randomness.begin(0, [0, 1, 2, 3])
+        assert torch.equal(torch.dropout(x, p=0.5, train=True), by_place)
+        assert torch.equal(torch.dropout(x, p=0.5, train=False), x)
+    assert dropouts(torch.dropout, (x,), {"p": 0.5, "train": True}) == 1
+    assert dropouts(torch.dropout, (x,), {"p": 0.5, "train": False}) == 0
 
 
 @pytest.mark.parametrize("name", ["deep", "sequential", "t5", "gpt2", "bert"])

@@ -18,6 +18,7 @@ from test_parity import run
 from torch import Tensor, nn
 
 import weft
+from weft import schedule
 from weft.errors import CannotCut, ConfigError, LayoutError, Refusal
 from weft.launch.processes import Pool
 from weft.losses import mse
@@ -125,6 +126,48 @@ def test_pipedream_equals_its_sequential_definition(pool: Any, name: str, layout
     assert max(result.loss_rel_err, result.param_rel_err) <= bound, result
 
 
+@pytest.mark.parametrize(("layout", "recompute"), [("pp4", "full"), ("pp2.dp2", 2), ("pp2", "selective")])
+def test_pipedream_recomputes_with_the_version_of_its_microbatch(pool: Any, layout: str, recompute: str | int) -> None:
+    """The definition recomputes nothing, and the weights have changed by the time that backward comes."""
+    options = {"schedule": "pipedream", "accumulate": 8 // (1 + ("dp" in layout)), "recompute": recompute}
+    case = with_plan("deep", **options).case()
+    result = pool.run(check, case, layout, run_delayed(case, layout, 2), world=weft.Layout.parse(layout).world)[0]
+    assert isinstance(result, LayoutResult) and result.passed, result
+
+
+class Direct(nn.Module):
+    """A weight that the forward uses between modules, and one that nothing reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.a, self.b = nn.Parameter(torch.ones(4, 6)), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.unused = nn.Linear(6, 6)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.b(self.a(input) + self.position[1, :6].expand_as(input)) * self.position[2]
+
+
+def direct_batch() -> dict[str, Tensor]:
+    return {"input": torch.arange(BATCH * 6).view(BATCH, 6) / 50.0, "target": torch.ones(BATCH, 6)}
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2.dp2"])
+def test_pipedream_with_weights_outside_of_modules(pool: Any, layout: str) -> None:
+    plan = tuple({"schedule": "pipedream", "cut": ("b",), "accumulate": 4}.items())
+    subject = Subject(Direct, direct_batch, mse, plan)
+    with pytest.raises(CannotCut, match="used by two stages"):
+        laid(subject, seeded(Direct), layout)
+    alone = replace(subject, build=Apart)
+    delayed = run_delayed(alone.case(), layout, 2)
+    result = pool.run(check, alone.case(), layout, delayed, world=weft.Layout.parse(layout).world)[0]
+    assert isinstance(result, LayoutResult) and result.passed, result
+
+
+class Apart(Direct):
+    def forward(self, input: Tensor) -> Tensor:
+        return self.b(self.a(input) + self.position[1, :6].expand_as(input))
+
+
 def test_pipedream_cut_by_measured_time(pool: Pool) -> None:
     """Two measurements cut at two places: the definition and the run have one plan."""
     subject = with_plan("deep", schedule="pipedream", cut="time", accumulate=8)
@@ -220,6 +263,107 @@ def test_a_value_that_the_loss_leaves_out_is_refused(pool: Pool, layout: str) ->
         pool.run(partial(stepped, cut=("c",)), Aside, of_the_output, layout, batch, world=2)
 
 
+class Twice(nn.Module):
+    """A value that two later stages use, the last of them without its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        start = self.a(input)
+        return self.d(self.c(self.b(start))) + start.detach()
+
+
+def test_a_value_whose_gradient_one_of_two_ranks_has(pool: Pool) -> None:
+    batch = {"input": torch.randn(BATCH, 6).double()}
+    pool.run(partial(stepped, cut=("b", "c", "d")), Twice, of_its_size, "pp4", batch, world=4)
+    pool.run(partial(stepped, cut=("b", "d")), Twice, of_its_size, "pp3", batch, world=3)
+
+
+class Noisy(nn.Module):
+    """Adds noise of torch's own generator, and keeps what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        self.drawn = noise
+        return self.linear(x + noise)
+
+
+def noise(layout: str, batch: dict[str, Tensor]) -> list[Tensor]:
+    model = seeded(lambda: nn.Sequential(*(Noisy() for _ in range(4))))
+    sample = {key: value[:2] for key, value in batch.items()}
+    plan = weft.plan(model, layout, batch=BATCH, loss=of_its_size, precision="fp64", sample=sample, cut=("2",))
+    engine = weft.Engine(model, plan, optimizer=partial(torch.optim.SGD, lr=0.1), loss=of_its_size, device="cpu")
+    engine.step(batch)
+    return [module.drawn for module in model if isinstance(module, Noisy) and hasattr(module, "drawn")]
+
+
+def test_stages_draw_other_numbers(pool: Pool) -> None:
+    batch = {"input": torch.randn(BATCH, 6).double()}
+    drawn = [each for ranks in pool.run(noise, "pp2", batch, world=2) for each in ranks]
+    assert len(drawn) == 4
+    assert len({tuple(each.flatten().tolist()) for each in drawn}) == 4
+
+
+def evaluated(layout: str, batch: dict[str, Tensor]) -> tuple[list[float], list[float]]:
+    """The loss of an evaluation, and of another with weights put in place: by these ranks, by one device."""
+    model, alone = (seeded(STAGED["deep"].build) for _ in range(2))
+    subject = STAGED["deep"]
+    plan = laid(subject, model, layout)
+    sgd = partial(torch.optim.SGD, lr=0.0)
+    engine = weft.Engine(model, plan, optimizer=sgd, loss=subject.loss, device="cpu")
+    found, pieces = [], list(engine.tensors())
+    for _ in range(2):
+        found.append(float(engine.evaluate(engine.local(batch)).loss))
+        with torch.no_grad():
+            for piece in pieces:
+                if piece.tensor.is_floating_point():
+                    piece.tensor.mul_(0.5)
+    want = []
+    for _ in range(2):
+        with torch.no_grad():
+            total, weight = subject.loss(alone.double().eval()(batch["input_ids"]), batch)
+            want.append(float(total / weight))
+            for tensor in alone.parameters():
+                tensor.mul_(0.5)
+    return found, want
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2+zero1", "pp2.fsdp2", "pp2.fsdp2+zero2"])
+def test_evaluation_sees_weights_that_were_put_in_place_since(pool: Pool, layout: str) -> None:
+    batch = STAGED["deep"].data()
+    for found, want in pool.run(evaluated, layout, batch, world=weft.Layout.parse(layout).world):
+        assert found == pytest.approx(want, rel=1e-12)
+
+
+class Tied(nn.Module):
+    """A head that is a function of the embedding's weight, in another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.linear(x, self.embedding.weight)
+
+
+@pytest.mark.parametrize("layout", ["pp2.tp2"])
+def test_a_cut_weight_that_a_stage_uses_by_a_function_is_refused(layout: str) -> None:
+    sample = {"input_ids": torch.zeros(2, 5, dtype=torch.int64)}
+    weft.plan(Tied(), "pp2.dp2", batch=BATCH, sample=sample)
+    with pytest.raises(CannotCut, match=r"uses embedding\.weight without embedding"):
+        weft.plan(Tied(), layout, batch=BATCH, sample=sample, roles={"embedding": "embedding", "layers.*": "whole"})
+
+
 class Routed(nn.Module):
     """Each stage holds one of two equal experts by the data: the ranks that shard it may run different ones."""
 
@@ -269,6 +413,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Refusal], str]] = [
     ("deep", "pp2.tp2+sequence", {"cut": ("blocks.3.mlp",)}, CannotCut, "one unit of sequence parallelism"),
     ("deep", "pp2.fsdp2", {"cut": ("blocks.3.mlp",)}, CannotCut, "one unit of sharding"),
     ("deep", "pp2", {"cut": ("blocks.3.mlp",), "recompute": "full"}, CannotCut, "one unit of recompute"),
+    ("deep", "pp2", {"schedule": schedule.make("1f1b", 2, 1), "options": {"chunks": 2}}, ConfigError, "made already"),
     ("convnet", "pp8", {}, CannotCut, "has 8 stages, and the model 7 parts"),
 ]  # fmt: skip
 

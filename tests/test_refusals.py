@@ -248,6 +248,10 @@ def test_verify_takes_every_layout_of_a_world(monkeypatch: pytest.MonkeyPatch) -
     )
     assert len(asked) == len(set(asked))
     assert "left out tp4" in result.stderr  # of two heads
+    asked.clear()
+    weft_("verify", "small.toml", "--world", "2", "--set", "train.clip=1.0", "--set", "pipeline.cut=time")
+    assert "pp2+zb-h1" in asked  # stages of equal time are measured by the ranks
+    assert "pp2+pipedream" not in asked  # which cannot clip, and leaves the others be
     assert "tp4" not in asked
 
 

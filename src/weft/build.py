@@ -225,15 +225,7 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
     So what a process of the run would refuse is refused here. Raises Refusal.
     """
     bare, train = skeleton(run), dataset(run)
-    unmeasured = run
-    if run.pipeline.cut == "time":  # a model without data has no times: the ranks measure theirs
-        unmeasured = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"cut": "flops"})})
-    plans = [_planned(with_layout(unmeasured, axes), bare, train) for axes in layouts or [run.layout.axes]]
-    for laid in plans:
-        if run.train.clip is not None and laid.schedule.versions:
-            problem = f"{laid.schedule.name} updates each stage by itself, and no stage knows the norm of all gradients"
-            fix = "leave it out, or use a synchronous schedule such as 1f1b"
-            raise ConfigError("train.clip", run.train.clip, problem, fix)
+    plans = [laid(with_layout(run, axes), bare, train) for axes in layouts or [run.layout.axes]]
     optimizer(run)
     for split, held in (("train", train), *([("val", dataset(run, "val"))] if run.train.eval_every else [])):
         if len(held) < run.train.batch:
@@ -244,15 +236,23 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
     return plans
 
 
-def _planned(run: Run, bare: nn.Module, train: data.Dataset) -> Plan:
-    """On the model without data if its forward can be followed so, else on the model."""
+def laid(run: Run, bare: nn.Module, train: data.Dataset) -> Plan:
+    """The plan before any process starts: on the model without data if its forward can be followed so, else on the
+    model. Raises Refusal for all that a rank would refuse."""
+    if run.pipeline.cut == "time":  # a model without data has no times: the ranks measure theirs
+        run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"cut": "flops"})})
     sample = first(run, train)
     try:
-        return plan(run, bare, sample)
+        made = plan(run, bare, sample)
     except CannotCut:
         if not (Layout.parse(run.layout.axes).live("pp") and any(p.is_meta for p in bare.parameters())):
             raise
-        return plan(run, model(run), sample)
+        made = plan(run, model(run), sample)
+    if run.train.clip is not None and made.schedule.versions:
+        problem = f"{made.schedule.name} updates each stage by itself, and no stage knows the norm of all gradients"
+        fix = "leave it out, or use a synchronous schedule such as 1f1b"
+        raise ConfigError("train.clip", run.train.clip, problem, fix)
+    return made
 
 
 def with_layout(run: Run, axes: str) -> Run:

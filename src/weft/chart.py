@@ -213,6 +213,7 @@ class _Trace(TorchFunctionMode):
         self.model = model
         self.state = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.buffers = {n for n, _ in model.named_buffers()}
+        self.homes = {storage_of(t): n for n, t in model.named_buffers()}  # what a view, or `.data`, has of a buffer
         self.modules = dict(model.named_modules())
         self.events: list[Event] = []
         self.tensors: list[Traced] = []
@@ -301,7 +302,7 @@ class _Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         reads = [t for t in read(func, args, kwargs) if self._tracked(t)]
         if not reads and func not in RANDOM:
-            return func(*args, **kwargs)
+            return self._light(func, args, kwargs)
         index, first, flops = self._begin(name_of(func), False), len(self.tensors), self.flops.total
         event = self.events[index]
         self.line, self.text = event.line, event.text
@@ -326,6 +327,22 @@ class _Trace(TorchFunctionMode):
         self._finish(event, first, flops)
         return out
 
+    def _light(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """What reads nothing that is tracked, but may write to a buffer's memory."""
+        touched = [(self.homes[storage_of(t)], t, t._version) for _, t in arguments(args, kwargs)
+                   if storage_of(t) in self.homes]  # fmt: skip
+        out = func(*args, **kwargs)
+        for name, t, version in touched:
+            if t._version != version:
+                self._changes(name)
+        return out
+
+    def _changes(self, name: str) -> None:
+        """The call that runs changes this buffer."""
+        self.changed.add(name)
+        for index in self.open:
+            self.events[index].buffers[name] = None
+
     def _tracked(self, t: Tensor) -> bool:
         if id(t) in self.numbers or id(t) in self.state or t.requires_grad or type(t) is not Tensor:
             return True
@@ -346,7 +363,13 @@ class _Trace(TorchFunctionMode):
         if name is not None:
             self.changed.add(name)
             return
+        home = self.homes.get(storage_of(t))
+        if home is not None:
+            self._changes(home)
+            event.buffers[home] = None
         if id(t) not in self.numbers:
+            if home is not None:
+                return
             self.dirty.setdefault(storage_of(t), self._number(t, index, _WRITTEN))
         event.writes |= set(self.sharing[storage_of(t)])  # a view changes with its base
 

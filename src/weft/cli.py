@@ -225,7 +225,7 @@ def _layouts(run: Run, world: int) -> list[str]:
     """Every layout of `world` ranks, with at most one option per axis, on which this run can be laid."""
     from . import build, parallel
 
-    model, sample, choices = build.skeleton(run), build.first(run, build.dataset(run)), []
+    bare, train, choices = build.skeleton(run), build.dataset(run), []
     for axis, strategies in parallel.registry().items():
         options = ["", *(f"+{option}" for strategy in strategies for option in strategy.OPTIONS)]
         sizes = [size for size in range(2, world + 1) if world % size == 0]
@@ -236,7 +236,7 @@ def _layouts(run: Run, world: int) -> list[str]:
         if Layout.parse(axes).world != world:
             continue
         try:
-            build.plan(build.with_layout(run, axes), model, sample)
+            build.laid(build.with_layout(run, axes), bare, train)
             found.append(axes)
         except Refusal as error:
             refused = error

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch.distributed.tensor import Shard
 
 from .engine.transport import HEADER_BYTES
@@ -153,12 +154,16 @@ def _updates(plan: Plan, rank: int, itemsize: int) -> Iterator[Comm]:
     for action in plan.schedule.order[plan.layout.coords(rank).get("pp", 0)]:
         if action.kind == "F" and action.stage == plan.schedule.stages - 1 and data:
             yield Comm("all_reduce", data, 8, "forward", "(loss)")
+        together: Counter[tuple[tuple[str, ...], torch.dtype]] = Counter()
+        used = plan.staging.stages[action.stage].weights if plan.staging is not None else ()
         for weight in plan.weights if action.kind == "U" else ():
             partial = plan.reduced_over(weight.name, table)
             axes = plan.layout.live(*partial) if partial else ()
-            if axes and weight.trainable and action.stage in plan.users(weight.name):
-                nbytes = prod(plan.local_shape(weight, table, plan.layout.coords(rank).get("tp", 0))) * itemsize
-                yield Comm("all_reduce", ".".join(axes), nbytes, "reduce", weight.name)
+            if axes and weight.trainable and weight.name in used:
+                count = prod(plan.local_shape(weight, table, plan.layout.coords(rank).get("tp", 0)))
+                together[axes, weight.dtype] += count + 1  # whether there is a gradient
+        for (axes, _), count in together.items():
+            yield Comm("all_reduce", ".".join(axes), count * itemsize, "reduce", f"stage {action.stage}")
 
 
 def _messages(plan: Plan, rank: int, values: Mapping[int, int]) -> Iterator[Comm]:

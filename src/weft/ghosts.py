@@ -105,6 +105,7 @@ class Shapes:
 
     def __init__(self, model: nn.Module):
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.real = model
         self.model = twin(model, lambda t: without_data(self.mode, t))
         self.device = next((p.device.type for p in model.parameters()), "cpu")
         self._known: dict[Hashable, Any] = {}
@@ -117,7 +118,7 @@ class Shapes:
     ) -> Any:
         """What this module (by its name) or function returns, with FakeTensors. Raises CannotCut."""
         try:
-            key: Hashable = (work, cast, _signature(args), _signature(kwargs))
+            key: Hashable = (work, cast, self.real.training, _signature(args), _signature(kwargs))
         except TypeError:  # an argument that is not known by its value
             return self._done(work, name, args, kwargs, cast)
         if key not in self._known:
@@ -127,7 +128,11 @@ class Shapes:
     def _done(
         self, work: str | Callable, name: str, args: tuple, kwargs: Mapping[str, Any], cast: tuple[bool, torch.dtype]
     ) -> Any:
-        call = self.model.get_submodule(work) if isinstance(work, str) else work
+        call: Any = work
+        if isinstance(work, str):
+            call = self.model.get_submodule(work)
+            for like, module in zip(call.modules(), self.real.get_submodule(work).modules(), strict=True):
+                like.training = module.training  # evaluation may make other shapes than training
         autocast = torch.autocast(self.device, enabled=cast[0], dtype=cast[1])
         try:
             with torch._C.DisableTorchFunction(), torch.no_grad(), autocast, self.mode:

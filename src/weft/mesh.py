@@ -59,6 +59,8 @@ class Mesh:
                     up, down = self._new(("pp",), pair), self._new(("pp",), pair)
                     if here in pair and up is not None and down is not None:
                         self.pipes[sum(pair) - here] = up, down
+                        _open(up, device, first=here == pair[0])
+                        _open(down, device, first=here == pair[1])
                 for among in sorted(set(shared)):
                     self._make_among(among)
 
@@ -128,3 +130,13 @@ class Mesh:
             if group.group_name == group_name:
                 return ".".join(live)
         return None
+
+
+def _open(pipe: dist.ProcessGroup, device: torch.device, first: bool) -> None:
+    """Send something once: NCCL connects two ranks at their first message, for which both must be there. Later, one may
+    post a receive long before the other comes to send."""
+    token, peer = torch.zeros(1, device=device), 1 - pipe.rank()
+    if first:
+        dist.send(token, group=pipe, group_dst=peer)
+    else:
+        dist.recv(token, group=pipe, group_src=peer)

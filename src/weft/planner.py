@@ -13,7 +13,7 @@ from .costs import Costs
 from .errors import CannotCut, ConfigError, LayoutError, nearest
 from .layout import DATA_AXES, Layout
 from .losses import accepts_sharded_logits
-from .plans import Plan, Step, Weight
+from .plans import COPY, Plan, Step, Weight, runs
 from .roles import around, find
 from .schedules import Schedule
 from .simulate import simulate
@@ -86,6 +86,7 @@ def plan(
         if "sequence" in layout.option("tp"):
             units |= dict.fromkeys(blocks, "sequence parallelism")
         _check_staged(layout, staging, staged, units, precision)
+        _check_called(layout, staging, steps)
         steps = [_once_a_step(s) for s in steps]
     notes = []
     if layout.live("tp"):
@@ -143,6 +144,23 @@ def _check_staged(layout: Layout, staging: Staging, staged: Schedule, units: Map
                 "untie it, or use a synchronous schedule such as 1f1b",
             )  # fmt: skip
         seen |= set(one.weights)
+
+
+def _check_called(layout: Layout, staging: Staging, steps: list[Step]) -> None:
+    """A stage that uses a cut or sharded parameter calls a module that knows of that: a function would not."""
+    knowing: dict[tuple[str, str], list[Step]] = {}
+    for step in steps:
+        for param in step.params:
+            if param.stored != COPY:
+                knowing.setdefault((param.name, param.axis), []).append(step)
+    for (name, axis), those in knowing.items():
+        for one in staging.stages:
+            if name in one.weights and not any(runs(step.module, one.modules) for step in those):
+                raise CannotCut(
+                    "layout", str(layout),
+                    f"stage {one.index} uses {name} without {those[0].module}, and would not know that {axis} cuts it",
+                    f"call {those[0].module}, or a module that is tied to it, where it is used",
+                )  # fmt: skip
 
 
 def weights_of(model: nn.Module) -> tuple[Weight, ...]:

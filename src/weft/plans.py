@@ -254,19 +254,16 @@ class Plan:
         names = {w.name for w in self.weights if set(self.users(w.name)) & set(mine)}
         modules = [m for stage in mine for m in self.staging.stages[stage].modules]
 
-        def runs(module: str) -> bool:
-            return not module or any(_inside(m, module) or _inside(module, m) for m in modules)
-
         steps = [
             replace(step, params=tuple(p for p in step.params if p.name in names))
-            for step in self.steps if runs(step.module)
+            for step in self.steps if runs(step.module, modules)
         ]  # fmt: skip
         return replace(
             self,
             weights=tuple(w for w in self.weights if w.name in names),
             steps=tuple(steps),
-            blocks=tuple(b for b in self.blocks if runs(b)),
-            batchnorms=tuple(n for n in self.batchnorms if runs(n)),
+            blocks=tuple(b for b in self.blocks if runs(b, modules)),
+            batchnorms=tuple(n for n in self.batchnorms if runs(n, modules)),
         )
 
     @property
@@ -380,6 +377,11 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _inside(module: str, outer: str) -> bool:
     return not outer or module == outer or module.startswith(outer + ".")
+
+
+def runs(module: str, modules: Iterable[str]) -> bool:
+    """Whether a stage that calls `modules` runs this one, all or part of it."""
+    return not module or any(_inside(m, module) or _inside(module, m) for m in modules)
 
 
 def _letter(placement: Placement) -> str:

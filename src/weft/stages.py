@@ -83,6 +83,9 @@ def choose(
     schedule = named[0] if named else schedule
     if isinstance(schedule, str):
         return schedules.make(schedule, ranks, microbatches, **options)
+    if isinstance(schedule, Schedule) and options:
+        option, value = next(iter(options.items()))
+        raise ConfigError(f"pipeline.{option}", value, f"the schedule {schedule.name} is made already", "leave it out")
     made = schedule if isinstance(schedule, Schedule) else _call(schedule, ranks, microbatches, options)
     if (made.ranks, made.microbatches) != (ranks, microbatches):
         problem = f"has {made.ranks} ranks and {made.microbatches} microbatches"

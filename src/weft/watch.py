@@ -79,7 +79,8 @@ def dropouts(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> int:
     """How many dropout masks a call draws."""
     if func in DROPOUTS:
         bound = dict(zip(("input", "p", "training"), args)) | dict(kwargs)
-        return int(bool(bound.get("training", True)) and bound.get("p", 0.5) > 0.0)
+        training = bound.get("train", bound.get("training", True))  # torch.dropout's, and torch.nn.functional's
+        return int(bool(training) and bound.get("p", 0.5) > 0.0)
     if func is F.scaled_dot_product_attention:
         return int(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0.0)
     if func is F.multi_head_attention_forward:
@@ -184,7 +185,7 @@ def others(structure: Any) -> list[Any]:
 
 
 def numbers(structure: Any) -> list[Any]:
-    return [part for part in others(structure) if isinstance(part, (int, float)) and not isinstance(part, bool)]
+    return [part for part in others(structure) if isinstance(part, (int, float))]
 
 
 def unknowns(structure: Any) -> list[str]:

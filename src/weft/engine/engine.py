@@ -104,6 +104,7 @@ class Engine:
         self.params = {name: p for name, p in self.model.named_parameters() if name in held}
         self.stages = Stages(self.model, plan, self.mesh.device, self.inputs, staged)
         self._pipeline, self._single = self._pipelines()
+        self.units = Units(self.model, self.part)
         if sample is not None and before is not None:
             self._hold(before, sample)
         trainable = [(name, p) for name, p in self.params.items() if p.requires_grad]
@@ -134,14 +135,14 @@ class Engine:
             loss,
             self.randomness,
             self.reducer,
-            Units(self.model, self.part),
+            self.units,
             versions,
             functions,
         )
         if plan.staging is not None and not self._wants_norm() and not self.reducer.buckets:
             self._training.agree = self.mesh.group(*plan.layout.live())
         self._trail = 0  # which modules ran, in order: FSDP2 pairs the ranks' collectives by nothing else
-        if self._training.units.units:
+        if self.units.units:
             for index, module in enumerate(self.model.modules()):
                 if module._parameters:
                     module.register_forward_pre_hook(partial(self._pass, index))
@@ -185,7 +186,7 @@ class Engine:
         # a constant divisor keeps fp16 in range; the true mean is taken at the end
         training.begin(self.steps_done, micros, self.loss_scale / plan.batch)
         self._pipeline.run(training, [signature(micros[0])] * len(micros), trace=self.trace)
-        training.units.finish()
+        self.units.finish()
         missing = self.reducer.finish()
         self._check_selective()
         result = self._update(missing)
@@ -216,7 +217,7 @@ class Engine:
             norms = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32 if low else None)
             for name, norm in zip(grads, norms, strict=True):
                 total[0] += norm.double().square().to(total.device) / self._copies[name]
-        if self.plan.staging is not None and self._training.units.units:
+        if self.plan.staging is not None and self.units.units:
             self._check_trail()
         if self._training.agreed is not None:
             self._training.agreed.wait()
@@ -286,6 +287,7 @@ class Engine:
         micros = self._microbatches(self._placed(batch))
         work = Inference(self.stages, micros, add)
         self._pipeline.run(work, [signature(micros[0])] * len(micros), forward_only=True)
+        self.units.reshard()
         group = self.mesh.group(*DATA_AXES, "pp")
         if group is not None:
             dist.all_reduce(total, group=group)
@@ -299,6 +301,7 @@ class Engine:
         outputs: list[Any] = []
         work = Inference(self.stages, [batch], lambda output, _: outputs.append(_whole(output)))
         self._single.run(work, [signature(batch)], forward_only=True)
+        self.units.reshard()
         group = self.mesh.group("pp")
         if group is not None:
             source = self.plan.layout.peers(self.mesh.rank, "pp")[self.plan.schedule.placement[-1]]
@@ -324,8 +327,6 @@ class Engine:
             after = self.forward(sample)
         except (RuntimeError, ValueError, IndexError, TypeError) as problem:
             raise refuse(f"the model does not run as it is cut ({str(problem).splitlines()[0]})") from problem
-        for unit in Units(self.model, self.part):
-            unit.module.reshard()
         whole, cut = (first_of(output).double() for output in (before, after))
         size = float(whole.norm())
         error = float((whole - cut).norm()) / (size if size > 0 else 1.0)

@@ -45,6 +45,9 @@ class Functions(TorchFunctionMode):
             with self:
                 return _multi_head_attention(*args, **kwargs)
         if func in DROPOUTS:
+            if "train" in kwargs:  # torch.dropout's own name for it
+                kwargs = {**kwargs, "training": kwargs["train"]}
+                del kwargs["train"]
             return self._dropout(func, *args, **kwargs)
         return func(*args, **kwargs)
 

@@ -82,6 +82,7 @@ class Pipeline:
         # of each value: its target stages on this rank, and whether it is made here
         self._here = [[s for s in sorted(route.targets) if schedule.placement[s] == rank] for route in routes]
         self._own = [schedule.placement[route.source] == rank for route in routes]
+        self._alone = [{schedule.placement[s] for s in route.targets} == {rank} for route in routes]
 
     def run(
         self, work: Work, signatures: Sequence[Hashable], forward_only: bool = False, trace: list[Span] | None = None
@@ -146,9 +147,10 @@ class _Run:
             clock.close(action, bool(step.takes))
 
     def hold(self, microbatches: int) -> None:
-        """Refuse what one device would leave without a gradient: here it got zeros, which an optimizer acts on."""
+        """Refuse what one device would leave without a gradient: here it got zeros, which an optimizer acts on. Of a
+        value that goes to several ranks none knows whether another had a gradient for it."""
         for value, count in self.absent.items():
-            if count == microbatches * len(self.pipeline._here[value]):
+            if self.pipeline._alone[value] and count == microbatches * len(self.pipeline._here[value]):
                 raise CannotCut(
                     f"value {self.pipeline._names[value]}", "no gradient",
                     "it crosses stages and needs a gradient, and the loss does not depend on it",

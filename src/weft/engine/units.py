@@ -65,6 +65,13 @@ class Units:
         self._reduce([u for u in self.units if u.stage is None], True)
         self._keep()
 
+    def reshard(self) -> None:
+        """No backward follows a forward: let go of what it gathered. Weights may be loaded before the next one."""
+        for unit in self.units:
+            for group in fully_shard.state(unit.module)._fsdp_param_groups:  # type: ignore[attr-defined]
+                group._training_state = TrainingState.IDLE  # a stage's forward is left before the root's ends
+            unit.module.reshard()
+
     def _keep(self) -> None:
         """No backward of another stage is to reduce a unit, or to let go of one that is gathered once a step."""
         for unit in self.units if self._staged else ():

@@ -21,7 +21,7 @@ from ..mesh import Mesh
 from ..plans import Plan
 from ..schedules import Action
 
-Leaves = dict[str, Tensor]
+Leaves = dict[str, nn.Parameter]
 
 
 class Versions:
@@ -88,15 +88,14 @@ class Versions:
     def update(self, action: Action) -> None:
         """The optimizer step of one stage."""
         stage = action.stage
-        mine = []
-        for name in self._names[stage]:
-            p, group = self._params[name], self._mesh.group(*self._axes[name])
-            if p.requires_grad:
-                mine.append(p)
-                if group is not None:
-                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                    dist.all_reduce(p.grad, group=group)
-        others = {p: p.grad for p in self._params.values() if p not in set(mine)}
+        mine = {self._params[name]: self._axes[name] for name in self._names[stage] if self._params[name].requires_grad}
+        together: dict[tuple, list[nn.Parameter]] = {}
+        for p, axes in mine.items():
+            if self._mesh.group(*axes) is not None:
+                together.setdefault((axes, p.dtype), []).append(p)
+        for (axes, _), params in together.items():
+            self._reduce(params, axes)
+        others = {p: p.grad for p in self._params.values() if p not in mine}
         for p in others:
             p.grad = None
         self._take_step()
@@ -107,15 +106,25 @@ class Versions:
         self._current[stage] += 1
         self._keep(stage)
 
+    def _reduce(self, params: list[nn.Parameter], axes: tuple[str, ...]) -> None:
+        """Sum their gradients, and leave none where no rank has one: an optimizer would act on zeros."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        have = torch.tensor([p.grad is not None for p in params], dtype=grads[0].dtype, device=grads[0].device)
+        flat = torch.cat([*(grad.flatten() for grad in grads), have])
+        dist.all_reduce(flat, group=self._mesh.group(*axes))
+        *sums, have = flat.split([*(p.numel() for p in params), len(params)])
+        for p, total, count in zip(params, sums, have.tolist(), strict=True):
+            p.grad = total.view(p.shape) if count else None
+
     def _keep(self, stage: int) -> None:
         key = stage, self._current[stage]
         if self._left[key]:
             self._kept[key] = {
-                name: self._params[name].detach().clone().requires_grad_(self._params[name].requires_grad)
+                name: nn.Parameter(self._params[name].detach().clone(), self._params[name].requires_grad)
                 for name in self._names[stage]
             }
 
     def _put(self, leaves: Leaves) -> None:
         for name, tensor in leaves.items():
             for module, leaf in self._places[name]:
-                module._parameters[leaf] = tensor  # type: ignore[assignment]
+                module._parameters[leaf] = tensor

@@ -144,6 +144,7 @@ class Training:
         self._last = {a.stage: a for a in backwards}
         self._last_forward = [a for a in schedule.order[rank] if a.kind == "F"][-1]
         self._generator = _generator(self.stages.device)
+        self._held = contextlib.ExitStack()  # its microbatch's weights: a backward may compute a forward again
 
     def begin(self, step: int, micros: Sequence[Batch], scale: float) -> None:
         self.step, self.micros, self.scale = step, micros, scale
@@ -174,8 +175,11 @@ class Training:
         kind, stage, microbatch = action
         self.randomness.begin(self.step, self._samples[microbatch])
         if kind == "F":
-            self._generator.manual_seed(mix(self.randomness.seed, self.step, microbatch, self._data) % 2**63)
+            place = (microbatch, self._data, stage) if stage else (microbatch, self._data)
+            self._generator.manual_seed(mix(self.randomness.seed, self.step, *place) % 2**63)
             return
+        if self.versions is not None and kind in ("B", "W"):
+            self._held.enter_context(self.versions.of(stage, microbatch))
         last, split = action == self._last[stage], (stage, microbatch) in self._split
         self.units.before(action, last, split)
         if last:
@@ -191,6 +195,7 @@ class Training:
             self.versions.update(action)
             return
         if self.versions is not None:
+            self._held.close()
             if action.kind == "W" or action[1:] not in self._split:
                 self.versions.done(*action[1:])
             return

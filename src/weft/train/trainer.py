@@ -24,12 +24,12 @@ from ..config import Run
 from ..data import Dataset, Loader
 from ..engine import Engine, StepResult
 from ..engine.reducer import local
-from ..errors import WeftError
+from ..errors import ConfigError, WeftError
 from ..layout import DATA_AXES
 from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
 from .output import CHECKPOINTS, SAMPLE, check_output, position
 from .progress import Progress, short
-from .recorder import Recorder
+from .recorder import FIRST, Recorder
 from .sample import coder, sample
 
 
@@ -54,6 +54,9 @@ def train(run: Run, resume: bool, trace: bool = False) -> None:
         saved = checkpoint.inspect(folder / CHECKPOINTS).tensors
         engine.load_scalars(checkpoint.load(folder / CHECKPOINTS, None, engine.tensors(saved)))
     done = engine.steps_done
+    if trace and t.steps - done < FIRST:
+        problem = f"leaves {t.steps - done} steps to take, and the first to be traced is number {FIRST}"
+        raise ConfigError("train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out")
     loader = _loader(run, engine, dataset, start=done)
     if rank == 0:
         (folder / "run.toml").write_text(config.dump(run), encoding="utf-8")
