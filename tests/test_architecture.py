@@ -18,8 +18,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "weft"
 # A file or folder directly under the package -> its level. Keep in step with the table in docs/architecture.md.
 LEVELS = (
     ("nouns", "errors layout order plans roles losses randomness models "
-     "schedules delays correct costs timeline partition staging"),
-    ("strategies", "parallel schedule"),
+     "schedules delays correct costs timeline partition staging codecs syncs"),
+    ("strategies", "parallel schedule codec sync"),
     ("interpreters", "mesh collectives batchnorm parallelize comms shards checkpoint engine "
      "watch chart ghosts cutting simulate draw"),
     ("deciders", "planner stages config build data text verification train launch"),

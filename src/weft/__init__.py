@@ -21,8 +21,13 @@ _HOMES = {
 }  # fmt: skip
 
 
+_FOLDERS = ("schedule", "sync")  # of strategies that users name in Python
+
+
 def __getattr__(name: str) -> Any:
     """The names above, when they are first asked for: `weft --help` is not to wait for torch."""
+    if name in _FOLDERS:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from . import data, planner
+from . import sync as synchronizers
 from .config import Axes, Run
 from .costs import Costs
-from .engine.engine import ELEMENTWISE
+from .engine.engine import ELEMENTWISE, check_codec
 from .errors import CannotCut, ConfigError, DataError, LayoutError, Refusal, nearest
 from .layout import Layout
 from .losses import Loss
@@ -200,6 +201,7 @@ def plan(run: Run, model: nn.Module, sample: dict[str, Tensor]) -> Plan:
         dynamic_shapes=p.dynamic_shapes,
         inputs=inputs(run, model),
         sample=sample,
+        sync=synchronizers.make(run.sync.name, run.sync.codec, **run.sync.arguments),
     )
 
 
@@ -226,7 +228,9 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
     """
     bare, train = skeleton(run), dataset(run)
     plans = [laid(with_layout(run, axes), bare, train) for axes in layouts or [run.layout.axes]]
-    optimizer(run)
+    made = optimizer(run)([("", nn.Parameter(torch.zeros(1)))])
+    for each in plans:
+        check_codec(made, each)
     for split, held in (("train", train), *([("val", dataset(run, "val"))] if run.train.eval_every else [])):
         if len(held) < run.train.batch:
             problem = f"the split {split!r} has {len(held)} samples, less than one batch"

@@ -14,10 +14,12 @@ from math import prod
 import torch
 from torch.distributed.tensor import Shard
 
+from .codecs import numel
 from .engine.transport import HEADER_BYTES
+from .engine.wires import carried
 from .layout import DATA_AXES
 from .losses import reduced_numels
-from .plans import COPY, Plan, Step, collective
+from .plans import COPY, Bucket, Param, Plan, Step, Weight, collective
 from .shards import fsdp_rows
 
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
@@ -70,7 +72,13 @@ def predict(
     comms += _gathers(plan, plan.layout.coords(rank).get("tp", 0), crossings, unreached)
     for bucket in plan.buckets():
         axis, names = ".".join(plan.layout.live(*bucket.axes)), bucket.names
-        comms.append(Comm("all_reduce", axis, _bucket_bytes(plan, names, rank), "reduce", names[0]))
+        apart = plan.apart and "dp" in bucket.axes
+        within = [a for a in bucket.axes if not (apart and a == "dp")]
+        if within:
+            nbytes = _bucket_bytes(plan, names, rank)
+            comms.append(Comm("all_reduce", ".".join(plan.layout.live(*within)), nbytes, "reduce", names[0]))
+        if apart:
+            comms += _between_replicas(plan, bucket, rank)
         if unreached:
             comms.append(Comm("all_reduce", axis, 4 * len(names), "reduce", names[0]))
     comms += _messages(whole, rank, values or {})
@@ -83,6 +91,13 @@ def predict(
     if plan.staging is not None and any(step.gather is not None for step in plan.steps):
         comms.append(Comm("all_reduce", ".".join(data), TRAIL_BYTES, "step", ""))
     return comms
+
+
+def sent(comm: Comm, size: int) -> float:
+    """Bytes that a rank puts on the wire for a collective of `size` ranks, by a ring (Patarasuk & Yuan 2009)."""
+    if comm.kind == "send":
+        return comm.nbytes
+    return comm.nbytes * (2 if comm.kind == "all_reduce" else 1) * (size - 1) / size
 
 
 def totals(comms: Iterable[Comm]) -> dict[tuple[str, str], tuple[int, int]]:
@@ -166,6 +181,23 @@ def _updates(plan: Plan, rank: int, itemsize: int) -> Iterator[Comm]:
             yield Comm("all_reduce", ".".join(axes), count * itemsize, "reduce", f"stage {action.stage}")
 
 
+def _between_replicas(plan: Plan, bucket: Bucket, rank: int) -> Iterator[Comm]:
+    """What a replica's synchroniser sends for a bucket of gradients."""
+    sync, table = plan.sync, plan.params()
+    assert sync is not None
+    size, here = plan.layout.size("dp"), plan.layout.coords(rank)["dp"]
+    weights = {w.name: w for w in plan.weights}
+    shapes = [_stored_shape(plan, weights[name], table, rank) for name in bucket.names]
+    itemsize = weights[bucket.names[0]].dtype.itemsize
+    peers = sync.peers(size, here)
+    for asked in sync.codec.asks(shapes, peers, itemsize):
+        for kind, nbytes in carried(sync.route, sync.local, asked, peers, bucket.owner):
+            yield Comm(kind, "dp", nbytes, "reduce", bucket.names[0])
+    if sync.route == "owners" and here == bucket.owner:
+        for _ in range(size - 1):
+            yield Comm("send", "dp", numel(shapes) * itemsize, "step", bucket.names[0])
+
+
 def _messages(plan: Plan, rank: int, values: Mapping[int, int]) -> Iterator[Comm]:
     """What a rank sends over `pp`: values to the ranks of later stages, their gradients back."""
     placement, here = plan.schedule.placement, plan.layout.coords(rank).get("pp", 0)
@@ -205,9 +237,15 @@ def _gathers(
         for _ in range(uses[gather.gathered]):
             yield Comm("all_gather", gather.axis, gathered, "gather", step.module)
         for _ in range(plan.accumulate if gather.reduced == "microbatch" else 1):
-            if reduced:
+            if reduced and not plan.scattered:
                 yield Comm("reduce_scatter", gather.axis, reduced, "reduce", step.module)
-        if reduced and plan.layout.live("dp"):
+            elif reduced and plan.sync is not None:
+                item = next(weights[name].dtype.itemsize for name in padded)
+                peers = plan.sync.peers(size)
+                for asked in plan.sync.codec.scatter_asks(reduced // item // size, peers, item):
+                    for kind, nbytes in carried("backend", 1, asked, peers, 0):
+                        yield Comm(kind, gather.axis, nbytes, "reduce", step.module)
+        if reduced and plan.layout.live("dp") and not plan.apart:
             yield Comm("all_reduce", "dp", reduced // size, "reduce", step.module)
 
 
@@ -235,15 +273,16 @@ def _gathered_in_backward(plan: Plan, crossings: Mapping[str, Crossing], unreach
 
 def _bucket_bytes(plan: Plan, names: tuple[str, ...], rank: int) -> int:
     table = plan.params()
+    held = [weight for weight in plan.weights if weight.name in names]
+    return sum(prod(_stored_shape(plan, weight, table, rank)) * weight.dtype.itemsize for weight in held)
+
+
+def _stored_shape(plan: Plan, weight: Weight, table: Mapping[str, Mapping[str, Param]], rank: int) -> tuple[int, ...]:
+    """Of what a rank keeps of a parameter."""
     coords = plan.layout.coords(rank)
-    total = 0
-    for weight in plan.weights:
-        if weight.name not in names:
-            continue
-        shape = list(plan.local_shape(weight, table, coords.get("tp", 0)))
-        for axis, param in table[weight.name].items():
-            if param.stored != param.compute and param.stored != COPY:
-                start, stop = fsdp_rows(shape[0], plan.layout.size(axis), coords[axis])
-                shape[0] = stop - start
-        total += prod(shape) * weight.dtype.itemsize
-    return total
+    shape = list(plan.local_shape(weight, table, coords.get("tp", 0)))
+    for axis, param in table[weight.name].items():
+        if param.stored != param.compute and param.stored != COPY:
+            start, stop = fsdp_rows(shape[0], plan.layout.size(axis), coords[axis])
+            shape[0] = stop - start
+    return tuple(shape)

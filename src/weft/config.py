@@ -8,10 +8,11 @@
     [precision]    compute = "fp32"
     [checkpoint]   every, keep
     [pipeline]     schedule = "1f1b", cut = "parameters", and that schedule's own arguments
+    [sync]         name = "allreduce", codec = "identity", and that synchroniser's own arguments
     [roles]        "blocks.*.up" = "column"
 
-All other keys of [model], [data], [optimizer] and [pipeline] are arguments of what the table names; `weft.build` checks
-them.
+All other keys of [model], [data], [optimizer], [pipeline] and [sync] are arguments of what the table names, which
+`weft.build` checks.
 """
 
 from __future__ import annotations
@@ -177,6 +178,16 @@ class Pipeline(Named):
     )
 
 
+class Sync(Named):
+    """[sync]"""
+
+    name: str = Field(default="allreduce", description="how the replicas on dp agree, as docs/sync.md lists")
+    codec: str | dict[str, Any] = Field(
+        default="identity",
+        description='what makes messages small: a name, or a table as in { name = "powersgd", rank = 8 }',
+    )
+
+
 class Run(Table):
     """All of a run file. In `folder`, before the current directory, its modules and relative paths are looked for."""
 
@@ -188,6 +199,7 @@ class Run(Table):
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
     pipeline: Pipeline = Pipeline()
+    sync: Sync = Sync()
     roles: dict[str, Any] = Field(
         default={}, description='a glob of module names -> its role, as in "blocks.*.up" = "column"'
     )

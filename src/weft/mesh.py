@@ -16,12 +16,14 @@ class Mesh:
     """The ranks of a run on its layout's axes. One process without torch.distributed, or `alone`, is one rank.
 
     `shared`: sets of positions on `pp` whose ranks have something to reduce together; `pairs`: positions (lower,
-    higher) between which messages go.
+    higher) between which messages go. `replicas`: groups for a synchroniser, each as the parts that the positions on
+    `dp` are in; `lanes` are this rank's.
     """
 
     def __init__(
         self, layout: Layout, device: torch.device, alone: bool = False,
         shared: Iterable[tuple[int, ...]] = (), pairs: Iterable[tuple[int, int]] = (),
+        replicas: Iterable[Iterable[Iterable[int]]] = (),
     ):  # fmt: skip
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if layout.world != world:
@@ -33,12 +35,13 @@ class Mesh:
         self.rank = dist.get_rank() if world > 1 else 0
         self.coords = layout.coords(self.rank)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        self._parts: dict[tuple[str, ...], list[list[tuple[int, int]]]] = {}
+        self._parts: dict[tuple[str, ...], list[list[int]]] = {}
         self._among: dict[tuple[tuple[str, ...], tuple[int, ...]], dist.ProcessGroup] = {}
         # position on `pp` -> groups of that rank and this one: for messages to the higher of the two, and to the lower.
         # What flows both ways, or to several ranks, must not queue up in one communicator
         self.pipes: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self.device_mesh: DeviceMesh | None = None
+        self.lanes: list[dist.ProcessGroup] = []
         if world > 1:
             self.device_mesh = init_device_mesh(
                 device.type, tuple(size for _, size in layout.sizes), mesh_dim_names=layout.axes
@@ -63,6 +66,9 @@ class Mesh:
                         _open(down, device, first=here == pair[1])
                 for among in sorted(set(shared)):
                     self._make_among(among)
+            for parts in replicas:
+                made = [self._new(("dp",), tuple(part), "dp") for part in parts]
+                self.lanes += [group for group in made if group is not None]
 
     def _make(self, axes: tuple[str, ...]) -> None:
         live = self.layout.live(*axes) if axes else ()
@@ -74,24 +80,23 @@ class Mesh:
             else:
                 self._groups[live] = self.device_mesh[live]._flatten(".".join(live)).get_group()
 
-    def _new(self, axes: tuple[str, ...], among: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Of the ranks that differ only on these axes, the group of those at these positions on `pp`, if this rank is
+    def _new(self, axes: tuple[str, ...], among: tuple[int, ...], axis: str = "pp") -> dist.ProcessGroup | None:
+        """Of the ranks that differ only on these axes, the group of those at these positions on `axis`, if this rank is
         one. Every rank makes those of all ranks: torch names a group by how many were made before."""
         mine = None
         for peers in self._lines(axes):
-            group = dist.new_group(ranks := [rank for rank, position in peers if position in among])
+            group = dist.new_group(ranks := [rank for rank in peers if self.layout.coords(rank)[axis] in among])
             if self.rank in ranks:
                 mine = group
         return mine
 
-    def _lines(self, axes: tuple[str, ...]) -> list[list[tuple[int, int]]]:
-        """All ranks with their positions on `pp`, in parts, each of those that differ only on these axes."""
+    def _lines(self, axes: tuple[str, ...]) -> list[list[int]]:
+        """All ranks in parts, each of those that differ only on these axes."""
         if axes not in self._parts:
-            found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+            found: dict[tuple[int, ...], list[int]] = {}
             for rank in range(self.layout.world):
-                coords = self.layout.coords(rank)
-                others = tuple(c for axis, c in coords.items() if axis not in axes)
-                found.setdefault(others, []).append((rank, coords["pp"]))
+                others = tuple(c for axis, c in self.layout.coords(rank).items() if axis not in axes)
+                found.setdefault(others, []).append(rank)
             self._parts[axes] = list(found.values())
         return self._parts[axes]
 
@@ -126,7 +131,8 @@ class Mesh:
     def axes_of(self, group_name: str) -> str | None:
         """The axes of the group with this name, joined by a dot."""
         named = [*self._groups.items(), *((live, group) for (live, _), group in self._among.items())]
-        for live, group in [*named, *((("pp",), group) for pipe in self.pipes.values() for group in pipe)]:
+        named += [(("pp",), group) for pipe in self.pipes.values() for group in pipe]
+        for live, group in [*named, *((("dp",), lane) for lane in self.lanes)]:
             if group.group_name == group_name:
                 return ".".join(live)
         return None

@@ -277,7 +277,7 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     for step in units:
         gather = step.gather
         assert gather is not None
-        axes = mesh.layout.live("dp", gather.axis)
+        axes = (gather.axis,) if plan.apart else mesh.layout.live("dp", gather.axis)
         offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if gather.offload else OffloadPolicy()
         unit = fully_shard(
             modules[step.module], mesh=mesh.device_mesh[axes], reshard_after_forward=gather.gathered == "use",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -19,6 +20,7 @@ from .schedules import Schedule
 from .simulate import simulate
 from .stages import stage
 from .staging import Staging
+from .syncs import Sync
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
@@ -40,6 +42,7 @@ def plan(
     dynamic_shapes: bool = False,
     inputs: Sequence[str] | None = None,
     sample: Mapping[str, Tensor] | None = None,
+    sync: Sync | None = None,
 ) -> Plan:
     """Lay `model` (on any device, also meta) over `layout`. Nothing runs and the model is not changed.
 
@@ -53,7 +56,8 @@ def plan(
     of `pp` in the layout overrides it), a Schedule, or a function that makes one; `options` are its further arguments,
     such as `chunks` per rank. `cut`: stages of equal "parameters", "flops" or measured "time", or the names of the
     modules with which the second and later stages begin. `dynamic_shapes`: shapes of activations follow from more than
-    those of the batch. Raises Refusal.
+    those of the batch. `sync`: how the replicas on `dp` agree, as `weft.sync.make` gives it (default: the backend sums
+    their gradients). Raises Refusal.
     """
     if isinstance(layout, str):
         layout = Layout.parse(layout)
@@ -88,15 +92,51 @@ def plan(
         _check_staged(layout, staging, staged, units, precision)
         _check_called(layout, staging, steps)
         steps = [_once_a_step(s) for s in steps]
-    notes = []
+    notes = _check_sync(layout, sync, staged, precision) if sync is not None and not sync.plain else []
     if layout.live("tp"):
-        notes = [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
+        notes += [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
     if staged is not None:
         notes.append(_bubble(staged))
     return Plan(
         layout, tuple(steps), weights, batch, accumulate, blocks, recompute, precision, synced,
-        notes=tuple(notes), staging=staging, staged=staged, dynamic_shapes=dynamic_shapes,
+        notes=tuple(notes), staging=staging, staged=staged, dynamic_shapes=dynamic_shapes, sync=sync,
     )  # fmt: skip
+
+
+def _check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: str) -> list[str]:
+    """What can be said of a synchroniser before any process starts. Returns notes."""
+    size = layout.size("dp")
+    if staged is not None and staged.versions:
+        raise ConfigError(
+            "sync.name", f"{sync.name}, {sync.codec.name}",
+            f"{staged.name} updates each stage by itself, and sums its gradients with the backend",
+            'use name = "allreduce" and codec = "identity", or a synchronous schedule such as 1f1b',
+        )  # fmt: skip
+    if precision == "fp16" and sync.codec.state([(4, 4)], torch.zeros(16)):
+        raise ConfigError(
+            "sync.codec", sync.codec.name, "what it keeps for the next step would have another loss scale",
+            "use bf16 or fp32 in [precision], or a codec without feedback",
+        )  # fmt: skip
+    if size == 1 and layout.live("fsdp"):
+        if sync.route != "backend":
+            raise ConfigError(
+                "sync.name", sync.name,
+                f"{layout} has no replicas: fsdp sums gradients with the backend's reduce-scatter",
+                'use name = "allreduce", which a codec may go with, or dp beside fsdp',
+            )  # fmt: skip
+        if not sync.codec.scatters:
+            raise ConfigError(
+                "sync.codec", sync.codec.name, "has no reduce-scatter, which is how fsdp sums gradients",
+                "use bf16, fp16, int8, int4 or sign, or dp beside fsdp",
+            )  # fmt: skip
+        return [f"gradients are reduce-scattered over fsdp in {sync.codec.name}"]
+    if size == 1:
+        return [f"[sync] {sync.name}, {sync.codec.name}: one replica has none to agree with"]
+    if sync.servers > size:
+        raise ConfigError("sync.servers", sync.servers, f"{layout} has {size} replicas", f"use at most {size}")
+    if size % sync.local:
+        raise ConfigError("sync.local", sync.local, f"does not divide the {size} replicas of {layout}", "use a divisor")
+    return [f"gradients are summed over dp by {sync.name}, in {sync.codec.name}"]
 
 
 def _bubble(staged: Schedule) -> str:

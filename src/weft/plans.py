@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .layout import DATA_AXES, Layout
 from .schedules import Action, Schedule
 from .staging import Staging
+from .syncs import Sync, owners
 
 Spec = Mapping[str, Placement]  # axis -> placement; an axis left out is Replicate
 COPY = Replicate()
@@ -165,13 +166,18 @@ class Bucket:
     """One all-reduce of gradients: of these parameters, over these axes.
 
     `among`: the positions on `pp` that take part, where that axis is among `axes` (stages that share a weight).
-    `stage`: the one whose last backward fills it; None where it is filled when all backwards are done.
+    `stage`: the one whose last backward fills it; None where it is filled when all backwards are done. `owner`: the
+    replica that a synchroniser with owners sums it on.
     """
 
     axes: tuple[str, ...]
     names: tuple[str, ...]
     among: tuple[int, ...] = ()
     stage: int | None = 0
+    owner: int = 0
+
+
+BUCKET_BYTES = 25 * 2**20  # of gradients that are reduced together
 
 
 def _accumulation(microbatches: int) -> Schedule:
@@ -196,16 +202,28 @@ class Plan:
     recompute: str | int = "none"  # none, selective, full, or k: every k-th block
     precision: str = "fp32"  # fp64, fp32, bf16, fp16: what is computed in
     batchnorms: tuple[str, ...] = ()  # modules whose statistics are the whole microbatch's
-    bucket_bytes: int = 25 * 2**20
     notes: tuple[str, ...] = field(default=(), compare=False)
     staging: Staging | None = None  # how the model is cut into stages; None: it is one
     staged: Schedule | None = None  # in which order the stages run; None: gradient accumulation on one rank
     dynamic_shapes: bool = False  # what crosses stages has shapes that the batch's shapes do not tell
+    sync: Sync | None = None  # how replicas agree; None: the backend sums their gradients
+    every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
+
+    @property
+    def apart(self) -> bool:
+        """Whether gradients are summed over `dp` by a synchroniser, apart from what the backend sums."""
+        return self.sync is not None and not self.sync.plain and self.layout.size("dp") > 1
 
     @cached_property
     def schedule(self) -> Schedule:
         """What runs, in which order."""
         return self.staged if self.staged is not None else _accumulation(self.accumulate)
+
+    @property
+    def scattered(self) -> bool:
+        """Whether FSDP2's reduce-scatter goes through a synchroniser's codec: where there is `fsdp` and no `dp`."""
+        live = self.layout.live("fsdp") and self.layout.size("dp") == 1
+        return self.sync is not None and not self.sync.plain and bool(live)
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages that this rank runs."""
@@ -264,6 +282,7 @@ class Plan:
             steps=tuple(steps),
             blocks=tuple(b for b in self.blocks if runs(b, modules)),
             batchnorms=tuple(n for n in self.batchnorms if runs(n, modules)),
+            every=self.weights,
         )
 
     @property
@@ -290,7 +309,7 @@ class Plan:
         axes = [
             axis
             for axis, p in table[name].items()
-            if p.grad == SUM and p.stored == COPY and not (gathered and axis in DATA_AXES)
+            if p.grad == SUM and p.stored == COPY and not (gathered and axis in DATA_AXES and not self.apart)
         ]
         return (*axes, "pp") if len(self.holders(name)) > 1 else tuple(axes)
 
@@ -299,6 +318,7 @@ class Plan:
         if self.schedule.versions:
             return []  # every update reduces its own gradients
         table = self.params()
+        owned = self.owners()
         buckets: list[tuple[tuple, list[str]]] = []
         room: dict[tuple, tuple[int, list[str]]] = {}
         gathered = {p.name for s in self.steps if s.gather is not None for p in s.params}
@@ -308,16 +328,28 @@ class Plan:
                 continue
             users = self.users(weight.name)
             among = self.holders(weight.name) if "pp" in axes else ()
-            late = weight.name in gathered or len(users) > 1
-            key = (axes, among, None if late else users[0], weight.dtype, weight.name in gathered)
+            # with a synchroniser FSDP2's hooks tell when a shard's gradient is there, where no stages part its backward
+            late = (weight.name in gathered and not (self.apart and self.staging is None)) or len(users) > 1
+            owner = owned.get(weight.name, 0)
+            # what ranks hold alike they encode alike: not in one message with what each has its own part of
+            cut = tuple(a for a, p in table[weight.name].items() if p.stored != COPY) if self.apart else ()
+            key = (axes, among, None if late else users[0], owner, weight.dtype, weight.name in gathered, cut)
             left, names = room.get(key, (0, []))
             nbytes = prod(self.local_shape(weight, table)) * weight.dtype.itemsize
             if nbytes > left:
-                left, names = self.bucket_bytes, []
+                left, names = self.sync.bucket_bytes if self.sync is not None else BUCKET_BYTES, []
                 buckets.append((key, names))
             names.append(weight.name)
             room[key] = (left - nbytes, names)
-        return [Bucket(axes, tuple(names), among, stage) for (axes, among, stage, *_), names in buckets]
+        return [Bucket(axes, tuple(names), among, stage, owner) for (axes, among, stage, owner, *_), names in buckets]
+
+    def owners(self) -> dict[str, int]:
+        """Parameter -> the replica that alone updates it; empty where all do."""
+        if not self.apart or self.sync is None or self.sync.route != "owners":
+            return {}
+        trained = [w for w in self.every or self.weights if w.trainable]
+        found = owners([prod(w.shape) for w in trained], self.sync.servers)
+        return {w.name: owner for w, owner in zip(trained, found, strict=True)}
 
     def local_shape(self, weight: Weight, table: Mapping[str, Mapping[str, Param]], index: int = 0) -> tuple[int, ...]:
         """Shape of what a rank computes with: cut, not sharded for storage. `index`: its place in an uneven cut."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from ..plans import COPY, Plan
 from ..randomness import Randomness
 from ..schedules import Action, Schedule
 from ..shards import Piece, Segment, chunks, cut_segments, fsdp_rows, take, whole
+from .exchange import Scatter
 from .functions import Functions
 from .pipeline import Pipeline, Route
 from .reducer import Reducer, local
@@ -86,12 +88,14 @@ class Engine:
             raise ConfigError("train.clip", clip, problem, "leave it out, or use a synchronous schedule such as 1f1b")
         self.plan, self.loss, self.clip = plan, loss, clip
         shared = [b.among for rank in range(plan.layout.world) for b in plan.of(rank).buckets() if b.among]
-        self.mesh = Mesh(plan.layout, torch.device(device), shared=shared, pairs=_pairs(plan))
+        groups = plan.sync.groups(plan.layout.size("dp")) if plan.sync is not None and plan.apart else ()
+        self.mesh = Mesh(plan.layout, torch.device(device), shared=shared, pairs=_pairs(plan), replicas=groups)
         self.part = plan.of(self.mesh.rank)
         self.model = model.to(self.mesh.device)
         self.inputs = tuple(inputs) if inputs is not None else named_inputs(model)
         self.steps_done = 0
         self.trace: list | None = None  # where the pipeline's actions are recorded, if anywhere
+        self.forgot = False  # a checkpoint was of another layout or codec, so what codecs keep begins anew
         _share_initial(self.model, self.mesh)
         self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
@@ -112,10 +116,17 @@ class Engine:
         self.optimizer = optimizer(trainable or [("", nn.Parameter(torch.zeros(0, device=self.mesh.device)))])
         _check_optimizer(self.optimizer, plan)
         self.reducer = Reducer(self.part, self.params, self.mesh)
+        self._scatters: dict[str, Scatter] = {}
+        if plan.scattered and plan.sync is not None:
+            for unit in self.units:
+                self._scatters[unit.name] = Scatter(plan.sync.codec, unit.name, unit.reduced())
+                unit.module.set_custom_reduce_scatter(self._scatters[unit.name])
+        check_codec(self.optimizer, plan)
+        self._owners = plan.owners()
         self._table = table = plan.params()
         self._weights = {w.name: w for w in plan.weights}
         # how many ranks hold each element of a parameter: the global norm counts it once
-        within = plan.layout.world // plan.layout.size("pp")
+        within = plan.layout.world // plan.layout.size("pp") // (plan.layout.size("dp") if self._owners else 1)
         self._copies = {
             name: within
             * len(plan.holders(name))
@@ -210,7 +221,7 @@ class Engine:
 
     def _update(self, missing: list) -> StepResult:
         total = self._training.total
-        grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
+        grads = self._gradients()
         want_norm = self._wants_norm()
         if want_norm and grads:
             low = any(g.dtype in (torch.bfloat16, torch.float16) for g in grads.values())
@@ -229,7 +240,7 @@ class Engine:
         total[1:3] /= self.plan.layout.world // self.plan.data_size // self.plan.layout.size("pp")
         if total[3] > 0:
             self.reducer.drop_unused(missing, self.mesh)
-            grads = {name: local(p.grad) for name, p in self.params.items() if p.grad is not None}
+            grads = self._gradients()
         if total[5] * self.plan.layout.world != total[4] ** 2:
             raise self._diverged()
         loss_sum, weight = total[1], total[2]
@@ -247,8 +258,21 @@ class Engine:
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
         for (device, dtype), tensors in by_kind.items():
             torch._foreach_mul_(tensors, factor.to(device, dtype))
+        for name, p in self.params.items():
+            if not self.updates(name):
+                p.grad = None
         self.optimizer.step()
+        if self._owners:
+            self.reducer.spread()
         return result
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Those that this rank has the sum of."""
+        return {n: local(p.grad) for n, p in self.params.items() if p.grad is not None and self.updates(n)}
+
+    def updates(self, name: str) -> bool:
+        """Whether this rank updates a parameter, and does not get it from the replica that owns it."""
+        return self._owners.get(name, self.mesh.coords.get("dp", 0)) == self.mesh.coords.get("dp", 0)
 
     def _check_trail(self) -> None:
         """The ranks that shard one stage's parameters ran the same of its modules."""
@@ -385,6 +409,11 @@ class Engine:
         for name, buffer in self.model.named_buffers():
             if name in persistent and name not in absent:
                 yield whole(name, buffer, self._writes(self._buffer_holders(name), ()))
+        for name, kept in self._kept():
+            if saved is None or name in saved:
+                yield whole(name, kept, True)
+            else:
+                self.forgot = True
         if saved is not None:
             self._make_optimizer_state(saved)
         for name, p in self.params.items():
@@ -393,9 +422,19 @@ class Engine:
                     continue
                 full = f"optimizer/{name}/{key}"
                 if value.shape == p.shape and value.ndim:
-                    yield self._piece(full, local(value), name)
+                    yield self._piece(full, local(value), name, self._owners.get(name, 0))
                 else:
-                    yield whole(full, local(value), self._writes(self.plan.holders(name), ()))
+                    writer = self._writes(self.plan.holders(name), (), self._owners.get(name, 0))
+                    yield whole(full, local(value), writer)
+
+    def _kept(self) -> Iterator[tuple[str, Tensor]]:
+        """What codecs keep from step to step: this rank's, of use to the same layout and codec alone."""
+        states = {str(i): s for i, s in enumerate(self.reducer.exchange.states)} if self.reducer.exchange else {}
+        states |= {name or "root": scatter.state for name, scatter in self._scatters.items()}
+        shapes = [(name, key, tuple(t.shape)) for name, state in states.items() for key, t in state.items()]
+        for name, key, _ in shapes:
+            mark = crc32(repr((str(self.plan.layout), self.plan.sync, shapes)).encode())
+            yield f"sync/{mark:08x}/{self.mesh.rank}/{name}/{key}", states[name][key]
 
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors."""
@@ -418,15 +457,16 @@ class Engine:
                 dims[0] = take(dims[0], *fsdp_rows(rows, self.mesh.size(p.axis), self.mesh.index(p.axis)))
         return dims
 
-    def _piece(self, full: str, tensor: Tensor, name: str) -> Piece:
+    def _piece(self, full: str, tensor: Tensor, name: str, replica: int = 0) -> Piece:
         cut = [axis for axis, p in self._table[name].items() if p.stored != COPY]
-        writer = self._writes(self.plan.holders(name), cut)
+        writer = self._writes(self.plan.holders(name), cut, replica)
         return Piece(full, tensor, self._weights[name].shape, chunks(self.segments(name)), writer)
 
-    def _writes(self, holders: Sequence[int], cut: Sequence[str]) -> bool:
-        """Whether this rank is the first of those that hold the same part of something."""
-        copies = [axis for axis in self.plan.layout.live() if axis not in cut and axis != "pp"]
-        return self.mesh.coords.get("pp", 0) == holders[0] and all(self.mesh.coords[axis] == 0 for axis in copies)
+    def _writes(self, holders: Sequence[int], cut: Sequence[str], replica: int = 0) -> bool:
+        """Whether this rank is the first of those that hold the same part of something, in this replica."""
+        copies = [axis for axis in self.plan.layout.live() if axis not in cut and axis not in ("pp", "dp")]
+        here = self.mesh.coords.get("pp", 0) == holders[0] and self.mesh.coords.get("dp", 0) == replica
+        return here and all(self.mesh.coords[axis] == 0 for axis in copies)
 
     def _buffer_holders(self, name: str) -> tuple[int, ...]:
         """The positions on `pp` that keep a buffer; what no stage changes is kept by all."""
@@ -445,6 +485,9 @@ class Engine:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)
+        for name, p in self.params.items():
+            if not self.updates(name):
+                p.grad = None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -513,6 +556,18 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
             "optimizer.name", type(optimizer).__name__,
             f"it looks at whole tensors, which {plan.layout} cuts over {' and '.join(sharded)}",
             "use dp, or one of " + ", ".join(cls.__name__ for cls in ELEMENTWISE),
+        )  # fmt: skip
+
+
+def check_codec(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """A codec that has the momentum goes with an optimizer that has none. Raises ConfigError."""
+    codec = plan.sync.codec if plan.sync is not None and (plan.apart or plan.scattered) else None
+    if codec is None or not codec.has_momentum:
+        return
+    if type(optimizer) is not torch.optim.SGD or any(group["momentum"] for group in optimizer.param_groups):
+        raise ConfigError(
+            "optimizer.name", type(optimizer).__name__, f"{codec.name} has the momentum, and sends sums of many steps",
+            "use sgd without momentum, or another codec",
         )  # fmt: skip
 
 

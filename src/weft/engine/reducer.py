@@ -1,4 +1,4 @@
-"""Gradient all-reduce in buckets, each launched as soon as backward has filled it (Li et al. 2020).
+"""Gradients summed in buckets, each launched as soon as backward has filled it (Li et al. 2020).
 
 Buckets are launched in one fixed order on every rank, which is what NCCL needs: a stage's in the order in which its
 last backward fills them, then those that are known only at the end: gradients that FSDP2 has to reduce first (partial
@@ -7,6 +7,9 @@ sums over `tp`), and those of weights that several stages use.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..mesh import Mesh
 from ..plans import Plan
+from .exchange import Exchange, Parcel
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -25,28 +29,60 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Bucket:
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # of all ranks that it is summed over
+    within: dist.ProcessGroup | None  # of those that the backend sums it over; None: of the synchroniser's alone
     params: list[nn.Parameter]
     stage: int | None  # None: reduced when all backwards are done
     stored: bool  # by FSDP2, whose gradients are copied in and out
     flat: Tensor
     views: list[Tensor]
+    number: int | None  # among those that a synchroniser sums
     waiting: int = 0
-    work: dist.Work | None = None
+    launched: bool = False
+    work: dist.Work | None = None  # the backend's part of it
     reached: set[int] = field(default_factory=set)  # parameters that this step's backward has given a gradient
+
+
+class Clock:
+    """Seconds between the first sum that begins in a step and the last that ends, and those spent in waiting for sums,
+    as the host sees it."""
+
+    def __init__(self) -> None:
+        self.busy_s = self.exposed_s = 0.0
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        """A sum begins."""
+        if self._began is None:
+            self._began = time.perf_counter()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the wait for all that has begun."""
+        since = time.perf_counter()
+        yield
+        now = time.perf_counter()
+        self.exposed_s += now - since
+        self.busy_s += now - (since if self._began is None else self._began)
+        self._began = None
 
 
 class Reducer:
     """Sums gradients over the axes that the plan says, for the parameters of one engine."""
 
     def __init__(self, plan: Plan, params: dict[str, nn.Parameter], mesh: Mesh):
+        self.clock = Clock()
         self.buckets: list[Bucket] = []
         self._ready_buckets: list[Bucket] = []  # of the stage whose last backward runs, those not launched yet
         self._of: dict[nn.Parameter, tuple[Bucket, int]] = {}
+        crossing: list[Parcel] = []
         for bucket in plan.buckets():
             members = [params[name] for name in bucket.names]
             group = mesh.group(*bucket.axes, among=bucket.among)
             assert group is not None
+            within: dist.ProcessGroup | None = group
+            if plan.apart and "dp" in bucket.axes:
+                within = mesh.group(*(axis for axis in bucket.axes if axis != "dp"), among=bucket.among)
             flat = torch.zeros(
                 sum(local(p).numel() for p in members), dtype=members[0].dtype, device=local(members[0]).device
             )
@@ -55,17 +91,21 @@ class Reducer:
                 size = local(p).numel()
                 views.append(flat[offset : offset + size].view(local(p).shape))
                 offset += size
-            made = Bucket(group, members, bucket.stage, isinstance(members[0], DTensor), flat, views)
+            number = len(crossing) if plan.apart and "dp" in bucket.axes else None
+            made = Bucket(group, within, members, bucket.stage, isinstance(members[0], DTensor), flat, views, number)
             self.buckets.append(made)
+            if number is not None:
+                crossing.append(Parcel(flat, tuple(tuple(local(p).shape) for p in members), bucket.owner))
             for i, p in enumerate(members):
                 self._of[p] = made, i
-                if not made.stored:
+                if not made.stored or bucket.stage is not None:
                     p.register_post_accumulate_grad_hook(self._accumulated)
+        self.exchange = Exchange(plan.sync, mesh, crossing) if crossing and plan.sync is not None else None
 
     def begin(self) -> None:
         """A step begins: gradients are cleared."""
         for bucket in self.buckets:
-            bucket.waiting, bucket.work = len(bucket.params), None
+            bucket.waiting, bucket.work, bucket.launched = len(bucket.params), None, False
             bucket.reached.clear()
             if not bucket.stored:
                 bucket.flat.zero_()
@@ -80,12 +120,14 @@ class Reducer:
         """The last backward of this stage has ended: what it did not fill is reduced now."""
         self._ready_buckets = []
         for bucket in self.buckets:
-            if bucket.stage == stage and bucket.work is None:
+            if bucket.stage == stage and not bucket.launched:
                 self._launch(bucket)
 
     def _accumulated(self, p: Tensor) -> None:
         bucket, i = self._of[p]  # type: ignore[index]
         bucket.reached.add(i)
+        if self.exchange is not None:
+            self.exchange.advance()
         if not self._ready_buckets:
             return
         bucket.waiting -= 1
@@ -93,26 +135,50 @@ class Reducer:
             self._launch(self._ready_buckets.pop(0))
 
     def _launch(self, bucket: Bucket) -> None:
-        bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+        self.clock.begin()
+        if bucket.stored:
+            bucket.flat.zero_()
+            for i, (p, view) in enumerate(zip(bucket.params, bucket.views, strict=True)):
+                if p.grad is not None:
+                    bucket.reached.add(i)
+                    view.copy_(local(p.grad))
+        bucket.launched = True
+        if bucket.within is not None:
+            bucket.work = dist.all_reduce(bucket.flat, group=bucket.within, async_op=True)
+        if bucket.number is not None and self.exchange is not None:
+            self.exchange.launch(bucket.number, bucket.work)
 
     def finish(self) -> list[tuple[Bucket, int]]:
         """Reduce what is left and wait. Returns the parameters that this rank's backward did not reach."""
         for bucket in self.buckets:
-            if bucket.stored:
-                bucket.flat.zero_()
-                for i, (p, view) in enumerate(zip(bucket.params, bucket.views, strict=True)):
-                    if p.grad is not None:
-                        bucket.reached.add(i)
-                        view.copy_(local(p.grad))
-            if bucket.work is None:
+            if not bucket.launched:
                 self._launch(bucket)
+        with self.clock.waiting():
+            for bucket in self.buckets:
+                if bucket.work is not None:
+                    bucket.work.wait()
+            if self.exchange is not None:
+                self.exchange.finish()
         for bucket in self.buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
             for p, view in zip(bucket.params, bucket.views, strict=True):
                 if bucket.stored and p.grad is not None:
                     local(p.grad).copy_(view)
         return [(b, i) for b in self.buckets for i in range(len(b.params)) if i not in b.reached]
+
+    def spread(self) -> None:
+        """The weights of each owner on all replicas. All ranks call it."""
+        assert self.exchange is not None
+        flats = []
+        with torch.no_grad():
+            for bucket in (b for b in self.buckets if b.number is not None):
+                assert bucket.number is not None
+                flats.append(torch.cat([local(p.detach()).reshape(-1) for p in bucket.params]))
+                self.exchange.spread(bucket.number, flats[-1])
+            with self.clock.waiting():
+                self.exchange.finish()
+            for bucket, flat in zip((b for b in self.buckets if b.number is not None), flats, strict=True):
+                for p, part in zip(bucket.params, flat.split([v.numel() for v in bucket.views]), strict=True):
+                    local(p.detach()).copy_(part.view(local(p).shape))
 
     def drop_unused(self, missing: list[tuple[Bucket, int]], mesh: Mesh) -> None:
         """Leave no gradient where no rank's backward reached a parameter, as on one device. All ranks call it."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -20,10 +21,19 @@ from ..schedules import Action
 
 @dataclass(frozen=True)
 class Unit:
+    name: str
     module: FSDPModule
     gather: Gather
     stage: int | None  # None: the root of a pipeline's model
     learns: bool  # one of its parameters is trainable
+
+    def reduced(self) -> Tensor:
+        """A tensor like that of all its gradients, padded as FSDP2 reduces them."""
+        (group,) = fully_shard.state(self.module)._fsdp_param_groups  # type: ignore[attr-defined]
+        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        rows = sum(p.padded_sharded_param_size.numel() for p in trained)
+        like = trained[0].sharded_param.to_local() if trained else torch.empty(0)
+        return like.new_zeros(rows * group.mesh_info.shard_mesh_size)
 
 
 class Units:
@@ -114,4 +124,4 @@ def _units(model: nn.Module, plan: Plan) -> Iterator[Unit]:
         if step.gather is not None and isinstance(module, FSDPModule):
             root = plan.staging is not None and not step.module
             stage = None if root else plan.users(step.params[0].name)[0] if step.params else 0
-            yield Unit(module, step.gather, stage, any(param.name in trainable for param in step.params))
+            yield Unit(step.module, module, step.gather, stage, any(param.name in trainable for param in step.params))

@@ -65,6 +65,10 @@ def describe(line: Line) -> str:
     """Loss, rate and memory of a logged step."""
     facts = [f"loss {line['loss']:.4f}"]
     facts += [f"{short(value)} {key.removesuffix('_per_s')}/s" for key, value in line.items() if key.endswith("_per_s")]
+    if "sent_bytes" in line:
+        facts.append(f"sent {decimal(int(line['sent_bytes']))}")
+    if "sync_exposed_s" in line:
+        facts.append(f"waited {line['sync_exposed_s']:.2g} s")
     return "  ".join([*facts, decimal(int(line["memory_bytes"]))])
 
 

@@ -31,6 +31,7 @@ from .output import CHECKPOINTS, SAMPLE, check_output, position
 from .progress import Progress, short
 from .recorder import FIRST, Recorder
 from .sample import coder, sample
+from .traffic import Traffic
 
 
 def train(run: Run, resume: bool, trace: bool = False) -> None:
@@ -54,6 +55,9 @@ def train(run: Run, resume: bool, trace: bool = False) -> None:
         saved = checkpoint.inspect(folder / CHECKPOINTS).tensors
         engine.load_scalars(checkpoint.load(folder / CHECKPOINTS, None, engine.tensors(saved)))
     done = engine.steps_done
+    notes = [*engine.plan.notes]
+    if engine.forgot:
+        notes.append("what codecs had kept was another layout's or codec's: it begins anew")
     if trace and t.steps - done < FIRST:
         problem = f"leaves {t.steps - done} steps to take, and the first to be traced is number {FIRST}"
         raise ConfigError("train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out")
@@ -65,7 +69,7 @@ def train(run: Run, resume: bool, trace: bool = False) -> None:
     console = Console(quiet=rank != 0)
     recorder = Recorder(engine) if trace else None
     progress = Progress(console, t.steps, done)
-    progress.table(_header(run, engine, done))
+    progress.table(_header(run, engine, done, notes))
     writer = Metrics(folder, done) if rank == 0 else nullcontext()
     with writer as metrics, Interrupt() as interrupt, progress:
         loop = _Loop(run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress, recorder)
@@ -96,10 +100,12 @@ class _Loop:
     loss: float | None = None
     val_loss: float | None = None
     first: int = field(init=False)  # the number of the first step that is taken
+    traffic: Traffic = field(init=False)
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
         self.first = self.engine.steps_done + 1
+        self.traffic = Traffic(self.engine)
 
     def __call__(self, interrupt: Interrupt) -> bool:
         """Take all steps that are left; whether it was interrupted before the last."""
@@ -114,7 +120,8 @@ class _Loop:
             batch = build.cast(self.run, next(self.loader))
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
-            recent.append(self.engine.step(batch))
+            with self.traffic.step():
+                recent.append(self.engine.step(batch))
             if self.recorder is not None:
                 self.recorder.after()
             self.progress.step(step)
@@ -166,7 +173,7 @@ class _Loop:
             "step_s": step_s,
             "memory_bytes": highest(peak_memory_bytes(self.engine.mesh.device)),
             "epoch": round(step / self.loader.steps_per_epoch, 4),
-        }
+        } | self.traffic.line(len(recent))
         if self.metrics is not None:
             self.metrics.write(line)
         self.progress.log(line)
@@ -281,7 +288,7 @@ def _version() -> str:
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
-def _header(run: Run, engine: Engine, done: int) -> dict[str, str]:
+def _header(run: Run, engine: Engine, done: int, notes: Sequence[str]) -> dict[str, str]:
     layout, count = engine.plan.layout, sum(math.prod(weight.shape) for weight in engine.plan.weights)
     device = engine.mesh.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -291,7 +298,7 @@ def _header(run: Run, engine: Engine, done: int) -> dict[str, str]:
         "device": f"{kind} each" if layout.world > 1 else kind,
         "folder": run.output,
     }
-    rows |= {"note" if i == 0 else f"note {i + 1}": note for i, note in enumerate(engine.plan.notes)}
+    rows |= {"note" if i == 0 else f"note {i + 1}": note for i, note in enumerate(notes)}
     return rows | ({"resumed": f"after step {done}"} if done else {})
 
 
@@ -307,6 +314,8 @@ def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float) -> dict[s
         rows["validation"] = f"{loop.val_loss:.4f}"
     if taken:
         rows["speed"] = f"{short(taken * count / loop.clock.total_s)} {name}/s"
+    if wire := loop.traffic.summary():
+        rows["sent"] = wire
     return rows | {
         "time": str(timedelta(seconds=round(total_s))),
         "memory": f"{decimal(highest(peak_memory_bytes(engine.mesh.device)))} at most on a rank",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import build
-from ..config import Precision, Run
+from ..config import Precision, Run, Sync
 from ..data import Dataset, Loader
 from ..plans import Plan
 from .case import Batch, Case
@@ -21,8 +21,13 @@ from .report import Report
 
 def verify_run(run: Run, layouts: Sequence[str], steps: int, done: Callable[[LayoutResult], None]) -> Report:
     """Hold each layout of a run to one device over `steps` optimizer steps, in float64. `done` gets each result."""
-    double = run.model_copy(update={"precision": Precision(compute="fp64")})
+    double = run.model_copy(update={"precision": Precision(compute="fp64"), "sync": exact(run.sync)})
     return verify_case(case_of(double), layouts, steps, done)
+
+
+def exact(sync: Sync) -> Sync:
+    """The same synchroniser with gradients as they are: what a codec leaves out is not to be told from a fault."""
+    return sync.model_copy(update={"codec": "identity"})
 
 
 def case_of(run: Run) -> Case:

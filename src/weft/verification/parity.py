@@ -186,6 +186,8 @@ def _gradient_errors(engine: Engine, wants: dict[str, Tensor], factor: float) ->
     errors = {}
     for name, p in engine.params.items():
         want = wants.get(name)
+        if not engine.updates(name):
+            continue  # the replica that owns it has the sum
         if want is None or p.grad is None:
             if (want is None) != (p.grad is None):
                 errors[name, " (missing)" if p.grad is None else " (not on one device)"] = inf

@@ -1,0 +1,239 @@
+"""Codec: how a gradient, or a difference of weights, is made small for the wire.
+
+A codec never communicates. It says as data what the ranks are to exchange (`Sum`, `Gather`, `Scatter`) and gets the
+answer back, so any transport serves any codec:
+
+    def reduce(self, x, state, shapes, peers):
+        message = encode(x)
+        messages = yield Gather(message)          # one row for each rank
+        x.copy_(sum of what they decode to)
+
+Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what a message leaves out is kept in the state and added to
+the next one, so that all that was sent plus all that is kept is the sum of all that came.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Answered by the same tensor, summed over all ranks. `final`: it is the result, so who needs none may get none."""
+
+    tensor: Tensor
+    final: bool = True
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One message of each rank: answered by all of them, [ranks, n], in rank order."""
+
+    message: Tensor
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Messages [ranks, n], row i for rank i: answered by the rows for this rank, [ranks, n], in rank order.
+
+    `sums`: answered by their sum instead, [n].
+    """
+
+    messages: Tensor
+    sums: bool = False
+
+
+Ask = Sum | Gather | Scatter
+Reduction = Generator[Ask, Tensor, None]
+State = dict[str, Tensor]
+
+
+class Asked(NamedTuple):
+    """One thing that is asked for, and what a rank gives to it: of one message, where it has one for each rank."""
+
+    kind: Literal["sum", "gather", "scatter", "sum_scatter"]
+    elements: int
+    itemsize: int
+    final: bool = True  # as of Sum
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that agree: how many, and which one this is. `sharded`: each may sum a part of a tensor for all."""
+
+    size: int
+    index: int = 0
+    sharded: bool = False
+
+
+class Codec(ABC):
+    """A codec with its options; frozen. What it keeps between calls is the `state` of each bucket, saved with it."""
+
+    name: ClassVar[str]
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether what it sends are sums of momenta, for an optimizer without one."""
+        return False
+
+    def state(self, shapes: Shapes, like: Tensor) -> State:
+        """What is kept for a bucket of tensors of these shapes, which lie one after the other in `like` [n]."""
+        return {}
+
+    @abstractmethod
+    def reduce(self, x: Tensor, state: State, shapes: Shapes, peers: Peers) -> Reduction:
+        """Leaves in x [n] the sum over all ranks, as far as the codec can say it; equal bits on all of them."""
+
+    def scatter(self, x: Tensor, out: Tensor, state: State, peers: Peers) -> Reduction:
+        """Leaves in out [n] the sum of what all ranks have for this one; x is [ranks * n]."""
+        raise NotImplementedError(self.name)
+
+    @abstractmethod
+    def asks(self, shapes: Shapes, peers: Peers, itemsize: int, step: int = 0) -> list[Asked]:
+        """What the `step`-th `reduce` asks for. `itemsize`: of what is reduced."""
+
+    def scatter_asks(self, n: int, peers: Peers, itemsize: int) -> list[Asked]:
+        """What `scatter` asks for, to leave n elements on each rank."""
+        raise NotImplementedError(self.name)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether `scatter` works."""
+        return type(self).scatter is not Codec.scatter
+
+
+@dataclass(frozen=True)
+class Messages(Codec):
+    """A codec whose messages are bytes that only decoding can add up.
+
+    Two ranks give each other all (as do those of a sparse codec); more of them sum a part each, and give one another
+    the sums, encoded again: as many bytes as an all-reduce has. With `feedback` both errors are kept.
+    """
+
+    feedback: bool = True
+    block: ClassVar[int] = 1  # elements that are encoded together
+    sparse: ClassVar[bool] = False
+
+    @abstractmethod
+    def encode(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """[..., n] -> uint8 [..., nbytes]; n is a multiple of `block` in all rows, or there is one row. `generator`:
+        where random draws come from."""
+
+    @abstractmethod
+    def decode(self, message: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        """uint8 [..., nbytes] -> [..., n]"""
+
+    @abstractmethod
+    def nbytes(self, n: int) -> int:
+        """Of the message of n elements."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether `encode` draws at random."""
+        return False
+
+    def state(self, shapes: Shapes, like: Tensor) -> State:
+        kept = {"residual": torch.zeros_like(like)} if self.feedback else {}
+        return kept | ({"calls": torch.zeros((), dtype=torch.int64)} if self.draws else {})
+
+    def _generator(self, state: State, peers: Peers, device: torch.device) -> torch.Generator | None:
+        """Other draws on every replica and in every call, and the same on ranks that hold the same of one replica."""
+        if not self.draws:
+            return None
+        state["calls"] += 1
+        return torch.Generator(device).manual_seed(int(state["calls"]) * peers.size + peers.index)
+
+    def reduce(self, x: Tensor, state: State, shapes: Shapes, peers: Peers) -> Reduction:
+        generator = self._generator(state, peers, x.device)
+        if self.feedback:
+            x.add_(state["residual"])
+        if peers.sharded and peers.size > 2 and not self.sparse:
+            yield from self._in_parts(x, state, peers, generator)
+            return
+        message = self.encode(x, generator)
+        own = self.decode(message, x.numel(), x.dtype)
+        if self.feedback:
+            torch.sub(x, own, out=state["residual"])
+        messages = yield Gather(message)
+        self._add(messages, x, own, peers)
+
+    def _add(self, messages: Tensor, out: Tensor, own: Tensor, peers: Peers) -> None:
+        """The sum of the messages, in rank order: floating-point sums are to be the same everywhere."""
+        for rank in range(peers.size):
+            part = own if rank == peers.index else self.decode(messages[rank], out.numel(), out.dtype)
+            out.copy_(part) if rank == 0 else out.add_(part)
+
+    def _in_parts(self, x: Tensor, state: State, peers: Peers, generator: torch.Generator | None) -> Reduction:
+        n, part = x.numel(), self._part(x.numel(), peers)
+        rows = torch.zeros(peers.size, part, dtype=x.dtype, device=x.device)
+        rows.view(-1)[:n] = x
+        out = torch.empty_like(rows[0])
+        error = yield from self._scatter(rows, out, peers, generator)
+        message = self.encode(out, generator)
+        if self.feedback:
+            error[peers.index] += out - self.decode(message, part, x.dtype)
+            state["residual"].copy_(error.view(-1)[:n])
+        messages = yield Gather(message)
+        x.copy_(self.decode(messages, part, x.dtype).reshape(-1)[:n])
+
+    def _scatter(
+        self, rows: Tensor, out: Tensor, peers: Peers, generator: torch.Generator | None
+    ) -> Generator[Ask, Tensor, Tensor]:
+        """Leaves in out the sum of this rank's rows; returns what the messages left out."""
+        sent = self.encode(rows, generator)
+        decoded = self.decode(sent, rows.shape[1], rows.dtype)
+        own = decoded[peers.index].clone()
+        error = torch.sub(rows, decoded, out=decoded)
+        messages = yield Scatter(sent)
+        self._add(messages, out, own, peers)
+        return error
+
+    def scatter(self, x: Tensor, out: Tensor, state: State, peers: Peers) -> Reduction:
+        if self.sparse:
+            raise NotImplementedError(self.name)
+        n = out.numel()
+        rows = torch.zeros(peers.size, -(-n // self.block) * self.block, dtype=x.dtype, device=x.device)
+        rows[:, :n] = x.view(peers.size, n)
+        if self.feedback:
+            rows[:, :n] += state["residual"].view(peers.size, n)
+        padded = torch.empty_like(rows[0])
+        error = yield from self._scatter(rows, padded, peers, self._generator(state, peers, x.device))
+        if self.feedback:
+            state["residual"].view(peers.size, n).copy_(error[:, :n])
+        out.copy_(padded[:n])
+
+    def scatter_asks(self, n: int, peers: Peers, itemsize: int) -> list[Asked]:
+        return [Asked("scatter", self.nbytes(-(-n // self.block) * self.block), 1)]
+
+    @property
+    def scatters(self) -> bool:
+        return not self.sparse
+
+    def _part(self, n: int, peers: Peers) -> int:
+        """Elements that one rank sums for all."""
+        return -(-n // peers.size // self.block) * self.block if n else 0
+
+    def asks(self, shapes: Shapes, peers: Peers, itemsize: int, step: int = 0) -> list[Asked]:
+        n = numel(shapes)
+        if not (peers.sharded and peers.size > 2 and not self.sparse):
+            return [Asked("gather", self.nbytes(n), 1)]
+        part = self.nbytes(self._part(n, peers))
+        return [Asked("scatter", part, 1), Asked("gather", part, 1)]
+
+
+def numel(shapes: Shapes) -> int:
+    """Elements of tensors of these shapes together."""
+    return sum(prod(shape) for shape in shapes)

@@ -1,0 +1,239 @@
+"""How what a codec asks for is carried between replicas: by the backend's collectives, round a ring, or to owners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..codecs import Ask, Asked, Gather, Peers, Scatter, Sum
+from ..syncs import Route
+
+CHUNK_BYTES = 2**18  # of a ring's message: one is added while the next is on its way
+AHEAD = 4  # receives that are posted before they are needed
+
+
+class Backend:
+    """The backend's own collectives, asynchronous. `groups`: one for each round of a codec."""
+
+    def __init__(self, groups: list[dist.ProcessGroup]):
+        self._groups = groups
+
+    def start(self, ask: Ask, lane: int) -> tuple[dist.Work, Tensor]:
+        """Begins what is asked for; the answer is there when the work is done."""
+        group = self._groups[min(lane, len(self._groups) - 1)]
+        if isinstance(ask, Sum):
+            return _begun(dist.all_reduce(ask.tensor, group=group, async_op=True)), ask.tensor
+        if isinstance(ask, Gather):
+            every = ask.message.new_empty((group.size(), *ask.message.shape))
+            return _begun(dist.all_gather_into_tensor(every.view(-1), ask.message, group=group, async_op=True)), every
+        if ask.sums:
+            part = ask.messages.new_empty(ask.messages.shape[1:])
+            return _begun(dist.reduce_scatter_tensor(part, ask.messages.view(-1), group=group, async_op=True)), part
+        got = torch.empty_like(ask.messages)
+        return _begun(dist.all_to_all_single(got, ask.messages, group=group, async_op=True)), got
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
+
+
+class Ring:
+    """Point-to-point messages between neighbours. `rings`: this rank's, the one inside a host first; `group`: all of
+    them."""
+
+    def __init__(self, group: dist.ProcessGroup, rings: Sequence[dist.ProcessGroup]):
+        self._group, self._rings = group, rings
+
+    def answer(self, ask: Ask) -> Tensor:
+        """What is asked for. Blocks."""
+        if isinstance(ask, Sum):
+            self._sum(ask.tensor.view(-1), self._rings)
+            return ask.tensor
+        if isinstance(ask, Gather):
+            return self._gather(ask.message)
+        assert isinstance(ask, Scatter)
+        return self._scatter(ask.messages)
+
+    def _sum(self, x: Tensor, rings: Sequence[dist.ProcessGroup]) -> None:
+        if not rings:
+            return
+        ring, *outer = rings
+        bounds = _bounds(x.numel(), ring.size())
+        _around(ring, x, bounds, adding=True)
+        # this rank now has the sum of the segment after its own
+        own = (ring.rank() + 1) % ring.size()
+        self._sum(x[bounds[own] : bounds[own + 1]], outer)
+        _around(ring, x, bounds, adding=False)
+
+    def _gather(self, message: Tensor) -> Tensor:
+        every, n = message.unsqueeze(0), message.numel()
+        for ring in self._rings:
+            rows = every.new_empty((ring.size(), *every.shape))
+            # a segment is a row, and the first that this rank sends is the one after its own
+            rows[(ring.rank() + 1) % ring.size()] = every
+            size = every.shape[0] * n
+            _around(ring, rows.view(-1), [i * size for i in range(ring.size() + 1)], adding=False)
+            # row r + 1 is rank r's; hosts are outermost
+            every = rows.roll(-1, 0).flatten(0, 1)
+        return every
+
+    def _scatter(self, messages: Tensor) -> Tensor:
+        """Straight to whom each is for: round the ring a message would pass through others."""
+        got, here, size = torch.empty_like(messages), self._group.rank(), self._group.size()
+        got[here] = messages[here]
+        works = []
+        for turn in range(1, size):
+            to, come = (here + turn) % size, (here - turn) % size
+            works.append(_send(messages[to], to, self._group))
+            works.append(_receive(got[come], come, self._group))
+        for work in works:
+            work.wait()
+        return got
+
+
+def _bounds(n: int, parts: int) -> list[int]:
+    """Where each of `parts` equal stretches of n elements begins, and where the last ends."""
+    return [n * i // parts for i in range(parts + 1)]
+
+
+def _around(ring: dist.ProcessGroup, x: Tensor, bounds: list[int], adding: bool) -> None:
+    """size - 1 turns: a rank gets a segment from the one before it, adds it to its own or puts it in place, and passes
+    it on in the next turn, chunk by chunk."""
+    size, rank = ring.size(), ring.rank()
+    if size == 1:
+        return
+    left, right = (rank - 1) % size, (rank + 1) % size
+    per = max(1, CHUNK_BYTES // x.element_size())
+    first = rank if adding else rank + 1
+
+    def chunks(segment: int) -> list[Tensor]:
+        start, stop = bounds[segment % size], bounds[segment % size + 1]
+        return [x[a:b] for a, b in pairwise([*range(start, stop, per), stop])] if stop > start else []
+
+    sends = [_send(chunk, right, ring) for chunk in chunks(first)]
+    wanted = [(turn, part) for turn in range(size - 1) for part in chunks(first - turn - 1)]
+    posted: list[tuple[dist.Work, Tensor]] = []
+    for i, (turn, part) in enumerate(wanted):
+        while len(posted) < min(len(wanted), i + AHEAD):
+            target = wanted[len(posted)][1]
+            place = torch.empty_like(target) if adding else target
+            posted.append((_receive(place, left, ring), place))
+        work, got = posted[i]
+        work.wait()
+        if adding:
+            part.add_(got)
+            posted[i] = work, part  # the buffer may go
+        if turn < size - 2:
+            sends.append(_send(part, right, ring))
+    for send in sends:
+        send.wait()
+
+
+class Owners:
+    """Messages to the one replica that owns a bucket, and weights back from it."""
+
+    def __init__(self, group: dist.ProcessGroup, owner: int):
+        self._group, self._owner = group, owner
+        self._here = group.rank() == owner
+
+    def answer(self, ask: Ask) -> Tensor | None:
+        """What is asked for; None where the owner alone needs it. Blocks."""
+        if isinstance(ask, Sum):
+            return self._sum(ask)
+        assert isinstance(ask, Gather), "owners get whole messages"
+        if not self._here:
+            _send(ask.message, self._owner, self._group).wait()
+            return None
+        rows = ask.message.new_empty((self._group.size(), *ask.message.shape))
+        rows[self._owner] = ask.message
+        for work in [_receive(rows[peer], peer, self._group) for peer in self._others()]:
+            work.wait()
+        return rows
+
+    def _sum(self, ask: Sum) -> Tensor | None:
+        x = ask.tensor
+        if not self._here:
+            _send(x, self._owner, self._group).wait()
+            if ask.final:
+                return None
+            self.spread(x)
+            return x
+        parts = [torch.empty_like(x) for _ in self._others()]
+        works = [_receive(part, peer, self._group) for part, peer in zip(parts, self._others(), strict=True)]
+        for work, part in zip(works, parts, strict=True):  # in rank order, whatever arrives first
+            work.wait()
+            x.add_(part)
+        if not ask.final:
+            self.spread(x)
+        return x
+
+    def spread(self, x: Tensor) -> None:
+        """The owner's x on all replicas."""
+        if self._here:
+            for work in [_send(x, peer, self._group) for peer in self._others()]:
+                work.wait()
+        else:
+            _receive(x, self._owner, self._group).wait()
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self._group.size()) if peer != self._owner]
+
+
+def _send(x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
+    return _begun(dist.isend(x, group=group, group_dst=peer))
+
+
+def _receive(x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
+    return _begun(dist.irecv(x, group=group, group_src=peer))
+
+
+def carried(route: Route, local: int, asked: Asked, peers: Peers, owner: int) -> Iterator[tuple[str, int]]:
+    """The collectives and messages of this rank that carry what is asked for: (kind, bytes), as `comms` counts them."""
+    kind, elements, itemsize, _ = asked
+    size, rank = peers.size, peers.index
+    if route == "backend":
+        name = {"sum": "all_reduce", "gather": "all_gather", "scatter": "all_to_all", "sum_scatter": "reduce_scatter"}
+        yield name[kind], asked.nbytes * (1 if kind == "sum" else size)
+    elif route == "owners":
+        if rank != owner:
+            yield "send", asked.nbytes
+        elif not asked.final:
+            yield from [("send", asked.nbytes)] * (size - 1)
+    elif kind == "scatter":
+        yield from [("send", asked.nbytes)] * (size - 1)
+    else:
+        rings = [(size, rank)] if local == 1 else [(local, rank % local), (size // local, rank // local)]
+        passed = _sum_sends if kind == "sum" else _gather_sends
+        yield from (("send", count * itemsize) for count in passed(elements, rings, max(1, CHUNK_BYTES // itemsize)))
+
+
+def _sum_sends(n: int, rings: list[tuple[int, int]], per: int) -> Iterator[int]:
+    """Elements of each message of a sum of n round these rings (size, rank)."""
+    if not rings:
+        return
+    (size, rank), *outer = rings
+    bounds = _bounds(n, size)
+    own = (rank + 1) % size
+    for first in (rank, own):
+        for turn in range(size - 1):
+            segment = (first - turn) % size
+            yield from _cut(bounds[segment + 1] - bounds[segment], per)
+    yield from _sum_sends(bounds[own + 1] - bounds[own], outer, per) if size > 1 else _sum_sends(n, outer, per)
+
+
+def _gather_sends(n: int, rings: list[tuple[int, int]], per: int) -> Iterator[int]:
+    rows = 1
+    for size, _ in rings:
+        for _ in range(size - 1):
+            yield from _cut(rows * n, per)
+        rows *= size
+
+
+def _cut(n: int, per: int) -> Iterator[int]:
+    """Lengths of the chunks of n elements."""
+    return (min(per, n - start) for start in range(0, n, per))

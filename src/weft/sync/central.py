@@ -1,0 +1,17 @@
+"""central: the first replica alone holds the optimizer: it gathers gradients, updates, and sends weights to all.
+
+The old DataParallel way, kept to measure against: what goes through the first replica's link grows linearly with N.
+"""
+
+from __future__ import annotations
+
+from ..codecs import Codec
+from ..syncs import EachStep
+from ._checks import bucket
+
+
+def central(codec: Codec, bucket_mb: float = 25.0) -> EachStep:
+    return EachStep("central", codec, "owners", servers=1, bucket_bytes=bucket(bucket_mb))
+
+
+SYNCS = {"central": central}

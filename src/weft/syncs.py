@@ -1,0 +1,61 @@
+"""Sync: how the replicas on `dp` stay together, as data. Three kinds, by when they agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .codecs import Codec, Peers
+
+Route = Literal["backend", "ring", "owners"]
+
+ROUNDS = 2  # a codec's rounds: the second must not queue up behind the next bucket's first
+
+
+@dataclass(frozen=True)
+class EachStep:
+    """Gradients are summed in every step, so replicas stay equal.
+
+    `route`: how: the backend's collectives; a ring of messages, the ranks of `local` neighbours first where that is
+    more than one; or to the `owners`, the first `servers` replicas, which alone update what they own and send weights
+    back.
+    """
+
+    name: str
+    codec: Codec
+    route: Route = "backend"
+    servers: int = 0
+    local: int = 1
+    bucket_bytes: int = 25 * 2**20
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is the backend's all-reduce of gradients as they are."""
+        return self.route == "backend" and self.codec.name == "identity"
+
+    def peers(self, size: int, index: int = 0) -> Peers:
+        """How a codec sees the `size` replicas. Owners sum for all by themselves."""
+        return Peers(size, index, sharded=self.route != "owners")
+
+    def groups(self, size: int) -> list[list[list[int]]]:
+        """The process groups that it takes, each time all `size` replicas in parts. Of the backend's: one for each
+        round of a codec. Of a ring: all, those on one host, those in the same place on all hosts."""
+        everyone = [list(range(size))]
+        if self.route == "backend":
+            return [everyone] * ROUNDS
+        if self.route == "owners" or self.local == 1:
+            return [everyone]
+        hosts = [everyone[0][first : first + self.local] for first in range(0, size, self.local)]
+        return [everyone, hosts, [list(places) for places in zip(*hosts, strict=True)]]
+
+
+Sync = EachStep
+
+
+def owners(sizes: list[int], servers: int) -> list[int]:
+    """Of tensors of these sizes, in order, the server that owns each: stretches of equal size, as far as may be."""
+    total, done, found = sum(sizes), 0, []
+    for size in sizes:
+        found.append(min(servers - 1, servers * (2 * done + size) // (2 * total)) if total else 0)
+        done += size
+    return found
