@@ -44,12 +44,12 @@ def main() -> None:
     )
     optimizer = partial(torch.optim.AdamW, lr=3e-3)
     engine = weft.Engine(model, plan, optimizer=optimizer, loss=next_token, clip=1.0)
-    first = engine.mesh.rank == 0
+    first = not dist.is_initialized() or dist.get_rank() == 0
     if first:
         print(plan)
 
-    rank = engine.mesh.index("dp", "fsdp")  # which part of every batch is this process's
-    part = {"accumulate": options.accumulate, "data_rank": rank, "data_size": plan.data_size}
+    # which part of every batch is this process's
+    part = {"accumulate": options.accumulate, "data_rank": engine.data_rank, "data_size": engine.data_size}
     loader = Loader(data, options.batch, seed=0, **part)
     for batch in islice(loader, options.steps):
         result = engine.step(batch)

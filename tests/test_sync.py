@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SUBJECTS, Subject, laid, seeded
+from cases import BATCH, SUBJECTS, Subject, laid, seeded
 from staged import STAGED
 from test_parity import run
 from test_trainer import lines, make, saved
+from torch import nn
 
 import weft
 from weft import build, sync
@@ -24,6 +25,7 @@ from weft.engine.reducer import local
 from weft.errors import Refusal
 from weft.launch import processes
 from weft.launch.processes import Pool
+from weft.losses import mse
 from weft.plans import COPY
 from weft.train.trainer import train
 from weft.verification.audit import Audit
@@ -117,6 +119,93 @@ def test_replicas_stay_equal_under_a_codec(pool: Pool, codec: Any, route: str, l
                 assert all(torch.equal(weights[n][0], others[n][0]) for n, (_, copy) in weights.items() if same or copy)
 
 
+class Sometimes(nn.Module):
+    """A parameter that only some samples reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(8))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        marked = input[:, 0] > 1.0
+        if bool(marked.any()):
+            input = torch.where(marked[:, None], self.token.expand_as(input), input)
+        for block in self.blocks:
+            input = torch.tanh(block(input))
+        return input
+
+
+def marked(rows: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The samples in these rows are marked."""
+    x = torch.rand(BATCH, 8)
+    x[list(rows), 0] = 2.0
+    return {"input": x, "target": torch.rand(BATCH, 8)}
+
+
+@pytest.mark.parametrize("rows", [(5, 7), (0, 2), ()])  # of the second replica, of the first, of none
+@pytest.mark.parametrize("layout", ["dp2.fsdp2", "dp4"])
+@pytest.mark.parametrize("name", ["ring", "central", "servers"])
+def test_a_parameter_that_one_replica_reaches(pool: Pool, name: str, layout: str, rows: tuple[int, ...]) -> None:
+    plan = (("accumulate", 1), ("sync", EXACT[name]))
+    case = Subject(Sometimes, partial(marked, rows), mse, plan)
+    result = run(pool, case, layout)
+    assert max(result.loss_rel_err, result.param_rel_err) < 1e-9, result
+
+
+class Bare(nn.Module):
+    """All parameters are in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            input = torch.tanh(block(input))
+        return input
+
+
+def bare(layout: str) -> float:
+    batch = {key: value.double() for key, value in marked(()).items()}
+    sample = {key: value[:2] for key, value in batch.items()}
+    model = seeded(Bare)
+    made = sync.make("allreduce", "int8")
+    plan = weft.plan(model, layout, batch=BATCH, accumulate=2, loss=mse, precision="fp64", sample=sample, sync=made)
+    engine = weft.Engine(model, plan, optimizer=partial(torch.optim.SGD, lr=0.5), loss=mse, device="cpu")
+    losses = [float(engine.step(engine.local(batch)).loss) for _ in range(5)]
+    return losses[0] - losses[-1]
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "pp2.fsdp2"])
+def test_a_model_with_nothing_outside_of_its_blocks(pool: Pool, layout: str) -> None:
+    assert all(fell > 0 for fell in pool.run(bare, layout, world=weft.Layout.parse(layout).world))
+
+
+def clipped(clip: float | None) -> float:
+    """How far a step with the whole gradient in DGC's message goes, after a step that says how much counts."""
+    codec = {"name": "dgc", "density": 1.0, "momentum": 0.0} | ({"clip": clip} if clip else {})
+    subject = with_sync("decoder", sync.make("allreduce", codec))
+    model = seeded(subject.build)
+    engine = weft.Engine(
+        model, laid(subject, model, "dp2"), optimizer=partial(torch.optim.SGD, lr=1.0), loss=subject.loss, device="cpu"
+    )
+    batch = subject.data()
+    engine.step(engine.local(batch))
+    before = {n: p.detach().clone() for n, p in engine.params.items()}
+    engine.step(engine.local(batch))
+    return float(sum((p.detach() - before[n]).square().sum() for n, p in engine.params.items()) ** 0.5)
+
+
+def test_dgc_clips_the_mean_gradient(pool: Pool) -> None:
+    """One bucket, two replicas: each part of the mean is clipped to clip / sqrt(2)."""
+    (free, _), (loose, _), (tight, _) = (pool.run(clipped, clip, world=2) for clip in (None, 10.0, 0.01))
+    assert loose == pytest.approx(free, rel=1e-6)
+    assert free > 0.1
+    assert tight <= 0.01 * 2**0.5 * (1 + 1e-6)
+    assert tight > 0.005
+
+
 def test_a_weight_that_two_stages_share_stays_one(pool: Pool) -> None:
     found = pool.run(shared, "dp2.pp2", world=4)
     assert all(torch.equal(weight, found[0][0]) for weight, _ in found)
@@ -143,6 +232,10 @@ SCATTERED = ["bf16", "fp16", "int8", "int4", "sign"]
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp4+zero2", "fsdp2.tp2+sequence", "pp2.fsdp2"])
 @pytest.mark.parametrize("codec", SCATTERED)
 def test_a_codec_on_fsdps_reduce_scatter(pool: Pool, codec: str, layout: str) -> None:
+    if "tp" in layout and codec not in ("bf16", "fp16"):
+        with pytest.raises(Refusal, match="the copies would part"):
+            laid(with_sync("decoder", sync.make("allreduce", codec)), seeded(SUBJECTS["decoder"].build), layout)
+        return
     found = pool.run(trained, codec, "allreduce", layout, {}, 6, world=weft.Layout.parse(layout).world)
     exact = pool.run(trained, "identity", "allreduce", layout, {}, 6, world=weft.Layout.parse(layout).world)
     for losses, _, _, seen, wanted in found:
@@ -151,6 +244,10 @@ def test_a_codec_on_fsdps_reduce_scatter(pool: Pool, codec: str, layout: str) ->
         assert losses != exact[0][0]
         assert losses == pytest.approx(exact[0][0], rel=0.05)
         assert seen == wanted
+    for _, weights, coords, _, _ in found:
+        for _, others, at, _, _ in found:
+            if {**coords, "tp": 0} == {**at, "tp": 0}:
+                assert all(torch.equal(weights[n][0], others[n][0]) for n, (_, copy) in weights.items() if copy)
 
 
 RESUMED = [
@@ -218,6 +315,16 @@ def test_what_a_run_says_of_its_messages(tmp_path: Path, capfd: pytest.CaptureFi
     assert "sent_bytes" not in lines(alone)[-1]
 
 
+def test_what_is_allowed() -> None:
+    """fp16 with what keeps nothing of gradients, or with nobody to send to."""
+    model = SUBJECTS["decoder"].build()
+    for layout, codec in [("dp2", {"name": "int8", "stochastic": True, "feedback": False}), ("dp1", "int8")]:
+        weft.plan(model, layout, batch=BATCH, precision="fp16", sync=sync.make("allreduce", codec))
+    assert weft.plan(model, "dp2", batch=BATCH, sync="ring").apart
+    with pytest.raises(Refusal, match="neither a name nor a codec"):
+        sync.make("allreduce", 7)  # type: ignore[arg-type]
+
+
 REFUSED: list[tuple[str, dict, dict, str]] = [
     ("dp2", {"name": "gossip"}, {}, "not a synchroniser"),
     ("dp2", {"name": "ring", "servers": 2}, {}, "is no option of ring"),
@@ -232,6 +339,9 @@ REFUSED: list[tuple[str, dict, dict, str]] = [
     ("dp2", {"codec": "int8"}, {"precision__compute": "fp16"}, "another loss scale"),
     ("pp2+pipedream.dp2", {"codec": "int8"}, {"train__accumulate": 2}, "updates each stage by itself"),
     ("dp2", {"codec": "dgc"}, {}, "dgc has the momentum"),
+    ("dp2", {"codec": {"name": "powersgd", "rank": "8"}}, {}, "cannot be"),
+    ("dp2", {"bucket_mb": "4"}, {}, "cannot be"),
+    ("dp2", {"bucket_mb": float("inf")}, {}, "cannot be"),
 ]
 
 

@@ -100,7 +100,12 @@ def verify(
         layouts = layouts or [run.layout.axes]
         build.check(run, layouts)
         if run.sync != exact(run.sync):
-            typer.echo(f"weft: sync.codec = {run.sync.codec!r} changes numbers by design: left out here", err=True)
+            shown_as = exact(run.sync)
+            typer.echo(
+                f"weft: [sync] {run.sync.name}, {run.sync.codec} changes numbers by design:"
+                f" verified with {shown_as.name}, {shown_as.codec}",
+                err=True,
+            )
         shown = (lambda result: None) if as_json else (lambda result: typer.echo(f"{table(result, steps)}\n"))
         report = verify_run(run, layouts, steps, shown)
         typer.echo(report.json() if as_json else report.verdict())

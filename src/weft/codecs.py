@@ -77,6 +77,7 @@ class Peers:
     size: int
     index: int = 0
     sharded: bool = False
+    scale: Tensor | float | None = None  # times this, what is reduced is a part of the mean gradient; None: not known
 
 
 class Codec(ABC):

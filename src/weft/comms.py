@@ -16,11 +16,12 @@ from torch.distributed.tensor import Shard
 
 from .codecs import numel
 from .engine.transport import HEADER_BYTES
-from .engine.wires import carried
+from .engine.wires import carried, on_wire
 from .layout import DATA_AXES
 from .losses import reduced_numels
 from .plans import COPY, Bucket, Param, Plan, Step, Weight, collective
 from .shards import fsdp_rows
+from .syncs import EachStep
 
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
 STATISTICS_BYTES = 6 * 8  # squared norm, loss, weight, unreached parameters, trail and its square, in float64
@@ -94,10 +95,8 @@ def predict(
 
 
 def sent(comm: Comm, size: int) -> float:
-    """Bytes that a rank puts on the wire for a collective of `size` ranks, by a ring (Patarasuk & Yuan 2009)."""
-    if comm.kind == "send":
-        return comm.nbytes
-    return comm.nbytes * (2 if comm.kind == "all_reduce" else 1) * (size - 1) / size
+    """Bytes that a rank puts on the wire for a collective of `size` ranks."""
+    return on_wire(comm.kind, comm.nbytes, size)
 
 
 def totals(comms: Iterable[Comm]) -> dict[tuple[str, str], tuple[int, int]]:
@@ -184,13 +183,13 @@ def _updates(plan: Plan, rank: int, itemsize: int) -> Iterator[Comm]:
 def _between_replicas(plan: Plan, bucket: Bucket, rank: int) -> Iterator[Comm]:
     """What a replica's synchroniser sends for a bucket of gradients."""
     sync, table = plan.sync, plan.params()
-    assert sync is not None
+    assert isinstance(sync, EachStep)
     size, here = plan.layout.size("dp"), plan.layout.coords(rank)["dp"]
     weights = {w.name: w for w in plan.weights}
     shapes = [_stored_shape(plan, weights[name], table, rank) for name in bucket.names]
     itemsize = weights[bucket.names[0]].dtype.itemsize
     peers = sync.peers(size, here)
-    for asked in sync.codec.asks(shapes, peers, itemsize):
+    for asked in sync.codec.asks(shapes, peers, itemsize) if numel(shapes) else ():
         for kind, nbytes in carried(sync.route, sync.local, asked, peers, bucket.owner):
             yield Comm(kind, "dp", nbytes, "reduce", bucket.names[0])
     if sync.route == "owners" and here == bucket.owner:
@@ -239,7 +238,7 @@ def _gathers(
         for _ in range(plan.accumulate if gather.reduced == "microbatch" else 1):
             if reduced and not plan.scattered:
                 yield Comm("reduce_scatter", gather.axis, reduced, "reduce", step.module)
-            elif reduced and plan.sync is not None:
+            elif reduced and isinstance(plan.sync, EachStep):
                 item = next(weights[name].dtype.itemsize for name in padded)
                 peers = plan.sync.peers(size)
                 for asked in plan.sync.codec.scatter_asks(reduced // item // size, peers, item):

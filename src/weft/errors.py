@@ -15,7 +15,8 @@ A Refusal names the field, the value and what would work.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 
 
 class WeftError(Exception):
@@ -68,3 +69,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     words = sorted(known)
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f'did you mean "{close[0]}"?' if close else "known: " + ", ".join(words)
+
+
+def hold(field: str, value: object, kind: type, fits: Callable[..., bool], wanted: str) -> None:
+    """Raises ConfigError unless the value is of this kind, finite, and fits. A whole number passes for a float."""
+    passes = type(value) is kind or (kind is float and type(value) is int)
+    if not passes or (isinstance(value, float) and not math.isfinite(value)) or not fits(value):
+        raise ConfigError(field, value, "cannot be", f"write {wanted}")

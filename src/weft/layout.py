@@ -68,6 +68,11 @@ class Layout:
         """Product of the sizes of these axes; an axis that is not in the layout has size 1."""
         return prod(size for name, size in self.sizes if name in axes)
 
+    def without(self, *axes: str) -> Layout:
+        """The same layout without these axes."""
+        sizes = tuple((name, size) for name, size in self.sizes if name not in axes)
+        return Layout(sizes or (("dp", 1),), tuple((a, o) for a, o in self.options if a not in axes))
+
     def option(self, axis: str) -> tuple[str, ...]:
         """The options written after this axis."""
         return tuple(o for a, o in self.options if a == axis)

@@ -17,13 +17,14 @@ class Mesh:
 
     `shared`: sets of positions on `pp` whose ranks have something to reduce together; `pairs`: positions (lower,
     higher) between which messages go. `replicas`: groups for a synchroniser, each as the parts that the positions on
-    `dp` are in; `lanes` are this rank's.
+    `dp` are in; `lanes` are this rank's. `apart`: axes of the layout whose ranks go each their own way: this is the
+    mesh of one of them, with its own ranks from 0.
     """
 
     def __init__(
         self, layout: Layout, device: torch.device, alone: bool = False,
         shared: Iterable[tuple[int, ...]] = (), pairs: Iterable[tuple[int, int]] = (),
-        replicas: Iterable[Iterable[Iterable[int]]] = (),
+        replicas: Iterable[Iterable[Iterable[int]]] = (), apart: tuple[str, ...] = (),
     ):  # fmt: skip
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if layout.world != world:
@@ -31,9 +32,10 @@ class Mesh:
                 "layout", str(layout), f"it has {layout.world} ranks, {world} processes run",
                 f"start {layout.world} processes",
             )  # fmt: skip
-        self.layout, self.device = layout, device
-        self.rank = dist.get_rank() if world > 1 else 0
-        self.coords = layout.coords(self.rank)
+        self.whole, self.layout, self.device = layout, layout.without(*apart) if apart else layout, device
+        self.place = dist.get_rank() if world > 1 else 0  # in the whole layout
+        self.coords = {axis: c for axis, c in layout.coords(self.place).items() if axis not in apart}
+        self.rank = self.layout.rank(**self.coords)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._parts: dict[tuple[str, ...], list[list[int]]] = {}
         self._among: dict[tuple[tuple[str, ...], tuple[int, ...]], dist.ProcessGroup] = {}
@@ -47,15 +49,16 @@ class Mesh:
                 device.type, tuple(size for _, size in layout.sizes), mesh_dim_names=layout.axes
             )
             # every group that a run may need, made by all ranks in the same order
-            for axes in [(axis,) for axis in layout.axes] + [
-                layout.live(*DATA_AXES),
-                layout.live(*DATA_AXES, "tp"),
-                layout.live(*DATA_AXES, "pp"),
-                layout.live(),
+            own = self.layout
+            for axes in [(axis,) for axis in own.axes] + [
+                own.live(*DATA_AXES),
+                own.live(*DATA_AXES, "tp"),
+                own.live(*DATA_AXES, "pp"),
+                own.live(),
             ]:
                 self._make(axes)
             for axis in DATA_AXES:
-                self._make(layout.live(axis, "tp"))
+                self._make(own.live(axis, "tp"))
             if layout.live("pp"):
                 here = self.coords["pp"]
                 for pair in sorted(set(pairs)):
@@ -73,7 +76,7 @@ class Mesh:
     def _make(self, axes: tuple[str, ...]) -> None:
         live = self.layout.live(*axes) if axes else ()
         if live and live not in self._groups and self.device_mesh is not None:
-            if live == self.layout.live() and dist.group.WORLD is not None:
+            if live == self.whole.live() and dist.group.WORLD is not None:
                 self._groups[live] = dist.group.WORLD
             elif len(live) == 1:
                 self._groups[live] = self.device_mesh.get_group(live[0])
@@ -85,8 +88,8 @@ class Mesh:
         one. Every rank makes those of all ranks: torch names a group by how many were made before."""
         mine = None
         for peers in self._lines(axes):
-            group = dist.new_group(ranks := [rank for rank in peers if self.layout.coords(rank)[axis] in among])
-            if self.rank in ranks:
+            group = dist.new_group(ranks := [rank for rank in peers if self.whole.coords(rank)[axis] in among])
+            if self.place in ranks:
                 mine = group
         return mine
 
@@ -94,8 +97,8 @@ class Mesh:
         """All ranks in parts, each of those that differ only on these axes."""
         if axes not in self._parts:
             found: dict[tuple[int, ...], list[int]] = {}
-            for rank in range(self.layout.world):
-                others = tuple(c for axis, c in self.layout.coords(rank).items() if axis not in axes)
+            for rank in range(self.whole.world):
+                others = tuple(c for axis, c in self.whole.coords(rank).items() if axis not in axes)
                 found.setdefault(others, []).append(rank)
             self._parts[axes] = list(found.values())
         return self._parts[axes]

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import parallel
+from . import sync as synchronizers
+from .codecs import Messages
 from .costs import Costs
 from .errors import CannotCut, ConfigError, LayoutError, nearest
 from .layout import DATA_AXES, Layout
@@ -20,7 +22,7 @@ from .schedules import Schedule
 from .simulate import simulate
 from .stages import stage
 from .staging import Staging
-from .syncs import Sync
+from .syncs import EachPeriod, EachStep, Sync
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
@@ -42,7 +44,7 @@ def plan(
     dynamic_shapes: bool = False,
     inputs: Sequence[str] | None = None,
     sample: Mapping[str, Tensor] | None = None,
-    sync: Sync | None = None,
+    sync: str | Sync | None = None,
 ) -> Plan:
     """Lay `model` (on any device, also meta) over `layout`. Nothing runs and the model is not changed.
 
@@ -56,12 +58,14 @@ def plan(
     of `pp` in the layout overrides it), a Schedule, or a function that makes one; `options` are its further arguments,
     such as `chunks` per rank. `cut`: stages of equal "parameters", "flops" or measured "time", or the names of the
     modules with which the second and later stages begin. `dynamic_shapes`: shapes of activations follow from more than
-    those of the batch. `sync`: how the replicas on `dp` agree, as `weft.sync.make` gives it (default: the backend sums
-    their gradients). Raises Refusal.
+    those of the batch. `sync`: how the replicas on `dp` agree, a name or what `weft.sync.make` gives (default: the
+    backend sums their gradients). Raises Refusal.
     """
     if isinstance(layout, str):
         layout = Layout.parse(layout)
     strategies = parallel.registry()
+    if isinstance(sync, str):
+        sync = synchronizers.make(sync)
     _check_layout(layout, strategies)
     _check_batch(layout, batch, accumulate)
     if precision not in PRECISIONS:
@@ -112,11 +116,15 @@ def _check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: 
             f"{staged.name} updates each stage by itself, and sums its gradients with the backend",
             'use name = "allreduce" and codec = "identity", or a synchronous schedule such as 1f1b',
         )  # fmt: skip
-    if precision == "fp16" and sync.codec.state([(4, 4)], torch.zeros(16)):
+    if size == 1 and not layout.live("fsdp"):
+        return [f"[sync] {sync.name}, {sync.codec.name}: one replica has none to agree with"]
+    if precision == "fp16" and isinstance(sync, EachStep) and "residual" in sync.codec.state([(4, 4)], torch.zeros(16)):
         raise ConfigError(
             "sync.codec", sync.codec.name, "what it keeps for the next step would have another loss scale",
             "use bf16 or fp32 in [precision], or a codec without feedback",
         )  # fmt: skip
+    if isinstance(sync, EachPeriod):
+        return _check_period(layout, sync)
     if size == 1 and layout.live("fsdp"):
         if sync.route != "backend":
             raise ConfigError(
@@ -129,14 +137,31 @@ def _check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: 
                 "sync.codec", sync.codec.name, "has no reduce-scatter, which is how fsdp sums gradients",
                 "use bf16, fp16, int8, int4 or sign, or dp beside fsdp",
             )  # fmt: skip
+        if layout.live("tp") and isinstance(sync.codec, Messages):
+            raise ConfigError(
+                "sync.codec", sync.codec.name,
+                f"in {layout} FSDP2 gives it what tp cuts and what tp copies in one piece, and the copies would part",
+                "use bf16 or fp16, or dp beside or in place of fsdp",
+            )  # fmt: skip
         return [f"gradients are reduce-scattered over fsdp in {sync.codec.name}"]
-    if size == 1:
-        return [f"[sync] {sync.name}, {sync.codec.name}: one replica has none to agree with"]
     if sync.servers > size:
         raise ConfigError("sync.servers", sync.servers, f"{layout} has {size} replicas", f"use at most {size}")
     if size % sync.local:
         raise ConfigError("sync.local", sync.local, f"does not divide the {size} replicas of {layout}", "use a divisor")
     return [f"gradients are summed over dp by {sync.name}, in {sync.codec.name}"]
+
+
+def _check_period(layout: Layout, sync: EachPeriod) -> list[str]:
+    size = layout.size("dp")
+    if size == 1:
+        return [f"[sync] {sync.name}: fsdp alone is one replica, and has none to agree with"]
+    if sync.codec.has_momentum:
+        raise ConfigError(
+            "sync.codec", sync.codec.name, f"has a momentum of gradients, and {sync.name} sends differences of weights",
+            'use another codec, or name = "allreduce"',
+        )  # fmt: skip
+    when = f"every {sync.period} steps" if sync.period > 1 else "every step"
+    return [f"{size} replicas step by themselves; {when} their weights agree by {sync.name}, in {sync.codec.name}"]
 
 
 def _bubble(staged: Schedule) -> str:

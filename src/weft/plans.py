@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .layout import DATA_AXES, Layout
 from .schedules import Action, Schedule
 from .staging import Staging
-from .syncs import Sync, owners
+from .syncs import EachPeriod, EachStep, Sync, owners
 
 Spec = Mapping[str, Placement]  # axis -> placement; an axis left out is Replicate
 COPY = Replicate()
@@ -212,7 +212,25 @@ class Plan:
     @property
     def apart(self) -> bool:
         """Whether gradients are summed over `dp` by a synchroniser, apart from what the backend sums."""
-        return self.sync is not None and not self.sync.plain and self.layout.size("dp") > 1
+        return isinstance(self.sync, EachStep) and not self.sync.plain and self.layout.size("dp") > 1
+
+    @property
+    def separate(self) -> bool:
+        """Whether each replica on `dp` steps by itself."""
+        return isinstance(self.sync, EachPeriod) and self.layout.size("dp") > 1
+
+    def replica(self) -> Plan:
+        """The plan of one replica by itself."""
+        layout = self.layout.without("dp")
+        steps = [replace(s, params=tuple(p for p in s.params if p.axis != "dp")) for s in self.steps]
+        kept = [
+            s for s in steps
+            if s.params or s.input or s.output or s.interior or s.attributes or s.gather
+        ]  # fmt: skip
+        return replace(
+            self, layout=layout, steps=tuple(kept), batch=self.batch // self.layout.size("dp"), sync=None,
+            batchnorms=self.batchnorms if layout.live(*DATA_AXES) else (),
+        )  # fmt: skip
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -223,7 +241,7 @@ class Plan:
     def scattered(self) -> bool:
         """Whether FSDP2's reduce-scatter goes through a synchroniser's codec: where there is `fsdp` and no `dp`."""
         live = self.layout.live("fsdp") and self.layout.size("dp") == 1
-        return self.sync is not None and not self.sync.plain and bool(live)
+        return isinstance(self.sync, EachStep) and not self.sync.plain and bool(live)
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages that this rank runs."""
@@ -337,7 +355,7 @@ class Plan:
             left, names = room.get(key, (0, []))
             nbytes = prod(self.local_shape(weight, table)) * weight.dtype.itemsize
             if nbytes > left:
-                left, names = self.sync.bucket_bytes if self.sync is not None else BUCKET_BYTES, []
+                left, names = self.sync.bucket_bytes if isinstance(self.sync, EachStep) else BUCKET_BYTES, []
                 buckets.append((key, names))
             names.append(weight.name)
             room[key] = (left - nbytes, names)
@@ -345,7 +363,7 @@ class Plan:
 
     def owners(self) -> dict[str, int]:
         """Parameter -> the replica that alone updates it; empty where all do."""
-        if not self.apart or self.sync is None or self.sync.route != "owners":
+        if not self.apart or not isinstance(self.sync, EachStep) or self.sync.route != "owners":
             return {}
         trained = [w for w in self.every or self.weights if w.trainable]
         found = owners([prod(w.shape) for w in trained], self.sync.servers)

@@ -49,7 +49,33 @@ class EachStep:
         return [everyone, hosts, [list(places) for places in zip(*hosts, strict=True)]]
 
 
-Sync = EachStep
+@dataclass(frozen=True)
+class EachPeriod:
+    """Each replica steps by itself; every `period` steps their weights agree, by an outer step of SGD with this rate
+    and momentum on the mean of their differences. In `fragments`, which take turns; the exchange takes up to `delay`
+    steps, in which replicas step on."""
+
+    name: str
+    codec: Codec
+    period: int
+    lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    fragments: int = 1
+    delay: int = 0
+
+    plain = False
+
+    def peers(self, size: int, index: int = 0) -> Peers:
+        """How a codec sees the `size` replicas."""
+        return Peers(size, index, sharded=True)
+
+    def groups(self, size: int) -> list[list[list[int]]]:
+        """The process groups that it takes: one, all replicas."""
+        return [[list(range(size))]]
+
+
+Sync = EachStep | EachPeriod
 
 
 def owners(sizes: list[int], servers: int) -> list[int]:

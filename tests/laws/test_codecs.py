@@ -38,8 +38,8 @@ MESSAGES = [name for name, c in CODECS.items() if isinstance(c, Messages)]
 def together(each: Codec, xs: Sequence[Tensor], states: Sequence[State], sharded: bool = False) -> list[list[Ask]]:
     """All ranks' `reduce` in lockstep; the sums are left in xs. Returns what every rank asked for."""
     size = len(xs)
-    runs = [each.reduce(x, s, SHAPES, Peers(size, i, sharded)) for i, (x, s) in enumerate(zip(xs, states, strict=True))]
-    return lockstep(runs)
+    everyone = enumerate(zip(xs, states, strict=True))
+    return lockstep([each.reduce(x, s, SHAPES, Peers(size, i, sharded, 1.0)) for i, (x, s) in everyone])
 
 
 def lockstep(runs: Sequence[Any]) -> list[list[Ask]]:
@@ -249,6 +249,11 @@ def test_dgc_is_its_paper() -> None:
         for k in range(ranks):
             torch.testing.assert_close(states[k]["residual"], v[k], rtol=0, atol=1e-5)
             torch.testing.assert_close(states[k]["momentum"], u[k], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_message_of_nothing_has_no_bytes(name: str) -> None:
+    assert CODECS[name].nbytes(0) == 0
 
 
 def test_dgc_warms_up() -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..codecs import Messages
-from ._checks import hold
+from ..errors import hold
 
 SCALE_BYTES = 4
 
@@ -28,9 +28,9 @@ class Blocks(Messages):
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        hold("feedback", self.feedback, bool, True, "true or false")
-        hold("stochastic", self.stochastic, bool, True, "true or false")
-        hold("block", self.size, int, self.size > 0 and self.size % 2 == 0, "an even number of elements")
+        hold("sync.codec.feedback", self.feedback, bool, lambda _: True, "true or false")
+        hold("sync.codec.stochastic", self.stochastic, bool, lambda _: True, "true or false")
+        hold("sync.codec.block", self.size, int, lambda x: x > 0 and x % 2 == 0, "an even number of elements")
 
     @property
     def block(self) -> int:  # type: ignore[override]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Asked, Codec, Peers, Reduction, Scatter, Shapes, State, Sum, numel
-from ._checks import hold
+from ..errors import hold
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Cast(Codec):
     feedback: bool = False
 
     def __post_init__(self) -> None:
-        hold("feedback", self.feedback, bool, True, "true or false")
+        hold("sync.codec.feedback", self.feedback, bool, lambda _: True, "true or false")
 
     def state(self, shapes: Shapes, like: Tensor) -> State:
         return {"residual": torch.zeros_like(like)} if self.feedback else {}

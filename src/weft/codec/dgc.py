@@ -1,8 +1,10 @@
 """dgc: Deep Gradient Compression (Lin et al. 2018): the largest elements of a sum of momenta.
 
 u = momentum u + g; v = v + u; the largest of v are sent, and u and v are zero there from then on (momentum correction
-and factor masking). g is clipped before, to `clip` / sqrt(ranks) as a norm of the bucket, and `density` falls from 1/4
-to what is asked for over the first `warmup` steps. The momentum is the codec's: the optimizer is to be SGD without one.
+and factor masking). Before, a rank's part of the mean gradient is clipped to the norm `clip` / sqrt(ranks), bucket by
+bucket; how many things the mean is over is taken from the step before, so the first step is not clipped. `density`
+falls from 1/4 to what is asked for over the first `warmup` steps. The momentum is the codec's: the optimizer is to be
+SGD without one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Asked, Codec, Gather, Peers, Reduction, Shapes, State, numel
-from ._checks import hold
+from ..errors import hold
 from .topk import ELEMENT_BYTES, largest, pack, unpack
 
 FIRST = 0.25  # density of the first step of a warm-up
@@ -29,11 +31,11 @@ class DGC(Codec):
     name = "dgc"
 
     def __post_init__(self) -> None:
-        hold("density", self.density, float, 0 < self.density <= 1, "the part that is sent, above 0 and at most 1")
-        hold("momentum", self.momentum, float, 0 <= self.momentum < 1, "a number from 0 to below 1")
-        hold("warmup", self.warmup, int, self.warmup >= 0, "a number of steps")
+        hold("sync.codec.density", self.density, float, lambda x: 0 < x <= 1, "a part, above 0 and at most 1")
+        hold("sync.codec.momentum", self.momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+        hold("sync.codec.warmup", self.warmup, int, lambda x: x >= 0, "a number of steps")
         if self.clip is not None:
-            hold("clip", self.clip, float, self.clip > 0, "a norm above 0, or leave it out")
+            hold("sync.codec.clip", self.clip, float, lambda x: x > 0, "a norm above 0, or leave it out")
 
     @property
     def has_momentum(self) -> bool:
@@ -45,8 +47,8 @@ class DGC(Codec):
 
     def reduce(self, x: Tensor, state: State, shapes: Shapes, peers: Peers) -> Reduction:
         momentum, residual = state["momentum"], state["residual"]
-        if self.clip is not None:
-            x.mul_((self.clip / sqrt(peers.size) / x.norm()).clamp(max=1.0))
+        if self.clip is not None and peers.scale is not None:
+            x.mul_((self.clip / sqrt(peers.size) / (x.norm() * peers.scale)).clamp(max=1.0))
         momentum.mul_(self.momentum).add_(x)
         residual.add_(momentum)
         places = largest(residual, self.count(x.numel(), int(state["steps"])))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Asked, Codec, Peers, Reduction, Shapes, State, Sum
-from ._checks import hold
+from ..errors import hold
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class PowerSGD(Codec):
     name = "powersgd"
 
     def __post_init__(self) -> None:
-        hold("rank", self.rank, int, self.rank > 0, "a whole number from 1")
-        hold("feedback", self.feedback, bool, True, "true or false")
+        hold("sync.codec.rank", self.rank, int, lambda x: x > 0, "a whole number from 1")
+        hold("sync.codec.feedback", self.feedback, bool, lambda _: True, "true or false")
 
     def state(self, shapes: Shapes, like: Tensor) -> State:
         """The right factors, the same random ones on every rank, and the residual."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..codecs import Messages
-from ._checks import hold
+from ..errors import hold
 from .blocks import SCALE_BYTES, _floats
 
 
@@ -24,8 +24,8 @@ class Sign(Messages):
     name = "sign"
 
     def __post_init__(self) -> None:
-        hold("feedback", self.feedback, bool, True, "true or false")
-        hold("block", self.size, int, self.size > 0 and self.size % 8 == 0, "a multiple of 8 elements")
+        hold("sync.codec.feedback", self.feedback, bool, lambda _: True, "true or false")
+        hold("sync.codec.block", self.size, int, lambda x: x > 0 and x % 8 == 0, "a multiple of 8 elements")
 
     @property
     def block(self) -> int:  # type: ignore[override]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Messages
-from ._checks import hold
+from ..errors import hold
 
 ELEMENT_BYTES = 8  # a float32 and an int32
 SAMPLE = 2**14  # elements that the first guess of the threshold is made from
@@ -25,8 +25,8 @@ class TopK(Messages):
     sparse = True
 
     def __post_init__(self) -> None:
-        hold("feedback", self.feedback, bool, True, "true or false")
-        hold("density", self.density, float, 0 < self.density <= 1, "the part that is sent, above 0 and at most 1")
+        hold("sync.codec.feedback", self.feedback, bool, lambda _: True, "true or false")
+        hold("sync.codec.density", self.density, float, lambda x: 0 < x <= 1, "a part, above 0 and at most 1")
 
     def count(self, n: int) -> int:
         """Elements that are sent of n."""

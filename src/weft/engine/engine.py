@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -21,11 +21,13 @@ from ..mesh import Mesh
 from ..order import part
 from ..parallelize import parallelize
 from ..plans import COPY, Plan
-from ..randomness import Randomness
+from ..randomness import Randomness, mix
 from ..schedules import Action, Schedule
 from ..shards import Piece, Segment, chunks, cut_segments, fsdp_rows, take, whole
+from ..syncs import EachStep, Sync
 from .exchange import Scatter
 from .functions import Functions
+from .outer import Outer
 from .pipeline import Pipeline, Route
 from .reducer import Reducer, local
 from .transport import Transport
@@ -86,10 +88,21 @@ class Engine:
         if clip is not None and plan.schedule.versions:
             problem = f"{plan.schedule.name} updates each stage by itself, and no stage knows the norm of all gradients"
             raise ConfigError("train.clip", clip, problem, "leave it out, or use a synchronous schedule such as 1f1b")
-        self.plan, self.loss, self.clip = plan, loss, clip
+        whole = plan
+        if torch.device(device).type == "cuda" and plan.sync is not None and not _runs_on_cuda(plan.sync):
+            problem = "has run on CPUs alone: its messages are not ordered with what else a GPU does"
+            raise ConfigError("sync.name", plan.sync.name, problem, 'use name = "allreduce", with any codec')
+        groups = plan.sync.groups(plan.layout.size("dp")) if plan.sync is not None and not plan.sync.plain else ()
+        if plan.separate:
+            plan = plan.replica()
+        self.plan, self.whole, self.loss, self.clip = plan, whole, loss, clip
         shared = [b.among for rank in range(plan.layout.world) for b in plan.of(rank).buckets() if b.among]
-        groups = plan.sync.groups(plan.layout.size("dp")) if plan.sync is not None and plan.apart else ()
-        self.mesh = Mesh(plan.layout, torch.device(device), shared=shared, pairs=_pairs(plan), replicas=groups)
+        self.mesh = Mesh(
+            whole.layout, torch.device(device), shared=shared, pairs=_pairs(plan),
+            replicas=groups if whole.layout.size("dp") > 1 else (), apart=("dp",) if whole.separate else (),
+        )  # fmt: skip
+        self.replica = whole.layout.coords(self.mesh.place).get("dp", 0)
+        self.data_rank, self.data_size = whole.layout.index(self.mesh.place, *DATA_AXES), whole.data_size
         self.part = plan.of(self.mesh.rank)
         self.model = model.to(self.mesh.device)
         self.inputs = tuple(inputs) if inputs is not None else named_inputs(model)
@@ -97,6 +110,8 @@ class Engine:
         self.trace: list | None = None  # where the pipeline's actions are recorded, if anywhere
         self.forgot = False  # a checkpoint was of another layout or codec, so what codecs keep begins anew
         _share_initial(self.model, self.mesh)
+        if whole.separate and self.replica:
+            seed = mix(seed, self.replica)  # its samples have numbers of their own
         self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
         before = self._alone(sample) if sample is not None and plan.layout.live("tp") else None
@@ -117,10 +132,12 @@ class Engine:
         _check_optimizer(self.optimizer, plan)
         self.reducer = Reducer(self.part, self.params, self.mesh)
         self._scatters: dict[str, Scatter] = {}
-        if plan.scattered and plan.sync is not None:
+        if plan.scattered and isinstance(plan.sync, EachStep):
             for unit in self.units:
-                self._scatters[unit.name] = Scatter(plan.sync.codec, unit.name, unit.reduced())
-                unit.module.set_custom_reduce_scatter(self._scatters[unit.name])
+                like = unit.reduced()
+                if like is not None:
+                    self._scatters[unit.name] = Scatter(plan.sync.codec, unit.name, like)
+                    unit.module.set_custom_reduce_scatter(self._scatters[unit.name])
         check_codec(self.optimizer, plan)
         self._owners = plan.owners()
         self._table = table = plan.params()
@@ -158,6 +175,10 @@ class Engine:
                 if module._parameters:
                     module.register_forward_pre_hook(partial(self._pass, index))
         self.loss_scale, self._good_steps = (2.0**16, 0) if plan.precision == "fp16" else (1.0, 0)
+        self.outer: Outer | None = None
+        if whole.separate:
+            trained = {name: local(p.detach()) for name, p in self.params.items() if p.requires_grad}
+            self.outer = Outer(whole, trained, self.mesh, self.replica)
 
     def _pipelines(self) -> tuple[Pipeline, Pipeline]:
         """The plan's schedule, and one of a single microbatch that only goes forward."""
@@ -179,7 +200,7 @@ class Engine:
 
     def local(self, batch: Batch) -> Batch:
         """This rank's part of a global batch (every tensor's dim 0 counts the plan's `batch` samples)."""
-        index = part(self.plan.batch, self.plan.accumulate, self.mesh.index(*DATA_AXES), self.plan.data_size)
+        index = part(self.whole.batch, self.whole.accumulate, self.data_rank, self.data_size)
         return {key: value[torch.tensor(index)] for key, value in batch.items()}
 
     def step(self, batch: Batch) -> StepResult:
@@ -202,6 +223,8 @@ class Engine:
         self._check_selective()
         result = self._update(missing)
         self.steps_done += 1
+        if self.outer is not None:
+            self.outer.after(self.steps_done)
         if self.plan.recompute != "selective" and self.randomness.drawn == 0:
             training.functions = None  # a model without dropout pays nothing for it after the first step
         return result
@@ -245,6 +268,8 @@ class Engine:
             raise self._diverged()
         loss_sum, weight = total[1], total[2]
         factor = self.plan.batch / (weight * self.loss_scale)
+        if self.reducer.exchange is not None:
+            self.reducer.exchange.scale = factor
         norm = total[0].sqrt() * factor if want_norm else None
         result = StepResult(loss_sum / weight, weight, norm)
         if self._training.versions is not None:
@@ -328,9 +353,9 @@ class Engine:
         self.units.reshard()
         group = self.mesh.group("pp")
         if group is not None:
-            source = self.plan.layout.peers(self.mesh.rank, "pp")[self.plan.schedule.placement[-1]]
+            source = self.plan.schedule.placement[-1]
             outputs = outputs or [None]
-            dist.broadcast_object_list(outputs, src=source, group=group, device=self.mesh.device)
+            dist.broadcast_object_list(outputs, group_src=source, group=group, device=self.mesh.device)
         return outputs[0]
 
     @torch.no_grad()
@@ -365,7 +390,7 @@ class Engine:
             if value.shape[0] != want:
                 hint = (
                     "take this rank's part with engine.local(batch)"
-                    if value.shape[0] == self.plan.batch
+                    if value.shape[0] == self.whole.batch
                     else f"give {want}"
                 )
                 raise ConfigError(f"batch[{key!r}]", tuple(value.shape), f"this rank's part is {want} samples", hint)
@@ -403,38 +428,63 @@ class Engine:
 
         `saved`: the names that a checkpoint holds, to be loaded from it: optimizer state is made for these alone.
         """
+        own = self._own(saved)
         for name, p in self.params.items():
-            yield self._piece(name, local(p.detach()), name)
+            yield self._piece(own(name), local(p.detach()), name)
         persistent, absent = self.model.state_dict(keep_vars=True).keys() - self.params.keys(), self._absent_buffers()
         for name, buffer in self.model.named_buffers():
             if name in persistent and name not in absent:
-                yield whole(name, buffer, self._writes(self._buffer_holders(name), ()))
+                yield whole(own(name), buffer, self._writes(self._buffer_holders(name), ()))
+        yield from self._agreed(saved)
         for name, kept in self._kept():
             if saved is None or name in saved:
                 yield whole(name, kept, True)
-            else:
-                self.forgot = True
+        if saved is not None:
+            here = f"/{self.mesh.place}/"
+            had = {name for name in saved if name.startswith("sync/") and here in name}
+            self.forgot = had != {name for name, _ in self._kept()} and any(n.startswith("sync/") for n in saved)
         if saved is not None:
             self._make_optimizer_state(saved)
         for name, p in self.params.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 if not isinstance(value, Tensor):
                     continue
-                full = f"optimizer/{name}/{key}"
+                full = own(f"optimizer/{name}/{key}")
                 if value.shape == p.shape and value.ndim:
                     yield self._piece(full, local(value), name, self._owners.get(name, 0))
                 else:
                     writer = self._writes(self.plan.holders(name), (), self._owners.get(name, 0))
                     yield whole(full, local(value), writer)
 
+    def _own(self, saved: Collection[str] | None) -> Callable[[str], str]:
+        """A name in the checkpoint: replicas that step by themselves each have their own, and the first one's is the
+        model's. Who finds none of its own begins from that."""
+        if not self.whole.separate or self.replica == 0:
+            return lambda name: name
+        prefix = f"replica-{self.replica}/"
+        return lambda name: prefix + name if saved is None or prefix + name in saved else name
+
+    def _agreed(self, saved: Collection[str] | None) -> Iterator[Piece]:
+        """What replicas that step by themselves last agreed on, and what is under way between them."""
+        if self.outer is None:
+            return
+        own = self._own(saved)
+        for name, what, tensor, same in self.outer.kept(self.steps_done if saved is None else None):
+            full = f"outer/{name}/{what}"
+            full = full if same else own(full)
+            if saved is None or full in saved:
+                piece = self._piece(full, tensor, name)
+                yield replace(piece, writer=piece.writer and (not same or self.replica == 0))
+
     def _kept(self) -> Iterator[tuple[str, Tensor]]:
         """What codecs keep from step to step: this rank's, of use to the same layout and codec alone."""
-        states = {str(i): s for i, s in enumerate(self.reducer.exchange.states)} if self.reducer.exchange else {}
+        each = self.outer.states() if self.outer else self.reducer.exchange.states if self.reducer.exchange else ()
+        states = {str(i): s for i, s in enumerate(each)}
         states |= {name or "root": scatter.state for name, scatter in self._scatters.items()}
         shapes = [(name, key, tuple(t.shape)) for name, state in states.items() for key, t in state.items()]
         for name, key, _ in shapes:
-            mark = crc32(repr((str(self.plan.layout), self.plan.sync, shapes)).encode())
-            yield f"sync/{mark:08x}/{self.mesh.rank}/{name}/{key}", states[name][key]
+            mark = crc32(repr((str(self.whole.layout), self.whole.sync, shapes)).encode())
+            yield f"sync/{mark:08x}/{self.mesh.place}/{name}/{key}", states[name][key]
 
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors."""
@@ -541,12 +591,11 @@ def _pairs(plan: Plan) -> set[tuple[int, int]]:
 
 def _share_initial(model: nn.Module, mesh: Mesh) -> None:
     """All ranks begin with rank 0's weights and buffers."""
-    group = mesh.group(*mesh.layout.live())
-    if group is None:
+    if mesh.whole.world == 1:
         return
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, src=0, group=group)
+            dist.broadcast(tensor.data, src=0)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -559,9 +608,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         )  # fmt: skip
 
 
+def _runs_on_cuda(sync: Sync) -> bool:
+    return isinstance(sync, EachStep) and sync.route == "backend"
+
+
 def check_codec(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """A codec that has the momentum goes with an optimizer that has none. Raises ConfigError."""
-    codec = plan.sync.codec if plan.sync is not None and (plan.apart or plan.scattered) else None
+    codec = plan.sync.codec if plan.sync is not None and not plan.sync.plain else None
     if codec is None or not codec.has_momentum:
         return
     if type(optimizer) is not torch.optim.SGD or any(group["momentum"] for group in optimizer.param_groups):

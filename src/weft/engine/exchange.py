@@ -9,9 +9,10 @@ reduction after the other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,13 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ..codecs import Codec, Peers, Reduction, Shapes, State
+from ..codecs import Asked, Codec, Peers, Reduction, Shapes, State
 from ..errors import CannotCut
 from ..mesh import Mesh
 from ..syncs import EachStep
 from .wires import Backend, Owners, Ring
+
+Wire = Ring | Owners | Backend
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Exchange:
     def __init__(self, sync: EachStep, mesh: Mesh, parcels: Sequence[Parcel]):
         self._codec, self._parcels = sync.codec, parcels
         self._peers = sync.peers(mesh.size("dp"), mesh.index("dp"))
+        self.scale: Tensor | None = None  # as of Peers
         self.states: list[State] = [sync.codec.state(p.shapes, p.flat) for p in parcels]
         self._polled: Polled | None = None
         self._threaded: Threaded | None = None
@@ -59,11 +63,18 @@ class Exchange:
     def launch(self, number: int, after: dist.Work | None) -> None:
         """Begin to sum a parcel, when `after` is done. All replicas launch in the same order."""
         parcel = self._parcels[number]
-        reduction = self._codec.reduce(parcel.flat, self.states[number], parcel.shapes, self._peers)
+        if parcel.flat.numel() == 0:  # on all its replicas
+            return
+        peers = replace(self._peers, scale=self.scale)
+        reduction = self._codec.reduce(parcel.flat, self.states[number], parcel.shapes, peers)
         if self._polled is not None:
             self._polled.launch(reduction, after)
         elif self._threaded is not None:
             self._threaded.launch(reduction, self._wires[number], after)
+
+    def asks(self, step: int) -> list[list[Asked]]:
+        """What each parcel's codec asks for in a step."""
+        return [self._codec.asks(p.shapes, self._peers, p.flat.element_size(), step) for p in self._parcels]
 
     def advance(self) -> None:
         """Go on with what has arrived."""
@@ -105,7 +116,7 @@ class Scatter(ReduceScatter):
     ) -> dist.Work | None:
         assert op == dist.ReduceOp.SUM
         peers = Peers(group.size(), group.rank(), sharded=True)
-        if self.state and input_tensor.numel() != self._numel:
+        if "residual" in self.state and input_tensor.numel() != self._numel:
             raise CannotCut(
                 "sync.codec", self._codec.name,
                 f"a parameter of {self._unit or 'the root'} got no gradient, so what is kept does not fit",
@@ -115,6 +126,30 @@ class Scatter(ReduceScatter):
         for work in _rounds(self._codec.scatter(input_tensor, output_tensor, self.state, peers), wire):
             work.wait()
         return None
+
+
+class Clock:
+    """Seconds between the first sum that begins in a step and the last that ends, and those spent in waiting for sums,
+    as the host sees it."""
+
+    def __init__(self) -> None:
+        self.busy_s = self.exposed_s = 0.0
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        """A sum begins."""
+        if self._began is None:
+            self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the wait for all that has begun."""
+        since = time.perf_counter()
+        yield
+        now = time.perf_counter()
+        self.exposed_s += now - since
+        self.busy_s += now - (since if self._began is None else self._began)
+        self._began = None
 
 
 class Polled:
@@ -199,10 +234,10 @@ class Threaded:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-exchange")
         self._running: list[Future[None]] = []
 
-    def launch(self, reduction: Reduction, wire: Ring | Owners, after: dist.Work | None) -> None:
-        self.submit(lambda: _through(reduction, wire, after))
+    def launch(self, reduction: Reduction, wire: Wire, after: dist.Work | None) -> Future[None]:
+        return self.submit(lambda: _through(reduction, wire, after))
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Callable[[], None]) -> Future[None]:
         modes = _get_current_dispatch_mode_stack()  # who watches this thread's operators watches those too
 
         def run() -> None:
@@ -212,7 +247,9 @@ class Threaded:
                 stack.enter_context(torch.no_grad())
                 task()
 
+        self._running = [future for future in self._running if not future.done() or future.exception()]
         self._running.append(self._thread.submit(run))
+        return self._running[-1]
 
     def finish(self) -> None:
         """Wait for all."""
@@ -221,7 +258,7 @@ class Threaded:
             future.result()
 
 
-def _through(reduction: Reduction, wire: Ring | Owners, after: dist.Work | None) -> None:
+def _through(reduction: Reduction, wire: Wire, after: dist.Work | None) -> None:
     if after is not None:
         after.wait()
     answer = None

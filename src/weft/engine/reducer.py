@@ -7,9 +7,6 @@ sums over `tp`), and those of weights that several stages use.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from ..mesh import Mesh
 from ..plans import Plan
-from .exchange import Exchange, Parcel
+from ..syncs import EachStep
+from .exchange import Clock, Exchange, Parcel
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -41,30 +39,6 @@ class Bucket:
     launched: bool = False
     work: dist.Work | None = None  # the backend's part of it
     reached: set[int] = field(default_factory=set)  # parameters that this step's backward has given a gradient
-
-
-class Clock:
-    """Seconds between the first sum that begins in a step and the last that ends, and those spent in waiting for sums,
-    as the host sees it."""
-
-    def __init__(self) -> None:
-        self.busy_s = self.exposed_s = 0.0
-        self._began: float | None = None
-
-    def begin(self) -> None:
-        """A sum begins."""
-        if self._began is None:
-            self._began = time.perf_counter()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around the wait for all that has begun."""
-        since = time.perf_counter()
-        yield
-        now = time.perf_counter()
-        self.exposed_s += now - since
-        self.busy_s += now - (since if self._began is None else self._began)
-        self._began = None
 
 
 class Reducer:
@@ -100,7 +74,7 @@ class Reducer:
                 self._of[p] = made, i
                 if not made.stored or bucket.stage is not None:
                     p.register_post_accumulate_grad_hook(self._accumulated)
-        self.exchange = Exchange(plan.sync, mesh, crossing) if crossing and plan.sync is not None else None
+        self.exchange = Exchange(plan.sync, mesh, crossing) if isinstance(plan.sync, EachStep) and crossing else None
 
     def begin(self) -> None:
         """A step begins: gradients are cleared."""
@@ -163,6 +137,11 @@ class Reducer:
             for p, view in zip(bucket.params, bucket.views, strict=True):
                 if bucket.stored and p.grad is not None:
                     local(p.grad).copy_(view)
+                elif bucket.stored and bucket.number is not None and isinstance(p, DTensor):
+                    # reached on another replica alone; where on none, drop_unused takes it away
+                    p.grad = DTensor.from_local(
+                        view.clone(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                    )
         return [(b, i) for b in self.buckets for i in range(len(b.params)) if i not in b.reached]
 
     def spread(self) -> None:

@@ -27,9 +27,12 @@ class Unit:
     stage: int | None  # None: the root of a pipeline's model
     learns: bool  # one of its parameters is trainable
 
-    def reduced(self) -> Tensor:
-        """A tensor like that of all its gradients, padded as FSDP2 reduces them."""
-        (group,) = fully_shard.state(self.module)._fsdp_param_groups  # type: ignore[attr-defined]
+    def reduced(self) -> Tensor | None:
+        """A tensor like that of all its gradients, padded as FSDP2 reduces them; None if it holds no parameters."""
+        groups = fully_shard.state(self.module)._fsdp_param_groups  # type: ignore[attr-defined]
+        if not groups:
+            return None
+        (group,) = groups
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         rows = sum(p.padded_sharded_param_size.numel() for p in trained)
         like = trained[0].sharded_param.to_local() if trained else torch.empty(0)

@@ -36,6 +36,12 @@ class Backend:
         got = torch.empty_like(ask.messages)
         return _begun(dist.all_to_all_single(got, ask.messages, group=group, async_op=True)), got
 
+    def answer(self, ask: Ask) -> Tensor:
+        """What is asked for. Blocks."""
+        work, answer = self.start(ask, 0)
+        work.wait()
+        return answer
+
 
 def _begun(work: dist.Work | None) -> dist.Work:
     assert work is not None
@@ -190,6 +196,13 @@ def _send(x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
 
 def _receive(x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
     return _begun(dist.irecv(x, group=group, group_src=peer))
+
+
+def on_wire(kind: str, nbytes: int, size: int) -> float:
+    """Bytes that a rank sends for a collective of `size` ranks, as a ring does it (Patarasuk & Yuan 2009)."""
+    if kind == "send":
+        return nbytes
+    return nbytes * (2 if kind == "all_reduce" else 1) * (size - 1) / size
 
 
 def carried(route: Route, local: int, asked: Asked, peers: Peers, owner: int) -> Iterator[tuple[str, int]]:

@@ -44,4 +44,6 @@ def make(name: str, codec: str | Mapping[str, Any] | Codec = "identity", **optio
     elif isinstance(codec, Mapping):
         arguments = dict(codec)
         codec = codecs.make(str(arguments.pop("name", None)), **arguments)
+    elif not isinstance(codec, Codec):
+        raise ConfigError("sync.codec", codec, "is neither a name nor a codec", "write a name, or a table with one")
     return known[name](codec, **options)

@@ -1,18 +1,18 @@
-"""What an option of a synchroniser may be."""
+"""What options that several synchronisers have may be."""
 
 from __future__ import annotations
 
-from ..errors import ConfigError
-
-
-def hold(option: str, value: object, kind: type, fits: bool, wanted: str) -> None:
-    """Raises ConfigError unless the value is of this kind and fits. A whole number passes for a float."""
-    numeric = kind is float and type(value) is int
-    if not (type(value) is kind or numeric) or not fits:
-        raise ConfigError(f"sync.{option}", value, "cannot be", f"write {wanted}")
+from ..errors import hold
 
 
 def bucket(megabytes: float) -> int:
     """Bytes of a bucket."""
-    hold("bucket_mb", megabytes, float, megabytes > 0, "a size above 0, in 2^20 bytes")
+    hold("sync.bucket_mb", megabytes, float, lambda x: x > 0, "a size above 0, in 2^20 bytes")
     return max(1, int(megabytes * 2**20))
+
+
+def hold_period(period: int, fragments: int, delay: int) -> None:
+    """Of a synchroniser whose replicas agree from time to time."""
+    hold("sync.period", period, int, lambda x: x >= 1, "a number of steps")
+    hold("sync.fragments", fragments, int, lambda x: 1 <= x <= period, f"a number from 1 to period = {period}")
+    hold("sync.delay", delay, int, lambda x: 0 <= x < period, f"a number of steps below period = {period}")

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 
 from rich.filesize import decimal
 
 from ..comms import sent
 from ..engine import Engine
+from ..engine.wires import on_wire
 from ..verification.audit import Audit
 
 
 class Traffic:
-    """Of one rank. Bytes are those of the first step that it sees, counted at PyTorch's dispatcher."""
+    """Of one rank. Bytes are counted at PyTorch's dispatcher, in the first step and when the codec asks for others."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._live = bool(engine.plan.layout.live())
-        self._mark = (0.0, 0.0)
+        self._live = bool(engine.whole.layout.live())
+        self._mark = (0.0, 0.0, 0.0)
+        self._steps = 0
+        self._seen: object = None
         self.by_axis: dict[str, float] | None = None
+
+    def _asked(self) -> object:
+        """What the codec asks for in this step: it may be less than in the first ones."""
+        exchange = self._engine.reducer.exchange
+        return None if exchange is None else exchange.asks(self._engine.steps_done)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a step."""
-        if self.by_axis is not None or not self._live:
+        self._steps += 1
+        if not self._live or (self.by_axis is not None and self._asked() == self._seen):
             yield
             return
+        self._seen = self._asked()
         with Audit(self._engine.mesh) as audit:
             yield
-        layout = self._engine.plan.layout
+        layout = self._engine.whole.layout
         found: dict[str, float] = {}
         for comm in audit.seen:
             size = layout.size(*comm.axis.split("."))
@@ -41,28 +50,31 @@ class Traffic:
         """For metrics.jsonl: of a step, as means over the `steps` steps since the last call."""
         if not self._live or self.by_axis is None:
             return {}
-        found: dict[str, float] = {"sent_bytes": round(sum(self.by_axis.values()))}
-        if self._engine.reducer.buckets and self._engine.mesh.device.type == "cpu":
-            clock = self._engine.reducer.clock
-            exposed, busy = clock.exposed_s - self._mark[0], clock.busy_s - self._mark[1]
-            self._mark = clock.exposed_s, clock.busy_s
+        outer, reducer = self._engine.outer, self._engine.reducer
+        clock, apart = (reducer.clock, 0.0) if outer is None else (outer.clock, outer.sent_bytes)
+        now = clock.exposed_s, clock.busy_s, apart
+        exposed, busy, between = (b - a for a, b in zip(self._mark, now, strict=True))
+        self._mark = now
+        found: dict[str, float] = {"sent_bytes": round(sum(self.by_axis.values()) + between / steps)}
+        if (outer or reducer.buckets) and self._engine.mesh.device.type == "cpu":
             found |= {"sync_exposed_s": exposed / steps, "sync_hidden_s": max(0.0, busy - exposed) / steps}
         return found
 
     def summary(self) -> str | None:
         """Bytes of a step by axis; and of what an all-reduce of the gradients as they are would send over `dp`."""
-        if not self.by_axis:
+        if self.by_axis is None or not self._live:
             return None
-        parts = [f"{axis} {decimal(round(nbytes))}" for axis, nbytes in self.by_axis.items()]
+        outer, by_axis = self._engine.outer, dict(self.by_axis)
+        if outer is not None:
+            by_axis["dp"] = by_axis.get("dp", 0.0) + outer.sent_bytes / self._steps
+        parts = [f"{axis} {decimal(round(nbytes))}" for axis, nbytes in by_axis.items()]
         text = f"a rank sends {', '.join(parts)} a step"
-        plain = self._plain()
-        actual = self.by_axis.get("dp", 0.0)
+        plain, actual = self._plain(), by_axis.get("dp", 0.0)
         return f"{text}; over dp 1/{plain / actual:.3g} of what gradients take" if plain and actual else text
 
     def _plain(self) -> float:
-        plan = self._engine.plan
-        if not plan.apart:
-            return 0.0
-        size = plan.layout.size("dp")
-        held = [b for b in self._engine.reducer.buckets if b.number is not None]
-        return sum(prod(b.flat.shape) * b.flat.element_size() for b in held) * 2 * (size - 1) / size
+        engine, size = self._engine, self._engine.whole.layout.size("dp")
+        flats = [b.flat for b in engine.reducer.buckets if b.number is not None]
+        if engine.outer is not None:
+            flats = [fragment.anchor for fragment in engine.outer.fragments]
+        return sum(on_wire("all_reduce", flat.nbytes, size) for flat in flats)

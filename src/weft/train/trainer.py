@@ -25,7 +25,6 @@ from ..data import Dataset, Loader
 from ..engine import Engine, StepResult
 from ..engine.reducer import local
 from ..errors import ConfigError, WeftError
-from ..layout import DATA_AXES
 from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
 from .output import CHECKPOINTS, SAMPLE, check_output, position
 from .progress import Progress, short
@@ -55,7 +54,7 @@ def train(run: Run, resume: bool, trace: bool = False) -> None:
         saved = checkpoint.inspect(folder / CHECKPOINTS).tensors
         engine.load_scalars(checkpoint.load(folder / CHECKPOINTS, None, engine.tensors(saved)))
     done = engine.steps_done
-    notes = [*engine.plan.notes]
+    notes = [*engine.whole.notes]
     if engine.forgot:
         notes.append("what codecs had kept was another layout's or codec's: it begins anew")
     if trace and t.steps - done < FIRST:
@@ -64,7 +63,7 @@ def train(run: Run, resume: bool, trace: bool = False) -> None:
     loader = _loader(run, engine, dataset, start=done)
     if rank == 0:
         (folder / "run.toml").write_text(config.dump(run), encoding="utf-8")
-        (folder / "plan.txt").write_text(f"{engine.plan}\n", encoding="utf-8")
+        (folder / "plan.txt").write_text(f"{engine.whole}\n", encoding="utf-8")
 
     console = Console(quiet=rank != 0)
     recorder = Recorder(engine) if trace else None
@@ -204,7 +203,7 @@ class _Loop:
             step,
             self.engine.tensors(),
             {**self.engine.scalars(), **position(self.run)},
-            {"layout": str(self.engine.plan.layout), "weft": _version(), "torch": torch.__version__},
+            {"layout": str(self.engine.whole.layout), "weft": _version(), "torch": torch.__version__},
             self.run.checkpoint.keep,
         )
 
@@ -271,11 +270,8 @@ def _engine(run: Run, dataset: Dataset) -> Engine:
 
 
 def _loader(run: Run, engine: Engine, dataset: Dataset, start: int = 0) -> Loader:
-    mesh, t = engine.mesh, run.train
-    rank, size = mesh.index(*DATA_AXES), mesh.size(*DATA_AXES)
-    return Loader(
-        dataset, t.batch, t.seed, accumulate=t.accumulate, data_rank=rank, data_size=size, start=start
-    )  # fmt: skip
+    t, rank, size = run.train, engine.data_rank, engine.data_size
+    return Loader(dataset, t.batch, t.seed, accumulate=t.accumulate, data_rank=rank, data_size=size, start=start)
 
 
 def _version() -> str:
@@ -289,7 +285,7 @@ def _version() -> str:
 
 
 def _header(run: Run, engine: Engine, done: int, notes: Sequence[str]) -> dict[str, str]:
-    layout, count = engine.plan.layout, sum(math.prod(weight.shape) for weight in engine.plan.weights)
+    layout, count = engine.whole.layout, sum(math.prod(weight.shape) for weight in engine.plan.weights)
     device = engine.mesh.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rows = {

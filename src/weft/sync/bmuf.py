@@ -1,0 +1,33 @@
+"""bmuf: blockwise model-update filtering (Chen & Huo 2016).
+
+After a block of `period` steps, G = mean of the replicas' weights - the weights that the block began with;
+D = momentum D + rate G; W = W + D. Nesterov: the next block begins with W + momentum D. Momentum 0 and rate 1 are local
+SGD.
+"""
+
+from __future__ import annotations
+
+from ..codecs import Codec
+from ..errors import hold
+from ..syncs import EachPeriod
+from ._checks import hold_period
+
+
+def bmuf(
+    codec: Codec,
+    period: int = 10,
+    momentum: float = 0.9,
+    rate: float = 1.0,
+    nesterov: bool = False,
+    fragments: int = 1,
+    delay: int = 0,
+) -> EachPeriod:
+    """`momentum`: of the blocks, about 1 - 1 / replicas. `rate`: of the blocks. The rest as of local_sgd."""
+    hold_period(period, fragments, delay)
+    hold("sync.momentum", momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    hold("sync.rate", rate, float, lambda x: x > 0, "a number above 0")
+    hold("sync.nesterov", nesterov, bool, lambda _: True, "true or false")
+    return EachPeriod("bmuf", codec, period, rate, momentum, nesterov, fragments, delay)
+
+
+SYNCS = {"bmuf": bmuf}

@@ -1,0 +1,31 @@
+"""diloco: inner AdamW for `period` steps, then SGD with Nesterov momentum on the mean difference of weights (Douillard
+et al. 2024).
+
+Streaming (Douillard et al. 2025): `fragments` of the layers take turns, and an exchange takes `delay` steps beside
+training, merged when it arrives.
+"""
+
+from __future__ import annotations
+
+from ..codecs import Codec
+from ..errors import hold
+from ..syncs import EachPeriod
+from ._checks import hold_period
+
+
+def diloco(
+    codec: Codec,
+    period: int = 20,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    fragments: int = 1,
+    delay: int = 0,
+) -> EachPeriod:
+    """`lr`, `momentum`: of the outer steps. The rest as of local_sgd."""
+    hold_period(period, fragments, delay)
+    hold("sync.lr", lr, float, lambda x: x > 0, "a number above 0")
+    hold("sync.momentum", momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    return EachPeriod("diloco", codec, period, lr, momentum, True, fragments, delay)
+
+
+SYNCS = {"diloco": diloco}
