@@ -228,6 +228,26 @@ def test_another_layout_goes_on_from_the_first_replica(tmp_path: Path, pool: Poo
     assert lines(wide)[-1]["step"] == 6
 
 
+def validated(layout: str) -> tuple[float, list[float]]:
+    """The loss of an evaluation; sum and weight of this replica alone."""
+    of = subject("decoder", PERIODIC["local_sgd"])
+    model = seeded(of.build)
+    engine = weft.Engine(model, laid(of, model, layout), optimizer=ADAMW, loss=of.loss, device="cpu")
+    first, batch = batches(of, 2)
+    engine.step(engine.local(first))
+    mine = engine.local(batch)
+    found = float(engine.evaluate(mine).loss)
+    with torch.no_grad():
+        total, weight = of.loss(model.eval()(mine["input_ids"]), mine)
+    return found, torch.stack([total, torch.as_tensor(weight)]).tolist()
+
+
+def test_validation_is_over_all_replicas(pool: Pool) -> None:
+    found = pool.run(validated, "dp2", world=2)
+    totals = torch.tensor([parts for _, parts in found]).double().sum(0)
+    assert [loss for loss, _ in found] == pytest.approx([float(totals[0] / totals[1])] * 2, rel=1e-6)
+
+
 def test_what_is_sent_is_counted_by_the_step(tmp_path: Path, pool: Pool) -> None:
     sizes = {}
     for period in (2, 3):

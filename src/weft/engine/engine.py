@@ -324,7 +324,8 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> StepResult:
-        """The mean loss of a batch over all ranks, in evaluation mode. `batch` as for `step`."""
+        """The mean loss of a batch over all ranks, in evaluation mode. `batch` as for `step`. Where replicas step by
+        themselves, each computes with its own weights."""
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
 
@@ -340,6 +341,8 @@ class Engine:
         group = self.mesh.group(*DATA_AXES, "pp")
         if group is not None:
             dist.all_reduce(total, group=group)
+        if self.outer is not None:
+            self.outer.add(total)
         return StepResult(total[0] / total[1], total[1])
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..codecs import State
+from ..codecs import State, Sum
 from ..mesh import Mesh
 from ..plans import COPY, Plan
 from ..syncs import EachPeriod, owners
@@ -90,6 +90,11 @@ class Outer:
                 self._send(fragment)
             if since == self._sync.delay and step > since:
                 self._merge(fragment)
+
+    def add(self, total: Tensor) -> None:
+        """Sum over the replicas, in place. All of them call it."""
+        self.settle()
+        self._wire.answer(Sum(total))
 
     def settle(self) -> None:
         """Wait for what is under way."""

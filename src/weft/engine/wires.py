@@ -29,10 +29,10 @@ class Backend:
             return _begun(dist.all_reduce(ask.tensor, group=group, async_op=True)), ask.tensor
         if isinstance(ask, Gather):
             every = ask.message.new_empty((group.size(), *ask.message.shape))
-            return _begun(dist.all_gather_into_tensor(every.view(-1), ask.message, group=group, async_op=True)), every
+            return _begun(dist.all_gather_single(every.view(-1), ask.message, group=group, async_op=True)), every
         if ask.sums:
             part = ask.messages.new_empty(ask.messages.shape[1:])
-            return _begun(dist.reduce_scatter_tensor(part, ask.messages.view(-1), group=group, async_op=True)), part
+            return _begun(dist.reduce_scatter_single(part, ask.messages.view(-1), group=group, async_op=True)), part
         got = torch.empty_like(ask.messages)
         return _begun(dist.all_to_all_single(got, ask.messages, group=group, async_op=True)), got
 
