@@ -3,6 +3,8 @@ they send is what was predicted; with a codec, replicas stay equal bit for bit."
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -351,3 +353,16 @@ def test_what_is_refused_before_any_process(tmp_path: Path, axes: str, table: di
     run = run.model_copy(update={"sync": Sync(**table)})
     with pytest.raises(Refusal, match=says):
         build.check(run)
+
+
+def test_an_engine_that_is_done_with_leaves_no_thread(pool: Pool) -> None:
+    """Its process groups, and its own thread, end with it."""
+    threads = []
+    for _ in range(3):
+        pool.run(trained, "int4", "ring", "dp2", {}, 1, world=2)
+        threads.append(pool.run(living_threads, world=2))
+    assert threads[0] == threads[1] == threads[2]
+
+
+def living_threads() -> int:
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()

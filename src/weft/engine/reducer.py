@@ -7,6 +7,7 @@ sums over `tp`), and those of weights that several stages use.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +51,14 @@ class Reducer:
         self._ready_buckets: list[Bucket] = []  # of the stage whose last backward runs, those not launched yet
         self._of: dict[nn.Parameter, tuple[Bucket, int]] = {}
         crossing: list[Parcel] = []
+        # autograd holds its hooks where Python's collector does not see them: an engine that is done with is to go
+        here = weakref.ref(self)
+
+        def accumulated(p: Tensor) -> None:
+            reducer = here()
+            if reducer is not None:
+                reducer._accumulated(p)
+
         for bucket in plan.buckets():
             members = [params[name] for name in bucket.names]
             group = mesh.group(*bucket.axes, among=bucket.among)
@@ -73,7 +82,7 @@ class Reducer:
             for i, p in enumerate(members):
                 self._of[p] = made, i
                 if not made.stored or bucket.stage is not None:
-                    p.register_post_accumulate_grad_hook(self._accumulated)
+                    p.register_post_accumulate_grad_hook(accumulated)
         self.exchange = Exchange(plan.sync, mesh, crossing) if isinstance(plan.sync, EachStep) and crossing else None
 
     def begin(self) -> None:

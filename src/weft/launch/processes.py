@@ -375,6 +375,7 @@ def _work(connection: Connection, parent: int, task: _Task | None) -> None:
         answer = _answer(lambda message=message: pickle.loads(message)())  # type: ignore[misc]
         # DTensor caches by mesh, and a mesh of the next task may equal one of this task, whose groups are gone.
         _clear_sharding_prop_cache()
+        gc.collect()  # an engine is a cycle, and holds process groups with their threads
         connection.send_bytes(answer)
 
 
