@@ -99,7 +99,7 @@ class Codec(ABC):
         """Leaves in x [n] the sum over all ranks, as far as the codec can say it; equal bits on all of them."""
 
     def scatter(self, x: Tensor, out: Tensor, state: State, peers: Peers) -> Reduction:
-        """Leaves in out [n] the sum of what all ranks have for this one; x is [ranks * n]."""
+        """Leaves in out [n] the sum of what all ranks have for this one; x is [ranks * n]. Only where `scatters`."""
         raise NotImplementedError(self.name)
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Codec(ABC):
         """What the `step`-th `reduce` asks for. `itemsize`: of what is reduced."""
 
     def scatter_asks(self, n: int, peers: Peers, itemsize: int) -> list[Asked]:
-        """What `scatter` asks for, to leave n elements on each rank."""
+        """What `scatter` asks for, to leave n elements on each rank. Only where `scatters`."""
         raise NotImplementedError(self.name)
 
     @property
@@ -203,8 +203,6 @@ class Messages(Codec):
         return error
 
     def scatter(self, x: Tensor, out: Tensor, state: State, peers: Peers) -> Reduction:
-        if self.sparse:
-            raise NotImplementedError(self.name)
         n = out.numel()
         rows = torch.zeros(peers.size, -(-n // self.block) * self.block, dtype=x.dtype, device=x.device)
         rows[:, :n] = x.view(peers.size, n)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from .codecs import numel
 from .engine.transport import HEADER_BYTES
-from .engine.wires import carried, on_wire
+from .engine.wires import carried
 from .layout import DATA_AXES
 from .losses import reduced_numels
 from .plans import COPY, Bucket, Param, Plan, Step, Weight, collective
@@ -92,11 +92,6 @@ def predict(
     if plan.staging is not None and any(step.gather is not None for step in plan.steps):
         comms.append(Comm("all_reduce", ".".join(data), TRAIL_BYTES, "step", ""))
     return comms
-
-
-def sent(comm: Comm, size: int) -> float:
-    """Bytes that a rank puts on the wire for a collective of `size` ranks."""
-    return on_wire(comm.kind, comm.nbytes, size)
 
 
 def totals(comms: Iterable[Comm]) -> dict[tuple[str, str], tuple[int, int]]:

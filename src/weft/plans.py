@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .layout import DATA_AXES, Layout
 from .schedules import Action, Schedule
 from .staging import Staging
-from .syncs import EachPeriod, EachStep, Sync, owners
+from .syncs import BUCKET_BYTES, EachPeriod, EachStep, Sync, owners
 
 Spec = Mapping[str, Placement]  # axis -> placement; an axis left out is Replicate
 COPY = Replicate()
@@ -175,9 +175,6 @@ class Bucket:
     among: tuple[int, ...] = ()
     stage: int | None = 0
     owner: int = 0
-
-
-BUCKET_BYTES = 25 * 2**20  # of gradients that are reduced together
 
 
 def _accumulation(microbatches: int) -> Schedule:

@@ -1,4 +1,4 @@
-"""Sync: how the replicas on `dp` stay together, as data. Three kinds, by when they agree."""
+"""Sync: how the replicas on `dp` stay together, as data. Two kinds, by when they agree."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .codecs import Codec, Peers
 
 Route = Literal["backend", "ring", "owners"]
 
+BUCKET_BYTES = 25 * 2**20  # of gradients that are reduced together
 ROUNDS = 2  # a codec's rounds: the second must not queue up behind the next bucket's first
 
 
@@ -26,7 +27,7 @@ class EachStep:
     route: Route = "backend"
     servers: int = 0
     local: int = 1
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = BUCKET_BYTES
 
     @property
     def plain(self) -> bool:

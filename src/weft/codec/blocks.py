@@ -71,10 +71,10 @@ class Blocks(Messages):
             values = steps.view(torch.int8).to(dtype)
         else:
             values = torch.cat([steps & 15, steps >> 4], -1).to(dtype).sub_(8)
-        return values.mul_(_floats(scale).unsqueeze(-1)).flatten(-2)[..., :n]
+        return values.mul_(floats(scale).unsqueeze(-1)).flatten(-2)[..., :n]
 
 
-def _floats(scale: Tensor) -> Tensor:
+def floats(scale: Tensor) -> Tensor:
     """Bytes as the float32 that they are, wherever in a message they begin."""
     return scale.contiguous().clone().view(torch.float32)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..codecs import Messages
 from ..errors import hold
-from .blocks import SCALE_BYTES, _floats
+from .blocks import SCALE_BYTES, floats
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Sign(Messages):
         whole = whole.unflatten(-1, (blocks, self.size // 8))
         bits = torch.stack([(whole >> place) & 1 for place in range(8)], -2).flatten(-2)
         signs = bits.to(dtype).mul_(-2).add_(1)
-        return signs.mul_(_floats(scale).unsqueeze(-1)).flatten(-2)[..., :n]
+        return signs.mul_(floats(scale).unsqueeze(-1)).flatten(-2)[..., :n]
 
 
 def sign(block: int = 1024, feedback: bool = True) -> Sign:

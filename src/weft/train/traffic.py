@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from rich.filesize import decimal
 
-from ..comms import sent
 from ..engine import Engine
 from ..engine.wires import on_wire
 from ..verification.audit import Audit
@@ -43,7 +42,7 @@ class Traffic:
         found: dict[str, float] = {}
         for comm in audit.seen:
             size = layout.size(*comm.axis.split("."))
-            found[comm.axis] = found.get(comm.axis, 0.0) + sent(comm, size)
+            found[comm.axis] = found.get(comm.axis, 0.0) + on_wire(comm.kind, comm.nbytes, size)
         self.by_axis = found
 
     def line(self, steps: int) -> dict[str, float]:
