@@ -18,22 +18,27 @@ class Mesh:
     `shared`: sets of positions on `pp` whose ranks have something to reduce together; `pairs`: positions (lower,
     higher) between which messages go. `replicas`: groups for a synchroniser, each as the parts that the positions on
     `dp` are in; `lanes` are this rank's. `apart`: axes of the layout whose ranks go each their own way: this is the
-    mesh of one of them, with its own ranks from 0.
+    mesh of one of them, with its own ranks from 0. `replica`: the position on `dp` of this process, where the processes
+    of a replica have a world to themselves.
     """
 
     def __init__(
         self, layout: Layout, device: torch.device, alone: bool = False,
         shared: Iterable[tuple[int, ...]] = (), pairs: Iterable[tuple[int, int]] = (),
-        replicas: Iterable[Iterable[Iterable[int]]] = (), apart: tuple[str, ...] = (),
+        replicas: Iterable[Iterable[Iterable[int]]] = (), apart: tuple[str, ...] = (), replica: int | None = None,
     ):  # fmt: skip
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
-        if layout.world != world:
-            raise LayoutError(
-                "layout", str(layout), f"it has {layout.world} ranks, {world} processes run",
-                f"start {layout.world} processes",
-            )  # fmt: skip
         self.whole, self.layout, self.device = layout, layout.without(*apart) if apart else layout, device
-        self.place = dist.get_rank() if world > 1 else 0  # in the whole layout
+        self._here = self.layout if replica is not None else layout  # of all processes of this world
+        if self._here.world != world:
+            raise LayoutError(
+                "layout", str(layout), f"it has {self._here.world} ranks, {world} processes run",
+                f"start {self._here.world} processes",
+            )  # fmt: skip
+        self._world_rank = dist.get_rank() if world > 1 else 0
+        self.place = self._world_rank  # in the whole layout
+        if replica is not None:
+            self.place = layout.rank(**{**self.layout.coords(self._world_rank), "dp": replica})
         self.coords = {axis: c for axis, c in layout.coords(self.place).items() if axis not in apart}
         self.rank = self.layout.rank(**self.coords)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
@@ -46,7 +51,7 @@ class Mesh:
         self.lanes: list[dist.ProcessGroup] = []
         if world > 1:
             self.device_mesh = init_device_mesh(
-                device.type, tuple(size for _, size in layout.sizes), mesh_dim_names=layout.axes
+                device.type, tuple(size for _, size in self._here.sizes), mesh_dim_names=self._here.axes
             )
             # every group that a run may need, made by all ranks in the same order
             own = self.layout
@@ -76,7 +81,7 @@ class Mesh:
     def _make(self, axes: tuple[str, ...]) -> None:
         live = self.layout.live(*axes) if axes else ()
         if live and live not in self._groups and self.device_mesh is not None:
-            if live == self.whole.live() and dist.group.WORLD is not None:
+            if live == self._here.live() and dist.group.WORLD is not None:
                 self._groups[live] = dist.group.WORLD
             elif len(live) == 1:
                 self._groups[live] = self.device_mesh.get_group(live[0])
@@ -88,8 +93,8 @@ class Mesh:
         one. Every rank makes those of all ranks: torch names a group by how many were made before."""
         mine = None
         for peers in self._lines(axes):
-            group = dist.new_group(ranks := [rank for rank in peers if self.whole.coords(rank)[axis] in among])
-            if self.place in ranks:
+            group = dist.new_group(ranks := [rank for rank in peers if self._here.coords(rank)[axis] in among])
+            if self._world_rank in ranks:
                 mine = group
         return mine
 
@@ -97,8 +102,8 @@ class Mesh:
         """All ranks in parts, each of those that differ only on these axes."""
         if axes not in self._parts:
             found: dict[tuple[int, ...], list[int]] = {}
-            for rank in range(self.whole.world):
-                others = tuple(c for axis, c in self.whole.coords(rank).items() if axis not in axes)
+            for rank in range(self._here.world):
+                others = tuple(c for axis, c in self._here.coords(rank).items() if axis not in axes)
                 found.setdefault(others, []).append(rank)
             self._parts[axes] = list(found.values())
         return self._parts[axes]

@@ -9,6 +9,7 @@ from .codecs import Codec, Peers
 
 Route = Literal["backend", "ring", "owners"]
 
+TIMEOUT_S = 60.0
 BUCKET_BYTES = 25 * 2**20  # of gradients that are reduced together
 ROUNDS = 2  # a codec's rounds: the second must not queue up behind the next bucket's first
 
@@ -64,16 +65,13 @@ class EachPeriod:
     nesterov: bool = False
     fragments: int = 1
     delay: int = 0
+    timeout_s: float = TIMEOUT_S  # after which a replica that does not come is left out
 
     plain = False
 
     def peers(self, size: int, index: int = 0) -> Peers:
         """How a codec sees the `size` replicas."""
         return Peers(size, index, sharded=True)
-
-    def groups(self, size: int) -> list[list[list[int]]]:
-        """The process groups that it takes: one, all replicas."""
-        return [[list(range(size))]]
 
 
 Sync = EachStep | EachPeriod

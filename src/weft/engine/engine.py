@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..cutting import StageForward
-from ..errors import CannotCut, ConfigError
+from ..errors import CannotCut, ConfigError, WeftError
 from ..layout import DATA_AXES
 from ..mesh import Mesh
 from ..order import part
@@ -24,11 +25,13 @@ from ..plans import COPY, Plan
 from ..randomness import Randomness, mix
 from ..schedules import Action, Schedule
 from ..shards import Piece, Segment, chunks, cut_segments, fsdp_rows, take, whole
-from ..syncs import EachStep, Sync
+from ..syncs import EachPeriod, EachStep, Sync
+from . import catchup
 from .exchange import Scatter
 from .functions import Functions
 from .outer import Outer
 from .pipeline import Pipeline, Route
+from .quorum import TRIES, Company, Meeting, Quorum
 from .reducer import Reducer, local
 from .transport import Transport
 from .units import Units
@@ -67,6 +70,8 @@ class Engine:
     `sample`: a batch of one sample, the same on every rank. Under `tp` the model's output for it must be the same
     before and after the cut: roles whose sizes agree can be wrong. Raises Refusal.
 
+    `company`: where replicas that step by themselves meet, if the processes of each have a world to themselves.
+
     Modules of a model in training mode keep their own modes: a frozen batch norm stays frozen.
     """
 
@@ -82,6 +87,7 @@ class Engine:
         seed: int = 0,
         device: torch.device | str | None = None,
         sample: Batch | None = None,
+        company: Company | None = None,
     ):
         if device is None:
             device = _own_device()
@@ -92,14 +98,17 @@ class Engine:
         if torch.device(device).type == "cuda" and plan.sync is not None and not _runs_on_cuda(plan.sync):
             problem = "has run on CPUs alone: its messages are not ordered with what else a GPU does"
             raise ConfigError("sync.name", plan.sync.name, problem, 'use name = "allreduce", with any codec')
-        groups = plan.sync.groups(plan.layout.size("dp")) if plan.sync is not None and not plan.sync.plain else ()
+        groups = plan.sync.groups(plan.layout.size("dp")) if isinstance(plan.sync, EachStep) and plan.apart else ()
         if plan.separate:
             plan = plan.replica()
+        else:
+            company = None
         self.plan, self.whole, self.loss, self.clip = plan, whole, loss, clip
         shared = [b.among for rank in range(plan.layout.world) for b in plan.of(rank).buckets() if b.among]
         self.mesh = Mesh(
             whole.layout, torch.device(device), shared=shared, pairs=_pairs(plan),
-            replicas=groups if whole.layout.size("dp") > 1 else (), apart=("dp",) if whole.separate else (),
+            replicas=groups, apart=("dp",) if whole.separate else (),
+            replica=company.replica if company is not None else None,
         )  # fmt: skip
         self.replica = whole.layout.coords(self.mesh.place).get("dp", 0)
         self.data_rank, self.data_size = whole.layout.index(self.mesh.place, *DATA_AXES), whole.data_size
@@ -109,7 +118,10 @@ class Engine:
         self.steps_done = 0
         self.trace: list | None = None  # where the pipeline's actions are recorded, if anywhere
         self.forgot = False  # a checkpoint was of another layout or codec, so what codecs keep begins anew
-        _share_initial(self.model, self.mesh)
+        # replicas that share a world write one checkpoint, of the first one's
+        self._speaks = not whole.separate or company is not None or self.replica == 0
+        self.quorum = self._quorum(company)
+        self.caught_up = self._share_initial()  # whether it goes on from where others were
         if whole.separate and self.replica:
             seed = mix(seed, self.replica)  # its samples have numbers of their own
         self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
@@ -178,7 +190,36 @@ class Engine:
         self.outer: Outer | None = None
         if whole.separate:
             trained = {name: local(p.detach()) for name, p in self.params.items() if p.requires_grad}
-            self.outer = Outer(whole, trained, self.mesh, self.replica)
+            assert self.quorum is not None
+            self.outer = Outer(whole, trained, self.quorum)
+        if self.caught_up:
+            self._catch_up()
+
+    def _quorum(self, company: Company | None) -> Quorum | None:
+        """Of replicas that step by themselves."""
+        sync, layout = self.whole.sync, self.whole.layout
+        if not self.whole.separate or not isinstance(sync, EachPeriod):
+            return None
+        if company is None:
+            company = Company(dist.distributed_c10d._get_default_store(), self.replica)
+        return Quorum(company, layout.size("dp"), self.mesh.rank, self.plan.layout.world, sync.timeout_s)
+
+    @torch.no_grad()
+    def _share_initial(self) -> bool:
+        """All ranks begin with the first one's weights and buffers. Whether this replica came too late for that."""
+        tensors = [t.data for t in (*self.model.parameters(), *self.model.buffers())]
+
+        def share(group: dist.ProcessGroup | None) -> None:
+            for tensor in tensors if group is not None else ():
+                dist.broadcast(tensor, group=group, group_src=0)
+
+        live = self.mesh.layout.live()
+        share(self.mesh.group(*live) if live else None)
+        if self.quorum is None:
+            return False
+        if self.quorum.company.incarnation:
+            return True
+        return self.quorum.run("begin", lambda meeting: share(meeting.group)) is None
 
     def _pipelines(self) -> tuple[Pipeline, Pipeline]:
         """The plan's schedule, and one of a single microbatch that only goes forward."""
@@ -225,6 +266,9 @@ class Engine:
         self.steps_done += 1
         if self.outer is not None:
             self.outer.after(self.steps_done)
+            self._let_in(self.outer.merged)
+            if self.outer.left:
+                self._catch_up()
         if self.plan.recompute != "selective" and self.randomness.drawn == 0:
             training.functions = None  # a model without dropout pays nothing for it after the first step
         return result
@@ -342,7 +386,7 @@ class Engine:
         if group is not None:
             dist.all_reduce(total, group=group)
         if self.outer is not None:
-            self.outer.add(total)
+            self.outer.add(total, self.steps_done)
         return StepResult(total[0] / total[1], total[1])
 
     @torch.no_grad()
@@ -431,13 +475,12 @@ class Engine:
 
         `saved`: the names that a checkpoint holds, to be loaded from it: optimizer state is made for these alone.
         """
-        own = self._own(saved)
         for name, p in self.params.items():
-            yield self._piece(own(name), local(p.detach()), name)
+            yield self._piece(name, local(p.detach()), name)
         persistent, absent = self.model.state_dict(keep_vars=True).keys() - self.params.keys(), self._absent_buffers()
         for name, buffer in self.model.named_buffers():
             if name in persistent and name not in absent:
-                yield whole(own(name), buffer, self._writes(self._buffer_holders(name), ()))
+                yield whole(name, buffer, self._writes(self._buffer_holders(name), ()))
         yield from self._agreed(saved)
         for name, kept in self._kept():
             if saved is None or name in saved:
@@ -452,32 +495,21 @@ class Engine:
             for key, value in self.optimizer.state.get(p, {}).items():
                 if not isinstance(value, Tensor):
                     continue
-                full = own(f"optimizer/{name}/{key}")
+                full = f"optimizer/{name}/{key}"
                 if value.shape == p.shape and value.ndim:
                     yield self._piece(full, local(value), name, self._owners.get(name, 0))
                 else:
                     writer = self._writes(self.plan.holders(name), (), self._owners.get(name, 0))
                     yield whole(full, local(value), writer)
 
-    def _own(self, saved: Collection[str] | None) -> Callable[[str], str]:
-        """A name in the checkpoint: replicas that step by themselves each have their own, and the first one's is the
-        model's. Who finds none of its own begins from that."""
-        if not self.whole.separate or self.replica == 0:
-            return lambda name: name
-        prefix = f"replica-{self.replica}/"
-        return lambda name: prefix + name if saved is None or prefix + name in saved else name
-
     def _agreed(self, saved: Collection[str] | None) -> Iterator[Piece]:
         """What replicas that step by themselves last agreed on, and what is under way between them."""
         if self.outer is None:
             return
-        own = self._own(saved)
-        for name, what, tensor, same in self.outer.kept(self.steps_done if saved is None else None):
+        for name, what, tensor in self.outer.kept(self.steps_done if saved is None else None):
             full = f"outer/{name}/{what}"
-            full = full if same else own(full)
             if saved is None or full in saved:
-                piece = self._piece(full, tensor, name)
-                yield replace(piece, writer=piece.writer and (not same or self.replica == 0))
+                yield self._piece(full, tensor, name)
 
     def _kept(self) -> Iterator[tuple[str, Tensor]]:
         """What codecs keep from step to step: this rank's, of use to the same layout and codec alone."""
@@ -488,6 +520,49 @@ class Engine:
         for name, key, _ in shapes:
             mark = crc32(repr((str(self.whole.layout), self.whole.sync, shapes)).encode())
             yield f"sync/{mark:08x}/{self.mesh.place}/{name}/{key}", states[name][key]
+
+    # ---- replicas that come and go -------------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        """This replica was left out, or has been started anew: it takes over all that one of the others has."""
+        assert self.outer is not None and self.quorum is not None
+        self.outer.forget()
+        for _ in range(TRIES):
+            try:
+                _, group = self.quorum.ask()
+                facts = catchup.heard(group)
+                pieces, kept = self._told(facts["names"])
+                if [piece.name for piece in pieces] != facts["names"]:
+                    raise WeftError(f"replica {self.replica} and the one that it catches up from hold other things")
+                catchup.take(group, [*(piece.tensor for piece in pieces), *kept])
+            except RuntimeError:  # the other one ended meanwhile
+                continue
+            for name, tensor in self._kept():
+                if name.endswith("/residual"):
+                    tensor.zero_()  # what the other one has not sent is not this one's to send
+            self.load_scalars(facts["scalars"])
+            return
+        raise WeftError(f"replica {self.replica} was left out, and {TRIES} others ended while it caught up from them")
+
+    def _let_in(self, meetings: Sequence[Meeting]) -> None:
+        """Give those that asked at these meetings all that this replica has, if it is to do that."""
+        assert self.quorum is not None
+        for meeting in meetings:
+            for group in self.quorum.grants(meeting):
+                pieces, kept = self._told(None)
+                facts = {"scalars": self.scalars(), "names": [piece.name for piece in pieces]}
+                with suppress(RuntimeError):  # it is gone again
+                    catchup.give(group, facts, [*(piece.tensor for piece in pieces), *kept])
+
+    def _told(self, names: Collection[str] | None) -> tuple[list[Piece], list[Tensor]]:
+        """What a replica gives another one: all that a checkpoint holds, and what codecs keep."""
+        pieces = [piece for piece in self.tensors(names) if not piece.name.startswith("sync/")]
+        return pieces, [tensor for _, tensor in self._kept()]
+
+    def leave(self) -> None:
+        """This replica is done: others need not wait for it."""
+        if self.quorum is not None:
+            self.quorum.leave()
 
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors."""
@@ -519,7 +594,7 @@ class Engine:
         """Whether this rank is the first of those that hold the same part of something, in this replica."""
         copies = [axis for axis in self.plan.layout.live() if axis not in cut and axis not in ("pp", "dp")]
         here = self.mesh.coords.get("pp", 0) == holders[0] and self.mesh.coords.get("dp", 0) == replica
-        return here and all(self.mesh.coords[axis] == 0 for axis in copies)
+        return self._speaks and here and all(self.mesh.coords[axis] == 0 for axis in copies)
 
     def _buffer_holders(self, name: str) -> tuple[int, ...]:
         """The positions on `pp` that keep a buffer; what no stage changes is kept by all."""
@@ -590,15 +665,6 @@ def _pairs(plan: Plan) -> set[tuple[int, int]]:
     values = plan.staging.values if plan.staging is not None else ()
     pairs = {(at[value.source], at[target]) for value in values for target in value.targets}
     return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}
-
-
-def _share_initial(model: nn.Module, mesh: Mesh) -> None:
-    """All ranks begin with rank 0's weights and buffers."""
-    if mesh.whole.world == 1:
-        return
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, src=0)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:

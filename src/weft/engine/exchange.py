@@ -235,7 +235,7 @@ class Threaded:
         self._running: list[Future[None]] = []
 
     def launch(self, reduction: Reduction, wire: Wire, after: dist.Work | None) -> Future[None]:
-        return self.submit(lambda: _through(reduction, wire, after))
+        return self.submit(lambda: through(reduction, wire, after))
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
         modes = _get_current_dispatch_mode_stack()  # who watches this thread's operators watches those too
@@ -258,7 +258,8 @@ class Threaded:
             future.result()
 
 
-def _through(reduction: Reduction, wire: Wire, after: dist.Work | None) -> None:
+def through(reduction: Reduction, wire: Wire, after: dist.Work | None) -> None:
+    """Run a reduction to its end. Blocks."""
     if after is not None:
         after.wait()
     answer = None

@@ -8,39 +8,40 @@ replica sends anchor - weights; with D the mean over the replicas, as an outer S
 D arrives `delay` steps later, while the replica steps on: what it has done since is then kept on top of the new
 anchor, weights = anchor + (weights - weights when sent). Local SGD: lr 1, no momentum. BMUF (Chen & Huo 2016): block
 momentum and block rate. DiLoCo (Douillard et al. 2024), streaming DiLoCo (2025): Nesterov, fragments in turns.
+
+The mean is over the replicas that take part (`Quorum`): one that died or stalled is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..codecs import State, Sum
-from ..mesh import Mesh
+from ..codecs import Peers, State
 from ..plans import COPY, Plan
 from ..syncs import EachPeriod, owners
-from .exchange import Clock, Threaded
+from .exchange import Clock, through
+from .quorum import Meeting, Quorum
 from .wires import Backend, carried, on_wire
 
 
 @dataclass
-class Fragment:
-    """Parameters that agree together. Flat tensors [n] hold them one after the other."""
+class Message:
+    """Parameters of a fragment that are encoded together. Flat tensors [n] hold them one after the other."""
 
     names: tuple[str, ...]
     params: list[Tensor]
-    offset: int  # it sends in steps that leave this remainder by the period
     anchor: Tensor
     momentum: Tensor | None
     state: State
-    exchange: Future[None] | None = None  # the one under way
     sent: Tensor = field(init=False)  # the weights when the exchange under way began
-    mean: Tensor = field(init=False)  # what is exchanged, then its mean
+    mean: Tensor = field(init=False)  # over the replicas, of anchor - sent
 
     def __post_init__(self) -> None:
         self.sent, self.mean = torch.zeros_like(self.anchor), torch.zeros_like(self.anchor)
@@ -58,23 +59,40 @@ class Fragment:
         return torch.cat([p.reshape(-1) for p in self.params])
 
 
+@dataclass
+class Fragment:
+    """What this rank has of parameters that agree together: it may be nothing."""
+
+    offset: int  # it sends in steps that leave this remainder by the period
+    messages: list[Message] = field(default_factory=list)
+    exchange: Future[Meeting | None] | None = None  # the one under way
+
+
 class Outer:
     """One rank's part. `params`: name -> the plain tensor that this rank trains. `plan`: of all replicas."""
 
-    def __init__(self, plan: Plan, params: dict[str, Tensor], mesh: Mesh, replica: int):
-        sync, replicas = plan.sync, plan.layout.size("dp")
+    def __init__(self, plan: Plan, params: dict[str, Tensor], quorum: Quorum):
+        sync = plan.sync
         assert isinstance(sync, EachPeriod)
-        self._sync, self._peers = sync, sync.peers(replicas, replica)
-        self._wire, self._thread, self.clock = Backend(mesh.lanes), Threaded(), Clock()
+        self._sync, self._quorum, self.clock = sync, quorum, Clock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-exchange")
         self.sent_bytes = 0.0  # on the wire of this rank, since the beginning
-        self.fragments: list[Fragment] = []
+        self.left = False  # an exchange was decided without this replica, which has to catch up
+        self.merged: list[Meeting] = []  # what the last step ended
+        self._summed = (0, 0)  # the last step in which numbers were summed, and how often
+        turns = range(1, sync.fragments + 1)
+        self.fragments = [Fragment(turn * sync.period // sync.fragments % sync.period) for turn in turns]
         for (number, *_), names in _together(plan, sync.fragments, params).items():
             tensors = [params[name] for name in names]
             anchor = torch.cat([p.reshape(-1) for p in tensors])
             momentum = torch.zeros_like(anchor) if sync.momentum else None
             state = sync.codec.state([tuple(p.shape) for p in tensors], anchor)
-            offset = (number + 1) * sync.period // sync.fragments % sync.period
-            self.fragments.append(Fragment(tuple(names), tensors, offset, anchor, momentum, state))
+            self.fragments[number].messages.append(Message(tuple(names), tensors, anchor, momentum, state))
+
+    @property
+    def messages(self) -> list[Message]:
+        """Of all fragments."""
+        return [message for fragment in self.fragments for message in fragment.messages]
 
     def under_way(self, fragment: Fragment, step: int) -> bool:
         """Whether an exchange of this fragment has begun by the end of this step, and is still to be merged."""
@@ -84,75 +102,114 @@ class Outer:
     @torch.no_grad()
     def after(self, step: int) -> None:
         """The replica has taken its `step`-th step, counted from 1."""
+        self.merged = []
         for fragment in self.fragments:
             since = (step - fragment.offset) % self._sync.period
             if since == 0:
-                self._send(fragment)
+                self._send(fragment, step)
             if since == self._sync.delay and step > since:
                 self._merge(fragment)
 
-    def add(self, total: Tensor) -> None:
-        """Sum over the replicas, in place. All of them call it."""
+    def add(self, total: Tensor, step: int) -> None:
+        """Sum over the replicas that take part, in place, after a step. All of them call it as often."""
         self.settle()
-        self._wire.answer(Sum(total))
+        self._summed = (step, self._summed[1] + 1 if self._summed[0] == step else 1)
+        own = total.clone()
+
+        def work(meeting: Meeting) -> None:
+            total.copy_(own)
+            if meeting.group is not None:
+                dist.all_reduce(total, group=meeting.group)
+
+        if self._quorum.run(f"sum/{step}/{self._summed[1]}", work) is None:
+            self.left = True
 
     def settle(self) -> None:
         """Wait for what is under way."""
         for fragment in self.fragments:
             self._arrive(fragment)
 
+    def forget(self) -> None:
+        """What was under way is of no use: this replica takes over all that another one has."""
+        self.settle()
+        self.left, self.merged = False, []
+
     def _arrive(self, fragment: Fragment) -> None:
         if fragment.exchange is not None:
             with self.clock.waiting():
-                fragment.exchange.result()
+                meeting = fragment.exchange.result()
             fragment.exchange = None
+            if meeting is None:
+                self.left = True
+            else:
+                self.merged.append(meeting)
 
-    def _send(self, fragment: Fragment) -> None:
-        fragment.sent = fragment.weights()
-        torch.sub(fragment.anchor, fragment.sent, out=fragment.mean)
-        reduction = self._sync.codec.reduce(fragment.mean, fragment.state, fragment.shapes, self._peers)
+    def _send(self, fragment: Fragment, step: int) -> None:
+        kept = []
+        for message in fragment.messages:
+            message.sent = message.weights()
+            kept.append({key: value.clone() for key, value in message.state.items()})
+
+        @torch.no_grad()
+        def work(meeting: Meeting) -> None:
+            peers = self._sync.peers(meeting.size, meeting.index)
+            for message, state in zip(fragment.messages, kept, strict=True):
+                for key, value in state.items():
+                    message.state[key].copy_(value)
+                torch.sub(message.anchor, message.sent, out=message.mean)
+                if meeting.group is not None:
+                    reduction = self._sync.codec.reduce(message.mean, message.state, message.shapes, peers)
+                    through(reduction, Backend([meeting.group]), None)
+                    message.mean.div_(meeting.size)
+                    self.sent_bytes += self._message_bytes(message, peers)
+
         self.clock.begin()
-        fragment.exchange = self._thread.launch(reduction, self._wire, None)
-        self.sent_bytes += self._message_bytes(fragment)
+        name = f"step/{step}/{self.fragments.index(fragment)}"
+        fragment.exchange = self._thread.submit(self._quorum.run, name, work)
 
-    def _message_bytes(self, fragment: Fragment) -> float:
-        """Of one exchange, on the wire of this rank."""
-        asked = self._sync.codec.asks(fragment.shapes, self._peers, fragment.anchor.element_size())
-        found = [one for each in asked for one in carried("backend", 1, each, self._peers, 0)]
-        return sum(on_wire(kind, nbytes, self._peers.size) for kind, nbytes in found)
+    def _message_bytes(self, message: Message, peers: Peers) -> float:
+        """On the wire of this rank."""
+        asked = self._sync.codec.asks(message.shapes, peers, message.anchor.element_size())
+        found = [one for each in asked for one in carried("backend", 1, each, peers, 0)]
+        return sum(on_wire(kind, nbytes, peers.size) for kind, nbytes in found)
 
     def _merge(self, fragment: Fragment) -> None:
         self._arrive(fragment)
-        sync, anchor, step = self._sync, fragment.anchor, fragment.mean.div_(self._peers.size)
-        if fragment.momentum is not None:
-            fragment.momentum.mul_(sync.momentum).add_(step)
-            step = step.add(fragment.momentum, alpha=sync.momentum) if sync.nesterov else fragment.momentum
+        if self.left:
+            return
+        for message in fragment.messages:
+            self._step(message)
+
+    def _step(self, message: Message) -> None:
+        sync, anchor, step = self._sync, message.anchor, message.mean
+        if message.momentum is not None:
+            message.momentum.mul_(sync.momentum).add_(step)
+            step = step.add(message.momentum, alpha=sync.momentum) if sync.nesterov else message.momentum
         anchor.sub_(step, alpha=sync.lr)
         if not sync.delay:
-            for p, new in zip(fragment.params, fragment.views(anchor), strict=True):
+            for p, new in zip(message.params, message.views(anchor), strict=True):
                 p.copy_(new)
             return
-        moved = fragment.views(anchor - fragment.sent)
-        for p, by in zip(fragment.params, moved, strict=True):
+        moved = message.views(anchor - message.sent)
+        for p, by in zip(message.params, moved, strict=True):
             p.add_(by)
 
-    def kept(self, step: int | None) -> Iterator[tuple[str, str, Tensor, bool]]:
-        """What a checkpoint of this step holds, or may hold: (parameter, what, tensor, whether all replicas have the
-        same)."""
+    def kept(self, step: int | None) -> Iterator[tuple[str, str, Tensor]]:
+        """What a checkpoint of this step holds, or may hold: (parameter, what, tensor)."""
         self.settle()
-        for fragment in self.fragments:
-            flats = [("anchor", fragment.anchor, True)]
-            if fragment.momentum is not None:
-                flats.append(("momentum", fragment.momentum, True))
+        for fragment, message in ((f, m) for f in self.fragments for m in f.messages):
+            flats = [("anchor", message.anchor)]
+            if message.momentum is not None:
+                flats.append(("momentum", message.momentum))
             if step is None or self.under_way(fragment, step):
-                flats += [("arrived", fragment.mean, True), ("sent", fragment.sent, False)]
-            for what, flat, same in flats:
-                for name, view in zip(fragment.names, fragment.views(flat), strict=True):
-                    yield name, what, view, same
+                flats += [("arrived", message.mean), ("sent", message.sent)]
+            for what, flat in flats:
+                for name, view in zip(message.names, message.views(flat), strict=True):
+                    yield name, what, view
 
     def states(self) -> Sequence[State]:
-        """What the codec keeps of each fragment."""
-        return [fragment.state for fragment in self.fragments]
+        """What the codec keeps of each message."""
+        return [message.state for message in self.messages]
 
 
 def _together(plan: Plan, fragments: int, names: Collection[str]) -> dict[tuple, list[str]]:

@@ -11,8 +11,13 @@ def bucket(megabytes: float) -> int:
     return max(1, int(megabytes * 2**20))
 
 
-def hold_period(period: int, fragments: int, delay: int) -> None:
+def hold_timeout(timeout_s: float) -> None:
+    hold("sync.timeout_s", timeout_s, float, lambda x: 0 < x < 10**6, "a number of seconds above 0")
+
+
+def hold_period(period: int, fragments: int, delay: int, timeout_s: float) -> None:
     """Of a synchroniser whose replicas agree from time to time."""
+    hold_timeout(timeout_s)
     hold("sync.period", period, int, lambda x: x >= 1, "a number of steps")
     hold("sync.fragments", fragments, int, lambda x: 1 <= x <= period, f"a number from 1 to period = {period}")
     hold("sync.delay", delay, int, lambda x: 0 <= x < period, f"a number of steps below period = {period}")

@@ -75,5 +75,5 @@ class Traffic:
         engine, size = self._engine, self._engine.whole.layout.size("dp")
         flats = [b.flat for b in engine.reducer.buckets if b.number is not None]
         if engine.outer is not None:
-            flats = [fragment.anchor for fragment in engine.outer.fragments]
+            flats = [message.anchor for message in engine.outer.messages]
         return sum(on_wire("all_reduce", flat.nbytes, size) for flat in flats)
