@@ -72,9 +72,7 @@ def trained(name: str, made: Any, layout: str, steps: int, optimizer: Callable) 
         engine.step(engine.local(batch))
     if "." not in layout:
         return {name: local(p.detach()).clone() for name, p in engine.params.items()}
-    own = f"replica-{engine.replica}/" if engine.replica else ""
-    mine = {own + name for name in engine.params}
-    return {piece.name: gathered(piece) for piece in engine.tensors() if piece.name in mine}
+    return {piece.name: gathered(piece) for piece in engine.tensors() if piece.name in engine.params}
 
 
 def gathered(piece: Piece) -> Tensor:
@@ -169,7 +167,6 @@ def test_whatever_a_replica_is_inside(pool: Pool, kind: str, layout: str) -> Non
     for rank, weights in enumerate(found):
         replica = parsed.coords(rank)["dp"]
         for key, got in weights.items():
-            key = key.removeprefix(f"replica-{replica}/")
             want = alone[replica].get(key)
             if want is not None:
                 seen[replica].add(key)
@@ -206,15 +203,14 @@ RESUMED = [
 @pytest.mark.parametrize(("axes", "table"), RESUMED)
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, pool: Pool, axes: str, table: dict) -> None:
     settings = {f"sync__{key}": value for key, value in table.items()}
-    world = weft.Layout.parse(axes).world
     whole = written(tmp_path / "whole", axes, settings)
-    pool.run(train, whole, False, world=world)
+    apart = weft.Layout.parse(axes).replicas()
+    pool.run(train, whole, False, apart=apart)
     part_run = written(tmp_path / "part", axes, {**settings, "train__steps": 3})
-    pool.run(train, part_run, False, world=world)
-    pool.run(train, written(tmp_path / "part", axes, settings), True, world=world)
+    pool.run(train, part_run, False, apart=apart)
+    pool.run(train, written(tmp_path / "part", axes, settings), True, apart=apart)
     want, got = saved(whole, 6), saved(part_run, 6)
     assert want.keys() == got.keys()
-    assert any(key.startswith("replica-1/") for key in want)
     assert any(key.startswith("outer/") for key in want)
     assert [key for key in want if not torch.equal(want[key], got[key])] == []
     assert [line["loss"] for line in lines(whole)] == [line["loss"] for line in lines(part_run)]
@@ -222,9 +218,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, pool: Pool, axes: str
 
 def test_another_layout_goes_on_from_the_first_replica(tmp_path: Path, pool: Pool) -> None:
     settings = {"sync__name": "diloco", "sync__period": 3}
-    pool.run(train, written(tmp_path, "dp2", {**settings, "train__steps": 3}), False, world=2)
+    pool.run(train, written(tmp_path, "dp2", {**settings, "train__steps": 3}), False, apart=[[0], [1]])
     wide = written(tmp_path, "dp2.tp2", settings)
-    pool.run(train, wide, True, world=4)
+    pool.run(train, wide, True, apart=[[0, 1], [2, 3]])
     assert lines(wide)[-1]["step"] == 6
 
 
@@ -252,7 +248,7 @@ def test_what_is_sent_is_counted_by_the_step(tmp_path: Path, pool: Pool) -> None
     sizes = {}
     for period in (2, 3):
         run = written(tmp_path / str(period), "dp2", {"sync__name": "local_sgd", "sync__period": period})
-        pool.run(train, run, False, world=2)
+        pool.run(train, run, False, apart=[[0], [1]])
         last = [line for line in lines(run) if "loss" in line][-1]
         sizes[period] = sum(line["sent_bytes"] for line in lines(run) if "loss" in line)
         assert last["sync_exposed_s"] >= 0

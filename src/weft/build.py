@@ -28,6 +28,7 @@ from .layout import Layout
 from .losses import Loss
 from .plans import Plan
 from .roles import find
+from .syncs import EachPeriod, Sync
 from .text import extra
 from .train import schedule
 
@@ -90,6 +91,17 @@ def model(
     if dtype is not None:
         built._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # complex tables stay complex
     return built.to(device=device).train()
+
+
+def apart(run: Run) -> list[list[int]]:
+    """The ranks of each replica, where replicas step by themselves and are worlds of their own; else nothing."""
+    layout, made = Layout.parse(run.layout.axes), synchronizer(run)
+    return layout.replicas() if isinstance(made, EachPeriod) and layout.size("dp") > 1 else []
+
+
+def synchronizer(run: Run) -> Sync:
+    """That of [sync]. Raises ConfigError."""
+    return synchronizers.make(run.sync.name, run.sync.codec, **run.sync.arguments)
 
 
 def skeleton(run: Run) -> nn.Module:
@@ -201,7 +213,7 @@ def plan(run: Run, model: nn.Module, sample: dict[str, Tensor]) -> Plan:
         dynamic_shapes=p.dynamic_shapes,
         inputs=inputs(run, model),
         sample=sample,
-        sync=synchronizers.make(run.sync.name, run.sync.codec, **run.sync.arguments),
+        sync=synchronizer(run),
     )
 
 

@@ -61,17 +61,21 @@ def train(
                 raise LayoutError(name, count, f"layout {run.layout.axes} has {world} ranks", fix)
 
         from . import build
-        from .launch import processes
+        from .launch import processes, replicas
         from .train import output as output_folder
         from .train import trainer
 
         build.check(run)
         output_folder.check_output(run, resume)
-        threads = run.train.threads
-        if joined is None:
-            processes.run(trainer.train, world, run, resume, trace, threads=threads, backend=_backend(world))
+        threads, backend = run.train.threads, _backend(world if joined is None else local_world())
+        worlds = build.apart(run)
+        if joined is None and worlds:
+            replicas.run(trainer.train, worlds, run, resume, trace, threads=threads, backend=backend)
+        elif joined is None:
+            processes.run(trainer.train, world, run, resume, trace, threads=threads, backend=backend)
         else:
-            with processes.join(_backend(local_world()), threads):
+            join = replicas.join(backend, threads, worlds) if worlds else processes.join(backend, threads)
+            with join:
                 trainer.train(run, resume, trace)
 
 

@@ -103,6 +103,11 @@ class Layout:
                 index = index * size + coords[name]
         return index
 
+    def replicas(self) -> list[list[int]]:
+        """The ranks at each position on `dp`."""
+        ranks = range(self.world)
+        return [[r for r in ranks if self.coords(r).get("dp", 0) == i] for i in range(self.size("dp"))]
+
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from this one only on these axes, itself among them, in order."""
         coords = self.coords(rank)

@@ -16,15 +16,15 @@ def give(group: dist.ProcessGroup, facts: dict[str, Any], tensors: Sequence[Tens
     text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
     for message in [torch.tensor([text.numel()]), text, *map(_bytes, tensors)]:
         if message.numel():
-            dist.send(message, group=group, group_dst=1)
+            _done(dist.isend(message, group=group, group_dst=1))
 
 
 def heard(group: dist.ProcessGroup) -> dict[str, Any]:
     """The facts that rank 0 of the group gives; `take` follows."""
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, group=group, group_src=0)
+    _done(dist.irecv(size, group=group, group_src=0))
     text = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(text, group=group, group_src=0)
+    _done(dist.irecv(text, group=group, group_src=0))
     return json.loads(bytes(text.tolist()))
 
 
@@ -34,8 +34,13 @@ def take(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         message = _bytes(tensor)
         if message.numel():
-            dist.recv(message, group=group, group_src=0)
+            _done(dist.irecv(message, group=group, group_src=0))
             tensor.copy_(message.view(tensor.dtype).view(tensor.shape))
+
+
+def _done(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

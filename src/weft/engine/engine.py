@@ -117,6 +117,7 @@ class Engine:
         self.inputs = tuple(inputs) if inputs is not None else named_inputs(model)
         self.steps_done = 0
         self.trace: list | None = None  # where the pipeline's actions are recorded, if anywhere
+        self._anchored = False  # a checkpoint had what replicas last agreed on
         self.forgot = False  # a checkpoint was of another layout or codec, so what codecs keep begins anew
         # replicas that share a world write one checkpoint, of the first one's
         self._speaks = not whole.separate or company is not None or self.replica == 0
@@ -506,6 +507,7 @@ class Engine:
         """What replicas that step by themselves last agreed on, and what is under way between them."""
         if self.outer is None:
             return
+        self._anchored = saved is not None and any(name.startswith("outer/") for name in saved)
         for name, what, tensor in self.outer.kept(self.steps_done if saved is None else None):
             full = f"outer/{name}/{what}"
             if saved is None or full in saved:
@@ -559,6 +561,11 @@ class Engine:
         pieces = [piece for piece in self.tensors(names) if not piece.name.startswith("sync/")]
         return pieces, [tensor for _, tensor in self._kept()]
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank's replica speaks for all: others that step by themselves are silent."""
+        return self.quorum is None or self.quorum.leads
+
     def leave(self) -> None:
         """This replica is done: others need not wait for it."""
         if self.quorum is not None:
@@ -569,6 +576,8 @@ class Engine:
         return {"steps_done": self.steps_done, "loss_scale": self.loss_scale, "good_steps": self._good_steps}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
+        if self.outer is not None and not self._anchored:
+            self.outer.agree()
         self.steps_done = int(scalars["steps_done"])
         self.loss_scale, self._good_steps = float(scalars["loss_scale"]), int(scalars["good_steps"])
 

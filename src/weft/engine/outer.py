@@ -129,6 +129,11 @@ class Outer:
         for fragment in self.fragments:
             self._arrive(fragment)
 
+    def agree(self) -> None:
+        """All replicas have the same weights now."""
+        for message in self.messages:
+            message.anchor.copy_(message.weights())
+
     def forget(self) -> None:
         """What was under way is of no use: this replica takes over all that another one has."""
         self.settle()

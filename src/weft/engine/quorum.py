@@ -200,7 +200,7 @@ class Quorum:
     def ask(self) -> tuple[int, dist.ProcessGroup]:
         """Ask to be let in. The replica that gives, and a group of it (rank 0) and this one. Raises WeftError: no other
         replica is left."""
-        self._asked += 1
+        self._asked, self.members = self._asked + 1, ()
         ticket = f"{self.company.incarnation}.{self._asked}"
         if self.place == 0:
             self._store.set(f"state/{self.replica}", OUT)
@@ -241,7 +241,7 @@ class Quorum:
     @property
     def leads(self) -> bool:
         """Whether this is the first of the replicas that go on: it speaks for all."""
-        return not self.members or self.replica == self.members[0]
+        return bool(self.members) and self.replica == self.members[0]
 
 
 def _meeting_place(store: dist.Store, number: int) -> dist.Store:

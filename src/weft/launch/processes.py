@@ -29,7 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -39,6 +39,7 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 
+from ..engine.quorum import Company
 from ..errors import Refusal, WeftError, WorkerDied
 from .environment import environment, local_world, rendezvous
 
@@ -61,14 +62,14 @@ def run(
     """
     folder = tempfile.mkdtemp(prefix="weft-")
     file = os.path.join(folder, "store")
-    workers: list[_Worker] = []
+    workers: list[Worker] = []
     try:
-        with _sigterm_for(workers):
+        with sigterm_for(workers):
             for rank in range(world):
-                workers.append(_Worker(backend, _Task(function, args, rank, world, file, backend, threads)))
-            return _collect(workers, file)
+                workers.append(Worker(backend, Task(function, args, rank, world, file, backend, threads)))
+            return _collect(Watch(workers))
     finally:
-        _end(workers)
+        end(workers)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -84,39 +85,51 @@ class Pool:
         importlib.import_module("torch.distributed.tensor.debug")
         self._threads, self._backend, self._tasks = threads, backend, 0
         self._folder = tempfile.mkdtemp(prefix="weft-")
-        self._workers = [_Worker(backend) for _ in range(world)]
+        self._workers = [Worker(backend) for _ in range(world)]
 
     def run(
-        self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout: float | None = None
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world: int | None = None,
+        timeout: float | None = None,
+        apart: Sequence[Sequence[int]] = (),
     ) -> list[Any]:
         """`function(*args)` on the first `world` processes (all if left out); the results in rank order.
 
-        After `timeout` seconds WorkerDied says where every rank hangs. Errors as of `run`.
+        After `timeout` seconds WorkerDied says where every rank hangs. `apart`: the ranks of each replica, where
+        replicas are worlds of their own (as of `replicas.run`). Errors as of `run`.
         """
-        world = len(self._workers) if world is None else world
+        world = sum(map(len, apart)) or (len(self._workers) if world is None else world)
         if not 1 <= world <= len(self._workers):
             raise ValueError(f"{world} ranks in a pool of {len(self._workers)} processes")
         for index, worker in enumerate(self._workers):
             if worker.process.exitcode is not None:  # ended from outside since the last task
-                self._workers[index] = _Worker(self._backend)
+                self._workers[index] = Worker(self._backend)
         self._tasks += 1
         file = os.path.join(self._folder, str(self._tasks))
-        messages = [
-            pickle.dumps(_Task(function, args, rank, world, file, self._backend, self._threads, timeout))
+        tasks = [
+            Task(function, args, rank, world, file, self._backend, self._threads, timeout, f"{file}.{rank}")
             for rank in range(world)
         ]
+        store = meeting_store() if apart else None
+        for replica, ranks in enumerate(apart):
+            for index, rank in enumerate(ranks):
+                seat = Seat(store.port, replica, 0, world) if store is not None else None
+                own = f"{file}-{replica}"
+                tasks[rank] = replace(tasks[rank], rank=index, world=len(ranks), file=own, seat=seat)
         try:
-            for worker, message in zip(self._workers, messages, strict=False):
-                worker.connection.send_bytes(message)
-            return _collect(self._workers[:world], file, timeout)
+            for worker, task in zip(self._workers, tasks, strict=False):
+                worker.connection.send_bytes(pickle.dumps(task))
+            return _collect(Watch(self._workers[:world], timeout, stacks=[task.stack for task in tasks]))
         except BaseException:
-            _end(self._workers[:world])
-            self._workers[:world] = [_Worker(self._backend) for _ in range(world)]
+            end(self._workers[:world])
+            self._workers[:world] = [Worker(self._backend) for _ in range(world)]
             raise
 
     def close(self) -> None:
         """End the processes."""
-        _end(self._workers)
+        end(self._workers)
         self._workers = []
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -133,12 +146,9 @@ def join(backend: Backend = "gloo", threads: int | None = None) -> Iterator[None
     found = environment()
     if found is None:
         raise RuntimeError("neither torchrun nor srun started this process")
-    host, port = rendezvous()
-    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     rank, world, local_rank = found
-    _enter(backend, rank, world, local_rank, local_world(), threads)
-    yield
-    _leave()  # not after an error: peers that are gone would be waited for
+    with entered(backend, rank, world, local_rank, local_world(), threads, rendezvous_store()):
+        yield
 
 
 def cores() -> int:
@@ -163,10 +173,15 @@ def _release_threads() -> None:
         ctypes.CDLL(library).omp_pause_resource_all(1)  # soft: settings stay
 
 
-class _Worker:
+def meeting_store() -> dist.TCPStore:
+    """Where replicas that are worlds of their own meet; this process keeps it."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Worker:
     """A process and this end of the connection to it."""
 
-    def __init__(self, backend: Backend, task: _Task | None = None):
+    def __init__(self, backend: Backend, task: Task | None = None):
         context = _context(backend)
         if context.get_start_method() == "fork":
             _release_threads()
@@ -192,58 +207,84 @@ class _Worker:
         return _Failed(time.monotonic() if code == -signal.SIGABRT else 0.0, how)
 
 
-def _collect(workers: Sequence[_Worker], file: str, timeout: float | None = None) -> list[Any]:
-    """The results in rank order, or the error of the rank that failed first. `file` is where the ranks meet."""
-    results: dict[int, Any] = {}
-    failed: dict[int, _Failed] = {}
-    waiting = dict(enumerate(workers))
-    deadline = None if timeout is None else time.monotonic() + timeout + GRACE_S
-    while waiting:
-        wait([x for w in waiting.values() for x in (w.connection, w.process.sentinel)], timeout=POLL_S)
-        for rank, worker in list(waiting.items()):
+class Watch:
+    """The ranks of one world at one task. `ranks`: their numbers in what is said of them; `stacks`: the files in which
+    those that hang say where."""
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        timeout: float | None = None,
+        ranks: Sequence[int] | None = None,
+        stacks: Sequence[str] = (),
+    ):
+        self._stacks, self._timeout = stacks, timeout
+        self._ranks = ranks if ranks is not None else range(len(workers))
+        self._results: dict[int, Any] = {}
+        self._failed: dict[int, _Failed] = {}
+        self._waiting = dict(enumerate(workers))
+        self._deadline = None if timeout is None else time.monotonic() + timeout + GRACE_S
+
+    def events(self) -> list[Any]:
+        """What to wait for."""
+        return [x for w in self._waiting.values() for x in (w.connection, w.process.sentinel)]
+
+    def over(self) -> bool:
+        """Take in what has been answered; whether there is nothing more to wait for."""
+        for rank, worker in list(self._waiting.items()):
             answer = worker.answer()
             if isinstance(answer, _Done):
-                results[rank] = answer.result
+                self._results[rank] = answer.result
             elif isinstance(answer, _Failed):
-                failed[rank] = answer
+                self._failed[rank] = answer
             if answer is not None:
-                del waiting[rank]
+                del self._waiting[rank]
         now = time.monotonic()
-        if failed and (deadline is None or deadline > now + GRACE_S):
-            deadline = now + GRACE_S
-        if waiting and deadline is not None and now > deadline:
-            break
-    if failed:
-        rank = min(failed, key=lambda r: failed[r].when)
-        raise failed[rank].error(rank)
-    if waiting:
-        stacks = [(rank, Path(_stack_file(file, rank))) for rank in waiting]
-        places = [
-            f"\nrank {rank} is at\n{stack.read_text(encoding='utf-8')}" for rank, stack in stacks if stack.exists()
-        ]
-        raise WorkerDied(min(waiting), f"no answer within {timeout} s{''.join(places)}")
-    return [results[rank] for rank in range(len(workers))]
+        if self._failed and (self._deadline is None or self._deadline > now + GRACE_S):
+            self._deadline = now + GRACE_S
+        return not self._waiting or (self._deadline is not None and now > self._deadline)
+
+    def results(self) -> list[Any]:
+        """In rank order. Raises the error of the rank that failed first."""
+        if self._failed:
+            rank = min(self._failed, key=lambda r: self._failed[r].when)
+            raise self._failed[rank].error(self._ranks[rank])
+        if self._waiting:
+            stacks = [(rank, Path(self._stacks[rank])) for rank in self._waiting]
+            places = [
+                f"\nrank {rank} is at\n{stack.read_text(encoding='utf-8')}" for rank, stack in stacks if stack.exists()
+            ]
+            raise WorkerDied(min(self._waiting), f"no answer within {self._timeout} s{''.join(places)}")
+        return [self._results[rank] for rank in range(len(self._ranks))]
+
+
+def _collect(watch: Watch) -> list[Any]:
+    while not watch.over():
+        wait(watch.events(), timeout=POLL_S)
+    return watch.results()
 
 
 @contextmanager
-def _sigterm_for(workers: Sequence[_Worker]) -> Iterator[None]:
-    """Pass SIGTERM on to these workers."""
+def sigterm_for(workers: Sequence[Worker]) -> Iterator[threading.Event]:
+    """Pass SIGTERM on to these workers; the event is then set."""
+    came = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # Python lets no other thread handle signals
-        yield
+        yield came
         return
 
     def forward(number: int, frame: FrameType | None) -> None:
+        came.set()
         for worker in workers:
             worker.process.terminate()
 
     before = signal.signal(signal.SIGTERM, forward)
     try:
-        yield
+        yield came
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(workers: Sequence[_Worker]) -> None:
+def end(workers: Sequence[Worker]) -> None:
     """End what still runs, gently and then not."""
     for worker in workers:
         if worker.process.is_alive():
@@ -292,8 +333,9 @@ class _Failed:
 
 
 @dataclass(frozen=True)
-class _Task:
-    """One rank's part of one task. `file` is where its ranks meet."""
+class Task:
+    """One rank's part of one task. `file` is where the ranks of its world meet, `seat` what the world is among others;
+    after `timeout` seconds `stack` says where it is."""
 
     function: Callable[..., Any]
     args: tuple
@@ -303,60 +345,93 @@ class _Task:
     backend: Backend
     threads: int | None
     timeout: float | None = None
+    stack: str = ""
+    seat: Seat | None = None
 
     def __call__(self) -> Any:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # for who asks; nobody listens there
         store = dist.FileStore(self.file, self.world)
-        alarm = threading.Timer(self.timeout or 0.0, _note_stack, (threading.get_ident(), self.file, self.rank))
+        alarm = threading.Timer(self.timeout or 0.0, _note_stack, (threading.get_ident(), self.stack))
         alarm.daemon = True
         if self.timeout is not None:
             alarm.start()
-        _enter(self.backend, self.rank, self.world, self.rank, self.world, self.threads, store)
-        result = self.function(*self.args)
-        _leave()
+        neighbours = self.world if self.seat is None else self.seat.neighbours
+        company = None if self.seat is None else self.seat.company()
+        with entered(self.backend, self.rank, self.world, self.rank, neighbours, self.threads, store, company):
+            result = self.function(*self.args)
         alarm.cancel()
         return result
 
 
-def _stack_file(file: str, rank: int) -> str:
-    return f"{file}.{rank}"
+@dataclass(frozen=True)
+class Seat:
+    """What a world is among replicas on this host that are worlds of their own: `port` is that of the store where they
+    meet; `neighbours` counts the ranks of all of them."""
+
+    port: int
+    replica: int
+    incarnation: int
+    neighbours: int
+
+    def company(self) -> Company:
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+        return Company(store, self.replica, self.incarnation)
 
 
-def _note_stack(thread: int, file: str, rank: int) -> None:
+_COMPANY: list[Company] = []  # of this process, if it has any
+
+
+def company() -> Company | None:
+    """Where this process stands among replicas that are worlds of their own; None where all ranks are in one world."""
+    return _COMPANY[0] if _COMPANY else None
+
+
+def _note_stack(thread: int, file: str) -> None:
     """Write where this thread is, innermost last."""
     stack = traceback.format_stack(sys._current_frames()[thread])
-    Path(_stack_file(file, rank)).write_text("".join(stack[-STACK:]), encoding="utf-8")
+    Path(file).write_text("".join(stack[-STACK:]), encoding="utf-8")
 
 
-def _enter(
+def rendezvous_store() -> dist.Store:
+    """Where all processes that torchrun or srun started meet."""
+    host, port = rendezvous()
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    found = environment()
+    assert found is not None
+    store, _, _ = next(dist.rendezvous("env://", rank=found[0], world_size=found[1]))
+    return store
+
+
+@contextmanager
+def entered(
     backend: Backend,
     rank: int,
     world: int,
     local_rank: int,
     neighbours: int,
     threads: int | None,
-    store: dist.Store | None = None,
-) -> None:
-    """Make this process a rank, one of `neighbours` on this host; without a store they meet at MASTER_ADDR."""
+    store: dist.Store,
+    company: Company | None = None,
+) -> Iterator[None]:
+    """This process is a rank, one of `neighbours` on this host, until all ranks are done: some may still be connecting,
+    or need the store of the first."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(neighbours)
     )
     torch.set_num_threads(threads or max(1, cores() // neighbours))
     if backend == "gloo":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        return
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world, device_id=device)
-
-
-def _leave() -> None:
-    """Be no rank any more, once all ranks are done: some may still be connecting, or need the store of the first."""
-    dist.barrier()
+    else:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world, device_id=device)
+    _COMPANY[:] = [] if company is None else [company]
+    yield
+    dist.barrier()  # not after an error: peers that are gone would be waited for
     dist.destroy_process_group()
 
 
-def _work(connection: Connection, parent: int, task: _Task | None) -> None:
+def _work(connection: Connection, parent: int, task: Task | None) -> None:
     """A worker's life: `task`, or every task that comes over the connection."""
     gc.freeze()  # the parent's garbage is not this process's to collect: destructors may join threads or delete files
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides

@@ -34,12 +34,13 @@ Line = Mapping[str, float]
 
 
 class Metrics:
-    """Writes the lines of a run that has done `done` steps; what an earlier run wrote about later ones is dropped."""
+    """Writes the lines of a run that has done `done` steps; what an earlier run wrote about later ones is dropped, if
+    this process `writes` from now on, and not another one."""
 
-    def __init__(self, folder: Path, done: int):
+    def __init__(self, folder: Path, done: int, writes: bool = True):
         self._path, self._folder, self._done = folder / METRICS, folder / TENSORBOARD, done
         self._board: Any = None
-        if self._path.exists():
+        if writes and self._path.exists():
             keep_until(self._path, done)
 
     def write(self, line: Line) -> None:

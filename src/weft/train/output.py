@@ -44,6 +44,19 @@ def check_output(run: Run, resume: bool) -> None:
         raise ConfigError("output", run.output, f"cannot be written to ({error.strerror})", fix) from None
 
 
+def checkpoints(run: Run, replica: int | None = None) -> Path:
+    """Where checkpoints are: those of the run, or what one of several replicas that step by themselves keeps beside
+    them."""
+    folder = Path(run.output) / CHECKPOINTS
+    return folder if replica is None else folder / f"replica-{replica}"
+
+
+def saved_in(run: Run, replica: int) -> Path:
+    """Where a replica finds what it goes on from: its own checkpoint, if it is of the run's latest step."""
+    whole, own = checkpoints(run), checkpoints(run, replica)
+    return own if checkpoint.latest(own) == checkpoint.latest(whole) is not None else whole
+
+
 def _check_resume(run: Run, contents: checkpoint.Contents) -> None:
     """Where a run stands in its data is its number of steps, which another batch or seed would give another meaning."""
     for key, value in position(run).items():

@@ -32,6 +32,15 @@ class Progress:
         )
         self._task = self._bar.add_task("", total=steps, completed=done, facts="")
 
+    @property
+    def speaks(self) -> bool:
+        """Whether it shows anything."""
+        return not self._console.quiet
+
+    @speaks.setter
+    def speaks(self, value: bool) -> None:
+        self._console.quiet = not value
+
     def step(self, step: int) -> None:
         """A step is done."""
         self._bar.update(self._task, completed=step)
@@ -40,7 +49,7 @@ class Progress:
         """A step was logged; `line` as in metrics.jsonl."""
         facts = describe(line)
         self._bar.update(self._task, facts=facts)
-        if not self._console.is_terminal:
+        if self._bar.disable:
             left = timedelta(seconds=round((self._steps - line["step"]) * line["step_s"]))
             self.say(f"step {line['step']}/{self._steps}  {facts}  left {left}")
 

@@ -55,9 +55,9 @@ class Recorder:
         if dist.is_initialized():
             everyone = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, self._steps)
-        if engine.mesh.place != 0 or not self._steps:
+        if engine.mesh.rank != 0 or not self._steps:
             return None
-        ranks = [everyone[rank] for rank in engine.whole.layout.peers(0, "pp")]
+        ranks = [everyone[rank] for rank in engine.plan.layout.peers(0, "pp")]
         schedule = engine.plan.schedule
         recorded = [*zip(*ranks, strict=True)]  # step -> rank -> spans
         measured = Timeline.of(

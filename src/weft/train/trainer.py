@@ -23,10 +23,12 @@ from .. import build, checkpoint, config
 from ..config import Run
 from ..data import Dataset, Loader
 from ..engine import Engine, StepResult
+from ..engine.quorum import Company
 from ..engine.reducer import local
 from ..errors import ConfigError, WeftError
+from ..launch import processes
 from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
-from .output import CHECKPOINTS, SAMPLE, check_output, position
+from .output import CHECKPOINTS, SAMPLE, check_output, checkpoints, position, saved_in
 from .progress import Progress, short
 from .recorder import FIRST, Recorder
 from .sample import coder, sample
@@ -40,36 +42,39 @@ def train(run: Run, resume: bool, trace: bool = False) -> None:
 
     Raises Refusal, and WeftError if the loss or a weight is no longer finite.
     """
-    began, t, folder = time.perf_counter(), run.train, Path(run.output)
-    check_output(run, resume)
+    began, t, folder, company = time.perf_counter(), run.train, Path(run.output), processes.company()
+    if company is None or not company.incarnation:  # else others have written there meanwhile
+        check_output(run, resume)
     if dist.is_initialized():
         dist.barrier()  # no rank may find what rank 0 has written already
     rank = dist.get_rank() if dist.is_initialized() else 0
     dataset = build.dataset(run)
     val = build.dataset(run, "val") if t.eval_every else None
     text = coder(run, dataset) if t.sample_tokens else None
-    engine = _engine(run, dataset)
+    engine = _engine(run, dataset, company)
     val_loader = _loader(run, engine, val) if val is not None else None
-    if resume:
-        saved = checkpoint.inspect(folder / CHECKPOINTS).tensors
-        engine.load_scalars(checkpoint.load(folder / CHECKPOINTS, None, engine.tensors(saved)))
-    done = engine.steps_done
     notes = [*engine.whole.notes]
+    if resume and not engine.caught_up:
+        found = saved_in(run, engine.replica)
+        saved = checkpoint.inspect(found).tensors
+        engine.load_scalars(checkpoint.load(found, None, engine.tensors(saved)))
+    done = engine.steps_done
     if engine.forgot:
         notes.append("what codecs had kept was another layout's or codec's: it begins anew")
     if trace and t.steps - done < FIRST:
         problem = f"leaves {t.steps - done} steps to take, and the first to be traced is number {FIRST}"
         raise ConfigError("train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out")
     loader = _loader(run, engine, dataset, start=done)
-    if rank == 0:
+    if rank == 0 and engine.leads:
         (folder / "run.toml").write_text(config.dump(run), encoding="utf-8")
         (folder / "plan.txt").write_text(f"{engine.whole}\n", encoding="utf-8")
 
-    console = Console(quiet=rank != 0)
-    recorder = Recorder(engine) if trace else None
+    console = Console(quiet=rank != 0 or not engine.leads)
+    recorder = Recorder(engine) if trace and engine.leads else None
     progress = Progress(console, t.steps, done)
     progress.table(_header(run, engine, done, notes))
-    writer = Metrics(folder, done) if rank == 0 else nullcontext()
+    # of replicas that are apart the one that leads writes, and another may lead later
+    writer = Metrics(folder, done, engine.leads) if rank == 0 else nullcontext()
     with writer as metrics, Interrupt() as interrupt, progress:
         loop = _Loop(run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress, recorder)
         interrupted = loop(interrupt)
@@ -80,8 +85,9 @@ def train(run: Run, resume: bool, trace: bool = False) -> None:
     if text is not None and not interrupted:
         written = sample(run, engine, text, len(dataset[0]["input_ids"]))
         progress.say(f"\n{written}")
-        if rank == 0:
+        if rank == 0 and engine.leads:
             (folder / SAMPLE).write_text(written, encoding="utf-8")
+    engine.leave()
 
 
 @dataclass
@@ -98,6 +104,7 @@ class _Loop:
     recorder: Recorder | None = None
     loss: float | None = None
     val_loss: float | None = None
+    members: tuple[int, ...] = ()  # replicas that took part when it was last logged, where some may be left out
     first: int = field(init=False)  # the number of the first step that is taken
     traffic: Traffic = field(init=False)
     clock: Clock = field(default_factory=Clock)
@@ -113,7 +120,9 @@ class _Loop:
         groups = self.engine.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         recent: list[StepResult] = []  # since the last logged step; read together, so that few wait for the device
-        for step in range(self.first, t.steps + 1):
+        while self.engine.steps_done < t.steps:
+            step = self.engine.steps_done + 1
+            self.loader.step = step - 1
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * factor(step - 1)
             batch = build.cast(self.run, next(self.loader))
@@ -123,6 +132,9 @@ class _Loop:
                 recent.append(self.engine.step(batch))
             if self.recorder is not None:
                 self.recorder.after()
+            if self.engine.steps_done != step:
+                recent.clear()  # it has caught up with replicas that are further
+                continue
             self.progress.step(step)
             last = step == t.steps
             stop = interrupt.agreed() and not last
@@ -173,8 +185,17 @@ class _Loop:
             "memory_bytes": highest(peak_memory_bytes(self.engine.mesh.device)),
             "epoch": round(step / self.loader.steps_per_epoch, 4),
         } | self.traffic.line(len(recent))
+        quorum = self.engine.quorum
+        if quorum is not None:
+            line["replicas"] = len(quorum.members)
+            if self.members not in ((), quorum.members):
+                which = ", ".join(map(str, quorum.members))
+                self.progress.say(f"step {step}/{self.run.train.steps}  now these replicas take part: {which}")
+            self.members = quorum.members
         if self.metrics is not None:
-            self.metrics.write(line)
+            self.progress.speaks = self.engine.leads
+            if self.engine.leads:
+                self.metrics.write(line)
         self.progress.log(line)
 
     def _evaluate(self, step: int) -> None:
@@ -190,7 +211,7 @@ class _Loop:
         self.val_loss = float((torch.stack([r.loss for r in results]) * weights).sum() / weights.sum())
         if not math.isfinite(self.val_loss):
             raise WeftError(f"the validation loss after step {step} is {self.val_loss}. {self._advice()}")
-        if self.metrics is not None:
+        if self.metrics is not None and self.engine.leads:
             self.metrics.write({"step": step, "val_loss": self.val_loss})
         self.progress.say(f"step {step}/{self.run.train.steps}  validation loss {self.val_loss:.4f}")
 
@@ -199,7 +220,7 @@ class _Loop:
         if highest(int(not all(bool(local(p).isfinite().all()) for p in self.engine.params.values()))):
             raise WeftError(f"a weight after step {step} is not finite. {self._advice()}")
         checkpoint.save(
-            Path(self.run.output) / CHECKPOINTS,
+            checkpoints(self.run, None if self.engine.leads else self.engine.replica),
             step,
             self.engine.tensors(),
             {**self.engine.scalars(), **position(self.run)},
@@ -254,7 +275,7 @@ class Interrupt:
 # ---- what a run is made of -------------------------------------------------------------------------------------------
 
 
-def _engine(run: Run, dataset: Dataset) -> Engine:
+def _engine(run: Run, dataset: Dataset, company: Company | None) -> Engine:
     model = build.model(run, dtype=torch.float64 if run.precision.compute == "fp64" else torch.float32)
     sample = build.first(run, dataset)
     return Engine(
@@ -266,6 +287,7 @@ def _engine(run: Run, dataset: Dataset) -> Engine:
         clip=run.train.clip,
         seed=run.train.seed,
         sample=sample,
+        company=company,
     )
 
 

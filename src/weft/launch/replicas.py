@@ -1,0 +1,115 @@
+"""The processes of replicas that step by themselves: each replica is a world of its own, so one may fail alone.
+
+    run(function, worlds, *args)        the processes of all replicas on this host
+    join(backend, threads, worlds)      this process is a rank already: torchrun or srun started it
+
+Replicas meet at a store that this parent keeps. When a process ends that should not, the rest of its replica is ended,
+the others are told, and the replica is started anew: it catches up from one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch.distributed as dist
+
+from ..engine.quorum import Company, ended
+from ..errors import WorkerDied
+from ..syncs import TIMEOUT_S
+from . import processes
+from .environment import environment, local_world
+from .processes import POLL_S, Backend, Seat, Task, Watch, Worker, end, sigterm_for
+
+RESTARTS = 3  # of one replica
+
+
+def run(
+    function: Callable[..., Any],
+    worlds: Sequence[Sequence[int]],
+    *args: Any,
+    threads: int | None = None,
+    backend: Backend = "gloo",
+    needed: Collection[int] = (),
+) -> list[Any]:
+    """`function(*args)` in the processes of all replicas; the results in rank order, None of a replica that failed for
+    good. `worlds`: the ranks of each replica; `needed`: replicas without which the others cannot go on.
+
+    Raises WorkerDied when a replica that is needed fails, or the last one; a Refusal is raised as it is.
+    """
+    folder, store = tempfile.mkdtemp(prefix="weft-"), processes.meeting_store()
+    every: list[Worker] = []
+    size = sum(map(len, worlds))
+
+    def started(replica: int, incarnation: int) -> tuple[list[Worker], Watch]:
+        file = os.path.join(folder, f"{replica}-{incarnation}")
+        seat, ranks = Seat(store.port, replica, incarnation, size), worlds[replica]
+        workers = []
+        for index in range(len(ranks)):
+            task = Task(function, args, index, len(ranks), file, backend, threads, seat=seat)
+            workers.append(Worker(backend, task))
+            every.append(workers[-1])
+        return workers, Watch(workers, ranks=ranks)
+
+    results: list[Any] = [None] * size
+    try:
+        with sigterm_for(every) as stopping:
+            running = {replica: (0, *started(replica, 0)) for replica in range(len(worlds))}
+            done = 0
+            while running:
+                wait([event for _, _, watch in running.values() for event in watch.events()], timeout=POLL_S)
+                for replica, (incarnation, workers, watch) in list(running.items()):
+                    if not watch.over():
+                        continue
+                    del running[replica]
+                    try:
+                        for rank, result in zip(worlds[replica], watch.results(), strict=True):
+                            results[rank] = result
+                        done += 1
+                    except WorkerDied as error:
+                        end(workers)
+                        ended(store, replica)
+                        if replica in needed or not (running or done):
+                            raise
+                        again = bool(running) and incarnation < RESTARTS and not stopping.is_set()
+                        _say(replica, error, incarnation if again else None)
+                        if again:
+                            running[replica] = incarnation + 1, *started(replica, incarnation + 1)
+        return results
+    finally:
+        end(every)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def join(backend: Backend, threads: int | None, worlds: Sequence[Sequence[int]]) -> Iterator[None]:
+    """The world of its replica, for a process that torchrun or srun started. Rank 0, which may keep the store where
+    replicas meet, waits a while for the others at the end."""
+    found = environment()
+    assert found is not None
+    rank, size, local_rank = found
+    store = processes.rendezvous_store()
+    replica = next(i for i, ranks in enumerate(worlds) if rank in ranks)
+    index, world = worlds[replica].index(rank), len(worlds[replica])
+    own = dist.PrefixStore(f"replica-{replica}", store)
+    with processes.entered(backend, index, world, local_rank, local_world(), threads, own, Company(store, replica)):
+        yield
+    store.set(f"weft/left/{rank}", "")
+    since = time.monotonic()
+    while rank == 0 and time.monotonic() - since < TIMEOUT_S:
+        if all(store.check([f"weft/left/{other}"]) for other in range(size)):
+            break
+        time.sleep(POLL_S)
+
+
+def _say(replica: int, error: WorkerDied, restarts: int | None) -> None:
+    what = "the others go on without it" if restarts is None else f"started anew ({restarts + 1} of {RESTARTS})"
+    lines = str(error).splitlines()
+    print(f"weft: replica {replica} has failed, {what}: {lines[0]} {lines[-1]}", file=sys.stderr, flush=True)

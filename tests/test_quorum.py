@@ -1,0 +1,267 @@
+"""Failure of one replica is not failure of all: who takes part is decided alike everywhere, what fails counts for none,
+one that died or stalled is left out in time, and comes back with what the others have."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_sync import written
+from test_trainer import Ramps, lines
+
+from weft.engine.quorum import Company, Meeting, Quorum, ended
+from weft.errors import Refusal, WeftError, WorkerDied
+from weft.launch import replicas
+from weft.train.trainer import train
+
+
+class Replicas:
+    """Quorums of several replicas in one process, each with threads of its own."""
+
+    def __init__(self, folder: Path, count: int, places: int = 1, timeout_s: float = 1.0):
+        self.store = dist.FileStore(str(folder / "store"), -1)
+        self.quorums = {
+            (replica, place): Quorum(Company(self.store, replica), count, place, places, timeout_s)
+            for replica in range(count)
+            for place in range(places)
+        }
+
+    def run(self, function: Callable[[Quorum], Any], *only: int) -> dict[tuple[int, int], Any]:
+        chosen = {key: q for key, q in self.quorums.items() if not only or key[0] in only}
+        with ThreadPoolExecutor(len(chosen)) as threads:
+            futures = {key: threads.submit(function, q) for key, q in chosen.items()}
+            return {key: future.result(60) for key, future in futures.items()}
+
+
+def summed(quorum: Quorum, name: str, value: float) -> tuple[tuple[int, ...], float] | None:
+    found = []
+
+    def work(meeting: Meeting) -> None:
+        x = torch.tensor([value])
+        if meeting.group is not None:
+            dist.all_reduce(x, group=meeting.group)
+        found[:] = [float(x)]
+
+    meeting = quorum.run(name, work)
+    return None if meeting is None else (meeting.members, found[0])
+
+
+def test_all_take_part_whoever_comes_last(tmp_path: Path) -> None:
+    of = Replicas(tmp_path, 3, places=2, timeout_s=20.0)
+
+    def life(quorum: Quorum) -> list[Any]:
+        chance, seen = random.Random(quorum.replica * 10 + quorum.place), []
+        for step in range(10):
+            time.sleep(chance.random() / 30)
+            seen.append(summed(quorum, f"step/{step}", 10.0**quorum.replica))
+        return seen
+
+    assert all(seen == [((0, 1, 2), 111.0)] * 10 for seen in of.run(life).values())
+
+
+def test_one_that_does_not_come_is_left_out_in_time_and_told(tmp_path: Path) -> None:
+    of = Replicas(tmp_path, 3, timeout_s=0.5)
+    of.run(lambda q: summed(q, "a", 1.0))
+    began = time.monotonic()
+    assert set(of.run(lambda q: summed(q, "b", 1.0), 0, 2).values()) == {((0, 2), 2.0)}
+    assert 0.4 < time.monotonic() - began < 5
+    began = time.monotonic()
+    assert set(of.run(lambda q: summed(q, "c", 1.0), 0, 2).values()) == {((0, 2), 2.0)}
+    assert time.monotonic() - began < 0.4  # nobody waits for it again
+    assert of.run(lambda q: summed(q, "b", 1.0), 1) == {(1, 0): None}
+    assert of.quorums[1, 0].left_out == 1
+
+
+def test_one_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    of = Replicas(tmp_path, 3, timeout_s=30.0)
+    of.run(lambda q: summed(q, "a", 1.0))
+    ended(of.store, 1)
+    began = time.monotonic()
+    assert set(of.run(lambda q: summed(q, "b", 1.0), 0, 2).values()) == {((0, 2), 2.0)}
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("breaks", [0, 2])
+def test_what_fails_for_one_counts_for_none_and_is_run_again(tmp_path: Path, breaks: int) -> None:
+    of = Replicas(tmp_path, 3, places=2, timeout_s=20.0)
+    runs: dict[tuple[int, int], int] = dict.fromkeys(of.quorums, 0)
+
+    def life(quorum: Quorum) -> Meeting | None:
+        def work(meeting: Meeting) -> None:
+            me = (quorum.replica, quorum.place)
+            runs[me] += 1
+            assert meeting.group is not None
+            dist.all_reduce(torch.zeros(1), group=meeting.group)
+            if me == (breaks, 1) and runs[me] == 1:
+                raise RuntimeError("the line is cut")
+
+        return quorum.run("a", work)
+
+    assert all(meeting is not None and meeting.members == (0, 1, 2) for meeting in of.run(life).values())
+    assert set(runs.values()) == {2}
+
+
+def test_what_always_fails_here_is_raised(tmp_path: Path) -> None:
+    of = Replicas(tmp_path, 2, timeout_s=2.0)
+
+    def life(quorum: Quorum) -> Any:
+        def work(meeting: Meeting) -> None:
+            if quorum.replica == 1:
+                raise RuntimeError("no memory")
+
+        try:
+            return quorum.run("a", work)
+        except RuntimeError as error:
+            ended(of.store, quorum.replica)
+            return str(error)
+
+    found = of.run(life)
+    assert found[1, 0] == "no memory"
+    assert found[0, 0].members == (0,)
+
+
+def test_one_that_asks_is_let_in_by_one_replica(tmp_path: Path) -> None:
+    of = Replicas(tmp_path, 3, places=2, timeout_s=0.5)
+    of.run(lambda q: summed(q, "a", 1.0), 0, 1)
+    given = []
+
+    def life(quorum: Quorum) -> Any:
+        if quorum.replica == 2:
+            giver, group = quorum.ask()
+            got = torch.zeros(1)
+            dist.irecv(got, group=group, group_src=0).wait()
+            return float(got), summed(quorum, "end", 1.0)
+        for step in range(50):
+            meeting = quorum.run(f"step/{step}", lambda _: None)
+            assert meeting is not None
+            for group in quorum.grants(meeting):
+                given.append(quorum.replica)
+                dist.isend(torch.tensor([7.0]), group=group, group_dst=1).wait()
+                return summed(quorum, "end", 1.0)
+            if meeting.asking:
+                return summed(quorum, "end", 1.0)
+            time.sleep(0.01)
+
+    found = of.run(life)
+    assert found[2, 0] == found[2, 1] == (7.0, ((0, 1, 2), 3.0))
+    assert given == [1, 1]
+
+
+def test_who_is_alone_and_left_out_says_so(tmp_path: Path) -> None:
+    of = Replicas(tmp_path, 2)
+    ended(of.store, 0)
+    with pytest.raises(WeftError, match="no other is left"):
+        of.run(lambda q: q.ask(), 1)
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+class Failing(Ramps):
+    """One replica's process ends, or stands still for a while, when it reads a sample for the `at`-th time."""
+
+    def __init__(self, split: str = "train", at: int = 0, replica: int = 1, how: str = "", mark: str = ""):
+        super().__init__(split)
+        self.at, self.replica, self.how, self.mark = at, replica, how, Path(mark)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        from weft.launch.processes import company
+
+        found = super().__getitem__(index)
+        here = company()
+        if self.shift == 0 and here is not None and here.replica == self.replica and self.reads == self.at:
+            if not self.mark.exists():
+                self.mark.touch()
+                if self.how == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif self.how == "stalls":
+                    pid = os.getpid()
+                    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {pid}"])
+                    os.kill(pid, signal.SIGSTOP)
+                else:
+                    raise ValueError("the tea is cold")
+        time.sleep(0.01)
+        return found
+
+
+def failing(folder: Path, axes: str, how: str, replica: int, sync: dict[str, Any], steps: int = 60) -> Any:
+    settings = {f"sync__{key}": value for key, value in sync.items()} | {"train__steps": steps, "train__accumulate": 1}
+    run = written(folder, axes, settings)
+    data = type(run.data).model_validate(
+        {"build": "test_quorum:Failing", "at": 30, "replica": replica, "how": how, "mark": str(folder / "mark")}
+    )
+    return run.model_copy(update={"data": data})
+
+
+PERIODIC = {"name": "diloco", "period": 4, "fragments": 2, "delay": 1, "timeout_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("axes", "how", "replica"),
+    [("dp3", "dies", 1), ("dp3", "dies", 0), ("dp3", "stalls", 2), ("dp2.tp2", "dies", 1), ("dp2", "raises", 1)],
+)
+def test_the_others_go_on_and_it_comes_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture, axes: str, how: str, replica: int
+) -> None:
+    from weft.layout import Layout
+
+    layout = Layout.parse(axes)
+    size = layout.size("dp")
+    run = failing(tmp_path, axes, how, replica, {**PERIODIC, "codec": "int8"})
+    replicas.run(train, layout.replicas(), run, False, threads=1)
+    seen = [line for line in lines(run) if "replicas" in line]
+    counts = [line["replicas"] for line in seen]
+    assert seen[-1]["step"] == 60
+    assert counts[0] == size
+    assert min(counts) == size - 1
+    assert counts[-1] == size, counts
+    assert len({line["step"] for line in seen}) > 40  # the others went on meanwhile
+    said = capfd.readouterr().err
+    assert ("started anew" in said) == (how != "stalls")
+
+
+def always() -> None:
+    from weft.launch.processes import company
+
+    here = company()
+    if here is not None and here.replica == 1:
+        raise ValueError(f"incarnation {here.incarnation} is no better")
+    time.sleep(1.5)
+
+
+def test_one_that_always_fails_stays_out(capfd: pytest.CaptureFixture) -> None:
+    assert replicas.run(always, [[0], [1]]) == [None, None]
+    said = capfd.readouterr().err
+    assert said.count("started anew") == replicas.RESTARTS
+    assert "the others go on without it" in said
+
+
+def test_one_that_is_needed_ends_the_run() -> None:
+    with pytest.raises(WorkerDied, match="incarnation 0 is no better"):
+        replicas.run(always, [[0], [1]], needed={1})
+
+
+def refused() -> None:
+    raise Refusal("a.field", 3, "is odd", "use 4")
+
+
+def test_a_refusal_is_of_all() -> None:
+    with pytest.raises(Refusal, match="is odd"):
+        replicas.run(refused, [[0], [1]])
+
+
+def test_the_run_fails_when_all_have() -> None:
+    with pytest.raises(WorkerDied):
+        replicas.run(always, [[0]] if False else [[0], [1]], needed={0, 1})
