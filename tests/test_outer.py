@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BATCH, SUBJECTS, Subject, laid, seeded
+from cases import BATCH, SUBJECTS, Subject, laid, seeded, tokens
 from staged import STAGED
 from test_sync import written
 from test_trainer import lines, saved
@@ -52,8 +52,16 @@ def even() -> dict[str, Tensor]:
 EVEN = Subject(Even, even, mse, (("accumulate", 2),))
 
 
+def all_count() -> dict[str, Tensor]:
+    batch = tokens()
+    return {**batch, "labels": batch["labels"].clamp(min=0)}
+
+
+OWN = {"even": EVEN, "even decoder": replace(SUBJECTS["decoder"], data=all_count)}
+
+
 def subject(name: str, made: Any) -> Subject:
-    found = EVEN if name == "even" else SUBJECTS.get(name) or STAGED[name]
+    found = OWN.get(name) or SUBJECTS.get(name) or STAGED[name]
     return replace(found, plan=tuple({**dict(found.plan), "sync": made}.items()))
 
 

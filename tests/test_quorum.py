@@ -7,8 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -134,12 +132,11 @@ def test_what_always_fails_here_is_raised(tmp_path: Path) -> None:
 
 def test_one_that_asks_is_let_in_by_one_replica(tmp_path: Path) -> None:
     of = Replicas(tmp_path, 3, places=2, timeout_s=0.5)
-    of.run(lambda q: summed(q, "a", 1.0), 0, 1)
     given = []
 
     def life(quorum: Quorum) -> Any:
         if quorum.replica == 2:
-            giver, group = quorum.ask()
+            _, group = quorum.ask()
             got = torch.zeros(1)
             dist.irecv(got, group=group, group_src=0).wait()
             return float(got), summed(quorum, "end", 1.0)
@@ -180,24 +177,29 @@ class Failing(Ramps):
         from weft.launch.processes import company
 
         found = super().__getitem__(index)
-        here = company()
-        if self.shift == 0 and here is not None and here.replica == self.replica and self.reads == self.at:
-            if not self.mark.exists():
-                self.mark.touch()
-                if self.how == "dies":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                elif self.how == "stalls":
-                    pid = os.getpid()
-                    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {pid}"])
-                    os.kill(pid, signal.SIGSTOP)
-                else:
-                    raise ValueError("the tea is cold")
-        time.sleep(0.01)
+        here, back = company(), self.mark.with_suffix(".back")
+        if self.shift or here is None:
+            return found
+        mine = here.replica == self.replica
+        if mine and self.reads == self.at and not self.mark.exists():
+            self.mark.touch()
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.how == "stalls":
+                subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                raise ValueError("the tea is cold")
+        elif mine and self.mark.exists():
+            back.touch()
+        waits = self.mark.exists() and not back.exists()  # the others are not to be done before it is back
+        time.sleep(0.05 if waits else 0.01)
         return found
 
 
 def failing(folder: Path, axes: str, how: str, replica: int, sync: dict[str, Any], steps: int = 60) -> Any:
-    settings = {f"sync__{key}": value for key, value in sync.items()} | {"train__steps": steps, "train__accumulate": 1}
+    settings = {f"sync__{key}": value for key, value in sync.items()}
+    settings |= {"train__steps": steps, "train__accumulate": 1, "train__batch": 12}
     run = written(folder, axes, settings)
     data = type(run.data).model_validate(
         {"build": "test_quorum:Failing", "at": 30, "replica": replica, "how": how, "mark": str(folder / "mark")}
@@ -227,7 +229,7 @@ def test_the_others_go_on_and_it_comes_back(
     assert counts[0] == size
     assert min(counts) == size - 1
     assert counts[-1] == size, counts
-    assert len({line["step"] for line in seen}) > 40  # the others went on meanwhile
+    assert len({line["step"] for line in seen}) > 30  # the others went on meanwhile
     said = capfd.readouterr().err
     assert ("started anew" in said) == (how != "stalls")
 
@@ -253,6 +255,10 @@ def test_one_that_is_needed_ends_the_run() -> None:
         replicas.run(always, [[0], [1]], needed={1})
 
 
+def raising() -> None:
+    raise ValueError("the tea is cold")
+
+
 def refused() -> None:
     raise Refusal("a.field", 3, "is odd", "use 4")
 
@@ -264,4 +270,4 @@ def test_a_refusal_is_of_all() -> None:
 
 def test_the_run_fails_when_all_have() -> None:
     with pytest.raises(WorkerDied):
-        replicas.run(always, [[0]] if False else [[0], [1]], needed={0, 1})
+        replicas.run(raising, [[0], [1]])

@@ -28,7 +28,7 @@ from .layout import Layout
 from .losses import Loss
 from .plans import Plan
 from .roles import find
-from .syncs import EachPeriod, Sync
+from .syncs import AnyTime, EachStep, Sync
 from .text import extra
 from .train import schedule
 
@@ -96,7 +96,13 @@ def model(
 def apart(run: Run) -> list[list[int]]:
     """The ranks of each replica, where replicas step by themselves and are worlds of their own; else nothing."""
     layout, made = Layout.parse(run.layout.axes), synchronizer(run)
-    return layout.replicas() if isinstance(made, EachPeriod) and layout.size("dp") > 1 else []
+    return layout.replicas() if not isinstance(made, EachStep) and layout.size("dp") > 1 else []
+
+
+def servers(run: Run) -> range:
+    """The replicas without which others cannot go on."""
+    made = synchronizer(run)
+    return range(made.servers if isinstance(made, AnyTime) else 0)
 
 
 def synchronizer(run: Run) -> Sync:

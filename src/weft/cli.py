@@ -70,7 +70,8 @@ def train(
         threads, backend = run.train.threads, _backend(world if joined is None else local_world())
         worlds = build.apart(run)
         if joined is None and worlds:
-            replicas.run(trainer.train, worlds, run, resume, trace, threads=threads, backend=backend)
+            needed = build.servers(run)
+            replicas.run(trainer.train, worlds, run, resume, trace, threads=threads, backend=backend, needed=needed)
         elif joined is None:
             processes.run(trainer.train, world, run, resume, trace, threads=threads, backend=backend)
         else:

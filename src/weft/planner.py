@@ -22,7 +22,7 @@ from .schedules import Schedule
 from .simulate import simulate
 from .stages import stage
 from .staging import Staging
-from .syncs import EachPeriod, EachStep, Sync
+from .syncs import AnyTime, EachPeriod, EachStep, Sync
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
@@ -123,8 +123,8 @@ def _check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: 
             "sync.codec", sync.codec.name, "what it keeps for the next step would have another loss scale",
             "use bf16 or fp32 in [precision], or a codec without feedback",
         )  # fmt: skip
-    if isinstance(sync, EachPeriod):
-        return _check_period(layout, sync)
+    if isinstance(sync, EachPeriod | AnyTime):
+        return _check_separate(layout, sync, precision)
     if size == 1 and layout.live("fsdp"):
         if sync.route != "backend":
             raise ConfigError(
@@ -144,24 +144,40 @@ def _check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: 
                 "use bf16 or fp16, or dp beside or in place of fsdp",
             )  # fmt: skip
         return [f"gradients are reduce-scattered over fsdp in {sync.codec.name}"]
-    if sync.servers > size:
-        raise ConfigError("sync.servers", sync.servers, f"{layout} has {size} replicas", f"use at most {size}")
+    _check_servers(layout, sync.servers)
     if size % sync.local:
         raise ConfigError("sync.local", sync.local, f"does not divide the {size} replicas of {layout}", "use a divisor")
     return [f"gradients are summed over dp by {sync.name}, in {sync.codec.name}"]
 
 
-def _check_period(layout: Layout, sync: EachPeriod) -> list[str]:
+def _check_separate(layout: Layout, sync: EachPeriod | AnyTime, precision: str) -> list[str]:
     size = layout.size("dp")
     if size == 1:
         return [f"[sync] {sync.name}: fsdp alone is one replica, and has none to agree with"]
     if sync.codec.has_momentum:
+        other = "sends differences of weights" if isinstance(sync, EachPeriod) else "has a server update weights"
         raise ConfigError(
-            "sync.codec", sync.codec.name, f"has a momentum of gradients, and {sync.name} sends differences of weights",
+            "sync.codec", sync.codec.name, f"has a momentum of gradients, and {sync.name} {other}",
             'use another codec, or name = "allreduce"',
         )  # fmt: skip
+    if isinstance(sync, AnyTime):
+        _check_servers(layout, sync.servers)
+        if precision == "fp16":
+            problem = "each replica would have a loss scale of its own, and skip other steps"
+            raise ConfigError("precision.compute", precision, problem, "use bf16 or fp32, or staleness = 0")
+        bound = "any number of" if sync.staleness is None else f"at most {sync.staleness}"
+        return [
+            f"{size} replicas push gradients in {sync.codec.name} to {sync.servers} servers and pull weights,"
+            f" {bound} steps ahead of the slowest"
+        ]
     when = f"every {sync.period} steps" if sync.period > 1 else "every step"
     return [f"{size} replicas step by themselves; {when} their weights agree by {sync.name}, in {sync.codec.name}"]
+
+
+def _check_servers(layout: Layout, servers: int) -> None:
+    size = layout.size("dp")
+    if servers > size:
+        raise ConfigError("sync.servers", servers, f"{layout} has {size} replicas", f"use at most {size}")
 
 
 def _bubble(staged: Schedule) -> str:

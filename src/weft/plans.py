@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .layout import DATA_AXES, Layout
 from .schedules import Action, Schedule
 from .staging import Staging
-from .syncs import BUCKET_BYTES, EachPeriod, EachStep, Sync, owners
+from .syncs import BUCKET_BYTES, AnyTime, EachPeriod, EachStep, Sync, owners
 
 Spec = Mapping[str, Placement]  # axis -> placement; an axis left out is Replicate
 COPY = Replicate()
@@ -214,7 +214,7 @@ class Plan:
     @property
     def separate(self) -> bool:
         """Whether each replica on `dp` steps by itself."""
-        return isinstance(self.sync, EachPeriod) and self.layout.size("dp") > 1
+        return isinstance(self.sync, EachPeriod | AnyTime) and self.layout.size("dp") > 1
 
     def replica(self) -> Plan:
         """The plan of one replica by itself."""

@@ -1,4 +1,4 @@
-"""Sync: how the replicas on `dp` stay together, as data. Two kinds, by when they agree."""
+"""Sync: how the replicas on `dp` stay together, as data. Three kinds, by when they agree."""
 
 from __future__ import annotations
 
@@ -74,7 +74,25 @@ class EachPeriod:
         return Peers(size, index, sharded=True)
 
 
-Sync = EachStep | EachPeriod
+@dataclass(frozen=True)
+class AnyTime:
+    """Each replica sends gradients to `servers`, the first replicas, and gets weights back, without waiting for others:
+    but for those that are more than `staleness` steps behind (None: for none)."""
+
+    name: str
+    codec: Codec
+    servers: int
+    staleness: int | None
+    timeout_s: float = TIMEOUT_S  # after which a replica that is silent is left out
+
+    plain = False
+
+    def peers(self, size: int, index: int = 0) -> Peers:
+        """How a codec sees a server (index 0) and a worker."""
+        return Peers(size, index, sharded=False)
+
+
+Sync = EachStep | EachPeriod | AnyTime
 
 
 def owners(sizes: list[int], servers: int) -> list[int]:

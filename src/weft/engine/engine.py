@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -25,8 +26,9 @@ from ..plans import COPY, Plan
 from ..randomness import Randomness, mix
 from ..schedules import Action, Schedule
 from ..shards import Piece, Segment, chunks, cut_segments, fsdp_rows, take, whole
-from ..syncs import EachPeriod, EachStep, Sync
+from ..syncs import AnyTime, EachPeriod, EachStep, Sync, owners
 from . import catchup
+from .anytime import Part, Server, Worker
 from .exchange import Scatter
 from .functions import Functions
 from .outer import Outer
@@ -122,6 +124,10 @@ class Engine:
         # replicas that share a world write one checkpoint, of the first one's
         self._speaks = not whole.separate or company is not None or self.replica == 0
         self.quorum = self._quorum(company)
+        self.worker: Worker | None = None
+        self.server: Server | None = None
+        self._own_part: Part | None = None
+        self._optimizers = optimizer
         self.caught_up = self._share_initial()  # whether it goes on from where others were
         if whole.separate and self.replica:
             seed = mix(seed, self.replica)  # its samples have numbers of their own
@@ -192,14 +198,74 @@ class Engine:
         if whole.separate:
             trained = {name: local(p.detach()) for name, p in self.params.items() if p.requires_grad}
             assert self.quorum is not None
-            self.outer = Outer(whole, trained, self.quorum)
+            if isinstance(whole.sync, AnyTime):
+                self._serve(whole.sync, trained, self.quorum)
+            else:
+                self.outer = Outer(whole, trained, self.quorum)
         if self.caught_up:
             self._catch_up()
+
+    def _serve(self, sync: AnyTime, trained: dict[str, Tensor], quorum: Quorum) -> None:
+        """Ready to push gradients to servers, and to be one."""
+        every = [w for w in self.whole.weights if w.trainable]
+        owned = owners([prod(w.shape) for w in every], sync.servers)
+        parts = []
+        for server in range(sync.servers):
+            names = [w.name for w, owner in zip(every, owned, strict=True) if owner == server and w.name in trained]
+            parts.append(Part(names, [trained[name] for name in names]))
+        self.worker = Worker(sync, quorum, parts)
+        if self.replica < sync.servers and parts[self.replica].params:
+            self._own_part = parts[self.replica]
+
+    def _connect(self) -> None:
+        """Before the first step, when weights and optimizer state are those that training begins with."""
+        assert self.worker is not None and self.quorum is not None and isinstance(self.whole.sync, AnyTime)
+        if self._own_part is not None:
+            state = {
+                name: {key: local(v).clone() if torch.is_tensor(v) else v for key, v in self._state_of(name).items()}
+                for name in self._own_part.names
+                if self._state_of(name)
+            }
+            sync, part = self.whole.sync, self._own_part
+            self.server = Server(sync, self.quorum, part, self._optimizers, state, self.steps_done)
+        self.optimizer.state.clear()  # it is the servers' from now on
+        live = self.mesh.layout.live()
+        steps = torch.tensor(self.worker.connect(self.steps_done))
+        if live:  # servers of its ranks may have counted differently
+            dist.all_reduce(steps, dist.ReduceOp.MAX, group=self.mesh.group(*live))
+        self.steps_done = int(steps)
+
+    def _state_of(self, name: str) -> dict[str, Any]:
+        return self.optimizer.state.get(self.params[name], {})
+
+    def gather(self, last: bool = False) -> None:
+        """Before weights are evaluated or saved: where servers hold them, these and their optimizers' state are this
+        rank's too. `last`: all steps are taken. The replica that leads calls it, and with `last` all do."""
+        if self.worker is None or not self.worker.connected:
+            return
+        if last:
+            self.worker.done()
+        if last and self.server is not None:
+            self.server.idle()
+        if self.leads:
+            for name, state in self.worker.collect(last).items():
+                p = self.params[name]
+                self.optimizer.state[p] = {key: self._like(p, value) for key, value in state.items()}
+        if last:
+            self.worker.close()
+            if self.server is not None:
+                self.server.close()
+
+    def _like(self, p: nn.Parameter, value: Tensor) -> Tensor:
+        """A tensor of a parameter's optimizer state, laid as the parameter is."""
+        if not isinstance(p, DTensor) or value.shape != local(p).shape or not value.ndim:
+            return value
+        return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
     def _quorum(self, company: Company | None) -> Quorum | None:
         """Of replicas that step by themselves."""
         sync, layout = self.whole.sync, self.whole.layout
-        if not self.whole.separate or not isinstance(sync, EachPeriod):
+        if not self.whole.separate or not isinstance(sync, EachPeriod | AnyTime):
             return None
         if company is None:
             company = Company(dist.distributed_c10d._get_default_store(), self.replica)
@@ -252,6 +318,8 @@ class Engine:
 
     def _step(self, batch: Batch) -> StepResult:
         plan, training = self.plan, self._training
+        if self.worker is not None and not self.worker.connected:
+            self._connect()
         micros = self._microbatches(self._placed(batch))
         self._train_mode()
         self.optimizer.zero_grad(set_to_none=True)
@@ -331,6 +399,11 @@ class Engine:
         for name, p in self.params.items():
             if not self.updates(name):
                 p.grad = None
+        if self.worker is not None:
+            groups = [(float(group["lr"]), {id(p) for p in group["params"]}) for group in self.optimizer.param_groups]
+            rates = {n: next((lr for lr, ids in groups if id(p) in ids), 0.0) for n, p in self.params.items()}
+            self.worker.step(self._gradients(), rates)
+            return result
         self.optimizer.step()
         if self._owners:
             self.reducer.spread()
@@ -527,6 +600,9 @@ class Engine:
 
     def _catch_up(self) -> None:
         """This replica was left out, or has been started anew: it takes over all that one of the others has."""
+        if self.worker is not None:
+            self._connect()
+            return
         assert self.outer is not None and self.quorum is not None
         self.outer.forget()
         for _ in range(TRIES):
@@ -560,6 +636,13 @@ class Engine:
         """What a replica gives another one: all that a checkpoint holds, and what codecs keep."""
         pieces = [piece for piece in self.tensors(names) if not piece.name.startswith("sync/")]
         return pieces, [tensor for _, tensor in self._kept()]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The replicas that take part, as far as this one knows, where each steps by itself."""
+        if self.server is not None:
+            return self.server.workers
+        return self.quorum.members if self.quorum is not None else ()
 
     @property
     def leads(self) -> bool:

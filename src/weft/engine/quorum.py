@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,8 @@ POLL_S = 0.002
 START_S = 300.0  # within which replicas that are started together come to their first exchange
 
 IN, OUT, GONE = "in", "out", "gone"
+
+Who = tuple[tuple[int, int], ...]  # (replica, incarnation)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Quorum:
     timeout_s: float
     members: tuple[int, ...] = ()  # of the last exchange
     left_out: int = 0  # how often this replica was
-    _at: tuple[Any, ...] = ()  # whom the group below is of
+    _at: Who = ()  # whom the group below is of
     _group: dist.ProcessGroup | None = None
     _asked: int = 0
     _old: list[list[str]] = field(default_factory=list)  # keys of the last exchanges
@@ -91,22 +92,24 @@ class Quorum:
             found = self._meet(key, timeout_s)
             if found is None:
                 self.left_out += 1
+                self._group, self._at = None, ()  # the others connect anew with whom they let in
                 return None
-            meeting, incarnations = found
+            meeting, who = found
             self.members, problem = meeting.members, None
             try:
-                meeting.group = self._grouped(key, meeting, incarnations)
+                meeting.group = self._grouped(key, meeting, who)
                 work(meeting)
             except RuntimeError as error:  # of torch.distributed, as a rule: a peer is gone or does not answer
                 problem = error
             if self._vote(key, meeting, problem is None):
                 return meeting
-            self._group, self._at, timeout_s = None, (), self.timeout_s
+            # others may learn of it only when what they wait for has timed out
+            self._group, self._at, timeout_s = None, (), 2 * self.timeout_s
             if problem is not None and attempt + 1 == TRIES:
                 raise problem
         raise AssertionError
 
-    def _meet(self, key: str, timeout_s: float) -> tuple[Meeting, list[int]] | None:
+    def _meet(self, key: str, timeout_s: float) -> tuple[Meeting, Who] | None:
         here = [f"{key}/here/{replica}" for replica in range(self.replicas)]
         if self.place == 0:
             self._store.set(here[self.replica], str(self.company.incarnation))
@@ -126,7 +129,8 @@ class Quorum:
         if self.replica not in members:
             return None
         asking = {int(replica): ticket for replica, ticket in who["asking"].items()}
-        return Meeting(members, asking, members[-1], members.index(self.replica)), who["members"]
+        incarnations = tuple((replica, incarnation) for replica, incarnation in who["members"])
+        return Meeting(members, asking, members[-1], members.index(self.replica)), incarnations
 
     def _propose(self, key: str, here: list[str], deadline: float) -> None:
         states = [self._state(replica) for replica in range(self.replicas)]
@@ -147,15 +151,14 @@ class Quorum:
             for replica in missing:
                 self._store.set(f"state/{replica}", OUT)
 
-    def _grouped(self, key: str, meeting: Meeting, incarnations: list[int]) -> dist.ProcessGroup | None:
+    def _grouped(self, key: str, meeting: Meeting, who: Who) -> dist.ProcessGroup | None:
         if meeting.size == 1:
             return None
-        if self._group is None or self._at != tuple(map(tuple, incarnations)):  # type: ignore[call-overload]
+        if self._group is None or self._at != who:
             self._group = None  # the old one goes before there is another
-            self._group = connected(
-                self._store, f"{key}/{self.place}", meeting.index, meeting.size, timedelta(seconds=self.timeout_s)
-            )
-            self._at = tuple(map(tuple, incarnations))  # type: ignore[call-overload]
+            timeout = timedelta(seconds=self.timeout_s)
+            self._group = connected(self._store, f"{key}/{self.place}", meeting.index, meeting.size, timeout)
+            self._at = who
         return self._group
 
     def _vote(self, key: str, meeting: Meeting, well: bool) -> bool:
@@ -192,6 +195,14 @@ class Quorum:
 
     # ---- coming and going ----------------------------------------------------------------------------------------
 
+    def has_ended(self, replica: int) -> bool:
+        """Whether the processes of a replica have ended."""
+        return self._state(replica) == GONE
+
+    def meeting_store(self) -> dist.Store:
+        """A connection of its own to where these replicas meet."""
+        return self._store.clone()
+
     def leave(self) -> None:
         """Nobody is to wait for this replica any more."""
         if self.place == 0:
@@ -210,9 +221,7 @@ class Quorum:
         def heard() -> bool:
             others = (replica for replica in range(self.replicas) if replica != self.replica)
             if all(self._state(replica) != IN for replica in others) and not self._store.check([granted]):
-                raise WeftError(
-                    f"replica {self.replica} was left out, and no other goes on that it could catch up from"
-                )
+                raise WeftError(f"replica {self.replica} was left out, and no other is left to catch up from")
             return self._store.check([granted])
 
         _until(heard)

@@ -1,20 +1,42 @@
 """parameter_server: servers share the parameters; workers push gradients and pull weights (Li et al. 2014).
 
-A server lives in each of the first `servers` replicas. Every step has all gradients, so it equals all-reduce.
+A server lives in each of the first `servers` replicas. Synchronous, every step has all gradients, so it equals
+all-reduce. Asynchronous, with `staleness` above 0, workers do not wait for those that are fewer steps behind (stale
+synchronous parallel, Ho et al. 2013), or with "none" for anyone.
 """
 
 from __future__ import annotations
 
 from ..codecs import Codec
-from ..errors import hold
-from ..syncs import EachStep
-from ._checks import bucket
+from ..errors import ConfigError, hold
+from ..syncs import TIMEOUT_S, AnyTime, EachStep
+from ._checks import bucket, hold_timeout
 
 
-def parameter_server(codec: Codec, servers: int = 1, bucket_mb: float = 25.0) -> EachStep:
-    """`servers`: over how many replicas the parameters, and the optimizer's state, are spread."""
+def parameter_server(
+    codec: Codec,
+    servers: int = 1,
+    staleness: int | str = 0,
+    bucket_mb: float | None = None,
+    timeout_s: float | None = None,
+) -> EachStep | AnyTime:
+    """`servers`: over how many replicas the parameters, and the optimizer's state, are spread. `staleness`: steps that
+    a replica may be ahead of the slowest one, or "none" for no bound. `timeout_s`: a replica that is silent so long is
+    left out."""
     hold("sync.servers", servers, int, lambda x: x >= 1, "a number of replicas")
-    return EachStep("parameter_server", codec, "owners", servers=servers, bucket_bytes=bucket(bucket_mb))
+    if staleness != "none":
+        hold("sync.staleness", staleness, int, lambda x: x >= 0, 'a number of steps, or "none"')
+    if staleness == 0:
+        if timeout_s is not None:
+            raise ConfigError("sync.timeout_s", timeout_s, "every step waits for all replicas", "leave it out")
+        bucket_bytes = bucket(25.0 if bucket_mb is None else bucket_mb)
+        return EachStep("parameter_server", codec, "owners", servers=servers, bucket_bytes=bucket_bytes)
+    if bucket_mb is not None:
+        problem = "asynchronous servers get all gradients of a step in one message"
+        raise ConfigError("sync.bucket_mb", bucket_mb, problem, "leave it out, or use staleness = 0")
+    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+    hold_timeout(timeout_s)
+    return AnyTime("parameter_server", codec, servers, None if staleness == "none" else int(staleness), timeout_s)
 
 
 SYNCS = {"parameter_server": parameter_server}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from rich.filesize import decimal
 
 from ..engine import Engine
+from ..engine.reducer import local
 from ..engine.wires import on_wire
 from ..verification.audit import Audit
 
@@ -49,7 +50,7 @@ class Traffic:
         """For metrics.jsonl: of a step, as means over the `steps` steps since the last call."""
         if not self._live or self.by_axis is None:
             return {}
-        outer, reducer = self._engine.outer, self._engine.reducer
+        outer, reducer = self._engine.outer or self._engine.worker, self._engine.reducer
         clock, apart = (reducer.clock, 0.0) if outer is None else (outer.clock, outer.sent_bytes)
         now = clock.exposed_s, clock.busy_s, apart
         exposed, busy, between = (b - a for a, b in zip(self._mark, now, strict=True))
@@ -57,13 +58,17 @@ class Traffic:
         found: dict[str, float] = {"sent_bytes": round(sum(self.by_axis.values()) + between / steps)}
         if (outer or reducer.buckets) and self._engine.mesh.device.type == "cpu":
             found |= {"sync_exposed_s": exposed / steps, "sync_hidden_s": max(0.0, busy - exposed) / steps}
+        worker = self._engine.worker
+        if worker is not None and worker.behind:
+            found["staleness"] = sum(worker.behind) / len(worker.behind)
+            worker.behind.clear()
         return found
 
     def summary(self) -> str | None:
         """Bytes of a step by axis; and of what an all-reduce of the gradients as they are would send over `dp`."""
         if self.by_axis is None or not self._live:
             return None
-        outer, by_axis = self._engine.outer, dict(self.by_axis)
+        outer, by_axis = self._engine.outer or self._engine.worker, dict(self.by_axis)
         if outer is not None:
             by_axis["dp"] = by_axis.get("dp", 0.0) + outer.sent_bytes / self._steps
         parts = [f"{axis} {decimal(round(nbytes))}" for axis, nbytes in by_axis.items()]
@@ -74,6 +79,8 @@ class Traffic:
     def _plain(self) -> float:
         engine, size = self._engine, self._engine.whole.layout.size("dp")
         flats = [b.flat for b in engine.reducer.buckets if b.number is not None]
+        if engine.worker is not None:
+            flats = [local(p.detach()) for p in engine.params.values() if p.requires_grad]
         if engine.outer is not None:
             flats = [message.anchor for message in engine.outer.messages]
         return sum(on_wire("all_reduce", flat.nbytes, size) for flat in flats)

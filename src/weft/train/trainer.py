@@ -147,6 +147,8 @@ class _Loop:
                 self._log(step, recent)
                 recent.clear()
             with self.clock.pause():
+                if stop or last or (keep and self.engine.leads):
+                    self.engine.gather(last=stop or last)
                 if evaluate:
                     self._evaluate(step)
                 if keep:
@@ -185,13 +187,13 @@ class _Loop:
             "memory_bytes": highest(peak_memory_bytes(self.engine.mesh.device)),
             "epoch": round(step / self.loader.steps_per_epoch, 4),
         } | self.traffic.line(len(recent))
-        quorum = self.engine.quorum
-        if quorum is not None:
-            line["replicas"] = len(quorum.members)
-            if self.members not in ((), quorum.members):
-                which = ", ".join(map(str, quorum.members))
+        members = self.engine.members
+        if members:
+            line["replicas"] = len(members)
+            if self.members not in ((), members):
+                which = ", ".join(map(str, members))
                 self.progress.say(f"step {step}/{self.run.train.steps}  now these replicas take part: {which}")
-            self.members = quorum.members
+        self.members = members
         if self.metrics is not None:
             self.progress.speaks = self.engine.leads
             if self.engine.leads:
@@ -217,6 +219,8 @@ class _Loop:
 
     def _save(self, step: int) -> None:
         """A checkpoint; never of weights that would be of no use in place of older ones that are."""
+        if self.engine.worker is not None and not self.engine.leads:
+            return  # the first replica has all that servers have
         if highest(int(not all(bool(local(p).isfinite().all()) for p in self.engine.params.values()))):
             raise WeftError(f"a weight after step {step} is not finite. {self._advice()}")
         checkpoint.save(

@@ -1,0 +1,384 @@
+"""Anytime: servers that update with each gradient as it comes, and workers that do not wait for each other.
+
+Each of the first replicas has a server of its part of the parameters, with their optimizer: threads beside training. A
+worker, one in each replica, sends the gradient of its samples and gets weights back. The server takes a step for each
+gradient, at 1 / workers of the learning rate. Bounded staleness (stale synchronous parallel, Ho et al. 2013): who has
+taken c steps gets weights for the next one when the slowest worker has taken c - staleness, so weights are never
+further behind those of the fastest. With a bound of 0 and plain SGD it is all-reduce.
+
+A worker that ends, or is silent for `timeout_s`, is no longer waited for. One that comes anew begins with the weights
+and at the step of the slowest.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import WeftError
+from ..syncs import AnyTime
+from . import catchup
+from .exchange import Clock, through
+from .quorum import START_S, Quorum, connected
+from .wires import Owners, carried, on_wire
+
+POLL_S = 0.2
+EVER = timedelta(days=30)  # silence of a worker is timed by its server, and not by what connects them
+PUSH, DONE, STATE, FINAL, BYE = range(5)  # what a worker asks for
+
+Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+@dataclass
+class Part:
+    """The parameters of one server, as this rank holds them: a flat tensor [n] has one after the other."""
+
+    names: list[str]
+    params: list[Tensor]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(p.shape) for p in self.params]
+
+    def flat(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.params])
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([p.numel() for p in self.params])
+        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+
+
+class Server:
+    """Serves one part to the workers of all replicas, this one's among them."""
+
+    def __init__(
+        self, sync: AnyTime, quorum: Quorum, part: Part, optimizer: Optimizers, state: dict[str, dict], clock: int
+    ):
+        """`state`: of the optimizer, by parameter; `clock`: the steps that workers have taken."""
+        self._sync, self._quorum, self._part = sync, quorum, part
+        self._flat = part.flat()
+        views = part.views(self._flat)
+        self._params = [nn.Parameter(view, requires_grad=True) for view in views]
+        for p, view in zip(self._params, views, strict=True):
+            p.data = view  # the optimizer changes the flat tensor
+        self._optimizer = optimizer(list(zip(part.names, self._params, strict=True)))
+        for name, p in zip(part.names, self._params, strict=True):
+            if name in state:
+                self._optimizer.state[p] = state[name]
+        self._changed = threading.Condition()
+        self._clocks = dict.fromkeys(quorum.members, clock)  # worker -> steps taken
+        self._given = dict.fromkeys(quorum.members, clock)  # worker -> steps taken when it last got weights
+        self._until = dict.fromkeys(quorum.members, time.monotonic() + START_S)  # when silence becomes too long
+        self._served: dict[int, str] = {}  # worker -> the ticket of its connection
+        self._ready: dict[
+            int, tuple[int, Tensor] | None
+        ] = {}  # who waits for weights -> steps taken and weights, when let
+        self._last = clock  # of those that are gone
+        self._store = quorum.meeting_store()
+        self._closing = False
+        threading.Thread(target=self._accept, name="weft-server", daemon=True).start()
+
+    # ---- connections -----------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        number = 0
+        while not self._closing:
+            key = f"calls/{self._quorum.replica}/{number}"
+            if not self._store.check([key]):
+                time.sleep(0.01)
+                continue
+            call, number = json.loads(self._store.get(key)), number + 1
+            threading.Thread(target=self._serve, args=tuple(call), name="weft-serve", daemon=True).start()
+
+    def _serve(self, worker: int, ticket: str) -> None:
+        """One connection, until it ends."""
+        sync, quorum = self._sync, self._quorum
+        name = f"server/{quorum.replica}/{worker}/{ticket}/{quorum.place}"
+        with suppress(RuntimeError, WeftError):  # it is gone, or too slow
+            group = connected(self._store, name, 0, 2, EVER)
+            wire, codec = Owners(group, 0), sync.codec.state(self._part.shapes, self._flat)
+            with self._changed:
+                self._served[worker], self._until[worker] = ticket, float("inf")
+                if worker not in self._clocks:
+                    self._clocks[worker] = min(self._clocks.values(), default=self._last)
+                self._release(worker)
+            self._reply(worker, group, 0)
+            while True:
+                ask = torch.zeros(1 + 2 * len(self._params), dtype=torch.float64)
+                _wait(dist.irecv(ask, group=group, group_src=1))
+                kind = int(ask[0])
+                if kind == PUSH:
+                    grad = torch.zeros_like(self._flat)
+                    peers = sync.peers(2, 0)  # the server itself has nothing to add
+                    with torch.no_grad():
+                        through(sync.codec.reduce(grad, codec, self._part.shapes, peers), wire, None)
+                    self._reply(worker, group, self._step(worker, grad, ask[1:].tolist()))
+                elif kind == DONE:
+                    self._drop(worker, ticket)
+                elif kind in (STATE, FINAL):
+                    if kind == FINAL:
+                        self.idle()
+                    self._give(group)
+                else:
+                    break
+        self._drop(worker, ticket)
+        with self._changed:
+            if self._served.get(worker) == ticket:
+                del self._served[worker]
+
+    def _drop(self, worker: int, ticket: str) -> None:
+        with self._changed:
+            if self._served.get(worker) == ticket:
+                self._forget(worker)
+
+    def _drop_silent(self) -> None:
+        for worker in list(self._clocks):
+            ended = worker not in self._served and self._quorum.has_ended(worker)
+            if ended or time.monotonic() > self._until[worker]:
+                self._forget(worker)
+
+    def _forget(self, worker: int) -> None:
+        self._last = max(self._last, self._clocks.pop(worker, 0))
+        self._release()
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The replicas that take steps."""
+        with self._changed:
+            return tuple(sorted(self._clocks))
+
+    # ---- steps -----------------------------------------------------------------------------------------------
+
+    def _step(self, worker: int, grad: Tensor, told: Sequence[float]) -> int:
+        """Take a step with a worker's gradient; returns how many steps behind the fastest its weights were."""
+        rates = dict(zip(self._params, told, strict=False))
+        with self._changed:
+            if worker not in self._clocks:
+                raise WeftError("was no longer waited for")
+            self._until[worker] = float("inf")
+            for group in self._optimizer.param_groups:
+                group["lr"] = rates[group["params"][0]] / self._quorum.replicas
+            views = self._part.views(grad)
+            for p, view, reached in zip(self._params, views, told[len(self._params) :], strict=True):
+                p.grad = view if reached else None
+            self._optimizer.step()
+            behind = max(self._given.get(w, 0) for w in self._clocks) - self._given[worker]
+            self._clocks[worker] += 1
+            self._release(worker)
+        return behind
+
+    def _reply(self, worker: int, group: dist.ProcessGroup, behind: int) -> None:
+        """Weights, when this worker may have them."""
+        with self._changed:
+            while self._ready[worker] is None:
+                self._changed.wait(POLL_S)
+                self._drop_silent()
+            ready = self._ready.pop(worker)
+            assert ready is not None
+            clock, flat = ready
+            self._until[worker] = time.monotonic() + self._sync.timeout_s
+        head = torch.tensor([clock, behind], dtype=torch.float64)
+        _wait(dist.isend(head, group=group, group_dst=1))
+        if flat.numel():
+            _wait(dist.isend(flat, group=group, group_dst=1))
+
+    def _release(self, comes: int | None = None) -> None:
+        """One comes to wait for weights, or another is no longer waited for. Who may have weights gets those of now: with
+        no staleness, of the same step for all."""
+        if comes is not None:
+            self._ready[comes] = None
+        flat = None
+        for worker in [w for w, ready in self._ready.items() if ready is None and self._may_go_on(w)]:
+            flat = self._flat.clone() if flat is None else flat
+            self._ready[worker] = self._clocks.get(worker, self._last), flat
+            self._given[worker] = self._clocks.get(worker, self._last)
+        self._changed.notify_all()
+
+    def _may_go_on(self, worker: int) -> bool:
+        if self._sync.staleness is None or worker not in self._clocks:
+            return True
+        return self._clocks[worker] - min(self._clocks.values()) <= self._sync.staleness
+
+    # ---- checkpoints and the end -----------------------------------------------------------------------------
+
+    def _give(self, group: dist.ProcessGroup) -> None:
+        with self._changed:
+            states = {
+                name: {key: value for key, value in sorted(self._optimizer.state[p].items()) if torch.is_tensor(value)}
+                for name, p in zip(self._part.names, self._params, strict=True)
+                if self._optimizer.state.get(p)
+            }
+            facts = {
+                name: {key: [str(v.dtype).removeprefix("torch."), list(v.shape)] for key, v in state.items()}
+                for name, state in states.items()
+            }
+            tensors = [self._flat.clone(), *(v.clone() for state in states.values() for v in state.values())]
+        catchup.give(group, facts, tensors)
+
+    def idle(self) -> None:
+        """Wait until all workers have taken their steps, or are gone."""
+        with self._changed:
+            while self._clocks:
+                self._drop_silent()
+                self._changed.wait(POLL_S)
+
+    def close(self) -> None:
+        """Wait until nobody is served any more."""
+        self.idle()
+        while self._served:
+            time.sleep(POLL_S / 10)
+        self._closing = True
+
+
+@dataclass
+class _Link:
+    """From this rank to one server."""
+
+    part: Part
+    group: dist.ProcessGroup
+    codec: dict[str, Tensor]
+    got: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.got = torch.zeros(sum(p.numel() for p in self.part.params), dtype=self.part.params[0].dtype)
+
+
+class Worker:
+    """This rank's part of one replica that trains. `parts`: of each server; this rank may hold nothing of one."""
+
+    def __init__(self, sync: AnyTime, quorum: Quorum, parts: Sequence[Part]):
+        self._sync, self._quorum, self.clock = sync, quorum, Clock()
+        self._parts, self._links = parts, dict[int, _Link]()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-worker")
+        self.sent_bytes = 0.0  # on the wire of this rank, since the beginning
+        self.behind: list[int] = []  # of the steps since somebody looked: how far weights were behind the fastest's
+        self.stalest = 0
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._links)
+
+    def connect(self, steps: int) -> int:
+        """Get weights from all servers. Returns the steps that count as taken (`steps`, if this rank needs none)."""
+        store, quorum, ticket = self._quorum.meeting_store(), self._quorum, str(self._quorum.company.incarnation)
+        for server, part in enumerate(self._parts):
+            if quorum.place == 0:
+                number = store.add(f"calls/{server}", 1) - 1
+                store.set(f"calls/{server}/{number}", json.dumps([quorum.replica, ticket]))
+            if not part.params:
+                continue
+            name = f"server/{server}/{quorum.replica}/{ticket}/{quorum.place}"
+            # a server may keep this worker waiting as long as it waits for others
+            group = connected(store, name, 1, 2, timedelta(seconds=2 * self._sync.timeout_s + START_S))
+            self._links[server] = _Link(part, group, self._sync.codec.state(part.shapes, part.flat()))
+        with self._watched():
+            clocks = [self._receive(link)[0] for link in self._links.values()]
+        return max(clocks, default=steps)
+
+    def step(self, grads: dict[str, Tensor], rates: dict[str, float]) -> None:
+        """Push gradients and pull weights; `rates`: the learning rate of each parameter. Raises WeftError: a server is
+        gone, or has given up waiting."""
+        self.clock.begin()
+        with self.clock.waiting(), self._watched():
+            # a thread of its own: what watches this one's collectives does not count these
+            self._thread.submit(self._exchange, grads, rates).result()
+
+    @torch.no_grad()
+    def _exchange(self, grads: dict[str, Tensor], rates: dict[str, float]) -> None:
+        peers = self._sync.peers(2, 1)
+        for link in self._links.values():
+            reached = [float(name in grads) for name in link.part.names]
+            parts = [
+                grads[name].reshape(-1) if name in grads else torch.zeros_like(p).reshape(-1)
+                for name, p in zip(link.part.names, link.part.params, strict=True)
+            ]
+            self._ask(link, PUSH, [*(rates[name] for name in link.part.names), *reached])
+            flat = torch.cat(parts)
+            through(self._sync.codec.reduce(flat, link.codec, link.part.shapes, peers), Owners(link.group, 0), None)
+            asked = self._sync.codec.asks(link.part.shapes, peers, flat.element_size())
+            found = [one for each in asked for one in carried("owners", 1, each, peers, 0)]
+            self.sent_bytes += sum(on_wire(kind, nbytes, 2) for kind, nbytes in found)
+        behind = max((self._receive(link)[1] for link in self._links.values()), default=0)
+        self.behind.append(behind)
+        self.stalest = max(self.stalest, behind)
+
+    def _ask(self, link: _Link, kind: int, rest: Sequence[float] = ()) -> None:
+        message = torch.zeros(1 + 2 * len(link.part.params), dtype=torch.float64)
+        message[0] = kind
+        if rest:
+            message[1:] = torch.tensor(rest, dtype=torch.float64)
+        _wait(dist.isend(message, group=link.group, group_dst=0))
+
+    @torch.no_grad()
+    def _receive(self, link: _Link) -> tuple[int, int]:
+        head = torch.zeros(2, dtype=torch.float64)
+        _wait(dist.irecv(head, group=link.group, group_src=0))
+        _wait(dist.irecv(link.got, group=link.group, group_src=0))
+        for p, new in zip(link.part.params, link.part.views(link.got), strict=True):
+            p.copy_(new)
+        return int(head[0]), int(head[1])
+
+    def done(self) -> None:
+        """This worker takes no more steps."""
+        with self._watched():
+            for link in self._links.values():
+                self._ask(link, DONE)
+
+    def collect(self, last: bool = False) -> dict[str, dict[str, Tensor]]:
+        """The servers' weights, and their optimizers' state by parameter; of the end of all steps, if `last`."""
+        states: dict[str, dict[str, Tensor]] = {}
+        with self._watched():
+            for link in self._links.values():
+                self._ask(link, FINAL if last else STATE)
+                facts = catchup.heard(link.group)
+                made = {
+                    name: {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in of.items()}
+                    for name, of in facts.items()
+                }
+                catchup.take(link.group, [link.got, *(v for of in made.values() for v in of.values())])
+                states |= made
+                with torch.no_grad():
+                    for p, new in zip(link.part.params, link.part.views(link.got), strict=True):
+                        p.copy_(new)
+        return states
+
+    def close(self) -> None:
+        """This worker has nothing more to send."""
+        for link in self._links.values():
+            with suppress(RuntimeError):
+                self._ask(link, BYE)
+        self._links = {}
+
+    def _watched(self) -> Any:
+        return _Gone(self._quorum.replica)
+
+
+class _Gone:
+    """Around messages to servers: their errors in words."""
+
+    def __init__(self, replica: int):
+        self._replica = replica
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            problem = "a parameter server is gone, or no longer waits for this worker"
+            raise WeftError(f"replica {self._replica}: {problem}") from error
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
