@@ -194,8 +194,8 @@ class Server:
             _wait(dist.isend(flat, group=group, group_dst=1))
 
     def _release(self, comes: int | None = None) -> None:
-        """One comes to wait for weights, or another is no longer waited for. Who may have weights gets those of now: with
-        no staleness, of the same step for all."""
+        """`comes` waits for weights, or another one is not waited for any more. All that may have weights get those of
+        now: with no staleness, of the same step."""
         if comes is not None:
             self._ready[comes] = None
         flat = None

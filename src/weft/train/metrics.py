@@ -8,8 +8,9 @@ A line of metrics.jsonl is one JSON object, of a logged step or of a validation:
 `loss` is that of the step alone, `step_s` and the rate are means since the line before; `grad_norm` stands where it was
 computed, and `skipped` counts steps since the line before that fp16 could not take. With more ranks than one,
 `sent_bytes` is what a rank sends in a step, and on CPUs `sync_exposed_s` and `sync_hidden_s` are the seconds of a step
-in which sums of gradients were waited for, and in which they were under way beside other work. TensorBoard has the same
-names.
+in which sums of gradients were waited for, and in which they were under way beside other work. Where replicas step by
+themselves `replicas` counts those that take part; with asynchronous servers `staleness` is how many steps weights were
+behind the fastest replica's, as a mean. TensorBoard has the same names.
 """
 
 from __future__ import annotations
