@@ -76,6 +76,8 @@ def run(
                     except WorkerDied as error:
                         end(workers)
                         ended(store, replica)
+                        if replica in needed:
+                            _tell(f"replica {replica}, which serves the others, has failed; --resume goes on")
                         if replica in needed or not (running or done):
                             raise
                         again = bool(running) and incarnation < RESTARTS and not stopping.is_set()
@@ -112,4 +114,8 @@ def join(backend: Backend, threads: int | None, worlds: Sequence[Sequence[int]])
 def _say(replica: int, error: WorkerDied, restarts: int | None) -> None:
     what = "the others go on without it" if restarts is None else f"started anew ({restarts + 1} of {RESTARTS})"
     lines = str(error).splitlines()
-    print(f"weft: replica {replica} has failed, {what}: {lines[0]} {lines[-1]}", file=sys.stderr, flush=True)
+    _tell(f"replica {replica} has failed, {what}: {lines[0]} {lines[-1]}")
+
+
+def _tell(text: str) -> None:
+    print(f"weft: {text}", file=sys.stderr, flush=True)

@@ -338,6 +338,8 @@ def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float) -> dict[s
         rows["speed"] = f"{short(taken * count / loop.clock.total_s)} {name}/s"
     if wire := loop.traffic.summary():
         rows["sent"] = wire
+    if engine.worker is not None:
+        rows["staleness"] = f"{engine.worker.stalest} steps at most"
     return rows | {
         "time": str(timedelta(seconds=round(total_s))),
         "memory": f"{decimal(highest(peak_memory_bytes(engine.mesh.device)))} at most on a rank",
