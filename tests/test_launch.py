@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from weft.engine.quorum import Quorum
 from weft.errors import LayoutError, WeftError, WorkerDied
-from weft.launch import environment
+from weft.launch import environment, processes, replicas
 from weft.launch.processes import Pool, join, run
 
 SOON_S = 8.0  # "within seconds", on a busy machine
@@ -336,17 +337,31 @@ def test_the_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
 
 
 def joined(rank: int, launcher: str, port: int, folder: Path) -> None:
-    if launcher == "srun":
+    if "srun" in launcher:
         os.environ.update(SRUN, SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_LOCALID=str(rank))
         os.environ.update(SLURM_JOB_NODELIST="127.0.0.1", SLURM_TASKS_PER_NODE="2")
     else:
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(port)
+    if "apart" in launcher:
+        with replicas.join("gloo", 1, [[0], [1]]):
+            (folder / str(rank)).write_text(f"{dist.get_world_size()} {met(1.0)}")
+        return
     with join(threads=1):
         (folder / str(rank)).write_text(f"{total(1.0).tolist()} {os.environ['LOCAL_RANK']}")
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def met(value: float) -> list[float]:
+    """The sum over replicas that are worlds of their own."""
+    company, found = processes.company(), torch.tensor([value])
+    assert company is not None
+    meeting = Quorum(company, 2, 0, 1, 20.0).run("a", lambda here: dist.all_reduce(found, group=here.group))
+    assert meeting is not None
+    assert meeting.members == (0, 1)
+    return found.tolist()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun", "torchrun apart", "srun apart"])
 def test_a_launched_process_joins_its_peers(bare: pytest.MonkeyPatch, tmp_path: Path, launcher: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -358,7 +373,8 @@ def test_a_launched_process_joins_its_peers(bare: pytest.MonkeyPatch, tmp_path: 
     for process in ranks:
         process.join(30)
     assert [process.exitcode for process in ranks] == [0, 0]
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[3.0, 3.0] 0", "[3.0, 3.0] 1"]
+    wants = ["1 [2.0]"] * 2 if "apart" in launcher else ["[3.0, 3.0] 0", "[3.0, 3.0] 1"]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == wants
 
 
 def test_nobody_started_this_process(bare: pytest.MonkeyPatch) -> None:
