@@ -169,9 +169,11 @@ def test_who_is_alone_and_left_out_says_so(tmp_path: Path) -> None:
 class Failing(Ramps):
     """One replica's process ends, or stands still for a while, when it reads a sample for the `at`-th time."""
 
-    def __init__(self, split: str = "train", at: int = 0, replica: int = 1, how: str = "", mark: str = ""):
+    def __init__(
+        self, split: str = "train", at: int = 0, replica: int = 1, how: str = "", mark: str = "", seconds: int = 4
+    ):
         super().__init__(split)
-        self.at, self.replica, self.how, self.mark = at, replica, how, Path(mark)
+        self.at, self.replica, self.how, self.mark, self.seconds = at, replica, how, Path(mark), seconds
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         from weft.launch.processes import company
@@ -186,7 +188,7 @@ class Failing(Ramps):
             if self.how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif self.how == "stalls":
-                subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+                subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
             else:
                 raise ValueError("the tea is cold")
@@ -197,13 +199,18 @@ class Failing(Ramps):
         return found
 
 
-def failing(folder: Path, axes: str, how: str, replica: int, sync: dict[str, Any], steps: int = 60) -> Any:
+def failing(
+    folder: Path, axes: str, how: str, replica: int, sync: dict[str, Any], steps: int = 60, seconds: int = 4
+) -> Any:
     settings = {f"sync__{key}": value for key, value in sync.items()}
     settings |= {"train__steps": steps, "train__accumulate": 1, "train__batch": 12}
     run = written(folder, axes, settings)
     data = type(run.data).model_validate(
-        {"build": "test_quorum:Failing", "at": 30, "replica": replica, "how": how, "mark": str(folder / "mark")}
-    )
+        {
+            "build": "test_quorum:Failing", "at": 30, "replica": replica, "how": how, "mark": str(folder / "mark"),
+            "seconds": seconds,
+        }
+    )  # fmt: skip
     return run.model_copy(update={"data": data})
 
 
@@ -232,6 +239,16 @@ def test_the_others_go_on_and_it_comes_back(
     assert len({line["step"] for line in seen}) > 30  # the others went on meanwhile
     said = capfd.readouterr().err
     assert ("started anew" in said) == (how != "stalls")
+
+
+@pytest.mark.parametrize("sync", [PERIODIC, {"name": "parameter_server", "staleness": 3, "timeout_s": 1.0}])
+def test_one_that_never_wakes_does_not_keep_the_run_from_ending(
+    tmp_path: Path, capfd: pytest.CaptureFixture, sync: dict[str, Any]
+) -> None:
+    run = failing(tmp_path, "dp2", "stalls", 1, sync, steps=20, seconds=100)
+    assert replicas.run(train, [[0], [1]], run, False, threads=1, needed={0}) == [None, None]
+    assert lines(run)[-1]["step"] == 20
+    assert "replicas 1 stall, and the others are done" in capfd.readouterr().err
 
 
 def always() -> None:

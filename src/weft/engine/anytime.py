@@ -81,9 +81,8 @@ class Server:
         self._given = dict.fromkeys(quorum.members, clock)  # worker -> steps taken when it last got weights
         self._until = dict.fromkeys(quorum.members, time.monotonic() + START_S)  # when silence becomes too long
         self._served: dict[int, str] = {}  # worker -> the ticket of its connection
-        self._ready: dict[
-            int, tuple[int, Tensor] | None
-        ] = {}  # who waits for weights -> steps taken and weights, when let
+        # who waits for weights -> the steps it has taken, and weights, when it may have them
+        self._ready: dict[int, tuple[int, Tensor] | None] = {}
         self._last = clock  # of those that are gone
         self._store = quorum.meeting_store()
         self._closing = False
@@ -107,6 +106,7 @@ class Server:
         name = f"server/{quorum.replica}/{worker}/{ticket}/{quorum.place}"
         with suppress(RuntimeError, WeftError):  # it is gone, or too slow
             group = connected(self._store, name, 0, 2, EVER)
+            quorum.take_in(worker)
             wire, codec = Owners(group, 0), sync.codec.state(self._part.shapes, self._flat)
             with self._changed:
                 self._served[worker], self._until[worker] = ticket, float("inf")
@@ -144,8 +144,10 @@ class Server:
 
     def _drop_silent(self) -> None:
         for worker in list(self._clocks):
-            ended = worker not in self._served and self._quorum.has_ended(worker)
-            if ended or time.monotonic() > self._until[worker]:
+            silent = time.monotonic() > self._until[worker]
+            if silent:
+                self._quorum.leave_out(worker)
+            if silent or (worker not in self._served and self._quorum.has_ended(worker)):
                 self._forget(worker)
 
     def _forget(self, worker: int) -> None:
@@ -234,9 +236,9 @@ class Server:
                 self._changed.wait(POLL_S)
 
     def close(self) -> None:
-        """Wait until nobody is served any more."""
+        """Wait until the first replica has all that it needs of this server."""
         self.idle()
-        while self._served:
+        while self._quorum.members[0] in self._served:
             time.sleep(POLL_S / 10)
         self._closing = True
 
@@ -251,7 +253,7 @@ class _Link:
     got: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.got = torch.zeros(sum(p.numel() for p in self.part.params), dtype=self.part.params[0].dtype)
+        self.got = torch.zeros_like(self.part.flat())
 
 
 class Worker:

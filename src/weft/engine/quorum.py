@@ -199,6 +199,16 @@ class Quorum:
         """Whether the processes of a replica have ended."""
         return self._state(replica) == GONE
 
+    def leave_out(self, replica: int) -> None:
+        """Nobody waits for this replica until it is let in again."""
+        if self.place == 0:
+            self._store.set(f"state/{replica}", OUT)
+
+    def take_in(self, replica: int) -> None:
+        """It takes part."""
+        if self.place == 0:
+            self._store.set(f"state/{replica}", IN)
+
     def meeting_store(self) -> dist.Store:
         """A connection of its own to where these replicas meet."""
         return self._store.clone()
@@ -235,7 +245,7 @@ class Quorum:
             if self.place == 0 and self._store.compare_set(granted, "", str(self.replica)).decode() == str(
                 self.replica
             ):
-                self._store.set(f"state/{replica}", IN)
+                self.take_in(replica)
                 with suppress(RuntimeError):
                     self._store.delete_key(f"asks/{replica}")
             _until(lambda granted=granted: self._store.check([granted]))  # type: ignore[misc]
@@ -260,7 +270,16 @@ def _meeting_place(store: dist.Store, number: int) -> dist.Store:
 
 def ended(store: dist.Store, replica: int) -> None:
     """Say that the processes of a replica, which made one engine each, have ended."""
-    _meeting_place(store, 1).set(f"state/{replica}", GONE)
+    here = _meeting_place(store, 1)
+    here.set(f"state/{replica}", GONE)
+    with suppress(RuntimeError):
+        here.delete_key(f"asks/{replica}")  # nobody is to wait for it to come in
+
+
+def is_left_out(store: dist.Store, replica: int) -> bool:
+    """Whether a replica, of which each process made one engine, is one that nobody waits for."""
+    here, key = _meeting_place(store, 1), f"state/{replica}"
+    return here.check([key]) and here.get(key) == OUT.encode()
 
 
 def connected(store: dist.Store, name: str, index: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

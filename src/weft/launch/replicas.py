@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..engine.quorum import Company, ended
+from ..engine.quorum import Company, ended, is_left_out
 from ..errors import WorkerDied
 from ..syncs import TIMEOUT_S
 from . import processes
@@ -29,6 +29,7 @@ from .environment import environment, local_world
 from .processes import POLL_S, Backend, Seat, Task, Watch, Worker, end, sigterm_for
 
 RESTARTS = 3  # of one replica
+LAST_S = 5.0  # after the others are done, for replicas that were left out and do not end
 
 
 def run(
@@ -62,8 +63,11 @@ def run(
     try:
         with sigterm_for(every) as stopping:
             running = {replica: (0, *started(replica, 0)) for replica in range(len(worlds))}
-            done = 0
+            done, last = 0, time.monotonic()
             while running:
+                if done and time.monotonic() > last + LAST_S and all(is_left_out(store, each) for each in running):
+                    _tell(f"replicas {', '.join(map(str, running))} stall, and the others are done: ended")
+                    break
                 wait([event for _, _, watch in running.values() for event in watch.events()], timeout=POLL_S)
                 for replica, (incarnation, workers, watch) in list(running.items()):
                     if not watch.over():
@@ -72,7 +76,7 @@ def run(
                     try:
                         for rank, result in zip(worlds[replica], watch.results(), strict=True):
                             results[rank] = result
-                        done += 1
+                        done, last = done + 1, time.monotonic()
                     except WorkerDied as error:
                         end(workers)
                         ended(store, replica)
