@@ -1,0 +1,125 @@
+"""One replica of one side of the comparison. `run.py` starts it on every host.
+
+    worker.py SIDE STEPS EVAL_EVERY OUTPUT
+
+Rank 0 writes JSON to OUTPUT: seconds of each step (the slowest replica's), its training loss (the replicas' mean), what
+had left its host by the end of it in bytes, and every EVAL_EVERY steps the validation loss, each replica with its own
+weights. Evaluating takes no time of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sides import SIDES, Side
+from torch import Tensor, nn
+
+import weft
+from weft import sync
+from weft.data import Loader, stdlib
+from weft.losses import next_token
+from weft.models import decoder
+
+BATCH, SEQ_LEN, LR = 16, 128, 1e-3  # samples of a step, over all replicas
+EVAL_BATCHES = 4
+BYTES = 16_000_000  # of the standard library
+
+Batch = dict[str, Tensor]
+Step, Evaluate = Callable[[Batch], Tensor], Callable[[Batch], float]
+
+
+def model() -> nn.Module:
+    """5 M parameters, byte by byte."""
+    torch.manual_seed(0)
+    return decoder(dim=256, layers=6, heads=8, seq_len=SEQ_LEN)
+
+
+def main(name: str, steps: int, eval_every: int, output: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    size, side = dist.get_world_size(), SIDES[name]
+    part = {"data_rank": dist.get_rank(), "data_size": size}
+    data = Loader(stdlib(seq_len=SEQ_LEN, max_bytes=BYTES), BATCH, seed=0, **part)
+    held = Loader(stdlib(seq_len=SEQ_LEN, max_bytes=BYTES, split="val"), 2 * BATCH, seed=0, shuffle=False, **part)
+    validation = list(islice(held, EVAL_BATCHES))
+    step, evaluate = _weft(side, size) if side.weft is not None else _torch(side)
+    times: list[float] = []
+    losses: list[float] = []
+    sent: list[int] = []
+    evaluated: dict[int, float] = {}
+    dist.barrier()
+    for number, batch in enumerate(islice(data, steps), 1):
+        began = time.perf_counter()
+        loss = step(batch)
+        times.append(time.perf_counter() - began)
+        losses.append(float(loss))
+        sent.append(_sent_bytes())
+        if number % eval_every == 0:
+            evaluated[number] = sum(evaluate(batch) for batch in validation) / len(validation)
+        if number % eval_every == 0 or number == steps:
+            _write(Path(output), times, losses, sent, evaluated)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _write(output: Path, times: list[float], losses: list[float], sent: list[int], evaluated: dict[int, float]) -> None:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (times, losses, evaluated))
+    if dist.get_rank() == 0:
+        slowest = [max(each) for each in zip(*(e[0] for e in every))]
+        train = [sum(each) / len(every) for each in zip(*(e[1] for e in every))]
+        mean = {number: sum(e[2][number] for e in every) / len(every) for number in evaluated}
+        output.write_text(json.dumps({"step_s": slowest, "sent_bytes": sent, "loss": train, "val_loss": mean}))
+
+
+def _sent_bytes() -> int:
+    """What has left this host."""
+    found = re.search(rf"{os.environ['GLOO_SOCKET_IFNAME']}:\s*(.*)", Path("/proc/net/dev").read_text())
+    return int(found[1].split()[8]) if found else 0
+
+
+def _weft(side: Side, size: int) -> tuple[Step, Evaluate]:
+    assert side.weft is not None
+    name, codec, options = side.weft
+    replica = model()
+    plan = weft.plan(replica, f"dp{size}", batch=BATCH, loss=next_token, sync=sync.make(name, codec, **options))
+    adamw = partial(torch.optim.AdamW, lr=LR)
+    engine = weft.Engine(replica, plan, optimizer=adamw, loss=next_token, device="cpu")
+    return lambda batch: engine.step(batch).loss, lambda batch: float(engine.evaluate(batch).loss)
+
+
+def _torch(side: Side) -> tuple[Step, Evaluate]:
+    replica = nn.parallel.DistributedDataParallel(model())
+    after = side.prepare(replica) if side.prepare is not None else (lambda: None)
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=LR)
+
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        total, weight = next_token(replica(batch["input_ids"]), batch)
+        loss = total / weight
+        loss.backward()
+        optimizer.step()
+        after()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(batch: Batch) -> float:
+        total, weight = next_token(replica.module(batch["input_ids"]), batch)
+        return float(total / weight)
+
+    return step, evaluate
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
