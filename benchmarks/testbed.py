@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,18 +68,19 @@ def limit(count: int, mbit: float | None) -> None:
                 _in(namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf", *rate)
 
 
-def run(count: int, command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> None:
-    """The command on every host, one process each. Raises RuntimeError when one fails or none ends in time."""
+def run(count: int, command: Sequence[str], timeout_s: float, apart: bool = True) -> None:
+    """The command `count` times, as the ranks of one job: on a host each, or where not `apart` all on this machine.
+    Raises RuntimeError when one fails or they do not end in time."""
+    address, device = (f"{NET}1", LINK) if apart else ("127.0.0.1", "lo")
     port = str(20000 + os.getpid() % 20000)
     processes = []
     for rank in range(count):
         own = {
-            **os.environ, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(count),
-            "MASTER_ADDR": f"{NET}1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1",
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "MASTER_ADDR": address,
+            "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        processes.append(
-            subprocess.Popen(["ip", "netns", "exec", HOST.format(rank), *command], env=own, start_new_session=True)
-        )
+        there = ["ip", "netns", "exec", HOST.format(rank)] if apart else []
+        processes.append(subprocess.Popen([*there, *command], env=own, start_new_session=True))
     deadline = time.monotonic() + timeout_s
     try:
         while any(process.poll() is None for process in processes):

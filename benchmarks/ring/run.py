@@ -29,7 +29,7 @@ def measured(ranks: int, rate: float, sizes: list[int], repeats: int) -> list[di
     testbed.limit(ranks, rate)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / "worker.py"), str(repeats), str(output), *map(str, sizes)]
+        command = [sys.executable, str(HERE / "worker.py"), str(rate), str(output), *map(str, sizes)]
         testbed.run(ranks, command, timeout_s=900)
         rows = json.loads(output.read_text())
     for row in rows:

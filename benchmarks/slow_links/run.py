@@ -1,12 +1,13 @@
 """Replicas over slow links: how soon each way to agree reaches the loss that plain DDP has after 600 steps.
 
-    python benchmarks/slow_links/run.py                              all of it: some two hours on 2 cores
+    python benchmarks/slow_links/run.py                              all of it: some three hours on 2 idle cores
     python benchmarks/slow_links/run.py time --rates 25 --sides "torch ddp" "weft int4"
-    python benchmarks/slow_links/run.py train --steps 300
+    python benchmarks/slow_links/run.py train --sides "torch ddp" --steps 600
 
 `train` runs each side once without a limit, for its loss by steps. What a step computes does not depend on the link, so
-`time` measures seconds and bytes of a step on each link alone, and the table multiplies: steps to the loss x seconds of a
-step. Results of runs that were made before and are not made now stay.
+`time` measures seconds and bytes of a step on each link alone, and the tables multiply: steps to the loss x seconds of
+a step. Each part adds to results/PART.json, then the tables in README.md are written anew; `table` does only that. Exit
+code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -18,45 +19,55 @@ import platform
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import testbed  # noqa: E402
-import torch
-from sides import PERIOD, SIDES, WARMUP
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
-RESULTS, README = HERE / "results" / "slow_links.json", HERE / "README.md"
+sys.path.insert(0, str(HERE.parent))
+
+import testbed  # noqa: E402
+import torch  # noqa: E402
+from sides import PERIOD, SIDES, WARMUP  # noqa: E402
+
+RESULTS, README = HERE / "results", HERE / "README.md"
+BEGIN, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
 RATES = (1000.0, 100.0, 25.0)  # Mbit/s
-TARGET, STEPS, EVAL_EVERY = 600, 900, 25
+STEPS, EVERY, TARGET = 900, 25, 600  # of DDP, 600 are enough
 WARM, TIMED = 4, 12  # steps before those that are timed, and at least so many of them
+ASKED = {25.0: (15.0, 2.0), 100.0: (5.0, 1.3), 1000.0: (1.0, None)}  # times sooner than DDP, than torch's best hook
+PLAIN = "torch ddp"
 
 
-def train(side: str, replicas: int, steps: int) -> dict:
-    """Loss by steps, on links without a limit."""
-    testbed.limit(replicas, None)
-    found = _worker(side, replicas, steps, EVAL_EVERY, timeout_s=3.0 * steps + 120)
+def train(side: str, replicas: int, steps: int) -> dict[str, Any]:
+    """Loss by steps, with all replicas on one host."""
+    found = _worker(side, replicas, steps, EVERY, timeout_s=20.0 * steps, apart=False)
     return {"val_loss": found["val_loss"], "loss": found["loss"]}
 
 
-def timed(side: str, replicas: int, rate: float) -> dict:
+def timed(side: str, replicas: int, rate: float) -> dict[str, Any]:
     """Seconds and bytes of a step on links of this rate, as means over whole periods: exchanges come now and then."""
     testbed.limit(replicas, rate)
     sync = SIDES[side].weft
-    period = int(sync[2].get("period", 1)) if sync is not None else PERIOD
-    warm = WARM if sync is not None else WARMUP + WARM  # torch's hooks begin later than the first step
-    count = period * -(-TIMED // period)
-    found = _worker(side, replicas, warm + count, 10**6, timeout_s=1800)
+    period = int(sync[2].get("period", 1)) if sync is not None else PERIOD if "local" in side else 1
+    # torch's hooks begin later than the first step, and weft's exchanges with the first period
+    warm = WARM + (period if sync is not None else 0 if side == PLAIN else WARMUP)
+    count = period * -(-TIMED // period) * (2 if period > 1 and sync is not None else 1)
+    found = _worker(side, replicas, warm + count, 10**6, timeout_s=1800, apart=True)
     sent = found["sent_bytes"]
-    return {"step_s": statistics.mean(found["step_s"][warm:]), "sent_bytes": (sent[-1] - sent[warm - 1]) / count}
+    return {
+        "step_s": max(statistics.mean(own[warm:]) for own in found["step_s"]),
+        "sent_bytes": (sent[-1] - sent[warm - 1]) / count,
+        "steps": count,
+        "load": os.getloadavg()[0],
+    }
 
 
-def _worker(side: str, replicas: int, steps: int, eval_every: int, timeout_s: float) -> dict:
+def _worker(side: str, replicas: int, steps: int, every: int, timeout_s: float, apart: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / "worker.py"), side, str(steps), str(eval_every), str(output)]
-        testbed.run(replicas, command, timeout_s, {"TORCH_DISTRIBUTED_DEBUG": "OFF"})
+        command = [sys.executable, str(HERE / "worker.py"), side, str(steps), str(every), str(output)]
+        testbed.run(replicas, command, timeout_s, apart=apart)
         return json.loads(output.read_text())
 
 
@@ -72,61 +83,157 @@ def steps_to(losses: dict[str, float], target: float) -> float | None:
     return None
 
 
-def table(results: dict, replicas: int) -> list[str]:
-    runs = results.get(str(replicas), {})
-    curve = runs.get("train", {}).get("torch ddp", {}).get("val_loss", {})
-    target = curve.get(str(TARGET))
+class Found:
+    """What was measured with so many replicas."""
+
+    def __init__(self, results: dict[str, dict[str, Any]], replicas: str):
+        self.train: dict[str, Any] = results.get("train", {}).get("runs", {}).get(replicas, {})
+        self.time: dict[str, Any] = results.get("time", {}).get("runs", {}).get(replicas, {})
+        self.target: float | None = self.train.get(PLAIN, {}).get("val_loss", {}).get(str(TARGET))
+
+    def steps(self, side: str) -> float | None:
+        """To the target."""
+        if side == PLAIN or self.target is None:
+            return float(TARGET) if self.target is not None else None
+        return steps_to(self.train.get(self.curve(side), {}).get("val_loss", {}), self.target)
+
+    def curve(self, side: str) -> str:
+        """The side whose losses this one has."""
+        same = SIDES[side].same
+        return same if same and side not in self.train else side
+
+    def seconds(self, side: str, rate: float) -> float | None:
+        """To the target."""
+        steps, took = self.steps(side), self.time.get(f"{rate:g}", {}).get(side)
+        return None if steps is None or took is None else steps * took["step_s"]
+
+    def best(self, rate: float, weft: bool) -> tuple[float, str] | None:
+        """The side that is there first, of weft's or of torch's hooks, and when."""
+        sides = [side for side in SIDES if (SIDES[side].weft is not None) == weft and side != PLAIN]
+        found = [(seconds, side) for side in sides if (seconds := self.seconds(side, rate)) is not None]
+        return min(found) if found else None
+
+
+def tables(results: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
+    """The tables of README.md, in Markdown; whether all targets that could be looked at are met."""
+    lines: list[str] = []
+    held = True
+    for replicas in ("2", "4"):
+        found = Found(results, replicas)
+        if not found.train and not found.time:
+            continue
+        lines += [f"### {replicas} replicas", ""]
+        verdicts = _verdicts(found)
+        held &= all(verdict for *_, verdict in verdicts)
+        if verdicts:
+            lines += ["| Mbit/s | weft's first | s to the loss | beside | s to the loss | times sooner | asked | |"]
+            lines += ["| ---: | --- | ---: | --- | ---: | ---: | ---: | --- |"]
+            for rate, (own, side), (other, beside), asked, verdict in verdicts:
+                lines.append(
+                    f"| {rate:g} | {side} | {own:.0f} | {beside} | {other:.0f} | {other / own:.2f} | {asked:g} | "
+                    f"{'holds' if verdict else 'FAIL'} |"
+                )
+            lines.append("")
+        lines += [*_losses(found), "", *_times(found), ""]
+    return lines, held
+
+
+Rival = tuple[float, str]
+
+
+def _verdicts(found: Found) -> list[tuple[float, Rival, Rival, float, bool]]:
+    """(rate, weft's first, whom it is held against, times sooner that is asked, whether it is)."""
+    rows = []
+    for rate, (than_plain, than_hooks) in ASKED.items():
+        own, plain, hooks = found.best(rate, weft=True), found.seconds(PLAIN, rate), found.best(rate, weft=False)
+        if own is not None and plain is not None:
+            rows.append((rate, own, (plain, PLAIN), than_plain, plain / own[0] >= than_plain))
+        if own is not None and hooks is not None and than_hooks is not None:
+            rows.append((rate, own, hooks, than_hooks, hooks[0] / own[0] >= than_hooks))
+    return rows
+
+
+def _losses(found: Found) -> list[str]:
+    at = [100, 200, 300, 400, 500, TARGET]
     lines = [
-        "| side | steps to the loss | loss at 600 | " + " | ".join(f"{r:g} Mbit/s: MB, s a step | h to the loss | x DDP" for r in RATES) + " |",
-        "| --- | ---: | ---: |" + " ---: | ---: | ---: |" * len(RATES),
-    ]  # fmt: skip
-    for side in SIDES:
-        losses = runs.get("train", {}).get(side, {}).get("val_loss", {})
-        needed = steps_to(losses, target) if target is not None else None
-        cells = [side, "-" if needed is None else f"{needed:.0f}", f"{losses[str(TARGET)]:.3f}" if str(TARGET) in losses else "-"]  # fmt: skip
-        for rate in RATES:
-            here = runs.get("time", {}).get(f"{rate:g}", {})
-            took, plain = here.get(side), here.get("torch ddp")
-            if took is None:
-                cells += ["-", "-", "-"]
-                continue
-            cells.append(f"{took['sent_bytes'] / 1e6:.2f}, {took['step_s']:.2f}")
-            cells.append("-" if needed is None else f"{needed * took['step_s'] / 3600:.3f}")
-            ratio = plain["step_s"] * TARGET / (needed * took["step_s"]) if needed and plain else None
-            cells.append("-" if ratio is None else f"{ratio:.1f}")
-        if len(set(cells)) > 2:
-            lines.append("| " + " | ".join(cells) + " |")
+        "| validation loss after steps | " + " | ".join(map(str, at)) + " | steps to DDP's loss at 600 |",
+        "| --- |" + " ---: |" * (len(at) + 1),
+    ]
+    for side in (side for side in SIDES if side in found.train):
+        losses, steps = found.train[side]["val_loss"], found.steps(side)
+        cells = [f"{losses[str(n)]:.3f}" if str(n) in losses else "" for n in at]
+        reached = f"not in {max(map(int, losses))}" if steps is None else f"{steps:.0f}"
+        lines.append(f"| {side} | " + " | ".join(cells) + f" | {reached} |")
     return lines
 
 
+def _times(found: Found) -> list[str]:
+    lines = [
+        "| side | steps |" + "".join(f" {rate:g} Mbit/s: MB a step | s a step | s to the loss |" for rate in RATES),
+        "| --- | ---: |" + " ---: |" * 3 * len(RATES),
+    ]
+    for side in SIDES:
+        steps, cells = found.steps(side), []
+        for rate in RATES:
+            took, seconds = found.time.get(f"{rate:g}", {}).get(side), found.seconds(side, rate)
+            cells += ["", ""] if took is None else [f"{took['sent_bytes'] / 1e6:.2f}", f"{took['step_s']:.2f}"]
+            cells.append("" if seconds is None else f"{seconds:.0f}")
+        if any(cells):
+            lines.append(f"| {side} | {'' if steps is None else f'{steps:.0f}'} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def load() -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def keep(part: str, where: Sequence[str], entry: dict[str, Any]) -> None:
+    """Puts one measurement, with how it was made, in results/PART.json."""
+    path = RESULTS / f"{part}.json"
+    results = json.loads(path.read_text()) if path.exists() else {"runs": {}}
+    results["environment"] = {
+        "cpus": os.cpu_count(), "machine": platform.machine(), "system": platform.system(),
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+    place = results["runs"]
+    for key in where[:-1]:
+        place = place.setdefault(key, {})
+    arguments = " ".join(f'"{a}"' if " " in a else a for a in sys.argv[1:])
+    place[where[-1]] = {**entry, "command": f"python benchmarks/slow_links/run.py {arguments}".strip()}
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("parts", nargs="*", choices=["time", "train"], default=["time", "train"])
-    arguments.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES])
-    arguments.add_argument("--rates", nargs="+", type=float, default=[*RATES])
-    arguments.add_argument("--replicas", nargs="+", type=int, default=[2])
-    arguments.add_argument("--steps", type=int, default=STEPS)
-    options = arguments.parse_args()
-    missing = testbed.lacking()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="train, time or table; all if none is named")
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES], metavar="SIDE")
+    parser.add_argument("--rates", nargs="+", type=float, default=[*RATES], metavar="MBIT")
+    parser.add_argument("--replicas", nargs="+", type=int, default=[2])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+    if unknown := set(options.parts) - {"train", "time", "table"}:
+        parser.error(f"no part {', '.join(sorted(unknown))}: choose from train, time, table")
+    parts = options.parts or ["train", "time"]
+    for replicas in options.replicas if "train" in parts else ():
+        for side in options.sides:
+            keep("train", [str(replicas), side], train(side, replicas, options.steps))
+    missing = testbed.lacking() if "time" in parts else None
     if missing is not None:
-        print(f"skipped: {missing}")
-        return 0
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results["machine"] = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
-    for replicas in options.replicas:
+        print(f"time: skipped: {missing}")
+    for replicas in options.replicas if "time" in parts and missing is None else ():
         with testbed.hosts(replicas):
-            runs = results.setdefault(str(replicas), {})
-            for side in options.sides:
-                for part in options.parts:
-                    if part == "train":
-                        runs.setdefault("train", {})[side] = train(side, replicas, options.steps)
-                    for rate in options.rates if part == "time" else ():
-                        runs.setdefault("time", {}).setdefault(f"{rate:g}", {})[side] = took = timed(side, replicas, rate)
-                        print(f"{side}, {replicas} replicas, {rate:g} Mbit/s: {took}", flush=True)
-                    RESULTS.parent.mkdir(exist_ok=True)
-                    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        print("\n".join(table(results, replicas)))
-    return 0
+            for rate in options.rates:
+                for side in options.sides:
+                    found = timed(side, replicas, rate)
+                    keep("time", [str(replicas), f"{rate:g}", side], found)
+                    print(f"{side}, {replicas} replicas, {rate:g} Mbit/s: {found}", flush=True)
+    lines, held = tables(load())
+    text = README.read_text(encoding="utf-8")
+    head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    README.write_text("\n".join([head, "", *lines, tail]), encoding="utf-8")
+    print("\n".join(lines))
+    return 0 if held else 1
 
 
 if __name__ == "__main__":

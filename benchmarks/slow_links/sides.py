@@ -6,24 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-WARMUP = 20  # steps after which torch's PowerSGD and post-local SGD begin
+WARMUP = 10  # steps after which torch's PowerSGD and post-local SGD begin
 PERIOD = 10  # of post-local SGD
 
 
 @dataclass(frozen=True)
 class Side:
-    """`weft`: (synchroniser, codec, options). `prepare`: a DDP module -> what is called after each optimizer step."""
+    """`weft`: (synchroniser, codec, options). `prepare`: a DDP module -> what is called after each optimizer step.
+    `same`: the side that computes the same, so that its losses stand for this one's."""
 
     weft: tuple[str, Any, dict[str, Any]] | None = None
     prepare: Callable[[nn.parallel.DistributedDataParallel], Callable[[], None]] | None = None
-    sgd: bool = False
-    lr: float = 0.0  # 0: the common one
+    same: str | None = None
 
 
 def _fp16(module: nn.parallel.DistributedDataParallel) -> Callable[[], None]:
@@ -42,12 +43,17 @@ def _power(rank: int) -> Callable[[nn.parallel.DistributedDataParallel], Callabl
 
 def _local(period: int) -> Callable[[nn.parallel.DistributedDataParallel], Callable[[], None]]:
     def prepare(module: nn.parallel.DistributedDataParallel) -> Callable[[], None]:
-        state = post_local.PostLocalSGDState(None, None, start_localSGD_iter=WARMUP)
+        alone, _ = dist.new_subgroups(1)  # each host is one process; on CPUs torch asks for the size
+        state = post_local.PostLocalSGDState(None, alone, start_localSGD_iter=WARMUP)
         module.register_comm_hook(state, post_local.post_localSGD_hook)
         averager = PeriodicModelAverager(period, warmup_steps=WARMUP)
         return lambda: averager.average_parameters(module.parameters())
 
     return prepare
+
+
+def _apart(name: str, codec: Any, period: int, fragments: int, delay: int, **options: float) -> Side:
+    return Side((name, codec, {"period": period, "fragments": fragments, "delay": delay, **options}))
 
 
 SIDES = {
@@ -56,18 +62,13 @@ SIDES = {
     "torch powersgd 32": Side(prepare=_power(32)),
     "torch powersgd 16": Side(prepare=_power(16)),
     "torch post-local 10": Side(prepare=_local(PERIOD)),
-    "weft allreduce": Side(("allreduce", "identity", {})),
-    "weft bf16": Side(("allreduce", "bf16", {"bucket_mb": 4})),
+    "weft allreduce": Side(("allreduce", "identity", {}), same="torch ddp"),
     "weft int8": Side(("allreduce", "int8", {"bucket_mb": 4})),
     "weft int4": Side(("allreduce", "int4", {"bucket_mb": 4})),
-    "weft sign": Side(("allreduce", "sign", {"bucket_mb": 4})),
-    "weft topk": Side(("allreduce", {"name": "topk", "density": 0.01}, {"bucket_mb": 4})),
     "weft powersgd 16": Side(("allreduce", {"name": "powersgd", "rank": 16}, {"bucket_mb": 4})),
-    "weft powersgd 4": Side(("allreduce", {"name": "powersgd", "rank": 4}, {"bucket_mb": 4})),
-    "weft local 10 int8": Side(("local_sgd", "int8", {"period": 10, "fragments": 5, "delay": 4})),
-    "weft local 10 int4": Side(("local_sgd", "int4", {"period": 10, "fragments": 5, "delay": 4})),
-    "weft local 5 int4": Side(("local_sgd", "int4", {"period": 5, "fragments": 5, "delay": 2})),
-    "weft diloco 10 0.7 0.6 int4": Side(("diloco", "int4", {"period": 10, "fragments": 5, "delay": 4, "lr": 0.7, "momentum": 0.6})),
-    "weft diloco 10 0.9 0.5 int4": Side(("diloco", "int4", {"period": 10, "fragments": 5, "delay": 4, "lr": 0.9, "momentum": 0.5})),
-    "weft diloco 20 0.7 0.9 int4": Side(("diloco", "int4", {"period": 20, "fragments": 4, "delay": 5, "lr": 0.7, "momentum": 0.9})),
+    "weft local 10 int4": _apart("local_sgd", "int4", 10, 5, 4),
+    "weft local 5 int4": _apart("local_sgd", "int4", 5, 5, 2),
+    "weft diloco 10 int4": _apart("diloco", "int4", 10, 5, 4, lr=0.9, momentum=0.5),
+    "weft diloco 5 int4": _apart("diloco", "int4", 5, 5, 2, lr=0.9, momentum=0.5),
+    "weft diloco 20 int4": _apart("diloco", "int4", 20, 4, 5, lr=0.7, momentum=0.9),
 }
