@@ -7,6 +7,7 @@ reaches it. Needs root, `ip` and `tc` (iproute2).
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,7 @@ def hosts(count: int) -> Iterator[None]:
             _in(host, "ip", "addr", "add", f"{NET}{i + 1}/24", "dev", LINK)
             _in(host, "ip", "link", "set", LINK, "up")
             _in(host, "ip", "link", "set", "lo", "up")
+            _in(host, "ip", "route", "replace", f"{NET}0/24", "dev", LINK, "congctl", "cubic")  # Linux's default
         time.sleep(0.5)
         yield
     finally:
@@ -68,12 +70,14 @@ def limit(count: int, mbit: float | None) -> None:
                 _in(namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf", *rate)
 
 
-def run(count: int, command: Sequence[str], timeout_s: float, apart: bool = True) -> None:
+def run(count: int, command: Sequence[str], timeout_s: float, apart: bool = True) -> float:
     """The command `count` times, as the ranks of one job: on a host each, or where not `apart` all on this machine.
-    Raises RuntimeError when one fails or they do not end in time."""
+    Returns the share of the processors' time that went to other work, which a measurement is to be free of. Raises
+    RuntimeError when a rank fails or they do not end in time."""
     address, device = (f"{NET}1", LINK) if apart else ("127.0.0.1", "lo")
     port = str(20000 + os.getpid() % 20000)
     processes = []
+    began, busy, ours = time.monotonic(), *_cpu_s()
     for rank in range(count):
         own = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "MASTER_ADDR": address,
@@ -96,6 +100,16 @@ def run(count: int, command: Sequence[str], timeout_s: float, apart: bool = True
             process.wait()
     if any(process.returncode for process in processes):
         raise RuntimeError(f"{' '.join(command)} ended with {[process.returncode for process in processes]}")
+    busy_now, ours_now = _cpu_s()
+    spent = (time.monotonic() - began) * (os.cpu_count() or 1)
+    return max(0.0, (busy_now - busy) - (ours_now - ours)) / spent
+
+
+def _cpu_s() -> tuple[float, float]:
+    """Seconds that the processors have worked for processes, and those of them for this one's children that ended."""
+    user, nice, system, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK"), children.ru_utime + children.ru_stime
 
 
 def _down() -> None:

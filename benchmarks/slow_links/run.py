@@ -59,7 +59,8 @@ def timed(side: str, replicas: int, rate: float) -> dict[str, Any]:
         "step_s": max(statistics.mean(own[warm:]) for own in found["step_s"]),
         "sent_bytes": (sent[-1] - sent[warm - 1]) / count,
         "steps": count,
-        "load": os.getloadavg()[0],
+        "median_s": max(statistics.median(own[warm:]) for own in found["step_s"]),
+        "elsewhere": found["elsewhere"],
     }
 
 
@@ -67,8 +68,8 @@ def _worker(side: str, replicas: int, steps: int, every: int, timeout_s: float, 
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
         command = [sys.executable, str(HERE / "worker.py"), side, str(steps), str(every), str(output)]
-        testbed.run(replicas, command, timeout_s, apart=apart)
-        return json.loads(output.read_text())
+        elsewhere = testbed.run(replicas, command, timeout_s, apart=apart)
+        return {"elsewhere": elsewhere, **json.loads(output.read_text())}
 
 
 def steps_to(losses: dict[str, float], target: float) -> float | None:

@@ -15,16 +15,25 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 WARMUP = 10  # steps after which torch's PowerSGD and post-local SGD begin
 PERIOD = 10  # of post-local SGD
+ONE_BUCKET = 64  # PowerSGD's hook dies on gloo with more: its collectives then begin in another order on each rank
 
 
 @dataclass(frozen=True)
 class Side:
     """`weft`: (synchroniser, codec, options). `prepare`: a DDP module -> what is called after each optimizer step.
-    `same`: the side that computes the same, so that its losses stand for this one's."""
+    `local`: that lets replicas step apart. `bucket_mb`: of DDP, if not its own choice. `same`: the side that computes
+    the same, whose losses stand for this one's too."""
 
     weft: tuple[str, Any, dict[str, Any]] | None = None
     prepare: Callable[[nn.parallel.DistributedDataParallel], Callable[[], None]] | None = None
+    local: bool = False
+    bucket_mb: int | None = None
     same: str | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Whether replicas have weights of their own."""
+        return self.local or (self.weft is not None and "period" in self.weft[2])
 
 
 def _fp16(module: nn.parallel.DistributedDataParallel) -> Callable[[], None]:
@@ -58,17 +67,18 @@ def _apart(name: str, codec: Any, period: int, fragments: int, delay: int, **opt
 
 SIDES = {
     "torch ddp": Side(),
-    "torch fp16": Side(prepare=_fp16),
-    "torch powersgd 32": Side(prepare=_power(32)),
-    "torch powersgd 16": Side(prepare=_power(16)),
-    "torch post-local 10": Side(prepare=_local(PERIOD)),
+    "torch fp16": Side(prepare=_fp16, same="torch ddp"),
+    "torch powersgd 32": Side(prepare=_power(32), bucket_mb=ONE_BUCKET),
+    "torch powersgd 16": Side(prepare=_power(16), bucket_mb=ONE_BUCKET),
+    "torch post-local 10": Side(prepare=_local(PERIOD), local=True),
     "weft allreduce": Side(("allreduce", "identity", {}), same="torch ddp"),
     "weft int8": Side(("allreduce", "int8", {"bucket_mb": 4})),
     "weft int4": Side(("allreduce", "int4", {"bucket_mb": 4})),
     "weft powersgd 16": Side(("allreduce", {"name": "powersgd", "rank": 16}, {"bucket_mb": 4})),
     "weft local 10 int4": _apart("local_sgd", "int4", 10, 5, 4),
     "weft local 5 int4": _apart("local_sgd", "int4", 5, 5, 2),
-    "weft diloco 10 int4": _apart("diloco", "int4", 10, 5, 4, lr=0.9, momentum=0.5),
-    "weft diloco 5 int4": _apart("diloco", "int4", 5, 5, 2, lr=0.9, momentum=0.5),
-    "weft diloco 20 int4": _apart("diloco", "int4", 20, 4, 5, lr=0.7, momentum=0.9),
+    "weft diloco 5 a": _apart("diloco", "int4", 5, 5, 2, lr=1.4, momentum=0.0),
+    "weft diloco 5 b": _apart("diloco", "int4", 5, 5, 2, lr=0.9, momentum=0.5),
+    "weft diloco 2 a": _apart("diloco", "int4", 2, 2, 1, lr=1.4, momentum=0.0),
+    "weft diloco 5 c": _apart("diloco", "int8", 5, 5, 2, lr=1.2, momentum=0.5),
 }

@@ -13,7 +13,6 @@ from ..codecs import Ask, Asked, Gather, Peers, Scatter, Sum
 from ..syncs import Route
 
 CHUNK_BYTES = 2**18  # of a ring's message: one is added while the next is on its way
-AHEAD = 4  # receives that are posted before they are needed
 
 
 class Backend:
@@ -122,20 +121,17 @@ def _around(ring: dist.ProcessGroup, x: Tensor, bounds: list[int], turns: range)
         start, stop = bounds[segment % size], bounds[segment % size + 1]
         return [x[a:b] for a, b in pairwise([*range(start, stop, per), stop])] if stop > start else []
 
-    sends = [_send(chunk, right, ring) for chunk in chunks(rank - turns.start)] if turns else []
+    # All at once: gloo sends what a receive is posted for, and the word that one is posted would, between two ranks,
+    # queue up behind what goes the other way.
     wanted = [(turn, part) for turn in turns for part in chunks(rank - turn - 1)]
-    posted: list[tuple[dist.Work, Tensor]] = []
-    for i, (turn, part) in enumerate(wanted):
-        while len(posted) < min(len(wanted), i + AHEAD):
-            later, target = wanted[len(posted)]
-            # in place, too: a sum comes back only after all ranks, this one among them, have sent their parts of it
-            place = torch.empty_like(target) if later < size - 1 else target
-            posted.append((_receive(place, left, ring), place))
-        work, got = posted[i]
+    # In place, too: a sum comes back only after all ranks, this one among them, have sent their parts of it.
+    places = [torch.empty_like(part) if turn < size - 1 else part for turn, part in wanted]
+    works = [_receive(place, left, ring) for place in places]
+    sends = [_send(chunk, right, ring) for chunk in chunks(rank - turns.start)] if turns else []
+    for (turn, part), place, work in zip(wanted, places, works, strict=True):
         work.wait()
         if turn < size - 1:
-            part.add_(got)
-            posted[i] = work, part  # the buffer may go
+            part.add_(place)
         if turn + 1 in turns:
             sends.append(_send(part, right, ring))
     for send in sends:
