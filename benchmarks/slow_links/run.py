@@ -45,7 +45,7 @@ def train(side: str, replicas: int, steps: int) -> dict[str, Any]:
     return {"val_loss": found["val_loss"], "loss": found["loss"]}
 
 
-def timed(side: str, replicas: int, rate: float) -> dict[str, Any]:
+def timed(side: str, replicas: int, rate: float, python: str) -> dict[str, Any]:
     """Seconds and bytes of a step on links of this rate, as means over whole periods: exchanges come now and then."""
     testbed.limit(replicas, rate)
     sync = SIDES[side].weft
@@ -53,7 +53,7 @@ def timed(side: str, replicas: int, rate: float) -> dict[str, Any]:
     # torch's hooks begin later than the first step, and weft's exchanges with the first period
     warm = WARM + (period if sync is not None else 0 if side == PLAIN else WARMUP)
     count = period * -(-TIMED // period) * (2 if period > 1 and sync is not None else 1)
-    found = _worker(side, replicas, warm + count, 10**6, timeout_s=1800, apart=True)
+    found = _worker(side, replicas, warm + count, 10**6, timeout_s=1800, apart=True, python=python)
     sent = found["sent_bytes"]
     return {
         "step_s": max(statistics.mean(own[warm:]) for own in found["step_s"]),
@@ -64,10 +64,13 @@ def timed(side: str, replicas: int, rate: float) -> dict[str, Any]:
     }
 
 
-def _worker(side: str, replicas: int, steps: int, every: int, timeout_s: float, apart: bool) -> dict[str, Any]:
+def _worker(
+    side: str, replicas: int, steps: int, every: int, timeout_s: float, apart: bool, python: str = sys.executable
+) -> dict[str, Any]:
+    script = HERE / ("others.py" if SIDES[side].other else "worker.py")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / "worker.py"), side, str(steps), str(every), str(output)]
+        command = [python, str(script), side, str(steps), str(every), str(output)]
         elsewhere = testbed.run(replicas, command, timeout_s, apart=apart)
         return {"elsewhere": elsewhere, **json.loads(output.read_text())}
 
@@ -108,10 +111,19 @@ class Found:
         steps, took = self.steps(side), self.time.get(f"{rate:g}", {}).get(side)
         return None if steps is None or took is None else steps * took["step_s"]
 
+    def at_least(self, side: str, rate: float) -> float | None:
+        """Seconds to the target, or those that were not enough."""
+        took, losses = self.time.get(f"{rate:g}", {}).get(side), self.train.get(self.curve(side), {}).get("val_loss")
+        if took is None or not losses:
+            return None
+        return (self.steps(side) or max(map(int, losses))) * took["step_s"]
+
     def best(self, rate: float, weft: bool) -> tuple[float, str] | None:
-        """The side that is there first, of weft's or of torch's hooks, and when."""
+        """The side that is there first, of weft's or of torch's hooks, and when. A hook that is not there in all steps
+        that were trained counts as being there after the last of them."""
+        seconds = self.seconds if weft else self.at_least
         sides = [side for side in SIDES if (SIDES[side].weft is not None) == weft and side != PLAIN]
-        found = [(seconds, side) for side in sides if (seconds := self.seconds(side, rate)) is not None]
+        found = [(took, side) for side in sides if (took := seconds(side, rate)) is not None and not SIDES[side].other]
         return min(found) if found else None
 
 
@@ -211,13 +223,14 @@ def main() -> int:
     parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES], metavar="SIDE")
     parser.add_argument("--rates", nargs="+", type=float, default=[*RATES], metavar="MBIT")
     parser.add_argument("--replicas", nargs="+", type=int, default=[2])
+    parser.add_argument("--others", metavar="PYTHON", help="a Python that has torchft")
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     if unknown := set(options.parts) - {"train", "time", "table"}:
         parser.error(f"no part {', '.join(sorted(unknown))}: choose from train, time, table")
     parts = options.parts or ["train", "time"]
     for replicas in options.replicas if "train" in parts else ():
-        for side in options.sides:
+        for side in (side for side in options.sides if SIDES[side].same is None):
             keep("train", [str(replicas), side], train(side, replicas, options.steps))
     missing = testbed.lacking() if "time" in parts else None
     if missing is not None:
@@ -226,7 +239,11 @@ def main() -> int:
         with testbed.hosts(replicas):
             for rate in options.rates:
                 for side in options.sides:
-                    found = timed(side, replicas, rate)
+                    if SIDES[side].other and options.others is None:
+                        print(f"{side}: skipped: name a Python that has torchft with --others")
+                        continue
+                    python = options.others if SIDES[side].other else sys.executable
+                    found = timed(side, replicas, rate, python)
                     keep("time", [str(replicas), f"{rate:g}", side], found)
                     print(f"{side}, {replicas} replicas, {rate:g} Mbit/s: {found}", flush=True)
     lines, held = tables(load())

@@ -21,13 +21,14 @@ ONE_BUCKET = 64  # PowerSGD's hook dies on gloo with more: its collectives then 
 @dataclass(frozen=True)
 class Side:
     """`weft`: (synchroniser, codec, options). `prepare`: a DDP module -> what is called after each optimizer step.
-    `local`: that lets replicas step apart. `bucket_mb`: of DDP, if not its own choice. `same`: the side that computes
-    the same, whose losses stand for this one's too."""
+    `local`: that lets replicas step apart. `bucket_mb`: of DDP, if not its own choice. `other`: it is in others.py, for
+    another Python. `same`: the side that computes the same, whose losses stand for this one's too."""
 
     weft: tuple[str, Any, dict[str, Any]] | None = None
     prepare: Callable[[nn.parallel.DistributedDataParallel], Callable[[], None]] | None = None
     local: bool = False
     bucket_mb: int | None = None
+    other: bool = False
     same: str | None = None
 
     @property
@@ -71,14 +72,13 @@ SIDES = {
     "torch powersgd 32": Side(prepare=_power(32), bucket_mb=ONE_BUCKET),
     "torch powersgd 16": Side(prepare=_power(16), bucket_mb=ONE_BUCKET),
     "torch post-local 10": Side(prepare=_local(PERIOD), local=True),
+    "torchft ddp": Side(other=True, same="torch ddp"),
     "weft allreduce": Side(("allreduce", "identity", {}), same="torch ddp"),
     "weft int8": Side(("allreduce", "int8", {"bucket_mb": 4})),
     "weft int4": Side(("allreduce", "int4", {"bucket_mb": 4})),
     "weft powersgd 16": Side(("allreduce", {"name": "powersgd", "rank": 16}, {"bucket_mb": 4})),
     "weft local 10 int4": _apart("local_sgd", "int4", 10, 5, 4),
-    "weft local 5 int4": _apart("local_sgd", "int4", 5, 5, 2),
-    "weft diloco 5 a": _apart("diloco", "int4", 5, 5, 2, lr=1.4, momentum=0.0),
-    "weft diloco 5 b": _apart("diloco", "int4", 5, 5, 2, lr=0.9, momentum=0.5),
-    "weft diloco 2 a": _apart("diloco", "int4", 2, 2, 1, lr=1.4, momentum=0.0),
-    "weft diloco 5 c": _apart("diloco", "int8", 5, 5, 2, lr=1.2, momentum=0.5),
+    "weft local 8 int8": _apart("local_sgd", "int8", 8, 4, 2),
+    "weft diloco 10 int4": _apart("diloco", "int4", 10, 5, 4, lr=0.9, momentum=0.5),
+    "weft diloco 5 int4": _apart("diloco", "int4", 5, 5, 2, lr=1.4, momentum=0.0),
 }
