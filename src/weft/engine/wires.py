@@ -13,7 +13,6 @@ from ..codecs import Ask, Asked, Gather, Peers, Scatter, Sum
 from ..syncs import Route
 
 CHUNK_BYTES = 2**18  # of a ring's message: one is added while the next is on its way
-AHEAD = 4  # receives that are posted before they are needed
 
 
 class Backend:
@@ -69,12 +68,15 @@ class Ring:
         if not rings:
             return
         ring, *outer = rings
-        bounds = _bounds(x.numel(), ring.size())
-        _around(ring, x, bounds, adding=True)
+        bounds, half = _bounds(x.numel(), ring.size()), ring.size() - 1
+        if not outer:  # in one go: no chunk waits for the last of the first half
+            _around(ring, x, bounds, range(2 * half))
+            return
+        _around(ring, x, bounds, range(half))
         # this rank now has the sum of the segment after its own
         own = (ring.rank() + 1) % ring.size()
         self._sum(x[bounds[own] : bounds[own + 1]], outer)
-        _around(ring, x, bounds, adding=False)
+        _around(ring, x, bounds, range(half, 2 * half))
 
     def _gather(self, message: Tensor) -> Tensor:
         every, n = message.unsqueeze(0), message.numel()
@@ -83,7 +85,8 @@ class Ring:
             # a segment is a row, and the first that this rank sends is the one after its own
             rows[(ring.rank() + 1) % ring.size()] = every
             size = every.shape[0] * n
-            _around(ring, rows.view(-1), [i * size for i in range(ring.size() + 1)], adding=False)
+            turns = range(ring.size() - 1, 2 * (ring.size() - 1))
+            _around(ring, rows.view(-1), [i * size for i in range(ring.size() + 1)], turns)
             # row r + 1 is rank r's; hosts are outermost
             every = rows.roll(-1, 0).flatten(0, 1)
         return every
@@ -107,34 +110,29 @@ def _bounds(n: int, parts: int) -> list[int]:
     return [n * i // parts for i in range(parts + 1)]
 
 
-def _around(ring: dist.ProcessGroup, x: Tensor, bounds: list[int], adding: bool) -> None:
-    """size - 1 turns: a rank gets a segment from the one before it, adds it to its own or puts it in place, and passes
-    it on in the next turn, chunk by chunk."""
+def _around(ring: dist.ProcessGroup, x: Tensor, bounds: list[int], turns: range) -> None:
+    """Some of the 2 (size - 1) turns of a sum. In each a rank gets a segment from the one before, chunk by chunk, and
+    passes it on in the next. In the first half it adds what came to its own, in the second it puts it in place."""
     size, rank = ring.size(), ring.rank()
-    if size == 1:
-        return
     left, right = (rank - 1) % size, (rank + 1) % size
     per = max(1, CHUNK_BYTES // x.element_size())
-    first = rank if adding else rank + 1
 
     def chunks(segment: int) -> list[Tensor]:
         start, stop = bounds[segment % size], bounds[segment % size + 1]
         return [x[a:b] for a, b in pairwise([*range(start, stop, per), stop])] if stop > start else []
 
-    sends = [_send(chunk, right, ring) for chunk in chunks(first)]
-    wanted = [(turn, part) for turn in range(size - 1) for part in chunks(first - turn - 1)]
-    posted: list[tuple[dist.Work, Tensor]] = []
-    for i, (turn, part) in enumerate(wanted):
-        while len(posted) < min(len(wanted), i + AHEAD):
-            target = wanted[len(posted)][1]
-            place = torch.empty_like(target) if adding else target
-            posted.append((_receive(place, left, ring), place))
-        work, got = posted[i]
+    # All at once: gloo sends what a receive is posted for, and the word that one is posted would, between two ranks,
+    # queue up behind what goes the other way.
+    wanted = [(turn, part) for turn in turns for part in chunks(rank - turn - 1)]
+    # In place, too: a sum comes back only after all ranks, this one among them, have sent their parts of it.
+    places = [torch.empty_like(part) if turn < size - 1 else part for turn, part in wanted]
+    works = [_receive(place, left, ring) for place in places]
+    sends = [_send(chunk, right, ring) for chunk in chunks(rank - turns.start)] if turns else []
+    for (turn, part), place, work in zip(wanted, places, works, strict=True):
         work.wait()
-        if adding:
-            part.add_(got)
-            posted[i] = work, part  # the buffer may go
-        if turn < size - 2:
+        if turn < size - 1:
+            part.add_(place)
+        if turn + 1 in turns:
             sends.append(_send(part, right, ring))
     for send in sends:
         send.wait()
