@@ -12,12 +12,11 @@ and at the step of the slowest.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -31,7 +30,7 @@ from ..syncs import AnyTime
 from . import catchup
 from .exchange import Clock, through
 from .quorum import START_S, Quorum, connected
-from .wires import Owners, carried, on_wire
+from .wires import Owners, begun, carried, on_wire
 
 POLL_S = 0.2
 EVER = timedelta(days=30)  # silence of a worker is timed by its server, and not by what connects them
@@ -81,8 +80,10 @@ class Server:
         self._given = dict.fromkeys(quorum.members, clock)  # worker -> steps taken when it last got weights
         self._until = dict.fromkeys(quorum.members, time.monotonic() + START_S)  # when silence becomes too long
         self._served: dict[int, str] = {}  # worker -> the ticket of its connection
-        # who waits for weights -> the steps it has taken, and weights, when it may have them
-        self._ready: dict[int, tuple[int, Tensor] | None] = {}
+        self._awaited = set(quorum.members)  # who has not connected yet: all begin with the same weights
+        # the connections that wait for weights -> the steps that count as taken, and weights, when they may have them
+        self._ready: dict[tuple[int, str], tuple[int, Tensor] | None] = {}
+        self.broken: Exception | None = None  # what went wrong in a thread
         self._last = clock  # of those that are gone
         self._store = quorum.meeting_store()
         self._closing = False
@@ -91,51 +92,63 @@ class Server:
     # ---- connections -----------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        number = 0
+        seen: dict[int, str] = {}
         while not self._closing:
-            key = f"calls/{self._quorum.replica}/{number}"
-            if not self._store.check([key]):
-                time.sleep(0.01)
-                continue
-            call, number = json.loads(self._store.get(key)), number + 1
-            threading.Thread(target=self._serve, args=tuple(call), name="weft-serve", daemon=True).start()
+            for worker in range(self._quorum.replicas):
+                key = f"calls/{self._quorum.replica}/{worker}"
+                ticket = self._store.get(key).decode() if self._store.check([key]) else ""
+                if ticket and seen.get(worker) != ticket:
+                    seen[worker] = ticket
+                    threading.Thread(target=self._serve, args=(worker, ticket), name="weft-serve", daemon=True).start()
+            time.sleep(POLL_S / 10)
 
     def _serve(self, worker: int, ticket: str) -> None:
         """One connection, until it ends."""
+        try:
+            self._served_by(worker, ticket)
+        except _Over:
+            pass
+        except Exception as error:  # the replica ends with it, where its own worker comes next
+            self.broken = error
+        finally:
+            self._drop(worker, ticket)
+            with self._changed:
+                if self._served.get(worker) == ticket:
+                    del self._served[worker]
+
+    def _served_by(self, worker: int, ticket: str) -> None:
         sync, quorum = self._sync, self._quorum
         name = f"server/{quorum.replica}/{worker}/{ticket}/{quorum.place}"
-        with suppress(RuntimeError, WeftError):  # it is gone, or too slow
+        with _messages():
             group = connected(self._store, name, 0, 2, EVER)
-            quorum.take_in(worker)
-            wire, codec = Owners(group, 0), sync.codec.state(self._part.shapes, self._flat)
-            with self._changed:
-                self._served[worker], self._until[worker] = ticket, float("inf")
-                if worker not in self._clocks:
-                    self._clocks[worker] = min(self._clocks.values(), default=self._last)
-                self._release(worker)
-            self._reply(worker, group, 0)
-            while True:
-                ask = torch.zeros(1 + 2 * len(self._params), dtype=torch.float64)
-                _wait(dist.irecv(ask, group=group, group_src=1))
-                kind = int(ask[0])
-                if kind == PUSH:
-                    grad = torch.zeros_like(self._flat)
-                    peers = sync.peers(2, 0)  # the server itself has nothing to add
-                    with torch.no_grad():
-                        through(sync.codec.reduce(grad, codec, self._part.shapes, peers), wire, None)
-                    self._reply(worker, group, self._step(worker, grad, ask[1:].tolist()))
-                elif kind == DONE:
-                    self._drop(worker, ticket)
-                elif kind in (STATE, FINAL):
-                    if kind == FINAL:
-                        self.idle()
-                    self._give(group)
-                else:
-                    break
-        self._drop(worker, ticket)
+        quorum.take_in(worker, int(ticket))
+        wire, codec = Owners(group, 0), sync.codec.state(self._part.shapes, self._flat)
         with self._changed:
-            if self._served.get(worker) == ticket:
-                del self._served[worker]
+            self._served[worker], self._until[worker] = ticket, float("inf")
+            self._awaited.discard(worker)
+            if worker not in self._clocks:
+                self._clocks[worker] = min(self._clocks.values(), default=self._last)
+            self._release((worker, ticket))
+        self._reply(worker, ticket, group, 0)
+        while True:
+            ask = torch.zeros(1 + 2 * len(self._params), dtype=torch.float64)
+            with _messages():
+                begun(dist.irecv(ask, group=group, group_src=1)).wait()
+            kind = int(ask[0])
+            if kind == PUSH:
+                grad = torch.zeros_like(self._flat)
+                peers = sync.peers(2, 0)  # the server itself has nothing to add
+                with torch.no_grad(), _messages():
+                    through(sync.codec.reduce(grad, codec, self._part.shapes, peers), wire, None)
+                self._reply(worker, ticket, group, self._step(worker, ticket, grad, ask[1:].tolist()))
+            elif kind == DONE:
+                self._drop(worker, ticket)
+            elif kind in (STATE, FINAL):
+                if kind == FINAL:
+                    self.idle()
+                self._give(group)
+            else:
+                return
 
     def _drop(self, worker: int, ticket: str) -> None:
         with self._changed:
@@ -152,6 +165,7 @@ class Server:
 
     def _forget(self, worker: int) -> None:
         self._last = max(self._last, self._clocks.pop(worker, 0))
+        self._awaited.discard(worker)
         self._release()
 
     @property
@@ -162,12 +176,12 @@ class Server:
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
-    def _step(self, worker: int, grad: Tensor, told: Sequence[float]) -> int:
+    def _step(self, worker: int, ticket: str, grad: Tensor, told: Sequence[float]) -> int:
         """Take a step with a worker's gradient; returns how many steps behind the fastest its weights were."""
         rates = dict(zip(self._params, told, strict=False))
         with self._changed:
-            if worker not in self._clocks:
-                raise WeftError("was no longer waited for")
+            if worker not in self._clocks or self._served.get(worker) != ticket:
+                raise _Over  # nobody waits for it any more, or it has begun anew
             self._until[worker] = float("inf")
             for group in self._optimizer.param_groups:
                 group["lr"] = rates[group["params"][0]] / self._quorum.replicas
@@ -177,37 +191,40 @@ class Server:
             self._optimizer.step()
             behind = max(self._given.get(w, 0) for w in self._clocks) - self._given[worker]
             self._clocks[worker] += 1
-            self._release(worker)
+            self._release((worker, ticket))
         return behind
 
-    def _reply(self, worker: int, group: dist.ProcessGroup, behind: int) -> None:
+    def _reply(self, worker: int, ticket: str, group: dist.ProcessGroup, behind: int) -> None:
         """Weights, when this worker may have them."""
         with self._changed:
-            while self._ready[worker] is None:
+            while self._ready[worker, ticket] is None and self._served.get(worker) == ticket:
                 self._changed.wait(POLL_S)
                 self._drop_silent()
-            ready = self._ready.pop(worker)
-            assert ready is not None
+            ready = self._ready.pop((worker, ticket))
+            if ready is None:
+                raise _Over
             clock, flat = ready
             self._until[worker] = time.monotonic() + self._sync.timeout_s
         head = torch.tensor([clock, behind], dtype=torch.float64)
-        _wait(dist.isend(head, group=group, group_dst=1))
-        if flat.numel():
-            _wait(dist.isend(flat, group=group, group_dst=1))
+        with _messages():
+            begun(dist.isend(head, group=group, group_dst=1)).wait()
+            begun(dist.isend(flat, group=group, group_dst=1)).wait()
 
-    def _release(self, comes: int | None = None) -> None:
+    def _release(self, comes: tuple[int, str] | None = None) -> None:
         """`comes` waits for weights, or another one is not waited for any more. All that may have weights get those of
         now: with no staleness, of the same step."""
         if comes is not None:
             self._ready[comes] = None
         flat = None
-        for worker in [w for w, ready in self._ready.items() if ready is None and self._may_go_on(w)]:
+        for key in [key for key, ready in self._ready.items() if ready is None and self._may_go_on(key[0])]:
             flat = self._flat.clone() if flat is None else flat
-            self._ready[worker] = self._clocks.get(worker, self._last), flat
-            self._given[worker] = self._clocks.get(worker, self._last)
+            self._given[key[0]] = self._clocks.get(key[0], self._last)
+            self._ready[key] = self._given[key[0]], flat
         self._changed.notify_all()
 
     def _may_go_on(self, worker: int) -> bool:
+        if self._awaited:
+            return False
         if self._sync.staleness is None or worker not in self._clocks:
             return True
         return self._clocks[worker] - min(self._clocks.values()) <= self._sync.staleness
@@ -226,7 +243,8 @@ class Server:
                 for name, state in states.items()
             }
             tensors = [self._flat.clone(), *(v.clone() for state in states.values() for v in state.values())]
-        catchup.give(group, facts, tensors)
+        with _messages():
+            catchup.give(group, facts, tensors)
 
     def idle(self) -> None:
         """Wait until all workers have taken their steps, or are gone."""
@@ -241,6 +259,19 @@ class Server:
         while self._quorum.members[0] in self._served:
             time.sleep(POLL_S / 10)
         self._closing = True
+
+
+class _Over(Exception):
+    """A connection is of no more use."""
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """Around messages to a worker: it may be gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _Over from error
 
 
 @dataclass
@@ -276,10 +307,11 @@ class Worker:
         store, quorum, ticket = self._quorum.meeting_store(), self._quorum, str(self._quorum.company.incarnation)
         for server, part in enumerate(self._parts):
             if quorum.place == 0:
-                number = store.add(f"calls/{server}", 1) - 1
-                store.set(f"calls/{server}/{number}", json.dumps([quorum.replica, ticket]))
+                store.set(f"calls/{server}/{quorum.replica}", ticket)
             if not part.params:
                 continue
+            if quorum.has_ended(server):
+                raise WeftError(f"replica {quorum.replica}: the parameter server of replica {server} has ended")
             name = f"server/{server}/{quorum.replica}/{ticket}/{quorum.place}"
             # a server may keep this worker waiting as long as it waits for others
             group = connected(store, name, 1, 2, timedelta(seconds=2 * self._sync.timeout_s + START_S))
@@ -320,13 +352,13 @@ class Worker:
         message[0] = kind
         if rest:
             message[1:] = torch.tensor(rest, dtype=torch.float64)
-        _wait(dist.isend(message, group=link.group, group_dst=0))
+        begun(dist.isend(message, group=link.group, group_dst=0)).wait()
 
     @torch.no_grad()
     def _receive(self, link: _Link) -> tuple[int, int]:
         head = torch.zeros(2, dtype=torch.float64)
-        _wait(dist.irecv(head, group=link.group, group_src=0))
-        _wait(dist.irecv(link.got, group=link.group, group_src=0))
+        begun(dist.irecv(head, group=link.group, group_src=0)).wait()
+        begun(dist.irecv(link.got, group=link.group, group_src=0)).wait()
         for p, new in zip(link.part.params, link.part.views(link.got), strict=True):
             p.copy_(new)
         return int(head[0]), int(head[1])
@@ -379,8 +411,3 @@ class _Gone:
         if isinstance(error, RuntimeError):
             problem = "a parameter server is gone, or no longer waits for this worker"
             raise WeftError(f"replica {self._replica}: {problem}") from error
-
-
-def _wait(work: dist.Work | None) -> None:
-    assert work is not None
-    work.wait()

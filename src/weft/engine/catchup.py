@@ -10,21 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .wires import begun
+
 
 def give(group: dist.ProcessGroup, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
     """Send facts (JSON values) and tensors to rank 1 of the group. Raises RuntimeError if it does not take them."""
     text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
     for message in [torch.tensor([text.numel()]), text, *map(_bytes, tensors)]:
         if message.numel():
-            _done(dist.isend(message, group=group, group_dst=1))
+            begun(dist.isend(message, group=group, group_dst=1)).wait()
 
 
 def heard(group: dist.ProcessGroup) -> dict[str, Any]:
     """The facts that rank 0 of the group gives; `take` follows."""
     size = torch.zeros(1, dtype=torch.int64)
-    _done(dist.irecv(size, group=group, group_src=0))
+    begun(dist.irecv(size, group=group, group_src=0)).wait()
     text = torch.empty(int(size), dtype=torch.uint8)
-    _done(dist.irecv(text, group=group, group_src=0))
+    begun(dist.irecv(text, group=group, group_src=0)).wait()
     return json.loads(bytes(text.tolist()))
 
 
@@ -34,13 +36,8 @@ def take(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         message = _bytes(tensor)
         if message.numel():
-            _done(dist.irecv(message, group=group, group_src=0))
+            begun(dist.irecv(message, group=group, group_src=0)).wait()
             tensor.copy_(message.view(tensor.dtype).view(tensor.shape))
-
-
-def _done(work: dist.Work | None) -> None:
-    assert work is not None
-    work.wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -33,11 +33,12 @@ from .exchange import Scatter
 from .functions import Functions
 from .outer import Outer
 from .pipeline import Pipeline, Route
-from .quorum import TRIES, Company, Meeting, Quorum
+from .quorum import TRIES, Company, Quorum
 from .reducer import Reducer, local
 from .transport import Transport
 from .units import Units
 from .versions import Versions
+from .wires import begun
 from .work import Batch, Inference, Loss, Micros, Stages, Training, arguments_of, signature
 
 Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -202,7 +203,7 @@ class Engine:
                 self._serve(whole.sync, trained, self.quorum)
             else:
                 self.outer = Outer(whole, trained, self.quorum)
-        if self.caught_up:
+        if self.caught_up and self.outer is not None:
             self._catch_up()
 
     def _serve(self, sync: AnyTime, trained: dict[str, Tensor], quorum: Quorum) -> None:
@@ -217,9 +218,13 @@ class Engine:
         if self.replica < sync.servers and parts[self.replica].params:
             self._own_part = parts[self.replica]
 
-    def _connect(self) -> None:
-        """Before the first step, when weights and optimizer state are those that training begins with."""
-        assert self.worker is not None and self.quorum is not None and isinstance(self.whole.sync, AnyTime)
+    def connect(self) -> None:
+        """Where there are asynchronous servers: begin to serve, and get weights, and the number of steps that count as
+        taken. Weights and optimizer state must be those that training goes on from; the first step does it, if nobody
+        has."""
+        if self.worker is None or self.worker.connected:
+            return
+        assert self.quorum is not None and isinstance(self.whole.sync, AnyTime)
         if self._own_part is not None:
             state = {
                 name: {key: local(v).clone() if torch.is_tensor(v) else v for key, v in self._state_of(name).items()}
@@ -238,11 +243,15 @@ class Engine:
     def _state_of(self, name: str) -> dict[str, Any]:
         return self.optimizer.state.get(self.params[name], {})
 
-    def gather(self, last: bool = False) -> None:
+    def gather(self, last: bool = False) -> bool:
         """Before weights are evaluated or saved: where servers hold them, these and their optimizers' state are this
-        rank's too. `last`: all steps are taken. The replica that leads calls it, and with `last` all do."""
+        rank's too. `last`: all steps are taken. The replica that leads calls it, and with `last` all do. Whether what
+        the replica has is what others go on from: not if it has been left out."""
+        if self.outer is not None:
+            self.outer.settle()
+            return not self.outer.left
         if self.worker is None or not self.worker.connected:
-            return
+            return True
         if last:
             self.worker.done()
         if last and self.server is not None:
@@ -255,6 +264,7 @@ class Engine:
             self.worker.close()
             if self.server is not None:
                 self.server.close()
+        return True
 
     def _like(self, p: nn.Parameter, value: Tensor) -> Tensor:
         """A tensor of a parameter's optimizer state, laid as the parameter is."""
@@ -278,7 +288,7 @@ class Engine:
 
         def share(group: dist.ProcessGroup | None) -> None:
             for tensor in tensors if group is not None else ():
-                dist.broadcast(tensor, group=group, group_src=0)
+                begun(dist.broadcast(tensor, group=group, group_src=0, async_op=True)).wait()
 
         live = self.mesh.layout.live()
         share(self.mesh.group(*live) if live else None)
@@ -318,8 +328,7 @@ class Engine:
 
     def _step(self, batch: Batch) -> StepResult:
         plan, training = self.plan, self._training
-        if self.worker is not None and not self.worker.connected:
-            self._connect()
+        self.connect()
         micros = self._microbatches(self._placed(batch))
         self._train_mode()
         self.optimizer.zero_grad(set_to_none=True)
@@ -335,7 +344,7 @@ class Engine:
         self.steps_done += 1
         if self.outer is not None:
             self.outer.after(self.steps_done)
-            self._let_in(self.outer.merged)
+            self._let_in_others()
             if self.outer.left:
                 self._catch_up()
         if self.plan.recompute != "selective" and self.randomness.drawn == 0:
@@ -402,7 +411,12 @@ class Engine:
         if self.worker is not None:
             groups = [(float(group["lr"]), {id(p) for p in group["params"]}) for group in self.optimizer.param_groups]
             rates = {n: next((lr for lr, ids in groups if id(p) in ids), 0.0) for n, p in self.params.items()}
-            self.worker.step(self._gradients(), rates)
+            try:
+                self.worker.step(self._gradients(), rates)
+            except WeftError:
+                if self.server is not None and self.server.broken is not None:
+                    raise self.server.broken from None
+                raise
             return result
         self.optimizer.step()
         if self._owners:
@@ -600,35 +614,47 @@ class Engine:
 
     def _catch_up(self) -> None:
         """This replica was left out, or has been started anew: it takes over all that one of the others has."""
-        if self.worker is not None:
-            self._connect()
-            return
         assert self.outer is not None and self.quorum is not None
         self.outer.forget()
         for _ in range(TRIES):
-            try:
-                _, group = self.quorum.ask()
-                facts = catchup.heard(group)
-                pieces, kept = self._told(facts["names"])
-                if [piece.name for piece in pieces] != facts["names"]:
-                    raise WeftError(f"replica {self.replica} and the one that it catches up from hold other things")
-                catchup.take(group, [*(piece.tensor for piece in pieces), *kept])
-            except RuntimeError:  # the other one ended meanwhile
-                continue
-            for name, tensor in self._kept():
-                if name.endswith("/residual"):
-                    tensor.zero_()  # what the other one has not sent is not this one's to send
-            self.load_scalars(facts["scalars"])
-            return
+            group = self.quorum.ask()
+            facts: dict[str, Any] = {}
+            with suppress(RuntimeError):  # the other one has ended meanwhile
+                facts = self._taken(group)
+            if self._all_ranks(bool(facts)):
+                self.load_scalars(facts)
+                return
         raise WeftError(f"replica {self.replica} was left out, and {TRIES} others ended while it caught up from them")
 
-    def _let_in(self, meetings: Sequence[Meeting]) -> None:
-        """Give those that asked at these meetings all that this replica has, if it is to do that."""
-        assert self.quorum is not None
-        for meeting in meetings:
-            for group in self.quorum.grants(meeting):
+    def _taken(self, group: dist.ProcessGroup) -> dict[str, Any]:
+        """The scalars of the replica that gives; its tensors are this one's now."""
+        assert self.outer is not None
+        facts = catchup.heard(group)
+        pieces, kept = self._told(facts["names"])
+        if [piece.name for piece in pieces] != facts["names"]:
+            raise WeftError(f"replica {self.replica} and the one that it catches up from hold other things")
+        catchup.take(group, [*(piece.tensor for piece in pieces), *kept])
+        for name, tensor in self._kept():
+            if name.endswith("/residual"):
+                tensor.zero_()  # what the other one has not sent is not this one's to send
+        return facts["scalars"]
+
+    def _all_ranks(self, well: bool) -> bool:
+        """Whether it is so on all ranks of the replica."""
+        live, found = self.mesh.layout.live(), torch.tensor(int(well))
+        if live:
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=self.mesh.group(*live))
+        return bool(found)
+
+    def _let_in_others(self) -> None:
+        """Give those that asked at exchanges that have ended all that this replica has, if it is to do that."""
+        assert self.outer is not None and self.quorum is not None
+        while self.outer.ended:
+            for group in self.quorum.grants(self.outer.ended.pop(0)):
                 pieces, kept = self._told(None)
                 facts = {"scalars": self.scalars(), "names": [piece.name for piece in pieces]}
+                if self.outer.left:  # what it has is of no use, and who asked asks again
+                    continue
                 with suppress(RuntimeError):  # it is gone again
                     catchup.give(group, facts, [*(piece.tensor for piece in pieces), *kept])
 

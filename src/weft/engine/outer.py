@@ -28,7 +28,7 @@ from ..plans import COPY, Plan
 from ..syncs import EachPeriod, owners
 from .exchange import Clock, through
 from .quorum import Meeting, Quorum
-from .wires import Backend, carried, on_wire
+from .wires import Backend, begun, carried, on_wire
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Outer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-exchange")
         self.sent_bytes = 0.0  # on the wire of this rank, since the beginning
         self.left = False  # an exchange was decided without this replica, which has to catch up
-        self.merged: list[Meeting] = []  # what the last step ended
+        self.ended: list[Meeting] = []  # exchanges that have ended, for who lets others in to take from
         self._summed = (0, 0)  # the last step in which numbers were summed, and how often
         turns = range(1, sync.fragments + 1)
         self.fragments = [Fragment(turn * sync.period // sync.fragments % sync.period) for turn in turns]
@@ -102,7 +102,6 @@ class Outer:
     @torch.no_grad()
     def after(self, step: int) -> None:
         """The replica has taken its `step`-th step, counted from 1."""
-        self.merged = []
         for fragment in self.fragments:
             since = (step - fragment.offset) % self._sync.period
             if since == 0:
@@ -119,7 +118,7 @@ class Outer:
         def work(meeting: Meeting) -> None:
             total.copy_(own)
             if meeting.group is not None:
-                dist.all_reduce(total, group=meeting.group)
+                begun(dist.all_reduce(total, group=meeting.group, async_op=True)).wait()
 
         if self._quorum.run(f"sum/{step}/{self._summed[1]}", work) is None:
             self.left = True
@@ -137,7 +136,8 @@ class Outer:
     def forget(self) -> None:
         """What was under way is of no use: this replica takes over all that another one has."""
         self.settle()
-        self.left, self.merged = False, []
+        self.left = False
+        self.ended.clear()
 
     def _arrive(self, fragment: Fragment) -> None:
         if fragment.exchange is not None:
@@ -147,7 +147,7 @@ class Outer:
             if meeting is None:
                 self.left = True
             else:
-                self.merged.append(meeting)
+                self.ended.append(meeting)
 
     def _send(self, fragment: Fragment, step: int) -> None:
         kept = []

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ POLL_S = 0.002
 START_S = 300.0  # within which replicas that are started together come to their first exchange
 
 IN, OUT, GONE = "in", "out", "gone"
+WELL, WITHOUT, GIVEN = "well", "without", "given"
 
 Who = tuple[tuple[int, int], ...]  # (replica, incarnation)
 
@@ -69,11 +71,13 @@ class Quorum:
     places: int
     timeout_s: float
     members: tuple[int, ...] = ()  # of the last exchange
-    left_out: int = 0  # how often this replica was
     _at: Who = ()  # whom the group below is of
     _group: dist.ProcessGroup | None = None
+    _began: bool = False
     _asked: int = 0
-    _old: list[list[str]] = field(default_factory=list)  # keys of the last exchanges
+    _let_in: set[tuple[int, str]] = field(default_factory=set)
+    _soon: list[list[str]] = field(default_factory=list)  # keys of the last exchanges, to be deleted
+    _later: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         company, self.replica = self.company, self.company.replica
@@ -85,13 +89,14 @@ class Quorum:
 
     def run(self, name: str, work: Callable[[Meeting], None]) -> Meeting | None:
         """Run `work` with the replicas that take part in this exchange, until it goes well for all of them: it may be
-        called again. None if it was decided without this one. Raises what `work` raises, if it does so each time."""
-        timeout_s = START_S if not self.members and not self.company.incarnation else self.timeout_s
-        for attempt in range(10**6):
+        called again. None if it was decided without this one. Raises what `work` raises, if this rank is the first that
+        fails each time."""
+        timeout_s = self.timeout_s if self._began or self.company.incarnation else START_S
+        self._began, failures = True, 0
+        for attempt in count():
             key = f"{name}/{attempt}"
             found = self._meet(key, timeout_s)
             if found is None:
-                self.left_out += 1
                 self._group, self._at = None, ()  # the others connect anew with whom they let in
                 return None
             meeting, who = found
@@ -99,97 +104,120 @@ class Quorum:
             try:
                 meeting.group = self._grouped(key, meeting, who)
                 work(meeting)
-            except RuntimeError as error:  # of torch.distributed, as a rule: a peer is gone or does not answer
+            except Exception as error:
                 problem = error
-            if self._vote(key, meeting, problem is None):
+            result = self._vote(key, meeting, problem is None)
+            if result == WELL:
                 return meeting
             # others may learn of it only when what they wait for has timed out
             self._group, self._at, timeout_s = None, (), 2 * self.timeout_s
-            if problem is not None and attempt + 1 == TRIES:
+            failures += result == self._name  # else it is a consequence of what another rank met with
+            if problem is not None and (failures == TRIES or not isinstance(problem, RuntimeError)):
                 raise problem
         raise AssertionError
 
     def _meet(self, key: str, timeout_s: float) -> tuple[Meeting, Who] | None:
+        """All ranks of the replica get what its first rank has seen."""
+        told = f"{key}/told/{self.replica}"
         here = [f"{key}/here/{replica}" for replica in range(self.replicas)]
         if self.place == 0:
-            self._store.set(here[self.replica], str(self.company.incarnation))
-        since = time.monotonic()
+            text = self._decided(key, here, timeout_s)
+            self._store.set(told, text)
+        _until(lambda: self._store.check([told]))
+        text = self._store.get(told).decode()
+        self._forget([*here, f"{key}/well"], [f"{key}/who", f"{key}/done", told])
+        who = json.loads(text) if text != WITHOUT else None
+        if who is None or self.replica not in (replica for replica, _ in who["members"]):
+            return None
+        incarnations = tuple((replica, incarnation) for replica, incarnation in who["members"])
+        members = tuple(replica for replica, _ in incarnations)
+        asking = {int(replica): ticket for replica, ticket in who["asking"].items()}
+        return Meeting(members, asking, members[-1], members.index(self.replica)), incarnations
+
+    def _decided(self, key: str, here: list[str], timeout_s: float) -> str:
+        """Who takes part, as it is written down."""
+        deadline, seen = time.monotonic() + timeout_s, [WITHOUT]
+        if not self._is_in():
+            return WITHOUT
+        self._store.set(here[self.replica], str(self.company.incarnation))
 
         def decided() -> bool:
             if self._store.check([f"{key}/who"]):
+                seen[0] = self._store.get(f"{key}/who").decode()
                 return True
-            if self.place == 0:
-                self._propose(key, here, since + timeout_s)
-            return False
+            self._propose(key, here, deadline)
+            return not self._is_in()
 
         _until(decided)
-        who = json.loads(self._store.get(f"{key}/who"))
-        self._forget([*here, f"{key}/well"])
-        members = tuple(replica for replica, _ in who["members"])
-        if self.replica not in members:
-            return None
-        asking = {int(replica): ticket for replica, ticket in who["asking"].items()}
-        incarnations = tuple((replica, incarnation) for replica, incarnation in who["members"])
-        return Meeting(members, asking, members[-1], members.index(self.replica)), incarnations
+        return seen[0]
 
     def _propose(self, key: str, here: list[str], deadline: float) -> None:
         states = [self._state(replica) for replica in range(self.replicas)]
-        present = [
-            replica for replica in range(self.replicas)
-            if states[replica] != GONE and self._store.check([here[replica]])
+        inside = [(replica, incarnation) for replica, (state, incarnation) in enumerate(states) if state == IN]
+        members = [
+            (replica, incarnation) for replica, incarnation in inside
+            if self._store.check([here[replica]]) and int(self._store.get(here[replica])) == incarnation
         ]  # fmt: skip
-        missing = [replica for replica in range(self.replicas) if states[replica] == IN and replica not in present]
-        if (missing and time.monotonic() < deadline) or not present:
+        missing = [replica for replica, incarnation in inside if (replica, incarnation) not in members]
+        if (missing and time.monotonic() < deadline) or not members:
             return
-        members = [(replica, int(self._store.get(here[replica]))) for replica in present]
         asking = {}
-        for replica in range(self.replicas):
-            if states[replica] != IN and self._store.check([f"asks/{replica}"]):
-                asking[replica] = self._store.get(f"asks/{replica}").decode()
+        for replica, (state, _) in enumerate(states):
+            ticket = self._store.get(f"asks/{replica}").decode() if self._store.check([f"asks/{replica}"]) else ""
+            if state != IN and ticket and not ticket.startswith(GIVEN):
+                asking[replica] = ticket
         mine = json.dumps({"members": members, "asking": asking})
         if self._store.compare_set(f"{key}/who", "", mine).decode() == mine:
             for replica in missing:
                 self._store.set(f"state/{replica}", OUT)
 
     def _grouped(self, key: str, meeting: Meeting, who: Who) -> dist.ProcessGroup | None:
-        if meeting.size == 1:
-            return None
-        if self._group is None or self._at != who:
-            self._group = None  # the old one goes before there is another
-            timeout = timedelta(seconds=self.timeout_s)
-            self._group = connected(self._store, f"{key}/{self.place}", meeting.index, meeting.size, timeout)
-            self._at = who
+        if self._at != who or self._group is None:
+            self._group, self._at = None, who  # the old one goes before there is another
+            if meeting.size > 1:
+                timeout = timedelta(seconds=self.timeout_s)
+                self._group = connected(self._store, f"{key}/{self.place}", meeting.index, meeting.size, timeout)
         return self._group
 
-    def _vote(self, key: str, meeting: Meeting, well: bool) -> bool:
-        if meeting.size == 1:
-            return well
+    def _vote(self, key: str, meeting: Meeting, well: bool) -> str:
+        """WELL, or the rank that was the first to fail, if one was."""
+        if meeting.size * self.places == 1:
+            return WELL if well else self._name
         done = f"{key}/done"
         if not well:
-            self._store.compare_set(done, "", "failed")
+            self._store.compare_set(done, "", self._name)
         elif self._store.add(f"{key}/well", 1) == meeting.size * self.places:
-            self._store.compare_set(done, "", "well")
+            self._store.compare_set(done, "", WELL)
         deadline = time.monotonic() + self.timeout_s
 
         def counted() -> bool:
-            late = time.monotonic() > deadline or any(self._state(r) == GONE for r in meeting.members)
+            late = time.monotonic() > deadline or any(self.has_ended(replica) for replica in meeting.members)
             # a vote may have ended just now: the one that was written first counts
             if not self._store.check([done]) and late:
-                self._store.compare_set(done, "", "failed")
+                self._store.compare_set(done, "", "nobody")
             return self._store.check([done])
 
         _until(counted)
-        return self._store.get(done) == b"well"
+        return self._store.get(done).decode()
 
-    def _state(self, replica: int) -> str:
+    @property
+    def _name(self) -> str:
+        return f"{self.replica}.{self.place}"
+
+    def _state(self, replica: int) -> tuple[str, int]:
+        """IN, OUT or GONE, and which incarnation is in."""
         key = f"state/{replica}"
-        return self._store.get(key).decode() if self._store.check([key]) else IN
+        state, _, incarnation = (self._store.get(key).decode() if self._store.check([key]) else IN).partition(" ")
+        return state, int(incarnation or 0)
 
-    def _forget(self, keys: list[str]) -> None:
-        """What nobody reads any more goes: an exchange's keys when the one after the next begins."""
-        self._old.append(keys)
-        if self.place == 0 and len(self._old) > 2:
-            for key in self._old.pop(0):
+    def _is_in(self) -> bool:
+        return self._state(self.replica) == (IN, self.company.incarnation)
+
+    def _forget(self, soon: list[str], later: list[str]) -> None:
+        """What nobody reads any more goes. Who is so late that it misses what was decided is out by then."""
+        for waiting, keys, behind in ((self._soon, soon, 2), (self._later, later, 64)):
+            waiting.append(keys)
+            for key in waiting.pop(0) if self.place == 0 and len(waiting) > behind else ():
                 with suppress(RuntimeError):
                     self._store.delete_key(key)
 
@@ -197,17 +225,17 @@ class Quorum:
 
     def has_ended(self, replica: int) -> bool:
         """Whether the processes of a replica have ended."""
-        return self._state(replica) == GONE
+        return self._state(replica)[0] == GONE
 
     def leave_out(self, replica: int) -> None:
         """Nobody waits for this replica until it is let in again."""
         if self.place == 0:
             self._store.set(f"state/{replica}", OUT)
 
-    def take_in(self, replica: int) -> None:
+    def take_in(self, replica: int, incarnation: int) -> None:
         """It takes part."""
         if self.place == 0:
-            self._store.set(f"state/{replica}", IN)
+            self._store.set(f"state/{replica}", f"{IN} {incarnation}")
 
     def meeting_store(self) -> dist.Store:
         """A connection of its own to where these replicas meet."""
@@ -218,38 +246,48 @@ class Quorum:
         if self.place == 0:
             self._store.set(f"state/{self.replica}", GONE)
 
-    def ask(self) -> tuple[int, dist.ProcessGroup]:
-        """Ask to be let in. The replica that gives, and a group of it (rank 0) and this one. Raises WeftError: no other
-        replica is left."""
+    def ask(self) -> dist.ProcessGroup:
+        """Ask to be let in. A group of the replica that gives (rank 0) and this one. Raises WeftError: no other replica
+        goes on."""
         self._asked, self.members = self._asked + 1, ()
         ticket = f"{self.company.incarnation}.{self._asked}"
         if self.place == 0:
             self._store.set(f"state/{self.replica}", OUT)
             self._store.set(f"asks/{self.replica}", ticket)
         granted = f"granted/{self.replica}/{ticket}"
+        others = [replica for replica in range(self.replicas) if replica != self.replica]
+        lonely: list[float] = []  # since when
 
         def heard() -> bool:
-            others = (replica for replica in range(self.replicas) if replica != self.replica)
-            if all(self._state(replica) != IN for replica in others) and not self._store.check([granted]):
-                raise WeftError(f"replica {self.replica} was left out, and no other is left to catch up from")
+            if any(self._state(replica)[0] == IN for replica in others):
+                lonely.clear()
+            else:
+                lonely.append(time.monotonic())
+                if lonely[-1] - lonely[0] > self.timeout_s:
+                    raise WeftError(f"replica {self.replica} was left out, and no other goes on to catch up from")
             return self._store.check([granted])
 
         _until(heard)
-        return int(self._store.get(granted)), self._pair(self.replica, ticket, 1)
+        return self._pair(self.replica, ticket, 1)
 
     def grants(self, meeting: Meeting) -> Iterator[dist.ProcessGroup]:
         """For each replica that this one is to let in after a meeting: a group of this one (rank 0) and that. All ranks
         of the replica call it."""
         for replica, ticket in meeting.asking.items() if meeting.giver == self.replica else ():
-            granted = f"granted/{replica}/{ticket}"
-            if self.place == 0 and self._store.compare_set(granted, "", str(self.replica)).decode() == str(
-                self.replica
-            ):
-                self.take_in(replica)
-                with suppress(RuntimeError):
-                    self._store.delete_key(f"asks/{replica}")
-            _until(lambda granted=granted: self._store.check([granted]))  # type: ignore[misc]
-            if int(self._store.get(granted)) == self.replica:
+            if (replica, ticket) in self._let_in:  # two exchanges that overlap both know of it
+                continue
+            self._let_in.add((replica, ticket))
+            told = f"grant/{replica}/{ticket}/{self.replica}"
+            if self.place == 0:
+                mine = f"{GIVEN} {self.replica}"
+                # it may have asked anew, or another replica may be ahead of this one
+                won = self._store.compare_set(f"asks/{replica}", ticket, mine).decode() == mine
+                if won:
+                    self.take_in(replica, int(ticket.partition(".")[0]))
+                    self._store.set(f"granted/{replica}/{ticket}", "")
+                self._store.set(told, "yes" if won else "no")
+            _until(lambda told=told: self._store.check([told]))  # type: ignore[misc]
+            if self._store.get(told) == b"yes":
                 with suppress(RuntimeError):  # it is gone again
                     yield self._pair(replica, ticket, 0)
 
@@ -259,8 +297,9 @@ class Quorum:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first of the replicas that go on: it speaks for all."""
-        return bool(self.members) and self.replica == self.members[0]
+        """Whether this is the first of the replicas that go on: it speaks for all. One that was left out and does not
+        know it yet does not."""
+        return bool(self.members) and self.replica == self.members[0] and self._is_in()
 
 
 def _meeting_place(store: dist.Store, number: int) -> dist.Store:
@@ -270,10 +309,7 @@ def _meeting_place(store: dist.Store, number: int) -> dist.Store:
 
 def ended(store: dist.Store, replica: int) -> None:
     """Say that the processes of a replica, which made one engine each, have ended."""
-    here = _meeting_place(store, 1)
-    here.set(f"state/{replica}", GONE)
-    with suppress(RuntimeError):
-        here.delete_key(f"asks/{replica}")  # nobody is to wait for it to come in
+    _meeting_place(store, 1).set(f"state/{replica}", GONE)
 
 
 def is_left_out(store: dist.Store, replica: int) -> bool:

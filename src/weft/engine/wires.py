@@ -25,15 +25,15 @@ class Backend:
         """Begins what is asked for; the answer is there when the work is done."""
         group = self._groups[min(lane, len(self._groups) - 1)]
         if isinstance(ask, Sum):
-            return _begun(dist.all_reduce(ask.tensor, group=group, async_op=True)), ask.tensor
+            return begun(dist.all_reduce(ask.tensor, group=group, async_op=True)), ask.tensor
         if isinstance(ask, Gather):
             every = ask.message.new_empty((group.size(), *ask.message.shape))
-            return _begun(dist.all_gather_single(every.view(-1), ask.message, group=group, async_op=True)), every
+            return begun(dist.all_gather_single(every.view(-1), ask.message, group=group, async_op=True)), every
         if ask.sums:
             part = ask.messages.new_empty(ask.messages.shape[1:])
-            return _begun(dist.reduce_scatter_single(part, ask.messages.view(-1), group=group, async_op=True)), part
+            return begun(dist.reduce_scatter_single(part, ask.messages.view(-1), group=group, async_op=True)), part
         got = torch.empty_like(ask.messages)
-        return _begun(dist.all_to_all_single(got, ask.messages, group=group, async_op=True)), got
+        return begun(dist.all_to_all_single(got, ask.messages, group=group, async_op=True)), got
 
     def answer(self, ask: Ask) -> Tensor:
         """What is asked for. Blocks."""
@@ -42,7 +42,9 @@ class Backend:
         return answer
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
+def begun(work: dist.Work | None) -> dist.Work:
+    """What was begun asynchronously. A collective that blocks names its group when it fails, and finds no name for one
+    that torch.distributed does not count."""
     assert work is not None
     return work
 
@@ -189,11 +191,11 @@ class Owners:
 
 
 def _send(x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
-    return _begun(dist.isend(x, group=group, group_dst=peer))
+    return begun(dist.isend(x, group=group, group_dst=peer))
 
 
 def _receive(x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
-    return _begun(dist.irecv(x, group=group, group_src=peer))
+    return begun(dist.irecv(x, group=group, group_src=peer))
 
 
 def on_wire(kind: str, nbytes: int, size: int) -> float:

@@ -63,9 +63,11 @@ def run(
     try:
         with sigterm_for(every) as stopping:
             running = {replica: (0, *started(replica, 0)) for replica in range(len(worlds))}
-            done, last = 0, time.monotonic()
+            done, last, first = 0, time.monotonic(), None
             while running:
-                if done and time.monotonic() > last + LAST_S and all(is_left_out(store, each) for each in running):
+                served = bool(needed) and not set(needed) & running.keys()  # who is not done by then cannot go on
+                over = served or all(is_left_out(store, each) for each in running)
+                if done and over and time.monotonic() > last + LAST_S:
                     _tell(f"replicas {', '.join(map(str, running))} stall, and the others are done: ended")
                     break
                 wait([event for _, _, watch in running.values() for event in watch.events()], timeout=POLL_S)
@@ -80,10 +82,11 @@ def run(
                     except WorkerDied as error:
                         end(workers)
                         ended(store, replica)
+                        first = first or error  # those of others are consequences, if none is left
                         if replica in needed:
                             _tell(f"replica {replica}, which serves the others, has failed; --resume goes on")
                         if replica in needed or not (running or done):
-                            raise
+                            raise first from None
                         again = bool(running) and incarnation < RESTARTS and not stopping.is_set()
                         _say(replica, error, incarnation if again else None)
                         if again:

@@ -25,8 +25,9 @@ from ..data import Dataset, Loader
 from ..engine import Engine, StepResult
 from ..engine.quorum import Company
 from ..engine.reducer import local
-from ..errors import ConfigError, WeftError
+from ..errors import CheckpointError, ConfigError, WeftError
 from ..launch import processes
+from ..layout import DATA_AXES
 from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
 from .output import CHECKPOINTS, SAMPLE, check_output, checkpoints, position, saved_in
 from .progress import Progress, short
@@ -52,12 +53,14 @@ def train(run: Run, resume: bool, trace: bool = False) -> None:
     val = build.dataset(run, "val") if t.eval_every else None
     text = coder(run, dataset) if t.sample_tokens else None
     engine = _engine(run, dataset, company)
-    val_loader = _loader(run, engine, val) if val is not None else None
+    shares = engine.whole.layout.size("dp") if engine.worker is not None else 1  # replicas are never at one step
+    val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
     notes = [*engine.whole.notes]
-    if resume and not engine.caught_up:
+    if resume and not (engine.caught_up and engine.outer is not None):
         found = saved_in(run, engine.replica)
         saved = checkpoint.inspect(found).tensors
         engine.load_scalars(checkpoint.load(found, None, engine.tensors(saved)))
+    engine.connect()
     done = engine.steps_done
     if engine.forgot:
         notes.append("what codecs had kept was another layout's or codec's: it begins anew")
@@ -76,7 +79,9 @@ def train(run: Run, resume: bool, trace: bool = False) -> None:
     # of replicas that are apart the one that leads writes, and another may lead later
     writer = Metrics(folder, done, engine.leads) if rank == 0 else nullcontext()
     with writer as metrics, Interrupt() as interrupt, progress:
-        loop = _Loop(run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress, recorder)
+        loop = _Loop(
+            run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress, recorder, shares=shares
+        )
         interrupted = loop(interrupt)
     drawing = recorder.finish(folder, console.width, console.color_system is not None) if recorder is not None else None
     if drawing is not None:
@@ -104,6 +109,7 @@ class _Loop:
     recorder: Recorder | None = None
     loss: float | None = None
     val_loss: float | None = None
+    shares: int = 1  # into which a validation batch is divided, one after the other
     members: tuple[int, ...] = ()  # replicas that took part when it was last logged, where some may be left out
     first: int = field(init=False)  # the number of the first step that is taken
     traffic: Traffic = field(init=False)
@@ -120,6 +126,8 @@ class _Loop:
         groups = self.engine.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         recent: list[StepResult] = []  # since the last logged step; read together, so that few wait for the device
+        if self.engine.caught_up and self.engine.outer is not None and self._evaluates(self.first - 1):
+            self._evaluate(self.first - 1)  # the others do so now
         while self.engine.steps_done < t.steps:
             step = self.engine.steps_done + 1
             self.loader.step = step - 1
@@ -133,13 +141,13 @@ class _Loop:
             if self.recorder is not None:
                 self.recorder.after()
             if self.engine.steps_done != step:
-                recent.clear()  # it has caught up with replicas that are further
-                continue
+                step = self.engine.steps_done  # it has caught up with replicas that are further
+                recent = recent[-1:]
             self.progress.step(step)
             last = step == t.steps
             stop = interrupt.agreed() and not last
             log = stop or last or step == self.first or step % t.log_every == 0
-            evaluate = self.val_loader is not None and not stop and (last or step % t.eval_every == 0)
+            evaluate = self._evaluates(step) and not stop
             keep = stop or (save.every > 0 and (last or step % save.every == 0))
             if log or evaluate or keep:
                 self._read(step, recent)
@@ -147,15 +155,20 @@ class _Loop:
                 self._log(step, recent)
                 recent.clear()
             with self.clock.pause():
-                if stop or last or (keep and self.engine.leads):
-                    self.engine.gather(last=stop or last)
+                fit = True
+                if stop or last or (keep and (self.engine.leads or self.engine.outer is not None)):
+                    fit = self.engine.gather(last=stop or last)
                 if evaluate:
                     self._evaluate(step)
-                if keep:
+                if keep and fit:
                     self._save(step)
             if stop:
                 return True
         return False
+
+    def _evaluates(self, step: int) -> bool:
+        t = self.run.train
+        return self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
 
     def _read(self, step: int, recent: Sequence[StepResult]) -> None:
         """Wait for this step, the last of `recent`, and go on from none whose loss or gradient is not finite."""
@@ -207,7 +220,7 @@ class _Loop:
         loader.step = 0
         results = [
             self.engine.evaluate(build.cast(self.run, next(loader)))
-            for _ in range(min(self.run.train.eval_batches, loader.steps_per_epoch))
+            for _ in range(min(self.run.train.eval_batches * self.shares, loader.steps_per_epoch))
         ]
         weights = torch.stack([r.weight for r in results])
         self.val_loss = float((torch.stack([r.loss for r in results]) * weights).sum() / weights.sum())
@@ -223,8 +236,20 @@ class _Loop:
             return  # the first replica has all that servers have
         if highest(int(not all(bool(local(p).isfinite().all()) for p in self.engine.params.values()))):
             raise WeftError(f"a weight after step {step} is not finite. {self._advice()}")
+        leads = bool(highest(int(self.engine.leads)))  # the first rank knows it best
+        self._write(checkpoints(self.run, None if leads else self.engine.replica), step)
+
+    def _write(self, folder: Path, step: int) -> None:
+        try:
+            self._written(folder, step)
+        except CheckpointError as error:
+            if self.engine.quorum is None:
+                raise
+            raise WeftError(str(error)) from error  # of this replica: the others go on
+
+    def _written(self, folder: Path, step: int) -> None:
         checkpoint.save(
-            checkpoints(self.run, None if self.engine.leads else self.engine.replica),
+            folder,
             step,
             self.engine.tensors(),
             {**self.engine.scalars(), **position(self.run)},
@@ -295,9 +320,13 @@ def _engine(run: Run, dataset: Dataset, company: Company | None) -> Engine:
     )
 
 
-def _loader(run: Run, engine: Engine, dataset: Dataset, start: int = 0) -> Loader:
+def _loader(run: Run, engine: Engine, dataset: Dataset, start: int = 0, shares: int = 1) -> Loader:
+    """`shares`: a replica that evaluates alone takes a batch in so many parts."""
     t, rank, size = run.train, engine.data_rank, engine.data_size
-    return Loader(dataset, t.batch, t.seed, accumulate=t.accumulate, data_rank=rank, data_size=size, start=start)
+    if shares > 1:
+        rank, size = engine.plan.layout.index(engine.mesh.rank, *DATA_AXES), engine.plan.data_size
+    batch = t.batch // shares
+    return Loader(dataset, batch, t.seed, accumulate=t.accumulate, data_rank=rank, data_size=size, start=start)
 
 
 def _version() -> str:
