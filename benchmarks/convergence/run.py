@@ -31,7 +31,6 @@ RESULTS, README = HERE / "results", HERE / "README.md"
 WORKERS = (1, 2, 4, 8)
 RUNS = 32  # independent runs, whose mean stands for the expectation
 DIM = 50  # of one run's weights
-STEPS = 1000
 SIGMA2 = 4.0  # expected squared norm of the noise of one sample's gradient
 START = 1.0  # every weight's at the beginning
 BEGIN, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
@@ -82,8 +81,8 @@ def mean_value(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
     return output.sum(), torch.tensor(float(len(output)), dtype=output.dtype)
 
 
-def worker(problem: str, workers: int, name: str, rate: float) -> list[float]:
-    """One rank: [STEPS], the squared norm of the gradient before each step, the mean over the runs."""
+def worker(problem: str, workers: int, name: str, rate: float, steps: int) -> list[float]:
+    """One rank: [steps], the squared norm of the gradient before each step, the mean over the runs."""
     model = Noisy(PROBLEMS[problem])
     plan = weft.plan(model, f"dp{workers}", batch=workers, loss=mean_value, sync=sync.make(name), precision="fp64")
     engine = weft.Engine(
@@ -91,44 +90,44 @@ def worker(problem: str, workers: int, name: str, rate: float) -> list[float]:
     )
     generator = torch.Generator().manual_seed(1000 * workers + engine.data_rank)
     found = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         found.append(float(model.norms().mean()))
         noise = torch.randn(1, RUNS, DIM, generator=generator, dtype=torch.float64) * sqrt(SIGMA2 / DIM)
         engine.step({"noise": noise})
     return found
 
 
-def synchronous(name: str) -> dict[str, Any]:
+def synchronous(name: str, steps: int) -> dict[str, Any]:
     """Mean squared gradient norm over all steps beside its bound, at the rate with the least bound, and at one rate
     for all M; there the second half of the steps shows what the noise leaves."""
     rows = []
     for problem, value in PROBLEMS.items():
         start = float(value(torch.full((DIM,), START, dtype=torch.float64)))
-        common = best_rate(start, 1)
+        common = best_rate(start, 1, steps)
         for workers in WORKERS:
-            for kind, rate in (("best", best_rate(start, workers)), ("common", common)):
+            for kind, rate in (("best", best_rate(start, workers, steps)), ("common", common)):
                 if workers == 1 and kind == "common":  # the same
                     rows.append({**rows[-1], "rate_of": kind})
                     continue
-                found = processes.run(worker, workers, problem, workers, name, rate, threads=1)
+                found = processes.run(worker, workers, problem, workers, name, rate, steps, threads=1)
                 assert all(each == found[0] for each in found), "the replicas' weights are not equal"
                 norms = found[0]
                 rows.append(
                     {
                         "problem": problem, "workers": workers, "rate_of": kind, "rate": rate,
-                        "measured": sum(norms) / STEPS, "late": sum(norms[STEPS // 2 :]) / (STEPS - STEPS // 2),
-                        "bound": 2 * start / (rate * STEPS) + SMOOTHNESS * rate * SIGMA2 / workers,
+                        "measured": sum(norms) / steps, "late": sum(norms[steps // 2 :]) / (steps - steps // 2),
+                        "bound": 2 * start / (rate * steps) + SMOOTHNESS * rate * SIGMA2 / workers,
                         "noise_term": SMOOTHNESS * rate * SIGMA2 / workers,
                     }
                 )  # fmt: skip
                 print(rows[-1], flush=True)
-    constants = {"L": SMOOTHNESS, "sigma2": SIGMA2, "steps": STEPS, "runs": RUNS, "dim": DIM, "sync": name}
+    constants = {"L": SMOOTHNESS, "sigma2": SIGMA2, "steps": steps, "runs": RUNS, "dim": DIM, "sync": name}
     return {"constants": constants, "rows": rows}
 
 
-def best_rate(start: float, workers: int) -> float:
+def best_rate(start: float, workers: int, steps: int) -> float:
     """The step size at most 1 / L with the least bound."""
-    return min(1 / SMOOTHNESS, sqrt(2 * start * workers / (SMOOTHNESS * SIGMA2 * STEPS)))
+    return min(1 / SMOOTHNESS, sqrt(2 * start * workers / (SMOOTHNESS * SIGMA2 * steps)))
 
 
 def holds(results: dict[str, dict[str, Any]]) -> bool:
@@ -164,8 +163,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="synchronous; all if none is named")
     parser.add_argument("--sync", default="allreduce", help="weft's synchroniser; one that agrees in every step")
+    parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args()
-    parts: dict[str, Callable[[], dict[str, Any]]] = {"synchronous": partial(synchronous, options.sync)}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {"synchronous": partial(synchronous, options.sync, options.steps)}
     if unknown := set(options.parts) - set(parts):
         parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(parts)}")
     RESULTS.mkdir(exist_ok=True)
