@@ -1,9 +1,9 @@
 """M workers on problems whose smoothness and noise are known: measured gradient norms beside the bound of SGD.
 
-    python benchmarks/convergence/run.py [synchronous]        some 3 minutes on 2 cores
+    python benchmarks/convergence/run.py [synchronous] [asynchronous]        some 8 minutes on 2 cores
 
 Each part writes results/PART.json; the tables in README.md are then written anew from all of them. Exit code 1 if a
-measured mean is above its bound.
+measured mean is above its bound, or a gradient is staler than its own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import asynchronous
 import torch
-from torch import Tensor, nn
+from problems import DIM, PROBLEMS, RUNS, SIGMA2, SMOOTHNESS, START, Noisy, mean_value
 
 import weft
 from weft import sync
@@ -29,56 +30,7 @@ from weft.launch import processes
 HERE = Path(__file__).resolve().parent
 RESULTS, README = HERE / "results", HERE / "README.md"
 WORKERS = (1, 2, 4, 8)
-RUNS = 32  # independent runs, whose mean stands for the expectation
-DIM = 50  # of one run's weights
-SIGMA2 = 4.0  # expected squared norm of the noise of one sample's gradient
-START = 1.0  # every weight's at the beginning
 BEGIN, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
-
-
-def curvatures() -> Tensor:
-    """[DIM], from 0.05 to 1."""
-    return torch.linspace(0.05, 1.0, DIM, dtype=torch.float64)
-
-
-def quadratic(w: Tensor) -> Tensor:
-    """[..., DIM] -> [...]: half the sum of c w^2. Smoothness: the largest c. Least value 0."""
-    return 0.5 * (curvatures() * w**2).sum(-1)
-
-
-def bumps(w: Tensor) -> Tensor:
-    """[..., DIM] -> [...]: half the sum of c w^2 / (1 + w^2), not convex: its second derivative goes from c at 0 to
-    -c / 4 at 1. Smoothness: the largest c. Least value 0."""
-    return 0.5 * (curvatures() * w**2 / (1 + w**2)).sum(-1)
-
-
-PROBLEMS: dict[str, Callable[[Tensor], Tensor]] = {"quadratic": quadratic, "not convex": bumps}
-SMOOTHNESS = float(curvatures().max())
-
-
-class Noisy(nn.Module):
-    """RUNS copies of a problem side by side, each with weights of its own. A sample's value is that of all of them, and
-    its gradient is off by the sample's noise."""
-
-    def __init__(self, value: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.value = value
-        self.w = nn.Parameter(torch.full((RUNS, DIM), START, dtype=torch.float64))
-
-    def forward(self, noise: Tensor) -> Tensor:
-        """[samples, RUNS, DIM] -> [samples]"""
-        return self.value(self.w).sum() + (noise * self.w).sum((-2, -1))
-
-    def norms(self) -> Tensor:
-        """[RUNS]: squared norm of the gradient without noise."""
-        w = self.w.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(self.value(w).sum(), w)
-        return gradient.square().sum(-1)
-
-
-def mean_value(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-    """A loss of weft: sum, and how many count."""
-    return output.sum(), torch.tensor(float(len(output)), dtype=output.dtype)
 
 
 def worker(problem: str, workers: int, name: str, rate: float, steps: int) -> list[float]:
@@ -131,7 +83,8 @@ def best_rate(start: float, workers: int, steps: int) -> float:
 
 
 def holds(results: dict[str, dict[str, Any]]) -> bool:
-    return all(row["measured"] <= row["bound"] for row in results.get("synchronous", {}).get("rows", ()))
+    bounded = all(row["measured"] <= row["bound"] for row in results.get("synchronous", {}).get("rows", ()))
+    return bounded and ("asynchronous" not in results or asynchronous.holds(results["asynchronous"]))
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -156,16 +109,21 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
                 f"| {row['problem']} | {row['workers']} | {row['rate']:.4f} | {row['measured']:.4f} "
                 f"| {row['bound']:.4f} | {verdict} | {row['late']:.4f} | {row['late'] * row['workers']:.4f} |"
             )
+    if found := results.get("asynchronous"):
+        lines += ["", *asynchronous.table(found)]
     return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="synchronous; all if none is named")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="synchronous or asynchronous; both if none is named")
     parser.add_argument("--sync", default="allreduce", help="weft's synchroniser; one that agrees in every step")
     parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args()
-    parts: dict[str, Callable[[], dict[str, Any]]] = {"synchronous": partial(synchronous, options.sync, options.steps)}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "synchronous": partial(synchronous, options.sync, options.steps),
+        "asynchronous": asynchronous.measured,
+    }
     if unknown := set(options.parts) - set(parts):
         parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(parts)}")
     RESULTS.mkdir(exist_ok=True)
