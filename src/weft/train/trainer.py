@@ -167,8 +167,8 @@ class _Loop:
         return False
 
     def _evaluates(self, step: int) -> bool:
-        t = self.run.train
-        return self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
+        t, mine = self.run.train, self.engine.worker is None or self.engine.replica == 0  # a server's weights are all's
+        return mine and self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
 
     def _read(self, step: int, recent: Sequence[StepResult]) -> None:
         """Wait for this step, the last of `recent`, and go on from none whose loss or gradient is not finite."""
