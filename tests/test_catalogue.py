@@ -419,7 +419,7 @@ def tied_weights_untied(case: Case) -> Iterator[Case]:
 def replicas_begin_apart(case: Case) -> Iterator[Case]:
     """Each rank draws its own initial weights, and rank 0's are not shared."""
     build = partial(seeded, SUBJECTS["decoder"].build, dist.get_rank())
-    with patched(case, (engine, "_share_initial", lambda model, mesh: None)):
+    with patched(case, (engine.Engine, "_share_initial", lambda self: False)):
         yield replace(case, build=build)
 
 

@@ -197,7 +197,7 @@ def weight_of_the_loss_divided_by_stages(case: Case) -> Iterator[Case]:
 def stages_begin_from_other_weights(case: Case) -> Iterator[Case]:
     """Each rank draws its own initial model, and takes its stages from that."""
     build = partial(seeded, STAGED["sequential"].build, dist.get_rank())
-    with patched(case, (engine, "_share_initial", lambda model, mesh: None)):
+    with patched(case, (engine.Engine, "_share_initial", lambda self: False)):
         yield replace(case, build=build)
 
 
