@@ -78,6 +78,7 @@ SIDES = {
     "weft int4": Side(("allreduce", "int4", {"bucket_mb": 4})),
     "weft powersgd 16": Side(("allreduce", {"name": "powersgd", "rank": 16}, {"bucket_mb": 4})),
     "weft local 10 int4": _apart("local_sgd", "int4", 10, 5, 4),
+    "weft local 4 int4": _apart("local_sgd", "int4", 4, 4, 2),
     "weft local 8 int8": _apart("local_sgd", "int8", 8, 4, 2),
     "weft diloco 10 int4": _apart("diloco", "int4", 10, 5, 4, lr=0.9, momentum=0.5),
     "weft diloco 5 int4": _apart("diloco", "int4", 5, 5, 2, lr=1.4, momentum=0.0),
