@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -112,16 +112,16 @@ class Pool:
             Task(function, args, rank, world, file, self._backend, self._threads, timeout, f"{file}.{rank}")
             for rank in range(world)
         ]
-        store = meeting_store() if apart else None
-        for replica, ranks in enumerate(apart):
-            for index, rank in enumerate(ranks):
-                seat = Seat(store.port, replica, 0, world) if store is not None else None
-                own = f"{file}-{replica}"
-                tasks[rank] = replace(tasks[rank], rank=index, world=len(ranks), file=own, seat=seat)
         try:
-            for worker, task in zip(self._workers, tasks, strict=False):
-                worker.connection.send_bytes(pickle.dumps(task))
-            return _collect(Watch(self._workers[:world], timeout, stacks=[task.stack for task in tasks]))
+            with meeting_store() if apart else nullcontext() as store:
+                for replica, ranks in enumerate(apart):
+                    for index, rank in enumerate(ranks):
+                        seat = Seat(store.port, replica, 0, world) if store is not None else None
+                        own = f"{file}-{replica}"
+                        tasks[rank] = replace(tasks[rank], rank=index, world=len(ranks), file=own, seat=seat)
+                for worker, task in zip(self._workers, tasks, strict=False):
+                    worker.connection.send_bytes(pickle.dumps(task))
+                return _collect(Watch(self._workers[:world], timeout, stacks=[task.stack for task in tasks]))
         except BaseException:
             end(self._workers[:world])
             self._workers[:world] = [Worker(self._backend) for _ in range(world)]
@@ -173,9 +173,28 @@ def _release_threads() -> None:
         ctypes.CDLL(library).omp_pause_resource_all(1)  # soft: settings stay
 
 
-def meeting_store() -> dist.TCPStore:
-    """Where replicas that are worlds of their own meet; this process keeps it."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+@contextmanager
+def meeting_store() -> Iterator[dist.TCPStore]:
+    """Where replicas that are worlds of their own meet. A process of its own keeps it: its thread would hold locks when
+    this process forks, and the fork would wait for them for ever."""
+    here, theirs = multiprocessing.Pipe()
+    keeper = _context("gloo").Process(target=_keep, args=(theirs, os.getpid()))  # type: ignore[attr-defined]
+    keeper.start()
+    theirs.close()
+    try:
+        yield dist.TCPStore("127.0.0.1", here.recv(), is_master=False, wait_for_workers=False)
+    finally:
+        keeper.kill()
+        keeper.join()
+        here.close()
+
+
+def _keep(connection: Connection, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is needed until the ranks have ended
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    _follow(parent)
 
 
 class Worker:

@@ -3,8 +3,8 @@
     run(function, worlds, *args)        the processes of all replicas on this host
     join(backend, threads, worlds)      this process is a rank already: torchrun or srun started it
 
-Replicas meet at a store that this parent keeps. When a process ends that should not, the rest of its replica is ended,
-the others are told, and the replica is started anew: it catches up from one of them.
+Replicas meet at a store that a process beside them keeps. When a process ends that should not, the rest of its replica
+is ended, the others are told, and the replica is started anew: it catches up from one of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -45,11 +45,11 @@ def run(
 
     Raises WorkerDied when a replica that is needed fails, or the last one; a Refusal is raised as it is.
     """
-    folder, store = tempfile.mkdtemp(prefix="weft-"), processes.meeting_store()
+    folder = tempfile.mkdtemp(prefix="weft-")
     every: list[Worker] = []
     size = sum(map(len, worlds))
 
-    def started(replica: int, incarnation: int) -> tuple[list[Worker], Watch]:
+    def started(store: dist.TCPStore, replica: int, incarnation: int) -> tuple[list[Worker], Watch]:
         file = os.path.join(folder, f"{replica}-{incarnation}")
         seat, ranks = Seat(store.port, replica, incarnation, size), worlds[replica]
         workers = []
@@ -61,8 +61,9 @@ def run(
 
     results: list[Any] = [None] * size
     try:
-        with sigterm_for(every) as stopping:
-            running = {replica: (0, *started(replica, 0)) for replica in range(len(worlds))}
+        with processes.meeting_store() as store, ExitStack() as before, sigterm_for(every) as stopping:
+            before.callback(end, every)  # while they can still meet
+            running = {replica: (0, *started(store, replica, 0)) for replica in range(len(worlds))}
             done, last, first = 0, time.monotonic(), None
             while running:
                 served = bool(needed) and not set(needed) & running.keys()  # who is not done by then cannot go on
@@ -90,10 +91,9 @@ def run(
                         again = bool(running) and incarnation < RESTARTS and not stopping.is_set()
                         _say(replica, error, incarnation if again else None)
                         if again:
-                            running[replica] = incarnation + 1, *started(replica, incarnation + 1)
+                            running[replica] = incarnation + 1, *started(store, replica, incarnation + 1)
         return results
     finally:
-        end(every)
         shutil.rmtree(folder, ignore_errors=True)
 
 
