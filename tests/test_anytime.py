@@ -98,6 +98,26 @@ def without_gate() -> dict[str, Any]:
         anytime.Server._may_go_on = original  # type: ignore[method-assign]
 
 
+def broken_server() -> None:
+    original = anytime.Server._step
+
+    def fails(self: anytime.Server, worker: int, *rest: Any) -> int:
+        if worker == 0:
+            raise ValueError("the tea is cold")
+        return original(self, worker, *rest)
+
+    anytime.Server._step = fails  # type: ignore[method-assign]
+    try:
+        stepped("even", servers(None), "dp2", 5, SGD)
+    finally:
+        anytime.Server._step = original  # type: ignore[method-assign]
+
+
+def test_what_goes_wrong_in_a_server_is_said(pool: Pool) -> None:
+    with pytest.raises(WorkerDied, match=r"parameter server of replica 0 failed(.|\n)*the tea is cold"):
+        pool.run(broken_server, world=2)
+
+
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk", "powersgd", "sign"])
 def test_it_learns_in_every_codec(tmp_path: Path, pool: Pool, codec: str) -> None:
     table = {"name": "parameter_server", "staleness": 2, "servers": 2, "codec": codec}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ from ..errors import WeftError
 from ..syncs import AnyTime
 from . import catchup
 from .exchange import Clock, through
+from .flats import Flat
 from .quorum import START_S, Quorum, connected
 from .wires import Owners, begun, carried, on_wire
 
@@ -39,30 +41,11 @@ PUSH, DONE, STATE, FINAL, BYE = range(5)  # what a worker asks for
 Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
-@dataclass
-class Part:
-    """The parameters of one server, as this rank holds them: a flat tensor [n] has one after the other."""
-
-    names: list[str]
-    params: list[Tensor]
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [tuple(p.shape) for p in self.params]
-
-    def flat(self) -> Tensor:
-        return torch.cat([p.detach().reshape(-1) for p in self.params])
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([p.numel() for p in self.params])
-        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
-
-
 class Server:
     """Serves one part to the workers of all replicas, this one's among them."""
 
     def __init__(
-        self, sync: AnyTime, quorum: Quorum, part: Part, optimizer: Optimizers, state: dict[str, dict], clock: int
+        self, sync: AnyTime, quorum: Quorum, part: Flat, optimizer: Optimizers, state: dict[str, dict], clock: int
     ):
         """`state`: of the optimizer, by parameter; `clock`: the steps that workers have taken."""
         self._sync, self._quorum, self._part = sync, quorum, part
@@ -83,7 +66,7 @@ class Server:
         self._awaited = set(quorum.members)  # who has not connected yet: all begin with the same weights
         # the connections that wait for weights -> the steps that count as taken, and weights, when they may have them
         self._ready: dict[tuple[int, str], tuple[int, Tensor] | None] = {}
-        self.broken: Exception | None = None  # what went wrong in a thread
+        self.broken = ""  # what went wrong in a thread, in words: an error would keep its connection open
         self._last = clock  # of those that are gone
         self._store = quorum.meeting_store()
         self._closing = False
@@ -108,8 +91,8 @@ class Server:
             self._served_by(worker, ticket)
         except _Over:
             pass
-        except Exception as error:  # the replica ends with it, where its own worker comes next
-            self.broken = error
+        except Exception:  # this replica's own worker ends with it
+            self.broken = traceback.format_exc()
         finally:
             self._drop(worker, ticket)
             with self._changed:
@@ -278,7 +261,7 @@ def _messages() -> Iterator[None]:
 class _Link:
     """From this rank to one server."""
 
-    part: Part
+    part: Flat
     group: dist.ProcessGroup
     codec: dict[str, Tensor]
     got: Tensor = field(init=False)
@@ -290,7 +273,7 @@ class _Link:
 class Worker:
     """This rank's part of one replica that trains. `parts`: of each server; this rank may hold nothing of one."""
 
-    def __init__(self, sync: AnyTime, quorum: Quorum, parts: Sequence[Part]):
+    def __init__(self, sync: AnyTime, quorum: Quorum, parts: Sequence[Flat]):
         self._sync, self._quorum, self.clock = sync, quorum, Clock()
         self._parts, self._links = parts, dict[int, _Link]()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-worker")

@@ -28,8 +28,9 @@ from ..schedules import Action, Schedule
 from ..shards import Piece, Segment, chunks, cut_segments, fsdp_rows, take, whole
 from ..syncs import AnyTime, EachPeriod, EachStep, Sync, owners
 from . import catchup
-from .anytime import Part, Server, Worker
+from .anytime import Server, Worker
 from .exchange import Scatter
+from .flats import Flat
 from .functions import Functions
 from .outer import Outer
 from .pipeline import Pipeline, Route
@@ -127,7 +128,7 @@ class Engine:
         self.quorum = self._quorum(company)
         self.worker: Worker | None = None
         self.server: Server | None = None
-        self._own_part: Part | None = None
+        self._own_part: Flat | None = None
         self._optimizers = optimizer
         self.caught_up = self._share_initial()  # whether it goes on from where others were
         if whole.separate and self.replica:
@@ -203,7 +204,10 @@ class Engine:
                 self._serve(whole.sync, trained, self.quorum)
             else:
                 self.outer = Outer(whole, trained, self.quorum)
-        if self.caught_up and self.outer is not None:
+        self.caught_up = (
+            self.caught_up and self.outer is not None
+        )  # from servers it gets what it needs when it connects
+        if self.caught_up:
             self._catch_up()
 
     def _serve(self, sync: AnyTime, trained: dict[str, Tensor], quorum: Quorum) -> None:
@@ -213,7 +217,7 @@ class Engine:
         parts = []
         for server in range(sync.servers):
             names = [w.name for w, owner in zip(every, owned, strict=True) if owner == server and w.name in trained]
-            parts.append(Part(names, [trained[name] for name in names]))
+            parts.append(Flat(names, [trained[name] for name in names]))
         self.worker = Worker(sync, quorum, parts)
         if self.replica < sync.servers and parts[self.replica].params:
             self._own_part = parts[self.replica]
@@ -413,10 +417,9 @@ class Engine:
             rates = {n: next((lr for lr, ids in groups if id(p) in ids), 0.0) for n, p in self.params.items()}
             try:
                 self.worker.step(self._gradients(), rates)
-            except WeftError:
-                if self.server is not None and self.server.broken is not None:
-                    raise self.server.broken from None
-                raise
+            finally:
+                if self.server is not None and self.server.broken:
+                    raise WeftError(f"the parameter server of replica {self.replica} failed:\n{self.server.broken}")
             return result
         self.optimizer.step()
         if self._owners:

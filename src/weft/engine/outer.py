@@ -27,16 +27,15 @@ from ..codecs import Peers, State
 from ..plans import COPY, Plan
 from ..syncs import EachPeriod, owners
 from .exchange import Clock, through
+from .flats import Flat
 from .quorum import Meeting, Quorum
 from .wires import Backend, begun, carried, on_wire
 
 
 @dataclass
-class Message:
-    """Parameters of a fragment that are encoded together. Flat tensors [n] hold them one after the other."""
+class Message(Flat):
+    """Parameters of a fragment that are encoded together."""
 
-    names: tuple[str, ...]
-    params: list[Tensor]
     anchor: Tensor
     momentum: Tensor | None
     state: State
@@ -45,18 +44,6 @@ class Message:
 
     def __post_init__(self) -> None:
         self.sent, self.mean = torch.zeros_like(self.anchor), torch.zeros_like(self.anchor)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [tuple(p.shape) for p in self.params]
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The parameters' parts of a flat tensor."""
-        parts = flat.split([p.numel() for p in self.params])
-        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
-
-    def weights(self) -> Tensor:
-        return torch.cat([p.reshape(-1) for p in self.params])
 
 
 @dataclass
@@ -87,7 +74,7 @@ class Outer:
             anchor = torch.cat([p.reshape(-1) for p in tensors])
             momentum = torch.zeros_like(anchor) if sync.momentum else None
             state = sync.codec.state([tuple(p.shape) for p in tensors], anchor)
-            self.fragments[number].messages.append(Message(tuple(names), tensors, anchor, momentum, state))
+            self.fragments[number].messages.append(Message(names, tensors, anchor, momentum, state))
 
     @property
     def messages(self) -> list[Message]:
@@ -131,7 +118,7 @@ class Outer:
     def agree(self) -> None:
         """All replicas have the same weights now."""
         for message in self.messages:
-            message.anchor.copy_(message.weights())
+            message.anchor.copy_(message.flat())
 
     def forget(self) -> None:
         """What was under way is of no use: this replica takes over all that another one has."""
@@ -152,7 +139,7 @@ class Outer:
     def _send(self, fragment: Fragment, step: int) -> None:
         kept = []
         for message in fragment.messages:
-            message.sent = message.weights()
+            message.sent = message.flat()
             kept.append({key: value.clone() for key, value in message.state.items()})
 
         @torch.no_grad()

@@ -86,7 +86,9 @@ def run(
                         first = first or error  # those of others are consequences, if none is left
                         if replica in needed:
                             _tell(f"replica {replica}, which serves the others, has failed; --resume goes on")
-                        if replica in needed or not (running or done):
+                        if replica in needed:
+                            raise
+                        if not (running or done):
                             raise first from None
                         again = bool(running) and incarnation < RESTARTS and not stopping.is_set()
                         _say(replica, error, incarnation if again else None)

@@ -56,7 +56,7 @@ def train(run: Run, resume: bool, trace: bool = False) -> None:
     shares = engine.whole.layout.size("dp") if engine.worker is not None else 1  # replicas are never at one step
     val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
     notes = [*engine.whole.notes]
-    if resume and not (engine.caught_up and engine.outer is not None):
+    if resume and not engine.caught_up:
         found = saved_in(run, engine.replica)
         saved = checkpoint.inspect(found).tensors
         engine.load_scalars(checkpoint.load(found, None, engine.tensors(saved)))
@@ -126,7 +126,7 @@ class _Loop:
         groups = self.engine.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         recent: list[StepResult] = []  # since the last logged step; read together, so that few wait for the device
-        if self.engine.caught_up and self.engine.outer is not None and self._evaluates(self.first - 1):
+        if self.engine.caught_up and self._evaluates(self.first - 1):
             self._evaluate(self.first - 1)  # the others do so now
         while self.engine.steps_done < t.steps:
             step = self.engine.steps_done + 1
@@ -237,25 +237,19 @@ class _Loop:
         if highest(int(not all(bool(local(p).isfinite().all()) for p in self.engine.params.values()))):
             raise WeftError(f"a weight after step {step} is not finite. {self._advice()}")
         leads = bool(highest(int(self.engine.leads)))  # the first rank knows it best
-        self._write(checkpoints(self.run, None if leads else self.engine.replica), step)
-
-    def _write(self, folder: Path, step: int) -> None:
         try:
-            self._written(folder, step)
+            checkpoint.save(
+                checkpoints(self.run, None if leads else self.engine.replica),
+                step,
+                self.engine.tensors(),
+                {**self.engine.scalars(), **position(self.run)},
+                {"layout": str(self.engine.whole.layout), "weft": _version(), "torch": torch.__version__},
+                self.run.checkpoint.keep,
+            )
         except CheckpointError as error:
             if self.engine.quorum is None:
                 raise
             raise WeftError(str(error)) from error  # of this replica: the others go on
-
-    def _written(self, folder: Path, step: int) -> None:
-        checkpoint.save(
-            folder,
-            step,
-            self.engine.tensors(),
-            {**self.engine.scalars(), **position(self.run)},
-            {"layout": str(self.engine.whole.layout), "weft": _version(), "torch": torch.__version__},
-            self.run.checkpoint.keep,
-        )
 
     def _advice(self) -> str:
         kept = checkpoint.latest(Path(self.run.output) / CHECKPOINTS)
