@@ -216,8 +216,8 @@ class Failing(Ramps):
                 raise ValueError("the tea is cold")
         elif mine and self.mark.exists():
             back.touch()
-        waits = self.mark.exists() and not back.exists()  # the others are not to be done before it is back
-        time.sleep(0.05 if waits else 0.01)
+        waits = self.mark.exists() and not back.exists()  # the others are not to be done before it is back,
+        time.sleep(min(0.05 + 0.002 * (self.reads - self.at), 0.2) if waits else 0.01)  # however slow the machine
         return found
 
 
