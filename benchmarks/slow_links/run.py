@@ -6,8 +6,8 @@
 
 `train` runs each side once without a limit, for its loss by steps. What a step computes does not depend on the link, so
 `time` measures seconds and bytes of a step on each link alone, and the tables multiply: steps to the loss x seconds of
-a step. Each part adds to results/PART.json, then the tables in README.md are written anew; `table` does only that. Exit
-code 1 if a target is missed.
+a step, the median over all runs of `time`. Each part adds to results/PART.json, then the tables in README.md are
+written anew; `table` does only that. Exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -88,13 +88,21 @@ def steps_to(losses: dict[str, float], target: float) -> float | None:
     return None
 
 
+def _median(measured: list[dict[str, float]]) -> dict[str, float]:
+    """Of measurements of the same, made at other times."""
+    return {key: statistics.median(each[key] for each in measured) for key in ("step_s", "sent_bytes")}
+
+
 class Found:
     """What was measured with so many replicas. The target is the loss that DDP has after `mark` steps."""
 
     def __init__(self, results: dict[str, dict[str, Any]], replicas: str, mark: int = TARGET):
         self.mark = mark
         self.train: dict[str, Any] = results.get("train", {}).get("runs", {}).get(replicas, {})
-        self.time: dict[str, Any] = results.get("time", {}).get("runs", {}).get(replicas, {})
+        self.time: dict[str, Any] = {
+            rate: {side: _median(entry["measured"]) for side, entry in sides.items()}
+            for rate, sides in results.get("time", {}).get("runs", {}).get(replicas, {}).items()
+        }
         self.target: float | None = self.train.get(PLAIN, {}).get("val_loss", {}).get(str(mark))
 
     def steps(self, side: str) -> float | None:
@@ -217,6 +225,14 @@ def load() -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
 
 
+def _measured(where: Sequence[str]) -> list[dict[str, float]]:
+    """What earlier runs have measured there."""
+    place: dict[str, Any] = load().get("time", {}).get("runs", {})
+    for key in where:
+        place = place.get(key, {})
+    return place.get("measured", [])
+
+
 def keep(part: str, where: Sequence[str], entry: dict[str, Any]) -> None:
     """Puts one measurement, with how it was made, in results/PART.json."""
     path = RESULTS / f"{part}.json"
@@ -261,7 +277,8 @@ def main() -> int:
                         continue
                     python = options.others if SIDES[side].other else sys.executable
                     found = timed(side, replicas, rate, python)
-                    keep("time", [str(replicas), f"{rate:g}", side], found)
+                    place = [str(replicas), f"{rate:g}", side]
+                    keep("time", place, {"measured": [*_measured(place), found]})
                     print(f"{side}, {replicas} replicas, {rate:g} Mbit/s: {found}", flush=True)
     lines, held = tables(load())
     text = README.read_text(encoding="utf-8")

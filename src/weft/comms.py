@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from .codecs import numel
 from .engine.transport import HEADER_BYTES
 from .engine.wires import carried
-from .layout import DATA_AXES
+from .layout import DATA_AXES, TOKEN_AXES
 from .losses import reduced_numels
 from .plans import COPY, Bucket, Param, Plan, Step, Weight, collective
 from .shards import fsdp_rows
@@ -48,6 +48,17 @@ class Crossing:
     batched: bool = True  # dim 0 counts samples
 
 
+@dataclass(frozen=True)
+class Core:
+    """A call of `scaled_dot_product_attention` on one device: shapes [b, heads, s, width], of all samples, and whose it
+    is."""
+
+    module: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+
+
 def predict(
     plan: Plan,
     crossings: Mapping[str, Crossing],
@@ -56,12 +67,13 @@ def predict(
     buffers: Iterable[int] = (),
     rank: int = 0,
     values: Mapping[int, int] | None = None,
+    cores: Iterable[Core] = (),
 ) -> list[Comm]:
     """The collectives of the first optimizer step on `rank`, and what it sends to other stages.
 
     `itemsize`: bytes of an element of activations and of gradients. `unreached`: parameters that get no gradient.
     `buffers`: bytes of each buffer that is broadcast at the start of a step. `values`: bytes of each value that crosses
-    stages, of one microbatch on one rank.
+    stages, of one microbatch on one rank. `cores`: the model's attention.
     """
     whole, plan = plan, plan.of(rank)
     comms: list[Comm] = []
@@ -70,6 +82,9 @@ def predict(
             comms += _boundaries(plan, step, microbatch, crossings, itemsize)
         for name in plan.batchnorms:
             comms += _statistics(plan, name, microbatch, crossings, itemsize)
+        for core in cores if plan.sequence_size > 1 else ():
+            if plan.staging is None or plan.stage_of(core.module) in whole.stages(rank):
+                comms += _attention(plan, core, microbatch, itemsize)
     comms += _gathers(plan, plan.layout.coords(rank).get("tp", 0), crossings, unreached)
     for bucket in plan.buckets():
         axis, names = ".".join(plan.layout.live(*bucket.axes)), bucket.names
@@ -85,8 +100,8 @@ def predict(
     comms += _messages(whole, rank, values or {})
     comms += _updates(plan, rank, itemsize)
     data = plan.layout.live(*DATA_AXES)
-    if data:
-        comms += [Comm("broadcast", ".".join(data), nbytes, "step", "") for nbytes in buffers]
+    if tokens := plan.layout.live(*TOKEN_AXES):
+        comms += [Comm("broadcast", ".".join(tokens), nbytes, "step", "") for nbytes in buffers]
     if plan.layout.live():
         comms.append(Comm("all_reduce", ".".join(plan.layout.live()), STATISTICS_BYTES, "step", ""))
     if plan.staging is not None and any(step.gather is not None for step in plan.steps):
@@ -122,7 +137,7 @@ def _boundaries(
             whole = list(shape)
             if boundary.inside.get(axis) == Shard(-1):
                 whole[-1] = -(-whole[-1] // size) * size  # an uneven vocabulary travels padded
-            nbytes = rows * prod(whole) * itemsize
+            nbytes = rows * prod(whole) // plan.sequence_size * itemsize
             for move, when in ((forward, "forward"), (backward, "backward")):
                 kind = collective(*move)
                 if kind is None or (when == "backward" and entry and not crossing.needs_grad):
@@ -131,8 +146,51 @@ def _boundaries(
                 for _ in range(again if when == "forward" else 0):
                     yield Comm(kind, axis, nbytes, "recompute", step.module)
             if boundary.typed:
-                for count in reduced_numels(rows * prod(shape[:-1])):
+                for count in reduced_numels(rows * prod(shape[:-1]) // plan.sequence_size):
                     yield Comm("all_reduce", axis, count * max(4, itemsize), "forward", "(loss)")
+
+
+def _attention(plan: Plan, core: Core, microbatch: int, itemsize: int) -> Iterator[Comm]:
+    """What attention over a sequence that ranks share exchanges, in forward and backward."""
+    methods = {step.sequence.method: step.sequence.axis for step in plan.steps if step.sequence is not None}
+    params = [p for step in plan.steps for p in step.params]
+    cut = any(p.axis == "tp" and p.cut is not None and p.name.startswith(core.module + ".") for p in params)
+    tp = plan.layout.size("tp") if cut else 1
+    heads, kv, length = core.query[1] // tp, max(1, core.key[1] // tp), core.query[2] // plan.sequence_size
+    again = _recomputations(plan, core.module + ".", microbatch)
+    if plan.recompute == "selective":
+        again = plan.backwards(plan.stage_of(core.module), microbatch)
+
+    def nbytes(count: int, positions: int, shape: tuple[int, ...]) -> int:
+        return plan.microbatch * count * positions * shape[-1] * itemsize
+
+    axis = methods.pop("ulysses", None)
+    if axis is not None and plan.layout.size(axis) > 1:
+        size = plan.layout.size(axis)
+        kv = max(kv, size)
+        sent = [
+            nbytes(heads, length, core.query), nbytes(kv, length, core.key), nbytes(kv, length, core.value),
+            nbytes(heads, length, core.value),
+        ]  # fmt: skip
+        for when in ("forward", "backward", *("recompute",) * again):
+            # what nothing in backward needs is not made again where the core alone is
+            made = sent[:3] if when == "recompute" and plan.recompute == "selective" else sent
+            yield from (Comm("all_to_all", axis, n, when, core.module) for n in made)
+        heads, kv, length = heads // size, kv // size, length * size
+    for method, axis in methods.items():
+        size = plan.layout.size(axis)
+        if size == 1:
+            continue
+        own = [nbytes(kv, length, core.key), nbytes(kv, length, core.value)]
+        if method == "gather":
+            for when in ("forward", "backward", *("recompute",) * again):
+                kind = "reduce_scatter" if when == "backward" else "all_gather"
+                yield from (Comm(kind, axis, n * size, when, core.module) for n in own)
+            continue
+        wide = max(4, itemsize) / itemsize
+        for when in ("forward", "backward", *("recompute",) * again):
+            yield from (Comm("send", axis, n, when, core.module) for n in own for _ in range(size - 1))
+        yield from (Comm("send", axis, round(n * wide), "backward", core.module) for n in own for _ in range(size))
 
 
 def _recomputations(plan: Plan, module: str, microbatch: int) -> int:
@@ -147,7 +205,7 @@ def _statistics(
     crossing = crossings.get(name)
     if crossing is None or crossing.entered is None:
         return
-    axis = ".".join(plan.layout.live(*DATA_AXES))
+    axis = ".".join(plan.layout.live(*TOKEN_AXES))
     nbytes = crossing.entered[0] * max(4, itemsize)
     recomputed = ("recompute", "recompute") * _recomputations(plan, name, microbatch)
     back = ("backward", "backward") if crossing.needs_grad else ()
@@ -159,7 +217,7 @@ def _updates(plan: Plan, rank: int, itemsize: int) -> Iterator[Comm]:
     """What an asynchronous schedule reduces: the gradients of every update, the weight of every microbatch's loss."""
     if not plan.schedule.versions:
         return
-    table, data = plan.params(), ".".join(plan.layout.live(*DATA_AXES))
+    table, data = plan.params(), ".".join(plan.layout.live(*TOKEN_AXES))
     for action in plan.schedule.order[plan.layout.coords(rank).get("pp", 0)]:
         if action.kind == "F" and action.stage == plan.schedule.stages - 1 and data:
             yield Comm("all_reduce", data, 8, "forward", "(loss)")

@@ -16,6 +16,8 @@ from math import prod
 from .errors import LayoutError
 
 DATA_AXES = ("dp", "fsdp")  # the axes over which the batch is divided
+SEQUENCE_AXES = ("cp", "up")  # the axes over which the sequence is divided, through the whole model
+TOKEN_AXES = DATA_AXES + SEQUENCE_AXES  # whose ranks compute with other tokens
 _AXIS = re.compile(r"([a-z]+)([0-9]+)((?:\+[a-z0-9][a-z0-9-]*)*)")
 
 

@@ -39,11 +39,26 @@ def accepts_sharded_logits(loss: Callable[..., Any]) -> bool:
     return bool(getattr(loss, "vocab_parallel", False))
 
 
+def positionwise(loss: Loss) -> Loss:
+    """Mark a loss as a sum over the positions of a sequence, each of which needs nothing of the others: where ranks
+    have parts of the sequence (`cp`), each computes it on its part."""
+    loss.__dict__["positionwise"] = True
+    return loss
+
+
+def is_positionwise(loss: Callable[..., Any]) -> bool:
+    """Whether `loss`, or what a functools.partial of it calls, is marked `@positionwise`."""
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return bool(getattr(loss, "positionwise", False))
+
+
 def logits_of(output: Any) -> Tensor:
     """The logits of a model's output: the output itself, or its `.logits` as transformers' models return them."""
     return output if isinstance(output, Tensor) else output.logits
 
 
+@positionwise
 @vocab_parallel
 def next_token(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each next token; logits [b, s, V], weight in tokens.

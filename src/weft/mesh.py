@@ -9,7 +9,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .errors import LayoutError
-from .layout import DATA_AXES, Layout
+from .layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES, Layout
+
+# the sets of axes over which a gradient can be partial, and what is the same on a replica's ranks can differ
+PARTIAL = [
+    (*data, *sequence, *tensor)
+    for data in (DATA_AXES, ("dp",), ("fsdp",), ())
+    for sequence in ((), SEQUENCE_AXES)
+    for tensor in ((), ("tp",))
+    if data or sequence or tensor
+]
 
 
 class Mesh:
@@ -55,15 +64,10 @@ class Mesh:
             )
             # every group that a run may need, made by all ranks in the same order
             own = self.layout
-            for axes in [(axis,) for axis in own.axes] + [
-                own.live(*DATA_AXES),
-                own.live(*DATA_AXES, "tp"),
-                own.live(*DATA_AXES, "pp"),
-                own.live(),
-            ]:
+            for axis in own.axes:
+                self._make((axis,))
+            for axes in (*PARTIAL, (*TOKEN_AXES, "pp"), own.axes):
                 self._make(axes)
-            for axis in DATA_AXES:
-                self._make(own.live(axis, "tp"))
             if layout.live("pp"):
                 here = self.coords["pp"]
                 for pair in sorted(set(pairs)):
@@ -111,7 +115,7 @@ class Mesh:
     def _make_among(self, among: tuple[int, ...]) -> None:
         """The groups of these positions on `pp`, with every set of other axes over which a gradient can be partial."""
         seen = set()
-        for others in ((), DATA_AXES, ("tp",), (*DATA_AXES, "tp"), ("dp",), ("dp", "tp")):
+        for others in ((), *PARTIAL):
             axes = self.layout.live(*others, "pp")
             if axes not in seen:
                 seen.add(axes)

@@ -1,4 +1,4 @@
-"""Which samples of a global batch are whose. Pure arithmetic; no torch.
+"""Which samples of a global batch are whose, and which positions of a sequence. Pure arithmetic; no torch.
 
 batch 8, accumulate 2, data_size 2        microbatch 0    microbatch 1
                                  sample   0 1 | 2 3       4 5 | 6 7
@@ -23,3 +23,19 @@ def part(batch: int, accumulate: int, data_rank: int, data_size: int) -> list[in
     size = batch // parts
     starts = ((micro * data_size + data_rank) * size for micro in range(accumulate))
     return [index for start in starts for index in range(start, start + size)]
+
+
+def zigzag(length: int, size: int) -> list[list[tuple[int, int]]]:
+    """The (start, stop) that each of `size` ranks holds of a sequence: equal pieces from both ends, so that each has
+    the same work under a causal mask (Llama 3, Dubey et al. 2024). One rank holds all of it. Raises LayoutError.
+
+    length 8, size 2        0 1 | 6 7        2 3 | 4 5
+    """
+    if size == 1:
+        return [[(0, length)]]
+    if length % (2 * size):
+        problem = f"its {length} positions do not divide into {2 * size} pieces, two for each rank"
+        raise LayoutError("sequence", length, problem, f"use a multiple of {2 * size}")
+    each = length // (2 * size)
+    places = ((index, 2 * size - 1 - index) for index in range(size))
+    return [[(place * each, (place + 1) * each) for place in pair] for pair in places]

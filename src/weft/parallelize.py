@@ -23,7 +23,7 @@ from .batchnorm import BatchNorm
 from .collectives import cross
 from .errors import CannotCut
 from .ghosts import Ghost
-from .layout import DATA_AXES
+from .layout import TOKEN_AXES
 from .mesh import Mesh
 from .plans import COPY, SUM, Boundary, Cut, Param, Plan, Step
 from .randomness import Randomness
@@ -49,7 +49,7 @@ def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
         if step.output is not None:
             _leave(module, step, mesh, randomness, plan)
     for name in plan.batchnorms:
-        _replace(model, name, BatchNorm.of(modules[name], mesh.group(*DATA_AXES)))
+        _replace(model, name, BatchNorm.of(modules[name], mesh.group(*TOKEN_AXES)))
     interiors = {step.module: step.interior for step in plan.steps if step.interior is not None}
     recomputed = set(plan.recomputed())
     for block in plan.blocks:

@@ -14,8 +14,8 @@ from . import sync as synchronizers
 from .codecs import Messages
 from .costs import Costs
 from .errors import CannotCut, ConfigError, LayoutError, nearest
-from .layout import DATA_AXES, Layout
-from .losses import accepts_sharded_logits
+from .layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES, Layout
+from .losses import accepts_sharded_logits, is_positionwise
 from .plans import COPY, Plan, Step, Weight, runs
 from .roles import around, find
 from .schedules import Schedule
@@ -77,12 +77,13 @@ def plan(
         for strategy in strategies[axis]:
             steps += strategy.steps(model, weights, found, layout, loss is not None and accepts_sharded_logits(loss))
     _check_shared(model, weights, steps, layout)
+    _check_sequence(layout, loss)
     blocks = tuple(b for blocks in found.blocks for b in blocks)
     _check_recompute(recompute, blocks)
     norms = tuple(
         n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and (m.training or not model.training)
     )
-    synced = norms if sync_batchnorm and layout.live(*DATA_AXES) else ()
+    synced = norms if sync_batchnorm and layout.live(*TOKEN_AXES) else ()
     staging, staged = None, None
     if layout.live("pp"):
         staging, staged = stage(model, layout, accumulate, schedule, options or {}, cut, blocks, inputs, sample)
@@ -178,6 +179,15 @@ def _check_servers(layout: Layout, servers: int) -> None:
     size = layout.size("dp")
     if servers > size:
         raise ConfigError("sync.servers", servers, f"{layout} has {size} replicas", f"use at most {size}")
+
+
+def _check_sequence(layout: Layout, loss: Callable | None) -> None:
+    live = layout.live(*SEQUENCE_AXES)
+    if live and loss is not None and not is_positionwise(loss):
+        raise CannotCut(
+            "layout", str(layout), f"the loss is not known to be a sum over positions, and {live[0]} parts them",
+            "mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token",
+        )  # fmt: skip
 
 
 def _bubble(staged: Schedule) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .layout import DATA_AXES, Layout
+from .layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES, Layout
 from .schedules import Action, Schedule
 from .staging import Staging
 from .syncs import BUCKET_BYTES, AnyTime, EachPeriod, EachStep, Sync, owners
@@ -134,10 +134,18 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class Divided:
+    """The sequence is cut over `axis` through the whole model; attention reaches the other parts by `method`."""
+
+    axis: str
+    method: str  # ring, gather or ulysses
+
+
+@dataclass(frozen=True)
 class Step:
     """What one strategy asks of one module. `interior`: how activations are cut once the input boundary is passed.
 
-    `attributes` are the module's own numbers that become local (a stored head count).
+    `attributes` are the module's own numbers that become local (a stored head count). `sequence`: of the whole model.
     """
 
     module: str
@@ -148,6 +156,7 @@ class Step:
     interior: Interior | None = None
     attributes: tuple[tuple[str, int], ...] = ()
     gather: Gather | None = None
+    sequence: Divided | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +168,12 @@ class Weight:
     trainable: bool
     dtype: torch.dtype
     aliases: tuple[str, ...] = ()
+
+
+def divided(axis: str, method: str, weights: Iterable[Weight]) -> Step:
+    """The Step by which the sequence is cut over an axis: every gradient is a partial sum over it."""
+    params = tuple(Param(weight.name, axis, COPY, COPY, SUM) for weight in weights)
+    return Step("", "context", params=params, sequence=Divided(axis, method))
 
 
 @dataclass(frozen=True)
@@ -222,11 +237,11 @@ class Plan:
         steps = [replace(s, params=tuple(p for p in s.params if p.axis != "dp")) for s in self.steps]
         kept = [
             s for s in steps
-            if s.params or s.input or s.output or s.interior or s.attributes or s.gather
+            if s.params or s.input or s.output or s.interior or s.attributes or s.gather or s.sequence
         ]  # fmt: skip
         return replace(
             self, layout=layout, steps=tuple(kept), batch=self.batch // self.layout.size("dp"), sync=None,
-            batchnorms=self.batchnorms if layout.live(*DATA_AXES) else (),
+            batchnorms=self.batchnorms if layout.live(*TOKEN_AXES) else (),
         )  # fmt: skip
 
     @cached_property
@@ -304,6 +319,11 @@ class Plan:
     def data_size(self) -> int:
         """Number of parts that a batch is divided into."""
         return self.layout.size(*DATA_AXES)
+
+    @property
+    def sequence_size(self) -> int:
+        """Number of parts that a sample's sequence is divided into."""
+        return self.layout.size(*SEQUENCE_AXES)
 
     @property
     def microbatch(self) -> int:
@@ -458,6 +478,8 @@ def _row(step: Step) -> tuple[str, str, str, str, str]:
     if step.gather is not None:
         params += f" gathered per {step.gather.gathered}, reduced per {step.gather.reduced}"
         params += ", offloaded" if step.gather.offload else ""
+    if step.sequence is not None:
+        params += f", sequence by {step.sequence.method}"
     return step.by, step.module or "(model)", params, crossing(step.input, True), crossing(step.output, False)
 
 

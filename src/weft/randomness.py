@@ -42,7 +42,7 @@ class Randomness:
     """Where the program is: which samples this rank holds, which call comes next, how activations are cut here.
 
     `samples`: global indices of this microbatch's samples. `index` of `size`: this rank on the axis that cuts
-    activations.
+    activations. `rows`: the positions that it has of sequences of `length`, where ranks share them.
     """
 
     seed: int
@@ -51,6 +51,8 @@ class Randomness:
     step: int = 0
     samples: list[int] = field(default_factory=list)
     interior: Interior = "whole"
+    rows: Tensor | None = None
+    length: int = 0
     place: int = 0
     calls: int = 0
     drawn: int = 0  # masks drawn since the engine was made: 0 after a step means that the model has no dropout
@@ -81,10 +83,20 @@ class Randomness:
             rows = max(1, length // max(1, len(self.samples)))  # samples may be flattened with tokens
             if length == rows * len(self.samples):
                 base = torch.tensor(self.samples, device=device, dtype=torch.int64)
-                coords = (base[:, None] * rows + torch.arange(rows, device=device)).flatten()
+                own, total = torch.arange(rows, device=device), rows
+                if self.rows is not None and rows == len(self.rows):
+                    own, total = self.rows.to(device), self.length
+                coords = (base[:, None] * total + own).flatten()
         elif dim == sharded:
             coords += self.index * length
         return coords
+
+    def _sequence_dim(self, shape: torch.Size, sharded: int | None) -> int | None:
+        """The dim that counts this rank's positions, where ranks share the sequence."""
+        if self.rows is None or len(shape) < 2:
+            return None
+        dim = 2 if self.interior == "heads" and len(shape) == 4 else 1
+        return dim if shape[dim] * (self.size if sharded == dim else 1) == len(self.rows) else None
 
     def sharded_dim(self, ndim: int) -> int | None:
         """The dim of an activation that is cut at this place of the program."""
@@ -97,12 +109,34 @@ class Randomness:
     def keep(self, shape: torch.Size, p: float, site: int, device: torch.device) -> Tensor:
         """A bool mask of this shape, each element true with probability 1 - p."""
         sharded = self.sharded_dim(len(shape))
-        number = torch.zeros((), dtype=torch.int64, device=device)
+        sequence = self._sequence_dim(shape, sharded)
+        places = []
         for dim in range(len(shape)):
             total = shape[dim] * (self.size if dim == sharded else 1)
             coords = self._coordinates(shape, dim, sharded, device)
+            if dim == sequence and dim and self.rows is not None:
+                coords, total = self.rows.to(device)[coords], self.length
+            places.append((coords, total))
+        return self._drawn(places, p, site, device)
+
+    def keep_weights(
+        self, heads: tuple[int, int, int], queries: tuple[int, int], keys: tuple[int, int], p: float, site: int,
+        device: torch.device,
+    ) -> Tensor:  # fmt: skip
+        """`keep` for weights of attention [samples, heads, queries, keys] between two stretches of a sequence. `heads`:
+        the first one, how many, and how many all ranks have."""
+        first, count, every = heads
+        places = [(self._coordinates(torch.Size([len(self.samples)]), 0, None, device), len(self.samples))]
+        for (start, stop), total in (((first, first + count), every), (queries, self.length), (keys, self.length)):
+            places.append((torch.arange(start, stop, device=device), total))
+        return self._drawn(places, p, site, device)
+
+    def _drawn(self, places: list[tuple[Tensor, int]], p: float, site: int, device: torch.device) -> Tensor:
+        """`places`: for every dim, the coordinates in the global tensor, and its length."""
+        number = torch.zeros((), dtype=torch.int64, device=device)
+        for coords, total in places:
             number = (number * total).unsqueeze(-1) + coords
-        word = number.reshape(shape).add_(_signed(site)) if number.ndim else number + _signed(site)
+        word = number.add_(_signed(site)) if number.ndim else number + _signed(site)
         word.mul_(_signed(0x9E3779B97F4A7C15))
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             word.bitwise_xor_(word >> shift).mul_(_signed(factor))

@@ -47,7 +47,9 @@ class Blocks(Messages):
     def encode(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         top = 2 ** (self.bits - 1) - 1
         blocks = F.pad(x, (0, -x.shape[-1] % self.size)).unflatten(-1, (-1, self.size)).float()
-        scale = torch.linalg.vector_norm(blocks, float("inf"), dim=-1, keepdim=True) / top
+        # several times as quick as the norm, or abs().amax(), on CPUs
+        largest = torch.maximum(blocks.amax(-1, keepdim=True), blocks.amin(-1, keepdim=True).neg_())
+        scale = largest / top
         # by division: one over a tiny scale would overflow
         steps = blocks / scale.masked_fill(scale == 0, 1.0)
         if self.stochastic:
@@ -59,7 +61,7 @@ class Blocks(Messages):
         if self.bits == 8:
             whole = steps.to(torch.int8).view(torch.uint8)
         else:
-            nibbles = steps.add_(8).to(torch.uint8)
+            nibbles = steps.add_(8).to(torch.int8).view(torch.uint8)  # quicker than to(torch.uint8)
             whole = nibbles[..., : self.size // 2] | (nibbles[..., self.size // 2 :] << 4)
         return torch.cat([whole.flatten(-2), scale.squeeze(-1).view(torch.uint8)], -1)
 

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from ..cutting import StageForward
 from ..errors import CannotCut, ConfigError, WeftError
-from ..layout import DATA_AXES
+from ..layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES
+from ..losses import is_positionwise
 from ..mesh import Mesh
 from ..order import part
 from ..parallelize import parallelize
@@ -36,6 +37,7 @@ from .outer import Outer
 from .pipeline import Pipeline, Route
 from .quorum import TRIES, Company, Quorum
 from .reducer import Reducer, local
+from .sequence import SharedSequence
 from .transport import Transport
 from .units import Units
 from .versions import Versions
@@ -134,15 +136,25 @@ class Engine:
         if whole.separate and self.replica:
             seed = mix(seed, self.replica)  # its samples have numbers of their own
         self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
+        names = named_inputs(model)
+        self.sequence = SharedSequence(plan, self.mesh, self.randomness, names)
+        if self.sequence:
+            if not is_positionwise(loss):
+                problem = "is not known to be a sum over positions, which its ranks part"
+                raise ConfigError("loss", getattr(loss, "__name__", loss), problem, "mark it @weft.losses.positionwise")
+            made = (name for name in ("position_ids", "attention_mask") if name in names)
+            self.inputs = (*self.inputs, *(name for name in made if name not in self.inputs))
+        parts = self.sequence if self.sequence else None
+        self._in_parts = Functions(self.randomness, False, parts) if parts is not None else None  # without a backward
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
-        before = self._alone(sample) if sample is not None and plan.layout.live("tp") else None
+        before = self._alone(sample) if sample is not None and plan.layout.live("tp", *SEQUENCE_AXES) else None
         staged = None
         if plan.staging is not None:
             staged = StageForward(model, plan.staging, plan.stages(self.mesh.rank), skipped=self.randomness.skip)
         parallelize(self.part, self.model, self.mesh, self.randomness)
         held = {w.name for w in self.part.weights}
         self.params = {name: p for name, p in self.model.named_parameters() if name in held}
-        self.stages = Stages(self.model, plan, self.mesh.device, self.inputs, staged)
+        self.stages = Stages(self.model, plan, self.mesh.device, self.inputs, staged, self.sequence)
         self._pipeline, self._single = self._pipelines()
         self.units = Units(self.model, self.part)
         if sample is not None and before is not None:
@@ -177,7 +189,7 @@ class Engine:
         versions = None
         if plan.schedule.versions:
             versions = Versions(self.model, plan, self.mesh, self.params, lambda: self.optimizer.step())
-        functions = Functions(self.randomness, plan.recompute == "selective")
+        functions = Functions(self.randomness, plan.recompute == "selective", parts)
         self._training = Training(
             self.stages,
             self.mesh,
@@ -333,7 +345,7 @@ class Engine:
     def _step(self, batch: Batch) -> StepResult:
         plan, training = self.plan, self._training
         self.connect()
-        micros = self._microbatches(self._placed(batch))
+        micros = self._microbatches(self.sequence.cut(self._placed(batch), self.inputs))
         self._train_mode()
         self.optimizer.zero_grad(set_to_none=True)
         self._refresh_buffers()
@@ -351,7 +363,7 @@ class Engine:
             self._let_in_others()
             if self.outer.left:
                 self._catch_up()
-        if self.plan.recompute != "selective" and self.randomness.drawn == 0:
+        if self.plan.recompute != "selective" and self.randomness.drawn == 0 and not self.sequence:
             training.functions = None  # a model without dropout pays nothing for it after the first step
         return result
 
@@ -386,7 +398,7 @@ class Engine:
             total[3:] = torch.tensor([len(missing), *trail], dtype=torch.float64)
             if self.plan.layout.world > 1:
                 dist.all_reduce(total, group=self.mesh.group(*self.plan.layout.live()))
-        total[1:3] /= self.plan.layout.world // self.plan.data_size // self.plan.layout.size("pp")
+        total[1:3] /= self.plan.layout.world // self.plan.layout.size(*TOKEN_AXES, "pp")
         if total[3] > 0:
             self.reducer.drop_unused(missing, self.mesh)
             grads = self._gradients()
@@ -469,11 +481,11 @@ class Engine:
                 loss, weight = self.loss(output, micro)
             total.add_(torch.stack([loss, torch.as_tensor(weight, device=loss.device)]).double())
 
-        micros = self._microbatches(self._placed(batch))
-        work = Inference(self.stages, micros, add)
+        micros = self._microbatches(self.sequence.cut(self._placed(batch), self.inputs))
+        work = Inference(self.stages, micros, add, self._in_parts)
         self._pipeline.run(work, [signature(micros[0])] * len(micros), forward_only=True)
         self.units.reshard()
-        group = self.mesh.group(*DATA_AXES, "pp")
+        group = self.mesh.group(*TOKEN_AXES, "pp")
         if group is not None:
             dist.all_reduce(total, group=group)
         if self.outer is not None:
@@ -483,10 +495,17 @@ class Engine:
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:
         """The model's output in evaluation mode, logits whole on every rank. All ranks call it together."""
+        return self._output(batch, None)
+
+    def _output(self, batch: Batch, functions: Functions | None) -> Any:
+        """`functions`: where ranks share the sequence, what lets them. Else each runs all of it."""
         self.model.eval()
         batch = {key: value.to(self.mesh.device) for key, value in batch.items()}
         outputs: list[Any] = []
-        work = Inference(self.stages, [batch], lambda output, _: outputs.append(_whole(output)))
+        self.sequence.end()
+        if functions is not None:
+            batch = self.sequence.cut(batch, self.inputs)
+        work = Inference(self.stages, [batch], lambda output, _: outputs.append(_whole(output)), functions)
         self._single.run(work, [signature(batch)], forward_only=True)
         self.units.reshard()
         group = self.mesh.group("pp")
@@ -500,7 +519,7 @@ class Engine:
     def _alone(self, batch: Batch) -> Any:
         """The output of the model before it is cut."""
         self.model.eval()
-        with Stages(self.model, self.plan, self.mesh.device, self.inputs, None).autocast():
+        with Stages(self.model, self.plan, self.mesh.device, self.inputs, None, self.sequence).autocast():
             return self.model(**arguments_of(self.inputs, {k: v.to(self.mesh.device) for k, v in batch.items()}))
 
     def _hold(self, before: Any, sample: Batch) -> None:
@@ -511,10 +530,11 @@ class Engine:
             return CannotCut("layout", str(self.plan.layout), problem, fix)
 
         try:
-            after = self.forward(sample)
+            after = self._output(sample, self._in_parts)
         except (RuntimeError, ValueError, IndexError, TypeError) as problem:
             raise refuse(f"the model does not run as it is cut ({str(problem).splitlines()[0]})") from problem
         whole, cut = (first_of(output).double() for output in (before, after))
+        cut = self.sequence.whole(cut) if self.sequence else cut
         size = float(whole.norm())
         error = float((whole - cut).norm()) / (size if size > 0 else 1.0)
         if not error < (1e-3 if self.plan.precision in ("fp64", "fp32") else 5e-2):
@@ -546,7 +566,7 @@ class Engine:
 
     def _refresh_buffers(self) -> None:
         """Every replica starts a step from the first one's buffers, as one device would have one set of them."""
-        group = self.mesh.group(*DATA_AXES)
+        group = self.mesh.group(*TOKEN_AXES)
         if group is not None:
             for buffer in self._stale_buffers:
                 dist.broadcast(buffer, group=group, group_src=0)
@@ -816,7 +836,7 @@ def check_codec(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
 
 def _unsynced_buffers(model: nn.Module, plan: Plan, absent: set[str]) -> list[Tensor]:
     """Buffers that replicas could come to differ in: those of the state, less statistics that the plan synchronises."""
-    if not plan.layout.live(*DATA_AXES):
+    if not plan.layout.live(*TOKEN_AXES):
         return []
     kept = model.state_dict(keep_vars=True).keys()
     synced = {f"{name}." for name in plan.batchnorms}

@@ -1,12 +1,14 @@
-"""What weft replaces inside a user's forward: dropout, and the attention core where it is recomputed.
+"""What weft replaces inside a user's forward: dropout, and attention where it is recomputed or the sequence is shared.
 
-Both are ordinary calls of `torch.nn.functional`, so a TorchFunctionMode sees them in any model.
+They are ordinary calls of `torch.nn.functional`, so a TorchFunctionMode sees them in any model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import CannotCut
+from ..masks import causal_mask
 from ..randomness import DROPOUTS, DROPOUTS_OF_CHANNELS, Randomness
+from .sequence import SharedSequence
 
 _SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
 
@@ -31,16 +35,27 @@ _multi_head_attention = FunctionType(
 
 
 class Functions(TorchFunctionMode):
-    """Active around forward. `attention_cores` counts the cores that it recomputes."""
+    """Active around forward. `attention_cores` counts the cores that it recomputes. `sequence`: which ranks share.
+    `seen`: told of every call of attention."""
 
-    def __init__(self, randomness: Randomness, selective: bool):
+    def __init__(
+        self, randomness: Randomness, selective: bool, sequence: SharedSequence | None = None,
+        seen: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.randomness, self.selective, self.attention_cores = randomness, selective, 0
+        self.sequence, self.seen = sequence, seen
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(args, kwargs)
+        if func is causal_mask and self._shared():
+            assert self.sequence is not None
+            return self.sequence.mask(*args)
+        if func is torch.arange and self._shared():
+            assert self.sequence is not None
+            return self.sequence.counted(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return _multi_head_attention(*args, **kwargs)
@@ -76,8 +91,16 @@ class Functions(TorchFunctionMode):
 
     def _attention(self, args: tuple, kwargs: dict) -> Tensor:
         dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        if self.seen is not None:
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            self.seen(given["query"], given["key"], given["value"])
         core: Callable = F.scaled_dot_product_attention
-        if dropout > 0.0:
+        if self._shared():
+            assert self.sequence is not None
+            site, interior = self.randomness.site() if dropout > 0.0 else 0, self.randomness.interior
+            keep = partial(self._kept, dropout, site, interior, list(self.randomness.samples)) if site else None
+            core = partial(self.sequence.attention, keep=keep)
+        elif dropout > 0.0:
             # the mask is drawn for this site, so a recomputed core draws the same one
             site, interior = self.randomness.site(), self.randomness.interior
             core = lambda *a, **k: attention(self.randomness, interior, site, *a, **k)  # noqa: E731
@@ -85,6 +108,22 @@ class Functions(TorchFunctionMode):
             self.attention_cores += 1
             return checkpoint(core, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         return core(*args, **kwargs)
+
+    def _shared(self) -> bool:
+        """Whether this rank has a part of the sequences that run."""
+        return self.sequence is not None and self.sequence.now.length > 0
+
+    def _kept(
+        self, p: float, site: int, interior: Any, samples: list[int], heads: tuple[int, int, int],
+        queries: tuple[int, int], keys: tuple[int, int], device: torch.device,
+    ) -> Tensor:  # fmt: skip
+        """Factors of the weights between two stretches, in backward as in forward."""
+        draws = replace(self.randomness, interior=interior, samples=samples)
+        first, count, all_heads = heads
+        if interior == "heads":
+            first, all_heads = first + draws.index * all_heads, all_heads * draws.size
+        keep = draws.keep_weights((first, count, all_heads), queries, keys, p, site, device)
+        return keep.to(torch.float64).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
 
 def attention(

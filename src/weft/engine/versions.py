@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..delays import shares, versions_used
-from ..layout import DATA_AXES
+from ..layout import TOKEN_AXES
 from ..mesh import Mesh
 from ..plans import Plan
 from ..schedules import Action
@@ -67,7 +67,7 @@ class Versions:
 
     def divisor(self, weight: Tensor, microbatch: int) -> Tensor:
         """What the loss sum of a microbatch is multiplied by: its own mean over all replicas, in the update's mean."""
-        group = self._mesh.group(*DATA_AXES)
+        group = self._mesh.group(*TOKEN_AXES)
         weight = weight.clone()
         if group is not None:
             dist.all_reduce(weight, group=group)

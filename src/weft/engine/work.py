@@ -20,6 +20,7 @@ from ..randomness import Randomness, mix
 from ..schedules import Action
 from .functions import Functions
 from .reducer import Reducer
+from .sequence import SharedSequence, running
 from .units import Units
 from .versions import Versions
 
@@ -36,10 +37,11 @@ class Stages:
     device: torch.device
     inputs: tuple[str, ...]
     staged: StageForward | None  # None: the model is one stage
+    sequence: SharedSequence
 
     def __call__(self, stage: int, batch: Batch, received: dict[int, Tensor]) -> tuple[dict[int, Tensor], Any]:
         """({value: tensor} for other stages, what the model returns) where that is the last stage, else None."""
-        with self.autocast():
+        with self.autocast(), running(self.sequence):
             arguments = arguments_of(self.inputs, batch)
             if self.staged is None:
                 return {}, self.model(**arguments)
@@ -58,7 +60,7 @@ def arguments_of(inputs: Sequence[str], batch: Batch) -> Batch:
     """The batch's entries that a model is called with: these; where none are named, all but labels."""
     if inputs:
         return {key: batch[key] for key in inputs if key in batch}
-    return {key: value for key, value in batch.items() if not key.startswith("label")}
+    return {key: value for key, value in batch.items() if not key.startswith(("label", "weft/"))}
 
 
 class Micros(Sequence[Batch]):
@@ -92,17 +94,20 @@ class Inference:
     stages: Stages
     micros: Sequence[Batch]
     done: Callable[[Any, Batch], None]
+    functions: Functions | None = None
 
     def forward(
         self, stage: int, microbatch: int, received: dict[int, Tensor]
     ) -> tuple[dict[int, Tensor], Tensor | None]:
-        values, output = self.stages(stage, self.micros[microbatch], received)
+        with self.functions or contextlib.nullcontext():
+            values, output = self.stages(stage, self.micros[microbatch], received)
         if self.stages.is_last(stage):
             self.done(output, self.micros[microbatch])
         return values, None
 
     def before(self, action: Action) -> None:
-        pass
+        if self.functions is not None:
+            self.stages.sequence.begin(self.micros[action.microbatch])
 
     def after(self, action: Action) -> None:
         pass
@@ -174,6 +179,7 @@ class Training:
         self.action = action
         kind, stage, microbatch = action
         self.randomness.begin(self.step, self._samples[microbatch])
+        self.stages.sequence.begin(self.micros[microbatch])
         if kind == "F":
             place = (microbatch, self._data, stage) if stage else (microbatch, self._data)
             self._generator.manual_seed(mix(self.randomness.seed, self.step, *place) % 2**63)

@@ -10,13 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.masks import causal_mask
 
-def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of x [b, heads, s, head_dim] at positions 0..s-1."""
+
+def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) of x [b, heads, s, head_dim] at positions [b, s], or 0..s-1."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     half = x.size(-1) // 2
     frequency = base ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
-    angle = torch.outer(torch.arange(x.size(-2), device=x.device, dtype=dtype), frequency)
+    if positions is None:
+        positions = torch.arange(x.size(-2), device=x.device).unsqueeze(0)
+    angle = positions[:, None, :, None].to(dtype) * frequency
     cos, sin = angle.cos(), angle.sin()
     first, second = x.to(dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -34,11 +38,11 @@ class Attention(nn.Module):
         self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         b, s, _ = x.shape
         q, k, v = (w(x).view(b, s, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        q, k = rotate(q, self.rope_base), rotate(k, self.rope_base)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+        q, k = rotate(q, self.rope_base, positions), rotate(k, self.rope_base, positions)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1))
         return self.wo(y.transpose(1, 2).reshape(b, s, -1))
 
 
@@ -66,13 +70,16 @@ class Block(nn.Module):
         self.mlp = MLP(dim, hidden)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), positions, mask))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class Decoder(nn.Module):
-    """Token ids [b, s] -> logits [b, s, vocab]. See `decoder` for the arguments."""
+    """Token ids [b, s] -> logits [b, s, vocab]. See `decoder` for the arguments.
+
+    `position_ids` [b, s], 0..s-1 if left out: where they begin anew another document does, and neither sees the other.
+    """
 
     def __init__(
         self,
@@ -102,12 +109,13 @@ class Decoder(nn.Module):
                 branch = name.endswith(("attention.wo.weight", "mlp.down.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5 if branch else 0.02)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if input_ids.size(1) > self.seq_len:
             raise ValueError(f"{input_ids.size(1)} tokens are more than seq_len = {self.seq_len}")
         x = self.dropout(self.embedding(input_ids))
+        mask = None if position_ids is None else causal_mask(position_ids)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, position_ids, mask)
         return self.head(self.norm(x))
 
 

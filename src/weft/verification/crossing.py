@@ -24,7 +24,7 @@ def value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[int, i
     micro = {key: value[:taken] for key, value in batch.items()}
     recorded = chart(model, arguments_of(case.inputs or named_inputs(model), micro))
     values = cut(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
-    parts = [_parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape)) for v in values]
+    parts = [_parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape)) * plan.sequence_size for v in values]
     rows = [plan.microbatch / taken if v.shape[:1] and v.shape[0] % taken == 0 else 1 for v in values]
     return {
         i: round(prod(v.shape) * share) * v.dtype.itemsize // n

@@ -106,7 +106,14 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     errors["weight"] |= last
     values = value_bytes(case, plan, reference.batches[0])
     predicted = predict(
-        plan, reference.traces[0].crossings, 8, reference.unreached, engine.stale_buffer_bytes, rank, values
+        plan,
+        reference.traces[0].crossings,
+        8,
+        reference.unreached,
+        engine.stale_buffer_bytes,
+        rank,
+        values,
+        reference.traces[0].cores,
     )
     first = min(found, key=_when, default=None)
     together = _together(layout, (errors, first, problem, totals(predicted), totals(seen)))
@@ -349,7 +356,8 @@ def _differs(engine: Engine, name: str, call: int, mine: Calls, references: list
     if call >= calls or len(got) % plan.accumulate or any(len(whole) != calls for whole in wholes):
         return None
     whole = torch.cat([w[call] for w in wholes]) if len(wholes) > 1 else wholes[0][call]
-    batched = whole.shape[0] % plan.batch == 0
+    positions = plan.sequence_size > 1 and whole.shape[0] == engine.sequence.now.length  # no samples in it
+    batched = whole.shape[0] % plan.batch == 0 and not positions
     if not batched and factor != 1.0:
         return None  # made once for all samples: each microbatch's gradient is a part of the sum
     data = engine.mesh.index(*DATA_AXES)
@@ -372,8 +380,23 @@ def _differs(engine: Engine, name: str, call: int, mine: Calls, references: list
     return compared
 
 
+def _own_positions(engine: Engine, value: Tensor, want: Tensor) -> Tensor:
+    """Of a whole activation, the positions that this rank has, where ranks share the sequence."""
+    length, size = engine.sequence.now.length, engine.plan.sequence_size
+    if size == 1 or value.ndim != want.ndim or not want.ndim:
+        return want
+    mine = engine.sequence.positions(length, want.device)
+    for dim in range(1, want.ndim):
+        if want.shape[dim] == length and value.shape[dim] * size <= length:
+            return want.index_select(dim, mine)
+    if want.shape[0] % length == 0 and value.shape[0] * size == want.shape[0]:  # samples and positions in one dim
+        return want.unflatten(0, (-1, length)).index_select(1, mine).flatten(0, 1)
+    return want
+
+
 def _local_part(engine: Engine, name: str, value: Tensor, want: Tensor) -> Tensor | None:
     """The part of a whole activation that this rank holds; None where it cannot be told from the plan."""
+    want = _own_positions(engine, value, want)
     if value.shape == want.shape:
         return want
     if value.ndim != want.ndim:

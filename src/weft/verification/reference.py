@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import sqrt
 
@@ -64,15 +65,13 @@ def run_reference(case: Case, steps: int) -> Reference:
         for piece in range(pieces):
             micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
-            with InDouble(), Functions(randomness, selective=False):
-                if step == 0:
-                    with traced(model, size) as trace:
-                        part, count = case.loss(model(**arguments_of(inputs, micro)), micro)
-                        part.backward()
-                    found.traces.append(trace)
-                else:
+            with InDouble(), traced(model, size) if step == 0 else nullcontext() as trace:
+                seen = trace.attention if trace is not None else None
+                with Functions(randomness, selective=False, seen=seen):
                     part, count = case.loss(model(**arguments_of(inputs, micro)), micro)
                     part.backward()
+            if trace is not None:
+                found.traces.append(trace)
             loss_sum += part.detach()
             weight += torch.as_tensor(count).detach()
         for p in model.parameters():

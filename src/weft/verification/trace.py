@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..comms import Crossing
+from ..comms import Core, Crossing
 from ..ghosts import Ghost
 
 
@@ -19,7 +19,8 @@ from ..ghosts import Ghost
 class Trace:
     """Per module: one tensor per call of its forward, and one per gradient of its output, microbatch by microbatch.
 
-    `forward` and `backward` name the modules in the order in which these came, one entry per tensor.
+    `forward` and `backward` name the modules in the order in which these came, one entry per tensor. `cores`: calls of
+    attention.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -27,6 +28,12 @@ class Trace:
     crossings: dict[str, Crossing] = field(default_factory=dict)
     forward: list[str] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
+    cores: list[Core] = field(default_factory=list)
+    inside: list[str] = field(default_factory=list)  # the modules that run now, the innermost last
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """`scaled_dot_product_attention` is called with these."""
+        self.cores.append(Core(self.inside[-1], tuple(query.shape), tuple(key.shape), tuple(value.shape)))
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -78,7 +85,12 @@ def traced(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = 
         with torch._C.DisableTorchFunction():  # what records is no part of the forward
             after(name, args, kwargs, output)
 
+    def leave() -> None:
+        trace.inside.pop()
+
     for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: trace.inside.append(name)))
+        handles.append(module.register_forward_hook(lambda *_: leave(), always_call=True))
         handles.append(
             module.register_forward_hook(lambda _, a, k, o, name=name: seen(name, a, k, o), with_kwargs=True)  # type: ignore[misc]
         )

@@ -1,0 +1,247 @@
+"""Attention of the queries that a rank holds with keys that come block by block: its own, then those of other ranks.
+
+Ring attention (Liu et al. 2023): keys and values travel around the ranks while each computes with those that it has.
+What blocks give is merged by the log-sum-exp of their scores (online softmax, Milakov and Gimelshein 2018), in float32
+at least, so nobody ever has all scores. Backward takes the merged log-sum-exp, with which each block's weights are what
+they are in the whole (Dao et al. 2022); keys and values travel again, and their gradients with them, home at last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..masks import Pattern
+
+Span = tuple[int, int]  # (start, stop) of the whole sequence
+ROWS = 2048  # queries of one masked block: its mask is held as floats
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where queries and keys are. `spans[r]`: what rank r of `group` holds of the sequence, in the order of its rows;
+    one rank without a group. `keep`: (queries, keys) -> factors of the weights [b, heads, q, k], of dropout."""
+
+    pattern: Pattern
+    spans: Sequence[Sequence[Span]]
+    rank: int
+    group: dist.ProcessGroup | None
+    scale: float
+    keep: Callable[[Span, Span], Tensor] | None = None
+    queries: Sequence[Span] = ()  # where they are others than `spans[rank]`
+
+    def pairs(self, source: int, device: torch.device) -> list[tuple[slice, slice, Span, Span, Tensor | None]]:
+        """Those of this rank's stretches with those of `source` of which anything is seen: rows, and what is seen."""
+        found = []
+        for q, queries in _rows(self.queries or self.spans[self.rank]):
+            for k, keys in _rows(self.spans[source]):
+                seen = self.pattern.between(queries, keys, device)
+                if isinstance(seen, Tensor):
+                    for start in range(0, queries[1] - queries[0], ROWS):
+                        stop = min(start + ROWS, queries[1] - queries[0])
+                        part = slice(q.start + start, q.start + stop), k
+                        own = queries[0] + start, queries[0] + stop
+                        found.append((*part, own, keys, seen[:, :, start:stop]))
+                elif seen is not False:
+                    found.append((q, k, queries, keys, None))
+        return found
+
+    def causal(self, queries: Span, keys: Span, mask: Tensor | None) -> bool:
+        return mask is None and self.pattern.causal and queries == keys
+
+
+def _rows(spans: Sequence[Span]) -> list[tuple[slice, Span]]:
+    found, start = [], 0
+    for span in spans:
+        found.append((slice(start, start + span[1] - span[0]), span))
+        start += span[1] - span[0]
+    return found
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
+    """[b, heads, q, d], [b, kv heads, k, d] twice -> [b, heads, q, d]: `scaled_dot_product_attention` with all keys."""
+    found: Tensor = _Attend.apply(query, key, value, blocks)
+    return found
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out = torch.zeros((*query.shape[:-1], value.shape[-1]), dtype=wide, device=query.device)
+        total = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
+        for source, (k, v) in _Around(blocks, [key, value]):
+            for q, rows, queries, keys, mask in blocks.pairs(source, query.device):
+                part = query[:, :, q], _heads(k[:, :, rows], query), _heads(v[:, :, rows], query)
+                block, logs = _forward(*part, blocks, queries, keys, mask)
+                merged = torch.logaddexp(total[:, :, q], logs)
+                safe = merged.masked_fill(merged == -torch.inf, 0.0)  # nothing seen as yet
+                out[:, :, q] *= (total[:, :, q] - safe).exp().unsqueeze(-1)
+                out[:, :, q] += block.to(wide) * (logs - safe).exp().unsqueeze(-1)
+                total[:, :, q] = merged
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, total.masked_fill(total == -torch.inf, 0.0))
+        ctx.blocks = blocks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, out, total = ctx.saved_tensors
+        blocks, grad = ctx.blocks, grads[0].contiguous()
+        wide = torch.promote_types(query.dtype, torch.float32)
+        dquery = torch.zeros_like(query, dtype=wide)
+        around = _Around(blocks, [key, value])
+        for source, (k, v) in around:
+            found = [torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)]
+            for q, rows, queries, keys, mask in blocks.pairs(source, query.device):
+                part = query[:, :, q], _heads(k[:, :, rows], query), _heads(v[:, :, rows], query)
+                given = grad[:, :, q], out[:, :, q], total[:, :, q]
+                dq, dk, dv = _backward(*given, *part, blocks, queries, keys, mask)
+                dquery[:, :, q] += dq
+                found[0][:, :, rows] += _shared(dk, k)
+                found[1][:, :, rows] += _shared(dv, v)
+            around.add(found)
+        dkey, dvalue = around.home()
+        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None
+
+
+def _heads(x: Tensor, query: Tensor) -> Tensor:
+    """Each key head as often as query heads share it."""
+    times = query.shape[1] // x.shape[1]
+    return x if times == 1 else x.repeat_interleave(times, 1)
+
+
+def _shared(grad: Tensor, x: Tensor) -> Tensor:
+    """The other way round, of gradients."""
+    times = grad.shape[1] // x.shape[1]
+    return grad if times == 1 else grad.unflatten(1, (-1, times)).sum(2)
+
+
+# ---- one block ---------------------------------------------------------------------------------------------------
+
+
+def _fused(query: Tensor, value: Tensor, blocks: Blocks) -> bool:
+    """Whether torch has a kernel for the block that gives the log-sum-exp, and takes it back."""
+    return query.device.type == "cpu" and blocks.keep is None and query.shape[-1] == value.shape[-1]
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, queries: Span, keys: Span, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp of the scores [b, heads, q], -inf where nothing is seen)."""
+    causal = blocks.causal(queries, keys, mask)
+    if not _fused(query, value, blocks):
+        weights, logs = _weights(query, key, blocks, causal, mask, None)
+        if blocks.keep is not None:
+            weights = weights * blocks.keep(queries, keys).to(weights.dtype)
+        return weights @ value.to(weights.dtype), logs
+    bias = _bias(mask, query)
+    out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=blocks.scale
+    )
+    if mask is not None:
+        logs = logs.masked_fill(~mask.any(-1), -torch.inf)
+    return out, logs
+
+
+def _backward(
+    grad: Tensor, out: Tensor, logs: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    blocks: Blocks, queries: Span, keys: Span, mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the block's query, key and value, given the output and the log-sum-exp of all blocks."""
+    causal = blocks.causal(queries, keys, mask)
+    if _fused(query, value, blocks):
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, logs, 0.0, causal, attn_mask=_bias(mask, query), scale=blocks.scale
+        )
+        return found
+    weights, _ = _weights(query, key, blocks, causal, mask, logs)
+    wide = weights.dtype
+    grad, dweights = grad.to(wide), grad.to(wide) @ value.to(wide).transpose(-2, -1)
+    used = weights
+    if blocks.keep is not None:
+        kept = blocks.keep(queries, keys).to(wide)
+        used, dweights = weights * kept, dweights * kept
+    dscores = weights * (dweights - (grad * out.to(wide)).sum(-1, keepdim=True)) * blocks.scale
+    return dscores @ key.to(wide), dscores.transpose(-2, -1) @ query.to(wide), used.transpose(-2, -1) @ grad
+
+
+def _weights(
+    query: Tensor, key: Tensor, blocks: Blocks, causal: bool, mask: Tensor | None, logs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(softmax of the scores, their log-sum-exp: this one if it is given)."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * blocks.scale
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if logs is None:
+        logs = torch.logsumexp(scores, -1)
+    safe = logs.masked_fill(logs == -torch.inf, 0.0)
+    return (scores - safe.unsqueeze(-1)).exp(), logs
+
+
+def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """The mask as the kernel takes it."""
+    if mask is None:
+        return None
+    zeros = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+    return zeros.masked_fill_(~mask, -torch.inf)
+
+
+# ---- around the ring ---------------------------------------------------------------------------------------------
+
+
+class _Around:
+    """Iterates over (source, its tensors) for every rank, this one first; what comes next travels meanwhile. Sums for
+    what a source has travel along, each rank adding to them, and end at home."""
+
+    def __init__(self, blocks: Blocks, own: list[Tensor]):
+        self._blocks, self._here = blocks, own
+        self._sums: _Passed | list[Tensor] | None = None
+
+    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
+        size, rank, group = len(self._blocks.spans), self._blocks.rank, self._blocks.group
+        here = self._here if group is None else [x.contiguous() for x in self._here]
+        for step in range(size):
+            coming = _Passed(here, group) if group is not None and step < size - 1 else None
+            yield (rank - step) % size, here
+            if coming is not None:
+                here = coming.wait()
+
+    def add(self, found: list[Tensor]) -> None:
+        """To the sums for the source whose tensors this rank has just had."""
+        if isinstance(self._sums, _Passed):
+            for mine, theirs in zip(found, self._sums.wait(), strict=True):
+                mine += theirs
+        group = self._blocks.group
+        self._sums = found if group is None else _Passed(found, group)
+
+    def home(self) -> list[Tensor]:
+        """What all ranks have added for this one."""
+        assert self._sums is not None
+        return self._sums.wait() if isinstance(self._sums, _Passed) else self._sums
+
+
+class _Passed:
+    """Tensors on their way to the next rank of a ring, and those of the one before on theirs to this one."""
+
+    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup):
+        rank, size = group.rank(), group.size()
+        self._sent, self._arriving = tensors, [torch.empty_like(x) for x in tensors]
+        works = []
+        for x, y in zip(tensors, self._arriving, strict=True):
+            works.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size))
+            works.append(dist.P2POp(dist.irecv, y, group=group, group_peer=(rank - 1) % size))
+        self._works = dist.batch_isend_irecv(works)
+
+    def wait(self) -> list[Tensor]:
+        for work in self._works:
+            work.wait()
+        return self._arriving
