@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import Fused, Subject, reference
 from torch import Tensor, nn
 
 import weft
+from weft.engine.attention import Blocks, attend
+from weft.errors import Refusal, WorkerDied
 from weft.launch.processes import Pool
 from weft.losses import next_token
+from weft.masks import Pattern, causal_mask, documents_of, within
 from weft.models import decoder
+from weft.order import zigzag
 from weft.verification.parity import check
 
 LENGTH, VOCAB = 16, 67
@@ -124,3 +129,155 @@ def test_as_one_device(pool: Pool, layout: str) -> None:
 @pytest.mark.parametrize("name", [name for name in SUBJECTS if name != "micro"])
 def test_every_model(pool: Pool, name: str, layout: str) -> None:
     holds(pool, SUBJECTS[name], layout)
+
+
+# ---- the core --------------------------------------------------------------------------------------------------------
+
+
+def mask_of(pattern: Pattern, length: int) -> Tensor:
+    return pattern._mask((0, length), (0, length), torch.device("cpu"))
+
+
+PATTERNS = {
+    "causal": Pattern(True),
+    "both": Pattern(False),
+    "window": Pattern(True, within(5)),
+    "documents": Pattern(
+        True, None, documents_of(torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3]] * 2))
+    ),
+    "padding": Pattern(True, None, None, (torch.arange(16) > torch.tensor([[3], [9]]))),
+    "both, padding": Pattern(False, None, None, (torch.arange(16) != torch.tensor([[3], [9]]))),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_blocks_give_what_the_whole_gives(
+    name: str, fused: bool, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank's queries with all keys, in pieces; gradients as well. Queries that see nothing give zeros."""
+    if not fused:
+        monkeypatch.setattr("weft.engine.attention._fused", lambda *_: False)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 16, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    pattern, spans = PATTERNS[name], zigzag(16, size)
+    every = [span for each in spans for span in each]
+    order = torch.cat([torch.arange(*span) for span in every])
+    parts = []
+    for rank in range(size):
+        mine = torch.cat([torch.arange(*span) for span in spans[rank]])
+        blocks = Blocks(pattern, [every], 0, None, 0.3, None, spans[rank])
+        parts.append(attend(query[:, :, mine], key[:, :, order], value[:, :, order], blocks))
+    out = torch.cat(parts, 2)[:, :, torch.argsort(order)]
+    mask = mask_of(pattern, 16)
+    wide = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    whole = F.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.3, enable_gqa=True)
+    whole = whole.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    weights = torch.randn_like(whole)
+    (out.double() * weights).sum().backward()
+    (whole * weights).sum().backward()
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for mine, theirs in zip((out, query.grad, key.grad, value.grad), (whole, *(x.grad for x in wide)), strict=True):
+        assert mine is not None and theirs is not None
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < bound
+
+
+@pytest.mark.parametrize(("length", "size"), [(16, 2), (32, 4), (48, 3)])
+def test_causal_work_is_equal(length: int, size: int) -> None:
+    spans = zigzag(length, size)
+    assert sorted(i for own in spans for span in own for i in range(*span)) == [*range(length)]
+    work = [sum(i + 1 for span in own for i in range(*span)) for own in spans]
+    assert len(set(work)) == 1
+
+
+def test_a_mask_is_for_packed_documents() -> None:
+    at = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
+    mask = causal_mask(at)
+    assert mask is not None
+    assert mask.shape == (2, 1, 5, 5)
+    assert mask[0, 0, 4].tolist() == [False, False, False, True, True]
+    assert mask[1, 0, 4].all()
+    assert causal_mask(at[1:]) is None
+    windowed = causal_mask(at[1:], window=2)
+    assert windowed is not None
+    assert windowed[0, 0, 3].tolist() == [False, False, True, True, False]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def summed(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return output.sum(), torch.ones(())
+
+
+@pytest.mark.parametrize(
+    ("layout", "says", "change"),
+    [
+        ("cp2", "not known to be a sum over positions", {"loss": summed}),
+        ("cp4+ring+gather", "Choose one", {}),
+        ("cp2+ulysses.up2", "up is Ulysses already", {}),
+        ("cp3", "do not divide into 6 pieces", {}),
+        ("cp8+ulysses", "4 heads and 4 key heads on a rank, and Ulysses has 8", {}),
+        ("cp2+rings", "Did you mean", {}),
+    ],
+)
+def test_refused_before_a_process_starts(layout: str, says: str, change: dict[str, Any]) -> None:
+    batch = {key: value[:2] for key, value in tokens().items()}
+    with pytest.raises(Refusal, match=says):
+        weft.plan(decoder(VOCAB, 32, 2, 4, 4), layout, batch=8, **{"loss": next_token, "sample": batch, **change})
+
+
+def test_eager_attention_is_refused() -> None:
+    t = pytest.importorskip("transformers")
+    config = t.LlamaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(Refusal, match="attention by 'eager'"):
+        weft.plan(model, "cp2", batch=8, loss=next_token)
+
+
+class Masked(nn.Module):
+    """What `what` says, in place of causal attention."""
+
+    def __init__(self, what: str):
+        super().__init__()
+        self.what, self.embedding, self.head = what, nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        length, q = x.shape[1], x.unsqueeze(1)
+        if self.what == "mask":
+            x = F.scaled_dot_product_attention(q, q, q, torch.ones(length, length, dtype=torch.bool).tril()).squeeze(1)
+        elif self.what == "other":
+            x = F.scaled_dot_product_attention(q, q[:, :, :2], q[:, :, :2]).squeeze(1)
+        elif self.what == "sum":
+            x = x.cumsum(1)
+        return self.head(x)
+
+
+def engine_of(what: str, layout: str, tried: bool) -> None:
+    batch = tokens()
+    model = Masked(what)
+    plan = weft.plan(model, layout, batch=8, loss=next_token)
+    sample = {key: value[:2] for key, value in batch.items()} if tried else None
+    engine = weft.Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu", sample=sample)
+    engine.step(engine.local(batch))
+
+
+def sgd(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("what", "tried", "says"),
+    [
+        ("mask", False, "says nothing of other ranks' keys"),
+        ("other", False, "attention to another sequence"),
+        ("none", False, "never calls scaled_dot_product_attention"),
+        ("sum", True, "the model's output changes"),
+    ],
+)
+def test_refused_where_it_runs(pool: Pool, what: str, tried: bool, says: str) -> None:
+    with pytest.raises((Refusal, WorkerDied), match=says):
+        pool.run(engine_of, what, "cp2", tried, world=2)

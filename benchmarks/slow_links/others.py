@@ -23,7 +23,7 @@ from torchft.coordination import LighthouseServer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # of weft, the model alone: it asks for torch
 
-from weft.models import decoder  # noqa: E402
+from weft.models import decoder
 
 BATCH, SEQ_LEN, LR, LIGHTHOUSE = 12, 128, 1e-3, 29600
 

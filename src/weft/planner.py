@@ -17,7 +17,7 @@ from .errors import CannotCut, ConfigError, LayoutError, nearest
 from .layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES, Layout
 from .losses import accepts_sharded_logits, is_positionwise
 from .plans import COPY, Plan, Step, Weight, runs
-from .roles import around, find
+from .roles import Roles, around, find
 from .schedules import Schedule
 from .simulate import simulate
 from .stages import stage
@@ -77,7 +77,8 @@ def plan(
         for strategy in strategies[axis]:
             steps += strategy.steps(model, weights, found, layout, loss is not None and accepts_sharded_logits(loss))
     _check_shared(model, weights, steps, layout)
-    _check_sequence(layout, loss)
+    if layout.live(*SEQUENCE_AXES):
+        _check_sequence(model, layout, loss, found, steps, sample or {})
     blocks = tuple(b for blocks in found.blocks for b in blocks)
     _check_recompute(recompute, blocks)
     norms = tuple(
@@ -181,13 +182,45 @@ def _check_servers(layout: Layout, servers: int) -> None:
         raise ConfigError("sync.servers", servers, f"{layout} has {size} replicas", f"use at most {size}")
 
 
-def _check_sequence(layout: Layout, loss: Callable | None) -> None:
-    live = layout.live(*SEQUENCE_AXES)
-    if live and loss is not None and not is_positionwise(loss):
-        raise CannotCut(
-            "layout", str(layout), f"the loss is not known to be a sum over positions, and {live[0]} parts them",
+def _check_sequence(
+    model: nn.Module, layout: Layout, loss: Callable | None, roles: Roles, steps: Sequence[Step],
+    sample: Mapping[str, Tensor],
+) -> None:  # fmt: skip
+    """What can be said of a sequence that ranks share before any process starts."""
+
+    def refuse(problem: str, fix: str) -> None:
+        raise CannotCut("layout", str(layout), problem, fix)
+
+    axis = layout.live(*SEQUENCE_AXES)[0]
+    if loss is not None and not is_positionwise(loss):
+        refuse(
+            f"the loss is not known to be a sum over positions, and {axis} parts them",
             "mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token",
-        )  # fmt: skip
+        )
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    if kind != "sdpa":
+        refuse(
+            f"the model computes attention by {kind!r}, of the positions that a rank has",
+            'build it with attn_implementation="sdpa"',
+        )
+    crossing = next((chain.row for chain in roles.chains if chain.cross), None)
+    if crossing is not None:
+        refuse(f"{crossing} attends to another sequence, which is not cut", "use dp, fsdp or tp")
+    methods = {step.sequence.method: layout.size(step.sequence.axis) for step in steps if step.sequence is not None}
+    parts = layout.size(*SEQUENCE_AXES)
+    parts *= 1 if [*methods] == ["ulysses"] else 2  # from both ends
+    length = next((value.shape[1] for value in sample.values() if value.ndim > 1), parts)
+    if length % parts:
+        fix = f"use a multiple of {parts} positions"
+        refuse(f"samples of {length} positions do not divide into {parts} pieces", fix)
+    size = methods.get("ulysses", 1)
+    for chain in (chain for chain in roles.chains if chain.heads):
+        heads, kv = chain.heads // layout.size("tp"), max(1, chain.kv_heads // layout.size("tp"))
+        if heads % size or (kv % size and size % kv):
+            refuse(
+                f"{chain.row} has {heads} heads and {kv} key heads on a rank, and Ulysses has {size} ranks",
+                "use cp, whose keys travel, or a size that divides them",
+            )
 
 
 def _bubble(staged: Schedule) -> str:

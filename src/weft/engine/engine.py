@@ -355,7 +355,7 @@ class Engine:
         self._pipeline.run(training, [signature(micros[0])] * len(micros), trace=self.trace)
         self.units.finish()
         missing = self.reducer.finish()
-        self._check_selective()
+        self._check_attention()
         result = self._update(missing)
         self.steps_done += 1
         if self.outer is not None:
@@ -534,7 +534,8 @@ class Engine:
         except (RuntimeError, ValueError, IndexError, TypeError) as problem:
             raise refuse(f"the model does not run as it is cut ({str(problem).splitlines()[0]})") from problem
         whole, cut = (first_of(output).double() for output in (before, after))
-        cut = self.sequence.whole(cut) if self.sequence else cut
+        with torch.no_grad():
+            cut = self.sequence.whole(cut) if self.sequence else cut
         size = float(whole.norm())
         error = float((whole - cut).norm()) / (size if size > 0 else 1.0)
         if not error < (1e-3 if self.plan.precision in ("fp64", "fp32") else 5e-2):
@@ -571,7 +572,13 @@ class Engine:
             for buffer in self._stale_buffers:
                 dist.broadcast(buffer, group=group, group_src=0)
 
-    def _check_selective(self) -> None:
+    def _check_attention(self) -> None:
+        """Whether what the plan does with attention came to be: a stage may have none."""
+        if self.sequence and self.plan.staging is None and self.sequence.calls == 0:
+            raise CannotCut(
+                "layout", str(self.plan.layout), "the model never calls scaled_dot_product_attention",
+                "use dp or fsdp, or attention through torch.nn.functional.scaled_dot_product_attention",
+            )  # fmt: skip
         functions = self._training.functions
         if self.plan.recompute == "selective" and functions is not None and functions.attention_cores == 0:
             raise CannotCut(

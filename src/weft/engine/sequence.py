@@ -57,7 +57,7 @@ class SharedSequence:
         self.keys = tuple(axis for axis, method in methods.items() if method != "ulysses")
         self.travels = "ring" in methods.values()
         self.size = mesh.size(*methods)
-        self.now = Now()
+        self.now, self.calls = Now(), 0
         if methods and "transformers" in sys.modules:
             _stand_in_for_masks()
 
@@ -160,6 +160,7 @@ class SharedSequence:
     ) -> Tensor:
         """`scaled_dot_product_attention` of this rank's positions with all. `keep`: (first head, how many are here, how
         many the ranks that share the sequence have; queries; keys; device) -> factors of the weights."""
+        self.calls += 1
         pattern = self._pattern(query, key, attn_mask, is_causal)
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
