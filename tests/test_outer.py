@@ -164,7 +164,7 @@ def test_replicas_follow_the_equations(pool: Pool, kind: str, name: str) -> None
     assert differ or STEPS % made.period == 0
 
 
-@pytest.mark.parametrize("layout", ["dp2.tp2", "tp2.dp2", "dp2.fsdp2", "dp2.pp2", "pp2+zb-h1.dp2"])
+@pytest.mark.parametrize("layout", ["dp2.tp2", "tp2.dp2", "dp2.fsdp2", "dp2.pp2", "pp2+zb-h1.dp2", "dp2.cp2+ulysses"])
 @pytest.mark.parametrize("kind", ["bmuf nesterov", "streaming"])
 def test_whatever_a_replica_is_inside(pool: Pool, kind: str, layout: str) -> None:
     name = "deep" if "pp" in layout else "decoder"

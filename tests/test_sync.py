@@ -46,6 +46,7 @@ EXACT = {
 }
 LAYOUTS = [
     *("dp2", "dp4", "dp2.tp2", "dp2.tp2+sequence", "dp2.fsdp2", "dp2.fsdp2+zero1", "pp2.dp2", "dp2.pp2+zb-v"),
+    "dp2.cp2+ulysses",
 ]
 
 

@@ -181,13 +181,12 @@ def _attention(plan: Plan, core: Core, microbatch: int, itemsize: int) -> Iterat
         size = plan.layout.size(axis)
         if size == 1:
             continue
-        own = [nbytes(kv, length, core.key), nbytes(kv, length, core.value)]
+        own, wide = [nbytes(kv, length, core.key), nbytes(kv, length, core.value)], max(4, itemsize) / itemsize
         if method == "gather":
             for when in ("forward", "backward", *("recompute",) * again):
-                kind = "reduce_scatter" if when == "backward" else "all_gather"
-                yield from (Comm(kind, axis, n * size, when, core.module) for n in own)
+                yield from (Comm("all_gather", axis, n * size, when, core.module) for n in own)
+            yield from (Comm("reduce_scatter", axis, round(n * size * wide), "backward", core.module) for n in own)
             continue
-        wide = max(4, itemsize) / itemsize
         for when in ("forward", "backward", *("recompute",) * again):
             yield from (Comm("send", axis, n, when, core.module) for n in own for _ in range(size - 1))
         yield from (Comm("send", axis, round(n * wide), "backward", core.module) for n in own for _ in range(size))

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..collectives import all_gather, reduce_scatter
 from ..masks import Pattern
 
 Span = tuple[int, int]  # (start, stop) of the whole sequence
@@ -34,6 +35,7 @@ class Blocks:
     scale: float
     keep: Callable[[Span, Span], Tensor] | None = None
     queries: Sequence[Span] = ()  # where they are others than `spans[rank]`
+    gathers: bool = False  # all ranks' keys are gathered, and are the one block
 
     def pairs(self, source: int, device: torch.device) -> list[tuple[slice, slice, Span, Span, Tensor | None]]:
         """Those of this rank's stretches with those of `source` of which anything is seen: rows, and what is seen."""
@@ -200,7 +202,7 @@ def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 class _Around:
     """Iterates over (source, its tensors) for every rank, this one first; what comes next travels meanwhile. Sums for
-    what a source has travel along, each rank adding to them, and end at home."""
+    what a source has travel along, each rank adding to them, and end at home. Gathered, there is one source."""
 
     def __init__(self, blocks: Blocks, own: list[Tensor]):
         self._blocks, self._here = blocks, own
@@ -208,6 +210,9 @@ class _Around:
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
         size, rank, group = len(self._blocks.spans), self._blocks.rank, self._blocks.group
+        if self._blocks.gathers and group is not None:
+            yield 0, [all_gather(x, 2, group, None) for x in self._here]
+            return
         here = self._here if group is None else [x.contiguous() for x in self._here]
         for step in range(size):
             coming = _Passed(here, group) if group is not None and step < size - 1 else None
@@ -217,10 +222,13 @@ class _Around:
 
     def add(self, found: list[Tensor]) -> None:
         """To the sums for the source whose tensors this rank has just had."""
+        group = self._blocks.group
+        if self._blocks.gathers and group is not None:
+            self._sums = [reduce_scatter(x, 2, group) for x in found]
+            return
         if isinstance(self._sums, _Passed):
             for mine, theirs in zip(found, self._sums.wait(), strict=True):
                 mine += theirs
-        group = self._blocks.group
         self._sums = found if group is None else _Passed(found, group)
 
     def home(self) -> list[Tensor]:

@@ -29,7 +29,7 @@ from ..losses import IGNORED
 from ..masks import Pattern, documents_of, within
 from ..mesh import Mesh
 from ..order import zigzag
-from ..plans import COPY, Boundary, Plan
+from ..plans import Boundary, Plan
 from ..randomness import Randomness
 from .attention import Blocks, Span, attend
 
@@ -180,15 +180,13 @@ class SharedSequence:
             rank, group = self.mesh.index(axis), self.mesh.group(axis)
         own: list[Span] = spans[rank]
         if group is not None and not self.travels:
-            every = Boundary({axis: Shard(2) for axis in self.keys}, dict.fromkeys(self.keys, COPY))
-            key, value = (cross(x, every, True, self.mesh) for x in (key, value))
-            spans, rank, group = [[span for each in spans for span in each]], 0, None
+            spans, rank = [[span for each in spans for span in each]], 0
         factor = None
         if keep is not None:
             width = query.shape[1]
             factor = lambda queries, keys: keep((first, width, heads), queries, keys, query.device)  # noqa: E731
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-        out = attend(query, key, value, Blocks(pattern, spans, rank, group, scale, factor, own))
+        out = attend(query, key, value, Blocks(pattern, spans, rank, group, scale, factor, own, not self.travels))
         for axis in reversed(self.heads):
             out = cross(out, Boundary({axis: Shard(2)}, {axis: Shard(1)}), False, self.mesh)
         assert out.shape[1] == heads
