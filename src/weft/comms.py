@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from .codecs import numel
 from .engine.transport import HEADER_BYTES
 from .engine.wires import carried
-from .layout import DATA_AXES, TOKEN_AXES
+from .layout import DATA_AXES, EXPERTS, TOKEN_AXES
 from .losses import reduced_numels
 from .plans import COPY, Bucket, Param, Plan, Step, Weight, collective
 from .shards import fsdp_rows
@@ -59,6 +60,15 @@ class Core:
     value: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """A call of a module that holds experts, on one device: which ones each token of the batch [n] goes to, int [n, k]."""
+
+    module: str
+    index: Tensor
+    width: int
+
+
 def predict(
     plan: Plan,
     crossings: Mapping[str, Crossing],
@@ -68,12 +78,13 @@ def predict(
     rank: int = 0,
     values: Mapping[int, int] | None = None,
     cores: Iterable[Core] = (),
+    routings: Iterable[Routing] = (),
 ) -> list[Comm]:
     """The collectives of the first optimizer step on `rank`, and what it sends to other stages.
 
     `itemsize`: bytes of an element of activations and of gradients. `unreached`: parameters that get no gradient.
     `buffers`: bytes of each buffer that is broadcast at the start of a step. `values`: bytes of each value that crosses
-    stages, of one microbatch on one rank. `cores`: the model's attention.
+    stages, of one microbatch on one rank. `cores`: the model's attention. `routings`: where its tokens go.
     """
     whole, plan = plan, plan.of(rank)
     comms: list[Comm] = []
@@ -82,6 +93,8 @@ def predict(
             comms += _boundaries(plan, step, microbatch, crossings, itemsize)
         for name in plan.batchnorms:
             comms += _statistics(plan, name, microbatch, crossings, itemsize)
+        for routing in routings:
+            comms += _dispatch(plan, whole, routing, microbatch, rank, itemsize)
         for core in cores if plan.sequence_size > 1 else ():
             if plan.staging is None or plan.stage_of(core.module) in whole.stages(rank):
                 comms += _attention(plan, core, microbatch, itemsize)
@@ -190,6 +203,34 @@ def _attention(plan: Plan, core: Core, microbatch: int, itemsize: int) -> Iterat
         for when in ("forward", "backward", *("recompute",) * again):
             yield from (Comm("send", axis, n, when, core.module) for n in own for _ in range(size - 1))
         yield from (Comm("send", axis, round(n * wide), "backward", core.module) for n in own for _ in range(size))
+
+
+def _dispatch(plan: Plan, whole: Plan, routing: Routing, microbatch: int, rank: int, itemsize: int) -> Iterator[Comm]:
+    """Tokens that go to their experts and come back, in forward and backward, and how many they are."""
+    step = next((s for s in plan.steps if s.dispatch and s.module == routing.module), None)
+    axis = ".".join(plan.layout.live(EXPERTS))
+    if step is None or not axis:
+        return
+    index, size = routing.index, plan.layout.size(EXPERTS)
+    length, each = len(index) // plan.batch, step.dispatch // size
+    mine = plan.layout.index(rank, EXPERTS)
+
+    def routed(peer: int) -> Tensor:
+        data = plan.layout.index(peer, *DATA_AXES)
+        first = (microbatch * plan.data_size + data) * plan.microbatch
+        rows = index.unflatten(0, (plan.batch, length))[first : first + plan.microbatch]
+        return rows[:, whole.positions(peer, length)] // each
+
+    here = (
+        sum(int((routed(peer) == mine).sum()) for peer in plan.layout.peers(rank, EXPERTS)) * routing.width * itemsize
+    )
+    sent = routed(rank).numel() * routing.width * itemsize
+    again = _recomputations(plan, routing.module, microbatch)
+    for when in ("forward", *("recompute",) * again):
+        yield Comm("all_to_all", axis, step.dispatch * 8, when, routing.module)
+    for when in ("forward", "backward", *("recompute",) * again):
+        for nbytes in (here, sent):
+            yield Comm("all_to_all", axis, nbytes, when, routing.module)
 
 
 def _recomputations(plan: Plan, module: str, microbatch: int) -> int:

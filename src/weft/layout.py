@@ -15,9 +15,10 @@ from math import prod
 
 from .errors import LayoutError
 
-DATA_AXES = ("dp", "fsdp")  # the axes over which the batch is divided
+DATA_AXES = ("dp", "fsdp", "ep")  # the axes over which the batch is divided
 SEQUENCE_AXES = ("cp", "up")  # the axes over which the sequence is divided, through the whole model
 TOKEN_AXES = DATA_AXES + SEQUENCE_AXES  # whose ranks compute with other tokens
+EXPERTS = "experts"  # in place of an axis: all over which experts are spread
 _AXIS = re.compile(r"([a-z]+)([0-9]+)((?:\+[a-z0-9][a-z0-9-]*)*)")
 
 
@@ -66,8 +67,16 @@ class Layout:
         """Number of ranks."""
         return prod(size for _, size in self.sizes)
 
+    def expand(self, *axes: str) -> tuple[str, ...]:
+        """These axes, and in place of `experts` those over which experts are spread: `ep`, and each axis that has it as
+        an option, a second reading of the same ranks."""
+        if EXPERTS not in axes:
+            return axes
+        return (*axes, "ep", *(axis for axis, option in self.options if option == "ep"))
+
     def size(self, *axes: str) -> int:
         """Product of the sizes of these axes; an axis that is not in the layout has size 1."""
+        axes = self.expand(*axes)
         return prod(size for name, size in self.sizes if name in axes)
 
     def without(self, *axes: str) -> Layout:
@@ -81,6 +90,7 @@ class Layout:
 
     def live(self, *axes: str) -> tuple[str, ...]:
         """Those of these axes (of all axes if none is named) that hold more than one rank, in layout order."""
+        axes = self.expand(*axes)
         return tuple(name for name, size in self.sizes if size > 1 and (not axes or name in axes))
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -99,7 +109,7 @@ class Layout:
 
     def index(self, rank: int, *axes: str) -> int:
         """Position of a rank among its peers on these axes together."""
-        coords, index = self.coords(rank), 0
+        coords, index, axes = self.coords(rank), 0, self.expand(*axes)
         for name, size in self.sizes:
             if name in axes:
                 index = index * size + coords[name]
@@ -112,7 +122,7 @@ class Layout:
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from this one only on these axes, itself among them, in order."""
-        coords = self.coords(rank)
+        coords, axes = self.coords(rank), self.expand(*axes)
         return tuple(
             r for r in range(self.world) if all(c == coords[a] for a, c in self.coords(r).items() if a not in axes)
         )

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .errors import LayoutError
-from .layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES, Layout
+from .layout import TOKEN_AXES, Layout
 
-# the sets of axes over which a gradient can be partial, and what is the same on a replica's ranks can differ
-PARTIAL = [
-    (*data, *sequence, *tensor)
-    for data in (DATA_AXES, ("dp",), ("fsdp",), ())
-    for sequence in ((), SEQUENCE_AXES)
-    for tensor in ((), ("tp",))
-    if data or sequence or tensor
-]
+# the sets of axes over which a gradient can be partial
+PARTIAL = [axes for n in range(1, len(TOKEN_AXES) + 2) for axes in combinations((*TOKEN_AXES, "tp"), n)]
 
 
 class Mesh:

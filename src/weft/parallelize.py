@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from .batchnorm import BatchNorm
 from .collectives import cross
+from .dispatch import spread
 from .errors import CannotCut
 from .ghosts import Ghost
-from .layout import TOKEN_AXES
+from .layout import EXPERTS, TOKEN_AXES
 from .mesh import Mesh
 from .plans import COPY, SUM, Boundary, Cut, Param, Plan, Step
 from .randomness import Randomness
@@ -44,6 +45,8 @@ def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
             setattr(module, key, value)
         held = {leaf: names.get(f"{step.module}.{leaf}") for leaf in module._parameters}
         _cut_module(module, {leaf: cuts[name] for leaf, name in held.items() if name in cuts}, mesh)
+        if step.dispatch:
+            spread(module, step.dispatch, mesh.group(EXPERTS))
         if step.input is not None:
             module.register_forward_pre_hook(partial(_enter, step, mesh, randomness), with_kwargs=True)
         if step.output is not None:
@@ -273,7 +276,9 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     if not units:
         return
     assert mesh.device_mesh is not None
+    sharded = {param.name for step in units for param in step.params}
     absent = {p for p in modules[""].parameters() if isinstance(p, Ghost)}  # another stage's
+    absent |= {modules[""].get_parameter(w.name) for w in plan.weights if w.name not in sharded}  # experts
     for step in units:
         gather = step.gather
         assert gather is not None

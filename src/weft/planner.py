@@ -14,7 +14,7 @@ from . import sync as synchronizers
 from .codecs import Messages
 from .costs import Costs
 from .errors import CannotCut, ConfigError, LayoutError, nearest
-from .layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES, Layout
+from .layout import DATA_AXES, EXPERTS, SEQUENCE_AXES, TOKEN_AXES, Layout
 from .losses import accepts_sharded_logits, is_positionwise
 from .plans import COPY, Plan, Step, Weight, runs
 from .roles import Roles, around, find
@@ -73,7 +73,8 @@ def plan(
     found = find(model, roles)
     weights = weights_of(model)
     steps: list[Step] = []
-    for axis in layout.live():
+    folded = layout.live(EXPERTS) and not layout.live("ep")
+    for axis in (*layout.live(), *(("ep",) if folded else ())):
         for strategy in strategies[axis]:
             steps += strategy.steps(model, weights, found, layout, loss is not None and accepts_sharded_logits(loss))
     _check_shared(model, weights, steps, layout)

@@ -24,7 +24,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .errors import LayoutError
 from .layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES, Layout
+from .order import zigzag
 from .schedules import Action, Schedule
 from .staging import Staging
 from .syncs import BUCKET_BYTES, AnyTime, EachPeriod, EachStep, Sync, owners
@@ -146,6 +148,7 @@ class Step:
     """What one strategy asks of one module. `interior`: how activations are cut once the input boundary is passed.
 
     `attributes` are the module's own numbers that become local (a stored head count). `sequence`: of the whole model.
+    `dispatch`: the module holds the weights of so many experts, to which tokens travel.
     """
 
     module: str
@@ -157,6 +160,7 @@ class Step:
     attributes: tuple[tuple[str, int], ...] = ()
     gather: Gather | None = None
     sequence: Divided | None = None
+    dispatch: int = 0
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,7 @@ class Plan:
         steps = [replace(s, params=tuple(p for p in s.params if p.axis != "dp")) for s in self.steps]
         kept = [
             s for s in steps
-            if s.params or s.input or s.output or s.interior or s.attributes or s.gather or s.sequence
+            if s.params or s.input or s.output or s.interior or s.attributes or s.gather or s.sequence or s.dispatch
         ]  # fmt: skip
         return replace(
             self, layout=layout, steps=tuple(kept), batch=self.batch // self.layout.size("dp"), sync=None,
@@ -324,6 +328,21 @@ class Plan:
     def sequence_size(self) -> int:
         """Number of parts that a sample's sequence is divided into."""
         return self.layout.size(*SEQUENCE_AXES)
+
+    def positions(self, rank: int, length: int) -> list[int]:
+        """Which positions of a sequence a rank has, in the order of its rows. Raises LayoutError."""
+        methods = [step.sequence for step in self.steps if step.sequence is not None]
+        keys = [m.axis for m in methods if m.method != "ulysses"]
+        heads = [m.axis for m in methods if m.method == "ulysses"]
+        index, size = (self.layout.index(rank, *keys), self.layout.size(*keys)) if keys else (0, 1)
+        held = [i for span in zigzag(length, size)[index] for i in range(*span)]
+        index, size = (self.layout.index(rank, *heads), self.layout.size(*heads)) if heads else (0, 1)
+        if len(held) % size:
+            parts = self.sequence_size * (2 if keys else 1)
+            problem = f"its {length} positions do not divide over {self.sequence_size} ranks"
+            raise LayoutError("sequence", length, problem, f"use a multiple of {parts}")
+        each = len(held) // size
+        return held[index * each : (index + 1) * each]
 
     @property
     def microbatch(self) -> int:
@@ -478,6 +497,8 @@ def _row(step: Step) -> tuple[str, str, str, str, str]:
     if step.gather is not None:
         params += f" gathered per {step.gather.gathered}, reduced per {step.gather.reduced}"
         params += ", offloaded" if step.gather.offload else ""
+    if step.dispatch:
+        params += f", {step.dispatch} experts"
     if step.sequence is not None:
         params += f", sequence by {step.sequence.method}"
     return step.by, step.module or "(model)", params, crossing(step.input, True), crossing(step.output, False)

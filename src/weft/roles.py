@@ -10,8 +10,9 @@ the module tree. A guess is taken only where its sizes agree; what was not under
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -82,6 +83,11 @@ class Roles:
     blocks: tuple[tuple[str, ...], ...]  # each list of repeated blocks, in order
     source: str
     notes: tuple[str, ...] = ()
+    experts: tuple[tuple[str, int], ...] = ()  # modules that hold the weights of several experts, and of how many
+
+    def of_experts(self, name: str) -> bool:
+        """Whether a parameter has a part for each expert."""
+        return any(name.startswith(module + ".") for module, _ in self.experts)
 
     def stacks(self) -> tuple[tuple[str, ...], ...]:
         """The lists of blocks all of which hold a chain: where a residual stream runs from first to last."""
@@ -148,7 +154,25 @@ def find(model: nn.Module, declared: Mapping[str, object] | None = None) -> Role
             )  # fmt: skip
     embeddings, heads = _vocabulary(modules, lists, table)
     source = "declared" if declared else "the model's own plan" if hf else "guessed"
-    return Roles(tuple(chains), embeddings, heads, lists, source, tuple(dict.fromkeys(notes)))
+    notes = list(dict.fromkeys(notes))
+    return Roles(tuple(chains), embeddings, heads, lists, source, tuple(notes), tuple(_experts(modules)))
+
+
+def _experts(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, int]]:
+    """Modules called with (tokens [n, dim], experts [n, k], weights [n, k]), whose parameters have the experts as dim 0,
+    as transformers' have."""
+    for name, module in modules.items():
+        count, own = getattr(module, "num_experts", None), list(module.parameters())
+        if (
+            not isinstance(count, int)
+            or count < 2
+            or not own
+            or any([*child.parameters()] for child in module.children())
+        ):
+            continue
+        names = [*inspect.signature(module.forward).parameters]
+        if all(p.ndim > 1 and p.shape[0] == count for p in own) and len(names) >= 3:
+            yield name, count
 
 
 def _declared(modules: Mapping[str, nn.Module], declared: Mapping[str, object]) -> dict[str, dict]:

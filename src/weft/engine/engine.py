@@ -180,9 +180,7 @@ class Engine:
         self._copies = {
             name: within
             * len(plan.holders(name))
-            // plan.layout.size(
-                *(axis for axis, p in table[name].items() if p.stored != COPY and axis in plan.layout.live())
-            )
+            // plan.layout.size(*(axis for axis, p in table[name].items() if p.stored != COPY))
             for name in self.params
         }
         self._stale_buffers = _unsynced_buffers(self.model, self.part, self._absent_buffers())
@@ -740,8 +738,9 @@ class Engine:
 
     def _writes(self, holders: Sequence[int], cut: Sequence[str], replica: int = 0) -> bool:
         """Whether this rank is the first of those that hold the same part of something, in this replica."""
-        copies = [axis for axis in self.plan.layout.live() if axis not in cut and axis not in ("pp", "dp")]
-        here = self.mesh.coords.get("pp", 0) == holders[0] and self.mesh.coords.get("dp", 0) == replica
+        cut = self.plan.layout.expand(*cut)
+        copies = [axis for axis in self.plan.layout.live() if axis not in (*cut, "pp", "dp")]
+        here = self.mesh.coords.get("pp", 0) == holders[0] and ("dp" in cut or self.mesh.coords.get("dp", 0) == replica)
         return self._speaks and here and all(self.mesh.coords[axis] == 0 for axis in copies)
 
     def _buffer_holders(self, name: str) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..collectives import all_gather, cross
-from ..errors import CannotCut, LayoutError
+from ..errors import CannotCut
 from ..losses import IGNORED
 from ..masks import Pattern, documents_of, within
 from ..mesh import Mesh
@@ -53,6 +53,8 @@ class SharedSequence:
     def __init__(self, plan: Plan, mesh: Mesh, randomness: Randomness, names: tuple[str, ...]):
         methods = {step.sequence.axis: step.sequence.method for step in plan.steps if step.sequence is not None}
         self.layout, self.mesh, self.randomness, self.names = plan.layout, mesh, randomness, names
+        self._plan = plan
+        self._positions: dict[int, Tensor] = {}  # by length
         self.heads = tuple(axis for axis, method in methods.items() if method == "ulysses")
         self.keys = tuple(axis for axis, method in methods.items() if method != "ulysses")
         self.travels = "ring" in methods.values()
@@ -102,19 +104,9 @@ class SharedSequence:
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Which positions this rank has, in the order of its rows."""
-        spans = self._spans(length)[self.mesh.index(*self.keys) if self.keys else 0]
-        held = torch.cat([torch.arange(*span, device=device) for span in spans])
-        size, index = (self.mesh.size(*self.heads), self.mesh.index(*self.heads)) if self.heads else (1, 0)
-        if len(held) % size:
-            problem = f"its {length} positions do not divide over {self.size} ranks"
-            raise LayoutError("sequence", length, problem, f"use a multiple of {self.multiple}")
-        each = len(held) // size
-        return held[index * each : (index + 1) * each]
-
-    @property
-    def multiple(self) -> int:
-        """What the length of a sequence is to be a multiple of."""
-        return self.size * (2 if self.keys else 1)
+        if length not in self._positions:
+            self._positions[length] = torch.tensor(self._plan.positions(self.mesh.rank, length))
+        return self._positions[length].to(device)
 
     def _spans(self, length: int) -> list[list[Span]]:
         return zigzag(length, self.mesh.size(*self.keys) if self.keys else 1)

@@ -20,6 +20,7 @@ OPTIONS: Mapping[str, str] = {
     "ring": "keys and values travel around the ranks (the default)",
     "gather": "keys and values are gathered",
     "ulysses": "the sequence is whole for a part of the heads, by all-to-all there and back",
+    "ep": "experts are spread over its ranks",
 }
 
 
@@ -27,10 +28,11 @@ def steps(
     model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
 ) -> Iterator[Step]:
     """One Step on the whole model."""
-    methods = layout.option(AXIS) or ("ring",)
+    methods = tuple(option for option in layout.option(AXIS) if option != "ep") or ("ring",)
     if len(methods) > 1:
         fix = "choose one; up beside cp is Ulysses within each rank of the ring"
         raise LayoutError("layout", str(layout), f"{' and '.join(methods)} at once", fix)
     if methods[0] == "ulysses" and layout.live("up"):
         raise LayoutError("layout", str(layout), "up is Ulysses already", "write one axis, or cp+ring or cp+gather")
-    yield divided(AXIS, methods[0], weights)
+    spread = "ep" in layout.option(AXIS)
+    yield divided(AXIS, methods[0], [w for w in weights if not (spread and roles.of_experts(w.name))])

@@ -14,11 +14,13 @@ from ..plans import COPY, SUM, Param, Step, Weight
 from ..roles import Roles
 
 AXIS = "dp"
-OPTIONS: Mapping[str, str] = {}
+OPTIONS: Mapping[str, str] = {"ep": "experts are spread over its ranks"}
 
 
 def steps(
     model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
 ) -> Iterator[Step]:
     """One Step on the whole model: each gradient is a partial sum over `dp`."""
-    yield Step("", "data", params=tuple(Param(w.name, AXIS, COPY, COPY, SUM) for w in weights))
+    spread = "ep" in layout.option(AXIS)
+    params = (Param(w.name, AXIS, COPY, COPY, SUM) for w in weights if not (spread and roles.of_experts(w.name)))
+    yield Step("", "data", params=tuple(params))

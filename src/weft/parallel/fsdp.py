@@ -22,6 +22,7 @@ OPTIONS: Mapping[str, str] = {
     "zero1": "optimizer state sharded; parameters gathered and gradients reduced once a step",
     "zero2": "gradients sharded too: reduced every microbatch",
     "zero3": "parameters sharded too: gathered at every use (the default)",
+    "ep": "experts are spread over its ranks",
     "offload": "parameters, gradients and optimizer state rest in host memory",
 }
 
@@ -45,7 +46,8 @@ def steps(
     scalar = next((w.name for w in weights if not w.shape), None)
     if scalar is not None:
         raise CannotCut("layout", str(layout), f"{scalar} has no dim to shard", "give it the shape [1], or use dp")
-    left = {w.name: w for w in weights}
+    spread = "ep" in options
+    left = {w.name: w for w in weights if not (spread and roles.of_experts(w.name))}
     for block in (b for blocks in roles.blocks for b in blocks):
         touched = [w for w in left.values() if any(n.startswith(block + ".") for n in (w.name, *w.aliases))]
         inside = [w for w in touched if all(n.startswith(block + ".") for n in (w.name, *w.aliases))]

@@ -14,11 +14,12 @@ from ..plans import Step, Weight, divided
 from ..roles import Roles
 
 AXIS = "up"
-OPTIONS: Mapping[str, str] = {}
+OPTIONS: Mapping[str, str] = {"ep": "experts are spread over its ranks"}
 
 
 def steps(
     model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
 ) -> Iterator[Step]:
     """One Step on the whole model."""
-    yield divided(AXIS, "ulysses", weights)
+    spread = "ep" in layout.option(AXIS)
+    yield divided(AXIS, "ulysses", [w for w in weights if not (spread and roles.of_experts(w.name))])

@@ -15,11 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 
 class InDouble(TorchFunctionMode):
-    """Casts of float64 tensors to float32 leave them as they are."""
+    """Casts of float64 tensors to float32 leave them as they are. torch's grouped matmul has no float64: a loop has."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is torch._grouped_mm:
+                return _grouped(args[0], args[1], kwargs["offs"])
             if func is Tensor.float:
                 return args[0]
             if func in (Tensor.to, Tensor.type):
@@ -28,3 +30,10 @@ class InDouble(TorchFunctionMode):
             elif kwargs.get("dtype") is torch.float32:  # softmax(x, dtype=torch.float32)
                 kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+def _grouped(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    """`grouped_mm` of rows [n, in] with [groups, in, out]: rows up to offs[g] are of group g; what is left gives zeros."""
+    ends = [0, *offs.tolist()]
+    parts = [x[start:stop] @ weights[g] for g, (start, stop) in enumerate(zip(ends, ends[1:], strict=False))]
+    return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weights.shape[-1])])

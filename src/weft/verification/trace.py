@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..comms import Core, Crossing
+from ..comms import Core, Crossing, Routing
 from ..ghosts import Ghost
 
 
@@ -29,6 +29,7 @@ class Trace:
     forward: list[str] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
     cores: list[Core] = field(default_factory=list)
+    routings: list[Routing] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # the modules that run now, the innermost last
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -71,6 +72,11 @@ def traced(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = 
             return  # received from another stage, which records it
         keep(trace.outputs, trace.forward, name, out)
         entered = first_tensor((*args, *kwargs.values()))
+        given = [*args, *kwargs.values()][:3]
+        if len(given) == 3 and all(isinstance(x, Tensor) and x.ndim == 2 for x in given):
+            tokens, index, _ = given
+            if not index.is_floating_point() and len(index) == len(tokens):
+                trace.routings.append(Routing(name, index.clone(), tokens.shape[1]))
         batched = out.shape[:1] == (samples,)
         trace.crossings[name] = Crossing(
             None if entered is None else _per_sample(entered, samples),

@@ -1,0 +1,47 @@
+"""Experts over `ep`, or over any axis with the option `ep`: whole experts lie on ranks, and tokens travel to them.
+
+Each rank has the tokens of its own samples and positions; those routed to an expert elsewhere go there by an all-to-all
+of true sizes, and what it makes of them comes back (GShard, Lepikhin et al. 2021). `ep` divides the batch as `dp` does;
+`dp2+ep.cp2+ep` reads the ranks of other axes a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from ..errors import CannotCut
+from ..layout import EXPERTS, Layout
+from ..plans import COPY, SUM, Cut, Param, Step, Weight
+from ..roles import Roles
+
+AXIS = "ep"
+OPTIONS: Mapping[str, str] = {}
+
+
+def steps(
+    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
+) -> Iterator[Step]:
+    """One Step for each module that holds experts, and one for all other weights where `ep` is an axis of its own."""
+    size = layout.size(EXPERTS)
+    if not roles.experts:
+        raise CannotCut(
+            "layout", str(layout), "expert parallelism finds no experts in this model",
+            "it takes modules with num_experts, called with (tokens, experts, weights), that hold all experts' weights",
+        )  # fmt: skip
+    for module, count in roles.experts:
+        if count % size:
+            fit = [n for n in range(2, count + 1) if count % n == 0]
+            raise CannotCut(
+                "layout", str(layout), f"{module} has {count} experts, which do not divide over {size} ranks",
+                f"sizes that work: {fit}",
+            )  # fmt: skip
+        cut = Cut(0, (count,), (count,))
+        held = [w for w in weights if w.name.startswith(module + ".")]
+        params = tuple(Param(w.name, EXPERTS, Shard(0), Shard(0), Shard(0), cut) for w in held)
+        yield Step(module, "expert", params, attributes=(("num_experts", count // size),), dispatch=count)
+    if layout.size(AXIS) > 1:
+        others = tuple(Param(w.name, AXIS, COPY, COPY, SUM) for w in weights if not roles.of_experts(w.name))
+        yield Step("", "expert", params=others)
