@@ -57,6 +57,7 @@ class Core:
     query: tuple[int, ...]
     key: tuple[int, ...]
     value: tuple[int, ...]
+    needs_grad: bool = True
 
 
 def predict(
@@ -159,7 +160,9 @@ def _attention(plan: Plan, core: Core, microbatch: int, itemsize: int) -> Iterat
     heads, kv, length = core.query[1] // tp, max(1, core.key[1] // tp), core.query[2] // plan.sequence_size
     again = _recomputations(plan, core.module + ".", microbatch)
     if plan.recompute == "selective":
-        again = plan.backwards(plan.stage_of(core.module), microbatch)
+        again = 1  # a second backward, of weights alone, does not come to it
+    again = again if core.needs_grad else 0
+    times = (*(("forward", "backward") if core.needs_grad else ("forward",)), *("recompute",) * again)
 
     def nbytes(count: int, positions: int, shape: tuple[int, ...]) -> int:
         return plan.microbatch * count * positions * shape[-1] * itemsize
@@ -172,7 +175,7 @@ def _attention(plan: Plan, core: Core, microbatch: int, itemsize: int) -> Iterat
             nbytes(heads, length, core.query), nbytes(kv, length, core.key), nbytes(kv, length, core.value),
             nbytes(heads, length, core.value),
         ]  # fmt: skip
-        for when in ("forward", "backward", *("recompute",) * again):
+        for when in times:
             # what nothing in backward needs is not made again where the core alone is
             made = sent[:3] if when == "recompute" and plan.recompute == "selective" else sent
             yield from (Comm("all_to_all", axis, n, when, core.module) for n in made)
@@ -183,13 +186,15 @@ def _attention(plan: Plan, core: Core, microbatch: int, itemsize: int) -> Iterat
             continue
         own, wide = [nbytes(kv, length, core.key), nbytes(kv, length, core.value)], max(4, itemsize) / itemsize
         if method == "gather":
-            for when in ("forward", "backward", *("recompute",) * again):
+            for when in times:
                 yield from (Comm("all_gather", axis, n * size, when, core.module) for n in own)
-            yield from (Comm("reduce_scatter", axis, round(n * size * wide), "backward", core.module) for n in own)
+            sums = own if core.needs_grad else []
+            yield from (Comm("reduce_scatter", axis, round(n * size * wide), "backward", core.module) for n in sums)
             continue
-        for when in ("forward", "backward", *("recompute",) * again):
+        for when in times:
             yield from (Comm("send", axis, n, when, core.module) for n in own for _ in range(size - 1))
-        yield from (Comm("send", axis, round(n * wide), "backward", core.module) for n in own for _ in range(size))
+        sums = own if core.needs_grad else []
+        yield from (Comm("send", axis, round(n * wide), "backward", core.module) for n in sums for _ in range(size))
 
 
 def _recomputations(plan: Plan, module: str, microbatch: int) -> int:
