@@ -20,7 +20,7 @@ LEVELS = (
     ("nouns", "errors layout order plans roles losses masks randomness models "
      "schedules delays correct costs timeline partition staging codecs syncs"),
     ("strategies", "parallel schedule codec sync"),
-    ("interpreters", "mesh collectives batchnorm parallelize comms shards checkpoint engine "
+    ("interpreters", "mesh collectives batchnorm dispatch parallelize comms shards checkpoint engine "
      "watch chart ghosts cutting simulate draw"),
     ("deciders", "planner stages config build data text verification train launch"),
     ("door", "cli __init__ __main__"),

@@ -58,11 +58,12 @@ class Core:
     query: tuple[int, ...]
     key: tuple[int, ...]
     value: tuple[int, ...]
+    needs_grad: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """A call of a module that holds experts, on one device: which ones each token of the batch [n] goes to, int [n, k]."""
+    """A call of a module that holds experts, on one device: which ones each token of the batch goes to, int [n, k]."""
 
     module: str
     index: Tensor
@@ -172,7 +173,9 @@ def _attention(plan: Plan, core: Core, microbatch: int, itemsize: int) -> Iterat
     heads, kv, length = core.query[1] // tp, max(1, core.key[1] // tp), core.query[2] // plan.sequence_size
     again = _recomputations(plan, core.module + ".", microbatch)
     if plan.recompute == "selective":
-        again = plan.backwards(plan.stage_of(core.module), microbatch)
+        again = 1  # a second backward, of weights alone, does not come to it
+    again = again if core.needs_grad else 0
+    times = (*(("forward", "backward") if core.needs_grad else ("forward",)), *("recompute",) * again)
 
     def nbytes(count: int, positions: int, shape: tuple[int, ...]) -> int:
         return plan.microbatch * count * positions * shape[-1] * itemsize
@@ -185,7 +188,7 @@ def _attention(plan: Plan, core: Core, microbatch: int, itemsize: int) -> Iterat
             nbytes(heads, length, core.query), nbytes(kv, length, core.key), nbytes(kv, length, core.value),
             nbytes(heads, length, core.value),
         ]  # fmt: skip
-        for when in ("forward", "backward", *("recompute",) * again):
+        for when in times:
             # what nothing in backward needs is not made again where the core alone is
             made = sent[:3] if when == "recompute" and plan.recompute == "selective" else sent
             yield from (Comm("all_to_all", axis, n, when, core.module) for n in made)
@@ -196,13 +199,15 @@ def _attention(plan: Plan, core: Core, microbatch: int, itemsize: int) -> Iterat
             continue
         own, wide = [nbytes(kv, length, core.key), nbytes(kv, length, core.value)], max(4, itemsize) / itemsize
         if method == "gather":
-            for when in ("forward", "backward", *("recompute",) * again):
+            for when in times:
                 yield from (Comm("all_gather", axis, n * size, when, core.module) for n in own)
-            yield from (Comm("reduce_scatter", axis, round(n * size * wide), "backward", core.module) for n in own)
+            sums = own if core.needs_grad else []
+            yield from (Comm("reduce_scatter", axis, round(n * size * wide), "backward", core.module) for n in sums)
             continue
-        for when in ("forward", "backward", *("recompute",) * again):
+        for when in times:
             yield from (Comm("send", axis, n, when, core.module) for n in own for _ in range(size - 1))
-        yield from (Comm("send", axis, round(n * wide), "backward", core.module) for n in own for _ in range(size))
+        sums = own if core.needs_grad else []
+        yield from (Comm("send", axis, round(n * wide), "backward", core.module) for n in sums for _ in range(size))
 
 
 def _dispatch(plan: Plan, whole: Plan, routing: Routing, microbatch: int, rank: int, itemsize: int) -> Iterator[Comm]:

@@ -13,6 +13,8 @@ from . import parallel
 from . import sync as synchronizers
 from .codecs import Messages
 from .costs import Costs
+from .engine.engine import named_inputs
+from .engine.sequence import check_padding
 from .errors import CannotCut, ConfigError, LayoutError, nearest
 from .layout import DATA_AXES, EXPERTS, SEQUENCE_AXES, TOKEN_AXES, Layout
 from .losses import accepts_sharded_logits, is_positionwise
@@ -79,7 +81,7 @@ def plan(
             steps += strategy.steps(model, weights, found, layout, loss is not None and accepts_sharded_logits(loss))
     _check_shared(model, weights, steps, layout)
     if layout.live(*SEQUENCE_AXES):
-        _check_sequence(model, layout, loss, found, steps, sample or {})
+        _check_sequence(model, layout, loss, found, steps, sample or {}, inputs)
     blocks = tuple(b for blocks in found.blocks for b in blocks)
     _check_recompute(recompute, blocks)
     norms = tuple(
@@ -185,7 +187,7 @@ def _check_servers(layout: Layout, servers: int) -> None:
 
 def _check_sequence(
     model: nn.Module, layout: Layout, loss: Callable | None, roles: Roles, steps: Sequence[Step],
-    sample: Mapping[str, Tensor],
+    sample: Mapping[str, Tensor], inputs: Sequence[str] | None,
 ) -> None:  # fmt: skip
     """What can be said of a sequence that ranks share before any process starts."""
 
@@ -210,7 +212,10 @@ def _check_sequence(
     methods = {step.sequence.method: layout.size(step.sequence.axis) for step in steps if step.sequence is not None}
     parts = layout.size(*SEQUENCE_AXES)
     parts *= 1 if [*methods] == ["ulysses"] else 2  # from both ends
-    length = next((value.shape[1] for value in sample.values() if value.ndim > 1), parts)
+    names = inputs if inputs is not None else named_inputs(model)
+    length = next((sample[k].shape[1] for k in (*names, *sample) if k in sample and sample[k].ndim > 1), parts)
+    if "attention_mask" in names and "attention_mask" in sample:
+        check_padding(sample["attention_mask"])
     if length % parts:
         fix = f"use a multiple of {parts} positions"
         refuse(f"samples of {length} positions do not divide into {parts} pieces", fix)

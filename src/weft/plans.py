@@ -331,16 +331,17 @@ class Plan:
 
     def positions(self, rank: int, length: int) -> list[int]:
         """Which positions of a sequence a rank has, in the order of its rows. Raises LayoutError."""
+        if self.sequence_size == 1:
+            return [*range(length)]
         methods = [step.sequence for step in self.steps if step.sequence is not None]
         keys = [m.axis for m in methods if m.method != "ulysses"]
         heads = [m.axis for m in methods if m.method == "ulysses"]
         index, size = (self.layout.index(rank, *keys), self.layout.size(*keys)) if keys else (0, 1)
+        if length % (parts := self.sequence_size * (2 if keys else 1)) or length < 2 * self.sequence_size:
+            problem = f"its {length} positions do not divide over {self.sequence_size} ranks, at least two for each"
+            raise LayoutError("sequence", length, problem, f"use a multiple of {parts}")
         held = [i for span in zigzag(length, size)[index] for i in range(*span)]
         index, size = (self.layout.index(rank, *heads), self.layout.size(*heads)) if heads else (0, 1)
-        if len(held) % size:
-            parts = self.sequence_size * (2 if keys else 1)
-            problem = f"its {length} positions do not divide over {self.sequence_size} ranks"
-            raise LayoutError("sequence", length, problem, f"use a multiple of {parts}")
         each = len(held) // size
         return held[index * each : (index + 1) * each]
 
@@ -363,7 +364,7 @@ class Plan:
         axes = [
             axis
             for axis, p in table[name].items()
-            if p.grad == SUM and p.stored == COPY and not (gathered and axis in DATA_AXES and not self.apart)
+            if p.grad == SUM and p.stored == COPY and not (gathered and axis == "dp" and not self.apart)
         ]
         return (*axes, "pp") if len(self.holders(name)) > 1 else tuple(axes)
 

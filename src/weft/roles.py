@@ -159,8 +159,8 @@ def find(model: nn.Module, declared: Mapping[str, object] | None = None) -> Role
 
 
 def _experts(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, int]]:
-    """Modules called with (tokens [n, dim], experts [n, k], weights [n, k]), whose parameters have the experts as dim 0,
-    as transformers' have."""
+    """Modules called with (tokens [n, dim], experts [n, k], weights [n, k]), of whose parameters dim 0 counts experts,
+    as in transformers."""
     for name, module in modules.items():
         count, own = getattr(module, "num_experts", None), list(module.parameters())
         if (

@@ -8,6 +8,7 @@ they are in the whole (Dao et al. 2022); keys and values travel again, and their
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ from ..collectives import all_gather, reduce_scatter
 from ..masks import Pattern
 
 Span = tuple[int, int]  # (start, stop) of the whole sequence
-ROWS = 2048  # queries of one masked block: its mask is held as floats
+Pair = tuple[slice, slice, Span, Span, Tensor | None]  # rows of queries and keys, where these are, and the mask
+ROWS = 1024  # positions of a block whose mask or scores are held
 
 
 @dataclass(frozen=True)
@@ -37,31 +39,31 @@ class Blocks:
     queries: Sequence[Span] = ()  # where they are others than `spans[rank]`
     gathers: bool = False  # all ranks' keys are gathered, and are the one block
 
-    def pairs(self, source: int, device: torch.device) -> list[tuple[slice, slice, Span, Span, Tensor | None]]:
-        """Those of this rank's stretches with those of `source` of which anything is seen: rows, and what is seen."""
+    def pairs(self, source: int, device: torch.device, fused: bool) -> list[Pair]:
+        """Those of this rank's stretches with those of `source` of which anything is seen: short ones, where a mask or
+        scores are held for them."""
         found = []
-        for q, queries in _rows(self.queries or self.spans[self.rank]):
-            for k, keys in _rows(self.spans[source]):
+        most = None if self.pattern.plain and fused else ROWS
+        for q, queries in _rows(self.queries or self.spans[self.rank], most):
+            for k, keys in _rows(self.spans[source], most):
                 seen = self.pattern.between(queries, keys, device)
-                if isinstance(seen, Tensor):
-                    for start in range(0, queries[1] - queries[0], ROWS):
-                        stop = min(start + ROWS, queries[1] - queries[0])
-                        part = slice(q.start + start, q.start + stop), k
-                        own = queries[0] + start, queries[0] + stop
-                        found.append((*part, own, keys, seen[:, :, start:stop]))
-                elif seen is not False:
-                    found.append((q, k, queries, keys, None))
+                if seen is not False:
+                    found.append((q, k, queries, keys, seen if isinstance(seen, Tensor) else None))
         return found
 
     def causal(self, queries: Span, keys: Span, mask: Tensor | None) -> bool:
         return mask is None and self.pattern.causal and queries == keys
 
 
-def _rows(spans: Sequence[Span]) -> list[tuple[slice, Span]]:
-    found, start = [], 0
-    for span in spans:
-        found.append((slice(start, start + span[1] - span[0]), span))
-        start += span[1] - span[0]
+def _rows(spans: Sequence[Span], most: int | None) -> list[tuple[slice, Span]]:
+    """Rows and positions of each stretch, in pieces of at most so many."""
+    found, row = [], 0
+    for start, stop in spans:
+        each = most or max(1, stop - start)
+        for first in range(start, stop, each):
+            length = min(each, stop - first)
+            found.append((slice(row, row + length), (first, first + length)))
+            row += length
     return found
 
 
@@ -71,14 +73,27 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
     return found
 
 
+def _as_it_is(function: Callable) -> Callable:
+    """Without autocast, which would compute scores in a lower precision than their log-sum-exp is kept in."""
+
+    @functools.wraps(function)
+    def call(ctx: Any, first: Tensor, *rest: Any) -> Any:
+        with torch.autocast(first.device.type, enabled=False):
+            return function(ctx, first, *rest)
+
+    return call
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
+    @_as_it_is
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
+        fused = _fused(query, value, blocks)
         wide = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros((*query.shape[:-1], value.shape[-1]), dtype=wide, device=query.device)
         total = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
         for source, (k, v) in _Around(blocks, [key, value]):
-            for q, rows, queries, keys, mask in blocks.pairs(source, query.device):
+            for q, rows, queries, keys, mask in blocks.pairs(source, query.device, fused):
                 part = query[:, :, q], _heads(k[:, :, rows], query), _heads(v[:, :, rows], query)
                 block, logs = _forward(*part, blocks, queries, keys, mask)
                 merged = torch.logaddexp(total[:, :, q], logs)
@@ -92,15 +107,17 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
+    @_as_it_is
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, out, total = ctx.saved_tensors
         blocks, grad = ctx.blocks, grads[0].contiguous()
+        fused = _fused(query, value, blocks)
         wide = torch.promote_types(query.dtype, torch.float32)
         dquery = torch.zeros_like(query, dtype=wide)
         around = _Around(blocks, [key, value])
         for source, (k, v) in around:
             found = [torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)]
-            for q, rows, queries, keys, mask in blocks.pairs(source, query.device):
+            for q, rows, queries, keys, mask in blocks.pairs(source, query.device, fused):
                 part = query[:, :, q], _heads(k[:, :, rows], query), _heads(v[:, :, rows], query)
                 given = grad[:, :, q], out[:, :, q], total[:, :, q]
                 dq, dk, dv = _backward(*given, *part, blocks, queries, keys, mask)

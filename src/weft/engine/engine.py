@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..cutting import StageForward
 from ..errors import CannotCut, ConfigError, WeftError
-from ..layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES
+from ..layout import DATA_AXES, TOKEN_AXES
 from ..losses import is_positionwise
 from ..mesh import Mesh
 from ..order import part
@@ -74,7 +74,8 @@ class Engine:
     `inputs`: the batch's entries that the model is called with (default: those that its forward names, without labels).
     `clip`: the largest global norm of the mean gradient. Weights and buffers are taken from rank 0.
     `sample`: a batch of one sample, the same on every rank. Under `tp` the model's output for it must be the same
-    before and after the cut: roles whose sizes agree can be wrong. Raises Refusal.
+    before and after the cut: roles whose sizes agree can be wrong. Under `cp` its first positions must give the same in
+    parts; without `sample` the first step tries its own. Raises Refusal.
 
     `company`: where replicas that step by themselves meet, if the processes of each have a world to themselves.
 
@@ -137,17 +138,15 @@ class Engine:
             seed = mix(seed, self.replica)  # its samples have numbers of their own
         self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
         names = named_inputs(model)
-        self.sequence = SharedSequence(plan, self.mesh, self.randomness, names)
-        if self.sequence:
-            if not is_positionwise(loss):
-                problem = "is not known to be a sum over positions, which its ranks part"
-                raise ConfigError("loss", getattr(loss, "__name__", loss), problem, "mark it @weft.losses.positionwise")
-            made = (name for name in ("position_ids", "attention_mask") if name in names)
-            self.inputs = (*self.inputs, *(name for name in made if name not in self.inputs))
+        self.sequence = SharedSequence(plan, self.mesh, self.randomness, names, self.inputs)
+        self.tried = not self.sequence  # whether it gives what it gives whole
+        if self.sequence and not is_positionwise(loss):
+            problem = "is not known to be a sum over positions, which ranks share"
+            raise ConfigError("loss", getattr(loss, "__name__", loss), problem, "mark it @weft.losses.positionwise")
         parts = self.sequence if self.sequence else None
         self._in_parts = Functions(self.randomness, False, parts) if parts is not None else None  # without a backward
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
-        before = self._alone(sample) if sample is not None and plan.layout.live("tp", *SEQUENCE_AXES) else None
+        before = self._alone(sample) if sample is not None and plan.layout.live("tp") else None
         staged = None
         if plan.staging is not None:
             staged = StageForward(model, plan.staging, plan.stages(self.mesh.rank), skipped=self.randomness.skip)
@@ -159,6 +158,8 @@ class Engine:
         self.units = Units(self.model, self.part)
         if sample is not None and before is not None:
             self._hold(before, sample)
+        if sample is not None and self.sequence:
+            self._hold_in_parts(sample)
         trainable = [(name, p) for name, p in self.params.items() if p.requires_grad]
         # a stage whose weights are all frozen still has an optimizer, of nothing
         self.optimizer = optimizer(trainable or [("", nn.Parameter(torch.zeros(0, device=self.mesh.device)))])
@@ -343,7 +344,10 @@ class Engine:
     def _step(self, batch: Batch) -> StepResult:
         plan, training = self.plan, self._training
         self.connect()
-        micros = self._microbatches(self.sequence.cut(self._placed(batch), self.inputs))
+        batch = self._placed(batch)
+        if not self.tried:
+            self._hold_in_parts({key: value[:2] for key, value in batch.items()})
+        micros = self._microbatches(self.sequence.cut(batch))
         self._train_mode()
         self.optimizer.zero_grad(set_to_none=True)
         self._refresh_buffers()
@@ -479,7 +483,7 @@ class Engine:
                 loss, weight = self.loss(output, micro)
             total.add_(torch.stack([loss, torch.as_tensor(weight, device=loss.device)]).double())
 
-        micros = self._microbatches(self.sequence.cut(self._placed(batch), self.inputs))
+        micros = self._microbatches(self.sequence.cut(self._placed(batch)))
         work = Inference(self.stages, micros, add, self._in_parts)
         self._pipeline.run(work, [signature(micros[0])] * len(micros), forward_only=True)
         self.units.reshard()
@@ -502,7 +506,7 @@ class Engine:
         outputs: list[Any] = []
         self.sequence.end()
         if functions is not None:
-            batch = self.sequence.cut(batch, self.inputs)
+            batch = self.sequence.cut(batch)
         work = Inference(self.stages, [batch], lambda output, _: outputs.append(_whole(output)), functions)
         self._single.run(work, [signature(batch)], forward_only=True)
         self.units.reshard()
@@ -528,16 +532,41 @@ class Engine:
             return CannotCut("layout", str(self.plan.layout), problem, fix)
 
         try:
-            after = self._output(sample, self._in_parts)
+            after = self.forward(sample)
         except (RuntimeError, ValueError, IndexError, TypeError) as problem:
             raise refuse(f"the model does not run as it is cut ({str(problem).splitlines()[0]})") from problem
         whole, cut = (first_of(output).double() for output in (before, after))
-        with torch.no_grad():
-            cut = self.sequence.whole(cut) if self.sequence else cut
         size = float(whole.norm())
         error = float((whole - cut).norm()) / (size if size > 0 else 1.0)
         if not error < (1e-3 if self.plan.precision in ("fp64", "fp32") else 5e-2):
             raise refuse(f"cut as its roles say, the model's output changes by {error:.2g} of itself")
+
+    @torch.no_grad()
+    def _hold_in_parts(self, sample: Batch) -> None:
+        """Refuse a model that computes something else where ranks share the sequence: it may mix or count positions by
+        other means than those that weft replaces. The first positions tell, as many as are quickly run whole."""
+        self.tried = True
+        length, parts = self.sequence.length(sample), self.sequence.multiple * 2
+        if length < parts or length % self.sequence.multiple:
+            self.sequence.positions(length, self.mesh.device)
+        short = min(length, max(parts, 256 // parts * parts)) // self.sequence.multiple * self.sequence.multiple
+        sample = {k: v[:, :short] if v.ndim > 1 and v.shape[1] == length else v for k, v in sample.items()}
+        whole, part = first_of(self._output(sample, None)), first_of(self._output(sample, self._in_parts))
+        whole, part = (x.full_tensor() if isinstance(x, DTensor) else x for x in (whole, part))
+        if whole.ndim > 1 and whole.shape[1] == short:
+            part = self.sequence.whole(part)
+        elif whole.shape[0] == len(next(iter(sample.values()))) * short:  # samples and positions in one dim
+            rows = short // self.plan.sequence_size
+            part = self.sequence.whole(part.unflatten(0, (-1, rows))).flatten(0, 1)
+        size = float(whole.double().norm())
+        error = float((whole - part).double().norm()) / (size or 1.0) if whole.shape == part.shape else float("inf")
+        if not error < (1e-3 if self.plan.precision in ("fp64", "fp32") else 5e-2):
+            raise CannotCut(
+                "layout", str(self.plan.layout),
+                f"in parts of the sequence the model's output changes by {error:.2g} of itself: it mixes positions,"
+                " or counts them, by other means than attention and position_ids",
+                "use dp, fsdp or tp, or let its forward take position_ids",
+            )  # fmt: skip
 
     # ---- parts of a step -----------------------------------------------------------------------------------------
 

@@ -151,6 +151,8 @@ def attention(
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
     now, randomness.interior = randomness.interior, interior
-    weights = randomness.dropout(torch.softmax(scores, -1), dropout_p, site)
+    seen = (scores > float("-inf")).any(-1, keepdim=True)  # what sees nothing gets nothing, as of torch's own
+    weights = torch.softmax(scores.masked_fill(~seen, 0.0), -1).masked_fill(~seen, 0.0)
+    weights = randomness.dropout(weights, dropout_p, site)
     randomness.interior = now
     return weights @ value

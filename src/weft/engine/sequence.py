@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
+from torch.overrides import _get_current_function_mode_stack
 
 from ..collectives import all_gather, cross
 from ..errors import CannotCut
@@ -35,31 +36,34 @@ from .attention import Blocks, Span, attend
 
 Batch = dict[str, Tensor]
 
-VALID, DOCUMENTS = "weft/valid", "weft/documents"  # of the whole sequence, beside this rank's part
+# Beside this rank's part of a batch: of the whole sequence [b, s], and arguments of the model that the batch has not
+VALID, DOCUMENTS, WHOLE = "weft/valid", "weft/documents", "weft/whole/"
+MADE = "weft/made/"
 
 
 @dataclass
 class Now:
-    """The microbatch that runs."""
+    """The microbatch that runs: what is known of its whole sequences [b, s]."""
 
-    length: int = 0  # of the whole sequence; 0 where it is not divided
-    documents: Tensor | None = None
-    valid: Tensor | None = None
+    length: int = 0  # 0 where they are not divided
+    wholes: tuple[Tensor, ...] = ()  # integers that the model is called with, such as position_ids
+    documents: Tensor | None = None  # as transformers tells them from position_ids
+    valid: Tensor | None = None  # false where a position is padding, if any is
 
 
 class SharedSequence:
-    """One rank's part. `names`: the arguments that the model's forward takes."""
+    """One rank's part. `names`: the arguments that the model's forward takes; `inputs`: what it gets of a batch."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, randomness: Randomness, names: tuple[str, ...]):
+    def __init__(self, plan: Plan, mesh: Mesh, randomness: Randomness, names: tuple[str, ...], inputs: tuple[str, ...]):
         methods = {step.sequence.axis: step.sequence.method for step in plan.steps if step.sequence is not None}
-        self.layout, self.mesh, self.randomness, self.names = plan.layout, mesh, randomness, names
+        self.layout, self.mesh, self.randomness, self.names, self.inputs = plan.layout, mesh, randomness, names, inputs
         self._plan = plan
         self._positions: dict[int, Tensor] = {}  # by length
         self.heads = tuple(axis for axis, method in methods.items() if method == "ulysses")
         self.keys = tuple(axis for axis, method in methods.items() if method != "ulysses")
         self.travels = "ring" in methods.values()
         self.size = mesh.size(*methods)
-        self.now, self.calls = Now(), 0
+        self.now, self.calls, self._length = Now(), 0, 0
         if methods and "transformers" in sys.modules:
             _stand_in_for_masks()
 
@@ -68,45 +72,55 @@ class SharedSequence:
 
     # ---- the batch -----------------------------------------------------------------------------------------------
 
-    def cut(self, batch: Batch, inputs: tuple[str, ...]) -> Batch:
+    def length(self, batch: Batch) -> int:
+        """Positions of a sequence: dim 1 of the first input that has one."""
+        found = next((batch[k].shape[1] for k in (*self.inputs, *batch) if k in batch and batch[k].ndim > 1), 0)
+        if not found:
+            raise CannotCut("layout", str(self.layout), "no entry of the batch has a sequence", "use dp or fsdp")
+        return found
+
+    def cut(self, batch: Batch) -> Batch:
         """This rank's part of every entry [b, s, ...] whose s is that of the first input."""
         if not self:
             return batch
-        first = next((batch[k] for k in (*inputs, *batch) if k in batch and batch[k].ndim > 1), None)
-        if first is None:
-            raise CannotCut("layout", str(self.layout), "no entry of the batch has a sequence", "use dp or fsdp")
-        length = first.shape[1]
-        mine = self.positions(length, first.device)
-        batch = dict(batch)
-        if "input_ids" in batch and not any(key.startswith("label") for key in batch):
-            batch["labels"] = F.pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)  # the next one may be elsewhere
-        found: Batch = {}
-        padding = batch.pop("attention_mask", None)
+        length = self._length = self.length(batch)
+        first = next(value for value in batch.values() if value.ndim > 1 and value.shape[1] == length)
+        samples, device = first.shape[0], first.device
+        given, found = {key for key in self.inputs if key in batch}, dict(batch)
+        if "input_ids" in batch and "labels" not in batch:
+            found["labels"] = F.pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)  # the next one may be elsewhere
+        positions = batch["position_ids"] if "position_ids" in given else None
+        padding = batch["attention_mask"] if "attention_mask" in given else None
         if padding is not None:
-            if padding.ndim != 2:
-                raise CannotCut(
-                    "batch['attention_mask']", tuple(padding.shape), "says which pairs of positions see each other",
-                    "give [samples, positions], 1 where a token counts",
-                )  # fmt: skip
-            found[VALID] = padding.bool()
-        if "position_ids" in batch and padding is None:
-            documents = documents_of(batch["position_ids"])
-            if documents is not None:
-                found[DOCUMENTS] = documents
-        if "position_ids" in self.names and "position_ids" not in batch:
-            batch["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[0], length)
-        for key, value in batch.items():
-            found[key] = value[:, mine] if value.ndim > 1 and value.shape[1] == length else value
-        if "attention_mask" in self.names:
+            check_padding(padding)
+        elif "attention_mask" in self.names:
             # transformers would else take a jump of position_ids for the beginning of a document
-            found["attention_mask"] = torch.ones_like(first[:, mine], dtype=torch.long)
-        return found
+            found[MADE + "attention_mask"] = torch.ones(samples, length, dtype=torch.long, device=device)
+            documents = documents_of(positions) if positions is not None else None
+            if documents is not None:
+                found[DOCUMENTS] = documents.expand(samples, length)
+        if positions is None and "position_ids" in self.names:
+            found[MADE + "position_ids"] = torch.arange(length, device=device).expand(samples, length)
+        mine = self.positions(length, device)
+        kept = {DOCUMENTS: found.pop(DOCUMENTS, None)}
+        for key in (*given, MADE + "position_ids"):
+            value = found.get(key)
+            if value is not None and value.shape == (samples, length) and not value.is_floating_point():
+                kept[WHOLE + key] = value
+        kept[VALID] = padding.bool() if padding is not None and not bool(padding.bool().all()) else None
+        found = {k: v[:, mine] if v.ndim > 1 and v.shape[1] == length else v for k, v in found.items()}
+        return found | {key: value for key, value in kept.items() if value is not None}
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Which positions this rank has, in the order of its rows."""
+        """Which positions this rank has, in the order of its rows. Raises LayoutError."""
         if length not in self._positions:
             self._positions[length] = torch.tensor(self._plan.positions(self.mesh.rank, length))
         return self._positions[length].to(device)
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a sequence is to be a multiple of."""
+        return self.size * (2 if self.keys else 1)
 
     def _spans(self, length: int) -> list[list[Span]]:
         return zigzag(length, self.mesh.size(*self.keys) if self.keys else 1)
@@ -115,25 +129,22 @@ class SharedSequence:
         """What runs from now on is of this microbatch, a part of what `cut` gave."""
         if not self:
             return
-        first = next(v for k, v in micro.items() if v.ndim > 1 and k not in (VALID, DOCUMENTS))
-        self.now = Now(first.shape[1] * self.size, micro.get(DOCUMENTS), micro.get(VALID))
-        self.randomness.rows = self.positions(self.now.length, first.device)
-        self.randomness.length = self.now.length
+        wholes = tuple(value for key, value in micro.items() if key.startswith(WHOLE))
+        self.now = Now(self._length, wholes, micro.get(DOCUMENTS), micro.get(VALID))
+        self.randomness.rows = self.positions(self._length, next(iter(micro.values())).device)
+        self.randomness.length = self._length
 
     def end(self) -> None:
         """What runs from now on has whole sequences."""
         self.now, self.randomness.rows = Now(), None
 
-    def whole(self, x: Tensor) -> Tensor:
-        """All positions of what this rank has [b, s / ranks, ...], in their order."""
-        for axis in self.heads:
+    def whole(self, x: Tensor, dim: int = 1) -> Tensor:
+        """All positions, in their order, of what this rank has its part of."""
+        for axis in (*self.heads, *self.keys):
             group = self.mesh.group(axis)
-            x = all_gather(x, 1, group, None) if group is not None else x
-        for axis in self.keys:
-            group = self.mesh.group(axis)
-            x = all_gather(x, 1, group, None) if group is not None else x
-        order = torch.cat([torch.arange(*s) for spans in self._spans(x.shape[1]) for s in spans])
-        return x[:, torch.argsort(order).to(x.device)]
+            x = all_gather(x, dim, group, None) if group is not None else x
+        order = torch.cat([torch.arange(*s) for spans in self._spans(x.shape[dim]) for s in spans])
+        return x.index_select(dim, torch.argsort(order).to(x.device))
 
     # ---- attention -----------------------------------------------------------------------------------------------
 
@@ -195,6 +206,11 @@ class SharedSequence:
             )
         if key.shape[2] != query.shape[2]:
             raise refuse("attention to another sequence", "use dp, fsdp or tp")
+        if mask is None and self.now.valid is not None:
+            raise refuse(
+                "the model is given an attention_mask with padding, and calls attention without it",
+                "give it to the mask, or leave it out of the model's inputs",
+            )
         if mask is None:
             return Pattern(is_causal)
         pattern = getattr(mask, "weft_pattern", None)
@@ -214,17 +230,46 @@ class SharedSequence:
 
     def counted(self, *args: Any, **kwargs: Any) -> Tensor:
         """`torch.arange`. A model that takes no position_ids counts its positions itself: these are this rank's. The
-        trial of a sample finds one that counted something else."""
+        trial finds one that counted something else."""
         counted = torch.arange(*args, **kwargs)
         here = self.now.length // self.size
-        if "position_ids" in self.names or counted.shape != (here,) or counted[0] != 0 or counted[-1] != here - 1:
+        asked = args[:1] == (here,) or args[:2] == (0, here) or kwargs.get("end") == here
+        if "position_ids" in self.names or not asked or counted.shape != (here,) or counted.is_floating_point():
             return counted
         return self.positions(self.now.length, counted.device).to(counted.dtype)
 
+    def rule(
+        self, samples: int, here: int, *, mask_function: Callable, allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False, local_size: int | None = None, **rest: Any,
+    ) -> Tensor | None:  # fmt: skip
+        """What transformers' mask is here; None where it would have none, with all positions at hand."""
+        now, zero = self.now, torch.zeros((), dtype=torch.long)
+        plain = now.valid is None and now.documents is None and (local_size is None or now.length < local_size)
+        if plain and (allow_is_causal_skip or allow_is_bidirectional_skip):
+            return None
+
+        def seen(q: Tensor, k: Tensor) -> Tensor:
+            try:
+                found: Tensor = mask_function(zero.to(q.device), zero.to(q.device), q, k)
+            except IndexError as problem:
+                raise CannotCut(
+                    "layout", str(self.layout), "the model's mask depends on what this rank has of the batch",
+                    "let its forward name attention_mask and position_ids, so that they are given for its positions",
+                ) from problem  # fmt: skip
+            return found
+
+        return stand_in(Pattern(False, seen, now.documents, now.valid), samples, here)
+
     def mask(self, position_ids: Tensor, window: int | None) -> Tensor | None:
         """What `masks.causal_mask` is here."""
-        pattern = Pattern(True, within(window), self.now.documents)
-        return None if pattern.plain else stand_in(pattern, position_ids.shape[0], self.now.length // self.size)
+        here, mine = self.now.length // self.size, self.positions(self.now.length, position_ids.device)
+        known = (whole for whole in self.now.wholes if torch.equal(whole[:, mine], position_ids))
+        whole = next(known, None)
+        if whole is None:
+            whole = self.whole(position_ids)  # the model has made them
+        rule = within(window) if window is not None and window < self.now.length else None
+        pattern = Pattern(True, rule, documents_of(whole), self.now.valid)
+        return None if pattern.plain else stand_in(pattern, position_ids.shape[0], here)
 
 
 def stand_in(pattern: Pattern, samples: int, length: int) -> Tensor:
@@ -234,58 +279,41 @@ def stand_in(pattern: Pattern, samples: int, length: int) -> Tensor:
     return mask
 
 
+def check_padding(padding: Tensor) -> None:
+    """Raises CannotCut for an attention_mask that says more than which positions count."""
+    if padding.ndim != 2:
+        raise CannotCut(
+            "batch['attention_mask']", tuple(padding.shape), "says which pairs of positions see each other",
+            "give [samples, positions], 1 where a token counts",
+        )  # fmt: skip
+
+
 # ---- transformers ------------------------------------------------------------------------------------------------
-
-_running: list[SharedSequence] = []  # whose forward runs
-_replaced: list[Callable] = []
-
-
-def running(sequence: SharedSequence) -> Any:
-    """Around a forward: masks that transformers makes are for this sequence."""
-    return _Running(sequence)
-
-
-class _Running:
-    def __init__(self, sequence: SharedSequence):
-        self._sequence = sequence
-
-    def __enter__(self) -> None:
-        _running.append(self._sequence)
-
-    def __exit__(self, *error: object) -> None:
-        _running.pop()
 
 
 def _stand_in_for_masks() -> None:
-    """Where transformers makes a mask for `scaled_dot_product_attention`, keep its rule."""
+    """Where transformers makes a mask for `scaled_dot_product_attention`, keep its rule if ranks share the sequence."""
     from transformers.masking_utils import (  # type: ignore[import-not-found, unused-ignore]
         ALL_MASK_ATTENTION_FUNCTIONS,
         AttentionMaskInterface,
-        causal_mask_function,
     )
 
-    if _replaced:
-        return
     original = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    _replaced.append(original)
+    if not isinstance(original, _Masks):
+        AttentionMaskInterface.register("sdpa", _Masks(original))
 
-    def made(
-        batch_size: int, q_length: int, kv_length: int, *args: Any, mask_function: Callable = causal_mask_function,
-        **kwargs: Any,
-    ) -> Tensor | None:  # fmt: skip
-        if not _running or not _running[-1].now.length:
-            kwargs["mask_function"] = mask_function
-            found: Tensor | None = original(batch_size, q_length, kv_length, *args, **kwargs)
-            return found
-        now = _running[-1].now
-        zero = torch.zeros((), dtype=torch.long)
 
-        def rule(q: Tensor, k: Tensor) -> Tensor:
-            seen: Tensor = mask_function(zero.to(q.device), zero.to(q.device), q, k)
-            return seen
+class _Masks:
+    """What makes transformers' masks."""
 
-        causal = mask_function is causal_mask_function
-        pattern = Pattern(causal, None if causal else rule, now.documents, now.valid)
-        return None if pattern.plain and causal else stand_in(pattern, batch_size, q_length)
+    def __init__(self, original: Callable):
+        self._original = original
 
-    AttentionMaskInterface.register("sdpa", made)
+    def __call__(self, batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        modes = reversed(_get_current_function_mode_stack())
+        shared = next((found for mode in modes if (found := getattr(mode, "sequence", None)) is not None), None)
+        if shared is None or not shared.now.length:
+            made: Tensor | None = self._original(batch_size, q_length, kv_length, *args, **kwargs)
+            return made
+        mask: Tensor | None = shared.rule(batch_size, q_length, **kwargs)
+        return mask

@@ -20,7 +20,7 @@ from ..randomness import Randomness, mix
 from ..schedules import Action
 from .functions import Functions
 from .reducer import Reducer
-from .sequence import SharedSequence, running
+from .sequence import MADE, SharedSequence
 from .units import Units
 from .versions import Versions
 
@@ -41,7 +41,7 @@ class Stages:
 
     def __call__(self, stage: int, batch: Batch, received: dict[int, Tensor]) -> tuple[dict[int, Tensor], Any]:
         """({value: tensor} for other stages, what the model returns) where that is the last stage, else None."""
-        with self.autocast(), running(self.sequence):
+        with self.autocast():
             arguments = arguments_of(self.inputs, batch)
             if self.staged is None:
                 return {}, self.model(**arguments)
@@ -58,9 +58,10 @@ class Stages:
 
 def arguments_of(inputs: Sequence[str], batch: Batch) -> Batch:
     """The batch's entries that a model is called with: these; where none are named, all but labels."""
+    made = {key.removeprefix(MADE): value for key, value in batch.items() if key.startswith(MADE)}
     if inputs:
-        return {key: batch[key] for key in inputs if key in batch}
-    return {key: value for key, value in batch.items() if not key.startswith(("label", "weft/"))}
+        return {key: batch[key] for key in inputs if key in batch} | made
+    return {key: value for key, value in batch.items() if not key.startswith(("label", "weft/"))} | made
 
 
 class Micros(Sequence[Batch]):

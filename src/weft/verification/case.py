@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..engine.engine import Loss, Optimizers
 from ..plans import Plan
+from .double import InDouble
 
 Batch = dict[str, Tensor]
 
@@ -29,6 +30,11 @@ class Case:
     inputs: tuple[str, ...] | None = None
     clip: float | None = None
     seed: int = 0
+
+    def laid(self, model: nn.Module, layout: str) -> Plan:
+        """`plan`, of a model in float64, which may have to run for it."""
+        with InDouble():
+            return self.plan(model, layout)
 
 
 def in_double(batch: Mapping[str, Any]) -> Batch:

@@ -12,6 +12,7 @@ from ..engine.engine import named_inputs
 from ..engine.work import arguments_of
 from ..plans import Plan
 from .case import Case
+from .double import InDouble
 
 
 def value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[int, int]:
@@ -22,7 +23,8 @@ def value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[int, i
     model = case.build().double()
     taken = max(2, plan.microbatch)  # batch norm asks for two
     micro = {key: value[:taken] for key, value in batch.items()}
-    recorded = chart(model, arguments_of(case.inputs or named_inputs(model), micro))
+    with InDouble():
+        recorded = chart(model, arguments_of(case.inputs or named_inputs(model), micro))
     values = cut(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
     parts = [_parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape)) * plan.sequence_size for v in values]
     rows = [plan.microbatch / taken if v.shape[:1] and v.shape[0] % taken == 0 else 1 for v in values]

@@ -7,6 +7,7 @@ what a layout does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class InDouble(TorchFunctionMode):
 
 
 def _grouped(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """`grouped_mm` of rows [n, in] with [groups, in, out]: rows up to offs[g] are of group g; what is left gives zeros."""
+    """`grouped_mm` of rows [n, in] with [groups, in, out]: rows up to offs[g] are group g's; what is left gives zeros."""
     ends = [0, *offs.tolist()]
-    parts = [x[start:stop] @ weights[g] for g, (start, stop) in enumerate(zip(ends, ends[1:], strict=False))]
+    parts = [x[start:stop] @ weights[g] for g, (start, stop) in enumerate(pairwise(ends))]
     return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weights.shape[-1])])

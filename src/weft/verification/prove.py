@@ -39,7 +39,7 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
     plain: Reference | None = None
     found = []
     for layout in layouts:
-        if Layout.parse(layout).live("pp") and case.plan(case.build().double(), layout).schedule.versions:
+        if Layout.parse(layout).live("pp") and case.laid(case.build().double(), layout).schedule.versions:
             found.append(run_delayed(case, layout, steps))
         else:
             plain = plain or run_reference(case, steps)

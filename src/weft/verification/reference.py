@@ -47,7 +47,7 @@ def run_reference(case: Case, steps: int) -> Reference:
     The whole batch goes through at once, unless batch norms make the microbatch part of what is computed.
     """
     model = case.build().double().train()
-    plan = case.plan(model, "dp1")
+    plan = case.laid(model, "dp1")
     inputs = case.inputs if case.inputs is not None else named_inputs(model)
     randomness = Randomness(case.seed)
     parallelize(

@@ -34,7 +34,8 @@ class Trace:
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """`scaled_dot_product_attention` is called with these."""
-        self.cores.append(Core(self.inside[-1], tuple(query.shape), tuple(key.shape), tuple(value.shape)))
+        needs_grad = any(x.requires_grad for x in (query, key, value))
+        self.cores.append(Core(self.inside[-1], tuple(query.shape), tuple(key.shape), tuple(value.shape), needs_grad))
 
 
 def first_tensor(value: Any) -> Tensor | None:
