@@ -67,6 +67,20 @@ def test_recomputed(pool: Pool, layout: str) -> None:
     holds(pool, subject("mixtral", "full"), layout)
 
 
+def skewed() -> nn.Module:
+    """All tokens choose the same experts, in the first step."""
+    model = hugging_face("mixtral")
+    for name, p in model.named_parameters():
+        if name.endswith("gate.weight"):
+            nn.init.zeros_(p)
+    return model
+
+
+@pytest.mark.parametrize("layout", ["ep2", "ep4", "dp2+ep.cp2+ep"])
+def test_where_no_token_comes(pool: Pool, layout: str) -> None:
+    holds(pool, Subject(skewed, tokens, next_token, (("accumulate", 2),), 0.1), layout)
+
+
 @pytest.mark.parametrize(
     ("build", "layout", "says"),
     [

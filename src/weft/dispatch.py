@@ -7,7 +7,7 @@ the module's own forward with what has come to those it has, and sends that back
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,10 @@ def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.Proc
 
 
 def dispatched(
-    forward: Callable[..., Tensor], experts: int, group: dist.ProcessGroup, tokens: Tensor, index: Tensor,
-    weights: Tensor, *rest: Any, **named: Any,
+    forward: Callable[..., Tensor], params: Sequence[Tensor], experts: int, group: dist.ProcessGroup, tokens: Tensor,
+    index: Tensor, weights: Tensor, *rest: Any, **named: Any,
 ) -> Tensor:  # fmt: skip
-    """`forward`, of a module that holds its part of the `experts`: [n, dim], int [n, k], [n, k] -> [n, dim]."""
+    """`forward` of a module that has its part of the experts in `params`: [n, dim], int [n, k], [n, k] -> [n, dim]."""
     size = dist.get_world_size(group)
     each, k = experts // size, index.shape[-1]
     wanted = index.reshape(-1)
@@ -54,6 +54,8 @@ def dispatched(
     mine = torch.arange(each, device=index.device).repeat(size).repeat_interleave(coming.flatten())
     ones = torch.ones(len(mine), 1, dtype=weights.dtype, device=weights.device)
     made = forward(here, mine.unsqueeze(1).to(index.dtype), ones, *rest, **named)
+    if not len(here):  # as on one device, experts that no token chose have a gradient, of zeros
+        made = made + sum(p.reshape(-1)[:1].sum() * 0.0 for p in params)
     back: Tensor = _Exchange.apply(made, received, sent, group)
     factors = weights.reshape(-1)[order].unsqueeze(-1)
     return torch.zeros_like(tokens).index_add(0, rows, (back * factors).to(tokens.dtype))
@@ -66,6 +68,6 @@ def spread(module: nn.Module, experts: int, group: dist.ProcessGroup | None) -> 
     forward = module.forward
 
     def call(tokens: Tensor, index: Tensor, weights: Tensor, *rest: Any, **named: Any) -> Tensor:
-        return dispatched(forward, experts, group, tokens, index, weights, *rest, **named)
+        return dispatched(forward, [*module.parameters()], experts, group, tokens, index, weights, *rest, **named)
 
     module.forward = call  # type: ignore[method-assign]

@@ -34,7 +34,7 @@ class InDouble(TorchFunctionMode):
 
 
 def _grouped(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """`grouped_mm` of rows [n, in] with [groups, in, out]: rows up to offs[g] are group g's; what is left gives zeros."""
+    """`grouped_mm` of rows [n, in] with [groups, in, out]: rows up to offs[g] are group g's, the rest gives zeros."""
     ends = [0, *offs.tolist()]
     parts = [x[start:stop] @ weights[g] for g, (start, stop) in enumerate(pairwise(ends))]
     return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weights.shape[-1])])
