@@ -60,6 +60,7 @@ def main() -> None:
     result = engine.evaluate(next(held_out))
     if first:
         print(f"held out: loss {result.loss:.3f}")
+    engine.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

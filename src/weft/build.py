@@ -28,7 +28,7 @@ from .layout import Layout
 from .losses import Loss
 from .plans import Plan
 from .roles import find
-from .syncs import AnyTime, EachStep, Sync
+from .syncs import AnyTime, EachPeriod, EachStep, Sync
 from .text import extra
 from .train import schedule
 
@@ -249,6 +249,11 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
     made = optimizer(run)([("", nn.Parameter(torch.zeros(1)))])
     for each in plans:
         check_codec(made, each)
+    for each in plans:
+        period = each.sync.period if each.separate and isinstance(each.sync, EachPeriod) else 1
+        if period > run.train.steps:
+            problem = f"the run ends after {run.train.steps} steps, and its replicas would never agree"
+            raise ConfigError("sync.period", period, problem, f"use at most {run.train.steps}")
     for split, held in (("train", train), *([("val", dataset(run, "val"))] if run.train.eval_every else [])):
         if len(held) < run.train.batch:
             problem = f"the split {split!r} has {len(held)} samples, less than one batch"

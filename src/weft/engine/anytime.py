@@ -60,6 +60,7 @@ class Server:
                 self._optimizer.state[p] = state[name]
         self._changed = threading.Condition()
         self._clocks = dict.fromkeys(quorum.members, clock)  # worker -> steps taken
+        self._done: set[int] = set()  # workers that have taken all
         self._given = dict.fromkeys(quorum.members, clock)  # worker -> steps taken when it last got weights
         self._until = dict.fromkeys(quorum.members, time.monotonic() + START_S)  # when silence becomes too long
         self._served: dict[int, str] = {}  # worker -> the ticket of its connection
@@ -125,6 +126,8 @@ class Server:
                     through(sync.codec.reduce(grad, codec, self._part.shapes, peers), wire, None)
                 self._reply(worker, ticket, group, self._step(worker, ticket, grad, ask[1:].tolist()))
             elif kind == DONE:
+                with self._changed:
+                    self._done.add(worker)
                 self._drop(worker, ticket)
             elif kind in (STATE, FINAL):
                 if kind == FINAL:
@@ -153,9 +156,9 @@ class Server:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The replicas that take steps."""
+        """The replicas that take steps, or have taken all."""
         with self._changed:
-            return tuple(sorted(self._clocks))
+            return tuple(sorted({*self._clocks, *self._done}))
 
     # ---- steps -----------------------------------------------------------------------------------------------
 

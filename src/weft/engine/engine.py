@@ -281,6 +281,12 @@ class Engine:
                 self.server.close()
         return True
 
+    def close(self) -> None:
+        """All steps are taken; all ranks call it before the process group is destroyed. Where servers hold the weights,
+        the replica that leads then has the last ones."""
+        self.gather(last=True)
+        self.leave()
+
     def _like(self, p: nn.Parameter, value: Tensor) -> Tensor:
         """A tensor of a parameter's optimizer state, laid as the parameter is."""
         if not isinstance(p, DTensor) or value.shape != local(p).shape or not value.ndim:

@@ -73,8 +73,10 @@ class Traffic:
             by_axis["dp"] = by_axis.get("dp", 0.0) + outer.sent_bytes / self._steps
         parts = [f"{axis} {decimal(round(nbytes))}" for axis, nbytes in by_axis.items()]
         text = f"a rank sends {', '.join(parts)} a step"
-        plain, actual = self._plain(), by_axis.get("dp", 0.0)
-        return f"{text}; over dp 1/{plain / actual:.3g} of what gradients take" if plain and actual else text
+        plain, actual, sync = self._plain(), by_axis.get("dp", 0.0), self._engine.whole.sync
+        if not plain or not actual or sync is None or (outer is None and sync.codec.name == "identity"):
+            return text
+        return f"{text}; over dp 1/{plain / actual:.3g} of what an all-reduce of gradients sends"
 
     def _plain(self) -> float:
         engine, size = self._engine, self._engine.whole.layout.size("dp")
