@@ -41,8 +41,15 @@ def hugging_face(kind: str) -> nn.Module:
     return model
 
 
-def subject(kind: str, recompute: Any = "none") -> Subject:
-    return Subject(partial(hugging_face, kind), tokens, next_token, (("accumulate", 2), ("recompute", recompute)), 0.1)
+def subject(kind: str, recompute: Any = "none", **options: Any) -> Subject:
+    build = partial(hugging_face, kind) if not options else partial(decoder, VOCAB, 32, 2, 4, 4, **options)
+    return Subject(build, tokens, next_token, (("accumulate", 2), ("recompute", recompute)), 0.1)
+
+
+GATES: dict[str, dict[str, Any]] = {
+    "softmax": {"experts": 4, "hidden": 24, "balance": 0.5, "z": 0.1},
+    "sigmoid": {"experts": 8, "active": 3, "shared": 1, "hidden": 24, "gate": "sigmoid", "balance": 0.5, "tied": True},
+}
 
 
 LAYOUTS = [
@@ -65,6 +72,30 @@ def test_every_model(pool: Pool, kind: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["ep2", "fsdp2+ep"])
 def test_recomputed(pool: Pool, layout: str) -> None:
     holds(pool, subject("mixtral", "full"), layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp2",
+        "ep2",
+        "dp2+ep.cp2+ep",
+        "fsdp2.ep2",
+        "pp2.ep2",
+        "ep2.tp2",
+        "ep2.tp2+sequence",
+        "tp2+sequence",
+        "cp2+ulysses",
+    ],
+)
+@pytest.mark.parametrize("gate", GATES)
+def test_a_decoder_with_experts(pool: Pool, gate: str, layout: str) -> None:
+    """Its losses that balance the gate are of all tokens of a microbatch, on any layout."""
+    holds(pool, subject("", **GATES[gate]), layout)
+
+
+def test_a_decoder_with_experts_recomputed(pool: Pool) -> None:
+    holds(pool, subject("", "full", **GATES["softmax"]), "ep2.cp2")
 
 
 def skewed() -> nn.Module:
@@ -92,3 +123,9 @@ def test_where_no_token_comes(pool: Pool, layout: str) -> None:
 def test_refused(build: Any, layout: str, says: str) -> None:
     with pytest.raises(Refusal, match=says):
         weft.plan(build(), layout, batch=12, loss=next_token)
+
+
+@pytest.mark.parametrize("sync", ["local_sgd", "parameter_server"])
+def test_replicas_have_all_experts_to_themselves(sync: str) -> None:
+    with pytest.raises(Refusal, match="spreads experts over them"):
+        weft.plan(hugging_face("mixtral"), "dp2+ep", batch=12, loss=next_token, sync=sync)

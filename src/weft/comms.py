@@ -80,12 +80,14 @@ def predict(
     values: Mapping[int, int] | None = None,
     cores: Iterable[Core] = (),
     routings: Iterable[Routing] = (),
+    shares: Iterable[tuple[str, int]] = (),
 ) -> list[Comm]:
     """The collectives of the first optimizer step on `rank`, and what it sends to other stages.
 
     `itemsize`: bytes of an element of activations and of gradients. `unreached`: parameters that get no gradient.
     `buffers`: bytes of each buffer that is broadcast at the start of a step. `values`: bytes of each value that crosses
-    stages, of one microbatch on one rank. `cores`: the model's attention. `routings`: where its tokens go.
+    stages, of one microbatch on one rank. `cores`: the model's attention. `routings`: where its tokens go. `shares`:
+    modules that ask which share of choices each of so many experts has.
     """
     whole, plan = plan, plan.of(rank)
     comms: list[Comm] = []
@@ -96,6 +98,9 @@ def predict(
             comms += _statistics(plan, name, microbatch, crossings, itemsize)
         for routing in routings:
             comms += _dispatch(plan, whole, routing, microbatch, rank, itemsize)
+        for module, experts in shares:
+            if plan.staging is None or plan.stage_of(module) in whole.stages(rank):
+                comms += _shares(plan, module, experts, microbatch)
         for core in cores if plan.sequence_size > 1 else ():
             if plan.staging is None or plan.stage_of(core.module) in whole.stages(rank):
                 comms += _attention(plan, core, microbatch, itemsize)
@@ -236,6 +241,15 @@ def _dispatch(plan: Plan, whole: Plan, routing: Routing, microbatch: int, rank: 
     for when in ("forward", "backward", *("recompute",) * again):
         for nbytes in (here, sent):
             yield Comm("all_to_all", axis, nbytes, when, routing.module)
+
+
+def _shares(plan: Plan, module: str, experts: int, microbatch: int) -> Iterator[Comm]:
+    """How many choices each expert has, summed over all ranks with tokens of their own."""
+    sliced = any(s.interior == "sequence" and module.startswith(s.module + ".") for s in plan.steps)
+    axis = ".".join(plan.layout.live(*TOKEN_AXES, *(("tp",) if sliced else ())))
+    if axis:
+        for when in ("forward", *("recompute",) * _recomputations(plan, module, microbatch)):
+            yield Comm("all_reduce", axis, experts * 8, when, module)
 
 
 def _recomputations(plan: Plan, module: str, microbatch: int) -> int:

@@ -115,6 +115,11 @@ def plan(
 def _check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: str) -> list[str]:
     """What can be said of a synchroniser before any process starts. Returns notes."""
     size = layout.size("dp")
+    if size > 1 and "ep" in layout.option("dp") and not (isinstance(sync, EachStep) and sync.route != "owners"):
+        raise ConfigError(
+            "sync.name", sync.name, f"each replica is to have all weights, and {layout} spreads experts over them",
+            'use ep, or fsdp with +ep, beside dp, or name = "allreduce" or "ring"',
+        )  # fmt: skip
     if staged is not None and staged.versions:
         raise ConfigError(
             "sync.name", f"{sync.name}, {sync.codec.name}",

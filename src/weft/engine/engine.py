@@ -188,7 +188,7 @@ class Engine:
         versions = None
         if plan.schedule.versions:
             versions = Versions(self.model, plan, self.mesh, self.params, lambda: self.optimizer.step())
-        functions = Functions(self.randomness, plan.recompute == "selective", parts)
+        functions = Functions(self.randomness, plan.recompute == "selective", parts, mesh=self.mesh)
         self._training = Training(
             self.stages,
             self.mesh,
@@ -371,7 +371,8 @@ class Engine:
             self._let_in_others()
             if self.outer.left:
                 self._catch_up()
-        if self.plan.recompute != "selective" and self.randomness.drawn == 0 and not self.sequence:
+        needed = self.sequence or (training.functions is not None and training.functions.routed)
+        if self.plan.recompute != "selective" and self.randomness.drawn == 0 and not needed:
             training.functions = None  # a model without dropout pays nothing for it after the first step
         return result
 

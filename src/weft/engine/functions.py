@@ -13,14 +13,18 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import CannotCut
+from ..layout import TOKEN_AXES
 from ..masks import causal_mask
+from ..mesh import Mesh
 from ..randomness import DROPOUTS, DROPOUTS_OF_CHANNELS, Randomness
+from ..routing import WithLoss, shares, with_loss
 from .sequence import SharedSequence
 
 _SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
@@ -36,15 +40,18 @@ _multi_head_attention = FunctionType(
 
 class Functions(TorchFunctionMode):
     """Active around forward. `attention_cores` counts the cores that it recomputes. `sequence`: which ranks share.
-    `seen`: told of every call of attention."""
+    `seen`, `shared`: told of every call of attention, and for how many experts shares are asked. `mesh`: whose ranks
+    have other tokens."""
 
     def __init__(
         self, randomness: Randomness, selective: bool, sequence: SharedSequence | None = None,
-        seen: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+        seen: Callable[[Tensor, Tensor, Tensor], None] | None = None, mesh: Mesh | None = None,
+        shared: Callable[[int], None] | None = None,
     ):  # fmt: skip
         super().__init__()
         self.randomness, self.selective, self.attention_cores = randomness, selective, 0
-        self.sequence, self.seen = sequence, seen
+        self.sequence, self.seen, self.shared, self.mesh = sequence, seen, shared, mesh
+        self.scale, self.routed = 1.0, False  # of the loss that backward starts from; whether experts have asked
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -53,6 +60,11 @@ class Functions(TorchFunctionMode):
         if func is causal_mask and self._shared():
             assert self.sequence is not None
             return self.sequence.mask(*args)
+        if func is shares:
+            return self._shares(*args)
+        if func is with_loss:
+            self.routed = True
+            return WithLoss.apply(*args, self.scale)
         if func is torch.arange and self._shared():
             assert self.sequence is not None
             return self.sequence.counted(*args, **kwargs)
@@ -108,6 +120,18 @@ class Functions(TorchFunctionMode):
             self.attention_cores += 1
             return checkpoint(core, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         return core(*args, **kwargs)
+
+    def _shares(self, index: Tensor, experts: int) -> Tensor:
+        """`routing.shares`, of the tokens of all ranks."""
+        if self.shared is not None:
+            self.shared(experts)
+        self.routed = True
+        counts = torch.bincount(index.reshape(-1), minlength=experts)
+        axes = (*TOKEN_AXES, "tp") if self.randomness.interior == "sequence" else TOKEN_AXES
+        group = self.mesh.group(*axes) if self.mesh is not None else None
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        return counts / counts.sum()
 
     def _shared(self) -> bool:
         """Whether this rank has a part of the sequences that run."""

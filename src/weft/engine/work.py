@@ -154,6 +154,8 @@ class Training:
 
     def begin(self, step: int, micros: Sequence[Batch], scale: float) -> None:
         self.step, self.micros, self.scale = step, micros, scale
+        if self.functions is not None:
+            self.functions.scale = scale
         self.total, self.agreed = torch.zeros(6, dtype=torch.float64, device=self.stages.device), None
         self.reducer.begin()
         if self.versions is not None:

@@ -6,11 +6,16 @@ The architecture is that of Llama (Touvron et al. 2023); a head of `kv_heads` se
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.masks import causal_mask
+
+from .experts import Mixture
 
 
 def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
@@ -62,12 +67,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each after a norm and around a residual; x [b, s, dim] -> [b, s, dim]."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int, rope_base: float, dropout: float):
+    def __init__(self, dim: int, heads: int, kv_heads: int, mlp: nn.Module, rope_base: float, dropout: float):
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
         self.attention = Attention(dim, heads, kv_heads, rope_base)
         self.mlp_norm = nn.RMSNorm(dim, eps=1e-5)
-        self.mlp = MLP(dim, hidden)
+        self.mlp = mlp
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -93,20 +98,29 @@ class Decoder(nn.Module):
         tied: bool,
         rope_base: float,
         dropout: float,
+        mixture: Mapping[str, Any] | None,
     ):
         super().__init__()
         self.seq_len = seq_len
         self.embedding = nn.Embedding(vocab, dim)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(dim, heads, kv_heads, hidden, rope_base, dropout) for _ in range(layers))
+
+        def mlp() -> nn.Module:
+            if mixture is None:
+                return MLP(dim, hidden)
+            options = dict(mixture)
+            shared = options.pop("shared")
+            return Mixture(dim, hidden, shared=MLP(dim, hidden * shared) if shared else None, **options)
+
+        self.blocks = nn.ModuleList(Block(dim, heads, kv_heads, mlp(), rope_base, dropout) for _ in range(layers))
         self.norm = nn.RMSNorm(dim, eps=1e-5)
         self.head = nn.Linear(dim, vocab, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
         for name, weight in self.named_parameters():
-            if weight.dim() == 2:
+            if weight.dim() > 1:
                 # The 2 * layers branches add up on the residual stream: GPT-2 scales their last weights down.
-                branch = name.endswith(("attention.wo.weight", "mlp.down.weight"))
+                branch = name.endswith(("attention.wo.weight", "down.weight", "experts.down"))
                 nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5 if branch else 0.02)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -130,11 +144,19 @@ def decoder(
     tied: bool = False,
     rope_base: float = 10000.0,
     dropout: float = 0.0,
+    experts: int = 0,
+    active: int = 2,
+    shared: int = 0,
+    gate: str = "softmax",
+    balance: float = 0.01,
+    z: float = 0.0,
 ) -> nn.Module:
     """A decoder of `layers` blocks of width `dim`.
 
     `kv_heads` is `heads` if left out; `hidden`, the width inside the MLP, is 8/3 dim rounded up to a multiple of 32;
-    `seq_len` is the longest input taken; `tied` shares the embedding's weight with the head. Weights are drawn from
+    `seq_len` is the longest input taken; `tied` shares the embedding's weight with the head. With `experts` each MLP is
+    a mixture of so many of width `hidden`, of which a `gate`, "softmax" or "sigmoid", picks `active` for each token,
+    beside `shared` that all use; `balance` and `z` are factors of its losses. Weights are drawn from
     torch's global generator: the same torch.manual_seed gives the same model. Raises ValueError.
     """
     kv_heads = heads if kv_heads is None else kv_heads
@@ -143,4 +165,11 @@ def decoder(
         raise ValueError(f"dim = {dim} must be a multiple of 2 * heads = {2 * heads}: RoPE rotates pairs in each head")
     if heads % kv_heads:
         raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
-    return Decoder(vocab, dim, layers, heads, kv_heads, hidden, seq_len, tied, rope_base, dropout)
+    mixture = None
+    if experts:
+        if gate not in ("softmax", "sigmoid"):
+            raise ValueError(f"gate = {gate!r} is neither softmax nor sigmoid")
+        if not 1 <= active <= experts:
+            raise ValueError(f"active = {active} must be from 1 to experts = {experts}")
+        mixture = {"experts": experts, "active": active, "kind": gate, "shared": shared, "balance": balance, "z": z}
+    return Decoder(vocab, dim, layers, heads, kv_heads, hidden, seq_len, tied, rope_base, dropout, mixture)

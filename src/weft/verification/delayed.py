@@ -46,7 +46,11 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
             micro = {key: value[m * size : (m + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(m * size, (m + 1) * size)))
             weights = {n: p for s, names in enumerate(versions) for n, p in names[used[s, m]].items()}
-            with InDouble(), traced(model, size) as trace, Functions(randomness, False, seen=trace.attention):
+            with (
+                InDouble(),
+                traced(model, size) as trace,
+                Functions(randomness, False, seen=trace.attention, shared=trace.shared),
+            ):
                 output = torch.func.functional_call(model, weights, (), arguments_of(inputs, micro))
                 part, count = case.loss(output, micro)
                 (part * (1.0 / (torch.as_tensor(count).double() * shared[m]))).backward()

@@ -116,6 +116,7 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         values,
         reference.traces[0].cores,
         reference.traces[0].routings,
+        reference.traces[0].shares,
     )
     first = min(found, key=_when, default=None)
     together = _together(layout, (errors, first, problem, totals(predicted), totals(seen)))

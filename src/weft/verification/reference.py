@@ -66,8 +66,8 @@ def run_reference(case: Case, steps: int) -> Reference:
             micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
             with InDouble(), traced(model, size) if step == 0 else nullcontext() as trace:
-                seen = trace.attention if trace is not None else None
-                with Functions(randomness, selective=False, seen=seen):
+                seen, shared = (trace.attention, trace.shared) if trace is not None else (None, None)
+                with Functions(randomness, selective=False, seen=seen, shared=shared):
                     part, count = case.loss(model(**arguments_of(inputs, micro)), micro)
                     part.backward()
             if trace is not None:

@@ -30,7 +30,12 @@ class Trace:
     backward: list[str] = field(default_factory=list)
     cores: list[Core] = field(default_factory=list)
     routings: list[Routing] = field(default_factory=list)
+    shares: list[tuple[str, int]] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # the modules that run now, the innermost last
+
+    def shared(self, experts: int) -> None:
+        """`routing.shares` is called for so many experts."""
+        self.shares.append((self.inside[-1], experts))
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """`scaled_dot_product_attention` is called with these."""
