@@ -224,12 +224,17 @@ def _dispatch(plan: Plan, whole: Plan, routing: Routing, microbatch: int, rank: 
     index, size = routing.index, plan.layout.size(EXPERTS)
     length, each = len(index) // plan.batch, step.dispatch // size
     mine = plan.layout.index(rank, EXPERTS)
+    sliced = any(s.interior == "sequence" and routing.module.startswith(s.module + ".") for s in plan.steps)
 
     def routed(peer: int) -> Tensor:
         data = plan.layout.index(peer, *DATA_AXES)
         first = (microbatch * plan.data_size + data) * plan.microbatch
         rows = index.unflatten(0, (plan.batch, length))[first : first + plan.microbatch]
-        return rows[:, whole.positions(peer, length)] // each
+        held = whole.positions(peer, length)
+        if sliced:
+            here, parts = plan.layout.index(peer, "tp"), plan.layout.size("tp")
+            held = held[here * len(held) // parts : (here + 1) * len(held) // parts]
+        return rows[:, held] // each
 
     here = (
         sum(int((routed(peer) == mine).sum()) for peer in plan.layout.peers(rank, EXPERTS)) * routing.width * itemsize

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comms import Comm, predict, totals
+from ..comms import Comm, Routing, predict, totals
 from ..engine import Engine
 from ..engine.reducer import local
 from ..layout import DATA_AXES
@@ -115,7 +115,7 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         rank,
         values,
         reference.traces[0].cores,
-        reference.traces[0].routings,
+        _routings(reference.traces),
         reference.traces[0].shares,
     )
     first = min(found, key=_when, default=None)
@@ -387,6 +387,12 @@ def _differs(engine: Engine, name: str, call: int, mine: Calls, references: list
     return compared
 
 
+def _routings(traces: list[Trace]) -> list[Routing]:
+    """Of the whole batch."""
+    together = zip(*(trace.routings for trace in traces), strict=True)
+    return [replace(each[0], index=torch.cat([one.index for one in each])) for each in together]
+
+
 def _own_positions(engine: Engine, value: Tensor, want: Tensor) -> Tensor:
     """Of a whole activation, the positions that this rank has, where ranks share the sequence."""
     length, size = engine.sequence.now.length, engine.plan.sequence_size
@@ -413,6 +419,10 @@ def _local_part(engine: Engine, name: str, value: Tensor, want: Tensor) -> Tenso
         return None
     dim = dims[0]
     index, size = engine.mesh.index("tp"), engine.mesh.size("tp")
+    samples = engine.plan.microbatch
+    if dim == 0 and _in_sequence(engine.plan, name) and value.shape[0] * size == want.shape[0]:
+        rows = want.unflatten(0, (samples, -1))  # samples and positions in one dim, positions cut
+        return rows.narrow(1, index * (rows.shape[1] // size), rows.shape[1] // size).flatten(0, 1)
     for step in engine.plan.steps:
         for p in step.params:
             if step.module == name and p.cut is not None and p.name.endswith("weight") and dim == want.ndim - 1:

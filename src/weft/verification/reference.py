@@ -41,10 +41,11 @@ class Reference:
     unreached: frozenset[str] = frozenset()  # parameters that get no gradient
 
 
-def run_reference(case: Case, steps: int) -> Reference:
+def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Reference:
     """`steps` optimizer steps of the case on this process alone.
 
-    The whole batch goes through at once, unless batch norms make the microbatch part of what is computed.
+    The whole batch goes through at once, unless the microbatch is part of what is computed: with batch norms, or
+    `routing.shares` of experts.
     """
     model = case.build().double().train()
     plan = case.laid(model, "dp1")
@@ -54,7 +55,8 @@ def run_reference(case: Case, steps: int) -> Reference:
         plan, model, Mesh(plan.layout, torch.device("cpu"), alone=True), randomness
     )  # names the places of dropout
     optimizer = case.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-    pieces = plan.accumulate if any(isinstance(m, _BatchNorm) for m in model.modules()) else 1
+    in_microbatches |= any(isinstance(m, _BatchNorm) for m in model.modules())
+    pieces = plan.accumulate if in_microbatches else 1
     found = Reference(tuple(name for name, _ in model.named_parameters()))
     for step in range(steps):
         batch = in_double(case.batch(step, 0, 1))
@@ -72,6 +74,8 @@ def run_reference(case: Case, steps: int) -> Reference:
                     part.backward()
             if trace is not None:
                 found.traces.append(trace)
+                if trace.shares and not in_microbatches and plan.accumulate > 1:
+                    return run_reference(case, steps, in_microbatches=True)
             loss_sum += part.detach()
             weight += torch.as_tensor(count).detach()
         for p in model.parameters():
