@@ -292,6 +292,25 @@ def test_one_that_always_fails_stays_out(capfd: pytest.CaptureFixture) -> None:
     assert "the others go on without it" in said
 
 
+def without_a_store() -> None:
+    from weft.launch.processes import company
+
+    here = company()
+    assert here is not None
+    if here.replica == 0:
+        started = map(int, os.popen(f"pgrep -P {os.getppid()}").read().split())
+        keeper = max(pid for pid in started if pid < os.getpid())  # the last one before the first replica
+        os.kill(keeper, signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_store_that_dies_ends_the_run() -> None:
+    started = time.monotonic()
+    with pytest.raises(WeftError, match="keeps the store where replicas meet has died"):
+        replicas.run(without_a_store, [[0], [1]])
+    assert time.monotonic() - started < 30
+
+
 def test_one_that_is_needed_ends_the_run() -> None:
     with pytest.raises(WorkerDied, match="incarnation 0 is no better"):
         replicas.run(always, [[0], [1]], needed={1})

@@ -98,7 +98,10 @@ class Found:
 
     def __init__(self, results: dict[str, dict[str, Any]], replicas: str, mark: int = TARGET):
         self.mark = mark
-        self.train: dict[str, Any] = results.get("train", {}).get("runs", {}).get(replicas, {})
+        trained = results.get("train", {}).get("runs", {})
+        # DDP's losses are those of the batch, on however many replicas
+        plain = {PLAIN: trained["2"][PLAIN]} if PLAIN in trained.get("2", {}) else {}
+        self.train: dict[str, Any] = plain | trained.get(replicas, {})
         self.time: dict[str, Any] = {
             rate: {side: _median(entry["measured"]) for side, entry in sides.items()}
             for rate, sides in results.get("time", {}).get("runs", {}).get(replicas, {}).items()

@@ -30,8 +30,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Self
@@ -48,6 +50,7 @@ Backend = Literal["gloo", "nccl"]
 POLL_S = 0.2
 GRACE_S = 0.5  # after the first failure: a killed peer is seen later than the errors of those that lost it
 END_S = 1.0  # from SIGTERM to SIGKILL
+STORE_S = 15.0  # for an answer of the store where replicas meet
 STACK = 6  # innermost calls shown of a rank that hangs
 
 
@@ -113,7 +116,7 @@ class Pool:
             for rank in range(world)
         ]
         try:
-            with meeting_store() if apart else nullcontext() as store:
+            with meeting_store() if apart else nullcontext((None, None)) as (store, _):
                 for replica, ranks in enumerate(apart):
                     for index, rank in enumerate(ranks):
                         seat = Seat(store.port, replica, 0, world) if store is not None else None
@@ -174,15 +177,16 @@ def _release_threads() -> None:
 
 
 @contextmanager
-def meeting_store() -> Iterator[dist.TCPStore]:
-    """Where replicas that are worlds of their own meet. A process of its own keeps it: its thread would hold locks when
-    this process forks, and the fork would wait for them for ever."""
+def meeting_store() -> Iterator[tuple[dist.TCPStore, BaseProcess]]:
+    """Where replicas that are worlds of their own meet, and the process that keeps it: the store's thread would hold
+    locks when this process forks, and the fork would wait for them for ever."""
     here, theirs = multiprocessing.Pipe()
     keeper = _context("gloo").Process(target=_keep, args=(theirs, os.getpid()))  # type: ignore[attr-defined]
     keeper.start()
     theirs.close()
     try:
-        yield dist.TCPStore("127.0.0.1", here.recv(), is_master=False, wait_for_workers=False)
+        port, patience = here.recv(), timedelta(seconds=STORE_S)
+        yield dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience), keeper
     finally:
         keeper.kill()
         keeper.join()

@@ -22,11 +22,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ..engine.quorum import Company, ended, is_left_out
-from ..errors import WorkerDied
+from ..errors import WeftError, WorkerDied
 from ..syncs import TIMEOUT_S
 from . import processes
 from .environment import environment, local_world
-from .processes import POLL_S, Backend, Seat, Task, Watch, Worker, end, sigterm_for
+from .processes import END_S, POLL_S, Backend, Seat, Task, Watch, Worker, end, sigterm_for
 
 RESTARTS = 3  # of one replica
 LAST_S = 5.0  # after the others are done, for replicas that were left out and do not end
@@ -61,17 +61,23 @@ def run(
 
     results: list[Any] = [None] * size
     try:
-        with processes.meeting_store() as store, ExitStack() as before, sigterm_for(every) as stopping:
+        with processes.meeting_store() as (store, keeper), ExitStack() as before, sigterm_for(every) as stopping:
             before.callback(end, every)  # while they can still meet
             running = {replica: (0, *started(store, replica, 0)) for replica in range(len(worlds))}
             done, last, first = 0, time.monotonic(), None
             while running:
                 served = bool(needed) and not set(needed) & running.keys()  # who is not done by then cannot go on
-                over = served or all(is_left_out(store, each) for each in running)
+                try:
+                    over = served or (keeper.is_alive() and all(is_left_out(store, each) for each in running))
+                except dist.DistNetworkError:
+                    keeper.join(END_S)
+                if not keeper.is_alive():
+                    raise WeftError("the process that keeps the store where replicas meet has died; --resume goes on")
                 if done and over and time.monotonic() > last + LAST_S:
                     _tell(f"replicas {', '.join(map(str, running))} stall, and the others are done: ended")
                     break
-                wait([event for _, _, watch in running.values() for event in watch.events()], timeout=POLL_S)
+                events = [event for _, _, watch in running.values() for event in watch.events()]
+                wait([*events, keeper.sentinel], timeout=POLL_S)
                 for replica, (incarnation, workers, watch) in list(running.items()):
                     if not watch.over():
                         continue
