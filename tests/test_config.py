@@ -229,7 +229,7 @@ def test_building_a_model_leaves_the_random_state_alone(tmp_path: Path) -> None:
         ("optimizer.lr", "-1.0", "optimizer", "adamw refuses: Invalid learning rate"),
         ("model.inputs", '["input_id"]', "model.inputs", 'did you mean "input_ids"?'),
         ("layout.axes", "dp3", "train.batch", "such as 9"),
-        ("layout.axes", "dp2.cp2", "layout", "there is no axis 'cp'"),
+        ("layout.axes", "dp2.xp2", "layout", "there is no axis 'xp'"),
     ],
 )
 def test_what_cannot_be_built_is_named(tmp_path: Path, key: str, value: str, field: str, says: str) -> None:

@@ -278,7 +278,8 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     assert mesh.device_mesh is not None
     sharded = {param.name for step in units for param in step.params}
     absent = {p for p in modules[""].parameters() if isinstance(p, Ghost)}  # another stage's
-    absent |= {modules[""].get_parameter(w.name) for w in plan.weights if w.name not in sharded}  # experts
+    spread = {param.name for step in plan.steps for param in step.params if param.axis == EXPERTS}
+    absent |= {modules[""].get_parameter(name) for name in spread - sharded}
     for step in units:
         gather = step.gather
         assert gather is not None
