@@ -40,15 +40,15 @@ def shared(layout: str, length: int, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     plan = weft.plan(nn.Linear(1, 1), layout, batch=1)
     mesh = Mesh(plan.layout, torch.device("cpu"))
-    sequence = SharedSequence(plan, mesh, Randomness(0), ())
+    sequence = SharedSequence(plan, mesh, Randomness(0), (), ())
     sequence.now = Now(length)
     query, key, value = _inputs(length // sequence.size)
     pairs = 0
     counted = attention.Blocks.pairs
 
-    def count(self: attention.Blocks, source: int, device: torch.device) -> list:
+    def count(self: attention.Blocks, source: int, device: torch.device, fused: bool) -> list:
         nonlocal pairs
-        found = counted(self, source, device)
+        found = counted(self, source, device, fused)
         for _, _, queries, keys, mask in found:
             rows, columns = queries[1] - queries[0], keys[1] - keys[0]
             seen = rows * (rows + 1) // 2 if self.causal(queries, keys, mask) else rows * columns
