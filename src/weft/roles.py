@@ -12,13 +12,14 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from .errors import CannotCut, ConfigError, nearest
-from .plans import Cut
+from .layout import Layout
+from .plans import Cut, Weight
 
 KINDS = ("column", "row", "embedding", "head", "whole", "attention")
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
@@ -88,6 +89,11 @@ class Roles:
     def of_experts(self, name: str) -> bool:
         """Whether a parameter has a part for each expert."""
         return any(name.startswith(module + ".") for module, _ in self.experts)
+
+    def alike(self, weights: Iterable[Weight], layout: Layout, axis: str) -> list[Weight]:
+        """Those that are the same on all ranks of an axis, or a gathering of them: not experts that it spreads."""
+        spread = "ep" in layout.option(axis)
+        return [w for w in weights if not (spread and self.of_experts(w.name))]
 
     def stacks(self) -> tuple[tuple[str, ...], ...]:
         """The lists of blocks all of which hold a chain: where a residual stream runs from first to last."""

@@ -554,8 +554,7 @@ class Engine:
         other means than those that weft replaces. The first positions tell, as many as are quickly run whole."""
         self.tried = True
         length, parts = self.sequence.length(sample), self.sequence.multiple * 2
-        if length < parts or length % self.sequence.multiple:
-            self.sequence.positions(length, self.mesh.device)
+        self.sequence.positions(length, self.mesh.device)  # refuses what does not divide
         short = min(length, max(parts, 256 // parts * parts)) // self.sequence.multiple * self.sequence.multiple
         sample = {k: v[:, :short] if v.ndim > 1 and v.shape[1] == length else v for k, v in sample.items()}
         whole, part = first_of(self._output(sample, None)), first_of(self._output(sample, self._in_parts))

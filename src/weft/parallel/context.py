@@ -34,5 +34,4 @@ def steps(
         raise LayoutError("layout", str(layout), f"{' and '.join(methods)} at once", fix)
     if methods[0] == "ulysses" and layout.live("up"):
         raise LayoutError("layout", str(layout), "up is Ulysses already", "write one axis, or cp+ring or cp+gather")
-    spread = "ep" in layout.option(AXIS)
-    yield divided(AXIS, methods[0], [w for w in weights if not (spread and roles.of_experts(w.name))])
+    yield divided(AXIS, methods[0], roles.alike(weights, layout, AXIS))

@@ -21,6 +21,5 @@ def steps(
     model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
 ) -> Iterator[Step]:
     """One Step on the whole model: each gradient is a partial sum over `dp`."""
-    spread = "ep" in layout.option(AXIS)
-    params = (Param(w.name, AXIS, COPY, COPY, SUM) for w in weights if not (spread and roles.of_experts(w.name)))
+    params = (Param(w.name, AXIS, COPY, COPY, SUM) for w in roles.alike(weights, layout, AXIS))
     yield Step("", "data", params=tuple(params))

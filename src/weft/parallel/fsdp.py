@@ -46,8 +46,7 @@ def steps(
     scalar = next((w.name for w in weights if not w.shape), None)
     if scalar is not None:
         raise CannotCut("layout", str(layout), f"{scalar} has no dim to shard", "give it the shape [1], or use dp")
-    spread = "ep" in options
-    left = {w.name: w for w in weights if not (spread and roles.of_experts(w.name))}
+    left = {w.name: w for w in roles.alike(weights, layout, AXIS)}
     for block in (b for blocks in roles.blocks for b in blocks):
         touched = [w for w in left.values() if any(n.startswith(block + ".") for n in (w.name, *w.aliases))]
         inside = [w for w in touched if all(n.startswith(block + ".") for n in (w.name, *w.aliases))]

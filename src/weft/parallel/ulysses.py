@@ -21,5 +21,4 @@ def steps(
     model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
 ) -> Iterator[Step]:
     """One Step on the whole model."""
-    spread = "ep" in layout.option(AXIS)
-    yield divided(AXIS, "ulysses", [w for w in weights if not (spread and roles.of_experts(w.name))])
+    yield divided(AXIS, "ulysses", roles.alike(weights, layout, AXIS))
