@@ -15,18 +15,21 @@ import torch
 from bugs import Catalogue, Fault, assert_caught, assert_clean, clean, documented, patched
 from test_catalogue import params, planned
 from test_context import SUBJECTS as CONTEXT
+from test_experts import GATES
 from test_experts import subject as experts
 from torch import Tensor
 
-from weft import dispatch
-from weft.engine import attention, sequence
+from weft import dispatch, parallelize
+from weft.engine import Engine, attention, functions, sequence
 from weft.masks import Pattern
 from weft.plans import COPY, SUM, Param, Step
+from weft.routing import shares, within_capacity
 from weft.verification.case import Case
 
 SUBJECTS = {
     **{name: CONTEXT[name] for name in ("shifted", "packed", "padded")}, "decoder": CONTEXT["micro"],
-    "dropout": CONTEXT["counts"], "experts": experts("mixtral"),
+    "dropout": CONTEXT["counts"], "experts": experts("mixtral"), "balanced": experts("", **GATES["softmax"]),
+    "capacity": experts("", **GATES["capacity"]), "bias": experts("", **GATES["bias"]),
 }  # fmt: skip
 CATALOGUE = Catalogue(SUBJECTS)
 bug = CATALOGUE.bug
@@ -191,12 +194,48 @@ def tokens_back_in_another_order(case: Case) -> Iterator[Case]:
 def gradients_of_tokens_stay(case: Case) -> Iterator[Case]:
     """Backward does not send the gradients of tokens home."""
 
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        sent, received, group = ctx.rest
-        back = dispatch._exchanged(grad, received, sent, group)
-        return torch.zeros_like(back), None, None, None
+    def backward(ctx: Any, token: Tensor) -> Any:
+        return torch.zeros_like(ctx.trip.wait()), None
 
-    with patched(case, (dispatch._Exchange, "backward", staticmethod(backward))):
+    with patched(case, (dispatch._SetOut, "backward", staticmethod(backward))):
+        yield case
+
+
+@bug("experts", "tp2", r"gradient of the output of model\.layers\.1\.mlp\.gate")
+def weights_of_a_part_of_an_expert(case: Case) -> Iterator[Case]:
+    """The gradients of a gate's weights are of the features that a rank has."""
+
+    def cross(x: Tensor, boundary: Any, *rest: Any, right: Any = parallelize.cross) -> Tensor:
+        weights = boundary.every and x.is_floating_point() and x.shape[-1] == 2
+        return x if weights else right(x, boundary, *rest)
+
+    with patched(case, (parallelize, "cross", cross)):
+        yield case
+
+
+@bug("balanced", "dp2", r"gradient of the output of blocks\.1\.mlp\.gate")
+def shares_of_own_tokens(case: Case) -> Iterator[Case]:
+    """Each rank balances the load by the shares that its own tokens have."""
+    with patched(case, (functions.Functions, "_shares", lambda self, *asked: shares(*asked))):
+        yield case
+
+
+@bug("capacity", "cp2", r"output of blocks\.0\.mlp\.experts")
+def capacity_of_a_part(case: Case) -> Iterator[Case]:
+    """An expert has room for what comes of each part of a sequence."""
+
+    def within(self: functions.Functions, *asked: Any) -> Tensor:
+        self.routed = True
+        return within_capacity(*asked)
+
+    with patched(case, (functions.Functions, "_within_capacity", within)):
+        yield case
+
+
+@bug("bias", "dp2", r"blocks\.\d\.mlp\.gate\.bias\.state after the last step|output of|loss of step 1")
+def bias_of_own_tokens(case: Case) -> Iterator[Case]:
+    """Each rank moves its biases by the load of its own tokens."""
+    with patched(case, (Engine, "_of_all_tokens", lambda self, loads: loads)):
         yield case
 
 

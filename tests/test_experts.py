@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import Subject
+import torch
+from cases import Subject, reference
 from test_context import holds, tokens
-from torch import nn
+from torch import Tensor, nn
 
 import weft
+from weft import config, dispatch
+from weft.config import Run
+from weft.engine import Engine
 from weft.errors import Refusal
 from weft.launch.processes import Pool
 from weft.losses import next_token
 from weft.models import decoder
+from weft.train.trainer import train
 
 VOCAB = 67
 
@@ -49,12 +57,16 @@ def subject(kind: str, recompute: Any = "none", **options: Any) -> Subject:
 GATES: dict[str, dict[str, Any]] = {
     "softmax": {"experts": 4, "hidden": 24, "balance": 0.5, "z": 0.1},
     "sigmoid": {"experts": 8, "active": 3, "shared": 1, "hidden": 24, "gate": "sigmoid", "balance": 0.5, "tied": True},
+    "capacity": {"experts": 4, "hidden": 24, "balance": 0.5, "capacity": 0.75},
+    "bias": {"experts": 8, "active": 2, "shared": 1, "hidden": 24, "gate": "sigmoid", "balance": 0.0, "bias": 0.01},
 }
 
 
 LAYOUTS = [
     "ep2", "ep4", "dp2.ep2", "dp2+ep", "fsdp2+ep", "fsdp2.ep2", "fsdp2+zero1.ep2", "dp2.fsdp2+ep", "cp2+ep",
-    "dp2+ep.cp2+ep", "cp2.ep2", "up2+ep.dp2", "pp2.ep2", "pp2.dp2+ep", "ep2.tp2", "dp2+ep.tp2",
+    "dp2+ep.cp2+ep", "cp2.ep2", "up2+ep.dp2", "pp2.ep2", "pp2.dp2+ep", "ep2.tp2", "dp2+ep.tp2", "tp2", "tp4",
+    "tp2+sequence", "tp2+sequence+ep", "dp2+ep.tp2+sequence+ep", "fsdp2.tp2", "fsdp2+ep.tp2+sequence",
+    "cp2.tp2+sequence", "pp2.tp2+sequence+ep",
 ]  # fmt: skip
 
 
@@ -84,8 +96,12 @@ def test_recomputed(pool: Pool, layout: str) -> None:
         "pp2.ep2",
         "ep2.tp2",
         "ep2.tp2+sequence",
+        "tp2",
         "tp2+sequence",
+        "tp2+sequence+ep",
+        "cp2.tp2+sequence+ep",
         "cp2+ulysses",
+        "cp2.up2+ep",
     ],
 )
 @pytest.mark.parametrize("gate", GATES)
@@ -94,8 +110,24 @@ def test_a_decoder_with_experts(pool: Pool, gate: str, layout: str) -> None:
     holds(pool, subject("", **GATES[gate]), layout)
 
 
-def test_a_decoder_with_experts_recomputed(pool: Pool) -> None:
-    holds(pool, subject("", "full", **GATES["softmax"]), "ep2.cp2")
+@pytest.mark.parametrize("gate", GATES)
+def test_a_decoder_with_experts_recomputed(pool: Pool, gate: str) -> None:
+    holds(pool, subject("", "full", **GATES[gate]), "ep2.cp2")
+
+
+@pytest.mark.parametrize("layout", ["pp2+zb-h1.ep2", "pp2+dualpipev.dp2+ep"])
+def test_in_a_split_backward(pool: Pool, layout: str) -> None:
+    holds(pool, subject("", **GATES["sigmoid"]), layout)
+
+
+@pytest.mark.parametrize("gate", ["capacity", "bias"])
+def test_the_gate_does_what_it_is_to(gate: str) -> None:
+    """Else nothing above would be seen: choices are dropped, and a bias changes what is chosen."""
+    found = reference(subject("", **GATES[gate]))
+    index = torch.cat([routing.index.flatten() for trace in found.traces for routing in trace.routings])
+    assert bool((index < 0).any()) == (gate == "capacity")
+    biases = [value for name, value in found.final.items() if name.endswith("bias.state")]
+    assert bool(biases) == (gate == "bias") and all(bool(b[0].any()) and not bool(b[1].any()) for b in biases)
 
 
 def skewed() -> nn.Module:
@@ -118,6 +150,8 @@ def test_where_no_token_comes(pool: Pool, layout: str) -> None:
         (partial(decoder, VOCAB, 32, 2, 4), "ep2", "finds no experts"),
         (partial(hugging_face, "mixtral"), "ep3", "4 experts, which do not divide over 3 ranks"),
         (partial(hugging_face, "mixtral"), "dp2+experts", "no option 'experts'. Known: ep"),
+        (partial(hugging_face, "mixtral"), "tp2+ep", r"Write tp2\+sequence\+ep"),
+        (partial(decoder, VOCAB, 32, 2, 4, 4, experts=4, hidden=25), "tp2", "has 25 features, which tp2"),
     ],
 )
 def test_refused(build: Any, layout: str, says: str) -> None:
@@ -129,3 +163,162 @@ def test_refused(build: Any, layout: str, says: str) -> None:
 def test_replicas_have_all_experts_to_themselves(sync: str) -> None:
     with pytest.raises(Refusal, match="spreads experts over them"):
         weft.plan(hugging_face("mixtral"), "dp2+ep", batch=12, loss=next_token, sync=sync)
+
+
+# ---- what runs while tokens travel -----------------------------------------------------------------------------------
+
+
+def order(kind: str, recompute: str) -> list[str]:
+    """What a rank does in a step, from a mixture's first exchange on."""
+    said: list[str] = []
+
+    class Said(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            said.append("shared")
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            said.append("shared backward")
+            return grads[0]
+
+    torch.manual_seed(0)
+    model = hugging_face(kind) if kind == "deepseek" else decoder(VOCAB, 32, 1, 4, 4, **GATES[kind])
+    for name, module in model.named_modules():
+        if name.endswith((".shared", ".shared_experts")):
+            module.register_forward_hook(lambda _, __, out: Said.apply(out))
+    plan = weft.plan(model, "ep2", batch=4, loss=next_token, recompute=recompute)
+    engine = Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        start, wait = dispatch._Trip.start, dispatch._Trip.wait
+        patch.setattr(
+            dispatch._Trip,
+            "start",
+            lambda self, x, back: said.append("back" if back else "out") or start(self, x, back),
+        )
+        patch.setattr(dispatch._Trip, "wait", lambda self: said.append("wait") or wait(self))
+        engine.step(engine.local({"input_ids": torch.randint(0, VOCAB, (4, 8))}))
+    return said
+
+
+def sgd(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in params], lr=0.1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kind", ["sigmoid", "deepseek"])
+def test_the_shared_expert_runs_while_tokens_travel(pool: Pool, kind: str, recompute: str) -> None:
+    """And its backward while their gradients do; it runs once."""
+    forward = ["out", "shared", "wait", "out", "wait"]
+    backward = ["back", "wait", "back", "shared backward", "wait"]
+    again = forward if recompute == "full" else []
+    assert pool.run(order, kind, recompute, world=2)[0] == [*forward, *again, *backward]
+
+
+class Otherwise(nn.Module):
+    """A model whose mixture calls what all tokens go through before its experts, or with something else."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.inner = decoder(VOCAB, 32, 1, 4, 4, **GATES["sigmoid"])
+        self.before, mixture = before, self.inner.get_submodule("blocks.0.mlp")
+        mixture.forward = partial(self.call, mixture)
+
+    def call(self, mixture: Any, x: Tensor) -> Tensor:
+        first = mixture.shared(x) if self.before else None
+        tokens = x.flatten(0, 1)
+        _, index, weights = mixture.gate(tokens)
+        y: Tensor = mixture.experts(tokens, index, weights).view_as(x)
+        return y + (mixture.shared(2 * x) if first is None else first)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.inner(input_ids)
+        return x
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_shared_expert_that_is_called_otherwise(pool: Pool, before: bool) -> None:
+    holds(pool, Subject(partial(Otherwise, before), tokens, next_token, (("accumulate", 2),), 0.1), "ep2")
+
+
+# ---- what a run says of its experts ----------------------------------------------------------------------------------
+
+RUN = """
+[model]
+build = "weft.models:decoder"
+vocab = 32
+dim = 16
+layers = 2
+heads = 4
+hidden = 16
+seq_len = 8
+experts = 4
+balance = 0.1
+[data]
+build = "test_trainer:Ramps"
+[train]
+batch = 8
+steps = 4
+log_every = 2
+[optimizer]
+lr = 1e-2
+"""
+
+
+def made(folder: Path, axes: str, **model: Any) -> Run:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_text(RUN)
+    overrides = {f"model.{key}": json.dumps(value) for key, value in model.items()}
+    return config.load(
+        folder / "run.toml", {**overrides, "layout.axes": json.dumps(axes), "output": json.dumps(str(folder / "out"))}
+    )
+
+
+def lines(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (Path(run.output) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_of_experts_are_the_same_on_any_layout(tmp_path: Path, pool: Pool) -> None:
+    """Of 8 samples of 8 tokens with 2 choices each, in two layers; a step's and two steps'."""
+    found = {}
+    for axes in ("dp1", "ep2", "tp2", "tp2+sequence+ep", "pp2.ep2", "cp2+ep"):
+        run = made(tmp_path / axes, axes, capacity=1.0)
+        pool.run(train, run, False, world=weft.Layout.parse(axes).world)
+        found[axes] = lines(run)
+    steps = [1, 1, 2]
+    for line, count in zip(found["dp1"], steps, strict=True):
+        assert set(line["tokens_per_expert"]) == {"blocks.0.mlp.experts", "blocks.1.mlp.experts"}
+        taken = sum(map(sum, line["tokens_per_expert"].values()))
+        assert taken == pytest.approx((1 - line["dropped_share"]) * count * 8 * 8 * 2 * 2)
+        assert 0 < line["dropped_share"] < 0.5 and 1 <= line["busiest_expert"] <= 2
+        assert 0.19 < line["gate_loss"] < 0.4  # 0.1 for each of two layers, where all is even
+        assert "dispatch_bytes" not in line
+    for axes, others in found.items():
+        for line, other in zip(found["dp1"], others, strict=True):
+            assert other["tokens_per_expert"] == line["tokens_per_expert"], axes
+            assert other["gate_loss"] == pytest.approx(line["gate_loss"], rel=1e-4)
+    # four trips of half of the rows that are not dropped, of 16 numbers in float32; about half of them stay
+    for line, count in zip(found["ep2"], steps, strict=True):
+        rows = sum(map(sum, line["tokens_per_expert"].values())) / count
+        assert 0.5 < line["dispatch_bytes"] / (4 * rows / 2 * 16 * 4 / 2) < 1.5
+        assert 0 < line["dispatch_exposed_s"] < line["step_s"] and line["dispatch_hidden_s"] >= 0
+
+
+def test_a_gate_that_collapses_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path, "dp1", build="test_experts:collapsed", balance=0.0)
+    train(run, False)
+    printed = capfd.readouterr().out
+    assert (
+        printed.count("the gate of blocks.1.mlp.experts has collapsed: 100% of its choices are 3 of 8 experts") == 1
+    ), printed
+    assert "blocks.0.mlp.experts has collapsed" not in printed
+    assert re.search(r"the busiest has 4.00 times the mean \(\d of blocks\.1\.mlp\.experts\)", printed), printed
+
+
+def collapsed(**options: Any) -> nn.Module:
+    """All tokens go to experts 0 and 1 of the second layer."""
+    model = decoder(**{**options, "experts": 8})
+    gate = model.get_submodule("blocks.1.mlp.gate")
+    gate.weight.requires_grad_(False).zero_()  # of equal scores the first are chosen
+    return model

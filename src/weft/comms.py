@@ -61,13 +61,25 @@ class Core:
     needs_grad: bool = True
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a gate asks of all tokens: "shares" of `size` experts, "capacity" for `size` choices of a sample, or once a
+    step the "bias" of `size` experts."""
+
+    module: str
+    what: str
+    size: int
+
+
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """A call of a module that holds experts, on one device: which ones each token of the batch goes to, int [n, k]."""
+    """A call of a module that holds experts, on one device: which ones each token of the batch goes to, int [n, k], and
+    whether tokens and their weights need a gradient."""
 
     module: str
     index: Tensor
     width: int
+    needs_grad: tuple[bool, bool] = (True, True)
 
 
 def predict(
@@ -80,14 +92,14 @@ def predict(
     values: Mapping[int, int] | None = None,
     cores: Iterable[Core] = (),
     routings: Iterable[Routing] = (),
-    shares: Iterable[tuple[str, int]] = (),
+    asked: Iterable[Asked] = (),
 ) -> list[Comm]:
     """The collectives of the first optimizer step on `rank`, and what it sends to other stages.
 
     `itemsize`: bytes of an element of activations and of gradients. `unreached`: parameters that get no gradient.
     `buffers`: bytes of each buffer that is broadcast at the start of a step. `values`: bytes of each value that crosses
-    stages, of one microbatch on one rank. `cores`: the model's attention. `routings`: where its tokens go. `shares`:
-    modules that ask which share of choices each of so many experts has.
+    stages, of one microbatch on one rank. `cores`: the model's attention. `routings`: where its tokens go.
+    `asked`: what its gates ask of all tokens.
     """
     whole, plan = plan, plan.of(rank)
     comms: list[Comm] = []
@@ -97,10 +109,11 @@ def predict(
         for name in plan.batchnorms:
             comms += _statistics(plan, name, microbatch, crossings, itemsize)
         for routing in routings:
+            comms += _inside(plan, routing, microbatch, itemsize)
             comms += _dispatch(plan, whole, routing, microbatch, rank, itemsize)
-        for module, experts in shares:
-            if plan.staging is None or plan.stage_of(module) in whole.stages(rank):
-                comms += _shares(plan, module, experts, microbatch)
+        for each in asked:
+            if plan.staging is None or plan.stage_of(each.module) in whole.stages(rank):
+                comms += _of_all_tokens(plan, each, microbatch)
         for core in cores if plan.sequence_size > 1 else ():
             if plan.staging is None or plan.stage_of(core.module) in whole.stages(rank):
                 comms += _attention(plan, core, microbatch, itemsize)
@@ -121,6 +134,9 @@ def predict(
     data = plan.layout.live(*DATA_AXES)
     if tokens := plan.layout.live(*TOKEN_AXES):
         comms += [Comm("broadcast", ".".join(tokens), nbytes, "step", "") for nbytes in buffers]
+    biases = [e.size for e in asked if e.what == "bias" and plan.stage_of(e.module) in whole.stages(rank)]
+    if biases and (axis := ".".join(plan.layout.live(*plan.token_axes))):
+        comms.append(Comm("all_reduce", axis, sum(biases) * itemsize, "step", ""))
     if plan.layout.live():
         comms.append(Comm("all_reduce", ".".join(plan.layout.live()), STATISTICS_BYTES, "step", ""))
     if plan.staging is not None and any(step.gather is not None for step in plan.steps):
@@ -146,7 +162,7 @@ def _boundaries(
         return
     again = _recomputations(plan, step.module, microbatch)
     for boundary, shape, entry in ((step.input, crossing.entered, True), (step.output, crossing.left, False)):
-        if boundary is None or shape is None:
+        if boundary is None or shape is None or (step.input is not None and step.input.every):
             continue
         rows = plan.microbatch if crossing.batched else 1
         for axis, forward, backward in boundary.moves(entry):
@@ -215,6 +231,29 @@ def _attention(plan: Plan, core: Core, microbatch: int, itemsize: int) -> Iterat
         yield from (Comm("send", axis, round(n * wide), "backward", core.module) for n in sums for _ in range(size))
 
 
+def _inside(plan: Plan, routing: Routing, microbatch: int, itemsize: int) -> Iterator[Comm]:
+    """What ranks exchange that have a part of each expert: tokens, where these go and with which weights, and what
+    comes of them."""
+    step = next((s for s in plan.steps if s.input is not None and s.input.every and s.module == routing.module), None)
+    if step is None or step.input is None or step.output is None:
+        return
+    again = _recomputations(plan, routing.module, microbatch)
+    n, k = len(routing.index) // (plan.data_size * plan.accumulate * plan.sequence_size), routing.index.shape[1]
+    tokens, weights = routing.needs_grad
+    rows = n * routing.width * itemsize
+    entering = ((rows, tokens), (n * k * routing.index.itemsize, False), (n * k * itemsize, weights))
+    for boundary, entry, crossing in ((step.input, True, entering), (step.output, False, ((rows, True),))):
+        for axis, forward, backward in boundary.moves(entry):
+            for nbytes, needs_grad in crossing if plan.layout.size(axis) > 1 else ():
+                ahead, back = collective(*forward), collective(*backward)
+                if ahead is not None:
+                    yield from (
+                        Comm(ahead, axis, nbytes, when, routing.module) for when in ("forward", *("recompute",) * again)
+                    )
+                if back is not None and needs_grad:
+                    yield Comm(back, axis, nbytes, "backward", routing.module)
+
+
 def _dispatch(plan: Plan, whole: Plan, routing: Routing, microbatch: int, rank: int, itemsize: int) -> Iterator[Comm]:
     """Tokens that go to their experts and come back, in forward and backward, and how many they are."""
     step = next((s for s in plan.steps if s.dispatch and s.module == routing.module), None)
@@ -222,9 +261,11 @@ def _dispatch(plan: Plan, whole: Plan, routing: Routing, microbatch: int, rank: 
     if step is None or not axis:
         return
     index, size = routing.index, plan.layout.size(EXPERTS)
-    length, each = len(index) // plan.batch, step.dispatch // size
+    assert step.dispatch is not None
+    length, each = len(index) // plan.batch, step.dispatch.experts // size
     mine = plan.layout.index(rank, EXPERTS)
     sliced = any(s.interior == "sequence" and routing.module.startswith(s.module + ".") for s in plan.steps)
+    sliced &= not any(s.input is not None and s.input.every and s.module == routing.module for s in plan.steps)
 
     def routed(peer: int) -> Tensor:
         data = plan.layout.index(peer, *DATA_AXES)
@@ -239,22 +280,31 @@ def _dispatch(plan: Plan, whole: Plan, routing: Routing, microbatch: int, rank: 
     here = (
         sum(int((routed(peer) == mine).sum()) for peer in plan.layout.peers(rank, EXPERTS)) * routing.width * itemsize
     )
-    sent = routed(rank).numel() * routing.width * itemsize
+    sent = int((routed(rank) >= 0).sum()) * routing.width * itemsize
     again = _recomputations(plan, routing.module, microbatch)
     for when in ("forward", *("recompute",) * again):
-        yield Comm("all_to_all", axis, step.dispatch * 8, when, routing.module)
+        yield Comm("all_to_all", axis, step.dispatch.experts * 8, when, routing.module)
     for when in ("forward", "backward", *("recompute",) * again):
         for nbytes in (here, sent):
             yield Comm("all_to_all", axis, nbytes, when, routing.module)
 
 
-def _shares(plan: Plan, module: str, experts: int, microbatch: int) -> Iterator[Comm]:
-    """How many choices each expert has, summed over all ranks with tokens of their own."""
-    sliced = any(s.interior == "sequence" and module.startswith(s.module + ".") for s in plan.steps)
+def _of_all_tokens(plan: Plan, asked: Asked, microbatch: int) -> Iterator[Comm]:
+    """Shares: how many choices each expert has, summed over all ranks with tokens of their own. Capacity: which choices
+    a sequence has, gathered from the ranks that have parts of it."""
+    sliced = any(s.interior == "sequence" and asked.module.startswith(s.module + ".") for s in plan.steps)
+    times = ("forward", *("recompute",) * _recomputations(plan, asked.module, microbatch))
     axis = ".".join(plan.layout.live(*TOKEN_AXES, *(("tp",) if sliced else ())))
-    if axis:
-        for when in ("forward", *("recompute",) * _recomputations(plan, module, microbatch)):
-            yield Comm("all_reduce", axis, experts * 8, when, module)
+    if asked.what == "shares" and axis:
+        yield from (Comm("all_reduce", axis, asked.size * 8, when, asked.module) for when in times)
+    if asked.what != "capacity":
+        return
+    cuts = sorted((s.sequence for s in plan.steps if s.sequence is not None), key=lambda c: c.method != "ulysses")
+    axes = [axis for axis in (*(("tp",) if sliced else ()), *(c.axis for c in cuts)) if plan.layout.size(axis) > 1]
+    nbytes = plan.microbatch * asked.size * 8 // prod(map(plan.layout.size, axes))
+    for axis in axes:
+        nbytes *= plan.layout.size(axis)
+        yield from (Comm("all_gather", axis, nbytes, when, asked.module) for when in times)
 
 
 def _recomputations(plan: Plan, module: str, microbatch: int) -> int:

@@ -2,72 +2,164 @@
 
 A module that holds experts is called with tokens [n, dim], which experts each goes to [n, k], and with which weights
 [n, k]. Where its experts are spread over ranks, every rank sends each token to the ranks of its experts, each rank runs
-the module's own forward with what has come to those it has, and sends that back, where it is weighted and summed.
+the module's own forward with what has come to those it has, and sends that back, where it is weighted and summed. While
+tokens travel an expert that all of them use runs, if the model has one; in backward, while their gradients do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .clock import Clock
+from .routing import tally
+from .watch import native
 
-class _Exchange(torch.autograd.Function):
-    """Rows [n, dim] to ranks, `sent[r]` of them to rank r, of which `received[r]` come; backward goes the other way."""
+
+@dataclass
+class Traffic:
+    """What the ranks of `group` have exchanged for experts: bytes that this one has sent to others, for how long."""
+
+    group: dist.ProcessGroup | None
+    sent_bytes: int = 0
+    clock: Clock = field(default_factory=Clock)
+
+
+class _Trip:
+    """Rows [n, dim] to ranks, `sent[r]` of them to rank r, of which `received[r]` come."""
+
+    def __init__(self, sent: list[int], received: list[int], traffic: Traffic):
+        self._sent, self._received, self._traffic = sent, received, traffic
+        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None
+
+    def start(self, x: Tensor, back: bool) -> None:
+        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
+        group, x = self._traffic.group, x.contiguous()
+        assert group is not None
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        self._traffic.sent_bytes += (len(x) - sent[group.rank()]) * x[:1].numel() * x.itemsize
+        self._traffic.clock.begin()
+        work = dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
+        assert work is not None
+        self._under_way = work, x, out
+
+    def wait(self) -> Tensor:
+        """What has come."""
+        assert self._under_way is not None
+        (work, _, out), self._under_way = self._under_way, None
+        with self._traffic.clock.waiting():
+            work.wait()
+        return out
+
+
+class _SetOut(torch.autograd.Function):
+    """Rows set out on a trip, and a token is given for them. What runs before they `_Arrive` runs meanwhile, and so it
+    is in backward with the token's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.rest = sent, received, group
-        return _exchanged(x, sent, received, group)
+    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.start(x, back=False)
+        return x.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received, group = ctx.rest
-        return _exchanged(grads[0], received, sent, group), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.wait(), None
 
 
-def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.trip.start(grads[0], back=True)
+        return grads[0].new_zeros(()), None
 
 
 def dispatched(
-    forward: Callable[..., Tensor], params: Sequence[Tensor], experts: int, group: dist.ProcessGroup, tokens: Tensor,
-    index: Tensor, weights: Tensor, *rest: Any, **named: Any,
+    forward: Callable[..., Tensor], params: Sequence[Tensor], experts: int, traffic: Traffic,
+    beside: Callable[[], None], tokens: Tensor, index: Tensor, weights: Tensor, *rest: Any, **named: Any,
 ) -> Tensor:  # fmt: skip
-    """`forward` of a module that has its part of the experts in `params`: [n, dim], int [n, k], [n, k] -> [n, dim]."""
-    size = dist.get_world_size(group)
+    """`forward` of a module that has its part of the experts in `params`: [n, dim], int [n, k], [n, k] -> [n, dim]. A
+    choice below 0 is nobody's. `beside` runs while tokens travel."""
+    assert traffic.group is not None
+    size = traffic.group.size()
     each, k = experts // size, index.shape[-1]
     wanted = index.reshape(-1)
-    order = torch.argsort(wanted, stable=True)  # by expert, so by rank
-    counts = torch.bincount(wanted, minlength=experts).view(size, each)
+    counted = tally(wanted, experts)
+    counts = counted[1:].view(size, each)
     coming = torch.empty_like(counts)
-    dist.all_to_all_single(coming, counts, group=group)
-    sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
+    dist.all_to_all_single(coming, counts, group=traffic.group)
+    none, *sizes = torch.cat([counted[:1], counts.sum(1), coming.sum(1)]).tolist()
+    sent, received = sizes[:size], sizes[size:]
+    order = torch.argsort(wanted, stable=True)[none:]  # by expert, so by rank
     rows = order // k
-    here: Tensor = _Exchange.apply(tokens[rows], sent, received, group)
+    trip = _Trip(sent, received, traffic)
+    token = _SetOut.apply(tokens[rows], trip)
+    beside()
+    here: Tensor = _Arrive.apply(token, trip)
     # from every rank they come in the order of experts
     mine = torch.arange(each, device=index.device).repeat(size).repeat_interleave(coming.flatten())
     ones = torch.ones(len(mine), 1, dtype=weights.dtype, device=weights.device)
     made = forward(here, mine.unsqueeze(1).to(index.dtype), ones, *rest, **named)
     if not len(here):  # as on one device, experts that no token chose have a gradient, of zeros
         made = made + sum(p.reshape(-1)[:1].sum() * 0.0 for p in params)
-    back: Tensor = _Exchange.apply(made, received, sent, group)
+    trip = _Trip(received, sent, traffic)
+    back: Tensor = _Arrive.apply(_SetOut.apply(made, trip), trip)
     factors = weights.reshape(-1)[order].unsqueeze(-1)
     return torch.zeros_like(tokens).index_add(0, rows, (back * factors).to(tokens.dtype))
 
 
-def spread(module: nn.Module, experts: int, group: dist.ProcessGroup | None) -> None:
-    """Let a module that holds its part of `experts` experts be called as if it held all."""
-    if group is None:
+class _Early:
+    """A module of a mixture that takes what the mixture does: it is called while tokens travel, and when the mixture
+    calls it, it gives what it made then. If it is called before, or with something else, it is as it always was."""
+
+    def __init__(self, mixture: nn.Module, module: nn.Module):
+        self._call = native(module)
+        self._entered: Tensor | None = None
+        self._made: Tensor | None = None
+        vars(module)["_compiled_call_impl"] = self._called  # the attribute that Module.__call__ asks first
+        mixture.register_forward_pre_hook(self._enter)
+        mixture.register_forward_hook(lambda *_: self._forget(), always_call=True)
+
+    def run(self) -> None:
+        if self._entered is not None:
+            self._made = self._call(self._entered)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        made, entered = self._made, self._entered
+        self._forget()
+        if made is not None and args and not kwargs and args[0] is entered:
+            return made
+        return self._call(*args, **kwargs)
+
+    def _enter(self, mixture: nn.Module, args: tuple[Any, ...]) -> None:
+        self._entered = args[0] if args and isinstance(args[0], Tensor) else None
+
+    def _forget(self) -> None:
+        self._entered = self._made = None
+
+
+def spread(model: nn.Module, name: str, experts: int, beside: str, traffic: Traffic) -> None:
+    """Let a module that holds its part of `experts` experts be called as if it held all. `beside`: the module that runs
+    while tokens travel, or none."""
+    if traffic.group is None:
         return
-    forward = module.forward
+    module = model.get_submodule(name)
+    forward, early = module.forward, lambda: None
+    if beside:
+        early = _Early(model.get_submodule(name.rpartition(".")[0]), model.get_submodule(beside)).run
 
     def call(tokens: Tensor, index: Tensor, weights: Tensor, *rest: Any, **named: Any) -> Tensor:
-        return dispatched(forward, [*module.parameters()], experts, group, tokens, index, weights, *rest, **named)
+        held = [*module.parameters()]
+        return dispatched(forward, held, experts, traffic, early, tokens, index, weights, *rest, **named)
 
     module.forward = call  # type: ignore[method-assign]

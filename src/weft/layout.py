@@ -19,6 +19,7 @@ DATA_AXES = ("dp", "fsdp", "ep")  # the axes over which the batch is divided
 SEQUENCE_AXES = ("cp", "up")  # the axes over which the sequence is divided, through the whole model
 TOKEN_AXES = DATA_AXES + SEQUENCE_AXES  # whose ranks compute with other tokens
 EXPERTS = "experts"  # in place of an axis: all over which experts are spread
+SPREAD = {"ep": "experts are spread over its ranks"}  # the option by which an axis is one of them
 _AXIS = re.compile(r"([a-z]+)([0-9]+)((?:\+[a-z0-9][a-z0-9-]*)*)")
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .batchnorm import BatchNorm
 from .collectives import cross
-from .dispatch import spread
+from .dispatch import Traffic, spread
 from .errors import CannotCut
 from .ghosts import Ghost
 from .layout import EXPERTS, TOKEN_AXES
@@ -33,20 +33,24 @@ from .roles import is_conv1d, is_linear
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness) -> None:
-    """Change `model` in place. Afterwards its parameters are this rank's, and its forward is a part of the whole's."""
+def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness) -> Traffic:
+    """Change `model` in place. Afterwards its parameters are this rank's, and its forward is a part of the whole's.
+    Returns what will count the exchanges for experts."""
     modules = dict(model.named_modules())
-    cuts = {p.name: p for step in plan.steps for p in step.params if p.cut is not None}
+    cuts: dict[str, dict[str, Param]] = {}  # by name and axis: of an expert's features, also by experts
+    for param in (p for step in plan.steps for p in step.params if p.cut is not None):
+        cuts.setdefault(param.name, {})[param.axis] = param
     names = {alias: w.name for w in plan.weights for alias in (w.name, *w.aliases)}
+    traffic = Traffic(mesh.group(EXPERTS))
     _cut_parameters(plan, model, cuts, mesh)
     for step in plan.steps:
         module = modules[step.module]
         for key, value in step.attributes:
             setattr(module, key, value)
-        held = {leaf: names.get(f"{step.module}.{leaf}") for leaf in module._parameters}
-        _cut_module(module, {leaf: cuts[name] for leaf, name in held.items() if name in cuts}, mesh)
-        if step.dispatch:
-            spread(module, step.dispatch, mesh.group(EXPERTS))
+        held = {leaf: cuts.get(names.get(f"{step.module}.{leaf}", ""), {}) for leaf in module._parameters}
+        _cut_module(module, {leaf: found["tp"] for leaf, found in held.items() if "tp" in found}, mesh)
+        if step.dispatch is not None:
+            spread(model, step.module, step.dispatch.experts, step.dispatch.beside, traffic)
         if step.input is not None:
             module.register_forward_pre_hook(partial(_enter, step, mesh, randomness), with_kwargs=True)
         if step.output is not None:
@@ -61,6 +65,7 @@ def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
         if block in recomputed:
             module.forward = partial(_recompute, module, module.forward)  # type: ignore[method-assign]
     _gather(plan, modules, mesh)
+    return traffic
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -82,14 +87,18 @@ def pick(tensor: Tensor, cut: Cut, index: int, size: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
 
 
-def _cut_parameters(plan: Plan, model: nn.Module, cuts: dict[str, Param], mesh: Mesh) -> None:
+def _cut_parameters(plan: Plan, model: nn.Module, cuts: dict[str, dict[str, Param]], mesh: Mesh) -> None:
     for weight in plan.weights:
-        param = cuts.get(weight.name)
-        if param is None or param.cut is None or param.stored == COPY:
+        params = [p for p in cuts.get(weight.name, {}).values() if p.stored != COPY]
+        if not params:
             continue
         owner, leaf = _owner(model, weight.name)
         whole = owner.get_parameter(leaf)
-        local = pick(whole.detach(), param.cut, mesh.index(param.axis), mesh.size(param.axis)).clone()
+        local = whole.detach()
+        for param in params:
+            assert param.cut is not None
+            local = pick(local, param.cut, mesh.index(param.axis), mesh.size(param.axis))
+        local = local.clone()
         fresh = nn.Parameter(local, requires_grad=whole.requires_grad)
         for name in (weight.name, *weight.aliases):  # tied tensors stay one tensor
             owner, leaf = _owner(model, name)
@@ -156,10 +165,16 @@ def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
 def _enter(
     step: Step, mesh: Mesh, randomness: Randomness, _: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    """Take the first floating-point tensor among the arguments over the boundary."""
+    """Take the first floating-point tensor among the arguments over the boundary, or all."""
     assert step.input is not None
     if step.interior is not None:
         randomness.interior = step.interior
+    if step.input.every:
+
+        def taken(value: Any) -> Any:
+            return cross(value, step.input, True, mesh) if isinstance(value, Tensor) else value  # type: ignore[arg-type]
+
+        return tuple(map(taken, args)), {key: taken(value) for key, value in kwargs.items()}
     _alone(step.module, args, kwargs)
     for i, value in enumerate(args):
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -188,7 +203,8 @@ def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, pl
 
     def outwards(y: Tensor) -> Tensor:
         y = cross(y, boundary, False, mesh, total)
-        randomness.interior = "sequence" if Shard(1) in boundary.outside.values() else "whole"
+        cut = {Shard(0), Shard(1)} & {*boundary.outside.values()}  # samples and positions may be one dim
+        randomness.interior = "sequence" if cut else "whole"
         return _typed(y, boundary, mesh, total) if boundary.typed else y
 
     if is_linear(module) and SUM in boundary.inside.values() and getattr(module, "bias", None) is not None:

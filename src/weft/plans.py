@@ -101,11 +101,13 @@ class Param:
 
 @dataclass(frozen=True)
 class Boundary:
-    """One tensor crossing a module's edge. `typed`: the outside value is a DTensor that carries its placement."""
+    """One tensor crossing a module's edge. `typed`: the outside value is a DTensor that carries its placement.
+    `every`: not the first tensor alone that enters, but all do."""
 
     outside: Spec
     inside: Spec
     typed: bool = False
+    every: bool = False
 
     def moves(self, entry: bool) -> Iterator[tuple[str, tuple[Placement, Placement], tuple[Placement, Placement]]]:
         """Per axis: its name, forward (from, to), backward (from, to)."""
@@ -144,11 +146,19 @@ class Divided:
 
 
 @dataclass(frozen=True)
+class Dispatch:
+    """The module holds its part of the weights of `experts` experts, to which tokens travel. `beside`: a module that
+    runs meanwhile."""
+
+    experts: int
+    beside: str = ""
+
+
+@dataclass(frozen=True)
 class Step:
     """What one strategy asks of one module. `interior`: how activations are cut once the input boundary is passed.
 
     `attributes` are the module's own numbers that become local (a stored head count). `sequence`: of the whole model.
-    `dispatch`: the module holds the weights of so many experts, to which tokens travel.
     """
 
     module: str
@@ -160,7 +170,7 @@ class Step:
     attributes: tuple[tuple[str, int], ...] = ()
     gather: Gather | None = None
     sequence: Divided | None = None
-    dispatch: int = 0
+    dispatch: Dispatch | None = None
 
 
 @dataclass(frozen=True)
@@ -323,6 +333,11 @@ class Plan:
     def data_size(self) -> int:
         """Number of parts that a batch is divided into."""
         return self.layout.size(*DATA_AXES)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks have other tokens where a gate sees them."""
+        return (*TOKEN_AXES, "tp") if "sequence" in self.layout.option("tp") else TOKEN_AXES
 
     @property
     def sequence_size(self) -> int:
@@ -498,8 +513,9 @@ def _row(step: Step) -> tuple[str, str, str, str, str]:
     if step.gather is not None:
         params += f" gathered per {step.gather.gathered}, reduced per {step.gather.reduced}"
         params += ", offloaded" if step.gather.offload else ""
-    if step.dispatch:
-        params += f", {step.dispatch} experts"
+    if step.dispatch is not None:
+        beside = f", {step.dispatch.beside.rpartition('.')[2]} beside the exchange" if step.dispatch.beside else ""
+        params += f", {step.dispatch.experts} experts{beside}"
     if step.sequence is not None:
         params += f", sequence by {step.sequence.method}"
     return step.by, step.module or "(model)", params, crossing(step.input, True), crossing(step.output, False)

@@ -13,7 +13,7 @@ import fnmatch
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -72,6 +72,18 @@ def around(chain: Chain) -> str:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A module that holds the weights of `count` experts. `cuts`: parameter -> how the features inside of every expert
+    are divided; empty where its shapes do not tell. `shared`: the module beside it that all tokens go through, if any.
+    """
+
+    module: str
+    count: int
+    cuts: Mapping[str, Cut]
+    shared: str = ""
+
+
+@dataclass(frozen=True)
 class Roles:
     """What was found: chains, the vocabulary's embeddings and heads, the repeated blocks, and where each came from.
 
@@ -84,11 +96,11 @@ class Roles:
     blocks: tuple[tuple[str, ...], ...]  # each list of repeated blocks, in order
     source: str
     notes: tuple[str, ...] = ()
-    experts: tuple[tuple[str, int], ...] = ()  # modules that hold the weights of several experts, and of how many
+    experts: tuple[Experts, ...] = ()
 
     def of_experts(self, name: str) -> bool:
         """Whether a parameter has a part for each expert."""
-        return any(name.startswith(module + ".") for module, _ in self.experts)
+        return any(name.startswith(each.module + ".") for each in self.experts)
 
     def alike(self, weights: Iterable[Weight], layout: Layout, axis: str) -> list[Weight]:
         """Those that are the same on all ranks of an axis, or a gathering of them: not experts that it spreads."""
@@ -160,13 +172,18 @@ def find(model: nn.Module, declared: Mapping[str, object] | None = None) -> Role
             )  # fmt: skip
     embeddings, heads = _vocabulary(modules, lists, table)
     source = "declared" if declared else "the model's own plan" if hf else "guessed"
+    whole = {name for name, role in table.items() if role["role"] == "whole"}
+    experts = tuple(replace(e, cuts={}) if e.module in whole else e for e in experts_of(model))
+    unknown = [each.module for each in experts if not each.cuts]
+    notes += [f"{name}: its shapes do not tell what is inside of an expert; left whole under tp" for name in unknown]
     notes = list(dict.fromkeys(notes))
-    return Roles(tuple(chains), embeddings, heads, lists, source, tuple(notes), tuple(_experts(modules)))
+    return Roles(tuple(chains), embeddings, heads, lists, source, tuple(notes), experts)
 
 
-def _experts(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, int]]:
+def experts_of(model: nn.Module) -> Iterator[Experts]:
     """Modules called with (tokens [n, dim], experts [n, k], weights [n, k]), of whose parameters dim 0 counts experts,
     as in transformers."""
+    modules = dict(model.named_modules())
     for name, module in modules.items():
         count, own = getattr(module, "num_experts", None), list(module.parameters())
         if (
@@ -178,7 +195,31 @@ def _experts(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, int]]:
             continue
         names = [*inspect.signature(module.forward).parameters]
         if all(p.ndim > 1 and p.shape[0] == count for p in own) and len(names) >= 3:
-            yield name, count
+            prefix = name.rpartition(".")[0] + "." if "." in name else ""
+            shared = [prefix + leaf for leaf in ("shared", "shared_expert", "shared_experts", "shared_mlp")]
+            held = (other for other in shared if modules.get(other) is not None)
+            beside = [*modules[prefix.rstrip(".")].parameters()]
+            widths = {p.shape[1] for p in beside if p.ndim == 2 and p.shape[0] == count}  # of the gate
+            yield Experts(name, count, _features_inside(name, module, widths), next(held, ""))
+
+
+def _features_inside(name: str, module: nn.Module, widths: set[int]) -> dict[str, Cut]:
+    """How to divide what is inside of each expert: of two weights, the one that makes its features (or two of them, a
+    gate's beside) and the one that takes them, [experts, out, in] or [experts, in, out]. Nothing, where the shapes tell
+    more than one way. `widths` of tokens, if known."""
+    held = [(f"{name}.{leaf}", tuple(p.shape)) for leaf, p in module.named_parameters()]
+    if len(held) != 2 or any(len(shape) != 3 for _, shape in held):
+        return {}
+    found: list[dict[str, Cut]] = []
+    for (up, made), (down, taken) in (held, held[::-1]):
+        for out, into in ((1, 2), (2, 1)):
+            width = taken[into]
+            tokens = made[into] == taken[out] and (made[into] in widths or not widths)
+            if tokens and made[out] in (width, 2 * width):
+                parts = (width,) * (made[out] // width)
+                cuts = {up: Cut(out, parts, parts), down: Cut(into, (width,), (width,))}
+                found += [cuts] if cuts not in found else []
+    return found[0] if len(found) == 1 else {}
 
 
 def _declared(modules: Mapping[str, nn.Module], declared: Mapping[str, object]) -> dict[str, dict]:

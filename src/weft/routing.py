@@ -1,15 +1,26 @@
-"""What a gate of experts asks of all tokens of a microbatch, wherever they are, and losses that it adds for itself.
+"""What a gate of experts asks of all tokens, wherever they are, and what it adds to training for itself.
 
-A model calls these as on one device. Where ranks have parts of the tokens, shares are of all of them.
+A model calls these as on one device. Where ranks have parts of the tokens, shares and counts are of all of them, and an
+expert's capacity is that of a whole sequence.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack, handle_torch_function
+
+NOWHERE = -1  # in place of an expert: a choice that none takes
+
+
+def tally(index: Tensor, experts: int) -> Tensor:
+    """How many choices each expert has: int [...] -> int64 [1 + experts], the first `NOWHERE`'s."""
+    flat = index.reshape(-1).long() + 1
+    return flat.new_zeros(1 + experts).scatter_add_(0, flat, torch.ones_like(flat))  # bincount would wait for a GPU
 
 
 def shares(index: Tensor, experts: int) -> Tensor:
@@ -18,7 +29,7 @@ def shares(index: Tensor, experts: int) -> Tensor:
     if _get_current_function_mode_stack():
         found: Tensor = handle_torch_function(shares, (index,), index, experts)
         return found
-    counts = torch.bincount(index.reshape(-1), minlength=experts)
+    counts = tally(index, experts)[1:]
     return counts / counts.sum()
 
 
@@ -55,3 +66,66 @@ def balance_loss(probabilities: Tensor, index: Tensor) -> Tensor:
 def z_loss(logits: Tensor) -> Tensor:
     """The squares of the log-sum-exp, summed over tokens (Zoph et al. 2022). [n, E]."""
     return torch.logsumexp(logits, -1).square().sum()
+
+
+def within_capacity(index: Tensor, experts: int, factor: float) -> Tensor:
+    """int [b, s, k] -> the same, `NOWHERE` in place of each choice for which its expert has no room.
+
+    An expert takes of every sequence at most ceil(factor k s / E) choices, those of earlier positions first, and of one
+    position the earlier choice (the groups of GShard, Lepikhin et al. 2021, one for each sequence; the order of Switch,
+    Fedus et al. 2022). So neither the batch, the microbatch nor the layout decides what is dropped, and no token's fate
+    hangs on later ones."""
+    if _get_current_function_mode_stack():
+        found: Tensor = handle_torch_function(within_capacity, (index,), index, experts, factor)
+        return found
+    b, s, k = index.shape
+    flat = index.reshape(b, s * k).long()
+    order = flat.argsort(dim=1, stable=True)  # every expert's choices in a row
+    counts = flat.new_zeros(b, experts).scatter_add_(1, flat, torch.ones_like(flat))
+    starts = (counts.cumsum(1) - counts).gather(1, flat.gather(1, order))
+    place = torch.empty_like(flat).scatter_(1, order, torch.arange(s * k, device=index.device) - starts)
+    return index.masked_fill(place.view_as(index) >= math.ceil(factor * k * s / experts), NOWHERE)
+
+
+class Bias(nn.Module):
+    """Added to each expert's score where experts are chosen, and nowhere else: after every optimizer step it rises by
+    `rate` for experts that had fewer tokens than the mean, and falls for others (Wang et al. 2024). `rebalance` moves
+    it."""
+
+    state: Tensor
+
+    def __init__(self, experts: int, rate: float):
+        super().__init__()
+        self.rate = rate
+        # [2, E]: the bias, and the choices of this step. One buffer: who counts also keeps the bias
+        self.register_buffer("state", torch.zeros(2, experts))
+
+    @property
+    def bias(self) -> Tensor:
+        """[E]."""
+        return self.state[0]
+
+    def count(self, index: Tensor) -> None:
+        """These choices are of this step: int [n, k]."""
+        # a forward that is run again for its backward counts nothing
+        if self.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.state[1] += tally(index, self.state.shape[1])[1:].to(self.state.dtype)
+
+    def move(self, load: Tensor) -> None:
+        """A step has ended, in which all tokens together made so many choices of each expert: [E]."""
+        self.state[0] += self.rate * torch.sign(load.mean() - load)
+        self.state[1] = 0.0
+
+
+@torch.no_grad()
+def rebalance(
+    model: nn.Module, total: Callable[[Tensor], Tensor] = lambda load: load, absent: Collection[str] = ()
+) -> None:
+    """Move the biases of all gates of a model, after an optimizer step; weft.Engine does it by itself. `total`: of all
+    gates' choices on this rank [gates * E], those on all ranks. `absent`: buffers that are kept elsewhere."""
+    named = model.named_modules()
+    found = [m for name, m in named if isinstance(m, Bias) and f"{name}.state".lstrip(".") not in absent]
+    if found:
+        loads = total(torch.cat([bias.state[1] for bias in found]))
+        for bias, load in zip(found, loads.split([bias.state.shape[1] for bias in found]), strict=True):
+            bias.move(load)

@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..clock import Clock
 from ..errors import WeftError
 from ..syncs import AnyTime
 from . import catchup
-from .exchange import Clock, through
+from .exchange import through
 from .flats import Flat
 from .quorum import START_S, Quorum, connected
 from .wires import Owners, begun, carried, on_wire

@@ -25,6 +25,8 @@ from ..order import part
 from ..parallelize import parallelize
 from ..plans import COPY, Plan
 from ..randomness import Randomness, mix
+from ..roles import experts_of
+from ..routing import rebalance
 from ..schedules import Action, Schedule
 from ..shards import Piece, Segment, chunks, cut_segments, fsdp_rows, take, whole
 from ..syncs import AnyTime, EachPeriod, EachStep, Sync, owners
@@ -33,6 +35,7 @@ from .anytime import Server, Worker
 from .exchange import Scatter
 from .flats import Flat
 from .functions import Functions
+from .loads import Loads
 from .outer import Outer
 from .pipeline import Pipeline, Route
 from .quorum import TRIES, Company, Quorum
@@ -150,7 +153,8 @@ class Engine:
         staged = None
         if plan.staging is not None:
             staged = StageForward(model, plan.staging, plan.stages(self.mesh.rank), skipped=self.randomness.skip)
-        parallelize(self.part, self.model, self.mesh, self.randomness)
+        self.loads = Loads(self.model, experts_of(self.model), self.mesh)
+        self.dispatch = parallelize(self.part, self.model, self.mesh, self.randomness)
         held = {w.name for w in self.part.weights}
         self.params = {name: p for name, p in self.model.named_parameters() if name in held}
         self.stages = Stages(self.model, plan, self.mesh.device, self.inputs, staged, self.sequence)
@@ -188,7 +192,9 @@ class Engine:
         versions = None
         if plan.schedule.versions:
             versions = Versions(self.model, plan, self.mesh, self.params, lambda: self.optimizer.step())
-        functions = Functions(self.randomness, plan.recompute == "selective", parts, mesh=self.mesh)
+        functions = Functions(
+            self.randomness, plan.recompute == "selective", parts, mesh=self.mesh, added=self.loads.add
+        )
         self._training = Training(
             self.stages,
             self.mesh,
@@ -365,6 +371,7 @@ class Engine:
         missing = self.reducer.finish()
         self._check_attention()
         result = self._update(missing)
+        rebalance(self.model, self._of_all_tokens, self._absent_buffers())
         self.steps_done += 1
         if self.outer is not None:
             self.outer.after(self.steps_done)
@@ -375,6 +382,13 @@ class Engine:
         if self.plan.recompute != "selective" and self.randomness.drawn == 0 and not needed:
             training.functions = None  # a model without dropout pays nothing for it after the first step
         return result
+
+    def _of_all_tokens(self, loads: Tensor) -> Tensor:
+        """Counts of this rank's tokens -> of all."""
+        group = self.mesh.group(*self.plan.token_axes)
+        if group is not None:
+            dist.all_reduce(loads, group=group)
+        return loads
 
     def _wants_norm(self) -> bool:
         return self.clip is not None or self.plan.precision == "fp16"

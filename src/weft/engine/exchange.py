@@ -9,8 +9,7 @@ reduction after the other.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -126,30 +125,6 @@ class Scatter(ReduceScatter):
         for work in _rounds(self._codec.scatter(input_tensor, output_tensor, self.state, peers), wire):
             work.wait()
         return None
-
-
-class Clock:
-    """Seconds between the first sum that begins in a step and the last that ends, and those spent in waiting for sums,
-    as the host sees it."""
-
-    def __init__(self) -> None:
-        self.busy_s = self.exposed_s = 0.0
-        self._began: float | None = None
-
-    def begin(self) -> None:
-        """A sum begins."""
-        if self._began is None:
-            self._began = time.perf_counter()
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around the wait for all that has begun."""
-        since = time.perf_counter()
-        yield
-        now = time.perf_counter()
-        self.exposed_s += now - since
-        self.busy_s += now - (since if self._began is None else self._began)
-        self._began = None
 
 
 class Polled:

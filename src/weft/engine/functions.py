@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from ..collectives import all_gather, split
 from ..errors import CannotCut
 from ..layout import TOKEN_AXES
 from ..masks import causal_mask
 from ..mesh import Mesh
 from ..randomness import DROPOUTS, DROPOUTS_OF_CHANNELS, Randomness
-from ..routing import WithLoss, shares, with_loss
+from ..routing import WithLoss, shares, tally, with_loss, within_capacity
 from .sequence import SharedSequence
 
 _SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
@@ -40,17 +41,18 @@ _multi_head_attention = FunctionType(
 
 class Functions(TorchFunctionMode):
     """Active around forward. `attention_cores` counts the cores that it recomputes. `sequence`: which ranks share.
-    `seen`, `shared`: told of every call of attention, and for how many experts shares are asked. `mesh`: whose ranks
-    have other tokens."""
+    `seen`, `asked`: told of every call of attention, and of what gates ask of all tokens: shares of so many experts, or
+    the capacity for so many choices. `added`: told of every loss that a gate adds. `mesh`: whose ranks have other
+    tokens."""
 
     def __init__(
         self, randomness: Randomness, selective: bool, sequence: SharedSequence | None = None,
         seen: Callable[[Tensor, Tensor, Tensor], None] | None = None, mesh: Mesh | None = None,
-        shared: Callable[[int], None] | None = None,
+        asked: Callable[[str, int], None] | None = None, added: Callable[[Tensor], None] | None = None,
     ):  # fmt: skip
         super().__init__()
         self.randomness, self.selective, self.attention_cores = randomness, selective, 0
-        self.sequence, self.seen, self.shared, self.mesh = sequence, seen, shared, mesh
+        self.sequence, self.seen, self.asked, self.added, self.mesh = sequence, seen, asked, added, mesh
         self.scale, self.routed = 1.0, False  # of the loss that backward starts from; whether experts have asked
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -62,8 +64,12 @@ class Functions(TorchFunctionMode):
             return self.sequence.mask(*args)
         if func is shares:
             return self._shares(*args)
+        if func is within_capacity:
+            return self._within_capacity(*args)
         if func is with_loss:
             self.routed = True
+            if self.added is not None:
+                self.added(args[1])
             return WithLoss.apply(*args, self.scale)
         if func is torch.arange and self._shared():
             assert self.sequence is not None
@@ -123,15 +129,31 @@ class Functions(TorchFunctionMode):
 
     def _shares(self, index: Tensor, experts: int) -> Tensor:
         """`routing.shares`, of the tokens of all ranks."""
-        if self.shared is not None:
-            self.shared(experts)
+        if self.asked is not None:
+            self.asked("shares", experts)
         self.routed = True
-        counts = torch.bincount(index.reshape(-1), minlength=experts)
+        counts = tally(index, experts)[1:]
         axes = (*TOKEN_AXES, "tp") if self.randomness.interior == "sequence" else TOKEN_AXES
         group = self.mesh.group(*axes) if self.mesh is not None else None
         if group is not None:
             dist.all_reduce(counts, group=group)
         return counts / counts.sum()
+
+    def _within_capacity(self, index: Tensor, experts: int, factor: float) -> Tensor:
+        """`routing.within_capacity`, of the whole sequences of which this rank has a part."""
+        if self.asked is not None:
+            self.asked("capacity", index[0].numel())
+        self.routed = True
+        group = self.mesh.group("tp") if self.mesh is not None and self.randomness.interior == "sequence" else None
+        if group is not None:
+            index = all_gather(index, 1, group, None)
+        if self._shared():
+            assert self.sequence is not None
+            mine = self.sequence.positions(self.sequence.now.length, index.device)
+            index = within_capacity(self.sequence.whole(index), experts, factor).index_select(1, mine)
+        else:
+            index = within_capacity(index, experts, factor)
+        return index if group is None else split(index, 1, group.rank(), group.size())
 
     def _shared(self) -> bool:
         """Whether this rank has a part of the sequences that run."""

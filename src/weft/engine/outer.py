@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..clock import Clock
 from ..codecs import Peers, State
 from ..plans import COPY, Plan
 from ..syncs import EachPeriod, owners
-from .exchange import Clock, through
+from .exchange import through
 from .flats import Flat
 from .quorum import Meeting, Quorum
 from .wires import Backend, begun, carried, on_wire

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..clock import Clock
 from ..mesh import Mesh
 from ..plans import Plan
 from ..syncs import EachStep
-from .exchange import Clock, Exchange, Parcel
+from .exchange import Exchange, Parcel
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -150,14 +150,18 @@ def decoder(
     gate: str = "softmax",
     balance: float = 0.01,
     z: float = 0.0,
+    capacity: float = 0.0,
+    bias: float = 0.0,
 ) -> nn.Module:
     """A decoder of `layers` blocks of width `dim`.
 
     `kv_heads` is `heads` if left out; `hidden`, the width inside the MLP, is 8/3 dim rounded up to a multiple of 32;
     `seq_len` is the longest input taken; `tied` shares the embedding's weight with the head. With `experts` each MLP is
     a mixture of so many of width `hidden`, of which a `gate`, "softmax" or "sigmoid", picks `active` for each token,
-    beside `shared` that all use; `balance` and `z` are factors of its losses. Weights are drawn from
-    torch's global generator: the same torch.manual_seed gives the same model. Raises ValueError.
+    beside `shared` that all use; `balance` and `z` are factors of its losses. With a `capacity`, an expert takes of a
+    sequence in training at most so many times what it would have of an even division, and drops what comes later; 0
+    drops nothing. With a `bias` each gate balances its experts by one that moves so far after every step. Weights are
+    drawn from torch's global generator: the same torch.manual_seed gives the same model. Raises ValueError.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     hidden = -(-8 * dim // 3 // 32) * 32 if hidden is None else hidden
@@ -171,5 +175,11 @@ def decoder(
             raise ValueError(f"gate = {gate!r} is neither softmax nor sigmoid")
         if not 1 <= active <= experts:
             raise ValueError(f"active = {active} must be from 1 to experts = {experts}")
-        mixture = {"experts": experts, "active": active, "kind": gate, "shared": shared, "balance": balance, "z": z}
+        for name, value in {"shared": shared, "balance": balance, "z": z, "capacity": capacity, "bias": bias}.items():
+            if value < 0:
+                raise ValueError(f"{name} = {value} must not be negative")
+        mixture = {
+            "experts": experts, "active": active, "kind": gate, "shared": shared, "balance": balance, "z": z,
+            "capacity": capacity, "rate": bias,
+        }  # fmt: skip
     return Decoder(vocab, dim, layers, heads, kv_heads, hidden, seq_len, tied, rope_base, dropout, mixture)

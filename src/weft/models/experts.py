@@ -10,26 +10,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.routing import balance_loss, with_loss, z_loss
+from weft.routing import Bias, balance_loss, tally, with_loss, within_capacity, z_loss
 
 
 class Gate(nn.Module):
-    """Tokens [n, dim] -> (logits [n, experts], chosen experts int [n, k], their weights [n, k], which sum to 1)."""
+    """Tokens [n, dim] -> (logits [n, experts], chosen experts int [n, k], their weights [n, k], which sum to 1).
 
-    def __init__(self, dim: int, experts: int, active: int, kind: str):
+    `rate`: how far a bias of the choice moves after each step, 0 for none."""
+
+    def __init__(self, dim: int, experts: int, active: int, kind: str, rate: float):
         super().__init__()
         self.active, self.kind = active, kind
         self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.bias = Bias(experts, rate) if rate else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(x, self.weight).to(torch.promote_types(x.dtype, torch.float32))
         scores = logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
-        weights, index = scores.topk(self.active, dim=-1)
+        if self.bias is None:
+            weights, index = scores.topk(self.active, dim=-1)
+        else:
+            index = (scores.detach() + self.bias.bias).topk(self.active, dim=-1).indices
+            weights = scores.gather(-1, index)
+            self.bias.count(index)
         return logits, index, (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
 
 
 class Experts(nn.Module):
-    """SwiGLU experts: tokens [n, dim], int [n, k], weights [n, k] -> [n, dim]."""
+    """SwiGLU experts: tokens [n, dim], int [n, k], weights [n, k] -> [n, dim]. A choice below 0 is nobody's."""
 
     def __init__(self, dim: int, hidden: int, experts: int):
         super().__init__()
@@ -38,26 +46,40 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, dim, hidden))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for expert in range(self.num_experts):
-            rows, place = torch.where(index == expert)
-            gate, up = F.linear(x[rows], self.up[expert]).chunk(2, -1)
-            made = F.linear(F.silu(gate) * up, self.down[expert])
-            out = out.index_add(0, rows, (made * weights[rows, place].unsqueeze(-1)).to(out.dtype))
-        return out
+        counts = tally(index, self.num_experts)
+        # by expert; what nobody takes comes first
+        order = torch.argsort(index.reshape(-1), stable=True)[index.numel() - int(counts[1:].sum()) :]
+        rows = order // index.shape[-1]
+        gate, up = grouped(x[rows], self.up, counts[1:]).chunk(2, -1)
+        made = grouped(F.silu(gate) * up, self.down, counts[1:]) * weights.reshape(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, rows, made.to(x.dtype))
+
+
+def grouped(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Each group of rows times its own weights: [n, in], [groups, out, in], how many rows each has -> [n, out]. By
+    torch's grouped matmul where the device has one (CUDA, bf16), else by one after the other."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if kind == "cuda" and dtype == torch.bfloat16:
+        ends = counts.cumsum(0).to(torch.int32)
+        return F.grouped_mm(x.to(dtype), weights.to(dtype).transpose(-2, -1), offs=ends)
+    parts = zip(x.split(counts.tolist()), weights, strict=True)
+    return torch.cat([F.linear(rows, weight) for rows, weight in parts])
 
 
 class Mixture(nn.Module):
     """x [b, s, dim] -> [b, s, dim]. `shared`: what all tokens go through as well. `balance`, `z`: factors of the losses
-    that the gate adds while it trains."""
+    that the gate adds while it trains; `capacity`: how many of a sequence's tokens an expert takes then at most, as a
+    multiple of what each would have of an even division, 0 for all."""
 
     def __init__(
         self, dim: int, hidden: int, experts: int, active: int, kind: str, shared: nn.Module | None, balance: float,
-        z: float,
+        z: float, capacity: float, rate: float,
     ):  # fmt: skip
         super().__init__()
-        self.gate, self.experts, self.shared = Gate(dim, experts, active, kind), Experts(dim, hidden, experts), shared
-        self.balance, self.z = balance, z
+        self.gate = Gate(dim, experts, active, kind, rate)
+        self.experts, self.shared = Experts(dim, hidden, experts), shared
+        self.balance, self.z, self.capacity = balance, z, capacity
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
@@ -66,5 +88,7 @@ class Mixture(nn.Module):
             scores = logits.sigmoid() if self.gate.kind == "sigmoid" else logits
             shares = scores / scores.sum(-1, keepdim=True) if self.gate.kind == "sigmoid" else logits.softmax(-1)
             tokens = with_loss(tokens, self.balance * balance_loss(shares, index) + self.z * z_loss(logits))
+        if self.training and self.capacity:
+            index = within_capacity(index.view(*x.shape[:2], -1), len(logits[0]), self.capacity).view_as(index)
         y = self.experts(tokens, index, weights).view_as(x)
         return y if self.shared is None else y + self.shared(x)

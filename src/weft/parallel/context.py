@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from ..errors import LayoutError
-from ..layout import Layout
+from ..layout import SPREAD, Layout
 from ..plans import Step, Weight, divided
 from ..roles import Roles
 
@@ -20,7 +20,7 @@ OPTIONS: Mapping[str, str] = {
     "ring": "keys and values travel around the ranks (the default)",
     "gather": "keys and values are gathered",
     "ulysses": "the sequence is whole for a part of the heads, by all-to-all there and back",
-    "ep": "experts are spread over its ranks",
+    **SPREAD,
 }
 
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from ..layout import Layout
+from ..layout import SPREAD, Layout
 from ..plans import COPY, SUM, Param, Step, Weight
 from ..roles import Roles
 
 AXIS = "dp"
-OPTIONS: Mapping[str, str] = {"ep": "experts are spread over its ranks"}
+OPTIONS: Mapping[str, str] = SPREAD
 
 
 def steps(

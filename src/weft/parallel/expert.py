@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from ..errors import CannotCut
+from ..errors import CannotCut, LayoutError
 from ..layout import EXPERTS, Layout
-from ..plans import COPY, SUM, Cut, Param, Step, Weight
+from ..plans import COPY, SUM, Cut, Dispatch, Param, Step, Weight
 from ..roles import Roles
 
 AXIS = "ep"
@@ -31,7 +31,13 @@ def steps(
             "layout", str(layout), "expert parallelism finds no experts in this model",
             "it takes modules with num_experts, called with (tokens, experts, weights), that hold all experts' weights",
         )  # fmt: skip
-    for module, count in roles.experts:
+    if "ep" in layout.option("tp") and "sequence" not in layout.option("tp"):
+        raise LayoutError(
+            "layout", str(layout), "the ranks of tp have the same tokens, and would all send them to the same experts",
+            f"write tp{layout.size('tp')}+sequence+ep, which parts them, or leave +ep out: tp then cuts each expert",
+        )  # fmt: skip
+    for experts in roles.experts:
+        module, count = experts.module, experts.count
         if count % size:
             fit = [n for n in range(2, count + 1) if count % n == 0]
             raise CannotCut(
@@ -41,7 +47,8 @@ def steps(
         cut = Cut(0, (count,), (count,))
         held = [w for w in weights if w.name.startswith(module + ".")]
         params = tuple(Param(w.name, EXPERTS, Shard(0), Shard(0), Shard(0), cut) for w in held)
-        yield Step(module, "expert", params, attributes=(("num_experts", count // size),), dispatch=count)
+        dispatch = Dispatch(count, experts.shared)
+        yield Step(module, "expert", params, attributes=(("num_experts", count // size),), dispatch=dispatch)
     if layout.size(AXIS) > 1:
         others = tuple(Param(w.name, AXIS, COPY, COPY, SUM) for w in weights if not roles.of_experts(w.name))
         yield Step("", "expert", params=others)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from ..errors import CannotCut, LayoutError
-from ..layout import Layout
+from ..layout import SPREAD, Layout
 from ..plans import COPY, SUM, Gather, Param, Step, Weight
 from ..roles import Roles
 
@@ -22,7 +22,7 @@ OPTIONS: Mapping[str, str] = {
     "zero1": "optimizer state sharded; parameters gathered and gradients reduced once a step",
     "zero2": "gradients sharded too: reduced every microbatch",
     "zero3": "parameters sharded too: gathered at every use (the default)",
-    "ep": "experts are spread over its ranks",
+    **SPREAD,
     "offload": "parameters, gradients and optimizer state rest in host memory",
 }
 

@@ -13,12 +13,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import CannotCut
-from ..layout import Layout
+from ..layout import SPREAD, Layout
 from ..plans import COPY, SUM, Boundary, Cut, Interior, Param, Step, Weight
-from ..roles import GROUPS, HEADS, KV_HEADS, WIDTHS, Chain, Roles, is_conv1d
+from ..roles import GROUPS, HEADS, KV_HEADS, WIDTHS, Chain, Experts, Roles, is_conv1d
 
 AXIS = "tp"
-OPTIONS: Mapping[str, str] = {}
+OPTIONS: Mapping[str, str] = SPREAD
 
 
 def steps(
@@ -41,6 +41,9 @@ def steps(
         in_stack = any(chain.row.startswith(block + ".") for block in blocks)
         _check_modules(model, chain, size)
         yield from _chain(chain, size, layout, residual if in_stack else COPY, names)
+    for experts in roles.experts if "ep" not in layout.option(AXIS) else ():
+        in_stack = any(experts.module.startswith(block + ".") for block in blocks)
+        yield from _inside(experts, size, layout, Shard(0) if sequence and in_stack else COPY)
     yield from _vocabulary(model, roles, names, shapes, sharded_logits, layout)
 
 
@@ -78,6 +81,18 @@ def _chain(chain: Chain, size: int, layout: Layout, outside: Placement, names: M
     for name in chain.inner:
         # used whole on this rank's heads alone
         yield Step(name.rpartition(".")[0], "tensor", (Param(names[name], AXIS, COPY, COPY, SUM),))
+
+
+def _inside(experts: Experts, size: int, layout: Layout, outside: Placement) -> Iterator[Step]:
+    """Features inside of every expert on ranks, which all have the same tokens."""
+    for name, cut in experts.cuts.items():
+        if cut.parts[0] % size:
+            problem = f"{name} has {cut.parts[0]} features, which tp{size} does not divide"
+            raise CannotCut("layout", str(layout), problem, "choose a tp size that divides them, or tp+sequence+ep")
+    if experts.cuts:
+        params = [_weight(name, cut, size, {name: name}) for name, cut in experts.cuts.items()]
+        entry, left = Boundary({AXIS: outside}, {AXIS: COPY}, every=True), Boundary({AXIS: outside}, {AXIS: SUM})
+        yield Step(experts.module, "tensor", tuple(params), input=entry, output=left, interior="features")
 
 
 def _weight(name: str, cut: Cut, size: int, names: Mapping[str, str]) -> Param:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from ..layout import Layout
+from ..layout import SPREAD, Layout
 from ..plans import Step, Weight, divided
 from ..roles import Roles
 
 AXIS = "up"
-OPTIONS: Mapping[str, str] = {"ep": "experts are spread over its ranks"}
+OPTIONS: Mapping[str, str] = SPREAD
 
 
 def steps(

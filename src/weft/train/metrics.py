@@ -10,7 +10,14 @@ computed, and `skipped` counts steps since the line before that fp16 could not t
 `sent_bytes` is what a rank sends in a step, and on CPUs `sync_exposed_s` and `sync_hidden_s` are the seconds of a step
 in which sums of gradients were waited for, and in which they were under way beside other work. Where replicas step by
 themselves `replicas` counts those that take part; with asynchronous servers `staleness` is how many steps weights were
-behind the fastest replica's, as a mean. TensorBoard has the same names.
+behind the fastest replica's, as a mean.
+
+Of a model with experts, `tokens_per_expert` has for every module that holds some how many choices each had since
+the line before, `busiest_expert` those of the busiest beside the mean, at most over modules, and `dropped_share` is the
+part of all choices for which there was no room. `gate_loss` is what gates added to the loss. Where tokens travel,
+`dispatch_bytes` is what a rank sends of them in a step, `dispatch_exposed_s` and `dispatch_hidden_s` are as above.
+
+TensorBoard has the same names, but for `tokens_per_expert`.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ from torch import Tensor
 
 from .output import METRICS, TENSORBOARD
 
-Line = Mapping[str, float]
+Line = Mapping[str, Any]
 
 
 class Metrics:
@@ -55,7 +62,7 @@ class Metrics:
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         for key, value in line.items():
-            if key != "step":
+            if key != "step" and not isinstance(value, Mapping):
                 self._board.add_scalar(key, value, line["step"])
 
     def __enter__(self) -> Self:

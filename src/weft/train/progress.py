@@ -78,6 +78,10 @@ def describe(line: Line) -> str:
         facts.append(f"sent {decimal(int(line['sent_bytes']))}")
     if "sync_exposed_s" in line:
         facts.append(f"waited {line['sync_exposed_s']:.2g} s")
+    if "busiest_expert" in line:
+        facts.append(f"busiest expert {line['busiest_expert']:.3g}x")
+    if line.get("dropped_share"):
+        facts.append(f"dropped {line['dropped_share']:.1%}")
     if "staleness" in line:
         facts.append(f"{line['staleness']:.2g} steps stale")
     return "  ".join([*facts, decimal(int(line["memory_bytes"]))])

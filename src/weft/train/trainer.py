@@ -12,7 +12,7 @@ from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from ..engine.reducer import local
 from ..errors import CheckpointError, ConfigError, WeftError
 from ..launch import processes
 from ..layout import DATA_AXES
+from .gates import Gates
 from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
 from .output import CHECKPOINTS, SAMPLE, check_output, checkpoints, position, saved_in
 from .progress import Progress, short
@@ -113,11 +114,12 @@ class _Loop:
     members: tuple[int, ...] = ()  # replicas that took part when it was last logged, where some may be left out
     first: int = field(init=False)  # the number of the first step that is taken
     traffic: Traffic = field(init=False)
+    gates: Gates = field(init=False)
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
         self.first = self.engine.steps_done + 1
-        self.traffic = Traffic(self.engine)
+        self.traffic, self.gates = Traffic(self.engine), Gates(self.engine)
 
     def __call__(self, interrupt: Interrupt) -> bool:
         """Take all steps that are left; whether it was interrupted before the last."""
@@ -184,7 +186,7 @@ class _Loop:
         """Write and show a line about this step, the last of `recent`."""
         assert self.loss is not None
         step_s = self.clock.lap() / len(recent)
-        line: dict[str, float] = {
+        line: dict[str, Any] = {
             "step": step,
             "loss": self.loss,
             "lr": float(self.engine.optimizer.param_groups[0]["lr"]),
@@ -200,6 +202,10 @@ class _Loop:
             "memory_bytes": highest(peak_memory_bytes(self.engine.mesh.device)),
             "epoch": round(step / self.loader.steps_per_epoch, 4),
         } | self.traffic.line(len(recent))
+        experts, warnings = self.gates.line(len(recent), float(torch.stack([r.weight for r in recent]).sum()))
+        line |= experts
+        for warning in warnings:
+            self.progress.say(f"step {step}/{self.run.train.steps}  {warning}")
         members = self.engine.members
         if members:
             line["replicas"] = len(members)
@@ -361,6 +367,8 @@ def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float) -> dict[s
         rows["speed"] = f"{short(taken * count / loop.clock.total_s)} {name}/s"
     if wire := loop.traffic.summary():
         rows["sent"] = wire
+    if experts := loop.gates.summary():
+        rows["experts"] = experts
     if engine.worker is not None:
         rows["staleness"] = f"{engine.worker.stalest} steps at most"
     return rows | {

@@ -17,6 +17,7 @@ from ..engine.work import arguments_of
 from ..mesh import Mesh
 from ..parallelize import parallelize
 from ..randomness import Randomness
+from ..routing import rebalance
 from .case import Case, in_double
 from .double import InDouble
 from .reference import Reference, finish
@@ -49,7 +50,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
             with (
                 InDouble(),
                 traced(model, size) as trace,
-                Functions(randomness, False, seen=trace.attention, shared=trace.shared),
+                Functions(randomness, False, seen=trace.attention, asked=trace.ask),
             ):
                 output = torch.func.functional_call(model, weights, (), arguments_of(inputs, micro))
                 part, count = case.loss(output, micro)
@@ -67,6 +68,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
                         optimizer.step()
                         optimizer.zero_grad()
                     kept.append(_copies(params, names))
+        rebalance(model)
         found.losses.append(float(sums[0] / sums[1]))
         found.gradients.append({})
         found.norms.append(0.0)

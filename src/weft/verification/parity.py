@@ -116,7 +116,7 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         values,
         reference.traces[0].cores,
         _routings(reference.traces),
-        reference.traces[0].shares,
+        reference.traces[0].asked,
     )
     first = min(found, key=_when, default=None)
     together = _together(layout, (errors, first, problem, totals(predicted), totals(seen)))
@@ -356,8 +356,9 @@ def _differs(engine: Engine, name: str, call: int, mine: Calls, references: list
     wholes = [r.get(name, []) for r in references]
     got = mine.get(name, [])
     calls = len(got) // plan.accumulate
-    if any(step.dispatch and name.startswith(step.module + ".") for step in plan.steps):
-        return None  # of the tokens that came to this rank
+    experts = (s for s in plan.steps if s.dispatch is not None or (s.input is not None and s.input.every))
+    if any(name.startswith(step.module + ".") for step in experts):
+        return None  # of the tokens that came to this rank, or of a part of an expert
     if call >= calls or len(got) % plan.accumulate or any(len(whole) != calls for whole in wholes):
         return None
     whole = torch.cat([w[call] for w in wholes]) if len(wholes) > 1 else wholes[0][call]

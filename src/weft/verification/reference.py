@@ -18,6 +18,7 @@ from ..mesh import Mesh
 from ..parallelize import parallelize
 from ..plans import Plan
 from ..randomness import Randomness
+from ..routing import rebalance
 from .case import Case, in_double
 from .double import InDouble
 from .trace import Trace, traced
@@ -68,13 +69,14 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
             micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
             with InDouble(), traced(model, size) if step == 0 else nullcontext() as trace:
-                seen, shared = (trace.attention, trace.shared) if trace is not None else (None, None)
-                with Functions(randomness, selective=False, seen=seen, shared=shared):
+                seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
+                with Functions(randomness, selective=False, seen=seen, asked=asked):
                     part, count = case.loss(model(**arguments_of(inputs, micro)), micro)
                     part.backward()
             if trace is not None:
                 found.traces.append(trace)
-                if trace.shares and not in_microbatches and plan.accumulate > 1:
+                shares = any(each.what == "shares" for each in trace.asked)
+                if shares and not in_microbatches and plan.accumulate > 1:
                     return run_reference(case, steps, in_microbatches=True)
             loss_sum += part.detach()
             weight += torch.as_tensor(count).detach()
@@ -88,6 +90,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
+        rebalance(model)
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in model.named_parameters()}
     finish(found, model, [optimizer])

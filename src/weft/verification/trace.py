@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..comms import Core, Crossing, Routing
+from ..comms import Asked, Core, Crossing, Routing
 from ..ghosts import Ghost
+from ..routing import Bias
 
 
 @dataclass
@@ -30,12 +31,12 @@ class Trace:
     backward: list[str] = field(default_factory=list)
     cores: list[Core] = field(default_factory=list)
     routings: list[Routing] = field(default_factory=list)
-    shares: list[tuple[str, int]] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # the modules that run now, the innermost last
 
-    def shared(self, experts: int) -> None:
-        """`routing.shares` is called for so many experts."""
-        self.shares.append((self.inside[-1], experts))
+    def ask(self, what: str, size: int) -> None:
+        """A gate asks this of all tokens."""
+        self.asked.append(Asked(self.inside[-1], what, size))
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """`scaled_dot_product_attention` is called with these."""
@@ -82,7 +83,8 @@ def traced(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = 
         if len(given) == 3 and all(isinstance(x, Tensor) and x.ndim == 2 for x in given):
             tokens, index, _ = given
             if not index.is_floating_point() and len(index) == len(tokens):
-                trace.routings.append(Routing(name, index.clone(), tokens.shape[1]))
+                needs_grad = tokens.requires_grad, given[2].requires_grad
+                trace.routings.append(Routing(name, index.clone(), tokens.shape[1], needs_grad))
         batched = out.shape[:1] == (samples,)
         trace.crossings[name] = Crossing(
             None if entered is None else _per_sample(entered, samples),
@@ -101,6 +103,8 @@ def traced(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = 
         trace.inside.pop()
 
     for name, module in model.named_modules():
+        if isinstance(module, Bias):
+            trace.asked.append(Asked(name, "bias", module.bias.numel()))
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: trace.inside.append(name)))
         handles.append(module.register_forward_hook(lambda *_: leave(), always_call=True))
         handles.append(

@@ -1,0 +1,61 @@
+"""How many tokens each expert gets, and what its gate adds to the loss: counted in the forwards of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..mesh import Mesh
+from ..roles import Experts
+from ..routing import tally
+
+
+class Loads:
+    """Of the modules of a model that hold experts. Made before the model is cut: what is counted is what each rank's
+    own tokens choose."""
+
+    def __init__(self, model: nn.Module, experts: Iterable[Experts], mesh: Mesh):
+        device, self._mesh = mesh.device, mesh
+        self.active: dict[str, int] = {}  # module -> how many experts a token goes to, where this rank has run it
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # that gates have added, summed over tokens
+        self._counts: dict[str, Tensor] = {}
+        for each in experts:
+            # choices of none, then of every expert
+            self._counts[each.module] = torch.zeros(1 + each.count, dtype=torch.int64, device=device)
+            hook = partial(self._count, each.module)
+            model.get_submodule(each.module).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def _count(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = [*args, *kwargs.values()][1]
+        if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.active[name] = index.shape[-1]
+            self._counts[name] += tally(index, len(self._counts[name]) - 1)
+
+    def add(self, loss: Tensor) -> None:
+        """A gate adds this to the loss, summed over the tokens that are here."""
+        if torch._C._current_graph_task_id() == -1:
+            self.loss += loss.detach()
+
+    def take(self) -> tuple[dict[str, list[int]], float]:
+        """(module -> choices of none, then of every expert; what gates have added), since the last call and over the
+        ranks of this replica: all call it together. Ranks that have the same tokens are all counted."""
+        every = torch.cat([*self._counts.values(), (self.loss * 2**20).round().long().unsqueeze(0)])
+        active = torch.tensor([self.active.get(name, 0) for name in self._counts], device=every.device)
+        live = self._mesh.layout.live()
+        if live:
+            group = self._mesh.group(*live)
+            dist.all_reduce(every, group=group)
+            dist.all_reduce(active, dist.ReduceOp.MAX, group=group)
+        self.active = dict(zip(self._counts, active.tolist(), strict=True))
+        *counts, loss = every.split([*map(len, self._counts.values()), 1])
+        for own in (*self._counts.values(), self.loss):
+            own.zero_()
+        return dict(zip(self._counts, (c.tolist() for c in counts), strict=True)), int(loss) / 2**20
