@@ -14,6 +14,7 @@ from cases import Fused, Subject, reference
 from torch import Tensor, nn
 
 import weft
+from weft.engine import attention
 from weft.engine.attention import Blocks, attend
 from weft.errors import Refusal, WorkerDied
 from weft.launch.processes import Pool
@@ -181,6 +182,19 @@ def test_as_one_device(pool: Pool, layout: str) -> None:
 @pytest.mark.parametrize("name", [name for name in SUBJECTS if name != "micro"])
 def test_every_model(pool: Pool, name: str, layout: str) -> None:
     holds(pool, SUBJECTS[name], layout)
+
+
+def test_flash_attention_is_called_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on CUDA in bf16, on tensors without data: the right operators, arguments and shapes."""
+    monkeypatch.setattr(attention, "_kernel", lambda *_: "flash")
+    query = torch.empty(2, 4, 8, 16, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(2, 4, 6, 16, dtype=torch.bfloat16, device="meta")
+    blocks = Blocks(Pattern(causal=True), [[(0, 8)]], 0, None, 0.25)
+    rest = query, key, key, blocks, (0, 8), (0, 6), None
+    out, logs = attention._forward(*rest)
+    assert out.shape == query.shape and logs.shape == (2, 4, 8) and logs.dtype == torch.float32
+    found = attention._backward(out, out, logs, *rest)
+    assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
 
 
 def test_recomputed_cores_of_a_split_backward(pool: Pool) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @_as_it_is
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
-        fused = _fused(query, value, blocks)
+        fused = _kernel(query, value, blocks) is not None
         wide = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros((*query.shape[:-1], value.shape[-1]), dtype=wide, device=query.device)
         total = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
@@ -111,7 +111,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, out, total = ctx.saved_tensors
         blocks, grad = ctx.blocks, grads[0].contiguous()
-        fused = _fused(query, value, blocks)
+        fused = _kernel(query, value, blocks) is not None
         wide = torch.promote_types(query.dtype, torch.float32)
         dquery = torch.zeros_like(query, dtype=wide)
         around = _Around(blocks, [key, value])
@@ -144,9 +144,15 @@ def _shared(grad: Tensor, x: Tensor) -> Tensor:
 # ---- one block ---------------------------------------------------------------------------------------------------
 
 
-def _fused(query: Tensor, value: Tensor, blocks: Blocks) -> bool:
-    """Whether torch has a kernel for the block that gives the log-sum-exp, and takes it back."""
-    return query.device.type == "cpu" and blocks.keep is None and query.shape[-1] == value.shape[-1]
+def _kernel(query: Tensor, value: Tensor, blocks: Blocks, mask: Tensor | None = None) -> Literal["cpu", "flash"] | None:
+    """Torch's kernel for a block that gives the log-sum-exp, and takes it back: on CPUs, and on CUDA flash attention
+    (Dao et al. 2022), which takes no mask."""
+    if blocks.keep is not None or query.shape[-1] != value.shape[-1]:
+        return None
+    half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    if query.device.type == "cuda" and half and mask is None:
+        return "flash"
+    return "cpu" if query.device.type == "cpu" else None
 
 
 def _forward(
@@ -154,7 +160,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp of the scores [b, heads, q], -inf where nothing is seen)."""
     causal = blocks.causal(queries, keys, mask)
-    if not _fused(query, value, blocks):
+    kernel = _kernel(query, value, blocks, mask)
+    if kernel == "flash":
+        out, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, scale=blocks.scale
+        )
+        return out, logs
+    if kernel is None:
         weights, logs = _weights(query, key, blocks, causal, mask, None)
         if blocks.keep is not None:
             weights = weights * blocks.keep(queries, keys).to(weights.dtype)
@@ -174,8 +186,17 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the block's query, key and value, given the output and the log-sum-exp of all blocks."""
     causal = blocks.causal(queries, keys, mask)
-    if _fused(query, value, blocks):
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    kernel = _kernel(query, value, blocks, mask)
+    found: tuple[Tensor, Tensor, Tensor]
+    if kernel == "flash":
+        seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, out, logs.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal,
+            seed, seed.new_empty(()), scale=blocks.scale,
+        )  # fmt: skip
+        return found
+    if kernel == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, logs, 0.0, causal, attn_mask=_bias(mask, query), scale=blocks.scale
         )
         return found
