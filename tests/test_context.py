@@ -237,7 +237,7 @@ def test_blocks_give_what_the_whole_gives(
 ) -> None:
     """Every rank's queries with all keys, in pieces; gradients as well. Queries that see nothing give zeros."""
     if not fused:
-        monkeypatch.setattr("weft.engine.attention._fused", lambda *_: False)
+        monkeypatch.setattr("weft.engine.attention._kernel", lambda *_: None)
         monkeypatch.setattr("weft.engine.attention.ROWS", 3)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 16, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))

@@ -266,13 +266,12 @@ lr = 1e-2
 """
 
 
-def made(folder: Path, axes: str, **model: Any) -> Run:
+def made(folder: Path, axes: str, steps: int = 4, **model: Any) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(RUN)
-    overrides = {f"model.{key}": json.dumps(value) for key, value in model.items()}
-    return config.load(
-        folder / "run.toml", {**overrides, "layout.axes": json.dumps(axes), "output": json.dumps(str(folder / "out"))}
-    )
+    overrides = {f"model.{key}": value for key, value in model.items()}
+    overrides |= {"layout.axes": axes, "train.steps": steps, "checkpoint.every": steps, "output": str(folder / "out")}
+    return config.load(folder / "run.toml", {key: json.dumps(value) for key, value in overrides.items()})
 
 
 def lines(run: Run) -> list[dict[str, Any]]:
@@ -322,3 +321,21 @@ def collapsed(**options: Any) -> nn.Module:
     gate = model.get_submodule("blocks.1.mlp.gate")
     gate.weight.requires_grad_(False).zero_()  # of equal scores the first are chosen
     return model
+
+
+@pytest.mark.parametrize("after", ["tp2+sequence+ep", "pp2.dp2", "dp1"])
+def test_a_run_is_resumed_under_another_layout(tmp_path: Path, pool: Pool, after: str) -> None:
+    """Experts by their global names, and the biases of their gates, of which each stage has its own."""
+    options: dict[str, Any] = {"bias": 0.05, "capacity": 1.0, "gate": "sigmoid"}
+    whole = made(tmp_path / "whole", "dp1", **options)
+    train(whole, False)
+    for before in ("ep2", "pp2.ep2"):
+        short = made(tmp_path / before, before, 2, **options)
+        pool.run(train, short, False, world=weft.Layout.parse(before).world)
+        rest = made(tmp_path / before, after, **options)
+        pool.run(train, rest, True, world=weft.Layout.parse(after).world)
+        third, last = lines(rest)[-2:]  # a run's first step has a line of its own
+        assert last["loss"] == pytest.approx(lines(whole)[-1]["loss"], rel=1e-4)
+        for module, counts in lines(whole)[-1]["tokens_per_expert"].items():
+            both = third["tokens_per_expert"][module], last["tokens_per_expert"][module]
+            assert [sum(each) for each in zip(*both, strict=True)] == counts

@@ -71,7 +71,7 @@ def test_a_loss_that_is_a_mean_of_its_own_rank_does_not_pass() -> None:
     assert not report.passed and "loss of step 0" in report.text()
 
 
-@pytest.mark.parametrize("name", ["quickstart.toml", "images.toml"])
+@pytest.mark.parametrize("name", ["quickstart.toml", "images.toml", "experts.toml"])
 def test_examples_are_complete(name: str) -> None:
     run = config.load(EXAMPLES / name)
     (plan,) = build.check(run)
