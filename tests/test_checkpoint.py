@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 import traceback
 from itertools import count
 from zlib import crc32
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from weft import checkpoint
-from weft.errors import CheckpointError
+from weft.checkpoint import Keep
+from weft.errors import CheckpointError, WeftError
 from weft.shards import Piece, chunks, cut_segments, fsdp_rows, take, whole
 
 # ---- a small state under several arrangements ------------------------------------------------------------------------
@@ -166,7 +168,7 @@ def _save_and_reload_all(rank, world, folder):
     state = make_state()
     for step, arrangement in enumerate(ARRANGEMENTS):
         pieces = arrange(state, arrangement, rank, world)
-        checkpoint.save(folder, step, pieces, {"step": step}, {"layout": arrangement.__name__}, keep=99)
+        checkpoint.save(folder, step, pieces, {"step": step}, {"layout": arrangement.__name__}, keep=Keep(99))
         for other in ARRANGEMENTS:
             fresh = arrange(state, other, rank, world, fill=False)
             assert checkpoint.load(folder, step, fresh) == {"step": step}
@@ -200,7 +202,7 @@ def _save_with_one_failing(rank, world, folder, bad_rank):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     try:
-        checkpoint.save(folder, 2, arrange(state, row_cut, rank, world), {}, {}, keep=1)
+        checkpoint.save(folder, 2, arrange(state, row_cut, rank, world), {}, {}, keep=Keep(1))
     except CheckpointError as error:
         return str(error)
 
@@ -209,7 +211,7 @@ def _save_with_one_failing(rank, world, folder, bad_rank):
 def test_a_rank_that_cannot_write_fails_all_and_harms_nothing(tmp_path, bad_rank):
     folder = tmp_path / "c"
     state = make_state()
-    checkpoint.save(folder, 1, arrange(state, replicated, 0, 1), {"n": 1}, {}, keep=1)
+    checkpoint.save(folder, 1, arrange(state, replicated, 0, 1), {"n": 1}, {}, keep=Keep(1))
     messages = ranks(tmp_path, 3, _save_with_one_failing, folder, bad_rank)
     assert len(set(messages)) == 1
     assert f"rank {bad_rank} failed: OSError" in messages[0] and "File too large" in messages[0]
@@ -226,7 +228,7 @@ def _load_with_one_unlike(rank, world, folder):
 
 
 def test_a_rank_that_cannot_load_fails_all_before_anything_changes(tmp_path):
-    checkpoint.save(tmp_path / "c", 1, [whole("w", torch.ones(4))], {}, {}, keep=1)
+    checkpoint.save(tmp_path / "c", 1, [whole("w", torch.ones(4))], {}, {}, keep=Keep(1))
     (first, a), (second, b) = ranks(tmp_path, 2, _load_with_one_unlike, tmp_path / "c")
     assert first == second and "(3,)" in first and "(4,)" in first and "'w'" in first
     assert a == [0] * 4 and b == [0] * 3
@@ -243,7 +245,7 @@ def _save_wrongly(rank, world, folder, how):
         "twice": [good, good],
     }
     try:
-        checkpoint.save(folder, 1, bad[how], {}, {}, keep=1)
+        checkpoint.save(folder, 1, bad[how], {}, {}, keep=Keep(1))
     except CheckpointError as error:
         return str(error)
 
@@ -270,7 +272,9 @@ def test_what_is_not_written_exactly_once_is_not_saved(tmp_path, how, message):
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "checkpoints"
-    checkpoint.save(folder, 100, [whole("w", torch.arange(6.0).reshape(2, 3)), whole("b", torch.ones(3))], {}, {}, 3)
+    checkpoint.save(
+        folder, 100, [whole("w", torch.arange(6.0).reshape(2, 3)), whole("b", torch.ones(3))], {}, {}, Keep(3)
+    )
     return folder
 
 
@@ -294,7 +298,7 @@ def test_loads_into_parameters_and_views_in_place(folder):
 
 def test_tensors_that_share_memory_are_saved(tmp_path):
     flat = torch.arange(8.0)
-    checkpoint.save(tmp_path, 1, [whole("a", flat[:6]), whole("b", flat[2:]), whole("c", flat)], {}, {}, 1)
+    checkpoint.save(tmp_path, 1, [whole("a", flat[:6]), whole("b", flat[2:]), whole("c", flat)], {}, {}, Keep(1))
     live = torch.zeros(6)
     checkpoint.load(tmp_path, 1, [whole("b", live)])  # a part of the names will do
     assert live.tolist() == [2, 3, 4, 5, 6, 7]
@@ -303,7 +307,9 @@ def test_tensors_that_share_memory_are_saved(tmp_path):
 def test_scalars_and_inspect(tmp_path):
     state = make_state()
     scalars = {"steps_done": 100, "loss_scale": 65536.0, "lr": 0.1 + 0.2, "nested": {"seen": [1, 2]}, "best": None}
-    checkpoint.save(tmp_path, 100, arrange(state, replicated, 0, 1), scalars, {"layout": "dp2.tp2", "ü": "é"}, keep=2)
+    checkpoint.save(
+        tmp_path, 100, arrange(state, replicated, 0, 1), scalars, {"layout": "dp2.tp2", "ü": "é"}, keep=Keep(2)
+    )
     assert checkpoint.load(tmp_path, None, []) == scalars
     contents = checkpoint.inspect(tmp_path)
     assert contents.step == 100 and contents.meta == {"layout": "dp2.tp2", "ü": "é"} and contents.scalars == scalars
@@ -315,24 +321,24 @@ def test_scalars_and_inspect(tmp_path):
 
 def test_scalars_that_are_not_json_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="not JSON serializable"):
-        checkpoint.save(tmp_path / "c", 1, [], {"loss": torch.tensor(1.0)}, {}, keep=1)
+        checkpoint.save(tmp_path / "c", 1, [], {"loss": torch.tensor(1.0)}, {}, keep=Keep(1))
     assert not (tmp_path / "c").exists()
 
 
 def test_keep_the_last_ones(tmp_path):
     for step in (1, 2, 10, 20):
-        checkpoint.save(tmp_path, step, [whole("w", torch.tensor(step))], {}, {}, keep=2)
+        checkpoint.save(tmp_path, step, [whole("w", torch.tensor(step))], {}, {}, keep=Keep(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000020"]
-    checkpoint.save(tmp_path, 5, [whole("w", torch.tensor(5))], {}, {}, keep=1)  # never the one just written
+    checkpoint.save(tmp_path, 5, [whole("w", torch.tensor(5))], {}, {}, keep=Keep(1))  # never the one just written
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
-    checkpoint.save(tmp_path, 1234567, [], {}, {}, keep=5)
+    checkpoint.save(tmp_path, 1234567, [], {}, {}, keep=Keep(5))
     assert checkpoint.latest(tmp_path) == 1234567
     with pytest.raises(CheckpointError, match="keep = 0"):
-        checkpoint.save(tmp_path, 6, [], {}, {}, keep=0)
+        checkpoint.save(tmp_path, 6, [], {}, {}, keep=Keep(0))
 
 
 def test_the_same_step_is_replaced(folder):
-    checkpoint.save(folder, 100, [whole("new", torch.ones(2))], {"again": True}, {}, keep=3)
+    checkpoint.save(folder, 100, [whole("new", torch.ones(2))], {"again": True}, {}, keep=Keep(3))
     assert list(checkpoint.inspect(folder).tensors) == ["new"]
     assert [path.name for path in folder.iterdir()] == ["step-000100"]
 
@@ -344,7 +350,7 @@ def _dies(folder, step, moment):
         os._exit(9)
 
     setattr(*moment, die)
-    checkpoint.save(folder, step, [whole("w", torch.ones(2, 3))], {}, {}, keep=1)
+    checkpoint.save(folder, step, [whole("w", torch.ones(2, 3))], {}, {}, keep=Keep(1))
 
 
 @pytest.mark.parametrize(
@@ -368,7 +374,7 @@ def test_a_crash_is_never_seen_and_swept_at_the_next_save(folder, step, moment, 
     assert checkpoint.latest(folder) == int(left[-1][-3:])
     checkpoint.load(folder, None, [whole("w", torch.zeros(2, 3))])
     for again in (step, 300):
-        checkpoint.save(folder, again, [whole("w", torch.ones(2, 3))], {}, {}, keep=9)
+        checkpoint.save(folder, again, [whole("w", torch.ones(2, 3))], {}, {}, keep=Keep(9))
     expected = {*left, f"step-{step:06d}", "step-000300"}
     assert {path.name for path in folder.iterdir()} == expected
 
@@ -477,3 +483,61 @@ def test_names_shapes_and_dtypes_that_differ_are_refused(folder):
 
 def test_nothing_is_pickled(folder):
     assert {path.suffix for path in (folder / "step-000100").iterdir()} == {".json", ".safetensors"}
+
+
+# ---- beside training -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
+    """Training goes on in the same memory while files are written; errors come with the next call."""
+    go, write = threading.Event(), checkpoint._write
+
+    def slow(*args):
+        assert go.wait(10)
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "_write", slow)
+    saver, weight = checkpoint.Saver(), torch.ones(3)
+    for step in (1, 2):
+        go.clear()
+        threading.Timer(0.2, go.set).start()  # the second save waits for the first one
+        saver.save(tmp_path, step, [whole("w", weight)], {}, {}, Keep(5))
+        assert checkpoint.latest(tmp_path) == (step - 1 or None)
+        weight += 1.0
+    saver.wait()
+    for step in (1, 2):
+        found = torch.zeros(3)
+        checkpoint.load(tmp_path, step, [whole("w", found)])
+        assert found.tolist() == [step] * 3
+    saver.save(tmp_path, 3, [whole("w", weight)], {}, {}, Keep(5), unless=lambda pieces: "no good")
+    with pytest.raises(WeftError, match="no good"):
+        saver.wait()
+    saver.save(tmp_path / "x", 3, [whole("w", weight)], {}, {}, Keep(0))
+    with pytest.raises(CheckpointError, match="keep at least 1"):
+        saver.save(tmp_path, 4, [whole("w", weight)], {}, {}, Keep(5))
+    assert checkpoint.latest(tmp_path) == 2
+
+
+def test_some_are_kept_beside_the_last_ones(tmp_path):
+    for step in range(1, 11):
+        checkpoint.save(tmp_path, step, [], {}, {}, Keep(2, every=4))
+    assert checkpoint._steps(tmp_path) == [4, 8, 9, 10]
+
+
+def beside(rank, world, folder):
+    saver, weight = checkpoint.Saver(), torch.full((2,), float(rank))
+    pieces = [Piece("w", weight, (2 * world,), (((slice(0, 2),), (slice(2 * rank, 2 * rank + 2),)),), True)]
+    saver.save(folder, 1, pieces, {}, {}, Keep(1))
+    for _ in range(20):  # collectives of training meanwhile, in no order with those of the save
+        dist.all_reduce(weight)
+    saver.wait()
+    saver.save(folder, 2, pieces, {}, {}, Keep(2), unless=lambda held: "rank 1 says no" if rank == 1 else None)
+    with pytest.raises(WeftError, match="rank 1 says no"):
+        saver.wait()
+
+
+def test_ranks_save_together_beside_collectives_of_training(tmp_path):
+    ranks(tmp_path, 4, beside, tmp_path / "saved")
+    found = torch.zeros(8)
+    checkpoint.load(tmp_path / "saved", None, [whole("w", found)])
+    assert found.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -230,14 +230,14 @@ def test_rates_are_over_the_steps_since_the_last_line(tmp_path: Path, monkeypatc
 
 
 def test_time_to_save_is_no_time_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, clock, save = [0.0], time.perf_counter, checkpoint.save
+    now, clock, save = [0.0], time.perf_counter, checkpoint.Saver.save
 
     def slow(*args: Any) -> None:
         now[0] += 1000
         save(*args)
 
     monkeypatch.setattr("weft.train.metrics.time.perf_counter", lambda: clock() + now[0])
-    monkeypatch.setattr("weft.train.trainer.checkpoint.save", slow)
+    monkeypatch.setattr(checkpoint.Saver, "save", slow)
     run = make(tmp_path, checkpoint__every=1)
     train(run, False)
     assert now[0] == 6000
@@ -316,6 +316,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, pool
     whole_run = make(tmp_path / "whole", axes)
     pool.run(train, whole_run, False, world=2)
     halves = cut_short(whole_run, tmp_path / "halves", axes)
+    time.sleep(1 - time.time() % 1)  # TensorBoard reads its files in the order of the seconds in which they began
     pool.run(train, halves, True, world=2)
 
     assert [step for step, _ in curve(halves)] == [1, 2, 3, 4, 5, 6]
@@ -446,7 +447,9 @@ def test_a_checkpoint_of_useless_weights_is_not_written(tmp_path: Path, pool: Po
     # the first step of RMSprop is 10 times its learning rate: too much for float32
     settings = {"optimizer__name": "rmsprop", "optimizer__lr": 1e38, "train__warmup": 0, "checkpoint__every": 1}
     run = make(tmp_path, "dp2", **settings)
-    with pytest.raises(WorkerDied, match=r"a weight after step 1 is not finite. No checkpoint was written"):
+    with pytest.raises(
+        WorkerDied, match=r"(weight after step 1 is not finite|loss of step 2 is nan)\. No checkpoint was written"
+    ):
         pool.run(train, run, False, world=2)
     assert checkpoint.latest(Path(run.output) / "checkpoints") is None
     assert math.isfinite(lines(run)[0]["loss"])

@@ -22,7 +22,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,8 +34,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
+from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, WeftError
 from .shards import Index, Piece, flaw, overlap, shift
 
 FILE_BYTES = 1 << 29  # a file is closed once it holds this much: bounds the host memory of a save
@@ -73,11 +75,26 @@ class Contents:
     files: dict[str, File]
 
 
-def save(folder: Path, step: int, pieces: Iterable[Piece], scalars: dict, meta: dict, keep: int) -> None:
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the `last` ones, and each whose step is a multiple of `every` (0: no others)."""
+
+    last: int = 1
+    every: int = 0
+
+    def gone(self, steps: Sequence[int]) -> list[int]:
+        """Those of these steps, in ascending order, that do not stay."""
+        return [step for step in steps[: max(0, len(steps) - self.last)] if not (self.every and step % self.every == 0)]
+
+
+def save(
+    folder: Path, step: int, pieces: Iterable[Piece], scalars: dict, meta: dict, keep: Keep,
+    group: dist.ProcessGroup | None = None,
+) -> None:  # fmt: skip
     """Write the checkpoint of this step into folder/step-NNNNNN. Called by all ranks together, with one shared folder.
 
-    `scalars` and `meta` are JSON values, taken from rank 0. A checkpoint of the same step is replaced. Afterwards this
-    one and the `keep` - 1 others with the highest steps remain. Raises CheckpointError on every rank if any rank fails;
+    `scalars` and `meta` are JSON values, taken from rank 0. A checkpoint of the same step is replaced. `group`: through
+    which all ranks agree, where it is not the default one. Raises CheckpointError on every rank if any rank fails;
     nothing is then published and older checkpoints stay as they are.
     """
     rank, _ = _place()
@@ -85,18 +102,18 @@ def save(folder: Path, step: int, pieces: Iterable[Piece], scalars: dict, meta: 
     partial = folder / f".{final.name}.partial"
     fix = "see that the disk has room and that every rank may write to this folder; older checkpoints are intact"
     try:
-        with _together(partial, fix):
-            if step < 0 or keep < 1:
-                raise CheckpointError("keep", keep, f"at step {step}", "steps start at 0; keep at least 1")
+        with _together(partial, fix, group):
+            if step < 0 or keep.last < 1:
+                raise CheckpointError("keep", keep.last, f"at step {step}", "steps start at 0; keep at least 1")
             _dump_json([scalars, meta])  # what JSON cannot hold is refused before anything is written
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 _sweep(folder)
                 partial.mkdir()
-        with _together(partial, fix):
+        with _together(partial, fix, group):
             tensors, files = _write(partial, rank, pieces)
-        written = _gather((tensors, files))
-        with _together(partial, fix):
+        written = _gather((tensors, files), group)
+        with _together(partial, fix, group):
             if rank == 0:
                 _write_index(partial, _merge(step, scalars, meta, written))
                 if final.exists():
@@ -107,12 +124,67 @@ def save(folder: Path, step: int, pieces: Iterable[Piece], scalars: dict, meta: 
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    with _together(folder, "remove old checkpoints by hand; the new one is complete"):
+    with _together(folder, "remove old checkpoints by hand; the new one is complete", group):
         if rank == 0:
             others = [other for other in _steps(folder) if other != step]
-            for old in others[: max(0, len(others) - keep + 1)]:
+            for old in replace(keep, last=keep.last - 1).gone(others):
                 _hide(folder / f"step-{old:06d}")
             _sweep(folder)
+
+
+class Saver:
+    """Saves beside training: `save` returns when this rank's part is copied to host memory, and the files are written
+    by a thread, one checkpoint after the other. All ranks make it together, and call it together."""
+
+    def __init__(self) -> None:
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._group = None if alone else dist.new_group(backend="gloo")  # no collective of training meets its own
+        self._host: dict[str, Tensor] = {}  # where copies go, again and again: new memory would cost as much as a copy
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self, folder: Path, step: int, pieces: Iterable[Piece], scalars: dict, meta: dict, keep: Keep,
+        unless: Callable[[Sequence[Piece]], str | None] = lambda pieces: None,
+    ) -> None:  # fmt: skip
+        """As `checkpoint.save`, whose errors come when it is waited for: by `wait`, or the next save. `unless`, asked
+        of this rank's copies, says on any rank why nothing is to be written: a WeftError on all."""
+        self.wait()
+        held = [self._copied(piece) for piece in pieces]
+        if any(piece.tensor.is_pinned() for piece in held if not piece.tensor.is_meta):
+            torch.cuda.synchronize()
+
+        def run() -> None:
+            try:
+                reason = next(filter(None, _everywhere(unless(held), self._group)), None)
+                if reason is not None:
+                    raise WeftError(reason)
+                save(folder, step, held, scalars, meta, keep, self._group)
+            except BaseException as error:
+                self._error = error
+
+        # a daemon: a process that ends because another one died does not wait for what that one was to write
+        self._thread = threading.Thread(target=run, name="weft checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last one is on disk. Raises what it failed with."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _copied(self, piece: Piece) -> Piece:
+        if not piece.writer or not piece.chunks:  # only its name is told
+            return replace(piece, tensor=torch.empty_like(piece.tensor, device="meta"))
+        tensor, host = piece.tensor.detach(), self._host.get(piece.name)
+        if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._host[piece.name] = host
+        host.copy_(tensor, non_blocking=True)
+        return replace(piece, tensor=host)
 
 
 def load(folder: Path, step: int | None, pieces: Iterable[Piece]) -> dict[str, Any]:
@@ -176,25 +248,25 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _everywhere(value: Any) -> list[Any]:
+def _everywhere(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, in rank order, on every rank."""
     values = [value] * _place()[1]
-    if dist.is_initialized():
-        dist.all_gather_object(values, value)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
-def _gather(value: Any) -> list[Any]:
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Every rank's value, in rank order, on rank 0; elsewhere an empty list."""
     rank, world = _place()
     values = [value] * world if rank == 0 else []
-    if dist.is_initialized():
-        dist.gather_object(value, values or None)
+    if world > 1:
+        dist.gather_object(value, values or None, group=group)
     return values
 
 
 @contextmanager
-def _together(path: Path, fix: str) -> Iterator[None]:
+def _together(path: Path, fix: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """What fails on one rank in this block is raised on every rank, as a CheckpointError. Leaving it is a barrier."""
     cause: Exception | None = None
     facts: tuple[str, object, str, str] | None = None
@@ -205,7 +277,7 @@ def _together(path: Path, fix: str) -> Iterator[None]:
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = f"rank {_place()[0]} failed: {type(error).__name__}: {error}"
         cause, facts = error, ("checkpoint", str(path), problem, fix)
-    failed = [each for each in _everywhere(facts) if each is not None]
+    failed = [each for each in _everywhere(facts, group) if each is not None]
     if failed:
         raise CheckpointError(*failed[0]) from cause
 

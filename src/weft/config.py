@@ -6,7 +6,7 @@
     [train]        batch, steps, loss, schedule, logging ...
     [optimizer]    name, and that optimizer's own arguments
     [precision]    compute = "fp32"
-    [checkpoint]   every, keep
+    [checkpoint]   every, keep, keep_every
     [pipeline]     schedule = "1f1b", cut = "parameters", and that schedule's own arguments
     [sync]         name = "allreduce", codec = "identity", and that synchroniser's own arguments
     [roles]        "blocks.*.up" = "column"
@@ -161,6 +161,7 @@ class Checkpoint(Table):
 
     every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: none")
     keep: int = Field(default=3, gt=0, description="number of checkpoints kept, the latest ones")
+    keep_every: int = Field(default=0, ge=0, description="beside these, those whose step is a multiple; 0: none")
 
 
 class Pipeline(Named):

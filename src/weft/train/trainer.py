@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -24,10 +24,10 @@ from ..config import Run
 from ..data import Dataset, Loader
 from ..engine import Engine, StepResult
 from ..engine.quorum import Company
-from ..engine.reducer import local
 from ..errors import CheckpointError, ConfigError, WeftError
 from ..launch import processes
 from ..layout import DATA_AXES
+from ..shards import Piece
 from .gates import Gates
 from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
 from .output import CHECKPOINTS, SAMPLE, check_output, checkpoints, position, saved_in
@@ -113,6 +113,7 @@ class _Loop:
     shares: int = 1  # into which a validation batch is divided, one after the other
     members: tuple[int, ...] = ()  # replicas that took part when it was last logged, where some may be left out
     first: int = field(init=False)  # the number of the first step that is taken
+    saver: checkpoint.Saver = field(default_factory=checkpoint.Saver)
     traffic: Traffic = field(init=False)
     gates: Gates = field(init=False)
     clock: Clock = field(default_factory=Clock)
@@ -163,7 +164,7 @@ class _Loop:
                 if evaluate:
                     self._evaluate(step)
                 if keep and fit:
-                    self._save(step)
+                    self._save(step, wait=stop or last)
             if stop:
                 return True
         return False
@@ -236,26 +237,42 @@ class _Loop:
             self.metrics.write({"step": step, "val_loss": self.val_loss})
         self.progress.say(f"step {step}/{self.run.train.steps}  validation loss {self.val_loss:.4f}")
 
-    def _save(self, step: int) -> None:
-        """A checkpoint; never of weights that would be of no use in place of older ones that are."""
+    def _save(self, step: int, wait: bool) -> None:
+        """A checkpoint, written beside the next steps unless one is to `wait` for it; never of weights that would be of
+        no use in place of older ones that are."""
         if self.engine.worker is not None and not self.engine.leads:
             return  # the first replica has all that servers have
-        if highest(int(not all(bool(local(p).isfinite().all()) for p in self.engine.params.values()))):
-            raise WeftError(f"a weight after step {step} is not finite. {self._advice()}")
         leads = bool(highest(int(self.engine.leads)))  # the first rank knows it best
-        try:
-            checkpoint.save(
+        names, c = self.engine.params.keys(), self.run.checkpoint
+
+        def useless(pieces: Sequence[Piece]) -> str | None:
+            weights = (p.tensor for p in pieces if p.name in names and not p.tensor.is_meta)
+            if all(bool(weight.isfinite().all()) for weight in weights):
+                return None
+            return f"a weight after step {step} is not finite. {self._advice()}"
+
+        with self._of_this_replica():
+            self.saver.save(
                 checkpoints(self.run, None if leads else self.engine.replica),
                 step,
                 self.engine.tensors(),
                 {**self.engine.scalars(), **position(self.run)},
                 {"layout": str(self.engine.whole.layout), "weft": _version(), "torch": torch.__version__},
-                self.run.checkpoint.keep,
+                checkpoint.Keep(c.keep, c.keep_every),
+                useless,
             )
+            if wait:
+                self.saver.wait()
+
+    @contextmanager
+    def _of_this_replica(self) -> Iterator[None]:
+        """Where replicas step by themselves, what one cannot write is its own end, and not the run's."""
+        try:
+            yield
         except CheckpointError as error:
             if self.engine.quorum is None:
                 raise
-            raise WeftError(str(error)) from error  # of this replica: the others go on
+            raise WeftError(str(error)) from error
 
     def _advice(self) -> str:
         kept = checkpoint.latest(Path(self.run.output) / CHECKPOINTS)
