@@ -521,7 +521,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeyp
 def test_some_are_kept_beside_the_last_ones(tmp_path):
     for step in range(1, 11):
         checkpoint.save(tmp_path, step, [], {}, {}, Keep(2, every=4))
-    assert checkpoint._steps(tmp_path) == [4, 8, 9, 10]
+    assert checkpoint.steps(tmp_path) == [4, 8, 9, 10]
 
 
 def beside(rank, world, folder):

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from zlib import crc32
 
 import torch
@@ -37,7 +37,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from .errors import CheckpointError, WeftError
-from .shards import Index, Piece, flaw, overlap, shift
+from .shards import Index, Piece, flaw, overlap, shift, whole
 
 FILE_BYTES = 1 << 29  # a file is closed once it holds this much: bounds the host memory of a save
 
@@ -126,7 +126,7 @@ def save(
         raise
     with _together(folder, "remove old checkpoints by hand; the new one is complete", group):
         if rank == 0:
-            others = [other for other in _steps(folder) if other != step]
+            others = [other for other in steps(folder) if other != step]
             for old in replace(keep, last=keep.last - 1).gone(others):
                 _hide(folder / f"step-{old:06d}")
             _sweep(folder)
@@ -209,34 +209,66 @@ def load(folder: Path, step: int | None, pieces: Iterable[Piece]) -> dict[str, A
             _check_size(path / name, file)
         for name in sorted(contents.files)[rank::world]:  # each file is hashed once, by one rank
             _check_crc(path / name, contents.files[name])
-    with _together(path, fix), ExitStack() as stack, torch.no_grad():
-        opened: dict[str, Any] = {}
+    with _together(path, fix), Reader(path, contents) as reader:
         for piece in pieces:
-            target = piece.tensor.detach()
-            for local, position in piece.chunks:
-                for file_name, stored_local, stored_position in contents.tensors[piece.name].chunks:
-                    common = overlap(position, stored_position)
-                    if common is None:
-                        continue
-                    if file_name not in opened:
-                        opened[file_name] = stack.enter_context(safe_open(path / file_name, framework="pt"))
-                    part = opened[file_name].get_slice(piece.name)[shift(common, stored_position, stored_local)]
-                    target[shift(common, position, local)].copy_(part)
+            reader.fill(piece)
     return contents.scalars
+
+
+class Reader:
+    """Reads tensors out of a checkpoint's folder, a part at a time; a context."""
+
+    def __init__(self, path: Path, contents: Contents):
+        self._path, self._contents = path, contents
+        self._stack = ExitStack()
+        self._opened: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def check(self) -> None:
+        """Raises CheckpointError unless every file is what was written."""
+        for name, file in self._contents.files.items():
+            _check_size(self._path / name, file)
+            _check_crc(self._path / name, file)
+
+    @torch.no_grad()
+    def fill(self, piece: Piece) -> None:
+        """Copy what a piece has of its global tensor into it."""
+        target = piece.tensor.detach()
+        for local, position in piece.chunks:
+            for file, stored_local, stored_position in self._contents.tensors[piece.name].chunks:
+                common = overlap(position, stored_position)
+                if common is None:
+                    continue
+                if file not in self._opened:
+                    self._opened[file] = self._stack.enter_context(safe_open(self._path / file, framework="pt"))
+                part = self._opened[file].get_slice(piece.name)[shift(common, stored_position, stored_local)]
+                target[shift(common, position, local)].copy_(part)
+
+    def whole(self, name: str) -> Tensor:
+        """A global tensor."""
+        stored = self._contents.tensors[name]
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        self.fill(whole(name, tensor))
+        return tensor
 
 
 def latest(folder: Path) -> int | None:
     """The highest step that has a complete checkpoint here; None if there is none."""
-    return max(_steps(folder), default=None)
+    return max(steps(folder), default=None)
 
 
 def inspect(folder: Path, step: int | None = None) -> Contents:
     """What the checkpoint of this step (None: the latest) holds, from its index alone. Raises CheckpointError."""
-    steps = _steps(folder)
-    chosen = max(steps, default=None) if step is None else step
-    if chosen not in steps:
+    here = steps(folder)
+    chosen = max(here, default=None) if step is None else step
+    if chosen not in here:
         wanted = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        raise CheckpointError("checkpoint", str(folder), f"{wanted} is here", f"here are steps: {steps or 'none'}")
+        raise CheckpointError("checkpoint", str(folder), f"{wanted} is here", f"here are steps: {here or 'none'}")
     return _read_index(folder / f"step-{chosen:06d}" / _INDEX, chosen)
 
 
@@ -288,14 +320,19 @@ def _together(path: Path, fix: str, group: dist.ProcessGroup | None = None) -> I
 def _write(folder: Path, rank: int, pieces: Iterable[Piece]) -> tuple[dict[str, Stored], dict[str, File]]:
     """Write this rank's files; returns what they hold. Names that others write are listed too, without chunks, so that
     rank 0 can tell a tensor that nobody wrote."""
-    pieces = list(pieces)
     tensors: dict[str, Stored] = {}
     files: dict[str, File] = {}
-    for piece in pieces:
-        if piece.name in tensors:
-            raise CheckpointError("tensor", piece.name, f"rank {rank} has it twice", "give each tensor its own name")
-        tensors[piece.name] = Stored(tuple(piece.shape), piece.tensor.dtype, ())
-    for number, batch in enumerate(_batches(piece for piece in pieces if piece.writer and piece.chunks)):
+
+    def named() -> Iterator[Piece]:
+        for piece in pieces:
+            if piece.name in tensors:
+                problem = f"rank {rank} has it twice"
+                raise CheckpointError("tensor", piece.name, problem, "give each tensor its own name")
+            tensors[piece.name] = Stored(tuple(piece.shape), piece.tensor.dtype, ())
+            if piece.writer and piece.chunks:
+                yield piece
+
+    for number, batch in enumerate(_batches(named())):
         name = f"rank-{rank:05d}-{number:03d}.safetensors"
         # copies: safetensors refuses tensors that share memory, as views of one flat buffer do
         data = to_safetensors({piece.name: piece.tensor.detach().to("cpu", copy=True).contiguous() for piece in batch})
@@ -396,7 +433,7 @@ def _to_json(index: Index) -> list[list[int]]:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _steps(folder: Path) -> list[int]:
+def steps(folder: Path) -> list[int]:
     """Steps that have a complete checkpoint, ascending."""
     names = [_STEP.fullmatch(path.parent.name) for path in folder.glob(f"step-*/{_INDEX}")]
     return sorted(int(name[1]) for name in names if name)

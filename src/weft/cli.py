@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import ConfigError, LayoutError, Refusal, WeftError
+from .errors import ConfigError, LayoutError, Refusal, WeftError, nearest
 from .launch.environment import environment, local_world
 from .layout import Layout
 
@@ -176,6 +176,65 @@ def draw(
             typer.echo(command.figures(drawn))
         elif out is None:
             command.show(drawn)
+
+
+# ---- weft checkpoint -------------------------------------------------------------------------------------------------
+
+files = typer.Typer(no_args_is_help=True, help="Look at checkpoints; take weights to Hugging Face and back.")
+app.add_typer(files, name="checkpoint")
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.", show_default=False)]
+AtStep = Annotated[int | None, typer.Option(help="The step: the latest one's, if left out.")]
+
+
+@files.command()
+def show(
+    folder: RunFolder,
+    step: AtStep = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print what a run's checkpoints hold."""
+    with _exit_codes():
+        from .train.contents import described, text
+
+        found = described(folder, step)
+        typer.echo(json.dumps(found) if as_json else text(found, tensors))
+
+
+@files.command()
+def export(
+    folder: RunFolder,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A directory that does not exist.")],
+    step: AtStep = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16, fp16: the checkpoint's, if left out.")] = None,
+) -> None:
+    """Write a run's weights as a directory that transformers' from_pretrained loads."""
+    with _exit_codes():
+        from . import huggingface
+
+        if dtype is not None and dtype not in huggingface.DTYPES:
+            raise ConfigError("--dtype", dtype, "is no dtype", nearest(dtype, huggingface.DTYPES))
+        found = huggingface.export(folder, to, step, dtype)
+        typer.echo(f"step {found.step}: {found.tensors} tensors, {found.nbytes:,} B, in {found.files} files -> {to}")
+
+
+@files.command("import")
+def bring_in(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="What save_pretrained wrote.", show_default=False)],
+    run_file: Annotated[Path, typer.Option("--run", metavar="RUN.toml", help="The run that is to begin with it.")],
+    settings: Settings = None,
+    output: Annotated[str | None, typer.Option(metavar="DIR", help="The run folder.")] = None,
+) -> None:
+    """Write a transformers directory's weights as step 0 of a run: weft train RUN.toml --resume begins with them."""
+    with _exit_codes():
+        from . import huggingface
+
+        run = _load(run_file, settings, None, output)
+        found = huggingface.bring_in(source, run)
+        typer.echo(
+            f"{found.tensors} tensors, {found.nbytes:,} B -> {run.output}; begin: weft train {run_file} --resume"
+        )
 
 
 @contextmanager
