@@ -37,6 +37,10 @@ def hugging_face(kind: str) -> nn.Module:
         config: Any = t.MixtralConfig(**small, num_local_experts=4)
     elif kind == "qwen3":
         config = t.Qwen3MoeConfig(**small, num_experts=8, moe_intermediate_size=24, head_dim=8)
+    elif kind == "qwen2":
+        config = t.Qwen2MoeConfig(
+            **small, num_experts=8, moe_intermediate_size=24, shared_expert_intermediate_size=24,
+        )  # fmt: skip
     elif kind == "olmoe":
         config = t.OlmoeConfig(**small, num_experts=8)
     else:
@@ -75,10 +79,70 @@ def test_as_one_device(pool: Pool, layout: str) -> None:
     holds(pool, subject("mixtral"), layout)
 
 
-@pytest.mark.parametrize("layout", ["ep2", "fsdp2+ep", "dp2+ep.cp2+ep"])
+@pytest.mark.parametrize("layout", ["ep2", "fsdp2+ep", "dp2+ep.cp2+ep", "dp2", "pp2", "cp2"])
 @pytest.mark.parametrize("kind", ["qwen3", "olmoe", "deepseek"])
 def test_every_model(pool: Pool, kind: str, layout: str) -> None:
     holds(pool, subject(kind), layout)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+sequence", "tp2+sequence+ep", "ep2.tp2+sequence"])
+def test_a_shared_expert_of_flattened_tokens(pool: Pool, layout: str) -> None:
+    holds(pool, subject("qwen2"), layout)
+
+
+@pytest.mark.parametrize("layout", ["ep2", "dp2+ep.cp2+ep", "ep2.tp2+sequence", "pp2+zb-h1.ep2"])
+@pytest.mark.parametrize("frozen", ["embed_tokens layers.0", "embed_tokens layers.0. mlp.gate mlp.experts"])
+def test_frozen(pool: Pool, frozen: str, layout: str) -> None:
+    """Where tokens need no gradient they are not sent back, and with their experts frozen too nothing is."""
+    made = Subject(partial(partly, frozen), tokens, next_token, (("accumulate", 2),), 0.1)
+    holds(pool, made, layout)
+
+
+def partly(frozen: str) -> nn.Module:
+    model = hugging_face("mixtral")
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(part in name for part in frozen.split()))
+    return model
+
+
+class Called(nn.Module):
+    """Experts called by name, with dropout after them and in what all tokens go through."""
+
+    def __init__(self, drop: float, within: float = 0.0) -> None:
+        super().__init__()
+        self.inner = decoder(VOCAB, 32, 2, 4, 4, **GATES["sigmoid"])
+        for block in self.inner.blocks:  # type: ignore[union-attr]
+            mixture: Any = block.mlp
+            mixture.forward = partial(self.call, mixture)
+            mixture.drop = nn.Dropout(drop)
+            mixture.shared = nn.Sequential(mixture.shared, nn.Dropout(drop))
+            if within:
+                mixture.experts.forward = partial(self.dropped, mixture.experts.forward, within)
+
+    def call(self, mixture: Any, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        _, index, weights = mixture.gate(tokens)
+        y: Tensor = mixture.drop(mixture.experts(tokens, weights=weights, index=index).view_as(x))
+        return y + mixture.shared(x)
+
+    def dropped(self, forward: Any, p: float, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(forward(x, index, weights), p)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.inner(input_ids)
+        return x
+
+
+@pytest.mark.parametrize("layout", ["dp2", "ep2", "ep2.tp2", "tp2+sequence+ep", "pp2.ep2", "cp2+ep"])
+def test_dropout_around_experts(pool: Pool, layout: str) -> None:
+    """The masks are one device's although the shared expert comes earlier."""
+    holds(pool, Subject(partial(Called, 0.2), tokens, next_token, (("accumulate", 2),), 0.1), layout)
+
+
+def test_dropout_within_experts_is_refused(pool: Pool) -> None:
+    within = Subject(partial(Called, 0.0, 0.2), tokens, next_token)
+    with pytest.raises(Refusal, match="drops within experts"):
+        holds(pool, within, "dp2")
 
 
 @pytest.mark.parametrize("layout", ["ep2", "fsdp2+ep"])
@@ -157,6 +221,55 @@ def test_where_no_token_comes(pool: Pool, layout: str) -> None:
 def test_refused(build: Any, layout: str, says: str) -> None:
     with pytest.raises(Refusal, match=says):
         weft.plan(build(), layout, batch=12, loss=next_token)
+
+
+class Outside(nn.Module):
+    """A mixture after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, other = decoder(VOCAB, 32, 2, 4, 4), decoder(VOCAB, 32, 1, 4, 4, **GATES["softmax"])
+        self.last = other.get_submodule("blocks.0.mlp")
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        inner: Any = self.inner
+        x = inner.embedding(input_ids)
+        for block in inner.blocks:
+            x = block(x)
+        y: Tensor = inner.head(inner.norm(x + self.last(x)))
+        return y
+
+
+@pytest.mark.parametrize("layout", ["ep2", "tp2+sequence", "ep2.tp2"])
+def test_a_mixture_outside_of_blocks(pool: Pool, layout: str) -> None:
+    holds(pool, Subject(Outside, tokens, next_token, (("accumulate", 2),), 0.1), layout)
+
+
+def test_ranks_that_have_the_same_tokens_spread_no_experts() -> None:
+    with pytest.raises(Refusal, match=r"last\.experts is outside of the blocks"):
+        weft.plan(Outside(), "tp2+sequence+ep", batch=12, loss=next_token)
+
+
+def test_without_a_flush_no_gate_adds_a_loss(pool: Pool) -> None:
+    """What it is to be divided by is known to the last stage alone."""
+    batch = {"input_ids": torch.randint(0, VOCAB, (2, 16))}
+    options: dict[str, Any] = {"batch": 8, "accumulate": 4, "loss": next_token, "sample": batch}
+    with pytest.raises(Refusal, match="a gate adds a loss of its own"):
+        weft.plan(decoder(VOCAB, 32, 2, 4, 4, **GATES["softmax"]), "pp2+pipedream", **options)
+    weft.plan(decoder(VOCAB, 32, 2, 4, 4, **GATES["bias"]), "pp2+pipedream", **options)
+
+
+def test_biases_have_all_tokens() -> None:
+    with pytest.raises(Refusal, match=r"each replica would move blocks\.0\.mlp\.gate\.bias"):
+        weft.plan(decoder(VOCAB, 32, 2, 4, 4, **GATES["bias"]), "dp2", batch=12, loss=next_token, sync="diloco")
+
+
+def test_a_gate_may_add_its_loss_later() -> None:
+    model = decoder(VOCAB, 32, 1, 4, 4, experts=4, hidden=24, balance=0.0)
+    plan = weft.plan(model, "dp1", batch=2, loss=next_token)
+    engine = Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu")
+    engine.step({"input_ids": torch.randint(0, VOCAB, (2, 8))})
+    assert engine._training.functions is not None
 
 
 @pytest.mark.parametrize("sync", ["local_sgd", "parameter_server"])
@@ -297,6 +410,11 @@ def test_metrics_of_experts_are_the_same_on_any_layout(tmp_path: Path, pool: Poo
         for line, other in zip(found["dp1"], others, strict=True):
             assert other["tokens_per_expert"] == line["tokens_per_expert"], axes
             assert other["gate_loss"] == pytest.approx(line["gate_loss"], rel=1e-4)
+    run = made(tmp_path / "evaluated", "ep2", capacity=1.0)
+    run = run.model_copy(update={"train": run.train.model_copy(update={"eval_every": 1})})
+    pool.run(train, run, False, world=2)
+    evaluated = [line["dispatch_bytes"] for line in lines(run) if "loss" in line]
+    assert evaluated == [line["dispatch_bytes"] for line in found["ep2"]]  # of training alone
     # four trips of half of the rows that are not dropped, of 16 numbers in float32; about half of them stay
     for line, count in zip(found["ep2"], steps, strict=True):
         rows = sum(map(sum, line["tokens_per_expert"].values())) / count
@@ -313,6 +431,11 @@ def test_a_gate_that_collapses_is_said_once(tmp_path: Path, capfd: pytest.Captur
     ), printed
     assert "blocks.0.mlp.experts has collapsed" not in printed
     assert re.search(r"the busiest has 4.00 times the mean \(\d of blocks\.1\.mlp\.experts\)", printed), printed
+
+
+def test_a_gate_that_picks_all_has_not_collapsed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(made(tmp_path, "dp1", experts=8, active=8), False)
+    assert "collapsed" not in capfd.readouterr().out
 
 
 def collapsed(**options: Any) -> nn.Module:

@@ -17,7 +17,7 @@ from weft.routing import NOWHERE, Bias, rebalance, shares, tally, within_capacit
 
 
 def test_choices_are_counted_with_those_that_none_took() -> None:
-    index = torch.tensor([[0, 2], [NOWHERE, 2], [1, NOWHERE]])
+    index = torch.tensor([[0, 2], [NOWHERE, 2], [1, -5]])
     assert tally(index, 4).tolist() == [2, 1, 1, 2, 0]
     assert shares(index, 4).tolist() == [0.25, 0.25, 0.5, 0.0]
 
@@ -48,6 +48,32 @@ def test_capacity_is_a_sequence_s_and_in_the_order_of_positions(factor: float) -
     other = index.clone()
     other[:, 6:] = 0
     assert torch.equal(within_capacity(other, 4, factor)[:, :6], found[:, :6])
+
+
+def test_a_gate_of_one_expert_learns_from_what_it_does() -> None:
+    """Shares of one would be 1, whatever the score."""
+    torch.manual_seed(0)
+    mixture = decoder(16, 8, 1, 2, experts=4, active=1, hidden=12, balance=0.0)
+    mixture(torch.randint(0, 16, (2, 6))).square().sum().backward()
+    gate = mixture.get_submodule("blocks.0.mlp.gate")
+    assert gate.weight.grad is not None and float(gate.weight.grad.norm()) > 1e-6  # type: ignore[union-attr]
+
+
+def test_low_scores_are_shares_too() -> None:
+    gate = Gate(4, 4, 2, "sigmoid", rate=0.0)
+    nn.init.constant_(gate.weight, -100.0)
+    assert bool(gate(torch.ones(3, 4))[2].isfinite().all())
+
+
+def test_a_bias_keeps_its_precision_and_is_not_moved_by_a_step_that_is_not_taken() -> None:
+    bias = Bias(2, rate=0.001).to(torch.bfloat16)
+    assert bias.state.dtype == torch.float32
+    assert Bias(2, rate=0.001).double().state.dtype == torch.float64
+    for _ in range(1000):
+        bias.count(torch.tensor([[0], [0]]))
+    assert bias.state[1].tolist() == [2000.0, 0.0]
+    rebalance(bias, taken=False)
+    assert bias.state.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_a_bias_moves_towards_experts_that_had_few() -> None:

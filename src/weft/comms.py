@@ -47,6 +47,8 @@ class Crossing:
     left: tuple[int, ...] | None
     needs_grad: bool  # whether what enters needs a gradient
     batched: bool = True  # dim 0 counts samples
+    samples: int = 1  # how many there are
+    gives_grad: bool = True  # whether what leaves needs a gradient
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,12 @@ class Asked:
 @dataclass(frozen=True, eq=False)
 class Routing:
     """A call of a module that holds experts, on one device: which ones each token of the batch goes to, int [n, k], and
-    whether tokens and their weights need a gradient."""
+    whether tokens, their weights and what experts make of them need a gradient."""
 
     module: str
     index: Tensor
     width: int
-    needs_grad: tuple[bool, bool] = (True, True)
+    needs_grad: tuple[bool, bool, bool] = (True, True, True)
 
 
 def predict(
@@ -164,7 +166,9 @@ def _boundaries(
     for boundary, shape, entry in ((step.input, crossing.entered, True), (step.output, crossing.left, False)):
         if boundary is None or shape is None or (step.input is not None and step.input.every):
             continue
-        rows = plan.microbatch if crossing.batched else 1
+        rows: float = plan.microbatch if crossing.batched else 1
+        if len(shape) == 2 and not crossing.batched and shape[0] % crossing.samples == 0:
+            rows = plan.microbatch / crossing.samples  # samples and positions in one dim
         for axis, forward, backward in boundary.moves(entry):
             size = plan.layout.size(axis)
             if size == 1:
@@ -172,16 +176,16 @@ def _boundaries(
             whole = list(shape)
             if boundary.inside.get(axis) == Shard(-1):
                 whole[-1] = -(-whole[-1] // size) * size  # an uneven vocabulary travels padded
-            nbytes = rows * prod(whole) // plan.sequence_size * itemsize
+            nbytes = round(rows * prod(whole)) // plan.sequence_size * itemsize
             for move, when in ((forward, "forward"), (backward, "backward")):
                 kind = collective(*move)
-                if kind is None or (when == "backward" and entry and not crossing.needs_grad):
+                if kind is None or (when == "backward" and not (crossing.needs_grad if entry else crossing.gives_grad)):
                     continue
                 yield Comm(kind, axis, nbytes, when, step.module)
                 for _ in range(again if when == "forward" else 0):
                     yield Comm(kind, axis, nbytes, "recompute", step.module)
             if boundary.typed:
-                for count in reduced_numels(rows * prod(shape[:-1]) // plan.sequence_size):
+                for count in reduced_numels(round(rows * prod(shape[:-1])) // plan.sequence_size):
                     yield Comm("all_reduce", axis, count * max(4, itemsize), "forward", "(loss)")
 
 
@@ -239,10 +243,10 @@ def _inside(plan: Plan, routing: Routing, microbatch: int, itemsize: int) -> Ite
         return
     again = _recomputations(plan, routing.module, microbatch)
     n, k = len(routing.index) // (plan.data_size * plan.accumulate * plan.sequence_size), routing.index.shape[1]
-    tokens, weights = routing.needs_grad
+    tokens, weights, made = routing.needs_grad
     rows = n * routing.width * itemsize
     entering = ((rows, tokens), (n * k * routing.index.itemsize, False), (n * k * itemsize, weights))
-    for boundary, entry, crossing in ((step.input, True, entering), (step.output, False, ((rows, True),))):
+    for boundary, entry, crossing in ((step.input, True, entering), (step.output, False, ((rows, made or weights),))):
         for axis, forward, backward in boundary.moves(entry):
             for nbytes, needs_grad in crossing if plan.layout.size(axis) > 1 else ():
                 ahead, back = collective(*forward), collective(*backward)
@@ -264,7 +268,7 @@ def _dispatch(plan: Plan, whole: Plan, routing: Routing, microbatch: int, rank: 
     assert step.dispatch is not None
     length, each = len(index) // plan.batch, step.dispatch.experts // size
     mine = plan.layout.index(rank, EXPERTS)
-    sliced = any(s.interior == "sequence" and routing.module.startswith(s.module + ".") for s in plan.steps)
+    sliced = plan.sliced(routing.module)
     sliced &= not any(s.input is not None and s.input.every and s.module == routing.module for s in plan.steps)
 
     def routed(peer: int) -> Tensor:
@@ -284,15 +288,16 @@ def _dispatch(plan: Plan, whole: Plan, routing: Routing, microbatch: int, rank: 
     again = _recomputations(plan, routing.module, microbatch)
     for when in ("forward", *("recompute",) * again):
         yield Comm("all_to_all", axis, step.dispatch.experts * 8, when, routing.module)
-    for when in ("forward", "backward", *("recompute",) * again):
-        for nbytes in (here, sent):
+    tokens, _, made = routing.needs_grad
+    for nbytes, needs_grad in ((here, tokens), (sent, made)):  # there, and back again
+        for when in ("forward", *("backward",) * needs_grad, *("recompute",) * again):
             yield Comm("all_to_all", axis, nbytes, when, routing.module)
 
 
 def _of_all_tokens(plan: Plan, asked: Asked, microbatch: int) -> Iterator[Comm]:
     """Shares: how many choices each expert has, summed over all ranks with tokens of their own. Capacity: which choices
     a sequence has, gathered from the ranks that have parts of it."""
-    sliced = any(s.interior == "sequence" and asked.module.startswith(s.module + ".") for s in plan.steps)
+    sliced = plan.sliced(asked.module)
     times = ("forward", *("recompute",) * _recomputations(plan, asked.module, microbatch))
     axis = ".".join(plan.layout.live(*TOKEN_AXES, *(("tp",) if sliced else ())))
     if asked.what == "shares" and axis:

@@ -9,6 +9,7 @@ tokens travel an expert that all of them use runs, if the model has one; in back
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .clock import Clock
-from .routing import tally
+from .plans import Dispatch
+from .routing import routed, tally
 from .watch import native
 
 
@@ -42,8 +44,10 @@ class _Trip:
         group, x = self._traffic.group, x.contiguous()
         assert group is not None
         out = x.new_empty((sum(received), *x.shape[1:]))
-        self._traffic.sent_bytes += (len(x) - sent[group.rank()]) * x[:1].numel() * x.itemsize
-        self._traffic.clock.begin()
+        counts = _training()
+        if counts:
+            self._traffic.sent_bytes += (len(x) - sent[group.rank()]) * x[:1].numel() * x.itemsize
+            self._traffic.clock.begin()
         work = dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
         assert work is not None
         self._under_way = work, x, out
@@ -52,9 +56,14 @@ class _Trip:
         """What has come."""
         assert self._under_way is not None
         (work, _, out), self._under_way = self._under_way, None
-        with self._traffic.clock.waiting():
+        with self._traffic.clock.waiting() if _training() else nullcontext():
             work.wait()
         return out
+
+
+def _training() -> bool:
+    """Whether a gradient is to be, or is, computed."""
+    return torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
 
 
 class _SetOut(torch.autograd.Function):
@@ -124,7 +133,7 @@ class _Early:
 
     def __init__(self, mixture: nn.Module, module: nn.Module):
         self._call = native(module)
-        self._entered: Tensor | None = None
+        self._entered: tuple[Tensor, int] | None = None  # and how often it had been changed in place
         self._made: Tensor | None = None
         vars(module)["_compiled_call_impl"] = self._called  # the attribute that Module.__call__ asks first
         mixture.register_forward_pre_hook(self._enter)
@@ -132,34 +141,37 @@ class _Early:
 
     def run(self) -> None:
         if self._entered is not None:
-            self._made = self._call(self._entered)
+            self._entered = self._entered[0], self._entered[0]._version
+            self._made = self._call(self._entered[0])
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         made, entered = self._made, self._entered
         self._forget()
-        if made is not None and args and not kwargs and args[0] is entered:
-            return made
+        if made is not None and entered is not None and len(args) == 1 and not kwargs:
+            x, version = entered
+            if args[0] is x and x._version == version:
+                return made
         return self._call(*args, **kwargs)
 
     def _enter(self, mixture: nn.Module, args: tuple[Any, ...]) -> None:
-        self._entered = args[0] if args and isinstance(args[0], Tensor) else None
+        self._entered = (args[0], 0) if args and isinstance(args[0], Tensor) else None
 
     def _forget(self) -> None:
         self._entered = self._made = None
 
 
-def spread(model: nn.Module, name: str, experts: int, beside: str, traffic: Traffic) -> None:
-    """Let a module that holds its part of `experts` experts be called as if it held all. `beside`: the module that runs
-    while tokens travel, or none."""
+def spread(model: nn.Module, name: str, dispatch: Dispatch, traffic: Traffic) -> None:
+    """Let a module that holds its part of the experts be called as if it held all."""
     if traffic.group is None:
         return
     module = model.get_submodule(name)
     forward, early = module.forward, lambda: None
-    if beside:
-        early = _Early(model.get_submodule(name.rpartition(".")[0]), model.get_submodule(beside)).run
+    if dispatch.beside:
+        early = _Early(model.get_submodule(name.rpartition(".")[0]), model.get_submodule(dispatch.beside)).run
 
-    def call(tokens: Tensor, index: Tensor, weights: Tensor, *rest: Any, **named: Any) -> Tensor:
-        held = [*module.parameters()]
-        return dispatched(forward, held, experts, traffic, early, tokens, index, weights, *rest, **named)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        held, given = [*module.parameters()], routed(dispatch.names, args, kwargs)
+        named = {key: value for key, value in kwargs.items() if key not in dispatch.names}
+        return dispatched(forward, held, dispatch.experts, traffic, early, *given, *args[3:], **named)
 
     module.forward = call  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,7 @@ def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
         held = {leaf: cuts.get(names.get(f"{step.module}.{leaf}", ""), {}) for leaf in module._parameters}
         _cut_module(module, {leaf: found["tp"] for leaf, found in held.items() if "tp" in found}, mesh)
         if step.dispatch is not None:
-            spread(model, step.module, step.dispatch.experts, step.dispatch.beside, traffic)
+            spread(model, step.module, step.dispatch, traffic)
         if step.input is not None:
             module.register_forward_pre_hook(partial(_enter, step, mesh, randomness), with_kwargs=True)
         if step.output is not None:
@@ -64,6 +65,9 @@ def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
         module.forward = partial(_in_place, module.forward, randomness, block, interiors.get(block) or "whole")  # type: ignore[method-assign]
         if block in recomputed:
             module.forward = partial(_recompute, module, module.forward)  # type: ignore[method-assign]
+    for name in plan.counted:
+        module = modules[name]
+        module.forward = partial(_counted, module.forward, randomness, name)  # type: ignore[method-assign]
     _gather(plan, modules, mesh)
     return traffic
 
@@ -178,11 +182,24 @@ def _enter(
     _alone(step.module, args, kwargs)
     for i, value in enumerate(args):
         if isinstance(value, Tensor) and value.is_floating_point():
-            return (*args[:i], cross(value, step.input, True, mesh), *args[i + 1 :]), kwargs
+            return (*args[:i], cross(value, _flat(step.input, value, step), True, mesh), *args[i + 1 :]), kwargs
     for key, value in kwargs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            return args, {**kwargs, key: cross(value, step.input, True, mesh)}
+            return args, {**kwargs, key: cross(value, _flat(step.input, value, step), True, mesh)}
     raise CannotCut("layout", step.module, "no floating-point tensor enters it", "declare the roles of this module")
+
+
+def _flat(boundary: Boundary, x: Tensor, step: Step) -> Boundary:
+    """The boundary of a tensor [positions, dim] that is cut by positions: samples and positions may be one dim, and
+    come in another order then, which is nothing to what looks at each by itself."""
+    if x.ndim != 2 or Shard(1) not in boundary.outside.values():
+        return boundary
+    if step.interior == "heads":
+        raise CannotCut(
+            "layout", step.module, "its attention is called with samples and positions in one dim",
+            "use tp without sequence, or call it with [samples, positions, features]",
+        )  # fmt: skip
+    return replace(boundary, outside={axis: Shard(0) if p == Shard(1) else p for axis, p in boundary.outside.items()})
 
 
 def _alone(module: str, args: tuple, kwargs: dict) -> None:
@@ -202,7 +219,7 @@ def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, pl
     total = _total(step, plan)
 
     def outwards(y: Tensor) -> Tensor:
-        y = cross(y, boundary, False, mesh, total)
+        y = cross(y, _flat(boundary, y, step), False, mesh, total)
         cut = {Shard(0), Shard(1)} & {*boundary.outside.values()}  # samples and positions may be one dim
         randomness.interior = "sequence" if cut else "whole"
         return _typed(y, boundary, mesh, total) if boundary.typed else y
@@ -253,6 +270,16 @@ def _in_place(forward: Callable, randomness: Randomness, name: str, interior: An
         _alone(name, args, kwargs)
     out = forward(*args, **kwargs)
     randomness.place, randomness.calls = outside  # calls between blocks are counted apart: a block may be elsewhere
+    return out
+
+
+def _counted(forward: Callable, randomness: Randomness, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A module's forward, whose dropout masks are the same wherever in the order of the others it comes."""
+    outside = randomness.place, randomness.calls, randomness.apart
+    randomness.enter(name, randomness.interior)
+    randomness.apart = True
+    out = forward(*args, **kwargs)
+    randomness.place, randomness.calls, randomness.apart = outside
     return out
 
 

@@ -20,6 +20,7 @@ from .layout import DATA_AXES, EXPERTS, SEQUENCE_AXES, TOKEN_AXES, Layout
 from .losses import accepts_sharded_logits, is_positionwise
 from .plans import COPY, Plan, Step, Weight, runs
 from .roles import Roles, around, find
+from .routing import Bias
 from .schedules import Schedule
 from .simulate import simulate
 from .stages import stage
@@ -89,8 +90,11 @@ def plan(
     )
     synced = norms if sync_batchnorm and layout.live(*TOKEN_AXES) else ()
     staging, staged = None, None
+    counted = tuple(each.shared for each in found.experts if each.shared)
     if layout.live("pp"):
-        staging, staged = stage(model, layout, accumulate, schedule, options or {}, cut, blocks, inputs, sample)
+        staging, staged = stage(
+            model, layout, accumulate, schedule, options or {}, cut, blocks, inputs, sample, counted
+        )
         again = blocks if recompute == "full" else blocks[::recompute] if isinstance(recompute, int) else ()
         units = {step.module: "sharding" for step in steps if step.gather is not None and step.module}
         units |= dict.fromkeys(again, "recompute")
@@ -101,6 +105,8 @@ def plan(
         _check_staged(layout, staging, staged, units, precision)
         _check_called(layout, staging, steps)
         steps = [_once_a_step(s) for s in steps]
+    if isinstance(sync, EachPeriod | AnyTime) and layout.size("dp") > 1:
+        _check_biases(model, sync)
     notes = _check_sync(layout, sync, staged, precision) if sync is not None and not sync.plain else []
     if layout.live("tp"):
         notes += [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
@@ -109,6 +115,7 @@ def plan(
     return Plan(
         layout, tuple(steps), weights, batch, accumulate, blocks, recompute, precision, synced,
         notes=tuple(notes), staging=staging, staged=staged, dynamic_shapes=dynamic_shapes, sync=sync,
+        counted=counted,
     )  # fmt: skip
 
 
@@ -182,6 +189,15 @@ def _check_separate(layout: Layout, sync: EachPeriod | AnyTime, precision: str) 
         ]
     when = f"every {sync.period} steps" if sync.period > 1 else "every step"
     return [f"{size} replicas step by themselves; {when} their weights agree by {sync.name}, in {sync.codec.name}"]
+
+
+def _check_biases(model: nn.Module, sync: Sync) -> None:
+    name = next((name for name, module in model.named_modules() if isinstance(module, Bias)), None)
+    if name is not None:
+        raise ConfigError(
+            "sync.name", sync.name, f"each replica would move {name} by its own tokens: weights alone are agreed on",
+            'balance by a loss instead of a bias, or use name = "allreduce"',
+        )  # fmt: skip
 
 
 def _check_servers(layout: Layout, servers: int) -> None:

@@ -147,10 +147,11 @@ class Divided:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The module holds its part of the weights of `experts` experts, to which tokens travel. `beside`: a module that
-    runs meanwhile."""
+    """The module holds its part of the weights of `experts` experts, to which tokens travel. `names` of its forward's
+    arguments: tokens, experts, weights. `beside`: a module that runs meanwhile."""
 
     experts: int
+    names: tuple[str, ...]
     beside: str = ""
 
 
@@ -233,6 +234,7 @@ class Plan:
     staged: Schedule | None = None  # in which order the stages run; None: gradient accumulation on one rank
     dynamic_shapes: bool = False  # what crosses stages has shapes that the batch's shapes do not tell
     sync: Sync | None = None  # how replicas agree; None: the backend sums their gradients
+    counted: tuple[str, ...] = ()  # modules beside `blocks` that count their dropout masks by themselves
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property
@@ -326,6 +328,7 @@ class Plan:
             steps=tuple(steps),
             blocks=tuple(b for b in self.blocks if runs(b, modules)),
             batchnorms=tuple(n for n in self.batchnorms if runs(n, modules)),
+            counted=tuple(n for n in self.counted if runs(n, modules)),
             every=self.weights,
         )
 
@@ -338,6 +341,10 @@ class Plan:
     def token_axes(self) -> tuple[str, ...]:
         """The axes whose ranks have other tokens where a gate sees them."""
         return (*TOKEN_AXES, "tp") if "sequence" in self.layout.option("tp") else TOKEN_AXES
+
+    def sliced(self, module: str) -> bool:
+        """Whether the ranks of `tp` have different positions inside of a module."""
+        return any(s.interior == "sequence" and module.startswith(s.module + ".") for s in self.steps)
 
     @property
     def sequence_size(self) -> int:

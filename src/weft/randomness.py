@@ -55,12 +55,13 @@ class Randomness:
     length: int = 0
     place: int = 0
     calls: int = 0
+    apart: bool = False  # whether a module runs that counts its own calls wherever it is called
     drawn: int = 0  # masks drawn since the engine was made: 0 after a step means that the model has no dropout
 
     def begin(self, step: int, samples: list[int]) -> None:
         """A microbatch begins."""
         self.step, self.samples = step, samples
-        self.place, self.calls, self.interior = 0, 0, "whole"
+        self.place, self.calls, self.interior, self.apart = 0, 0, "whole", False
 
     def enter(self, name: str, interior: Interior) -> None:
         """The module `name` begins: its calls are counted anew, so that a recomputed module repeats them."""

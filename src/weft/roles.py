@@ -80,6 +80,7 @@ class Experts:
     module: str
     count: int
     cuts: Mapping[str, Cut]
+    names: tuple[str, ...]  # of the forward's arguments: tokens, experts, weights
     shared: str = ""
 
 
@@ -200,7 +201,7 @@ def experts_of(model: nn.Module) -> Iterator[Experts]:
             held = (other for other in shared if modules.get(other) is not None)
             beside = [*modules[prefix.rstrip(".")].parameters()]
             widths = {p.shape[1] for p in beside if p.ndim == 2 and p.shape[0] == count}  # of the gate
-            yield Experts(name, count, _features_inside(name, module, widths), next(held, ""))
+            yield Experts(name, count, _features_inside(name, module, widths), tuple(names[:3]), next(held, ""))
 
 
 def _features_inside(name: str, module: nn.Module, widths: set[int]) -> dict[str, Cut]:

@@ -7,8 +7,8 @@ expert's capacity is that of a whole sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,13 @@ NOWHERE = -1  # in place of an expert: a choice that none takes
 
 def tally(index: Tensor, experts: int) -> Tensor:
     """How many choices each expert has: int [...] -> int64 [1 + experts], the first `NOWHERE`'s."""
-    flat = index.reshape(-1).long() + 1
+    flat = index.reshape(-1).long().clamp(min=NOWHERE) + 1
     return flat.new_zeros(1 + experts).scatter_add_(0, flat, torch.ones_like(flat))  # bincount would wait for a GPU
+
+
+def routed(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Tokens, experts and weights of a call of a module that holds experts, whose forward names them so."""
+    return [args[place] if place < len(args) else kwargs[name] for place, name in enumerate(names)]
 
 
 def shares(index: Tensor, experts: int) -> Tensor:
@@ -114,18 +119,30 @@ class Bias(nn.Module):
     def move(self, load: Tensor) -> None:
         """A step has ended, in which all tokens together made so many choices of each expert: [E]."""
         self.state[0] += self.rate * torch.sign(load.mean() - load)
-        self.state[1] = 0.0
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self.state
+        super()._apply(fn, recurse)
+        if self.state.is_floating_point() and self.state.itemsize < before.itemsize:  # it counts, and takes small steps
+            self.state = before.to(self.state.device)
+        return self
 
 
 @torch.no_grad()
 def rebalance(
-    model: nn.Module, total: Callable[[Tensor], Tensor] = lambda load: load, absent: Collection[str] = ()
+    model: nn.Module,
+    total: Callable[[Tensor], Tensor] = lambda load: load,
+    absent: Collection[str] = (),
+    taken: bool = True,
 ) -> None:
     """Move the biases of all gates of a model, after an optimizer step; weft.Engine does it by itself. `total`: of all
-    gates' choices on this rank [gates * E], those on all ranks. `absent`: buffers that are kept elsewhere."""
+    gates' choices on this rank [gates * E], those on all ranks. `absent`: buffers that are kept elsewhere. `taken`: if
+    the step was not, as fp16 does, choices are forgotten."""
     named = model.named_modules()
     found = [m for name, m in named if isinstance(m, Bias) and f"{name}.state".lstrip(".") not in absent]
-    if found:
+    if found and taken:
         loads = total(torch.cat([bias.state[1] for bias in found]))
         for bias, load in zip(found, loads.split([bias.state.shape[1] for bias in found]), strict=True):
             bias.move(load)
+    for bias in found:
+        bias.state[1] = 0.0

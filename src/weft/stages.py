@@ -17,6 +17,7 @@ from .engine.work import arguments_of
 from .errors import CannotCut, ConfigError, nearest
 from .layout import Layout
 from .partition import partition
+from .routing import with_loss
 from .schedules import Schedule
 from .staging import Staging
 
@@ -34,12 +35,14 @@ def stage(
     blocks: Sequence[str],
     inputs: Sequence[str] | None,
     sample: Mapping[str, Tensor] | None,
+    counted: Sequence[str] = (),
 ) -> tuple[Staging, Schedule]:
     """The stages of `model` over `pp`, and the schedule that runs them. Raises Refusal.
 
     `schedule`: a name, a Schedule, or a function (ranks, microbatches, **options) -> Schedule; an option of `pp` in the
     layout overrides it. `where`: stages of equal "parameters", "flops" or measured "time", or the modules with which
-    the second and later stages begin. With "time" all ranks of a running process group call it; rank 0's times count.
+    the second and later stages begin. `counted`: modules that count their own dropout masks, as blocks do. With "time"
+    all ranks of a running process group call it; rank 0's times count.
     """
     if sample is None:
         raise ConfigError(
@@ -55,6 +58,12 @@ def stage(
             "sample", f"{size} samples", f"the model does not run on it: {str(problem).splitlines()[0]}",
             "give a batch that it runs on, of at least two samples if it has batch norm",
         ) from problem  # fmt: skip
+    if made.versions and any(event.name == with_loss.__name__ for event in recorded.events):
+        raise ConfigError(
+            "pipeline.schedule", made.name,
+            "a gate adds a loss of its own, and each stage would have to know what counts in a microbatch",
+            "balance by a bias instead, or use a synchronous schedule such as 1f1b",
+        )  # fmt: skip
     points = _points(recorded, made, where, blocks)
     if where == "time" and dist.is_initialized():  # every rank has measured times of its own
         agreed = [points]
@@ -65,7 +74,7 @@ def stage(
             "pipeline.cut", list(points), f"{made.name} over {layout} has {made.stages} stages",
             "name the module with which each but the first begins",
         )  # fmt: skip
-    return cut(recorded, points, whole(blocks, points)), made
+    return cut(recorded, points, whole([*blocks, *counted], points)), made
 
 
 def whole(blocks: Sequence[str], points: Sequence[str]) -> list[str]:

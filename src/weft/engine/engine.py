@@ -192,9 +192,7 @@ class Engine:
         versions = None
         if plan.schedule.versions:
             versions = Versions(self.model, plan, self.mesh, self.params, lambda: self.optimizer.step())
-        functions = Functions(
-            self.randomness, plan.recompute == "selective", parts, mesh=self.mesh, added=self.loads.add
-        )
+        functions = Functions(self.randomness, plan.recompute == "selective", parts, mesh=self.mesh, loads=self.loads)
         self._training = Training(
             self.stages,
             self.mesh,
@@ -371,14 +369,15 @@ class Engine:
         missing = self.reducer.finish()
         self._check_attention()
         result = self._update(missing)
-        rebalance(self.model, self._of_all_tokens, self._absent_buffers())
+        rebalance(self.model, self._of_all_tokens, self._absent_buffers(), taken=not result.skipped)
         self.steps_done += 1
         if self.outer is not None:
             self.outer.after(self.steps_done)
             self._let_in_others()
             if self.outer.left:
                 self._catch_up()
-        needed = self.sequence or (training.functions is not None and training.functions.routed)
+        routed = training.functions is not None and training.functions.routed
+        needed = self.sequence or self.loads or routed
         if self.plan.recompute != "selective" and self.randomness.drawn == 0 and not needed:
             training.functions = None  # a model without dropout pays nothing for it after the first step
         return result

@@ -26,6 +26,7 @@ from ..masks import causal_mask
 from ..mesh import Mesh
 from ..randomness import DROPOUTS, DROPOUTS_OF_CHANNELS, Randomness
 from ..routing import WithLoss, shares, tally, with_loss, within_capacity
+from .loads import Loads
 from .sequence import SharedSequence
 
 _SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
@@ -42,17 +43,17 @@ _multi_head_attention = FunctionType(
 class Functions(TorchFunctionMode):
     """Active around forward. `attention_cores` counts the cores that it recomputes. `sequence`: which ranks share.
     `seen`, `asked`: told of every call of attention, and of what gates ask of all tokens: shares of so many experts, or
-    the capacity for so many choices. `added`: told of every loss that a gate adds. `mesh`: whose ranks have other
+    the capacity for so many choices. `loads`: told of every loss that a gate adds. `mesh`: whose ranks have other
     tokens."""
 
     def __init__(
         self, randomness: Randomness, selective: bool, sequence: SharedSequence | None = None,
         seen: Callable[[Tensor, Tensor, Tensor], None] | None = None, mesh: Mesh | None = None,
-        asked: Callable[[str, int], None] | None = None, added: Callable[[Tensor], None] | None = None,
+        asked: Callable[[str, int], None] | None = None, loads: Loads | None = None,
     ):  # fmt: skip
         super().__init__()
         self.randomness, self.selective, self.attention_cores = randomness, selective, 0
-        self.sequence, self.seen, self.asked, self.added, self.mesh = sequence, seen, asked, added, mesh
+        self.sequence, self.seen, self.asked, self.loads, self.mesh = sequence, seen, asked, loads, mesh
         self.scale, self.routed = 1.0, False  # of the loss that backward starts from; whether experts have asked
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -68,8 +69,8 @@ class Functions(TorchFunctionMode):
             return self._within_capacity(*args)
         if func is with_loss:
             self.routed = True
-            if self.added is not None:
-                self.added(args[1])
+            if self.loads is not None:
+                self.loads.add(args[1])
             return WithLoss.apply(*args, self.scale)
         if func is torch.arange and self._shared():
             assert self.sequence is not None
@@ -89,6 +90,10 @@ class Functions(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0.0:
             return input
+        within = self.loads is not None and self.loads.inside and not self.randomness.apart
+        if within and self.mesh is not None and self.mesh.layout.live():
+            problem = "it drops within experts, whose rows are others on every layout"
+            raise CannotCut("dropout", p, problem, "put it after the experts, or set it to 0")
         site = self.randomness.site()
         if func in DROPOUTS_OF_CHANNELS and input.ndim > 2:
             channels = self.randomness.dropout(input.new_ones(input.shape[:2]), p, site)

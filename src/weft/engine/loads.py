@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..mesh import Mesh
 from ..roles import Experts
-from ..routing import tally
+from ..routing import routed, tally
 
 
 class Loads:
@@ -24,20 +24,30 @@ class Loads:
         self.active: dict[str, int] = {}  # module -> how many experts a token goes to, where this rank has run it
         self.loss = torch.zeros((), dtype=torch.float64, device=device)  # that gates have added, summed over tokens
         self._counts: dict[str, Tensor] = {}
+        self.inside = 0  # how many modules that hold experts run
         for each in experts:
             # choices of none, then of every expert
             self._counts[each.module] = torch.zeros(1 + each.count, dtype=torch.int64, device=device)
-            hook = partial(self._count, each.module)
-            model.get_submodule(each.module).register_forward_pre_hook(hook, with_kwargs=True)
+            module = model.get_submodule(each.module)
+            module.register_forward_pre_hook(partial(self._enter, each), with_kwargs=True)
+            module.register_forward_hook(self._leave, always_call=True)
 
     def __bool__(self) -> bool:
         return bool(self._counts)
 
-    def _count(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = [*args, *kwargs.values()][1]
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(self._counts)
+
+    def _enter(self, experts: Experts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inside += 1
+        _, index, _ = routed(experts.names, args, kwargs)
         if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.active[name] = index.shape[-1]
-            self._counts[name] += tally(index, len(self._counts[name]) - 1)
+            self.active[experts.module] = index.shape[-1]
+            self._counts[experts.module] += tally(index, experts.count)
+
+    def _leave(self, *_: Any) -> None:
+        self.inside -= 1
 
     def add(self, loss: Tensor) -> None:
         """A gate adds this to the loss, summed over the tokens that are here."""

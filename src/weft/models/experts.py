@@ -14,7 +14,8 @@ from weft.routing import Bias, balance_loss, tally, with_loss, within_capacity, 
 
 
 class Gate(nn.Module):
-    """Tokens [n, dim] -> (logits [n, experts], chosen experts int [n, k], their weights [n, k], which sum to 1).
+    """Tokens [n, dim] -> (logits [n, experts], chosen experts int [n, k], their weights [n, k]): shares of 1, or where
+    there is one its score, without which the gate would not learn.
 
     `rate`: how far a bias of the choice moves after each step, 0 for none."""
 
@@ -33,7 +34,9 @@ class Gate(nn.Module):
             index = (scores.detach() + self.bias.bias).topk(self.active, dim=-1).indices
             weights = scores.gather(-1, index)
             self.bias.count(index)
-        return logits, index, (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        if self.active > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return logits, index, weights.to(x.dtype)
 
 
 class Experts(nn.Module):
@@ -57,10 +60,11 @@ class Experts(nn.Module):
 
 def grouped(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Each group of rows times its own weights: [n, in], [groups, out, in], how many rows each has -> [n, out]. By
-    torch's grouped matmul where the device has one (CUDA, bf16), else by one after the other."""
+    torch's grouped matmul where the device has one (CUDA, bf16, sizes of a multiple of 8), else by one after the other.
+    """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if kind == "cuda" and dtype == torch.bfloat16:
+    if kind == "cuda" and dtype == torch.bfloat16 and not (weights.shape[1] % 8 or weights.shape[2] % 8):
         ends = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(x.to(dtype), weights.to(dtype).transpose(-2, -1), offs=ends)
     parts = zip(x.split(counts.tolist()), weights, strict=True)

@@ -36,8 +36,14 @@ def steps(
             "layout", str(layout), "the ranks of tp have the same tokens, and would all send them to the same experts",
             f"write tp{layout.size('tp')}+sequence+ep, which parts them, or leave +ep out: tp then cuts each expert",
         )  # fmt: skip
+    inside = tuple(block + "." for stack in roles.stacks() for block in stack)
     for experts in roles.experts:
         module, count = experts.module, experts.count
+        if "ep" in layout.option("tp") and not module.startswith(inside):
+            raise CannotCut(
+                "layout", str(layout), f"{module} is outside of the blocks, where the ranks of tp have the same tokens",
+                "leave +ep out of tp: it then cuts each expert",
+            )  # fmt: skip
         if count % size:
             fit = [n for n in range(2, count + 1) if count % n == 0]
             raise CannotCut(
@@ -47,7 +53,7 @@ def steps(
         cut = Cut(0, (count,), (count,))
         held = [w for w in weights if w.name.startswith(module + ".")]
         params = tuple(Param(w.name, EXPERTS, Shard(0), Shard(0), Shard(0), cut) for w in held)
-        dispatch = Dispatch(count, experts.shared)
+        dispatch = Dispatch(count, experts.names, experts.shared)
         yield Step(module, "expert", params, attributes=(("num_experts", count // size),), dispatch=dispatch)
     if layout.size(AXIS) > 1:
         others = tuple(Param(w.name, AXIS, COPY, COPY, SUM) for w in weights if not roles.of_experts(w.name))

@@ -88,7 +88,8 @@ def _inside(experts: Experts, size: int, layout: Layout, outside: Placement) -> 
     for name, cut in experts.cuts.items():
         if cut.parts[0] % size:
             problem = f"{name} has {cut.parts[0]} features, which tp{size} does not divide"
-            raise CannotCut("layout", str(layout), problem, "choose a tp size that divides them, or tp+sequence+ep")
+            fit = [n for n in range(2, cut.parts[0] + 1) if cut.parts[0] % n == 0]
+            raise CannotCut("layout", str(layout), problem, f"tp sizes that work: {fit}; or tp{size}+sequence+ep")
     if experts.cuts:
         params = [_weight(name, cut, size, {name: name}) for name, cut in experts.cuts.items()]
         entry, left = Boundary({AXIS: outside}, {AXIS: COPY}, every=True), Boundary({AXIS: outside}, {AXIS: SUM})

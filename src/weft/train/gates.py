@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from rich.filesize import decimal
 
 from ..engine import Engine
@@ -18,10 +20,8 @@ class Gates:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        plan = engine.plan
-        self._copies = 1 if "tp" in plan.token_axes else plan.layout.size("tp")  # ranks that have the same tokens
         self._fallen: set[str] = set()  # modules of whose gate it has been said
-        self._mark = (0, 0.0, 0.0)
+        self._mark = (0.0, 0.0, 0.0)
         self._totals: dict[str, list[int]] = {}
         self._steps = 0
 
@@ -31,7 +31,10 @@ class Gates:
         if not self._engine.loads:
             return {}, []
         counts, loss = self._engine.loads.take()
-        counts = {module: [n // self._copies for n in row] for module, row in counts.items()}
+        plan = self._engine.plan
+        # ranks that have the same tokens are all counted
+        copies = {module: 1 if plan.sliced(module) else plan.layout.size("tp") for module in counts}
+        counts = {module: [n // copies[module] for n in row] for module, row in counts.items()}
         for module, row in counts.items():
             before = self._totals.get(module, [0] * len(row))
             self._totals[module] = [a + b for a, b in zip(before, row, strict=True)]
@@ -40,10 +43,9 @@ class Gates:
         found["busiest_expert"] = max(map(_busiest, counts.values()))
         found["dropped_share"] = _dropped(counts)
         if loss:
-            found["gate_loss"] = loss / self._copies / weight
-        traffic = self._engine.dispatch
-        if traffic.group is not None:
-            now = traffic.sent_bytes, traffic.clock.exposed_s, traffic.clock.busy_s
+            found["gate_loss"] = loss / next(iter(copies.values())) / weight
+        if self._engine.dispatch.group is not None:
+            now = self._exchanged()
             nbytes, exposed, busy = (b - a for a, b in zip(self._mark, now, strict=True))
             self._mark = now
             found["dispatch_bytes"] = round(nbytes / steps)
@@ -51,11 +53,20 @@ class Gates:
                 found |= {"dispatch_exposed_s": exposed / steps, "dispatch_hidden_s": max(0.0, busy - exposed) / steps}
         return found, [text for module, row in counts.items() if (text := self._watch(module, row[1:]))]
 
+    def _exchanged(self) -> tuple[float, float, float]:
+        """Bytes, seconds waited and seconds under way, since the run began, of the rank that has most of each."""
+        traffic, mesh = self._engine.dispatch, self._engine.mesh
+        own = [float(traffic.sent_bytes), traffic.clock.exposed_s, traffic.clock.busy_s]
+        most = torch.tensor(own, dtype=torch.float64, device=mesh.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group(*mesh.layout.live()))
+        nbytes, exposed, busy = most.tolist()
+        return nbytes, exposed, busy
+
     def _watch(self, module: str, row: list[int]) -> str | None:
         """A warning, if the gate of this module has just collapsed."""
         active = self._engine.loads.active[module]
         floor = active + COLLAPSED * (len(row) - active)
-        if sum(row) < 8 * len(row) or _in_use(row) >= floor:
+        if active == len(row) or sum(row) < 8 * len(row) or _in_use(row) >= floor:
             self._fallen.discard(module)
             return None
         if module in self._fallen:
@@ -78,12 +89,12 @@ class Gates:
         text = f"the busiest has {_busiest(row):.2f} times the mean ({expert} of {module})"
         if dropped := _dropped(self._totals):
             text = f"{text}, {dropped:.1%} of choices dropped"
-        traffic = self._engine.dispatch
-        if traffic.group is None:
+        if self._engine.dispatch.group is None:
             return text
-        text = f"{text}; a rank sends {decimal(round(traffic.sent_bytes / self._steps))} a step"
+        nbytes, exposed, _ = self._mark
+        text = f"{text}; a rank sends at most {decimal(round(nbytes / self._steps))} a step"
         if self._engine.mesh.device.type == "cpu":
-            text = f"{text} and waits {traffic.clock.exposed_s / self._steps:.2g} s"
+            text = f"{text} and waits {exposed / self._steps:.2g} s"
         return text
 
 

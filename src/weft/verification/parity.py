@@ -341,13 +341,9 @@ def _partial(plan: Plan, name: str) -> bool:
     params = [p for step in plan.steps if step.module == name for p in step.params]
     return any(
         (p.cut is not None and p.stored == COPY)
-        or (p.cut is None and p.grad != COPY and p.axis == "tp" and not _in_sequence(plan, name))
+        or (p.cut is None and p.grad != COPY and p.axis == "tp" and not plan.sliced(name))
         for p in params
     )
-
-
-def _in_sequence(plan: Plan, name: str) -> bool:
-    return any(s.interior == "sequence" and name.startswith(s.module + ".") for s in plan.steps)
 
 
 def _differs(engine: Engine, name: str, call: int, mine: Calls, references: list[Calls], factor: float) -> bool | None:
@@ -356,9 +352,8 @@ def _differs(engine: Engine, name: str, call: int, mine: Calls, references: list
     wholes = [r.get(name, []) for r in references]
     got = mine.get(name, [])
     calls = len(got) // plan.accumulate
-    experts = (s for s in plan.steps if s.dispatch is not None or (s.input is not None and s.input.every))
-    if any(name.startswith(step.module + ".") for step in experts):
-        return None  # of the tokens that came to this rank, or of a part of an expert
+    if any(name.startswith(module + ".") for module in engine.loads.modules):
+        return None  # of the tokens of an expert, on some ranks of a part of it
     if call >= calls or len(got) % plan.accumulate or any(len(whole) != calls for whole in wholes):
         return None
     whole = torch.cat([w[call] for w in wholes]) if len(wholes) > 1 else wholes[0][call]
@@ -421,16 +416,18 @@ def _local_part(engine: Engine, name: str, value: Tensor, want: Tensor) -> Tenso
     dim = dims[0]
     index, size = engine.mesh.index("tp"), engine.mesh.size("tp")
     samples = engine.plan.microbatch
-    if dim == 0 and _in_sequence(engine.plan, name) and value.shape[0] * size == want.shape[0]:
+    if dim == 0 and engine.plan.sliced(name) and value.shape[0] * size == want.shape[0]:
         rows = want.unflatten(0, (samples, -1))  # samples and positions in one dim, positions cut
         return rows.narrow(1, index * (rows.shape[1] // size), rows.shape[1] // size).flatten(0, 1)
-    for step in engine.plan.steps:
+    # samples and positions in one dim, which ranks have gathered in an order of their own
+    flat = value.ndim == 2 and engine.plan.sliced(name)
+    for step in engine.plan.steps if not flat else ():
         for p in step.params:
             if step.module == name and p.cut is not None and p.name.endswith("weight") and dim == want.ndim - 1:
                 pieces = [want.narrow(dim, a, b - a) for a, b in p.cut.intervals(index, size)]
                 part = torch.cat(pieces, dim)
                 return part if part.shape == value.shape else None
-    if value.shape[dim] * size == want.shape[dim]:
+    if value.shape[dim] * size == want.shape[dim] and not flat:
         return want.narrow(dim, index * value.shape[dim], value.shape[dim])
     return None
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from ..comms import Asked, Core, Crossing, Routing
 from ..ghosts import Ghost
-from ..routing import Bias
+from ..roles import experts_of
+from ..routing import Bias, routed
 
 
 @dataclass
@@ -60,6 +61,7 @@ def traced(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = 
     """
     trace = Trace()
     handles = []
+    experts = {each.module: each for each in experts_of(model)}
     places: dict[int, int] = {}  # id of a recorded tensor -> its microbatch
 
     def keep(record: dict[str, list[Tensor]], names: list[str], name: str, tensor: Tensor) -> None:
@@ -79,18 +81,19 @@ def traced(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = 
             return  # received from another stage, which records it
         keep(trace.outputs, trace.forward, name, out)
         entered = first_tensor((*args, *kwargs.values()))
-        given = [*args, *kwargs.values()][:3]
-        if len(given) == 3 and all(isinstance(x, Tensor) and x.ndim == 2 for x in given):
-            tokens, index, _ = given
-            if not index.is_floating_point() and len(index) == len(tokens):
-                needs_grad = tokens.requires_grad, given[2].requires_grad
-                trace.routings.append(Routing(name, index.clone(), tokens.shape[1], needs_grad))
+        if name in experts:
+            tokens, index, weights = routed(experts[name].names, args, kwargs)
+            made = tokens.requires_grad or any(p.requires_grad for p in model.get_submodule(name).parameters())
+            needs_grad = tokens.requires_grad, weights.requires_grad, made
+            trace.routings.append(Routing(name, index.clone(), tokens.shape[1], needs_grad))
         batched = out.shape[:1] == (samples,)
         trace.crossings[name] = Crossing(
             None if entered is None else _per_sample(entered, samples),
             _per_sample(out, samples),
             entered is not None and entered.requires_grad,
             batched or (entered is not None and entered.shape[:1] == (samples,)),
+            samples,
+            out.requires_grad,
         )
         if out.requires_grad:
             out.register_hook(lambda grad: keep(trace.gradients, trace.backward, name, grad))
