@@ -197,6 +197,28 @@ def test_flash_attention_is_called_as_torch_has_it(monkeypatch: pytest.MonkeyPat
     assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
 
 
+class Windows(nn.Module):
+    """A mask that every block makes for itself, of positions that it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = decoder(VOCAB, 32, 2, 2, 2, seq_len=LENGTH)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        inner: Any = self.inner
+        x = inner.embedding(input_ids)
+        for block in inner.blocks:
+            positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+            x = block(x, positions, causal_mask(positions, window=5))
+        y: Tensor = inner.head(inner.norm(x))
+        return y
+
+
+@pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "cp2.up2"])
+def test_masks_of_positions_that_the_model_counts(pool: Pool, layout: str) -> None:
+    holds(pool, subject(Windows), layout)
+
+
 def test_recomputed_cores_of_a_split_backward(pool: Pool) -> None:
     holds(pool, SUBJECTS["selective"], "pp2+zb-h1.cp2")
 

@@ -272,6 +272,50 @@ def test_a_gate_may_add_its_loss_later() -> None:
     assert engine._training.functions is not None
 
 
+class Kind(nn.Module):
+    """Experts of the right form that are not each token's own, or that count themselves by another number."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = decoder(VOCAB, 32, 1, 4, 4, experts=4, hidden=24)
+        experts: Any = self.inner.get_submodule("blocks.0.mlp.experts")
+        right = experts.forward
+
+        def forward(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            if kind == "hard":
+                for expert in range(4):
+                    experts.up[expert].sum()
+            made: Tensor = right(x, index, weights)
+            return made * (1 + x.mean() * 100) if kind == "mean" else made
+
+        experts.forward = forward
+        if kind == "scale":
+            experts.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.inner(input_ids)
+        return x
+
+
+def begin(kind: str, layout: str) -> None:
+    torch.manual_seed(0)
+    model, sample = Kind(kind), {"input_ids": torch.arange(8)[None]}
+    plan = weft.plan(model, layout, batch=4, loss=next_token, sample=sample)
+    Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu", sample=sample)
+
+
+@pytest.mark.parametrize("kind", ["mean", "hard"])
+def test_experts_that_compute_something_else_on_ranks_are_refused(pool: Pool, kind: str) -> None:
+    pool.run(begin, "right", "ep2", world=2)
+    with pytest.raises(Refusal, match="take each token by itself, and to count themselves by num_experts"):
+        pool.run(begin, kind, "ep2", world=2)
+
+
+def test_what_is_passed_over_is_named() -> None:
+    with pytest.raises(Refusal, match=r"experts is none, as its parameter scale \[32\] has no part for each of 4"):
+        begin("scale", "ep2")
+
+
 @pytest.mark.parametrize("sync", ["local_sgd", "parameter_server"])
 def test_replicas_have_all_experts_to_themselves(sync: str) -> None:
     with pytest.raises(Refusal, match="spreads experts over them"):
@@ -401,8 +445,8 @@ def test_metrics_of_experts_are_the_same_on_any_layout(tmp_path: Path, pool: Poo
     steps = [1, 1, 2]
     for line, count in zip(found["dp1"], steps, strict=True):
         assert set(line["tokens_per_expert"]) == {"blocks.0.mlp.experts", "blocks.1.mlp.experts"}
-        taken = sum(map(sum, line["tokens_per_expert"].values()))
-        assert taken == pytest.approx((1 - line["dropped_share"]) * count * 8 * 8 * 2 * 2)
+        chosen = sum(map(sum, line["tokens_per_expert"].values()))
+        assert chosen == count * 8 * 8 * 2 * 2  # with those that found no room
         assert 0 < line["dropped_share"] < 0.5 and 1 <= line["busiest_expert"] <= 2
         assert 0.19 < line["gate_loss"] < 0.4  # 0.1 for each of two layers, where all is even
         assert "dispatch_bytes" not in line
@@ -417,8 +461,10 @@ def test_metrics_of_experts_are_the_same_on_any_layout(tmp_path: Path, pool: Poo
     assert evaluated == [line["dispatch_bytes"] for line in found["ep2"]]  # of training alone
     # four trips of half of the rows that are not dropped, of 16 numbers in float32; about half of them stay
     for line, count in zip(found["ep2"], steps, strict=True):
-        rows = sum(map(sum, line["tokens_per_expert"].values())) / count
+        rows = (1 - line["dropped_share"]) * sum(map(sum, line["tokens_per_expert"].values())) / count
         assert 0.5 < line["dispatch_bytes"] / (4 * rows / 2 * 16 * 4 / 2) < 1.5
+        others = line["sent_bytes"] - line["dispatch_bytes"]  # all else is as large in every step
+        assert abs(others - (found["ep2"][0]["sent_bytes"] - found["ep2"][0]["dispatch_bytes"])) < 2000
         assert 0 < line["dispatch_exposed_s"] < line["step_s"] and line["dispatch_hidden_s"] >= 0
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import weft
 from weft import build, config
 from weft.data import Loader
+from weft.verification.case import Case
+from weft.verification.prove import verify_case
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -81,3 +83,33 @@ def test_examples_are_complete(name: str) -> None:
     inputs = {key: value[:2] for key, value in batch.items() if not key.startswith("label")}
     loss_sum, weight = build.loss(run)(model(**inputs), {key: value[:2] for key, value in batch.items()})
     assert torch.isfinite(loss_sum / weight)
+
+
+class Counting(Block):
+    """Its forward counts the features between its linears by a number of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))).view(*x.shape[:-1], 18))
+
+
+def counting() -> nn.Module:
+    model = Stack(6, 1)
+    model.layers[0] = Counting(6)
+    return model
+
+
+def test_a_layout_that_does_not_run_does_not_end_the_others() -> None:
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return output.square().sum(), torch.tensor(float(output.numel()))
+
+    case = Case(
+        build=counting,
+        plan=lambda model, layout: weft.plan(model, layout, batch=4, precision="fp64"),
+        batch=lambda step, rank, size: {"points": torch.arange(120.0).view(4, 5, 6)[4 * rank // size :][: 4 // size]},
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD([p for _, p in params], lr=0.1),
+    )
+    report = verify_case(case, ["tp2", "dp2"])
+    assert [result.passed for result in report.results] == [False, True]
+    assert "problem           does not run: RuntimeError: shape" in report.text()
+    assert "these do not: tp2" in report.verdict()

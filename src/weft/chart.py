@@ -6,8 +6,10 @@ happen, so any forward can be charted. On a model without data (on the meta devi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import logging
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -148,7 +150,8 @@ def chart(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0) -> Char
     with torch.random.fork_rng(devices), torch.enable_grad():
         trace = _Trace(traced)
         try:
-            trace.run(inputs)
+            with _without_log():
+                trace.run(inputs)
         except (DataDependentOutputException, DynamicOutputShapeException) as problem:
             raise CannotCut(
                 "model", type(model).__name__,
@@ -161,6 +164,17 @@ def chart(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0) -> Char
     if any(len(run) != calls + 1 for run in clock):
         raise CannotCut("cut", "time", "its forward calls other modules each time", "cut by flops or by parameters")
     return dataclasses.replace(finished, clock=clock)
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """What torch cannot do without data it logs with a traceback, also where somebody goes on by other means."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _clock(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> tuple[float, ...]:

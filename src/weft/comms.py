@@ -65,8 +65,8 @@ class Core:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a gate asks of all tokens: "shares" of `size` experts, "capacity" for `size` choices of a sample, or once a
-    step the "bias" of `size` experts."""
+    """What is asked of all tokens: by a gate "shares" of `size` experts, "capacity" for `size` choices of a sample, or
+    once a step the "bias" of `size` experts; for a mask `size` "positions" of a sample, which the model has made."""
 
     module: str
     what: str
@@ -302,8 +302,9 @@ def _of_all_tokens(plan: Plan, asked: Asked, microbatch: int) -> Iterator[Comm]:
     axis = ".".join(plan.layout.live(*TOKEN_AXES, *(("tp",) if sliced else ())))
     if asked.what == "shares" and axis:
         yield from (Comm("all_reduce", axis, asked.size * 8, when, asked.module) for when in times)
-    if asked.what != "capacity":
+    if asked.what not in ("capacity", "positions"):
         return
+    sliced &= asked.what == "capacity"  # masks are of what tp has gathered
     cuts = sorted((s.sequence for s in plan.steps if s.sequence is not None), key=lambda c: c.method != "ulysses")
     axes = [axis for axis in (*(("tp",) if sliced else ()), *(c.axis for c in cuts)) if plan.layout.size(axis) > 1]
     nbytes = plan.microbatch * asked.size * 8 // prod(map(plan.layout.size, axes))

@@ -120,7 +120,9 @@ class Train(Table):
     sample_tokens: int = Field(default=0, ge=0, description="tokens to generate when training has ended")
     prompt: str = Field(default="", description="the text that the generated sample goes on from")
     threads: int | None = Field(
-        default=None, gt=0, description="torch threads per process; cores // processes if left out"
+        default=None,
+        gt=0,
+        description="torch threads per process; if left out OMP_NUM_THREADS, or cores // processes",
     )
     sync_batchnorm: bool = Field(
         default=True, description="batch statistics over the whole microbatch, not one rank's part"

@@ -29,6 +29,7 @@ class Traffic:
 
     group: dist.ProcessGroup | None
     sent_bytes: int = 0
+    came_bytes: int = 0  # from all, this one too
     clock: Clock = field(default_factory=Clock)
 
 
@@ -47,6 +48,7 @@ class _Trip:
         counts = _training()
         if counts:
             self._traffic.sent_bytes += (len(x) - sent[group.rank()]) * x[:1].numel() * x.itemsize
+            self._traffic.came_bytes += out.nbytes
             self._traffic.clock.begin()
         work = dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
         assert work is not None

@@ -186,22 +186,33 @@ def experts_of(model: nn.Module) -> Iterator[Experts]:
     as in transformers."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        count, own = getattr(module, "num_experts", None), list(module.parameters())
-        if (
-            not isinstance(count, int)
-            or count < 2
-            or not own
-            or any([*child.parameters()] for child in module.children())
-        ):
-            continue
-        names = [*inspect.signature(module.forward).parameters]
-        if all(p.ndim > 1 and p.shape[0] == count for p in own) and len(names) >= 3:
+        if counted(module) and passed_over(module) is None:
+            count, names = counted(module), [*inspect.signature(module.forward).parameters]
             prefix = name.rpartition(".")[0] + "." if "." in name else ""
             shared = [prefix + leaf for leaf in ("shared", "shared_expert", "shared_experts", "shared_mlp")]
             held = (other for other in shared if modules.get(other) is not None)
             beside = [*modules[prefix.rstrip(".")].parameters()]
             widths = {p.shape[1] for p in beside if p.ndim == 2 and p.shape[0] == count}  # of the gate
             yield Experts(name, count, _features_inside(name, module, widths), tuple(names[:3]), next(held, ""))
+
+
+def counted(module: nn.Module) -> int:
+    """How many experts a module says that it has, of two or more, 0 for none."""
+    count = getattr(module, "num_experts", None)
+    return count if isinstance(count, int) and count > 1 and any(True for _ in module.parameters()) else 0
+
+
+def passed_over(module: nn.Module) -> str | None:
+    """Why a module that counts experts is not taken for one that holds them."""
+    inner = next((name for name, child in module.named_children() if any(True for _ in child.parameters())), None)
+    if inner is not None:
+        return f"its part {inner} holds weights, and not the module itself"
+    for name, p in module.named_parameters():
+        if p.ndim < 2 or p.shape[0] != counted(module):
+            return f"its parameter {name} {list(p.shape)} has no part for each of {counted(module)} experts"
+    if len(inspect.signature(module.forward).parameters) < 3:
+        return "its forward does not take (tokens, experts, weights)"
+    return None
 
 
 def _features_inside(name: str, module: nn.Module, widths: set[int]) -> dict[str, Cut]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..cutting import StageForward
 from ..errors import CannotCut, ConfigError, WeftError
-from ..layout import DATA_AXES, TOKEN_AXES
+from ..layout import DATA_AXES, EXPERTS, TOKEN_AXES
 from ..losses import is_positionwise
 from ..mesh import Mesh
 from ..order import part
@@ -76,9 +76,9 @@ class Engine:
     `optimizer`: list of (name, parameter) -> torch.optim.Optimizer. `loss`: (output, batch) -> (sum, weight).
     `inputs`: the batch's entries that the model is called with (default: those that its forward names, without labels).
     `clip`: the largest global norm of the mean gradient. Weights and buffers are taken from rank 0.
-    `sample`: a batch of one sample, the same on every rank. Under `tp` the model's output for it must be the same
-    before and after the cut: roles whose sizes agree can be wrong. Under `cp` its first positions must give the same in
-    parts; without `sample` the first step tries its own. Raises Refusal.
+    `sample`: a batch of one sample, the same on every rank. Under `tp`, and with experts on ranks, the model's output
+    for it must be the same before and after: roles whose sizes agree can be wrong. Under `cp` its first positions must
+    give the same in parts; without `sample` the first step tries its own. Raises Refusal.
 
     `company`: where replicas that step by themselves meet, if the processes of each have a world to themselves.
 
@@ -149,7 +149,7 @@ class Engine:
         parts = self.sequence if self.sequence else None
         self._in_parts = Functions(self.randomness, False, parts) if parts is not None else None  # without a backward
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
-        before = self._alone(sample) if sample is not None and plan.layout.live("tp") else None
+        before = self._alone(sample) if sample is not None and plan.layout.live("tp", EXPERTS) else None
         staged = None
         if plan.staging is not None:
             staged = StageForward(model, plan.staging, plan.stages(self.mesh.rank), skipped=self.randomness.skip)
@@ -549,6 +549,8 @@ class Engine:
 
         def refuse(problem: str) -> CannotCut:
             fix = "correct [roles], or weft verify names the first module that differs"
+            if self.dispatch.group is not None:
+                fix = f"experts are to take each token by itself, and to count themselves by num_experts; else {fix}"
             return CannotCut("layout", str(self.plan.layout), problem, fix)
 
         try:
@@ -559,7 +561,7 @@ class Engine:
         size = float(whole.norm())
         error = float((whole - cut).norm()) / (size if size > 0 else 1.0)
         if not error < (1e-3 if self.plan.precision in ("fp64", "fp32") else 5e-2):
-            raise refuse(f"cut as its roles say, the model's output changes by {error:.2g} of itself")
+            raise refuse(f"laid so, the model's output changes by {error:.2g} of itself")
 
     @torch.no_grad()
     def _hold_in_parts(self, sample: Batch) -> None:
@@ -584,7 +586,7 @@ class Engine:
                 "layout", str(self.plan.layout),
                 f"in parts of the sequence the model's output changes by {error:.2g} of itself: it mixes positions,"
                 " or counts them, by other means than attention and position_ids",
-                "use dp, fsdp or tp, or let its forward take position_ids",
+                "use dp, fsdp or tp, or let its forward take position_ids, and use them",
             )  # fmt: skip
 
     # ---- parts of a step -----------------------------------------------------------------------------------------

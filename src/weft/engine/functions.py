@@ -6,7 +6,7 @@ They are ordinary calls of `torch.nn.functional`, so a TorchFunctionMode sees th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -42,9 +42,9 @@ _multi_head_attention = FunctionType(
 
 class Functions(TorchFunctionMode):
     """Active around forward. `attention_cores` counts the cores that it recomputes. `sequence`: which ranks share.
-    `seen`, `asked`: told of every call of attention, and of what gates ask of all tokens: shares of so many experts, or
-    the capacity for so many choices. `loads`: told of every loss that a gate adds. `mesh`: whose ranks have other
-    tokens."""
+    `seen`, `asked`: told of every call of attention, and of what is asked of all tokens: shares of so many experts, the
+    capacity for so many choices, so many positions that the model has made. `loads`: told of every loss that a gate
+    adds. `mesh`: whose ranks have other tokens."""
 
     def __init__(
         self, randomness: Randomness, selective: bool, sequence: SharedSequence | None = None,
@@ -54,15 +54,19 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.randomness, self.selective, self.attention_cores = randomness, selective, 0
         self.sequence, self.seen, self.asked, self.loads, self.mesh = sequence, seen, asked, loads, mesh
+        self.known: Sequence[Tensor] = ()  # entries of the batch, on one device
         self.scale, self.routed = 1.0, False  # of the loss that backward starts from; whether experts have asked
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(args, kwargs)
-        if func is causal_mask and self._shared():
-            assert self.sequence is not None
-            return self.sequence.mask(*args)
+        if func is causal_mask:
+            if self.asked is not None and not any(_same(args[0], known) for known in self.known):
+                self.asked("positions", args[0][0].numel())
+            if self._shared():
+                assert self.sequence is not None
+                return self.sequence.mask(*args)
         if func is shares:
             return self._shares(*args)
         if func is within_capacity:
@@ -149,6 +153,8 @@ class Functions(TorchFunctionMode):
         if self.asked is not None:
             self.asked("capacity", index[0].numel())
         self.routed = True
+        if self.loads is not None:
+            self.loads.choose(index, experts)
         group = self.mesh.group("tp") if self.mesh is not None and self.randomness.interior == "sequence" else None
         if group is not None:
             index = all_gather(index, 1, group, None)
@@ -175,6 +181,10 @@ class Functions(TorchFunctionMode):
             first, all_heads = first + draws.index * all_heads, all_heads * draws.size
         keep = draws.keep_weights((first, count, all_heads), queries, keys, p, site, device)
         return keep.to(torch.float64).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool((one == other).all())
 
 
 def attention(

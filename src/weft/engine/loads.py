@@ -24,9 +24,10 @@ class Loads:
         self.active: dict[str, int] = {}  # module -> how many experts a token goes to, where this rank has run it
         self.loss = torch.zeros((), dtype=torch.float64, device=device)  # that gates have added, summed over tokens
         self._counts: dict[str, Tensor] = {}
+        self._asked: Tensor | None = None
         self.inside = 0  # how many modules that hold experts run
         for each in experts:
-            # choices of none, then of every expert
+            # choices that none took, then all choices of every expert
             self._counts[each.module] = torch.zeros(1 + each.count, dtype=torch.int64, device=device)
             module = model.get_submodule(each.module)
             module.register_forward_pre_hook(partial(self._enter, each), with_kwargs=True)
@@ -42,9 +43,17 @@ class Loads:
     def _enter(self, experts: Experts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.inside += 1
         _, index, _ = routed(experts.names, args, kwargs)
+        asked, self._asked = self._asked, None
         if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.active[experts.module] = index.shape[-1]
-            self._counts[experts.module] += tally(index, experts.count)
+            found = tally(index, experts.count)
+            if asked is not None and len(asked) == len(found):
+                found[1:] = asked[1:]
+            self._counts[experts.module] += found
+
+    def choose(self, index: Tensor, experts: int) -> None:
+        """The choices, some of which find no room, of the module that runs next."""
+        self._asked = tally(index, experts)
 
     def _leave(self, *_: Any) -> None:
         self.inside -= 1
@@ -55,8 +64,8 @@ class Loads:
             self.loss += loss.detach()
 
     def take(self) -> tuple[dict[str, list[int]], float]:
-        """(module -> choices of none, then of every expert; what gates have added), since the last call and over the
-        ranks of this replica: all call it together. Ranks that have the same tokens are all counted."""
+        """(module -> choices that none took, then all of every expert; what gates have added), since the last call and
+        over the ranks of this replica: all call it together. Ranks that have the same tokens are all counted."""
         every = torch.cat([*self._counts.values(), (self.loss * 2**20).round().long().unsqueeze(0)])
         active = torch.tensor([self.active.get(name, 0) for name in self._counts], device=every.device)
         live = self._mesh.layout.live()

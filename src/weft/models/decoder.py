@@ -176,8 +176,8 @@ def decoder(
         if not 1 <= active <= experts:
             raise ValueError(f"active = {active} must be from 1 to experts = {experts}")
         for name, value in {"shared": shared, "balance": balance, "z": z, "capacity": capacity, "bias": bias}.items():
-            if value < 0:
-                raise ValueError(f"{name} = {value} must not be negative")
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} = {value} must be a number from 0 up")
         mixture = {
             "experts": experts, "active": active, "kind": gate, "shared": shared, "balance": balance, "z": z,
             "capacity": capacity, "rate": bias,

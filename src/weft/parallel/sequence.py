@@ -28,8 +28,12 @@ def steps(
         return
     stacks = roles.stacks()
     if not stacks:
+        why = f" ({roles.notes[0]})" if roles.notes else ""
         raise CannotCut(
-            "layout", str(layout), "sequence parallelism finds no list of repeated blocks", "use tp without it"
+            "layout",
+            str(layout),
+            f"sequence parallelism finds no list of blocks that each have a chain to cut{why}",
+            "use tp without it",
         )
     crossing = [chain.row for chain in roles.chains if chain.cross]
     if crossing:

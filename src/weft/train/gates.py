@@ -104,7 +104,7 @@ def _busiest(row: list[int]) -> float:
 
 
 def _dropped(counts: dict[str, list[int]]) -> float:
-    return sum(row[0] for row in counts.values()) / max(1, sum(map(sum, counts.values())))
+    return sum(row[0] for row in counts.values()) / max(1, sum(sum(row[1:]) for row in counts.values()))
 
 
 def _in_use(row: list[int]) -> float:

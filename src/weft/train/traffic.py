@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from ..engine import Engine
 from ..engine.reducer import local
 from ..engine.wires import on_wire
+from ..layout import EXPERTS
 from ..verification.audit import Audit
 
 
@@ -20,7 +21,7 @@ class Traffic:
         self._engine = engine
         self._live = bool(engine.whole.layout.live())
         self._mark = (0.0, 0.0, 0.0)
-        self._steps = 0
+        self._steps = self._tokens = 0
         self._seen: object = None
         self.by_axis: dict[str, float] | None = None
 
@@ -37,6 +38,8 @@ class Traffic:
             yield
             return
         self._seen = self._asked()
+        tokens = self._engine.dispatch
+        before = tokens.came_bytes
         with Audit(self._engine.mesh) as audit:
             yield
         layout = self._engine.whole.layout
@@ -44,6 +47,9 @@ class Traffic:
         for comm in audit.seen:
             size = layout.size(*comm.axis.split("."))
             found[comm.axis] = found.get(comm.axis, 0.0) + on_wire(comm.kind, comm.nbytes, size)
+        if tokens.group is not None:  # what travels to experts is other in every step, and counted by itself
+            axis = ".".join(layout.live(EXPERTS))
+            found[axis] -= on_wire("all_to_all", tokens.came_bytes - before, layout.size(EXPERTS))
         self.by_axis = found
 
     def line(self, steps: int) -> dict[str, float]:
@@ -55,7 +61,8 @@ class Traffic:
         now = clock.exposed_s, clock.busy_s, apart
         exposed, busy, between = (b - a for a, b in zip(self._mark, now, strict=True))
         self._mark = now
-        found: dict[str, float] = {"sent_bytes": round(sum(self.by_axis.values()) + between / steps)}
+        tokens, self._tokens = self._engine.dispatch.sent_bytes - self._tokens, self._engine.dispatch.sent_bytes
+        found: dict[str, float] = {"sent_bytes": round(sum(self.by_axis.values()) + (between + tokens) / steps)}
         if (outer or reducer.buckets) and self._engine.mesh.device.type == "cpu":
             found |= {"sync_exposed_s": exposed / steps, "sync_hidden_s": max(0.0, busy - exposed) / steps}
         worker = self._engine.worker
@@ -69,6 +76,9 @@ class Traffic:
         if self.by_axis is None or not self._live:
             return None
         outer, by_axis = self._engine.outer or self._engine.worker, dict(self.by_axis)
+        if self._engine.dispatch.group is not None:
+            axis = ".".join(self._engine.whole.layout.live(EXPERTS))
+            by_axis[axis] += self._engine.dispatch.sent_bytes / self._steps
         if outer is not None:
             by_axis["dp"] = by_axis.get("dp", 0.0) + outer.sent_bytes / self._steps
         parts = [f"{axis} {decimal(round(nbytes))}" for axis, nbytes in by_axis.items()]

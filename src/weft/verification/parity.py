@@ -70,6 +70,11 @@ class LayoutResult:
         return None
 
 
+def failed(layout: str, problem: str) -> LayoutResult:
+    """A layout that gives no numbers."""
+    return LayoutResult(layout, inf, inf, inf, "nothing was computed", None, {}, {}, problem)
+
+
 def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     """Run the case under `layout` in this process group; the result, the same on every rank."""
     model = case.build().double()

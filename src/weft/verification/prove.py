@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.engine import Loss, Optimizers
+from ..errors import Refusal, WorkerDied
 from ..launch.processes import run
 from ..layout import Layout
 from ..order import part
@@ -17,7 +18,7 @@ from ..planner import plan as lay
 from ..plans import Plan
 from .case import Batch, Case
 from .delayed import run_delayed
-from .parity import LayoutResult, check
+from .parity import LayoutResult, check, failed
 from .reference import Reference, run_reference
 from .report import Report
 
@@ -29,7 +30,14 @@ def verify_case(
     (references,) = run(_references, 1, case, layouts, steps)
     results = []
     for layout, reference in zip(layouts, references, strict=True):
-        results.append(_under(case, layout, reference))
+        try:
+            results.append(_under(case, layout, reference))
+        except Refusal as error:
+            if len(layouts) == 1:
+                raise
+            results.append(failed(layout, f"is refused: {error}"))
+        except WorkerDied as error:
+            results.append(failed(layout, f"does not run: {error.report.strip().splitlines()[-1]} (rank {error.rank})"))
         done(results[-1])
     return Report(tuple(results), steps)
 

@@ -70,7 +70,9 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
             with InDouble(), traced(model, size) if step == 0 else nullcontext() as trace:
                 seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
-                with Functions(randomness, selective=False, seen=seen, asked=asked):
+                functions = Functions(randomness, selective=False, seen=seen, asked=asked)
+                functions.known = known(inputs, micro)
+                with functions:
                     part, count = case.loss(model(**arguments_of(inputs, micro)), micro)
                     part.backward()
             if trace is not None:
@@ -94,6 +96,15 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in model.named_parameters()}
     finish(found, model, [optimizer])
+    return found
+
+
+def known(inputs: Sequence[str], batch: Batch) -> list[Tensor]:
+    """Positions that ranks which share a sequence know whole: entries [b, s] of the batch, and their count if the model
+    takes it."""
+    found = [value for key, value in batch.items() if key in inputs and value.ndim == 2]
+    if found and "position_ids" in inputs and "position_ids" not in batch:
+        found.append(torch.arange(found[0].shape[1]).expand_as(found[0]))
     return found
 
 
