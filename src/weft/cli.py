@@ -1,6 +1,7 @@
 """The command line. Everything that can be refused is refused in this process, before any other starts.
 
-Exit codes: 0 done; 1 a process died, or verification failed; 2 refused; 130 interrupted.
+Exit codes: 0 done; 1 a process died, or verification failed; 2 refused; 75 stopped by SIGTERM, and saved; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .errors import ConfigError, LayoutError, Refusal, WeftError, nearest
-from .launch.environment import environment, local_world
+from .launch.environment import environment, local_world, restarted
 from .layout import Layout
 
 if TYPE_CHECKING:  # what brings torch with it is imported when a command runs: --help is to be fast
@@ -23,6 +25,8 @@ if TYPE_CHECKING:  # what brings torch with it is imported when a command runs: 
     from .launch.processes import Backend
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+STOPPED = 75  # sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)]
 Settings = Annotated[
@@ -60,24 +64,36 @@ def train(
                 fix = f'use {world}, or a layout of {count} ranks such as "dp{count}"'
                 raise LayoutError(name, count, f"layout {run.layout.axes} has {world} ranks", fix)
 
-        from . import build
-        from .launch import processes, replicas
+        from . import build, checkpoint
+        from .launch import processes, replicas, restarts
         from .train import output as output_folder
         from .train import trainer
 
         build.check(run)
-        output_folder.check_output(run, resume)
+        kept = partial(checkpoint.latest, Path(run.output) / output_folder.CHECKPOINTS)
+        again = joined is not None and restarted()
+        resume |= again and kept() is not None
+        if not again:
+            output_folder.check_output(run, resume)
         threads, backend = run.train.threads, _backend(world if joined is None else local_world())
         worlds = build.apart(run)
         if joined is None and worlds:
             needed = build.servers(run)
-            replicas.run(trainer.train, worlds, run, resume, trace, threads=threads, backend=backend, needed=needed)
+            ended = replicas.run(
+                trainer.train, worlds, run, resume, trace, threads=threads, backend=backend, needed=needed
+            )
         elif joined is None:
-            processes.run(trainer.train, world, run, resume, trace, threads=threads, backend=backend)
+
+            def start(resume: bool) -> list:
+                return processes.run(trainer.train, world, run, resume, trace, threads=threads, backend=backend)
+
+            ended = restarts.survive(start, kept, resume, run.checkpoint.restarts)
         else:
             join = replicas.join(backend, threads, worlds) if worlds else processes.join(backend, threads)
             with join:
-                trainer.train(run, resume, trace)
+                ended = [trainer.train(run, resume, trace, again)]
+        if any(ended):
+            raise typer.Exit(STOPPED)
 
 
 @app.command()

@@ -6,7 +6,7 @@
     [train]        batch, steps, loss, schedule, logging ...
     [optimizer]    name, and that optimizer's own arguments
     [precision]    compute = "fp32"
-    [checkpoint]   every, keep, keep_every
+    [checkpoint]   every, keep, keep_every, restarts
     [pipeline]     schedule = "1f1b", cut = "parameters", and that schedule's own arguments
     [sync]         name = "allreduce", codec = "identity", and that synchroniser's own arguments
     [roles]        "blocks.*.up" = "column"
@@ -163,6 +163,9 @@ class Checkpoint(Table):
 
     every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: none")
     keep: int = Field(default=3, gt=0, description="number of checkpoints kept, the latest ones")
+    restarts: int = Field(
+        default=3, ge=0, description="times that a run goes on by itself from its latest checkpoint when a process dies"
+    )
     keep_every: int = Field(default=0, ge=0, description="beside these, those whose step is a multiple; 0: none")
 
 

@@ -57,10 +57,11 @@ class DataError(Refusal):
 
 
 class WorkerDied(WeftError):
-    """A process of the run failed. `rank` says which; `report` is that worker's own error."""
+    """A process of the run failed. `rank` says which; `report` is that worker's own error. `meant`: weft itself ended
+    it; `stopped`: the run had been told to stop."""
 
-    def __init__(self, rank: int, report: str):
-        self.rank, self.report = rank, report
+    def __init__(self, rank: int, report: str, meant: bool = False):
+        self.rank, self.report, self.meant, self.stopped = rank, report, meant, False
         super().__init__(f"rank {rank} died:\n{report.rstrip()}")
 
 

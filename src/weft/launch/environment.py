@@ -17,6 +17,11 @@ def environment() -> tuple[int, int, int] | None:
     return None
 
 
+def restarted() -> bool:
+    """Whether torchrun has started this process anew, after another one died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+
+
 def local_world() -> int:
     """Number of ranks on this host, by what the launcher says; all of them if it says nothing."""
     said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_TASKS_PER_NODE", "")

@@ -67,10 +67,14 @@ def run(
     file = os.path.join(folder, "store")
     workers: list[Worker] = []
     try:
-        with sigterm_for(workers):
+        with sigterm_for(workers) as stopping:
             for rank in range(world):
                 workers.append(Worker(backend, Task(function, args, rank, world, file, backend, threads)))
-            return _collect(Watch(workers))
+            try:
+                return _collect(Watch(workers))
+            except WorkerDied as error:
+                error.stopped = stopping.is_set()
+                raise
     finally:
         end(workers)
         shutil.rmtree(folder, ignore_errors=True)
@@ -331,11 +335,13 @@ class _Done:
 
 @dataclass(frozen=True)
 class _Failed:
-    """`when` by the host's clock (0: before all that peers report); `refusal`: its type, arguments and attributes."""
+    """`when` by the host's clock (0: before all that peers report); `refusal`: its type, arguments and attributes;
+    `meant`: weft raised it."""
 
     when: float
     report: str
     refusal: tuple[type[Refusal], tuple, dict[str, Any]] | None = None
+    meant: bool = False
 
     @classmethod
     def by(cls, error: BaseException) -> _Failed:
@@ -344,11 +350,11 @@ class _Failed:
             fields = {key: x if isinstance(x, int | float | None) else str(x) for key, x in vars(error).items()}
             refusal = type(error), error.args, fields
         said = str(error) if isinstance(error, WeftError) else "".join(traceback.format_exception(error))
-        return cls(time.monotonic(), said, refusal)
+        return cls(time.monotonic(), said, refusal, isinstance(error, WeftError))
 
     def error(self, rank: int) -> Exception:
         if self.refusal is None:
-            return WorkerDied(rank, self.report)
+            return WorkerDied(rank, self.report, self.meant)
         kind, args, fields = self.refusal
         error = kind.__new__(kind, *args)
         error.__dict__.update(fields)

@@ -37,15 +37,16 @@ from .sample import coder, sample
 from .traffic import Traffic
 
 
-def train(run: Run, resume: bool, trace: bool = False) -> None:
+def train(run: Run, resume: bool, trace: bool = False, again: bool = False) -> bool:
     """Train as `run` says, from its folder's latest checkpoint if `resume`; returns early, with a checkpoint saved, if
     SIGTERM reaches a rank. Every rank of the layout calls it; rank 0 writes and prints. With `trace` a few steps are
-    recorded and drawn, measured under predicted.
+    recorded and drawn, measured under predicted. `again`: the folder is this run's own, whose processes have died.
+    Whether steps are left to take.
 
     Raises Refusal, and WeftError if the loss or a weight is no longer finite.
     """
     began, t, folder, company = time.perf_counter(), run.train, Path(run.output), processes.company()
-    if company is None or not company.incarnation:  # else others have written there meanwhile
+    if not again and (company is None or not company.incarnation):  # else others have written there meanwhile
         check_output(run, resume)
     if dist.is_initialized():
         dist.barrier()  # no rank may find what rank 0 has written already
@@ -94,6 +95,7 @@ def train(run: Run, resume: bool, trace: bool = False) -> None:
         if rank == 0 and engine.leads:
             (folder / SAMPLE).write_text(written, encoding="utf-8")
     engine.leave()
+    return interrupted
 
 
 @dataclass

@@ -1,0 +1,146 @@
+"""A run whose processes die, at any moment: it goes on by itself, and ends with the weights of a run left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_trainer import RUN, Ramps
+
+from weft import checkpoint
+from weft.errors import WeftError, WorkerDied
+from weft.launch.restarts import survive
+from weft.shards import whole
+
+STEPS = 60
+
+
+class Slow(Ramps):
+    """Takes its time, so that there is some in which to die."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+@contextmanager
+def begun(folder: Path, axes: str, *more: str) -> Iterator[subprocess.Popen]:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = RUN.replace("test_trainer:Ramps", "test_faults:Slow").replace("steps = 6", f"steps = {STEPS}")
+    (folder / "run.toml").write_text(text)
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-m", "weft", "train", str(folder / "run.toml"), "--output", str(folder / "out")]
+    command += ["--layout", axes, "--set", "checkpoint.every=2", "--set", "checkpoint.restarts=9", *more]
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ranks(process: subprocess.Popen) -> list[int]:
+    """The processes that this one has started."""
+    return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    contents = checkpoint.inspect(folder / "out" / "checkpoints")
+    assert contents.step == STEPS
+    found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
+    checkpoint.load(folder / "out" / "checkpoints", None, [whole(name, tensor) for name, tensor in found.items()])
+    return found
+
+
+def steps_of(folder: Path) -> list[int]:
+    file = folder / "out" / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.parametrize("axes", ["dp2", "pp2"])
+def test_ranks_that_are_killed_cost_nothing_but_time(tmp_path: Path, axes: str) -> None:
+    """At moments drawn at random, while checkpoints are written too."""
+    with begun(tmp_path / "whole", axes) as process:
+        assert process.wait(120) == 0, process.stdout and process.stdout.read()
+    moments = random.Random(axes)
+    with begun(tmp_path / "killed", axes) as process:
+        for _ in range(3):
+            at = (steps_of(tmp_path / "killed") or [0])[-1]
+            while process.poll() is None and (steps_of(tmp_path / "killed") or [0])[-1] < at + 4:
+                time.sleep(0.01)
+            time.sleep(moments.random() * 0.1)
+            alive = ranks(process)
+            if alive:
+                os.kill(moments.choice(alive), signal.SIGKILL)
+            time.sleep(1.0)  # it is started anew meanwhile
+        output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    assert output.count("going on from step") == 3, output
+    assert steps_of(tmp_path / "killed") == list(range(1, STEPS + 1))
+    once, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert once.keys() == other.keys() and all(torch.equal(once[name], other[name]) for name in once)
+
+
+def test_a_run_that_is_told_to_stop_says_that_it_goes_on(tmp_path: Path) -> None:
+    """With a code of its own, after a checkpoint, and without being started anew."""
+    with begun(tmp_path, "dp2") as process:
+        while len(steps_of(tmp_path)) < 3:
+            time.sleep(0.01)
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "go on with --resume" in output and "going on from" not in output
+    assert 3 <= checkpoint.inspect(tmp_path / "out" / "checkpoints").step < STEPS
+    with begun(tmp_path, "dp2", "--resume") as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+
+
+def test_when_a_run_is_not_started_anew() -> None:
+    started: list[bool] = []
+
+    def start(errors: list[Any], resume: bool) -> str:
+        started.append(resume)
+        if errors:
+            raise errors.pop(0)
+        return "done"
+
+    def died(report: str = "killed by SIGKILL", **marks: bool) -> WorkerDied:
+        error = WorkerDied(1, report)
+        for name, value in marks.items():
+            setattr(error, name, value)
+        return error
+
+    def tried(errors: list[Any], steps: list[int | None], restarts: int = 3) -> str:
+        started.clear()
+        return survive(lambda resume: start(errors, resume), lambda: steps.pop(0), False, restarts)
+
+    assert tried([died(), died("gone")], [2, 4]) == "done" and started == [False, True, True]
+    for errors, steps in (
+        ([died()], [None]),  # nothing to go on from
+        ([died(meant=True)], [2]),  # a loss that is not finite would be so again
+        ([died(stopped=True)], [2]),
+        ([died(), died()], [2, 2]),  # at the same place
+    ):
+        with pytest.raises(WorkerDied):
+            tried([*errors], [*steps])
+        assert len(started) == len(errors)
+    with pytest.raises(WorkerDied):
+        tried([died(str(i)) for i in range(9)], [2, 4, 6, 8, 10])
+    assert len(started) == 4
+    with pytest.raises(WeftError):
+        tried([WeftError("no")], [2])
