@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from weft import checkpoint
 from weft.errors import WeftError, WorkerDied
 from weft.launch.restarts import survive
 from weft.shards import whole
+from weft.train.watchdog import report
 
 STEPS = 60
 
@@ -108,6 +110,26 @@ def test_a_run_that_is_told_to_stop_says_that_it_goes_on(tmp_path: Path) -> None
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+
+
+def test_a_rank_that_stops_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    with begun(tmp_path, "dp2", "--set", "train.hang_s=2") as process:
+        while len(steps_of(tmp_path)) < 5:
+            time.sleep(0.01)
+        os.kill(ranks(process)[1], signal.SIGSTOP)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "no progress for 2 s: of rank 1 nothing is heard" in output
+    assert re.search(r"  rank 0: after step \d+, waits in .*, at .*weft/\S+\.py:\d+ in \w+: `.*`", output), output
+    assert "going on from step" in output and steps_of(tmp_path) == list(range(1, STEPS + 1))
+
+
+def test_what_is_said_of_a_hang() -> None:
+    here, there = "step 4\nwaits in all_reduce, at a.py:3 in f", "step 4\nis in no collective, but at b.py:7"
+    assert "rank 1 is in no collective, and is waited for" in report({0: here, 1: there, 2: here}, 3, 5)
+    assert "  rank 1: after step 4, is in no collective, but at b.py:7" in report({0: here, 1: there}, 2, 5)
+    assert "all ranks are in collectives, which do not meet" in report({0: here, 1: here}, 2, 5)
+    assert "of rank 1, 2 nothing is heard" in report({0: here}, 3, 5)
 
 
 def test_when_a_run_is_not_started_anew() -> None:

@@ -119,6 +119,11 @@ class Train(Table):
     recompute: str | int = Field(default="none", description="none, selective, full, or k: every k-th block")
     sample_tokens: int = Field(default=0, ge=0, description="tokens to generate when training has ended")
     prompt: str = Field(default="", description="the text that the generated sample goes on from")
+    hang_s: float = Field(
+        default=600.0,
+        ge=0,
+        description="seconds without a step after which a run says where it hangs and ends; 0: none",
+    )
     threads: int | None = Field(
         default=None,
         gt=0,

@@ -35,6 +35,7 @@ from .progress import Progress, short
 from .recorder import FIRST, Recorder
 from .sample import coder, sample
 from .traffic import Traffic
+from .watchdog import Watchdog
 
 
 def train(run: Run, resume: bool, trace: bool = False, again: bool = False) -> bool:
@@ -80,10 +81,11 @@ def train(run: Run, resume: bool, trace: bool = False, again: bool = False) -> b
     progress.table(_header(run, engine, done, notes))
     # of replicas that are apart the one that leads writes, and another may lead later
     writer = Metrics(folder, done, engine.leads) if rank == 0 else nullcontext()
-    with writer as metrics, Interrupt() as interrupt, progress:
+    with writer as metrics, Interrupt() as interrupt, progress, Watchdog(t.hang_s) as watchdog:
         loop = _Loop(
-            run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress, recorder, shares=shares
-        )
+            run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress, watchdog, recorder,
+            shares=shares,
+        )  # fmt: skip
         interrupted = loop(interrupt)
     drawing = recorder.finish(folder, console.width, console.color_system is not None) if recorder is not None else None
     if drawing is not None:
@@ -109,6 +111,7 @@ class _Loop:
     counted: tuple[str, int]  # what a rate counts, and how many of it a step has
     metrics: Metrics | None
     progress: Progress
+    watchdog: Watchdog
     recorder: Recorder | None = None
     loss: float | None = None
     val_loss: float | None = None
@@ -149,6 +152,7 @@ class _Loop:
                 step = self.engine.steps_done  # it has caught up with replicas that are further
                 recent = recent[-1:]
             self.progress.step(step)
+            self.watchdog.beat(f"step {step}")
             last = step == t.steps
             stop = interrupt.agreed() and not last
             log = stop or last or step == self.first or step % t.log_every == 0
@@ -227,10 +231,10 @@ class _Loop:
         assert self.val_loader is not None
         loader = self.val_loader
         loader.step = 0
-        results = [
-            self.engine.evaluate(build.cast(self.run, next(loader)))
-            for _ in range(min(self.run.train.eval_batches * self.shares, loader.steps_per_epoch))
-        ]
+        results = []
+        for number in range(min(self.run.train.eval_batches * self.shares, loader.steps_per_epoch)):
+            results.append(self.engine.evaluate(build.cast(self.run, next(loader))))
+            self.watchdog.beat(f"batch {number + 1} of the validation after step {step}")
         weights = torch.stack([r.weight for r in results])
         self.val_loss = float((torch.stack([r.loss for r in results]) * weights).sum() / weights.sum())
         if not math.isfinite(self.val_loss):
@@ -265,6 +269,7 @@ class _Loop:
             )
             if wait:
                 self.saver.wait()
+        self.watchdog.beat(f"the checkpoint of step {step}")
 
     @contextmanager
     def _of_this_replica(self) -> Iterator[None]:
