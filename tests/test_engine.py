@@ -252,3 +252,45 @@ def test_evaluation_is_the_mean_over_all_ranks(pool: Any) -> None:
 def evaluated(layout: str) -> float:
     e = engine(layout, precision="fp64")
     return float(e.evaluate(e.local(batch(3))).loss)
+
+
+# ---- steps that are left out -----------------------------------------------------------------------------------------
+
+
+def weighed(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """`next_token`, times what the batch says."""
+    loss, weight = next_token(output, batch)
+    return loss * batch["label_factor"].mean(), weight
+
+
+def with_factors(layout: str, factors: list[float], skip: float | None) -> tuple[list[bool], dict[str, Tensor], list]:
+    torch.manual_seed(0)
+    model = decoder(16, 16, 1, 2, seq_len=8)
+    plan = weft.plan(model, layout, batch=4, loss=weighed)
+    e = weft.Engine(model, plan, optimizer=partial(sgd, 0.1), loss=weighed, skip=skip, device="cpu")
+    skipped = []
+    for step, factor in enumerate(factors):
+        torch.manual_seed(step)
+        ids = torch.randint(0, 16, (4, 8))
+        skipped.append(e.step(e.local({"input_ids": ids, "label_factor": torch.full((4,), factor)})).skipped)
+    return skipped, {name: p.detach().clone() for name, p in e.params.items()}, e.scalars().get("norms", [])
+
+
+def sgd(rate: float, params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in params], lr=rate)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2"])
+def test_a_step_that_is_not_to_be_trusted_is_left_out(pool: Any, layout: str) -> None:
+    """With a gradient that is not finite at any time, with a large one when it is known what is usual; on all ranks."""
+    usual = [1.0] * 17
+    factors = [1e3, float("nan"), *usual, 1e3, 1.0]
+    for skipped, weights, norms in pool.run(with_factors, layout, factors, 10.0, world=2):
+        assert [i for i, left_out in enumerate(skipped) if left_out] == [1, 19]
+        assert len(norms) == 19 and max(norms[1:]) < 20
+        assert all(bool(p.isfinite().all()) for p in weights.values())
+    # what is left out moves nothing: as if its place had been of no weight
+    (_, once, _), (_, other, _) = (with_factors("dp1", [*usual, f], 10.0) for f in (float("inf"), 1e4))
+    assert all(torch.equal(once[name], other[name]) for name in once)
+    _, taken, _ = with_factors("dp1", [*usual, 1e4], None)
+    assert not all(torch.equal(once[name], taken[name]) for name in once)

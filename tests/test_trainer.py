@@ -443,6 +443,34 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(run)] == [1]
 
 
+def weighed(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """`next_token`; of a batch with a certain sequence in it, not finite."""
+    loss, weight = next_token(output, batch)
+    return loss * (torch.nan if bool((batch["input_ids"][:, 0] < 4).any()) else 1.0), weight
+
+
+def test_steps_that_are_left_out_are_counted_and_said(
+    tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"train__loss": "test_trainer:weighed", "train__skip": 10.0, "train__steps": 16, "train__batch": 2}
+    settings |= {"train__accumulate": 1}
+    run = make(tmp_path, "dp2", **settings)
+    pool.run(train, run, False, world=2)
+    left_out = sum(line.get("skipped", 0) for line in lines(run))
+    assert 0 < left_out < 10 and all(math.isfinite(line["loss"]) for line in lines(run) if "loss" in line)
+    rest = make(tmp_path / "all", "dp1", **settings, data__build="test_trainer:Bad")
+    with pytest.raises(WeftError, match=r"10 steps in a row, the last one 10, .*\(train.skip = 10\)"):
+        train(rest, False)
+    assert capfd.readouterr().out.count("left out: a gradient of norm nan") == 10
+
+
+class Bad(Ramps):
+    """All of its sequences are that one."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {key: torch.full_like(value, 3) for key, value in super().__getitem__(index).items()}
+
+
 def test_a_checkpoint_of_useless_weights_is_not_written(tmp_path: Path, pool: Pool) -> None:
     # the first step of RMSprop is 10 times its learning rate: too much for float32
     settings = {"optimizer__name": "rmsprop", "optimizer__lr": 1e38, "train__warmup": 0, "checkpoint__every": 1}

@@ -275,10 +275,18 @@ def laid(run: Run, bare: nn.Module, train: data.Dataset) -> Plan:
         if not (Layout.parse(run.layout.axes).live("pp") and any(p.is_meta for p in bare.parameters())):
             raise
         made = plan(run, model(run), sample)
-    if run.train.clip is not None and made.schedule.versions:
-        problem = f"{made.schedule.name} updates each stage by itself, and no stage knows the norm of all gradients"
-        fix = "leave it out, or use a synchronous schedule such as 1f1b"
-        raise ConfigError("train.clip", run.train.clip, problem, fix)
+    for field, value in (("train.clip", run.train.clip), ("train.skip", run.train.skip)):
+        if value is not None and made.schedule.versions:
+            problem = f"{made.schedule.name} updates each stage by itself, and no stage knows the norm of all gradients"
+            raise ConfigError(field, value, problem, "leave it out, or use a synchronous schedule such as 1f1b")
+    sync = made.sync
+    if run.train.skip is not None and sync is not None:
+        if isinstance(sync, AnyTime) and made.separate:
+            problem = f"{sync.name} updates weights at a server, for each replica at another time"
+            raise ConfigError("train.skip", run.train.skip, problem, "leave it out, or use staleness = 0")
+        if isinstance(sync, EachStep) and "residual" in sync.codec.state([(4, 4)], torch.zeros(16)):
+            problem = f"{sync.codec.name} keeps of a gradient what it has not sent, which would come with the next"
+            raise ConfigError("train.skip", run.train.skip, problem, "leave it out, or use a codec without feedback")
     return made
 
 

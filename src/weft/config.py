@@ -106,6 +106,10 @@ class Train(Table):
     clip: float | None = Field(
         default=None, gt=0, description="largest global gradient norm; left out, nothing is clipped"
     )
+    skip: float | None = Field(
+        default=None, gt=1,
+        description="leaves out steps whose gradient is not finite, or so many times the median of the last 64",
+    )  # fmt: skip
     warmup: int = Field(default=0, ge=0, description="steps over which the learning rate rises from 0")
     decay: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="how the learning rate falls"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import isfinite, prod
+from statistics import median
 from typing import Any
 from zlib import crc32
 
@@ -56,12 +58,15 @@ ELEMENTWISE = (
 )  # fmt: skip
 
 
+NORMS, FEW = 64, 16  # of how many steps the median is taken, and before how many it says nothing
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step gave, over all ranks: 0-dim float64 tensors. `loss` is the mean over `weight` things that count.
 
-    `grad_norm` is None where neither clipping nor loss scaling asked for it; `skipped`: gradients were not finite
-    (fp16).
+    `grad_norm` is None where nothing asked for it; `skipped`: the step was not taken, as gradients were not finite
+    (fp16), or not to be trusted (`Engine`'s `skip`).
     """
 
     loss: Tensor
@@ -75,7 +80,9 @@ class Engine:
 
     `optimizer`: list of (name, parameter) -> torch.optim.Optimizer. `loss`: (output, batch) -> (sum, weight).
     `inputs`: the batch's entries that the model is called with (default: those that its forward names, without labels).
-    `clip`: the largest global norm of the mean gradient. Weights and buffers are taken from rank 0.
+    `clip`: the largest global norm of the mean gradient. `skip`: steps are not taken whose gradient is not finite, or
+    has a norm of more than so many times the median of the last 64 that were taken. Weights and buffers are taken from
+    rank 0.
     `sample`: a batch of one sample, the same on every rank. Under `tp`, and with experts on ranks, the model's output
     for it must be the same before and after: roles whose sizes agree can be wrong. Under `cp` its first positions must
     give the same in parts; without `sample` the first step tries its own. Raises Refusal.
@@ -94,6 +101,7 @@ class Engine:
         loss: Loss,
         inputs: Sequence[str] | None = None,
         clip: float | None = None,
+        skip: float | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
         sample: Batch | None = None,
@@ -113,7 +121,8 @@ class Engine:
             plan = plan.replica()
         else:
             company = None
-        self.plan, self.whole, self.loss, self.clip = plan, whole, loss, clip
+        self.plan, self.whole, self.loss, self.clip, self.skip = plan, whole, loss, clip, skip
+        self._norms: deque[float] = deque(maxlen=NORMS)  # of the last steps that were taken
         shared = [b.among for rank in range(plan.layout.world) for b in plan.of(rank).buckets() if b.among]
         self.mesh = Mesh(
             whole.layout, torch.device(device), shared=shared, pairs=_pairs(plan),
@@ -390,7 +399,16 @@ class Engine:
         return loads
 
     def _wants_norm(self) -> bool:
-        return self.clip is not None or self.plan.precision == "fp16"
+        return self.clip is not None or self.skip is not None or self.plan.precision == "fp16"
+
+    def _trusted(self, norm: float) -> bool:
+        """Whether a step with a gradient of this norm is to be taken."""
+        assert self.skip is not None
+        known = len(self._norms) >= FEW
+        if not isfinite(norm) or (known and norm > self.skip * median(self._norms)):
+            return False
+        self._norms.append(norm)
+        return True
 
     def _pass(self, index: int, *_: Any) -> None:
         self._trail = (self._trail * 1000003 + index) % 2**20
@@ -435,6 +453,8 @@ class Engine:
         if self._training.versions is not None:
             return result  # every stage has taken its steps
         if self.plan.precision == "fp16" and not self._rescale(bool(torch.isfinite(total[0]))):
+            return StepResult(result.loss, weight, norm, skipped=True)
+        if self.skip is not None and norm is not None and not self._trusted(float(norm)):
             return StepResult(result.loss, weight, norm, skipped=True)
         if self.clip is not None and norm is not None:
             factor = factor * torch.clamp(self.clip / (norm + 1e-6), max=1.0)
@@ -760,13 +780,15 @@ class Engine:
 
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors."""
-        return {"steps_done": self.steps_done, "loss_scale": self.loss_scale, "good_steps": self._good_steps}
+        found = {"steps_done": self.steps_done, "loss_scale": self.loss_scale, "good_steps": self._good_steps}
+        return found | ({"norms": [*self._norms]} if self.skip is not None else {})
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         if self.outer is not None and not self._anchored:
             self.outer.agree()
         self.steps_done = int(scalars["steps_done"])
         self.loss_scale, self._good_steps = float(scalars["loss_scale"]), int(scalars["good_steps"])
+        self._norms.extend(map(float, scalars.get("norms", ())))
 
     def segments(self, name: str) -> list[list[Segment]]:
         """Per dim of this rank's part of a parameter: where its rows lie in the global tensor."""

@@ -6,11 +6,11 @@ A line of metrics.jsonl is one JSON object, of a logged step or of a validation:
     {"step": 10, "val_loss": 3.3}
 
 `loss` is that of the step alone, `step_s` and the rate are means since the line before; `grad_norm` stands where it was
-computed, and `skipped` counts steps since the line before that fp16 could not take. With more ranks than one,
-`sent_bytes` is what a rank sends in a step, and on CPUs `sync_exposed_s` and `sync_hidden_s` are the seconds of a step
-in which sums of gradients were waited for, and in which they were under way beside other work. Where replicas step by
-themselves `replicas` counts those that take part; with asynchronous servers `staleness` is how many steps weights were
-behind the fastest replica's, as a mean.
+computed, and `skipped` counts steps since the line before that were not taken: by fp16, or by `train.skip`. With more
+ranks than one, `sent_bytes` is what a rank sends in a step, and on CPUs `sync_exposed_s` and `sync_hidden_s` are the
+seconds of a step in which sums of gradients were waited for, and in which they were under way beside other work. Where
+replicas step by themselves `replicas` counts those that take part; with asynchronous servers `staleness` is how many
+steps weights were behind the fastest replica's, as a mean.
 
 Of a model with experts, `tokens_per_expert` has for every module that holds some how many choices each had since
 the line before, `busiest_expert` those of the busiest beside the mean, at most over modules, and `dropped_share` is the

@@ -72,7 +72,7 @@ class Progress:
 
 def describe(line: Line) -> str:
     """Loss, rate and memory of a logged step."""
-    facts = [f"loss {line['loss']:.4f}"]
+    facts = [f"loss {line['loss']:.4f}"] if "loss" in line else []
     facts += [f"{short(value)} {key.removesuffix('_per_s')}/s" for key, value in line.items() if key.endswith("_per_s")]
     if "sent_bytes" in line:
         facts.append(f"sent {decimal(int(line['sent_bytes']))}")

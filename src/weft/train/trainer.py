@@ -100,6 +100,9 @@ def train(run: Run, resume: bool, trace: bool = False, again: bool = False) -> b
     return interrupted
 
 
+MOST_LEFT_OUT = 10  # in a row, before it is no accident
+
+
 @dataclass
 class _Loop:
     """The steps of one run, and what was last seen of them."""
@@ -113,7 +116,8 @@ class _Loop:
     progress: Progress
     watchdog: Watchdog
     recorder: Recorder | None = None
-    loss: float | None = None
+    loss: float | None = None  # of the last step that was taken
+    left_out: int = 0  # steps in a row
     val_loss: float | None = None
     shares: int = 1  # into which a validation batch is divided, one after the other
     members: tuple[int, ...] = ()  # replicas that took part when it was last logged, where some may be left out
@@ -180,22 +184,31 @@ class _Loop:
         return mine and self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
 
     def _read(self, step: int, recent: Sequence[StepResult]) -> None:
-        """Wait for this step, the last of `recent`, and go on from none whose loss or gradient is not finite."""
+        """Wait for this step, the last of `recent`, and go on from none whose loss or gradient is not finite, unless it
+        was left out."""
         losses: list[float] = torch.stack([result.loss for result in recent]).tolist()
         for number, (loss, result) in enumerate(zip(losses, recent, strict=True), step - len(recent) + 1):
+            left_out = result.skipped and self.run.train.skip is not None
+            self.left_out = self.left_out + 1 if left_out else 0
+            if self.left_out == MOST_LEFT_OUT:
+                problem = f"{MOST_LEFT_OUT} steps in a row, the last one {number}, had gradients that were left out"
+                raise WeftError(f"{problem} (train.skip = {self.run.train.skip:g}). {self._advice()}")
+            if left_out:
+                norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
+                self.progress.say(f"step {number}/{self.run.train.steps}  left out: a gradient of norm {norm:.3g}")
+                continue
             if not math.isfinite(loss):
                 raise WeftError(f"the loss of step {number} is {loss}. {self._advice()}")
             if result.grad_norm is not None and not result.skipped and not math.isfinite(result.grad_norm):
                 raise WeftError(f"the norm of step {number}'s gradient is {float(result.grad_norm)}. {self._advice()}")
-        self.loss = losses[-1]
+            self.loss = loss
 
     def _log(self, step: int, recent: Sequence[StepResult]) -> None:
         """Write and show a line about this step, the last of `recent`."""
-        assert self.loss is not None
         step_s = self.clock.lap() / len(recent)
         line: dict[str, Any] = {
             "step": step,
-            "loss": self.loss,
+            **({"loss": self.loss} if self.loss is not None else {}),  # none has been taken yet
             "lr": float(self.engine.optimizer.param_groups[0]["lr"]),
         }
         if recent[-1].grad_norm is not None and not recent[-1].skipped:
@@ -338,6 +351,7 @@ def _engine(run: Run, dataset: Dataset, company: Company | None) -> Engine:
         loss=build.loss(run),
         inputs=build.inputs(run, model),
         clip=run.train.clip,
+        skip=run.train.skip,
         seed=run.train.seed,
         sample=sample,
         company=company,
