@@ -190,12 +190,13 @@ class _Loop:
         for number, (loss, result) in enumerate(zip(losses, recent, strict=True), step - len(recent) + 1):
             left_out = result.skipped and self.run.train.skip is not None
             self.left_out = self.left_out + 1 if left_out else 0
+            if left_out:
+                norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
+                self.progress.say(f"step {number}/{self.run.train.steps}  left out: a gradient of norm {norm:.3g}")
             if self.left_out == MOST_LEFT_OUT:
                 problem = f"{MOST_LEFT_OUT} steps in a row, the last one {number}, had gradients that were left out"
                 raise WeftError(f"{problem} (train.skip = {self.run.train.skip:g}). {self._advice()}")
             if left_out:
-                norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
-                self.progress.say(f"step {number}/{self.run.train.steps}  left out: a gradient of norm {norm:.3g}")
                 continue
             if not math.isfinite(loss):
                 raise WeftError(f"the loss of step {number} is {loss}. {self._advice()}")
