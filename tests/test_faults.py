@@ -37,12 +37,21 @@ class Slow(Ramps):
 
 
 @contextmanager
-def begun(folder: Path, axes: str, *more: str) -> Iterator[subprocess.Popen]:
+def begun(folder: Path, axes: str, *more: str, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.Popen]:
     folder.mkdir(parents=True, exist_ok=True)
     text = RUN.replace("test_trainer:Ramps", "test_faults:Slow").replace("steps = 6", f"steps = {STEPS}")
     (folder / "run.toml").write_text(text)
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    command = [sys.executable, "-m", "weft", "train", str(folder / "run.toml"), "--output", str(folder / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        *launcher,
+        "weft",
+        "train",
+        str(folder / "run.toml"),
+        "--output",
+        str(folder / "out"),
+    ]
     command += ["--layout", axes, "--set", "checkpoint.every=2", "--set", "checkpoint.restarts=9", *more]
     process = subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -130,6 +139,18 @@ def test_what_is_said_of_a_hang() -> None:
     assert "  rank 1: after step 4, is in no collective, but at b.py:7" in report({0: here, 1: there}, 2, 5)
     assert "all ranks are in collectives, which do not meet" in report({0: here, 1: here}, 2, 5)
     assert "of rank 1, 2 nothing is heard" in report({0: here}, 3, 5)
+
+
+def test_what_torchrun_starts_anew_goes_on(tmp_path: Path) -> None:
+    """With a store that torchrun keeps, and in it the addresses of those that died."""
+    torchrun = ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone", "-m")
+    with begun(tmp_path, "dp2", launcher=torchrun) as process:
+        while len(steps_of(tmp_path)) < 5:
+            time.sleep(0.01)
+        os.kill(ranks(process)[1], signal.SIGKILL)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert output.count("resumed") == 1 and steps_of(tmp_path) == list(range(1, STEPS + 1))
 
 
 def test_when_a_run_is_not_started_anew() -> None:

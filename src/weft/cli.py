@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .errors import ConfigError, LayoutError, Refusal, WeftError, nearest
-from .launch.environment import environment, local_world, restarted
+from .launch.environment import attempt, environment, local_world
 from .layout import Layout
 
 if TYPE_CHECKING:  # what brings torch with it is imported when a command runs: --help is to be fast
@@ -71,7 +71,7 @@ def train(
 
         build.check(run)
         kept = partial(checkpoint.latest, Path(run.output) / output_folder.CHECKPOINTS)
-        again = joined is not None and restarted()
+        again = joined is not None and attempt() > 0
         resume |= again and kept() is not None
         if not again:
             output_folder.check_output(run, resume)

@@ -17,9 +17,9 @@ def environment() -> tuple[int, int, int] | None:
     return None
 
 
-def restarted() -> bool:
-    """Whether torchrun has started this process anew, after another one died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+def attempt() -> int:
+    """How often torchrun has started the processes anew, after one died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def local_world() -> int:

@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from ..engine.quorum import Company
 from ..errors import Refusal, WeftError, WorkerDied
-from .environment import environment, local_world, rendezvous
+from .environment import attempt, environment, local_world, rendezvous
 
 Backend = Literal["gloo", "nccl"]
 
@@ -428,7 +428,8 @@ def rendezvous_store() -> dist.Store:
     found = environment()
     assert found is not None
     store, _, _ = next(dist.rendezvous("env://", rank=found[0], world_size=found[1]))
-    return store
+    # torchrun keeps its store when it starts processes anew, and with it the addresses of those that died
+    return dist.PrefixStore(f"attempt-{attempt()}", store)
 
 
 @contextmanager
