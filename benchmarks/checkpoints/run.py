@@ -8,10 +8,7 @@ Each part writes results/PART.json, then the tables in README.md are written ane
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -19,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import parts  # noqa: E402
 import torch  # noqa: E402
 import worker  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -31,8 +29,6 @@ from weft.layout import Layout  # noqa: E402
 from weft.shards import whole  # noqa: E402
 from weft.train.trainer import train  # noqa: E402
 
-RESULTS, README = HERE / "results", HERE / "README.md"
-BEGIN, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
 LAYOUTS = (
     "dp1", "dp4", "fsdp4", "fsdp2+zero1", "dp2.fsdp2", "tp2", "tp2+sequence.dp2", "pp2", "pp2+zb-v.dp2", "cp2",
     "ep2", "fsdp2+ep.tp2",
@@ -173,27 +169,8 @@ def tables(results: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="matrix, pause, files, table")
-    options = parser.parse_args()
     measured = {"matrix": matrix, "pause": pause, "files": files}
-    if unknown := set(options.parts) - {*measured, "table"}:
-        parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(measured)}, table")
-    for part in (part for part in options.parts or measured if part != "table"):
-        environment = {
-            "cpus": os.cpu_count(), "machine": platform.machine(), "system": platform.system(),
-            "python": platform.python_version(), "torch": torch.__version__,
-        }  # fmt: skip
-        command = " ".join(["python benchmarks/checkpoints/run.py", *sys.argv[1:]])
-        found = {"environment": environment, "command": command, "runs": measured[part]()}
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
-    lines, held = tables({path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))})
-    text = README.read_text(encoding="utf-8")
-    head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    README.write_text("\n".join([head, "", *lines, tail]), encoding="utf-8")
-    print("\n".join(lines))
-    return 0 if held else 1
+    return parts.measure(HERE, parts.parser(__doc__, measured).parse_args().parts, measured, tables)
 
 
 if __name__ == "__main__":

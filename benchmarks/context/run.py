@@ -9,26 +9,20 @@ Each part writes results/PART.json, then the tables in README.md are written ane
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import torch  # noqa: E402
+import parts  # noqa: E402
 import worker  # noqa: E402
 
 from weft.launch.processes import run  # noqa: E402
 from weft.layout import Layout  # noqa: E402
 
-RESULTS, README = HERE / "results", HERE / "README.md"
-BEGIN, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 METHODS = ("cp2", "cp2+gather", "cp2+ulysses", "cp4", "cp4+gather", "cp4+ulysses", "cp2.up2")
 SIZE = {"vocab": 256, "dim": 128, "layers": 4, "heads": 8}
@@ -155,29 +149,11 @@ def tables(results: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="attention, memory, longest, table")
+    measured = {"attention": lambda: attention(options.lengths), "memory": memory, "longest": longest}
+    parser = parts.parser(__doc__, measured)
     parser.add_argument("--lengths", nargs="+", type=int, default=[*LENGTHS])
     options = parser.parse_args()
-    if unknown := set(options.parts) - {"attention", "memory", "longest", "table"}:
-        parser.error(f"no part {', '.join(sorted(unknown))}: choose from attention, memory, longest, table")
-    parts = options.parts or ["attention", "memory", "longest"]
-    measured = {"attention": lambda: attention(options.lengths), "memory": memory, "longest": longest}
-    for part in (part for part in parts if part != "table"):
-        environment = {
-            "cpus": os.cpu_count(), "machine": platform.machine(), "system": platform.system(),
-            "python": platform.python_version(), "torch": torch.__version__,
-        }  # fmt: skip
-        command = " ".join(["python benchmarks/context/run.py", *sys.argv[1:]])
-        found = {"environment": environment, "command": command, "runs": measured[part]()}
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
-    lines, held = tables({path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))})
-    text = README.read_text(encoding="utf-8")
-    head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    README.write_text("\n".join([head, "", *lines, tail]), encoding="utf-8")
-    print("\n".join(lines))
-    return 0 if held else 1
+    return parts.measure(HERE, options.parts, measured, tables)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,6 @@ Each part writes results/PART.json, then the tables in README.md are written ane
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,17 +16,14 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import torch  # noqa: E402
+import parts  # noqa: E402
 import worker  # noqa: E402
 
 from weft.launch.processes import run  # noqa: E402
 from weft.layout import Layout  # noqa: E402
 
-RESULTS, README = HERE / "results", HERE / "README.md"
-BEGIN, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
-PARTS = ("overhead", "skew")
 LAYOUTS = ("ep2", "ep4")
 TOKENS = 2048  # of a rank
 SIZES = ((256, 128), (256, 512), (256, 2048), (512, 512))  # of tokens, and within an expert
@@ -185,28 +178,11 @@ def tables(results: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="overhead, skew, table")
+    measured = {"overhead": lambda: overhead(options.rounds), "skew": lambda: skew(options.rounds)}
+    parser = parts.parser(__doc__, measured)
     parser.add_argument("--rounds", type=int, default=11, help="in which all sides take a step each (at least 2)")
     options = parser.parse_args()
-    if unknown := set(options.parts) - {*PARTS, "table"}:
-        parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}, table")
-    measured = {"overhead": overhead, "skew": skew}
-    for part in (part for part in options.parts or PARTS if part != "table"):
-        environment = {
-            "cpus": os.cpu_count(), "machine": platform.machine(), "system": platform.system(),
-            "python": platform.python_version(), "torch": torch.__version__,
-        }  # fmt: skip
-        command = " ".join(["python benchmarks/experts/run.py", *sys.argv[1:]])
-        found = {"environment": environment, "command": command, "runs": measured[part](options.rounds)}
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
-    lines, held = tables({path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))})
-    text = README.read_text(encoding="utf-8")
-    head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    README.write_text("\n".join([head, "", *lines, tail]), encoding="utf-8")
-    print("\n".join(lines))
-    return 0 if held else 1
+    return parts.measure(HERE, options.parts, measured, tables)
 
 
 if __name__ == "__main__":
