@@ -46,8 +46,12 @@ def _places(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
 
 
 def _missing(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
+    known = sorted({action.microbatch for action in where})
+    gap = next((place for place, microbatch in enumerate(known) if place != microbatch), None)
+    if gap is not None:  # a number may be any: what is missing is not counted up to it
+        yield f"no action is of microbatch {gap}, and {known[-1]} is one"
     for stage, rank in enumerate(schedule.placement):
-        for microbatch in range(schedule.microbatches):
+        for microbatch in known:
             for action in (Action("F", stage, microbatch), Action("B", stage, microbatch)):
                 if action not in where:
                     yield f"{action} is missing on rank {rank}"

@@ -156,8 +156,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
                     raise refuse(number, column, cell, problem, "give each stage to one rank, which is one line")
                 actions.append(action)
             order.append(tuple(actions))
-    if missing := set(range(max(placement, default=0))) - set(placement):
-        first = min(missing)
+    first = next((place for place, stage in enumerate(sorted(placement)) if place != stage), None)
+    if first is not None:
         raise ConfigError("pipeline.schedule", name, f"no rank runs stage {first}", "number stages from 0 without gaps")
     if not placement:
         raise ConfigError("pipeline.schedule", name, "no actions", "write a line per rank, such as 0F0,0B0")
