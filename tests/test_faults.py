@@ -20,7 +20,7 @@ import torch
 from test_trainer import RUN, Ramps
 
 from weft import checkpoint
-from weft.errors import WeftError, WorkerDied
+from weft.errors import DamagedCheckpoint, WeftError, WorkerDied
 from weft.launch.restarts import survive
 from weft.shards import whole
 from weft.train.watchdog import report
@@ -141,6 +141,26 @@ def test_what_is_said_of_a_hang() -> None:
     assert "of rank 1, 2 nothing is heard" in report({0: here}, 3, 5)
 
 
+@pytest.mark.parametrize("what", ["index", "rank"])
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, what: str) -> None:
+    with begun(tmp_path, "dp2") as process:
+        while len(steps_of(tmp_path)) < 9:
+            time.sleep(0.01)
+        process.terminate()
+        process.communicate(timeout=60)
+    folder = tmp_path / "out" / "checkpoints"
+    last, before = (checkpoint.steps(folder)[place] for place in (-1, -2))
+    file = next(path for path in sorted((folder / f"step-{last:06d}").iterdir()) if path.name.startswith(what))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with begun(tmp_path, "dp2", "--resume") as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert f"set aside, going on from step {before}" in output and f"after step {before}" in output
+    assert (folder / f"step-{last:06d}.damaged").is_dir() and steps_of(tmp_path) == list(range(1, STEPS + 1))
+
+
 def test_what_torchrun_starts_anew_goes_on(tmp_path: Path) -> None:
     """With a store that torchrun keeps, and in it the addresses of those that died."""
     torchrun = ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone", "-m")
@@ -170,7 +190,7 @@ def test_when_a_run_is_not_started_anew() -> None:
 
     def tried(errors: list[Any], steps: list[int | None], restarts: int = 3) -> str:
         started.clear()
-        return survive(lambda resume: start(errors, resume), lambda: steps.pop(0), False, restarts)
+        return survive(lambda resume: start(errors, resume), lambda: steps.pop(0), lambda: bool(steps), False, restarts)
 
     assert tried([died(), died("gone")], [2, 4]) == "done" and started == [False, True, True]
     for errors, steps in (
@@ -187,3 +207,7 @@ def test_when_a_run_is_not_started_anew() -> None:
     assert len(started) == 4
     with pytest.raises(WeftError):
         tried([WeftError("no")], [2])
+    damaged = DamagedCheckpoint("checkpoint", "step-000004", "was changed", "copy it again")
+    assert tried([damaged], [2]) == "done"
+    with pytest.raises(DamagedCheckpoint):
+        tried([damaged], [])

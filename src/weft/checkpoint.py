@@ -36,7 +36,7 @@ from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from .errors import CheckpointError, WeftError
+from .errors import CheckpointError, DamagedCheckpoint, WeftError
 from .shards import Index, Piece, flaw, overlap, shift, whole
 
 FILE_BYTES = 1 << 29  # a file is closed once it holds this much: bounds the host memory of a save
@@ -262,6 +262,17 @@ def latest(folder: Path) -> int | None:
     return max(steps(folder), default=None)
 
 
+def set_aside(folder: Path) -> bool:
+    """Take the latest checkpoint out of sight, if there is one before it; whether that is so. Nothing is deleted."""
+    here = steps(folder)
+    if len(here) < 2:
+        return False
+    latest_one = folder / f"step-{here[-1]:06d}"
+    number = len([*folder.glob(f"{latest_one.name}.damaged*")])
+    latest_one.rename(folder / f"{latest_one.name}.damaged{number or ''}")
+    return True
+
+
 def inspect(folder: Path, step: int | None = None) -> Contents:
     """What the checkpoint of this step (None: the latest) holds, from its index alone. Raises CheckpointError."""
     here = steps(folder)
@@ -301,17 +312,18 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 def _together(path: Path, fix: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """What fails on one rank in this block is raised on every rank, as a CheckpointError. Leaving it is a barrier."""
     cause: Exception | None = None
-    facts: tuple[str, object, str, str] | None = None
+    facts: tuple[type[CheckpointError], str, object, str, str] | None = None
     try:
         yield
     except CheckpointError as error:
-        cause, facts = error, (error.field, error.value, error.problem, error.fix)
+        cause, facts = error, (type(error), error.field, error.value, error.problem, error.fix)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = f"rank {_place()[0]} failed: {type(error).__name__}: {error}"
-        cause, facts = error, ("checkpoint", str(path), problem, fix)
+        cause, facts = error, (CheckpointError, "checkpoint", str(path), problem, fix)
     failed = [each for each in _everywhere(facts, group) if each is not None]
     if failed:
-        raise CheckpointError(*failed[0]) from cause
+        kind, *told = failed[0]
+        raise kind(*told) from cause
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -449,12 +461,12 @@ def _read_index(path: Path, step: int) -> Contents:
         index = json.loads(text)
         form, version, checksum = index.pop("format"), index.pop("version"), index.pop("crc32")
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise CheckpointError("checkpoint", str(path), "is not the index of a weft checkpoint", foreign) from error
+        raise DamagedCheckpoint("checkpoint", str(path), "is not the index of a weft checkpoint", foreign) from error
     if form != _FORMAT or version != _VERSION:
         problem = f"is {form!r} version {version!r}, not {_FORMAT!r} version {_VERSION}"
         raise CheckpointError("checkpoint", str(path), problem, foreign)
     if crc32(_dump_json(index).encode()) != checksum:
-        raise CheckpointError("checkpoint", str(path), "was changed after it was written", foreign)
+        raise DamagedCheckpoint("checkpoint", str(path), "was changed after it was written", foreign)
     try:
         contents = Contents(
             step=index["step"],
@@ -464,10 +476,10 @@ def _read_index(path: Path, step: int) -> Contents:
             files={name: File(*entry) for name, entry in index["files"].items()},
         )
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise CheckpointError("checkpoint", str(path), "is not the index of a weft checkpoint", foreign) from error
+        raise DamagedCheckpoint("checkpoint", str(path), "is not the index of a weft checkpoint", foreign) from error
     for name in {file for tensor in contents.tensors.values() for file, _, _ in tensor.chunks} | contents.files.keys():
         if name not in contents.files or not _FILE.fullmatch(name):  # never a path that leads out of the folder
-            raise CheckpointError("checkpoint", str(path), f"names a file {name!r}", foreign)
+            raise DamagedCheckpoint("checkpoint", str(path), f"names a file {name!r}", foreign)
     for name, tensor in contents.tensors.items():
         _check_complete(name, tensor)
     if contents.step != step:
@@ -510,10 +522,10 @@ def _check_piece(piece: Piece, contents: Contents) -> None:
 def _check_size(path: Path, file: File) -> None:
     fix = "copy the checkpoint again, or remove its folder to go on from the one before"
     if not path.is_file():
-        raise CheckpointError("checkpoint", str(path), "the file is missing", fix)
+        raise DamagedCheckpoint("checkpoint", str(path), "the file is missing", fix)
     if path.stat().st_size != file.size_bytes:
         problem = f"has {path.stat().st_size} bytes where {file.size_bytes} were written"
-        raise CheckpointError("checkpoint", str(path), problem, fix)
+        raise DamagedCheckpoint("checkpoint", str(path), problem, fix)
 
 
 def _check_crc(path: Path, file: File) -> None:
@@ -523,6 +535,6 @@ def _check_crc(path: Path, file: File) -> None:
             checksum = crc32(block, checksum)
     if checksum != file.crc32:
         problem = "its checksum is not the one that was written"
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             "checkpoint", str(path), problem, "copy it again, or remove its folder to go on from the one before"
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import ConfigError, LayoutError, Refusal, WeftError, nearest
+from .errors import ConfigError, DamagedCheckpoint, LayoutError, Refusal, WeftError, nearest
 from .launch.environment import attempt, environment, local_world
 from .layout import Layout
 
@@ -70,11 +70,18 @@ def train(
         from .train import trainer
 
         build.check(run)
-        kept = partial(checkpoint.latest, Path(run.output) / output_folder.CHECKPOINTS)
+        folder = Path(run.output) / output_folder.CHECKPOINTS
+        kept, set_aside = partial(checkpoint.latest, folder), partial(checkpoint.set_aside, folder)
         again = joined is not None and attempt() > 0
         resume |= again and kept() is not None
-        if not again:
-            output_folder.check_output(run, resume)
+        while not again:
+            try:
+                output_folder.check_output(run, resume)
+                break
+            except DamagedCheckpoint as error:
+                if joined is not None:  # not by many at once
+                    raise
+                restarts.whole_before(error, set_aside, kept)
         threads, backend = run.train.threads, _backend(world if joined is None else local_world())
         worlds = build.apart(run)
         if joined is None and worlds:
@@ -87,7 +94,7 @@ def train(
             def start(resume: bool) -> list:
                 return processes.run(trainer.train, world, run, resume, trace, threads=threads, backend=backend)
 
-            ended = restarts.survive(start, kept, resume, run.checkpoint.restarts)
+            ended = restarts.survive(start, kept, set_aside, resume, run.checkpoint.restarts)
         else:
             join = replicas.join(backend, threads, worlds) if worlds else processes.join(backend, threads)
             with join:

@@ -52,6 +52,10 @@ class CheckpointError(Refusal):
     """A truncated, foreign or mismatched checkpoint."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is not what was written: an older checkpoint may do."""
+
+
 class DataError(Refusal):
     """A missing or unreadable dataset."""
 

@@ -1,4 +1,4 @@
-"""A run of one world whose process dies goes on by itself, from its latest checkpoint."""
+"""A run of one world whose process dies goes on by itself, from its latest checkpoint that is whole."""
 
 from __future__ import annotations
 
@@ -6,27 +6,43 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..errors import WorkerDied
+from ..errors import DamagedCheckpoint, WorkerDied
 
 T = TypeVar("T")
 
 
-def survive(start: Callable[[bool], T], latest: Callable[[], int | None], resume: bool, restarts: int) -> T:
+def survive(
+    start: Callable[[bool], T], latest: Callable[[], int | None], set_aside: Callable[[], bool], resume: bool,
+    restarts: int,
+) -> T:  # fmt: skip
     """What `start(resume)` gives. If one of its processes dies it is started anew, to go on from the step that `latest`
-    tells, at most `restarts` times.
+    tells, at most `restarts` times. A checkpoint that is found damaged is `set_aside` for the one before it, if any.
 
     It ends with the error as it came where there is no checkpoint to go on from, where weft itself ended the run (a
     loss that is not finite), when it was told to stop, and when it dies of the same twice without a checkpoint between.
     """
     died: tuple[str, int | None] | None = None
-    for number in range(restarts + 1):
+    number = 0
+    while True:
         try:
             return start(resume)
+        except DamagedCheckpoint as error:
+            whole_before(error, set_aside, latest)
         except WorkerDied as error:
             step, how = latest(), error.report.strip().splitlines()[-1]
             if number == restarts or step is None or error.meant or error.stopped or died == (how, step):
                 raise
+            number += 1
             died, resume = (how, step), True
-            what = f"rank {error.rank}: {how}; going on from step {step} ({number + 1} of {restarts})"
-            print(f"weft: {what}", file=sys.stderr, flush=True)
-    raise AssertionError("a last try returns or raises")
+            _say(f"rank {error.rank}: {how}; going on from step {step} ({number} of {restarts})")
+
+
+def whole_before(error: DamagedCheckpoint, set_aside: Callable[[], bool], latest: Callable[[], int | None]) -> None:
+    """Set the latest checkpoint aside, which is damaged. Raises the error if there is none before it."""
+    if not set_aside():
+        raise error
+    _say(f"{error.value}: {error.problem}; set aside, going on from step {latest()}")
+
+
+def _say(text: str) -> None:
+    print(f"weft: {text}", file=sys.stderr, flush=True)
