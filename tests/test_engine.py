@@ -238,7 +238,7 @@ def guessed(build: Any, sample: bool) -> None:
 
 
 def test_a_guess_that_changes_the_output_is_refused(pool: Any) -> None:
-    with pytest.raises(CannotCut, match=r"cut as its roles say, the model's output changes by 0\.\d+"):
+    with pytest.raises(CannotCut, match=r"laid so, the model's output changes by 0\.\d+"):
         pool.run(guessed, Interleaved, True, world=2)
     pool.run(guessed, tiny, True, world=2)
 

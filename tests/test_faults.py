@@ -193,11 +193,12 @@ def test_when_a_run_is_not_started_anew() -> None:
         return survive(lambda resume: start(errors, resume), lambda: steps.pop(0), lambda: bool(steps), False, restarts)
 
     assert tried([died(), died("gone")], [2, 4]) == "done" and started == [False, True, True]
+    assert tried([died(), died(), died()], [2, 2, 2]) == "done"  # nothing says that it will be killed again
     for errors, steps in (
         ([died()], [None]),  # nothing to go on from
         ([died(meant=True)], [2]),  # a loss that is not finite would be so again
         ([died(stopped=True)], [2]),
-        ([died(), died()], [2, 2]),  # at the same place
+        ([died("ValueError: no"), died("ValueError: no")], [2, 2]),  # at the same place
     ):
         with pytest.raises(WorkerDied):
             tried([*errors], [*steps])

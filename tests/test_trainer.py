@@ -356,7 +356,7 @@ def test_sigterm_at_one_rank_saves_and_stops_all(tmp_path: Path, pool: Pool) -> 
     # rank 1 reads three samples before the first step, then takes 4 samples a step: the signal comes in step 3
     settings = {"train__steps": 9, "checkpoint__every": 0}
     run = make(tmp_path / "stopped", "dp2", data__interrupt=12, data__rank=1, **settings)
-    assert pool.run(train, run, False, world=2) == [None, None]
+    assert pool.run(train, run, False, world=2) == [True, True]
     stopped = checkpoint.latest(Path(run.output) / "checkpoints")
     assert stopped == 4  # the ranks hear of it while the next step runs
     assert curve(run) == curve(whole_run)[:stopped]

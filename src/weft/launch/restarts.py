@@ -19,7 +19,7 @@ def survive(
     tells, at most `restarts` times. A checkpoint that is found damaged is `set_aside` for the one before it, if any.
 
     It ends with the error as it came where there is no checkpoint to go on from, where weft itself ended the run (a
-    loss that is not finite), when it was told to stop, and when it dies of the same twice without a checkpoint between.
+    loss that is not finite), when it was told to stop, and at the same error twice without a checkpoint between.
     """
     died: tuple[str, int | None] | None = None
     number = 0
@@ -30,7 +30,9 @@ def survive(
             whole_before(error, set_aside, latest)
         except WorkerDied as error:
             step, how = latest(), error.report.strip().splitlines()[-1]
-            if number == restarts or step is None or error.meant or error.stopped or died == (how, step):
+            from_outside = how.startswith(("killed by", "exited with"))  # which may come again at any time
+            again = died == (how, step) and not from_outside
+            if number == restarts or step is None or error.meant or error.stopped or again:
                 raise
             number += 1
             died, resume = (how, step), True

@@ -174,7 +174,8 @@ class _Loop:
                 if evaluate:
                     self._evaluate(step)
                 if keep and fit:
-                    self._save(step, wait=stop or last)
+                    # of replicas that step by themselves another may be the one that saves next
+                    self._save(step, wait=stop or last or self.engine.quorum is not None)
             if stop:
                 return True
         return False
