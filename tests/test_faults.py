@@ -32,7 +32,7 @@ class Slow(Ramps):
     """Takes its time, so that there is some in which to die."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        time.sleep(0.002)
+        time.sleep(0.01)
         return super().__getitem__(index)
 
 
@@ -65,7 +65,10 @@ def begun(folder: Path, axes: str, *more: str, launcher: tuple[str, ...] = ()) -
 
 def ranks(process: subprocess.Popen) -> list[int]:
     """The processes that this one has started."""
-    return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+    try:
+        return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+    except FileNotFoundError:  # it has ended
+        return []
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch.distributed as dist
@@ -71,8 +72,7 @@ def run(
                     over = served or (keeper.is_alive() and all(is_left_out(store, each) for each in running))
                 except dist.DistNetworkError:
                     keeper.join(END_S)
-                if not keeper.is_alive():
-                    raise WeftError("the process that keeps the store where replicas meet has died; --resume goes on")
+                hold(keeper)
                 if done and over and time.monotonic() > last + LAST_S:
                     _tell(f"replicas {', '.join(map(str, running))} stall, and the others are done: ended")
                     break
@@ -88,6 +88,7 @@ def run(
                         done, last = done + 1, time.monotonic()
                     except WorkerDied as error:
                         end(workers)
+                        hold(keeper)  # else it would be waited for in vain
                         ended(store, replica)
                         first = first or error  # those of others are consequences, if none is left
                         if replica in needed:
@@ -103,6 +104,12 @@ def run(
         return results
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def hold(keeper: BaseProcess) -> None:
+    """Raises WeftError if the process that keeps the replicas' store has died."""
+    if not keeper.is_alive():
+        raise WeftError("the process that keeps the store where replicas meet has died; --resume goes on")
 
 
 @contextmanager
