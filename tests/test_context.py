@@ -22,6 +22,7 @@ from weft.losses import cross_entropy, next_token, positionwise
 from weft.masks import Pattern, causal_mask, documents_of, within
 from weft.models import decoder
 from weft.order import zigzag
+from weft.verification.delayed import run_delayed
 from weft.verification.parity import check
 from weft.verification.reference import run_reference
 
@@ -212,6 +213,13 @@ class Windows(nn.Module):
             x = block(x, positions, causal_mask(positions, window=5))
         y: Tensor = inner.head(inner.norm(x))
         return y
+
+
+def test_documents_of_a_pipeline_without_a_flush(pool: Pool) -> None:
+    """Their positions are the batch's, which each rank knows whole: nothing is gathered, and nothing predicted."""
+    case = replace(SUBJECTS["packed"].case(), clip=None)
+    result = pool.run(check, case, "pp2+pipedream.cp2", run_delayed(case, "pp2+pipedream.cp2", 2), world=4)[0]
+    assert result.passed, (result.first, result.stray, result.problem)
 
 
 @pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "cp2.up2"])

@@ -98,7 +98,7 @@ def save(
     nothing is then published and older checkpoints stay as they are.
     """
     rank, _ = _place()
-    final = folder / f"step-{step:06d}"
+    final = place_of(folder, step)
     partial = folder / f".{final.name}.partial"
     fix = "see that the disk has room and that every rank may write to this folder; older checkpoints are intact"
     try:
@@ -128,7 +128,7 @@ def save(
         if rank == 0:
             others = [other for other in steps(folder) if other != step]
             for old in replace(keep, last=keep.last - 1).gone(others):
-                _hide(folder / f"step-{old:06d}")
+                _hide(place_of(folder, old))
             _sweep(folder)
 
 
@@ -202,13 +202,10 @@ def load(folder: Path, step: int | None, pieces: Iterable[Piece]) -> dict[str, A
     with _together(folder, fix):
         pieces = list(pieces)
         contents = inspect(folder, chosen)
-        path = folder / f"step-{contents.step:06d}"
+        path = place_of(folder, contents.step)
         for piece in pieces:
             _check_piece(piece, contents)
-        for name, file in contents.files.items():
-            _check_size(path / name, file)
-        for name in sorted(contents.files)[rank::world]:  # each file is hashed once, by one rank
-            _check_crc(path / name, contents.files[name])
+        Reader(path, contents).check(rank, world)
     with _together(path, fix), Reader(path, contents) as reader:
         for piece in pieces:
             reader.fill(piece)
@@ -229,11 +226,13 @@ class Reader:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def check(self) -> None:
-        """Raises CheckpointError unless every file is what was written."""
-        for name, file in self._contents.files.items():
+    def check(self, rank: int = 0, world: int = 1) -> None:
+        """Raises DamagedCheckpoint unless every file is what was written. Of several ranks each hashes its share."""
+        files = self._contents.files
+        for name, file in files.items():
             _check_size(self._path / name, file)
-            _check_crc(self._path / name, file)
+        for name in sorted(files)[rank::world]:
+            _check_crc(self._path / name, files[name])
 
     @torch.no_grad()
     def fill(self, piece: Piece) -> None:
@@ -257,6 +256,11 @@ class Reader:
         return tensor
 
 
+def place_of(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return folder / f"step-{step:06d}"
+
+
 def latest(folder: Path) -> int | None:
     """The highest step that has a complete checkpoint here; None if there is none."""
     return max(steps(folder), default=None)
@@ -267,7 +271,7 @@ def set_aside(folder: Path) -> bool:
     here = steps(folder)
     if len(here) < 2:
         return False
-    latest_one = folder / f"step-{here[-1]:06d}"
+    latest_one = place_of(folder, here[-1])
     number = len([*folder.glob(f"{latest_one.name}.damaged*")])
     latest_one.rename(folder / f"{latest_one.name}.damaged{number or ''}")
     return True
@@ -280,7 +284,7 @@ def inspect(folder: Path, step: int | None = None) -> Contents:
     if chosen not in here:
         wanted = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         raise CheckpointError("checkpoint", str(folder), f"{wanted} is here", f"here are steps: {here or 'none'}")
-    return _read_index(folder / f"step-{chosen:06d}" / _INDEX, chosen)
+    return _read_index(place_of(folder, chosen) / _INDEX, chosen)
 
 
 # ---- the ranks together ----------------------------------------------------------------------------------------------

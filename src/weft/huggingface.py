@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from . import build, checkpoint, config
 from .config import Run
 from .errors import CheckpointError, ConfigError
+from .parallelize import DTYPES
 from .planner import weights_of
 from .shards import Piece, whole
 from .text import extra
 from .train.output import CHECKPOINTS, position
 
 SHARD_BYTES = 5 * 10**9  # transformers' own: what most tools that split such files expect
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ def bring_in(source: Path, run: Run) -> Exported:
                 continue
             if tuple(tensor.shape) != shapes[name]:
                 problem = f"{name} is {tuple(tensor.shape)} in {source}, and {shapes[name]} in {run.model.hf}"
-                raise ConfigError("model.hf", run.model.hf, problem, "name the configuration of these weights")
+                raise CheckpointError("model.hf", run.model.hf, problem, "name the configuration of these weights")
             seen.add(wanted[name])
             count, nbytes = count + 1, nbytes + tensor.nbytes
             yield whole(wanted[name], tensor)
         if missing := sorted(set(wanted.values()) - seen):
-            problem = f"the weights in {source} lack {missing[0]}, and {len(missing) - 1} more"
-            raise ConfigError("model.hf", run.model.hf, problem, "name the configuration of these weights")
+            problem = f"the weights in {source} lack {missing[0]} ({len(missing)} of {len({*wanted.values()})} tensors)"
+            raise CheckpointError("model.hf", run.model.hf, problem, "name the configuration of these weights")
 
     scale = 2.0**16 if run.precision.compute == "fp16" else 1.0
     scalars = {"steps_done": 0, "loss_scale": scale, "good_steps": 0, **position(run)}
@@ -126,7 +126,7 @@ def _read(source: Path, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[
 
     files = sorted(source.glob("*.safetensors"))
     if not files:
-        raise ConfigError("directory", str(source), "holds no safetensors", "convert its weights to safetensors")
+        raise CheckpointError("directory", str(source), "holds no safetensors", "convert its weights to safetensors")
     model._apply(lambda t: torch.empty_like(t, dtype=dtype) if t.is_floating_point() else t)
     bare = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name in model.state_dict()}  # fmt: skip
@@ -235,7 +235,7 @@ def _run(folder: Path) -> Run:
 
 def _opened(folder: Path, step: int | None) -> tuple[checkpoint.Contents, Path]:
     contents = checkpoint.inspect(folder / CHECKPOINTS, step)
-    return contents, folder / CHECKPOINTS / f"step-{contents.step:06d}"
+    return contents, checkpoint.place_of(folder / CHECKPOINTS, contents.step)
 
 
 def _transformer(run: Run) -> nn.Module:

@@ -186,8 +186,8 @@ def experts_of(model: nn.Module) -> Iterator[Experts]:
     as in transformers."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if counted(module) and passed_over(module) is None:
-            count, names = counted(module), [*inspect.signature(module.forward).parameters]
+        if experts_in(module) and passed_over(module) is None:
+            count, names = experts_in(module), [*inspect.signature(module.forward).parameters]
             prefix = name.rpartition(".")[0] + "." if "." in name else ""
             shared = [prefix + leaf for leaf in ("shared", "shared_expert", "shared_experts", "shared_mlp")]
             held = (other for other in shared if modules.get(other) is not None)
@@ -196,7 +196,7 @@ def experts_of(model: nn.Module) -> Iterator[Experts]:
             yield Experts(name, count, _features_inside(name, module, widths), tuple(names[:3]), next(held, ""))
 
 
-def counted(module: nn.Module) -> int:
+def experts_in(module: nn.Module) -> int:
     """How many experts a module says that it has, of two or more, 0 for none."""
     count = getattr(module, "num_experts", None)
     return count if isinstance(count, int) and count > 1 and any(True for _ in module.parameters()) else 0
@@ -208,8 +208,8 @@ def passed_over(module: nn.Module) -> str | None:
     if inner is not None:
         return f"its part {inner} holds weights, and not the module itself"
     for name, p in module.named_parameters():
-        if p.ndim < 2 or p.shape[0] != counted(module):
-            return f"its parameter {name} {list(p.shape)} has no part for each of {counted(module)} experts"
+        if p.ndim < 2 or p.shape[0] != experts_in(module):
+            return f"its parameter {name} {list(p.shape)} has no part for each of {experts_in(module)} experts"
     if len(inspect.signature(module.forward).parameters) < 3:
         return "its forward does not take (tokens, experts, weights)"
     return None

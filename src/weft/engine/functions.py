@@ -43,18 +43,18 @@ _multi_head_attention = FunctionType(
 class Functions(TorchFunctionMode):
     """Active around forward. `attention_cores` counts the cores that it recomputes. `sequence`: which ranks share.
     `seen`, `asked`: told of every call of attention, and of what is asked of all tokens: shares of so many experts, the
-    capacity for so many choices, so many positions that the model has made. `loads`: told of every loss that a gate
-    adds. `mesh`: whose ranks have other tokens."""
+    capacity for so many choices, so many positions that the model has made, and are not `known` from the batch.
+    `loads`: told of every loss that a gate adds. `mesh`: whose ranks have other tokens."""
 
     def __init__(
         self, randomness: Randomness, selective: bool, sequence: SharedSequence | None = None,
         seen: Callable[[Tensor, Tensor, Tensor], None] | None = None, mesh: Mesh | None = None,
-        asked: Callable[[str, int], None] | None = None, loads: Loads | None = None,
+        asked: Callable[[str, int], None] | None = None, loads: Loads | None = None, known: Sequence[Tensor] = (),
     ):  # fmt: skip
         super().__init__()
         self.randomness, self.selective, self.attention_cores = randomness, selective, 0
         self.sequence, self.seen, self.asked, self.loads, self.mesh = sequence, seen, asked, loads, mesh
-        self.known: Sequence[Tensor] = ()  # entries of the batch, on one device
+        self.known = known
         self.scale, self.routed = 1.0, False  # of the loss that backward starts from; whether experts have asked
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -66,7 +66,7 @@ class Loads:
     def take(self) -> tuple[dict[str, list[int]], float]:
         """(module -> choices that none took, then all of every expert; what gates have added), since the last call and
         over the ranks of this replica: all call it together. Ranks that have the same tokens are all counted."""
-        every = torch.cat([*self._counts.values(), (self.loss * 2**20).round().long().unsqueeze(0)])
+        every = torch.cat([*self._counts.values(), self.loss.unsqueeze(0)])  # float64, which counts exactly
         active = torch.tensor([self.active.get(name, 0) for name in self._counts], device=every.device)
         live = self._mesh.layout.live()
         if live:
@@ -77,4 +77,4 @@ class Loads:
         *counts, loss = every.split([*map(len, self._counts.values()), 1])
         for own in (*self._counts.values(), self.loss):
             own.zero_()
-        return dict(zip(self._counts, (c.tolist() for c in counts), strict=True)), int(loss) / 2**20
+        return {name: row.long().tolist() for name, row in zip(self._counts, counts, strict=True)}, float(loss)

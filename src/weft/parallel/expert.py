@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from ..errors import CannotCut, LayoutError
 from ..layout import EXPERTS, Layout
 from ..plans import COPY, SUM, Cut, Dispatch, Param, Step, Weight
-from ..roles import Roles, counted, passed_over
+from ..roles import Roles, experts_in, passed_over
 
 AXIS = "ep"
 OPTIONS: Mapping[str, str] = {}
@@ -27,7 +27,7 @@ def steps(
     """One Step for each module that holds experts, and one for all other weights where `ep` is an axis of its own."""
     size = layout.size(EXPERTS)
     if not roles.experts:
-        near = ((name, passed_over(module)) for name, module in model.named_modules() if counted(module))
+        near = ((name, passed_over(module)) for name, module in model.named_modules() if experts_in(module))
         why = next((f": {name} is none, as {reason}" for name, reason in near if reason is not None), "")
         raise CannotCut(
             "layout", str(layout), f"expert parallelism finds no experts in this model{why}",

@@ -51,11 +51,11 @@ def steps(
     cut = {f"{linear}.{leaf}" for c in roles.chains for linear in (*c.columns, c.row) for leaf in ("weight", "bias")}
     cut |= {name for chain in roles.chains for name in chain.inner}
     cut |= {name for experts in roles.experts for name in experts.cuts}
+    alike = roles.alike(weights, layout, AXIS)
     for blocks in stacks:
         yield Step(blocks[0], "sequence", input=Boundary({AXIS: COPY}, {AXIS: Shard(1)}))
         yield Step(blocks[-1], "sequence", output=Boundary({AXIS: COPY}, {AXIS: Shard(1)}))
         for block in blocks:
-            alike = roles.alike(weights, layout, AXIS)
             partial = [w.name for w in alike if w.name.startswith(block + ".") and w.name not in cut]
             params = tuple(Param(name, AXIS, COPY, COPY, SUM) for name in partial)
             yield Step(block, "sequence", params=params, interior="sequence")

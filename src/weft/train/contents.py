@@ -17,7 +17,7 @@ from .progress import short
 def described(folder: Path, step: int | None) -> dict[str, Any]:
     """Of a run folder: its steps, and of one of them what its index says. Raises CheckpointError."""
     contents = checkpoint.inspect(folder / CHECKPOINTS, step)
-    place = folder / CHECKPOINTS / f"step-{contents.step:06d}"
+    place = checkpoint.place_of(folder / CHECKPOINTS, contents.step)
     kinds: dict[str, list[int]] = {}
     for name, stored in contents.tensors.items():
         count, numel, nbytes = kinds.setdefault(_kind(name), [0, 0, 0])

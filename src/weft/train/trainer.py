@@ -189,10 +189,11 @@ class _Loop:
         was left out."""
         losses: list[float] = torch.stack([result.loss for result in recent]).tolist()
         for number, (loss, result) in enumerate(zip(losses, recent, strict=True), step - len(recent) + 1):
-            left_out = result.skipped and self.run.train.skip is not None
+            norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
+            scaled = self.run.precision.compute == "fp16" and not math.isfinite(norm)  # a matter of the loss scale
+            left_out = result.skipped and self.run.train.skip is not None and not scaled
             self.left_out = self.left_out + 1 if left_out else 0
             if left_out:
-                norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
                 self.progress.say(f"step {number}/{self.run.train.steps}  left out: a gradient of norm {norm:.3g}")
             if self.left_out == MOST_LEFT_OUT:
                 problem = f"{MOST_LEFT_OUT} steps in a row, the last one {number}, had gradients that were left out"

@@ -20,7 +20,7 @@ from ..randomness import Randomness
 from ..routing import rebalance
 from .case import Case, in_double
 from .double import InDouble
-from .reference import Reference, finish
+from .reference import Reference, finish, known
 from .trace import traced
 
 
@@ -50,7 +50,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
             with (
                 InDouble(),
                 traced(model, size) as trace,
-                Functions(randomness, False, seen=trace.attention, asked=trace.ask),
+                Functions(randomness, False, seen=trace.attention, asked=trace.ask, known=known(inputs, micro)),
             ):
                 output = torch.func.functional_call(model, weights, (), arguments_of(inputs, micro))
                 part, count = case.loss(output, micro)

@@ -70,9 +70,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
             with InDouble(), traced(model, size) if step == 0 else nullcontext() as trace:
                 seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
-                functions = Functions(randomness, selective=False, seen=seen, asked=asked)
-                functions.known = known(inputs, micro)
-                with functions:
+                with Functions(randomness, False, seen=seen, asked=asked, known=known(inputs, micro)):
                     part, count = case.loss(model(**arguments_of(inputs, micro)), micro)
                     part.backward()
             if trace is not None:
