@@ -292,7 +292,7 @@ def laid(run: Run, bare: nn.Module, train: data.Dataset) -> Plan:
 
 def with_layout(run: Run, axes: str) -> Run:
     """The same run on another layout. Raises LayoutError."""
-    return run.model_copy(update={"layout": Axes(axes=axes)})
+    return run.model_copy(update={"layout": Axes(axes=axes, elastic=run.layout.elastic)})
 
 
 def place(run: Run, path: str) -> str:

@@ -10,23 +10,20 @@ import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import ConfigError, DamagedCheckpoint, LayoutError, Refusal, WeftError, nearest
-from .launch.environment import attempt, environment, local_world
+from .errors import STOPPED, ConfigError, LayoutError, Refusal, WeftError, nearest
+from .launch import hosts
+from .launch.environment import environment, note_error
 from .layout import Layout
 
 if TYPE_CHECKING:  # what brings torch with it is imported when a command runs: --help is to be fast
     from .config import Run
-    from .launch.processes import Backend
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-STOPPED = 75  # sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)]
 Settings = Annotated[
@@ -48,58 +45,49 @@ def weft() -> None:
 def train(
     path: RunFile,
     layout: Annotated[str | None, typer.Option(help="Axes and sizes, as in dp2.tp2.")] = None,
-    nproc: Annotated[int | None, typer.Option(help="Number of processes: the layout's, if left out.")] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of processes, of each host with --nodes: the layout's, if left out."),
+    ] = None,
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's latest checkpoint.")] = False,
+    auto_resume: Annotated[bool, typer.Option("--auto-resume", help="The same, and begin if there is none.")] = False,
+    count: Annotated[
+        str | None,
+        typer.Option("--nodes", metavar="N|MIN:MAX", help="Number of hosts; this is to be started on each of them."),
+    ] = None,
+    meeting: Annotated[
+        str | None, typer.Option("--rdzv", metavar="HOST:PORT", help="Where hosts meet: one of them, or file:///path.")
+    ] = None,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="The run folder.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Draw what each stage did, under what was predicted.")] = False,
 ) -> None:
     """Train the model of RUN.toml, in as many processes as its layout has ranks."""
     with _exit_codes():
         run = _load(path, settings, layout, output)
+        if (count is None) != (meeting is None):
+            given, lacking = ("--nodes", "--rdzv") if meeting is None else ("--rdzv", "--nodes")
+            raise ConfigError(lacking, None, f"belongs to {given}", "write --nodes 4 --rdzv HOST:PORT")
+        if resume and auto_resume:
+            raise ConfigError("--auto-resume", True, "is not --resume", "give one of them")
         world = Layout.parse(run.layout.axes).world
-        joined = environment()
-        for name, count in (("--nproc", nproc), ("WORLD_SIZE", joined and joined[1])):
-            if count is not None and count != world:
-                fix = f'use {world}, or a layout of {count} ranks such as "dp{count}"'
-                raise LayoutError(name, count, f"layout {run.layout.axes} has {world} ranks", fix)
+        if count is None and nproc not in (None, world):
+            fix = f'use {world}, or a layout of {nproc} ranks such as "dp{nproc}"'
+            raise LayoutError("--nproc", nproc, f"layout {run.layout.axes} has {world} ranks", fix)
 
-        from . import build, checkpoint
-        from .launch import processes, replicas, restarts
-        from .train import output as output_folder
-        from .train import trainer
+        from .train import command
 
-        build.check(run)
-        folder = Path(run.output) / output_folder.CHECKPOINTS
-        kept, set_aside = partial(checkpoint.latest, folder), partial(checkpoint.set_aside, folder)
-        again = joined is not None and attempt() > 0
-        resume |= again and kept() is not None
-        while not again:
-            try:
-                output_folder.check_output(run, resume)
-                break
-            except DamagedCheckpoint as error:
-                if joined is not None:  # not by many at once
-                    raise
-                restarts.whole_before(error, set_aside, kept)
-        threads, backend = run.train.threads, _backend(world if joined is None else local_world())
-        worlds = build.apart(run)
-        if joined is None and worlds:
-            needed = build.servers(run)
-            ended = replicas.run(
-                trainer.train, worlds, run, resume, trace, threads=threads, backend=backend, needed=needed
-            )
-        elif joined is None:
-
-            def start(resume: bool) -> list:
-                return processes.run(trainer.train, world, run, resume, trace, threads=threads, backend=backend)
-
-            ended = restarts.survive(start, kept, set_aside, resume, run.checkpoint.restarts)
+        if count is not None and meeting is not None:
+            several, place = hosts.nodes(count), hosts.Meeting.parse(meeting)
+            arguments = [str(path), *itertools.chain(*(("--set", text) for text in settings or []))]
+            for option, text in (("--layout", layout), ("--output", output)):
+                arguments += [option, text] if text is not None else []
+            arguments += ["--trace"] if trace else []
+            stopped = command.host(run, several, nproc, place, None if auto_resume else resume, arguments)
         else:
-            join = replicas.join(backend, threads, worlds) if worlds else processes.join(backend, threads)
-            with join:
-                ended = [trainer.train(run, resume, trace, again)]
-        if any(ended):
+            resume |= auto_resume and command.saved(run) is not None
+            stopped = (command.alone if environment() is None else command.joined)(run, resume, trace)
+        if stopped:
             raise typer.Exit(STOPPED)
 
 
@@ -269,6 +257,7 @@ def _exit_codes() -> Iterator[None]:
         joined = environment()
         if joined is None or joined[0] == 0 or not isinstance(error, Refusal):  # all ranks refuse alike
             typer.echo(f"weft: {error}", err=True)
+        note_error(str(error))
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         typer.echo("weft: interrupted", err=True)
@@ -303,16 +292,6 @@ def _numbers(option: str, text: str) -> float | tuple[float, ...]:
     except ValueError:
         raise ConfigError(option, text, "neither a number nor a list of numbers", "write 1.5 or 1,2,1,1") from None
     return found if len(found) > 1 else found[0]
-
-
-def _backend(local_ranks: int) -> Backend:
-    """NCCL if every rank of this host has a GPU of its own, else gloo on the CPU."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if 0 < gpus < local_ranks:
-        typer.echo(f"weft: {local_ranks} ranks and {gpus} GPUs on this host: running on the CPU", err=True)
-    return "nccl" if gpus >= local_ranks else "gloo"
 
 
 def _layouts(run: Run, world: int) -> list[str]:

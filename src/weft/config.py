@@ -85,6 +85,10 @@ class Axes(Table):
     """[layout]"""
 
     axes: str = Field(default="dp1", description='axes with their sizes, as in "dp2.tp2"')
+    elastic: bool | Strings = Field(
+        default=False,
+        description="with fewer ranks go on: on what suits them, or on the first of these layouts that does",
+    )
 
     @field_validator("axes")
     @classmethod
@@ -93,6 +97,20 @@ class Axes(Table):
             return str(Layout.parse(text))
         except LayoutError as error:
             raise LayoutError("layout.axes", text, error.problem, error.fix) from None
+
+    @field_validator("elastic", mode="before")
+    @classmethod
+    def _others_parse(cls, value: object) -> object:
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) for text in value):
+            raise _wrong("is neither true nor a list of layouts", 'write true, or layouts as in ["dp3.tp2", "dp2.tp2"]')
+        for text in value:
+            try:
+                Layout.parse(text)
+            except LayoutError as error:
+                raise LayoutError("layout.elastic", text, error.problem, error.fix) from None
+        return tuple(value)
 
 
 class Train(Table):

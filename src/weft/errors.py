@@ -18,6 +18,8 @@ import difflib
 import math
 from collections.abc import Callable, Iterable
 
+STOPPED = 75  # sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue
+
 
 class WeftError(Exception):
     """Base of all errors raised by weft."""

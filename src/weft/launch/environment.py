@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
+from pathlib import Path
+
+AGENT = "WEFT_AGENT"  # set by an agent of weft for the ranks it starts: "elastic" where their number may change
 
 
 def environment() -> tuple[int, int, int] | None:
@@ -15,6 +20,15 @@ def environment() -> tuple[int, int, int] | None:
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
         return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", 0))
     return None
+
+
+def note_error(text: str) -> None:
+    """Tell the torchelastic agent that started this process, if one did, that weft itself ended it, and why."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        Path(file).write_text(
+            json.dumps({"message": text, "timestamp": int(time.time()), "weft": True}), encoding="utf-8"
+        )
 
 
 def attempt() -> int:

@@ -43,6 +43,7 @@ import torch.distributed as dist
 
 from ..engine.quorum import Company
 from ..errors import Refusal, WeftError, WorkerDied
+from ..syncs import TIMEOUT_S
 from .environment import attempt, environment, local_world, rendezvous
 
 Backend = Literal["gloo", "nccl"]
@@ -148,14 +149,42 @@ class Pool:
 
 
 @contextmanager
-def join(backend: Backend = "gloo", threads: int | None = None) -> Iterator[None]:
-    """The process group of the processes that torchrun or srun started, of which this is one; see `environment`."""
+def join(
+    backend: Backend = "gloo", threads: int | None = None, world: int | None = None, store: dist.Store | None = None
+) -> Iterator[None]:
+    """The process group of the processes that torchrun or srun started, of which this is one; see `environment`. Of the
+    first `world` of them, if it is given; `store`: where they meet, if that is known already."""
     found = environment()
     if found is None:
         raise RuntimeError("neither torchrun nor srun started this process")
-    rank, world, local_rank = found
-    with entered(backend, rank, world, local_rank, local_world(), threads, rendezvous_store()):
+    rank, size, local_rank = found
+    with entered(backend, rank, world or size, local_rank, local_world(), threads, store or rendezvous_store()):
         yield
+
+
+def stand_by(store: dist.Store) -> bool:
+    """For a process that has no part: wait until the run ends; whether it was stopped. Raises WeftError if it fails."""
+    try:
+        while not store.check(["weft/left/0"]):
+            time.sleep(POLL_S)
+        stopped = store.get("weft/left/0") == b"stopped"
+        leave(store, stopped)
+    except dist.DistError:
+        raise SystemExit(1) from None  # the first rank has gone without a word: a failure, told by who failed
+    return stopped
+
+
+def leave(store: dist.Store, stopped: bool = False) -> None:
+    """Say that this process is done. Rank 0, which may keep the store, waits a while for the others."""
+    found = environment()
+    assert found is not None
+    rank, size, _ = found
+    store.set(f"weft/left/{rank}", "stopped" if stopped else "")
+    since = time.monotonic()
+    while rank == 0 and time.monotonic() - since < TIMEOUT_S:
+        if all(store.check([f"weft/left/{other}"]) for other in range(size)):
+            break
+        time.sleep(POLL_S)
 
 
 def cores() -> int:
@@ -428,6 +457,8 @@ def rendezvous_store() -> dist.Store:
     found = environment()
     assert found is not None
     store, _, _ = next(dist.rendezvous("env://", rank=found[0], world_size=found[1]))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
     # torchrun keeps its store when it starts processes anew, and with it the addresses of those that died
     return dist.PrefixStore(f"attempt-{attempt()}", store)
 

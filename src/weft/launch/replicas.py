@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from ..engine.quorum import Company, ended, is_left_out
 from ..errors import WeftError, WorkerDied
-from ..syncs import TIMEOUT_S
 from . import processes
 from .environment import environment, local_world
 from .processes import END_S, POLL_S, Backend, Seat, Task, Watch, Worker, end, sigterm_for
@@ -118,19 +117,14 @@ def join(backend: Backend, threads: int | None, worlds: Sequence[Sequence[int]])
     replicas meet, waits a while for the others at the end."""
     found = environment()
     assert found is not None
-    rank, size, local_rank = found
+    rank, _, local_rank = found
     store = processes.rendezvous_store()
     replica = next(i for i, ranks in enumerate(worlds) if rank in ranks)
     index, world = worlds[replica].index(rank), len(worlds[replica])
     own = dist.PrefixStore(f"replica-{replica}", store)
     with processes.entered(backend, index, world, local_rank, local_world(), threads, own, Company(store, replica)):
         yield
-    store.set(f"weft/left/{rank}", "")
-    since = time.monotonic()
-    while rank == 0 and time.monotonic() - since < TIMEOUT_S:
-        if all(store.check([f"weft/left/{other}"]) for other in range(size)):
-            break
-        time.sleep(POLL_S)
+    processes.leave(store)
 
 
 def _say(replica: int, error: WorkerDied, restarts: int | None) -> None:

@@ -38,11 +38,11 @@ from .traffic import Traffic
 from .watchdog import Watchdog
 
 
-def train(run: Run, resume: bool, trace: bool = False, again: bool = False) -> bool:
+def train(run: Run, resume: bool, trace: bool = False, again: bool = False, asked: Run | None = None) -> bool:
     """Train as `run` says, from its folder's latest checkpoint if `resume`; returns early, with a checkpoint saved, if
     SIGTERM reaches a rank. Every rank of the layout calls it; rank 0 writes and prints. With `trace` a few steps are
-    recorded and drawn, measured under predicted. `again`: the folder is this run's own, whose processes have died.
-    Whether steps are left to take.
+    recorded and drawn, measured under predicted. `again`: the folder is this run's own, whose processes have died;
+    `asked`: the run as it was asked for, where this is the same on fewer ranks. Whether steps are left to take.
 
     Raises Refusal, and WeftError if the loss or a weight is no longer finite.
     """
@@ -72,7 +72,7 @@ def train(run: Run, resume: bool, trace: bool = False, again: bool = False) -> b
         raise ConfigError("train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out")
     loader = _loader(run, engine, dataset, start=done)
     if rank == 0 and engine.leads:
-        (folder / "run.toml").write_text(config.dump(run), encoding="utf-8")
+        (folder / "run.toml").write_text(config.dump(asked or run), encoding="utf-8")
         (folder / "plan.txt").write_text(f"{engine.whole}\n", encoding="utf-8")
 
     console = Console(quiet=rank != 0 or not engine.leads)

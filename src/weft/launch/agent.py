@@ -1,0 +1,206 @@
+"""This host's part in a run over several: a torchelastic agent, which starts the ranks of this host once enough hosts
+have come, and starts them anew with those that are left when one is lost, and with those that come back.
+
+What torchelastic leaves to do: hosts meet by the addresses by which they reach each other, whatever their names resolve
+to; a host that falls silent is noticed by its missing beats, and not only when a collective has timed out; ranks that
+were told to stop have not failed; and what weft itself ended is not tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from ..errors import STOPPED, Refusal, WeftError
+from .environment import AGENT
+from .hosts import Meeting, interface
+
+COME_S = 600.0  # for the least number of hosts to come
+MORE_S = 10.0  # then, for more of them
+ALIVE_S, MISSED = 3, 3  # between signs of life of a host that has come, and how many it may miss
+BEAT_S, SILENT_S = 2.0, 12.0  # between beats of a host whose ranks run, and after which it is lost
+SAVE_S = 60  # for ranks that are told to stop: a step, and a checkpoint
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """How many hosts take part, from the least to the most; the ranks of each; where they meet; and how often this one
+    starts its ranks anew after a failure."""
+
+    least: int
+    most: int
+    ranks: int
+    meeting: Meeting
+    restarts: int
+
+
+class Stopped(Exception):
+    """All ranks were told to stop, and have saved."""
+
+
+def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Callable[[], None]) -> bool:
+    """Run `command` as the ranks of this host until the run has ended; whether it was stopped before its last step.
+
+    `name` is the run's, where several meet at one place; `digest` that of its settings, which must be the same on all
+    hosts; `begin` is called on one host before the first ranks start, and may refuse. Raises Refusal, and WeftError
+    when ranks fail for good or the place where hosts meet is lost.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    address = hosts.meeting.address()
+    found = interface(address)
+    if found is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # else gloo takes what the host's name resolves to
+    # a store of its own for each start: in the agents' the addresses of ranks that died would stay
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[AGENT] = "elastic" if hosts.least < hosts.most else "fixed"
+    logs = tempfile.mkdtemp(prefix="weft-")
+    handler = None
+    try:
+        store = _store(hosts.meeting)
+        handler = DynamicRendezvousHandler.from_backend(
+            name, store, C10dRendezvousBackend(store, name), hosts.least, hosts.most, address,
+            RendezvousTimeout(join=timedelta(seconds=COME_S), last_call=timedelta(seconds=MORE_S)),
+            keep_alive_interval=ALIVE_S, keep_alive_max_attempt=MISSED,
+        )  # fmt: skip
+        spec = WorkerSpec(
+            role="weft", local_world_size=hosts.ranks, entrypoint=sys.executable, args=tuple(command),
+            rdzv_handler=handler, max_restarts=hosts.restarts, monitor_interval=0.1, local_addr=address,
+        )  # fmt: skip
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=logs), hosts, store, digest, begin)
+        result = agent.run()
+        if result is None or result.is_failed():
+            raise WeftError(_told(result))
+        handler.shutdown()
+        return False
+    except Stopped:
+        return True
+    except SignalException as signal:
+        if int(signal.sigval) == 2:
+            raise KeyboardInterrupt from None
+        return True
+    except RendezvousClosedError:
+        raise WeftError("the run has ended meanwhile") from None
+    except (RendezvousError, dist.DistError) as error:
+        few = f"{hosts.least} hosts did not come to {hosts.meeting} within {COME_S:.0f} s, or it is lost"
+        raise WeftError(f"{few} ({error}). Started again, it goes on from the latest checkpoint") from error
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+def _store(meeting: Meeting) -> dist.Store:
+    """That of the hosts; kept by this process if they meet here, and no other process does so already."""
+    if meeting.file:
+        return dist.FileStore(meeting.file)
+    for keeps in (True, False) if meeting.here() else (False,):
+        try:
+            return dist.TCPStore(
+                meeting.host, meeting.port, is_master=keeps, wait_for_workers=False, multi_tenant=True,
+                timeout=timedelta(seconds=COME_S),
+            )  # fmt: skip
+        except dist.DistError:
+            if not keeps:
+                raise
+    raise AssertionError
+
+
+def _told(result: RunResult | None) -> str:
+    if result is None or not result.failures:
+        return "hosts were lost more often than [checkpoint] restarts allows; --resume goes on"
+    rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
+    how = f"killed by {first.signal_name()}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
+    return f"rank {rank} of this host {how}, and it is not started anew"
+
+
+class Agent(LocalElasticAgent):
+    """torchelastic's agent of one host."""
+
+    def __init__(
+        self, spec: WorkerSpec, logs: DefaultLogsSpecs, hosts: Hosts, store: dist.Store, digest: str,
+        begin: Callable[[], None],
+    ):  # fmt: skip
+        super().__init__(spec, logs, start_method="spawn", shutdown_timeout=SAVE_S)
+        self._remaining_restarts: int = spec.max_restarts
+        self._hosts, self._common, self._digest, self._begin = hosts, store, digest, begin
+        self._came = 0  # hosts, the last time
+        self._beat, self._beaten = 0, 0.0
+        self._heard: dict[int, tuple[bytes, float]] = {}  # of a host: its last beat, and when it was new
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        store, here, count = worker_group.store, worker_group.group_rank, worker_group.group_world_size
+        assert store is not None and here is not None and count is not None
+        if here == 0:
+            store.set("weft/digest", self._digest)
+            if not self._common.check(["weft/begun"]):
+                self._begin()
+                self._common.set("weft/begun", "")
+            if count != self._came:
+                _say(f"{count} of {self._hosts.most} hosts are here: {count * self._hosts.ranks} ranks")
+        elif store.get("weft/digest").decode() != self._digest:
+            problem = "its settings are not those of the host of rank 0"
+            raise Refusal("run file", self._hosts.meeting, problem, "start the same command with the same file on all")
+        self._came, self._heard, self._beaten = count, {}, 0.0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED:
+            codes = {failure.exitcode for failure in result.failures.values()}
+            if STOPPED in codes and self._hosts.least == self._hosts.most:
+                raise Stopped
+            if STOPPED in codes:
+                self._remaining_restarts += 1  # another host was told to stop, which is no failure here
+            elif any(failure.exitcode == 2 or _meant(failure) for failure in result.failures.values()):
+                self._remaining_restarts = 0  # it would come again
+            elif self._remaining_restarts:
+                _say(f"{_told(result).split(',')[0]}; all ranks are started anew")
+        elif result.state is WorkerState.HEALTHY and self._lost(worker_group):
+            self._shutdown(timeout=1)  # they wait for what will not come
+            return RunResult(state=WorkerState.UNHEALTHY)
+        return result
+
+    def _lost(self, worker_group: WorkerGroup) -> bool:
+        """Whether a host has fallen silent: the first watches all, and all watch the first."""
+        now = time.monotonic()
+        if now < self._beaten + BEAT_S:
+            return False
+        store, here, count = worker_group.store, worker_group.group_rank, worker_group.group_world_size
+        assert store is not None and here is not None and count is not None
+        self._beat, self._beaten = self._beat + 1, now
+        store.set(f"weft/beat/{here}", str(self._beat))
+        for other in range(1, count) if here == 0 else (0,):
+            key = f"weft/beat/{other}"
+            beat = store.get(key) if store.check([key]) else b""
+            last, since = self._heard.get(other, (None, now))
+            self._heard[other] = (beat, now if beat != last else since)
+            if now - self._heard[other][1] > SILENT_S:
+                _say(f"of host {other} nothing has been heard for {SILENT_S:.0f} s: going on without it")
+                return True
+        return False
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=SAVE_S)
+
+
+def _meant(failure: Any) -> bool:
+    """Whether weft itself ended that rank."""
+    return bool(failure.error_file_data.get("weft"))
+
+
+def _say(text: str) -> None:
+    print(f"weft: {text}", file=sys.stderr, flush=True)
