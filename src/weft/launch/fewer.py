@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from .. import build
 from ..config import Run
 from ..errors import LayoutError, Refusal
-from ..layout import DATA_AXES, Layout
+from ..layout import DATA_AXES, SEQUENCE_AXES, Layout
+
+GROWTH = 1.5  # what a rank may have to spare of memory; no more than a guess
+COPIES = ("dp", *SEQUENCE_AXES)  # whose ranks hold the same weights
 
 
 def fitted(run: Run, ranks: int) -> Run:
@@ -39,9 +42,9 @@ def fitted(run: Run, ranks: int) -> Run:
 
 
 def smaller(layout: Layout, ranks: int) -> Iterator[Layout]:
-    """Layouts of the same axes with at most so many ranks, best first: most ranks; then fewest axes changed that cut
-    the model, and these least; then data axes least. Those that cut tensors go down to a divisor, so that what they
-    divided they divide still."""
+    """Layouts of the same axes with at most so many ranks, best first: none whose ranks hold over GROWTH times as much
+    of the model; then most ranks; then fewest axes changed that cut the model, and these least; then data axes least.
+    Those that cut tensors go down to a divisor, so that what they divided they divide still."""
     axes, sizes = layout.axes, [size for _, size in layout.sizes]
 
     def choices(axis: str, size: int) -> list[int]:
@@ -52,7 +55,8 @@ def smaller(layout: Layout, ranks: int) -> Iterator[Layout]:
     def rank(found: tuple[int, ...]) -> tuple[float, ...]:
         far = [abs(math.log(now / was)) for now, was in zip(found, sizes)]
         cuts = [d for axis, d in zip(axes, far) if axis not in DATA_AXES]
-        return -math.prod(found), sum(d > 0 for d in cuts), sum(cuts), sum(far)
+        grown = math.prod(was / now for axis, now, was in zip(axes, found, sizes) if axis not in COPIES)
+        return grown > GROWTH, -math.prod(found), sum(d > 0 for d in cuts), sum(cuts), sum(far)
 
     every = _products([choices(axis, size) for axis, size in layout.sizes], ranks)
     for found in sorted(every, key=rank):
