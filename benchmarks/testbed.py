@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HUB, HOST, LINK, NET = "weft-hub", "weft-host{}", "link0", "10.91.0."
@@ -68,6 +68,26 @@ def limit(count: int, mbit: float | None) -> None:
                 queue = burst + int(max(mbit * 1e6 / 8 * QUEUE_S, 300_000))
                 rate = ("rate", f"{mbit}mbit", "burst", str(burst), "limit", str(queue))
                 _in(namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf", *rate)
+
+
+def start(host: int, command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen:
+    """The command on a host, in a session of its own; what it says goes to the end of a file."""
+    with log.open("ab") as out:
+        there = ["ip", "netns", "exec", HOST.format(host), *command]
+        own = {**os.environ, **environment}
+        return subprocess.Popen(there, env=own, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def power_off(host: int) -> None:
+    """Kill all that runs on a host, at once."""
+    for process in map(int, _sh("ip", "netns", "pids", HOST.format(host)).split()):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def cut_off(host: int, cut: bool) -> None:
+    """Take a host's link down, or up again; nothing tells either side."""
+    _in(HUB, "ip", "link", "set", f"port{host}", "down" if cut else "up")
 
 
 def run(count: int, command: Sequence[str], timeout_s: float, apart: bool = True) -> float:

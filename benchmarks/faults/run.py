@@ -2,8 +2,11 @@
 
     python benchmarks/faults/run.py                     some 6 minutes on 2 cores
     python benchmarks/faults/run.py dp2 --seed 3
+    python benchmarks/faults/run.py hosts              some 4 minutes
 
-Each part is a layout's run. It writes results/PART.json, then the tables in README.md are written anew. Exit code 1 if
+Takes root: for a disk that can be filled, and for hosts as network namespaces.
+
+Each part is a layout's run, or that of several hosts. It writes results/PART.json, then the tables in README.md are written anew. Exit code 1 if
 a target is missed.
 """
 
@@ -18,12 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import hosts  # noqa: E402
 import parts  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -32,7 +38,8 @@ from weft import checkpoint  # noqa: E402
 from weft.shards import whole  # noqa: E402
 
 LAYOUTS = {"dp2": "dp2", "fsdp2": "fsdp2", "pp2": "pp2"}
-STEPS, FAULTS, EVERY = 200, 20, 4
+STEPS, FAULTS, EVERY, DISK_MB = 200, 20, 4, 16
+BOUND = 1e-9  # between runs of hosts, whose layouts change; in float64
 RUN = f"""
 [model]
 build = "weft.models:decoder"
@@ -66,7 +73,7 @@ class Run:
     """One `weft train` after another in one folder, until all steps are taken."""
 
     def __init__(self, folder: Path, layout: str):
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         shutil.copy(HERE / "slow.py", folder)
         (folder / "run.toml").write_text(RUN)
         self.out, self._file, self._layout, self.said = folder / "out", folder / "run.toml", layout, ""
@@ -97,6 +104,12 @@ class Run:
         """Of the latest checkpoint, if there is one before it."""
         steps = checkpoint.steps(self.out / "checkpoints")
         return sorted((self.out / "checkpoints" / f"step-{steps[-1]:06d}").iterdir()) if len(steps) > 1 else []
+
+    def full(self) -> None:
+        """No byte is left where it writes."""
+        with open(self.out / "filler", "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(1 << 14))
 
     def again(self) -> None:
         """Started by hand, as after a machine's own failure."""
@@ -143,12 +156,30 @@ def lost(run: Run, dice: random.Random) -> None:
     killed(run, dice)
 
 
-KINDS = (killed, killed, killed, stopped, told_to_stop, killed_all, flipped, cut_short, lost)
+def full_disk(run: Run, dice: random.Random) -> None:
+    run.full()
+    run.process.wait(60)
+    (run.out / "filler").unlink()
+    run.again()
+
+
+KINDS = (killed, killed, killed, stopped, told_to_stop, killed_all, flipped, cut_short, lost, full_disk)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A disk of its own that can be filled. Takes root."""
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def through(layout: str, seed: int) -> dict[str, Any]:
     dice, done = random.Random(f"{layout} {seed}"), []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, small_disk(Path(folder) / "faults" / "out"):
         alone, began = Run(Path(folder) / "alone", layout), time.perf_counter()
         assert alone.process.wait() == 0, (Path(folder) / "alone" / "log").read_text()
         alone_s = time.perf_counter() - began
@@ -185,11 +216,11 @@ def through(layout: str, seed: int) -> dict[str, Any]:
 
 def _same(one: Path, other: Path) -> bool:
     """Whether two runs end with the same weights and optimizer state, bit for bit."""
-    first, second = _tensors(one), _tensors(other)
+    first, second = tensors(one), tensors(other)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def _tensors(out: Path) -> dict[str, Tensor]:
+def tensors(out: Path) -> dict[str, Tensor]:
     contents = checkpoint.inspect(out / "checkpoints")
     found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
     checkpoint.load(out / "checkpoints", None, [whole(name, tensor) for name, tensor in found.items()])
@@ -198,6 +229,7 @@ def _tensors(out: Path) -> dict[str, Tensor]:
 
 def tables(results: parts.Results) -> tuple[list[str], bool]:
     held, lines = True, []
+    several, results = results.get("hosts"), {name: each for name, each in results.items() if name != "hosts"}
     lines += ["| layout | faults | weights and optimizer bit for bit | all steps once | left alone, s | s a fault |"]
     lines += ["| --- | --- | --- | --- | ---: | ---: |"]
     for layout, result in results.items():
@@ -209,11 +241,35 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
         each = (one["faults_s"] - one["alone_s"]) / max(1, len(kinds))
         marks = ["holds" if mark else "FAIL" for mark in (well, one["complete"])]
         lines.append(f"| {layout} | {counts} | {marks[0]} | {marks[1]} | {one['alone_s']:.0f} | {each:.1f} |")
+    if several is not None:
+        more, well = _table_of_hosts(several["runs"])
+        lines, held = [*lines, "", *more], held and well
     return [*lines, ""], held
+
+
+def _table_of_hosts(one: dict[str, Any]) -> tuple[list[str], bool]:
+    ended = all(code == 0 for code in one["codes"])
+    held = (
+        ended and one["complete"] and len(one["lost"]) == len(hosts.WAYS) and max(one["loss"], one["weights"]) < BOUND
+    )
+    lines = [
+        "| 4 hosts, 2 ranks each | at step | goes on with three from step | after, s |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for fault in one["lost"]:
+        lines.append(f"| {fault['way']} | {fault['at']} | {fault['from']} | {fault['without_s']:.1f} |")
+    mark = "holds" if held else "FAIL"
+    lines += [
+        "",
+        f"Losses {one['loss']:.1e} apart at most, weights and optimizer state {one['weights']:.1e}, after all steps",
+    ]
+    lines[-1] += f", each once: {mark}. {one['alone_s']:.0f} s left alone, {one['lost_s']:.0f} s so."
+    return lines, held
 
 
 def main() -> int:
     measured = {name: lambda layout=layout: through(layout, options.seed) for name, layout in LAYOUTS.items()}
+    measured["hosts"] = hosts.measure
     parser = parts.parser(__doc__, measured)
     parser.add_argument("--seed", type=int, default=0, help="of the faults and their moments")
     options = parser.parse_args()

@@ -275,6 +275,8 @@ def laid(run: Run, bare: nn.Module, train: data.Dataset) -> Plan:
         if not (Layout.parse(run.layout.axes).live("pp") and any(p.is_meta for p in bare.parameters())):
             raise
         made = plan(run, model(run), sample)
+    if run.train.rollback is not None:
+        _can_go_back(run, made)
     for field, value in (("train.clip", run.train.clip), ("train.skip", run.train.skip)):
         if value is not None and made.schedule.versions:
             problem = f"{made.schedule.name} updates each stage by itself, and no stage knows the norm of all gradients"
@@ -288,6 +290,18 @@ def laid(run: Run, bare: nn.Module, train: data.Dataset) -> Plan:
             problem = f"{sync.codec.name} keeps of a gradient what it has not sent, which would come with the next"
             raise ConfigError("train.skip", run.train.skip, problem, "leave it out, or use a codec without feedback")
     return made
+
+
+def _can_go_back(run: Run, made: Plan) -> None:
+    problem, fix = "", "leave it out"
+    if not run.checkpoint.every:
+        problem, fix = "there would be no checkpoint to go back to", "set checkpoint.every, as 100"
+    elif made.schedule.versions:
+        problem, fix = f"{made.schedule.name} keeps older weights beside those of a checkpoint", f"{fix}, or use 1f1b"
+    elif made.separate:
+        problem = f"replicas under {run.sync.name} are at different steps, and none goes back alone"
+    if problem:
+        raise ConfigError("train.rollback", run.train.rollback, problem, fix)
 
 
 def with_layout(run: Run, axes: str) -> Run:

@@ -128,6 +128,11 @@ class Train(Table):
         default=None, gt=1,
         description="leaves out steps whose gradient is not finite, or so many times the median of the last 64",
     )  # fmt: skip
+    rollback: float | None = Field(
+        default=None, gt=1,
+        description="goes back to the latest checkpoint, past the samples since, when a loss is not finite, or so many "
+        "times the median of the last 64",
+    )  # fmt: skip
     warmup: int = Field(default=0, ge=0, description="steps over which the learning rate rises from 0")
     decay: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="how the learning rate falls"

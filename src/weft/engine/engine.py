@@ -788,6 +788,7 @@ class Engine:
             self.outer.agree()
         self.steps_done = int(scalars["steps_done"])
         self.loss_scale, self._good_steps = float(scalars["loss_scale"]), int(scalars["good_steps"])
+        self._norms.clear()
         self._norms.extend(map(float, scalars.get("norms", ())))
 
     def segments(self, name: str) -> list[list[Segment]]:

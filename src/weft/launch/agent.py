@@ -9,12 +9,16 @@ were told to stop have not failed; and what weft itself ended is not tried again
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -35,6 +39,7 @@ COME_S = 600.0  # for the least number of hosts to come
 MORE_S = 10.0  # then, for more of them
 ALIVE_S, MISSED = 3, 3  # between signs of life of a host that has come, and how many it may miss
 BEAT_S, SILENT_S = 2.0, 12.0  # between beats of a host whose ranks run, and after which it is lost
+CUT_OFF_S = 30.0  # without an answer from where hosts meet, after which this host gives up
 SAVE_S = 60  # for ranks that are told to stop: a step, and a checkpoint
 
 
@@ -90,8 +95,8 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
         return False
     except Stopped:
         return True
-    except SignalException as signal:
-        if int(signal.sigval) == 2:
+    except SignalException as told:
+        if told.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         return True
     except RendezvousClosedError:
@@ -140,9 +145,13 @@ class Agent(LocalElasticAgent):
         self._came = 0  # hosts, the last time
         self._beat, self._beaten = 0, 0.0
         self._heard: dict[int, tuple[bytes, float]] = {}  # of a host: its last beat, and when it was new
+        self._until = math.inf  # when an answer of the store must have come
+        threading.Thread(target=self._end_if_cut_off, name="weft agent", daemon=True).start()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._allow(COME_S)
         super()._rendezvous(worker_group)
+        self._allow()
         store, here, count = worker_group.store, worker_group.group_rank, worker_group.group_world_size
         assert store is not None and here is not None and count is not None
         if here == 0:
@@ -170,6 +179,7 @@ class Agent(LocalElasticAgent):
             elif self._remaining_restarts:
                 _say(f"{_told(result).split(',')[0]}; all ranks are started anew")
         elif result.state is WorkerState.HEALTHY and self._lost(worker_group):
+            self._allow(COME_S)
             self._shutdown(timeout=1)  # they wait for what will not come
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
@@ -191,9 +201,31 @@ class Agent(LocalElasticAgent):
             if now - self._heard[other][1] > SILENT_S:
                 _say(f"of host {other} nothing has been heard for {SILENT_S:.0f} s: going on without it")
                 return True
+        self._allow()
         return False
 
+    def _end_if_cut_off(self) -> None:
+        """End this process and its ranks when nothing comes from where hosts meet: a call that waits for it would do so
+        until TCP gives up, a quarter of an hour later."""
+        while True:
+            time.sleep(BEAT_S)
+            if time.monotonic() > self._until:
+                _say(f"{self._hosts.meeting} has not answered for {CUT_OFF_S:.0f} s: this host is cut off, and ends")
+                for process in self._pcontext.pids().values() if self._pcontext is not None else ():
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+                os._exit(1)
+
+    def _allow(self, more_s: float = 0.0) -> None:
+        """The store has answered; the next answer may take so much longer than CUT_OFF_S."""
+        self._until = time.monotonic() + CUT_OFF_S + more_s
+
+    def _exit_barrier(self) -> None:
+        self._until = math.inf
+        super()._exit_barrier()
+
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._allow(SAVE_S)
         self._shutdown(timeout=SAVE_S)
 
 

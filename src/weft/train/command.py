@@ -93,6 +93,11 @@ def joined(run: Run, resume: bool, trace: bool) -> bool:
                 error, partial(checkpoint.set_aside, Path(run.output) / CHECKPOINTS), partial(saved, run)
             )
         raise SystemExit(1) from None
+    except RuntimeError as error:
+        if AGENT not in os.environ or "by peer" not in str(error):
+            raise
+        _say(f"rank {rank}: a rank that it was connected to has gone")  # which says itself why, if it can
+        raise SystemExit(1) from None
     if ranks > world:
         processes.leave(store, stopped)
     return stopped

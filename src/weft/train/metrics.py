@@ -6,7 +6,8 @@ A line of metrics.jsonl is one JSON object, of a logged step or of a validation:
     {"step": 10, "val_loss": 3.3}
 
 `loss` is that of the step alone, `step_s` and the rate are means since the line before; `grad_norm` stands where it was
-computed, and `skipped` counts steps since the line before that were not taken: by fp16, or by `train.skip`. With more
+computed, and `skipped` counts steps since the line before that were not taken: by fp16, or by `train.skip`;
+`batches_left_out` those that `train.rollback` has passed over so far. With more
 ranks than one, `sent_bytes` is what a rank sends in a step, and on CPUs `sync_exposed_s` and `sync_hidden_s` are the
 seconds of a step in which sums of gradients were waited for, and in which they were under way beside other work. Where
 replicas step by themselves `replicas` counts those that take part; with asynchronous servers `staleness` is how many
@@ -64,6 +65,15 @@ class Metrics:
         for key, value in line.items():
             if key != "step" and not isinstance(value, Mapping):
                 self._board.add_scalar(key, value, line["step"])
+
+    def back_to(self, step: int) -> None:
+        """Drop the lines past this step: the steps are taken again."""
+        self._done = step
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        if self._path.exists():
+            keep_until(self._path, step)
 
     def __enter__(self) -> Self:
         return self

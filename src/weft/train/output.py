@@ -44,6 +44,13 @@ def check_output(run: Run, resume: bool) -> None:
         raise ConfigError("output", run.output, f"cannot be written to ({error.strerror})", fix) from None
 
 
+def put(path: Path, text: str) -> None:
+    """Write a file of the folder; where that fails, what was there before stays."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
 def checkpoints(run: Run, replica: int | None = None) -> Path:
     """Where checkpoints are: those of the run, or what one of several replicas that step by themselves keeps beside
     them."""

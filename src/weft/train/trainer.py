@@ -30,10 +30,11 @@ from ..layout import DATA_AXES
 from ..shards import Piece
 from .gates import Gates
 from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
-from .output import CHECKPOINTS, SAMPLE, check_output, checkpoints, position, saved_in
+from .output import CHECKPOINTS, SAMPLE, check_output, checkpoints, position, put, saved_in
 from .progress import Progress, short
 from .recorder import FIRST, Recorder
 from .sample import coder, sample
+from .spikes import Spikes
 from .traffic import Traffic
 from .watchdog import Watchdog
 
@@ -58,11 +59,11 @@ def train(run: Run, resume: bool, trace: bool = False, again: bool = False, aske
     engine = _engine(run, dataset, company)
     shares = engine.whole.layout.size("dp") if engine.worker is not None else 1  # replicas are never at one step
     val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
+    left_out = 0
     notes = [*engine.whole.notes]
     if resume and not engine.caught_up:
         found = saved_in(run, engine.replica)
-        saved = checkpoint.inspect(found).tensors
-        engine.load_scalars(checkpoint.load(found, None, engine.tensors(saved)))
+        left_out = _restore(engine, found, None)
     engine.connect()
     done = engine.steps_done
     if engine.forgot:
@@ -70,10 +71,10 @@ def train(run: Run, resume: bool, trace: bool = False, again: bool = False, aske
     if trace and t.steps - done < FIRST:
         problem = f"leaves {t.steps - done} steps to take, and the first to be traced is number {FIRST}"
         raise ConfigError("train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out")
-    loader = _loader(run, engine, dataset, start=done)
+    loader = _loader(run, engine, dataset, start=done + left_out)
     if rank == 0 and engine.leads:
-        (folder / "run.toml").write_text(config.dump(asked or run), encoding="utf-8")
-        (folder / "plan.txt").write_text(f"{engine.whole}\n", encoding="utf-8")
+        put(folder / "run.toml", config.dump(asked or run))
+        put(folder / "plan.txt", f"{engine.whole}\n")
 
     console = Console(quiet=rank != 0 or not engine.leads)
     recorder = Recorder(engine) if trace and engine.leads else None
@@ -84,7 +85,7 @@ def train(run: Run, resume: bool, trace: bool = False, again: bool = False, aske
     with writer as metrics, Interrupt() as interrupt, progress, Watchdog(t.hang_s) as watchdog:
         loop = _Loop(
             run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress, watchdog, recorder,
-            shares=shares,
+            shares=shares, passed=left_out,
         )  # fmt: skip
         interrupted = loop(interrupt)
     drawing = recorder.finish(folder, console.width, console.color_system is not None) if recorder is not None else None
@@ -95,12 +96,14 @@ def train(run: Run, resume: bool, trace: bool = False, again: bool = False, aske
         written = sample(run, engine, text, len(dataset[0]["input_ids"]))
         progress.say(f"\n{written}")
         if rank == 0 and engine.leads:
-            (folder / SAMPLE).write_text(written, encoding="utf-8")
+            put(folder / SAMPLE, written)
     engine.leave()
     return interrupted
 
 
 MOST_LEFT_OUT = 10  # in a row, before it is no accident
+MOST_BACK = 3  # to one checkpoint
+LEFT_OUT = "batches_left_out"
 
 
 @dataclass
@@ -119,10 +122,13 @@ class _Loop:
     loss: float | None = None  # of the last step that was taken
     left_out: int = 0  # steps in a row
     val_loss: float | None = None
+    passed: int = 0  # batches that are left out for good, so that each step's is so many further on
+    back: tuple[int, int] = (-1, 0)  # the checkpoint that it last went back to, and how often
     shares: int = 1  # into which a validation batch is divided, one after the other
     members: tuple[int, ...] = ()  # replicas that took part when it was last logged, where some may be left out
     first: int = field(init=False)  # the number of the first step that is taken
     saver: checkpoint.Saver = field(default_factory=checkpoint.Saver)
+    spikes: Spikes = field(init=False)
     traffic: Traffic = field(init=False)
     gates: Gates = field(init=False)
     clock: Clock = field(default_factory=Clock)
@@ -130,6 +136,7 @@ class _Loop:
     def __post_init__(self) -> None:
         self.first = self.engine.steps_done + 1
         self.traffic, self.gates = Traffic(self.engine), Gates(self.engine)
+        self.spikes = Spikes(self.run.train.rollback)
 
     def __call__(self, interrupt: Interrupt) -> bool:
         """Take all steps that are left; whether it was interrupted before the last."""
@@ -142,7 +149,7 @@ class _Loop:
             self._evaluate(self.first - 1)  # the others do so now
         while self.engine.steps_done < t.steps:
             step = self.engine.steps_done + 1
-            self.loader.step = step - 1
+            self.loader.step = step - 1 + self.passed
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * factor(step - 1)
             batch = build.cast(self.run, next(self.loader))
@@ -162,8 +169,13 @@ class _Loop:
             log = stop or last or step == self.first or step % t.log_every == 0
             evaluate = self._evaluates(step) and not stop
             keep = stop or (save.every > 0 and (last or step % save.every == 0))
-            if log or evaluate or keep:
-                self._read(step, recent)
+            spike = self._read(step, recent) if log or evaluate or keep else None
+            if spike is not None:
+                self._go_back(step, spike)
+                recent.clear()
+                if stop:
+                    return True
+                continue
             if log:
                 self._log(step, recent)
                 recent.clear()
@@ -184,9 +196,9 @@ class _Loop:
         t, mine = self.run.train, self.engine.worker is None or self.engine.replica == 0  # a server's weights are all's
         return mine and self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
 
-    def _read(self, step: int, recent: Sequence[StepResult]) -> None:
+    def _read(self, step: int, recent: Sequence[StepResult]) -> str | None:
         """Wait for this step, the last of `recent`, and go on from none whose loss or gradient is not finite, unless it
-        was left out."""
+        was left out. What is said of a step that is to be undone."""
         losses: list[float] = torch.stack([result.loss for result in recent]).tolist()
         for number, (loss, result) in enumerate(zip(losses, recent, strict=True), step - len(recent) + 1):
             norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
@@ -200,11 +212,34 @@ class _Loop:
                 raise WeftError(f"{problem} (train.skip = {self.run.train.skip:g}). {self._advice()}")
             if left_out:
                 continue
+            spike = self.spikes.judge(number, loss)
+            if spike is not None:
+                return f"the loss of step {number} {spike}"
             if not math.isfinite(loss):
                 raise WeftError(f"the loss of step {number} is {loss}. {self._advice()}")
             if result.grad_norm is not None and not result.skipped and not math.isfinite(result.grad_norm):
                 raise WeftError(f"the norm of step {number}'s gradient is {float(result.grad_norm)}. {self._advice()}")
             self.loss = loss
+        return None
+
+    def _go_back(self, step: int, why: str) -> None:
+        """Undo the steps since the latest checkpoint, and leave their samples out."""
+        self.saver.wait()
+        folder = checkpoints(self.run)
+        kept = checkpoint.latest(folder)
+        if kept is None:
+            raise WeftError(f"{why}. {self._advice()}")
+        self.back = kept, (self.back[1] if self.back[0] == kept else 0) + 1
+        if self.back[1] > MOST_BACK:
+            raise WeftError(f"{why}, after going back to step {kept} {MOST_BACK} times. {self._advice()}")
+        self.engine.optimizer.state.clear()  # it is made anew, as of the checkpoint
+        _restore(self.engine, folder, kept)
+        self.passed += step - kept
+        self.spikes.back_to(kept)
+        if self.metrics is not None:
+            self.metrics.back_to(kept)
+        batches = f"{step - kept} batches are" if step - kept > 1 else "1 batch is"
+        self.progress.say(f"step {step}/{self.run.train.steps}  {why}: back to step {kept}, {batches} left out")
 
     def _log(self, step: int, recent: Sequence[StepResult]) -> None:
         """Write and show a line about this step, the last of `recent`."""
@@ -216,6 +251,8 @@ class _Loop:
         }
         if recent[-1].grad_norm is not None and not recent[-1].skipped:
             line["grad_norm"] = float(recent[-1].grad_norm)
+        if self.passed:
+            line[LEFT_OUT] = self.passed
         if skipped := sum(result.skipped for result in recent):
             line["skipped"] = skipped
         name, count = self.counted
@@ -223,7 +260,7 @@ class _Loop:
             f"{name}_per_s": count / step_s,
             "step_s": step_s,
             "memory_bytes": highest(peak_memory_bytes(self.engine.mesh.device)),
-            "epoch": round(step / self.loader.steps_per_epoch, 4),
+            "epoch": round((step + self.passed) / self.loader.steps_per_epoch, 4),
         } | self.traffic.line(len(recent))
         experts, warnings = self.gates.line(len(recent), float(torch.stack([r.weight for r in recent]).sum()))
         line |= experts
@@ -278,7 +315,7 @@ class _Loop:
                 checkpoints(self.run, None if leads else self.engine.replica),
                 step,
                 self.engine.tensors(),
-                {**self.engine.scalars(), **position(self.run)},
+                {**self.engine.scalars(), **position(self.run), LEFT_OUT: self.passed},
                 {"layout": str(self.engine.whole.layout), "weft": _version(), "torch": torch.__version__},
                 checkpoint.Keep(c.keep, c.keep_every),
                 useless,
@@ -359,6 +396,14 @@ def _engine(run: Run, dataset: Dataset, company: Company | None) -> Engine:
         sample=sample,
         company=company,
     )
+
+
+def _restore(engine: Engine, folder: Path, step: int | None) -> int:
+    """Fill the engine from a checkpoint; returns the number of batches that the run has left out."""
+    saved = checkpoint.inspect(folder, step).tensors
+    scalars = checkpoint.load(folder, step, engine.tensors(saved))
+    engine.load_scalars(scalars)
+    return int(scalars.get(LEFT_OUT, 0))
 
 
 def _loader(run: Run, engine: Engine, dataset: Dataset, start: int = 0, shares: int = 1) -> Loader:
