@@ -6,8 +6,8 @@
 
 Takes root: for a disk that can be filled, and for hosts as network namespaces.
 
-Each part is a layout's run, or that of several hosts. It writes results/PART.json, then the tables in README.md are written anew. Exit code 1 if
-a target is missed.
+Each part is a layout's run, or that of several hosts. It writes results/PART.json, then the tables in README.md are
+written anew. Exit code 1 if a target is missed.
 """
 
 from __future__ import annotations

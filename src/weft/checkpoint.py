@@ -23,9 +23,11 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 from zlib import crc32
@@ -40,6 +42,7 @@ from .errors import CheckpointError, DamagedCheckpoint, WeftError
 from .shards import Index, Piece, flaw, overlap, shift, whole
 
 FILE_BYTES = 1 << 29  # a file is closed once it holds this much: bounds the host memory of a save
+BLOCK_BYTES = 1 << 22  # written or read, and summed, at once
 
 _INDEX = "index.json"
 _FORMAT, _VERSION = "weft checkpoint", 1
@@ -350,13 +353,46 @@ def _write(folder: Path, rank: int, pieces: Iterable[Piece]) -> tuple[dict[str, 
 
     for number, batch in enumerate(_batches(named())):
         name = f"rank-{rank:05d}-{number:03d}.safetensors"
-        # copies: safetensors refuses tensors that share memory, as views of one flat buffer do
-        data = to_safetensors({piece.name: piece.tensor.detach().to("cpu", copy=True).contiguous() for piece in batch})
-        _write_file(folder / name, data)
-        files[name] = File(len(data), crc32(data))
+        files[name] = _write_tensors(folder / name, {piece.name: piece.tensor.detach() for piece in batch})
         for piece in batch:
             tensors[piece.name] = replace(tensors[piece.name], chunks=tuple((name, *chunk) for chunk in piece.chunks))
     return tensors, files
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> File:
+    """A safetensors file, straight from the tensors' memory: the library's own writer copies all of it first.
+
+    https://github.com/huggingface/safetensors#format: the header's length in 8 bytes, the header, the tensors.
+    """
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
+    ends = [*accumulate(tensors[name].nbytes for name in ordered)]
+    header = {
+        name: {
+            "dtype": _dtype_name(tensors[name].dtype),
+            "shape": list(tensors[name].shape),
+            "data_offsets": [end - tensors[name].nbytes, end],
+        }
+        for name, end in zip(ordered, ends, strict=True)
+    }
+    text = _dump_json(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(len(text).to_bytes(8, "little") + text)
+        for name in ordered:
+            tensor = tensors[name].cpu().contiguous()
+            row = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride
+            data = memoryview(row.view(torch.uint8).numpy())
+            for start in range(0, len(data), BLOCK_BYTES):
+                yield data[start : start + BLOCK_BYTES]
+
+    return _write_file(path, parts())
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    """What safetensors calls it."""
+    return json.loads(to_safetensors({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"]
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -407,15 +443,19 @@ def _write_index(folder: Path, contents: Contents) -> None:
     }
     body = json.loads(_dump_json(body))  # as a reader will see it, so that the checksum is of the same text
     index = {"format": _FORMAT, "version": _VERSION, "crc32": crc32(_dump_json(body).encode()), **body}
-    _write_file(folder / _INDEX, _dump_json(index).encode())
+    _write_file(folder / _INDEX, [_dump_json(index).encode()])
     _fsync(folder)
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def _write_file(path: Path, parts: Iterable[bytes | memoryview]) -> File:
+    size_bytes = checksum = 0
     with open(path, "xb") as file:
-        file.write(data)
+        for part in parts:
+            file.write(part)
+            size_bytes, checksum = size_bytes + len(part), crc32(part, checksum)
         file.flush()
         os.fsync(file.fileno())
+    return File(size_bytes, checksum)
 
 
 def _hide(checkpoint: Path) -> None:
@@ -535,7 +575,7 @@ def _check_size(path: Path, file: File) -> None:
 def _check_crc(path: Path, file: File) -> None:
     checksum = 0
     with open(path, "rb") as data:
-        while block := data.read(1 << 22):
+        while block := data.read(BLOCK_BYTES):
             checksum = crc32(block, checksum)
     if checksum != file.crc32:
         problem = "its checksum is not the one that was written"
