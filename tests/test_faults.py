@@ -23,7 +23,7 @@ from weft import checkpoint
 from weft.errors import DamagedCheckpoint, WeftError, WorkerDied
 from weft.launch.restarts import survive
 from weft.shards import whole
-from weft.train.watchdog import report
+from weft.train.watchdog import Where, report
 
 STEPS = 60
 
@@ -133,15 +133,25 @@ def test_a_rank_that_stops_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 0, output
     assert "no progress for 2 s: of rank 1 nothing is heard" in output
     assert re.search(r"  rank 0: after step \d+, waits in .*, at .*weft/\S+\.py:\d+ in \w+: `.*`", output), output
+    assert re.search(
+        r"collective number \d+ of ranks 0, 1, all_?reduce of float \[.*\]: .*rank 1 does not answer", output
+    )
     assert "going on from step" in output and steps_of(tmp_path) == list(range(1, STEPS + 1))
 
 
 def test_what_is_said_of_a_hang() -> None:
-    here, there = "step 4\nwaits in all_reduce, at a.py:3 in f", "step 4\nis in no collective, but at b.py:7"
+    here = Where(
+        "step 4", "waits in all_reduce, at a.py:3 in f", [("0", [0, 1, 2], 7, "all_reduce of float [5]")], {"0": 7}
+    )
+    there = Where("step 4", "is in no collective, but at b.py:7", [], {"0": 6})
     assert "rank 1 is in no collective, and is waited for" in report({0: here, 1: there, 2: here}, 3, 5)
     assert "  rank 1: after step 4, is in no collective, but at b.py:7" in report({0: here, 1: there}, 2, 5)
     assert "all ranks are in collectives, which do not meet" in report({0: here, 1: here}, 2, 5)
     assert "of rank 1, 2 nothing is heard" in report({0: here}, 3, 5)
+    what = "    collective number 7 of ranks 0, 1, 2, all_reduce of float [5]: "
+    assert what + "rank 1 has not begun it\n" in report({0: here, 1: there, 2: here}, 3, 5)
+    assert what + "rank 1 has not begun it; rank 2 does not answer" in report({0: here, 1: there}, 3, 5)
+    assert what + "all have begun it" in report({0: here, 1: here, 2: here}, 3, 5)
 
 
 @pytest.mark.parametrize("what", ["index", "rank"])

@@ -479,6 +479,7 @@ def entered(
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(neighbours)
     )
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the flight recorder remembers
     # torch's own way to say it; but torchrun says 1 where nobody has
     asked = os.environ.get("OMP_NUM_THREADS", "") if "TORCHELASTIC_RUN_ID" not in os.environ else ""
     torch.set_num_threads(threads or (int(asked) if asked.isdigit() and int(asked) else max(1, cores() // neighbours)))

@@ -3,17 +3,20 @@ whoever noticed first."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from types import FrameType
 from typing import Self
 
+import torch
 import torch.distributed as dist
 
 CODE = 3  # with which a rank that hangs ends
@@ -55,13 +58,13 @@ class Watchdog:
             return
         rank, world = dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore("weft/hang", dist.distributed_c10d._get_default_store())
-        store.set(str(rank), f"{self._at}\n{place(sys._current_frames()[self._watched])}")
-        heard = {}
+        store.set(str(rank), Where.of(self._at, sys._current_frames()[self._watched]).json())
+        heard: dict[int, Where] = {}
         for other in range(world):
             key = str(other)
             try:
                 store.wait([key], timedelta(seconds=LISTEN_S + self._limit_s / 4))
-                heard[other] = store.get(key).decode()
+                heard[other] = Where(**json.loads(store.get(key)))
             except RuntimeError:  # it says nothing
                 continue
         if self._done.is_set():
@@ -69,6 +72,48 @@ class Watchdog:
         if rank == min(heard):  # one speaks for all
             print(f"weft: {report(heard, world, self._limit_s)}", file=sys.stderr, flush=True)
         os._exit(CODE)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a rank is: after what, at which line, and by PyTorch's flight recorder in which collectives: of each that
+    has not ended its group, the group's ranks, its number there, and what it is; and the last number begun by group."""
+
+    at: str
+    line: str
+    open: Sequence[tuple[str, Sequence[int], int, str]] = ()
+    begun: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, at: str, frame: FrameType) -> Self:
+        recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True))  # type: ignore
+        names = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
+        unended: list[tuple[str, Sequence[int], int, str]] = []
+        begun: dict[str, int] = {}
+        for entry in recorded.get("entries", ()):
+            name, number = entry["process_group"][0], entry["collective_seq_id"]
+            if entry["is_p2p"] or name not in names:
+                continue
+            begun[name] = max(number, begun.get(name, 0))
+            if not entry["retired"]:
+                shapes = ", ".join(
+                    f"{kind.lower()} {shape}" for kind, shape in zip(entry["input_dtypes"], entry["input_sizes"])
+                )
+                what = f"{entry['profiling_name'].rpartition(':')[2]} of {shapes or 'nothing'}"
+                unended.append((name, dist.get_process_group_ranks(names[name]), number, what))
+        return cls(at, place(frame), unended, begun)
+
+    def json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def missing(self, heard: Mapping[int, Where]) -> Iterator[str]:
+        """What it waits for: each of its collectives that others of the group have not begun, as far as they say."""
+        for group, ranks, number, what in self.open:
+            late = [rank for rank in ranks if rank in heard and heard[rank].begun.get(group, 0) < number]
+            silent = [rank for rank in ranks if rank not in heard]
+            lacks = [f"rank {_list(late)} has not begun it"] if late else []
+            lacks += [f"rank {_list(silent)} does not answer"] if silent else []
+            yield f"number {number} of ranks {_list(ranks)}, {what}: {'; '.join(lacks) or 'all have begun it'}"
 
 
 def place(frame: FrameType) -> str:
@@ -84,10 +129,10 @@ def place(frame: FrameType) -> str:
     return f"is in no collective, but at {where}"
 
 
-def report(heard: Mapping[int, str], world: int, limit_s: float) -> str:
+def report(heard: Mapping[int, Where], world: int, limit_s: float) -> str:
     """What is said of a hang: who is missing, and where each of the others waits."""
     silent = [rank for rank in range(world) if rank not in heard]
-    apart = [rank for rank, text in heard.items() if "is in no collective" in text]
+    apart = [rank for rank, where in heard.items() if "is in no collective" in where.line]
     if silent:
         who = f"of rank {_list(silent)} nothing is heard: stopped, cut off, or too busy to say"
     elif 0 < len(apart) < world:
@@ -97,11 +142,11 @@ def report(heard: Mapping[int, str], world: int, limit_s: float) -> str:
     else:
         who = "all ranks are in collectives, which do not meet"
     lines = [f"no progress for {limit_s:g} s: {who}"]
-    for rank, text in heard.items():
-        at, where = text.split("\n", 1)
-        lines.append(f"  rank {rank}: after {at}, {where}")
+    for rank, where in heard.items():
+        lines.append(f"  rank {rank}: after {where.at}, {where.line}")
+        lines += [f"    collective {text}" for text in where.missing(heard)]
     return "\n".join(lines)
 
 
-def _list(ranks: list[int]) -> str:
+def _list(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
