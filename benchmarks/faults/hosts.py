@@ -45,7 +45,7 @@ decay = "cosine"
 log_every = 1
 hang_s = 30
 [optimizer]
-lr = 1e-2
+lr = 1e-3
 [precision]
 compute = "fp64"
 [checkpoint]

@@ -503,13 +503,14 @@ def _read_index(path: Path, step: int) -> Contents:
         raise CheckpointError("checkpoint", str(path), f"cannot be read: {error}", foreign) from error
     try:
         index = json.loads(text)
+        as_written = _dump_json(index).encode() == text
         form, version, checksum = index.pop("format"), index.pop("version"), index.pop("crc32")
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise DamagedCheckpoint("checkpoint", str(path), "is not the index of a weft checkpoint", foreign) from error
     if form != _FORMAT or version != _VERSION:
         problem = f"is {form!r} version {version!r}, not {_FORMAT!r} version {_VERSION}"
         raise CheckpointError("checkpoint", str(path), problem, foreign)
-    if crc32(_dump_json(index).encode()) != checksum:
+    if not as_written or crc32(_dump_json(index).encode()) != checksum:
         raise DamagedCheckpoint("checkpoint", str(path), "was changed after it was written", foreign)
     try:
         contents = Contents(

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -179,7 +179,8 @@ def leave(store: dist.Store, stopped: bool = False) -> None:
     found = environment()
     assert found is not None
     rank, size, _ = found
-    store.set(f"weft/left/{rank}", "stopped" if stopped else "")
+    with suppress(dist.DistError) if rank else nullcontext():  # rank 0 may have waited long enough
+        store.set(f"weft/left/{rank}", "stopped" if stopped else "")
     since = time.monotonic()
     while rank == 0 and time.monotonic() - since < TIMEOUT_S:
         if all(store.check([f"weft/left/{other}"]) for other in range(size)):
