@@ -241,3 +241,19 @@ def test_what_several_hosts_are_refused(tmp_path: Path, arguments: list[str], sa
     with ended([host]):
         assert host.process.wait(60) == 2, host.said()
     assert says in " ".join(host.said().split()), host.said()
+
+
+def test_ranks_that_are_left_over_stand_by(tmp_path: Path) -> None:
+    """And take part when another fails: its host's agent starts all anew."""
+    run = written(tmp_path, 24)
+    common = ("--layout", "dp1", "--nodes", "1:2", "--rdzv", f"file://{tmp_path}/meeting")
+    hosts = [Host(run, *common) for _ in range(2)]
+    with ended(hosts):
+        until(lambda: at(tmp_path) >= 6, "no steps", hosts)
+        at_work = next(host for host in hosts if "step 6/24" in host.said())
+        os.kill(ranks(at_work.process)[0], signal.SIGKILL)
+        assert [host.process.wait(120) for host in hosts] == [0, 0], "".join(host.said() for host in hosts)
+    said = "".join(host.said() for host in hosts)
+    assert "2 ranks are here, 1 of them to stand by: layout dp1, of dp1 as asked" in said
+    assert "killed by SIGKILL; all ranks are started anew" in said and "resumed" in said
+    assert steps_of(tmp_path) == list(range(1, 25))

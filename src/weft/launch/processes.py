@@ -162,23 +162,20 @@ def join(
         yield
 
 
-def stand_by(store: dist.Store) -> bool:
-    """For a process that has no part: wait until the run ends; whether it was stopped. Raises WeftError if it fails."""
+def stand_by(store: dist.Store, rank: int, size: int) -> bool:
+    """For a rank of `size` without a part: wait until the run ends; whether it was stopped. Exits if the run fails."""
     try:
         while not store.check(["weft/left/0"]):
             time.sleep(POLL_S)
         stopped = store.get("weft/left/0") == b"stopped"
-        leave(store, stopped)
+        leave(store, rank, size, stopped)
     except dist.DistError:
         raise SystemExit(1) from None  # the first rank has gone without a word: a failure, told by who failed
     return stopped
 
 
-def leave(store: dist.Store, stopped: bool = False) -> None:
-    """Say that this process is done. Rank 0, which may keep the store, waits a while for the others."""
-    found = environment()
-    assert found is not None
-    rank, size, _ = found
+def leave(store: dist.Store, rank: int, size: int, stopped: bool = False) -> None:
+    """Say that this rank of `size` is done. Rank 0, which may keep the store, waits a while for the others."""
     with suppress(dist.DistError) if rank else nullcontext():  # rank 0 may have waited long enough
         store.set(f"weft/left/{rank}", "stopped" if stopped else "")
     since = time.monotonic()

@@ -117,14 +117,14 @@ def join(backend: Backend, threads: int | None, worlds: Sequence[Sequence[int]])
     replicas meet, waits a while for the others at the end."""
     found = environment()
     assert found is not None
-    rank, _, local_rank = found
+    rank, size, local_rank = found
     store = processes.rendezvous_store()
     replica = next(i for i, ranks in enumerate(worlds) if rank in ranks)
     index, world = worlds[replica].index(rank), len(worlds[replica])
     own = dist.PrefixStore(f"replica-{replica}", store)
     with processes.entered(backend, index, world, local_rank, local_world(), threads, own, Company(store, replica)):
         yield
-    processes.leave(store)
+    processes.leave(store, rank, size)
 
 
 def _say(replica: int, error: WorkerDied, restarts: int | None) -> None:

@@ -83,7 +83,7 @@ def joined(run: Run, resume: bool, trace: bool) -> bool:
             return trainer.train(run, resume, trace, again)
     store = processes.rendezvous_store()
     if rank >= world:
-        return processes.stand_by(store)
+        return processes.stand_by(store, rank, ranks)
     try:
         with processes.join(backend, threads, world, store):
             stopped = trainer.train(laid, resume, trace, again, asked=run)
@@ -99,7 +99,7 @@ def joined(run: Run, resume: bool, trace: bool) -> bool:
         _say(f"rank {rank}: a rank that it was connected to has gone")  # which says itself why, if it can
         raise SystemExit(1) from None
     if ranks > world:
-        processes.leave(store, stopped)
+        processes.leave(store, rank, ranks, stopped)
     return stopped
 
 
