@@ -156,14 +156,15 @@ def doctor(
         if (nodes is None) != (rdzv is None):
             raise ConfigError("--nodes", nodes, "goes with --rdzv", "give both: --nodes 3 --rdzv host0:29400")
 
+        from . import __version__
         from .doctor import report
         from .doctor.command import Asked
         from .launch.hosts import Meeting
         from .launch.hosts import nodes as parsed
 
-        asked = Asked(path, folder)
+        asked = Asked(__version__, path, folder)
         if nodes is not None and rdzv is not None:
-            asked = Asked(path, folder, parsed(nodes), Meeting.parse(rdzv))
+            asked = Asked(__version__, path, folder, parsed(nodes), Meeting.parse(rdzv))
         if not report.doctor(asked, as_json):
             raise typer.Exit(1)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..launch.hosts import Meeting
 from .findings import Finding
-from .limits import Failed
+from .limits import Failed, within, worded
 
 JOIN_S = 60.0  # between the first host and the last
 ANSWER_S = 30.0  # for what all do at the same time
@@ -96,37 +96,43 @@ class Circle:
 
 
 def join(meeting: Meeting, most: int, keeps: bool, name: str, address: str) -> Circle:
-    """The circle of those that come, `most` at most. Host 0 is who keeps the store. Raises Failed."""
+    """The circle of those that come, `most` at most. Host 0 is who keeps the store, or came first to the file. Raises
+    Failed."""
     circle = Circle(meeting)
     try:
-        store = circle.store()
+        within(JOIN_S + ANSWER_S, _met, circle)  # what listens there may be no store, and never answer
+    except Failed as error:
+        raise Failed(f"nobody answers at {meeting} ({error})") from None
+    try:
         if not keeps:
-            circle.number = store.add("came", 1) - (1 if meeting.file else 0)
-    except dist.DistError as error:
-        raise Failed(f"nobody answers at {meeting} within {JOIN_S:g} s ({str(error).splitlines()[0]})") from None
-    if circle.number >= most:  # their numbers are taken
-        fix = "raise --nodes" + (f", or remove {meeting.file} if it is of an earlier time" if meeting.file else "")
-        raise Failed(f"{most} hosts are there already: {fix}")
-    circle.tell("who", [name, address])
-    circle.members = {circle.number: (name, address)}
-    if circle.number == 0:
-        circle.members = _roll(circle, most)
-        circle.tell("members", circle.members)
-    else:
+            circle.number = circle.store().add("came", 1) - (1 if meeting.file else 0)
+        if circle.number >= most:  # their numbers are taken
+            fix = "raise --nodes" + (f", or remove {meeting.file} if it is of an earlier time" if meeting.file else "")
+            raise Failed(f"{most} hosts are there already: {fix}")
+        circle.tell("who", [name, address])
+        if circle.number == 0:
+            circle.tell("members", _roll(circle, most))
         told = circle.ask("members", 0, 2 * JOIN_S)
-        circle.members = {int(number): tuple(who) for number, who in told.items()}
-        if circle.number not in circle.members:
-            raise Failed(f"the others did not wait for this host: start all within {JOIN_S:g} s")
+    except dist.DistError as error:
+        raise Failed(f"the store at {meeting} has gone ({worded(error)})") from None
+    circle.members = {int(number): (who[0], who[1]) for number, who in told.items()}
+    if circle.number not in circle.members:
+        raise Failed(f"the others did not wait for this host: start all within {JOIN_S:g} s")
     return circle
 
 
-def _roll(circle: Circle, most: int) -> dict[int, tuple[str, str]]:
+def _met(circle: Circle) -> int:
+    """Whether somebody keeps the store."""
+    return circle.store().num_keys()
+
+
+def _roll(circle: Circle, most: int) -> dict[int, Any]:
     """Who has come when all have, or the time is up."""
     deadline, store = time.monotonic() + JOIN_S, circle.store()
     while time.monotonic() < deadline and not store.check([f"who/{number}" for number in range(most)]):
         time.sleep(POLL_S)
     came = [number for number in range(most) if store.check([f"who/{number}"])]
-    return {number: tuple(circle.ask("who", number)) for number in came}
+    return {number: circle.ask("who", number) for number in came}
 
 
 def judge(least: int, most: int, came: Sequence[tuple[str, str]]) -> Finding:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from ..config import Run, load
@@ -21,18 +22,20 @@ from .circle import Circle
 from .findings import Finding, Host, worst
 from .limits import Failed
 
-HOST_S = 240.0  # for a host's own checks, most of which take seconds
+HOST_S = 180.0  # for a host's own checks, most of which take seconds
 STALL_S = 300.0  # without any news from the process that meets the others: it has been cut off
 
-LATE_S = 120.0  # for a host whose last check took longer
+LATE_S = 100.0  # for a host whose last check took longer
 
 Check = tuple[float, Callable[..., Finding | None]]  # seconds that it may take
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command was asked: `hosts` the least and most of them, None where it looks at this one alone."""
+    """What the command was asked: `hosts` the least and most of them, None where it looks at this one alone. `weft`: its
+    version."""
 
+    weft: str
     run_file: Path | None = None
     folder: Path | None = None
     hosts: tuple[int, int] | None = None
@@ -53,7 +56,7 @@ class Asked:
 def alone(asked: Asked) -> Iterator[Check]:
     """The checks of one host."""
     run, place = asked.run(), asked.place()
-    yield 30, machine.versions
+    yield 30, partial(machine.versions, asked.weft)
     yield 10, machine.cores
     yield 10, machine.memory
     yield 10, machine.shared_memory
@@ -78,7 +81,7 @@ def between(asked: Asked, hosts: list[Host]) -> Iterator[Check]:
     place = asked.place()
     yield 60, clocks.clocks
     yield 120, reach.ports
-    yield 300, links.links
+    yield 100, links.links
     if all(host.facts("gpus").get("gpus") for host in hosts):
         yield 120, links.gpu_links
     if place is not None:
@@ -196,10 +199,11 @@ def _together(asked: Asked, keeps: bool) -> Generator[object, None, None]:
         yield "own", finding
     name, address = met.name(met.number), met.members[met.number][1]
     told = met.share("host", Host(name, address, tuple(own)).plain(), HOST_S)
+    gone = _without(met, told)
     hosts = [Host.of(told[number]) for number in sorted(told)]
     yield from hosts
     found = [came]
-    for finding in _between(met, asked, hosts):
+    for finding in chain(gone, _between(met, asked, hosts)):
         found.append(finding)
         yield "between", finding
     passed = met.share("passed", worst(_all(hosts, found)) != "wrong")
@@ -212,15 +216,23 @@ def _together(asked: Asked, keeps: bool) -> Generator[object, None, None]:
 def _between(met: Circle, asked: Asked, hosts: list[Host]) -> Iterator[Finding]:
     """What the hosts that are still there find together."""
     yield from compared(asked, hosts)
+    apart = False  # who does not reach all others would wait for them in vain
     for index, check in enumerate(between(asked, hosts)):
-        present = met.share(f"begin-{index}", True, LATE_S)
-        gone = [met.name(number) for number in met.members if number not in present]
-        if gone:
-            yield Finding("hosts", "wrong", f"nothing more is heard of {', '.join(gone)}", "see what it says there")
-        met.members = {number: who for number, who in met.members.items() if number in present}
+        if apart and check[1] in (links.links, links.gpu_links):
+            continue
+        yield from _without(met, met.share(f"begin-{index}", True, LATE_S))
         finding = made(check, met) if len(met.members) > 1 else None
         if finding is not None:
             yield finding
+            apart |= finding.name == "ports" and finding.state == "wrong"
+
+
+def _without(met: Circle, heard: dict[int, object]) -> list[Finding]:
+    """Leave out of the circle those of whom nothing was heard, if any."""
+    gone = [met.name(number) for number in met.members if number not in heard]
+    met.members = {number: who for number, who in met.members.items() if number in heard}
+    said = f"nothing more is heard of {', '.join(gone)}"
+    return [Finding("hosts", "wrong", said, "see what it says there")] if gone else []
 
 
 def _all(hosts: list[Host], between: list[Finding]) -> list[Finding]:

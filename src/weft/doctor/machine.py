@@ -13,7 +13,6 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from .. import __version__
 from ..launch import processes
 from . import confines
 from .findings import Finding
@@ -24,14 +23,14 @@ FILES = 4096  # open files of a process: a rank has a connection to every other 
 FAST = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}  # x86 and Arm
 
 
-def versions() -> Finding:
-    """Python, torch, weft, and what belongs to them."""
+def versions(weft: str) -> Finding:
+    """Python, torch, weft as it says of itself, and what belongs to them."""
     import torch
 
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "weft": __version__,
+        "weft": weft,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
         "transformers": _installed("transformers"),

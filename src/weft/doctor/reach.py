@@ -50,7 +50,10 @@ def judge(reached: Reached) -> Finding:
     if not pairs:
         return Finding("ports", "ok", f"each of {len(reached)} hosts reaches free ports of every other", "", facts)
     a, b, why = pairs[0]
-    found = f"{a} does not reach {b} ({why})" + (f", and {len(pairs) - 1} more such pairs" if len(pairs) > 1 else "")
+    found = f"{a} does not reach {b} ({why})"
+    common = set.intersection(*({a, b} for a, b, _ in pairs))
+    if len(pairs) > 1:
+        found += f", and so {len(pairs) - 1} more" + (f", all from or to {common.pop()}" if len(common) == 1 else "")
     advice = (
         "let all TCP ports through between the hosts (firewall, security group), and see that each has a way to all"
     )
