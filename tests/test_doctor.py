@@ -417,11 +417,15 @@ def test_the_verdict() -> None:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+def environment(tmp_path: Path) -> dict[str, str]:
+    """With a folder of its own for temporary files, but for torch's cache."""
+    (tmp_path / "tmp").mkdir()
+    return {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch")}
+
+
 def doctor(tmp_path: Path, *args: object) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "tmp").mkdir(exist_ok=True)
-    own = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "weft", "doctor", *map(str, args)]
-    return subprocess.run(line, env=own, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, env=environment(tmp_path), capture_output=True, text=True, timeout=120)
 
 
 def test_alone_with_a_run(tmp_path: Path, run_file: Path) -> None:
@@ -453,6 +457,40 @@ def test_what_cannot_be_asked(tmp_path: Path, args: str) -> None:
     assert (found.returncode, found.stdout) == (2, "")
 
 
+def with_folder(folder: Path) -> list[int]:
+    """The processes whose temporary files are there."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"TMPDIR={folder}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_one_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    own = environment(tmp_path)
+    slow = (
+        "import time\nfrom weft.doctor import folder\nfolder._read = lambda file: time.sleep(100)\n"
+        "import sys, signal\nfrom weft.cli import main\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.argv = ['weft', 'doctor', '--folder', {str(tmp_path / 'tmp')!r}]\nmain()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", slow], env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "tmp").glob(".weft-doctor-*")):  # it stands in the check of the folder
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.wait(10)
+    while with_folder(tmp_path / "tmp"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -464,11 +502,15 @@ def seen(asked: Asked, change: Callable[[], None], file: Path) -> None:
     file.write_bytes(pickle.dumps(command.meet(asked)))
 
 
-def met(folder: Path, count: int, meeting: Meeting, *changes: Callable[[], None]) -> list[Looked]:
-    """What each host that is started sees; each is a process in which something may be changed first."""
-    asked = Asked("0.1.0", folder=folder, hosts=(count, count), meeting=meeting)
+def met(folder: Path, count: int, meeting: Meeting, *changes: Callable[[], None], apart: bool = False) -> list[Looked]:
+    """What each host that is started sees; each is a process in which something may be changed first. `apart`: each has
+    a folder of its own."""
+    places = [folder / f"of-{n}" if apart else folder for n in range(len(changes))]
+    for place in places:
+        place.mkdir(exist_ok=True)
+    asked = [Asked("0.1.0", folder=place, hosts=(count, count), meeting=meeting) for place in places]
     start, files = multiprocessing.get_context("fork").Process, [folder / f"{n}.pickle" for n in range(len(changes))]
-    hosts = [start(target=seen, args=(asked, change, file)) for change, file in zip(changes, files, strict=True)]
+    hosts = [start(target=seen, args=each) for each in zip(asked, changes, files, strict=True)]
     for each in hosts:
         each.start()
     for each in hosts:
@@ -518,7 +560,17 @@ def test_hosts_that_are_not_alike(tmp_path: Path) -> None:
     offsets = findings(first)["clocks"].facts["offset_s"].values()
     assert max(map(abs, offsets)) == pytest.approx(3600, abs=1)
     states = {name: finding.state for name, finding in findings(first).items()}
-    assert (states["clocks"], states["same versions"], states["links"]) == ("wrong", "wrong", "ok")
+    assert (states["clocks"], states["same versions"], states["ports"]) == ("wrong", "wrong", "ok")
+
+
+def test_a_folder_of_its_own_on_each_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "PATIENCE_S", 1.0)
+    everyone = met(tmp_path, 2, Meeting("127.0.0.1", free_port()), nothing, nothing, apart=True)
+    first = next(each for each in everyone if each.place and each.place.number == 0)
+    finding = findings(first)["shared folder"]
+    assert finding.state == "wrong"
+    assert sorted(finding.facts["unseen"]) == sorted(each.name for each in first.hosts)
+    assert [list((tmp_path / f"of-{n}").iterdir()) for n in range(2)] == [[], []]
 
 
 def test_a_store_that_goes(tmp_path: Path) -> None:

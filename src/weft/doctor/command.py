@@ -32,8 +32,8 @@ Check = tuple[float, Callable[..., Finding | None]]  # seconds that it may take
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command was asked: `hosts` the least and most of them, None where it looks at this one alone. `weft`: its
-    version."""
+    """What the command was asked, of this version of weft: `hosts` are the least and most of them, None where it looks
+    at this one alone."""
 
     weft: str
     run_file: Path | None = None

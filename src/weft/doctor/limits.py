@@ -15,11 +15,10 @@ from multiprocessing.connection import Connection
 from typing import IO, Any, NoReturn
 
 from ..errors import Refusal, WeftError
-from ..launch.processes import follow
 
 GENTLE_S = 3.0  # from SIGTERM to SIGKILL: it may have files and processes to clean up
 HARD_S = 1.0  # after SIGKILL: who waits for a dead disk does not end even then, and is left to the system
-POLL_S = 0.005
+POLL_S, FOLLOW_S = 0.005, 0.2
 
 
 class Failed(WeftError):
@@ -103,8 +102,8 @@ def _live(
     """A child's life, which never returns: what stands above in the stack is its parent's."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-        signal.signal(signal.SIGTERM, _leave)
-        threading.Thread(target=follow, args=(parent,), daemon=True).start()
+        signal.signal(signal.SIGTERM, leave)
+        threading.Thread(target=_follow, args=(parent,), daemon=True).start()
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
         try:
@@ -127,7 +126,16 @@ def worded(error: BaseException) -> str:
     return lines[-1] if isinstance(error, WeftError) else f"{type(error).__name__}: {lines[0]}"
 
 
-def _leave(number: int, frame: object) -> NoReturn:
+def _follow(parent: int) -> None:
+    """End this process when its parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(FOLLOW_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GENTLE_S)
+    os._exit(1)
+
+
+def leave(number: int, frame: object) -> NoReturn:
     """SIGTERM as an exception, so that files and processes are cleaned up; once."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(128 + number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import command
+from . import command, limits
 from .command import Asked, Looked
 from .findings import Finding, Host, State, worst
 
@@ -21,6 +22,7 @@ WIDTH = 120  # where no terminal says another
 
 def doctor(asked: Asked, as_json: bool) -> bool:
     """Look, print what was found, and say whether nothing is wrong. Of several hosts the first prints it for all."""
+    signal.signal(signal.SIGTERM, limits.leave)
     out = Console(quiet=as_json)
     out = out if out.is_terminal else Console(width=WIDTH, quiet=as_json)
     looked = command.meet(asked) if asked.hosts else _alone(asked, out)

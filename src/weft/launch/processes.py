@@ -202,7 +202,7 @@ def _keep(connection: Connection, parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is needed until the ranks have ended
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection.send(store.port)
-    follow(parent)
+    _follow(parent)
 
 
 class Worker:
@@ -468,7 +468,7 @@ def _work(connection: Connection, parent: int, task: Task | None) -> None:
     gc.freeze()  # the parent's garbage is not this process's to collect: destructors may join threads or delete files
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=follow, args=(parent,), daemon=True).start()
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
     if task is not None:
         connection.send_bytes(_answer(task))
         return
@@ -494,7 +494,7 @@ def _answer(task: Callable[[], Any]) -> bytes:
         return pickle.dumps(_Failed.by(error))
 
 
-def follow(parent: int) -> None:
+def _follow(parent: int) -> None:
     """End this process when its parent is gone."""
     while os.getppid() == parent:
         time.sleep(POLL_S)
