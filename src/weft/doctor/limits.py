@@ -102,7 +102,7 @@ def _live(
     """A child's life, which never returns: what stands above in the stack is its parent's."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGTERM, _leave)
         threading.Thread(target=_follow, args=(parent,), daemon=True).start()
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
@@ -135,7 +135,7 @@ def _follow(parent: int) -> None:
     os._exit(1)
 
 
-def leave(number: int, frame: object) -> NoReturn:
+def _leave(number: int, frame: object) -> NoReturn:
     """SIGTERM as an exception, so that files and processes are cleaned up; once."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(128 + number)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-import signal
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from . import command, limits
+from . import command
 from .command import Asked, Looked
 from .findings import Finding, Host, State, worst
 
 STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "wrong": "bold red"}
-NAME_WIDTH = 13  # of the longest name of a check
+STATE_WIDTH, NAME_WIDTH = 7, 15  # of the longest words, and two spaces
+INDENT = " " * (STATE_WIDTH + NAME_WIDTH)
 WIDTH = 120  # where no terminal says another
 
 
 def doctor(asked: Asked, as_json: bool) -> bool:
     """Look, print what was found, and say whether nothing is wrong. Of several hosts the first prints it for all."""
-    signal.signal(signal.SIGTERM, limits.leave)
     out = Console(quiet=as_json)
     out = out if out.is_terminal else Console(width=WIDTH, quiet=as_json)
     looked = command.meet(asked) if asked.hosts else _alone(asked, out)
@@ -52,20 +51,15 @@ def _say(out: Console, lines: str) -> None:
 
 
 def show(out: Console, findings: Iterable[tuple[str, Finding]]) -> None:
-    """A line for each; `where` it was found stands before what was found."""
+    """A few lines for each: its state, its name, and where what was found; then what follows from it."""
     for where, finding in findings:
-        table = Table.grid(padding=(0, 2, 0, 0), expand=False)
-        table.add_column(width=5)
-        table.add_column(width=NAME_WIDTH)
-        table.add_column(overflow="fold")
-        table.add_row(
-            Text(finding.state, STYLES[finding.state]),
-            finding.name,
-            Text(f"{where}: {finding.found}" if where else finding.found),
-        )
-        if finding.advice:
-            table.add_row("", "", Text(finding.advice, "dim" if finding.state == "ok" else ""))
-        out.print(table)
+        said = [f"{where}: {finding.found}" if where else finding.found, finding.advice]
+        wide = max(40, out.width - len(INDENT))
+        lines = [line for each in said for line in textwrap.wrap(each, wide, break_on_hyphens=False)]
+        row = Text(f"{finding.state:<{STATE_WIDTH}}", STYLES[finding.state])
+        row.append(f"{finding.name:<{NAME_WIDTH}}", "default")
+        row.append(f"\n{INDENT}".join(lines), "default")
+        out.print(row, soft_wrap=True)
 
 
 def rows(looked: Looked) -> list[tuple[str, Finding]]:
