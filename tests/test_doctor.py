@@ -593,6 +593,15 @@ def test_a_host_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert findings(first)["ports"].state == "ok"
 
 
+def test_a_host_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow() -> None:
+        command.look = lambda asked: iter([time.sleep(8)][:0])  # type: ignore[assignment]
+
+    monkeypatch.setattr(circle, "JOIN_S", 2.0)
+    _, late = met(tmp_path, 2, Meeting("127.0.0.1", free_port()), slow, partial(time.sleep, 5.0))
+    assert "did not wait for this host" in findings(late)["meeting"].found
+
+
 def test_one_host_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(circle, "JOIN_S", 10.0)
     everyone = met(tmp_path, 2, Meeting("127.0.0.1", free_port()), nothing, nothing, nothing)
