@@ -593,6 +593,15 @@ def test_a_host_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert findings(first)["ports"].state == "ok"
 
 
+def test_all_hosts_end_with_what_the_first_found(tmp_path: Path) -> None:
+    def odd() -> None:
+        command.compared = lambda asked, hosts: [Finding("odd", "wrong", "")]  # type: ignore[assignment]
+
+    _, second = met(tmp_path, 2, Meeting("127.0.0.1", free_port()), odd, partial(time.sleep, 1.0))
+    assert "odd" not in findings(second)
+    assert not second.passed
+
+
 def test_a_host_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow() -> None:
         command.look = lambda asked: iter([time.sleep(8)][:0])  # type: ignore[assignment]
