@@ -200,6 +200,9 @@ def test_the_layout_that_takes_its_place(tmp_path: Path) -> None:
             config.load(written(tmp_path), {"layout.elastic": text})
 
 
+NAMES = {"head": "127.0.1.1"}
+
+
 def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert nodes("4") == (4, 4) and nodes("2:4") == (2, 4)
     for text in ("", "0", "4:2", "two", "2:4:6", "-1"):
@@ -218,6 +221,9 @@ def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert Meeting.parse("env://") == Meeting("head", 17)
     here = Meeting.parse("127.0.0.1:1")
     assert here.address() == "127.0.0.1" and here.here() and interface("127.0.0.1") == "lo"
+    monkeypatch.setattr("socket.getaddrinfo", lambda host, port, **how: [(2, 2, 0, "", (NAMES.get(host, host), port))])
+    named = Meeting("head", 17)  # which stands for a loopback on itself
+    assert named.here() and named.address() == Meeting(file="/x").address()
     assert not Meeting.parse("192.0.2.9").here() and interface("192.0.2.9") is None
 
 

@@ -130,6 +130,34 @@ def verify(
 
 
 @app.command()
+def doctor(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="RUN.toml", help="A run to look at.", show_default=False)
+    ] = None,
+    nodes: Annotated[str | None, typer.Option(metavar="N", help="Hosts that look together, each started so.")] = None,
+    rdzv: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: a port of one.")] = None,
+    folder: Annotated[Path | None, typer.Option(metavar="DIR", help="A folder to look at: RUN.toml's output.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Look at this machine, or at several and the ways between them, and say what will work."""
+    with _exit_codes():
+        if (nodes is None) != (rdzv is None):
+            raise ConfigError("--nodes", nodes, "goes with --rdzv", "give both: --nodes 3 --rdzv host0:29400")
+
+        from . import __version__
+        from .doctor import report
+        from .doctor.command import Asked
+        from .launch.hosts import Meeting
+        from .launch.hosts import nodes as parsed
+
+        asked = Asked(__version__, path, folder)
+        if nodes is not None and rdzv is not None:
+            asked = Asked(__version__, path, folder, parsed(nodes), Meeting.parse(rdzv))
+        if not report.doctor(asked, as_json):
+            raise typer.Exit(1)
+
+
+@app.command()
 def draw(
     schedules: Annotated[
         list[str],

@@ -77,7 +77,7 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
     logs = tempfile.mkdtemp(prefix="weft-")
     handler = None
     try:
-        store = _store(hosts.meeting)
+        store = _answering(hosts.meeting)
         handler = DynamicRendezvousHandler.from_backend(
             name, store, C10dRendezvousBackend(store, name), hosts.least, hosts.most, address,
             RendezvousTimeout(join=timedelta(seconds=COME_S), last_call=timedelta(seconds=MORE_S)),
@@ -106,6 +106,26 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
         raise WeftError(f"{few} ({error}). Started again, it goes on from the latest checkpoint") from error
     finally:
         shutil.rmtree(logs, ignore_errors=True)
+
+
+def _answering(meeting: Meeting) -> dist.Store:
+    """The store where hosts meet. Raises WeftError if what answers there is none: the connection would never end."""
+    found: list[dist.Store | BaseException] = []
+
+    def connect() -> None:
+        try:
+            found.append(_store(meeting))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(COME_S + CUT_OFF_S)
+    if not found:
+        raise WeftError(f"what answers at {meeting} is no store: give --rdzv a port that nothing else uses")
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
 
 
 def _store(meeting: Meeting) -> dist.Store:

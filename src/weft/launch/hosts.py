@@ -11,6 +11,7 @@ import re
 import socket
 import struct
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -64,21 +65,35 @@ class Meeting:
     def address(self) -> str:
         """The address by which the other hosts reach this one: that of its way to where they meet. Nothing is sent.
         Raises ConfigError if there is no way."""
-        target = (self.host, self.port) if not self.file else ("192.0.2.1", 9)  # RFC 5737: any host but this one
         try:
-            family, _, _, _, where = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(where)
-                return probe.getsockname()[0]
+            found = _way(self.host, self.port) if not self.file else "127.0.0.1"
         except OSError as error:
-            if self.file:
-                return "127.0.0.1"  # no network: all of them are on this host
             problem = f"there is no way to it ({error.strerror or error})"
             raise ConfigError("--rdzv", str(self), problem, "name a host that this one reaches") from None
+        if self.host != "localhost" and not re.match(r"[\d.]+$|.*:", self.host) and found.startswith("127."):
+            with suppress(OSError):  # its own name is often a loopback's; without a network that is all there is
+                return _way("192.0.2.1", 9)  # RFC 5737: any host but this one
+        return found
 
     def here(self) -> bool:
-        """Whether it is a port of this host."""
-        return not self.file and self.address() == socket.getaddrinfo(self.host, None)[0][4][0]
+        """Whether it is a port of this host: one of its addresses can be taken, whatever its name stands for."""
+        if self.file:
+            return False
+        family, kind, _, _, where = socket.getaddrinfo(self.host, 0, type=socket.SOCK_DGRAM)[0]
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.bind(where)
+        except OSError:
+            return False
+        return True
+
+
+def _way(host: str, port: int) -> str:
+    """The address from which this host would send there."""
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
+        return probe.getsockname()[0]
 
 
 def interface(address: str) -> str | None:

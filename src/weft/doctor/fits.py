@@ -1,0 +1,42 @@
+"""Whether a run file is sound, and its layout fits the hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..build import check
+from ..config import load
+from ..layout import Layout
+from .findings import Finding, Host
+
+
+def run_file(path: Path) -> Finding:
+    """All that `weft train` checks before any process starts. Raises Refusal."""
+    run = load(path)
+    [plan] = check(run)
+    axes, world = run.layout.axes, plan.layout.world
+    return Finding("run file", "ok", f"{axes}, {world} ranks", "", {"layout": axes, "world": world})
+
+
+def layout(axes: str, hosts: list[Host]) -> Finding:
+    """Its ranks, on these hosts."""
+    world, count = Layout.parse(axes).world, len(hosts)
+    ranks, over = divmod(world, count)
+    facts = {"layout": axes, "world": world, "hosts": count, "ranks_per_host": ranks}
+    if over:
+        fix = f"use {max(1, ranks) * count} ranks, or a number of hosts that divides {world}"
+        return Finding(
+            "layout", "wrong", f"{axes} has {world} ranks, which {count} hosts do not share evenly", fix, facts
+        )
+    found = f"{axes} has {world} ranks" + (f", {ranks} on each host" if count > 1 else "")
+    gpus = min(len(host.facts("gpus").get("gpus", ())) for host in hosts)
+    cores = min(host.facts("cores").get("usable", ranks) for host in hosts)
+    if gpus >= ranks:
+        return Finding("layout", "ok", f"{found}, a GPU for each, over NCCL", "", facts)
+    if gpus:
+        advice = f"only {gpus} GPUs on a host: it would run on the CPU; use {gpus * count} ranks"
+        return Finding("layout", "note", found, advice, facts)
+    if ranks > cores:
+        advice = f"{ranks} ranks share {cores} cores: enough to check numbers, slower than {cores * count} ranks"
+        return Finding("layout", "note", found, advice, facts)
+    return Finding("layout", "ok", f"{found}, over gloo on the CPU", "", facts)
