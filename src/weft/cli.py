@@ -57,19 +57,26 @@ def train(
     """Train the model of RUN.toml, in as many processes as its layout has ranks."""
     with _exit_codes():
         run = _load(path, settings, layout, output)
-        world = Layout.parse(run.layout.axes).world
+        world = run.world
         joined = environment()
         for name, count in (("--nproc", nproc), ("WORLD_SIZE", joined and joined[1])):
             if count is not None and count != world:
                 fix = f'use {world}, or a layout of {count} ranks such as "dp{count}"'
-                raise LayoutError(name, count, f"layout {run.layout.axes} has {world} ranks", fix)
+                problem = f"layout {run.layout.axes} has {world} ranks"
+                if run.workers:
+                    fix, problem = f"use {world}", f"a driver and {', '.join(run.workers)} are {world} processes"
+                raise LayoutError(name, count, problem, fix)
+        if trace and run.workers:
+            raise ConfigError("--trace", trace, "shows stages, and [workers] has none", "leave it out")
 
         from . import build, checkpoint
         from .launch import processes, replicas, restarts
+        from .places import DRIVER
         from .train import output as output_folder
         from .train import trainer
 
-        build.check(run)
+        if not run.workers or joined is None or joined[0] == 0:  # workers need no data
+            build.check(run)
         folder = Path(run.output) / output_folder.CHECKPOINTS
         kept, set_aside = partial(checkpoint.latest, folder), partial(checkpoint.set_aside, folder)
         again = joined is not None and attempt() > 0
@@ -82,8 +89,9 @@ def train(
                 if joined is not None:  # not by many at once
                     raise
                 restarts.whole_before(error, set_aside, kept)
-        threads, backend = run.train.threads, _backend(world if joined is None else local_world())
-        worlds = build.apart(run)
+        threads = run.train.threads
+        backend = _backend(world if joined is None else local_world()) if not run.workers else _on_cpu(run)
+        worlds, names = build.apart(run), (DRIVER, *run.workers) if run.workers else ()
         if joined is None and worlds:
             needed = build.servers(run)
             ended = replicas.run(
@@ -92,7 +100,9 @@ def train(
         elif joined is None:
 
             def start(resume: bool) -> list:
-                return processes.run(trainer.train, world, run, resume, trace, threads=threads, backend=backend)
+                return processes.run(
+                    trainer.train, world, run, resume, trace, threads=threads, backend=backend, names=names
+                )
 
             ended = restarts.survive(start, kept, set_aside, resume, run.checkpoint.restarts)
         else:
@@ -313,6 +323,15 @@ def _backend(local_ranks: int) -> Backend:
     if 0 < gpus < local_ranks:
         typer.echo(f"weft: {local_ranks} ranks and {gpus} GPUs on this host: running on the CPU", err=True)
     return "nccl" if gpus >= local_ranks else "gloo"
+
+
+def _on_cpu(run: Run) -> Backend:
+    """What [workers] run on."""
+    import torch
+
+    if torch.cuda.device_count():
+        typer.echo(f"weft: {', '.join(run.workers)} and the driver run on the CPU", err=True)
+    return "gloo"
 
 
 def _layouts(run: Run, world: int) -> list[str]:

@@ -62,11 +62,12 @@ class DataError(Refusal):
 
 class WorkerDied(WeftError):
     """A process of the run failed. `rank` says which; `report` is that worker's own error. `meant`: weft itself ended
-    it; `stopped`: the run had been told to stop."""
+    it; `stopped`: the run had been told to stop; `name`: what its user calls it."""
 
-    def __init__(self, rank: int, report: str, meant: bool = False):
+    def __init__(self, rank: int, report: str, meant: bool = False, name: str = ""):
         self.rank, self.report, self.meant, self.stopped = rank, report, meant, False
-        super().__init__(f"rank {rank} died:\n{report.rstrip()}")
+        self.who = f"rank {rank}, {name}," if name else f"rank {rank}"
+        super().__init__(f"{self.who} died:\n{report.rstrip()}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -107,7 +107,7 @@ def traced(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = 
 
     for name, module in model.named_modules():
         if isinstance(module, Bias):
-            trace.asked.append(Asked(name, "bias", module.bias.numel()))
+            trace.asked.append(Asked(name, "bias", module.state.shape[1]))
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: trace.inside.append(name)))
         handles.append(module.register_forward_hook(lambda *_: leave(), always_call=True))
         handles.append(
