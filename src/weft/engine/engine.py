@@ -471,6 +471,10 @@ class Engine:
         """Whether this rank updates a parameter, and does not get it from the replica that owns it."""
         return self._owners.get(name, self.mesh.coords.get("dp", 0)) == self.mesh.coords.get("dp", 0)
 
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a parameter, or its part."""
+        return self.mesh.coords.get("pp", 0) in self.plan.holders(name)
+
     def _check_trail(self) -> None:
         """The ranks that shard one stage's parameters ran the same of its modules."""
         seen = torch.tensor([self._trail, self._trail**2], dtype=torch.float64, device=self.mesh.device)

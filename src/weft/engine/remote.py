@@ -296,7 +296,16 @@ class Remote:
         return [cut_segments([(0, n)]) for n in self.params[name].shape]
 
     def updates(self, name: str) -> bool:
+        """What lives here is updated here."""
         return True
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter lives here."""
+        return self.places.of(name) == self.here
+
+    def now(self) -> tuple[str, int]:
+        """What runs: microbatches, in order."""
+        return "", 0
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
