@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class WeftError(Exception):
@@ -34,6 +35,11 @@ class Refusal(WeftError):
         self.field, self.value, self.problem, self.fix = field, value, problem, fix
         fix = fix[:1].upper() + fix[1:].rstrip(".")
         super().__init__(f"{field} = {value!r}: {problem}. {fix}" + ("" if fix.endswith("?") else "."))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by what it says: a value may be anything."""
+        value = self.value if isinstance(self.value, str | int | float | None) else repr(self.value)
+        return type(self), (self.field, value, self.problem, self.fix)
 
 
 class ConfigError(Refusal):

@@ -66,6 +66,7 @@ class Calls:
         self.count = self.sent_bytes = self.came_bytes = 0
         self.number = 0  # of the next call in its microbatch
         self._open: list[Open] = []  # of this microbatch
+        self.refused: CannotCut | None = None  # in a backward, which tells nobody why it failed
 
     def begin(self) -> None:
         """A microbatch begins."""
@@ -77,7 +78,8 @@ class Calls:
         if torch._C._current_graph_task_id() != -1:
             problem = "is called in a backward, which computes a forward of the driver's again"
             fix = "recompute inside of placed modules alone, or leave it to the driver"
-            raise CannotCut("workers", call.module, problem, fix)
+            self.refused = CannotCut("workers", call.module, problem, fix)
+            raise self.refused
         args, kwargs = rebuilt(_known(call.module, (args, kwargs)), _compact)
         arguments = [t for t in tensors((args, kwargs)) if t.requires_grad] if call.grad else []
         needed: list[bool] = []

@@ -150,7 +150,8 @@ class Remote:
             try:
                 autograd.backward(context, [root])
             except RuntimeError as error:
-                raise RuntimeError(f"the backward of step {self.steps_done} failed: {error}") from error
+                failed = RuntimeError(f"the backward of step {self.steps_done} failed: {error}")
+                raise self.calls.refused or failed from error
             last = number == self.plan.accumulate - 1 and (self.clip is not None or self.trust is not None)
             squares = sum(self._everywhere(_collect, context, self.steps_done, last))
         counted = torch.as_tensor(weight).detach().double()

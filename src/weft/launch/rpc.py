@@ -28,11 +28,13 @@ def connected(names: Sequence[str]) -> Iterator[None]:
     listen = interface(Meeting(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9).address())
     if listen is not None:
         os.environ.setdefault("TP_SOCKET_IFNAME", listen)  # TensorPipe has no other way to be told
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{_SCHEME}://", rpc_timeout=0)
+    patience = dist.distributed_c10d._get_default_store().timeout  # else torch sets the store another one
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{_SCHEME}://", rpc_timeout=patience.total_seconds())
     rank, world = dist.get_rank(), dist.get_world_size()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of its own way to use a process group
         rpc.init_rpc(names[rank], rank=rank, world_size=world, rpc_backend_options=options)
+    rpc._set_rpc_timeout(0)
     yield
     rpc.shutdown()  # when all are done; not after an error: peers that are gone would be waited for
 

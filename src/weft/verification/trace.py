@@ -64,9 +64,9 @@ def traced(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = 
     experts = {each.module: each for each in experts_of(model)}
     places: dict[int, int] = {}  # id of a recorded tensor -> its microbatch
 
-    def keep(record: dict[str, list[Tensor]], names: list[str], name: str, tensor: Tensor) -> None:
+    def keep(record: dict[str, list[Tensor]], names: list[str], name: str, tensor: Tensor | None) -> None:
         kind, microbatch = now()
-        if kind == "W":
+        if kind == "W" or tensor is None:  # backward came by, and had no gradient
             return
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
         places[id(local)] = microbatch
