@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "weft"
 # A file or folder directly under the package -> its level. Keep in step with the table in docs/architecture.md.
 LEVELS = (
     ("nouns", "errors layout order plans roles losses masks routing randomness models "
-     "schedules delays correct costs clock timeline partition staging codecs syncs"),
+     "schedules delays correct costs clock timeline partition places staging codecs syncs"),
     ("strategies", "parallel schedule codec sync"),
     ("interpreters", "mesh collectives batchnorm dispatch parallelize comms shards checkpoint engine "
      "watch chart ghosts cutting simulate draw"),

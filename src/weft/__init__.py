@@ -6,18 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine import Engine, StepResult
+    from .engine import Engine, Remote, StepResult
     from .layout import Layout
     from .planner import plan
     from .plans import Plan
     from .verification import verify
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Layout", "Plan", "StepResult", "plan", "verify"]
+__all__ = ["Engine", "Layout", "Plan", "Remote", "StepResult", "plan", "verify"]
 
 _HOMES = {
-    "Engine": "engine", "StepResult": "engine", "Layout": "layout", "Plan": "plans", "plan": "planner",
-    "verify": "verification",
+    "Engine": "engine", "Remote": "engine", "StepResult": "engine", "Layout": "layout", "Plan": "plans",
+    "plan": "planner", "verify": "verification",
 }  # fmt: skip
 
 

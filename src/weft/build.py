@@ -20,12 +20,15 @@ from torch import Tensor, nn
 
 from . import data, planner
 from . import sync as synchronizers
-from .config import Axes, Run
+from .config import Axes, Pipeline, Run
+from .config import Sync as SyncTable
 from .costs import Costs
+from .engine import remote
 from .engine.engine import ELEMENTWISE, check_codec
 from .errors import CannotCut, ConfigError, DataError, LayoutError, Refusal, nearest
 from .layout import Layout
 from .losses import Loss
+from .places import placed
 from .plans import Plan
 from .roles import find
 from .syncs import AnyTime, EachPeriod, EachStep, Sync
@@ -249,6 +252,7 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
     made = optimizer(run)([("", nn.Parameter(torch.zeros(1)))])
     for each in plans:
         check_codec(made, each)
+        _check_workers(run, bare, each)
     for each in plans:
         period = each.sync.period if each.separate and isinstance(each.sync, EachPeriod) else 1
         if period > run.train.steps:
@@ -261,6 +265,18 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
     _check_inputs(run, bare, train[0])
     _check_sizes(bare, train, plans)
     return plans
+
+
+def _check_workers(run: Run, bare: nn.Module, laid: Plan) -> None:
+    """What does not go with [workers]. Raises Refusal."""
+    if not run.workers:
+        return
+    for name, table, plain in (("pipeline", run.pipeline, Pipeline()), ("sync", run.sync, SyncTable())):
+        for key, value in table.model_dump().items():
+            if value != plain.model_dump().get(key):
+                problem = "there is one driver, whose calls run one after the other"
+                raise ConfigError(f"{name}.{key}", value, problem, f"leave [{name}] out, or [workers]")
+    remote.check(laid, placed(bare, run.workers))
 
 
 def laid(run: Run, bare: nn.Module, train: data.Dataset) -> Plan:

@@ -70,13 +70,13 @@ def train(
             raise ConfigError(lacking, None, f"belongs to {given}", "write --nodes 4 --rdzv HOST:PORT")
         if resume and auto_resume:
             raise ConfigError("--auto-resume", True, "is not --resume", "give one of them")
-        world = Layout.parse(run.layout.axes).world
-        if count is None and nproc not in (None, world):
-            fix = f'use {world}, or a layout of {nproc} ranks such as "dp{nproc}"'
-            raise LayoutError("--nproc", nproc, f"layout {run.layout.axes} has {world} ranks", fix)
+        if trace and run.workers:
+            raise ConfigError("--trace", trace, "shows stages, and [workers] has none", "leave it out")
 
         from .train import command
 
+        if count is None and nproc not in (None, run.world):
+            raise command.unfit(run, "--nproc", nproc)
         if count is not None and meeting is not None:
             several, place = hosts.nodes(count), hosts.Meeting.parse(meeting)
             arguments = [str(path), *itertools.chain(*(("--set", text) for text in settings or []))]

@@ -10,6 +10,7 @@
     [pipeline]     schedule = "1f1b", cut = "parameters", and that schedule's own arguments
     [sync]         name = "allreduce", codec = "identity", and that synchroniser's own arguments
     [roles]        "blocks.*.up" = "column"
+    [workers]      storage = ["embedding"]
 
 All other keys of [model], [data], [optimizer], [pipeline] and [sync] are arguments of what the table names, which
 `weft.build` checks.
@@ -241,8 +242,16 @@ class Run(Table):
     roles: dict[str, Any] = Field(
         default={}, description='a glob of module names -> its role, as in "blocks.*.up" = "column"'
     )
+    workers: dict[str, Strings] = Field(
+        default={}, description='a worker -> the modules that live there, globs allowed, as in big = ["blocks.*"]'
+    )
     output: str = Field(min_length=1, description="the run folder; runs/NAME for NAME.toml if left out")
     folder: str = Field(min_length=1, description="where modules and paths are looked for; the file's own if left out")
+
+    @property
+    def world(self) -> int:
+        """Number of processes: the layout's ranks, or a driver and its workers."""
+        return 1 + len(self.workers) if self.workers else Layout.parse(self.layout.axes).world
 
 
 def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Run:

@@ -9,6 +9,7 @@ import glob
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
@@ -216,6 +217,22 @@ def shapes(
     for label, name in enumerate(names):
         pixels[labels == label] += SHAPES[name](u[labels == label], v[labels == label])
     return Images(torch.from_numpy(pixels).unsqueeze(1), torch.from_numpy(labels), names)
+
+
+# ---- no data -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """In place of a dataset that another process reads: `size` samples of nothing."""
+
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {}
 
 
 # ---- batches -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 STOPPED = 75  # sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue
 
@@ -36,6 +37,11 @@ class Refusal(WeftError):
         self.field, self.value, self.problem, self.fix = field, value, problem, fix
         fix = fix[:1].upper() + fix[1:].rstrip(".")
         super().__init__(f"{field} = {value!r}: {problem}. {fix}" + ("" if fix.endswith("?") else "."))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by what it says: a value may be anything."""
+        value = self.value if isinstance(self.value, str | int | float | None) else repr(self.value)
+        return type(self), (self.field, value, self.problem, self.fix)
 
 
 class ConfigError(Refusal):
@@ -64,11 +70,12 @@ class DataError(Refusal):
 
 class WorkerDied(WeftError):
     """A process of the run failed. `rank` says which; `report` is that worker's own error. `meant`: weft itself ended
-    it; `stopped`: the run had been told to stop."""
+    it; `stopped`: the run had been told to stop; `name`: what its user calls it."""
 
-    def __init__(self, rank: int, report: str, meant: bool = False):
+    def __init__(self, rank: int, report: str, meant: bool = False, name: str = ""):
         self.rank, self.report, self.meant, self.stopped = rank, report, meant, False
-        super().__init__(f"rank {rank} died:\n{report.rstrip()}")
+        self.who = f"rank {rank}, {name}," if name else f"rank {rank}"
+        super().__init__(f"{self.who} died:\n{report.rstrip()}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

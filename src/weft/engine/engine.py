@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite, prod
-from statistics import median
+from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -44,6 +42,7 @@ from .quorum import TRIES, Company, Quorum
 from .reducer import Reducer, local
 from .sequence import SharedSequence
 from .transport import Transport
+from .trust import Trust
 from .units import Units
 from .versions import Versions
 from .wires import begun
@@ -56,9 +55,6 @@ ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
 )  # fmt: skip
-
-
-NORMS, FEW = 64, 16  # of how many steps the median is taken, and before how many it says nothing
 
 
 @dataclass(frozen=True)
@@ -121,8 +117,8 @@ class Engine:
             plan = plan.replica()
         else:
             company = None
-        self.plan, self.whole, self.loss, self.clip, self.skip = plan, whole, loss, clip, skip
-        self._norms: deque[float] = deque(maxlen=NORMS)  # of the last steps that were taken
+        self.plan, self.whole, self.loss, self.clip = plan, whole, loss, clip
+        self.trust = Trust(skip) if skip is not None else None
         shared = [b.among for rank in range(plan.layout.world) for b in plan.of(rank).buckets() if b.among]
         self.mesh = Mesh(
             whole.layout, torch.device(device), shared=shared, pairs=_pairs(plan),
@@ -399,16 +395,7 @@ class Engine:
         return loads
 
     def _wants_norm(self) -> bool:
-        return self.clip is not None or self.skip is not None or self.plan.precision == "fp16"
-
-    def _trusted(self, norm: float) -> bool:
-        """Whether a step with a gradient of this norm is to be taken."""
-        assert self.skip is not None
-        known = len(self._norms) >= FEW
-        if not isfinite(norm) or (known and norm > self.skip * median(self._norms)):
-            return False
-        self._norms.append(norm)
-        return True
+        return self.clip is not None or self.trust is not None or self.plan.precision == "fp16"
 
     def _pass(self, index: int, *_: Any) -> None:
         self._trail = (self._trail * 1000003 + index) % 2**20
@@ -454,15 +441,11 @@ class Engine:
             return result  # every stage has taken its steps
         if self.plan.precision == "fp16" and not self._rescale(bool(torch.isfinite(total[0]))):
             return StepResult(result.loss, weight, norm, skipped=True)
-        if self.skip is not None and norm is not None and not self._trusted(float(norm)):
+        if self.trust is not None and norm is not None and not self.trust(float(norm)):
             return StepResult(result.loss, weight, norm, skipped=True)
         if self.clip is not None and norm is not None:
             factor = factor * torch.clamp(self.clip / (norm + 1e-6), max=1.0)
-        by_kind: dict[tuple, list[Tensor]] = {}
-        for grad in grads.values():
-            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-        for (device, dtype), tensors in by_kind.items():
-            torch._foreach_mul_(tensors, factor.to(device, dtype))
+        multiply(grads.values(), factor)
         for name, p in self.params.items():
             if not self.updates(name):
                 p.grad = None
@@ -487,6 +470,10 @@ class Engine:
     def updates(self, name: str) -> bool:
         """Whether this rank updates a parameter, and does not get it from the replica that owns it."""
         return self._owners.get(name, self.mesh.coords.get("dp", 0)) == self.mesh.coords.get("dp", 0)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a parameter, or its part."""
+        return self.mesh.coords.get("pp", 0) in self.plan.holders(name)
 
     def _check_trail(self) -> None:
         """The ranks that shard one stage's parameters ran the same of its modules."""
@@ -612,15 +599,7 @@ class Engine:
     # ---- parts of a step -----------------------------------------------------------------------------------------
 
     def _placed(self, batch: Batch) -> Batch:
-        want = self.plan.batch // self.plan.data_size
-        for key, value in batch.items():
-            if value.shape[0] != want:
-                hint = (
-                    "take this rank's part with engine.local(batch)"
-                    if value.shape[0] == self.whole.batch
-                    else f"give {want}"
-                )
-                raise ConfigError(f"batch[{key!r}]", tuple(value.shape), f"this rank's part is {want} samples", hint)
+        check_batch(batch, self.plan.batch // self.plan.data_size, self.whole.batch)
         return {key: value.to(self.mesh.device, non_blocking=True) for key, value in batch.items()}
 
     def now(self) -> tuple[str, int]:
@@ -676,7 +655,7 @@ class Engine:
             had = {name for name in saved if name.startswith("sync/") and here in name}
             self.forgot = had != {name for name, _ in self._kept()} and any(n.startswith("sync/") for n in saved)
         if saved is not None:
-            self._make_optimizer_state(saved)
+            make_state(self.optimizer, self.params, saved, self.updates)
         for name, p in self.params.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 if not isinstance(value, Tensor):
@@ -781,15 +760,15 @@ class Engine:
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors."""
         found = {"steps_done": self.steps_done, "loss_scale": self.loss_scale, "good_steps": self._good_steps}
-        return found | ({"norms": [*self._norms]} if self.skip is not None else {})
+        return found | ({"norms": [*self.trust.norms]} if self.trust is not None else {})
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         if self.outer is not None and not self._anchored:
             self.outer.agree()
         self.steps_done = int(scalars["steps_done"])
         self.loss_scale, self._good_steps = float(scalars["loss_scale"]), int(scalars["good_steps"])
-        self._norms.clear()
-        self._norms.extend(map(float, scalars.get("norms", ())))
+        if self.trust is not None:
+            self.trust.remember(scalars.get("norms", ()))
 
     def segments(self, name: str) -> list[list[Segment]]:
         """Per dim of this rank's part of a parameter: where its rows lie in the global tensor."""
@@ -825,25 +804,6 @@ class Engine:
     def _absent_buffers(self) -> set[str]:
         position = self.mesh.coords.get("pp", 0)
         return {name for name, _ in self.model.named_buffers() if position not in self._buffer_holders(name)}
-
-    def _make_optimizer_state(self, saved: Collection[str]) -> None:
-        """Optimizers make their state at the first step; a checkpoint is loaded into state that is there."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p)
-        for name, p in self.params.items():
-            if not self.updates(name):
-                p.grad = None
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        with_state = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
-        for name, p in self.params.items():
-            if name not in with_state:  # no gradient ever came
-                self.optimizer.state.pop(p, None)
 
 
 def _own_device() -> torch.device:
@@ -885,6 +845,47 @@ def _pairs(plan: Plan) -> set[tuple[int, int]]:
     values = plan.staging.values if plan.staging is not None else ()
     pairs = {(at[value.source], at[target]) for value in values for target in value.targets}
     return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}
+
+
+def make_state(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], saved: Collection[str],
+    updates: Callable[[str], bool] = lambda name: True,
+) -> None:  # fmt: skip
+    """Optimizers make their state at the first step; a checkpoint, which holds the names `saved`, is loaded into state
+    that is there. `updates`: whether this rank updates a parameter."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    for name, p in params.items():
+        if not updates(name):
+            p.grad = None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    with_state = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
+    for name, p in params.items():
+        if name not in with_state:  # no gradient ever came
+            optimizer.state.pop(p, None)
+
+
+def multiply(grads: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place, those of one kind together."""
+    by_kind: dict[tuple, list[Tensor]] = {}
+    for grad in grads:
+        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), tensors in by_kind.items():
+        torch._foreach_mul_(tensors, factor.to(device, dtype))
+
+
+def check_batch(batch: Batch, want: int, whole: int) -> None:
+    """Refuse a batch that is not this rank's part, `want` of the `whole` batch's samples. Raises ConfigError."""
+    for key, value in batch.items():
+        if value.shape[0] != want:
+            hint = "take this rank's part with engine.local(batch)" if value.shape[0] == whole else f"give {want}"
+            raise ConfigError(f"batch[{key!r}]", tuple(value.shape), f"this rank's part is {want} samples", hint)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:

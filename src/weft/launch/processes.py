@@ -56,13 +56,14 @@ STACK = 6  # innermost calls shown of a rank that hangs
 
 
 def run(
-    function: Callable[..., Any], world: int, *args: Any, threads: int | None = None, backend: Backend = "gloo"
-) -> list[Any]:
+    function: Callable[..., Any], world: int, *args: Any, threads: int | None = None, backend: Backend = "gloo",
+    names: Sequence[str] = (),
+) -> list[Any]:  # fmt: skip
     """`function(*args)` in `world` processes, inside a process group; the results in rank order.
 
-    `threads`: torch threads of each process (cores // world if left out). Raises WorkerDied with the error of the rank
-    that failed first; a Refusal raised by a rank is raised as it is. A SIGTERM is passed on to the ranks, so that they
-    can end in order.
+    `threads`: torch threads of each process (cores // world if left out). `names`: of the ranks, for errors. Raises
+    WorkerDied with the error of the rank that failed first; a Refusal raised by a rank is raised as it is. A SIGTERM is
+    passed on to the ranks, so that they can end in order.
     """
     folder = tempfile.mkdtemp(prefix="weft-")
     file = os.path.join(folder, "store")
@@ -72,7 +73,7 @@ def run(
             for rank in range(world):
                 workers.append(Worker(backend, Task(function, args, rank, world, file, backend, threads)))
             try:
-                return _collect(Watch(workers))
+                return _collect(Watch(workers, names=names))
             except WorkerDied as error:
                 error.stopped = stopping.is_set()
                 raise
@@ -262,8 +263,8 @@ class Worker:
 
 
 class Watch:
-    """The ranks of one world at one task. `ranks`: their numbers in what is said of them; `stacks`: the files in which
-    those that hang say where."""
+    """The ranks of one world at one task. `ranks`: their numbers in what is said of them, and `names`; `stacks`: the
+    files in which those that hang say where."""
 
     def __init__(
         self,
@@ -271,8 +272,9 @@ class Watch:
         timeout: float | None = None,
         ranks: Sequence[int] | None = None,
         stacks: Sequence[str] = (),
+        names: Sequence[str] = (),
     ):
-        self._stacks, self._timeout = stacks, timeout
+        self._stacks, self._timeout, self._names = stacks, timeout, names
         self._ranks = ranks if ranks is not None else range(len(workers))
         self._results: dict[int, Any] = {}
         self._failed: dict[int, _Failed] = {}
@@ -302,7 +304,7 @@ class Watch:
         """In rank order. Raises the error of the rank that failed first."""
         if self._failed:
             rank = min(self._failed, key=lambda r: self._failed[r].when)
-            raise self._failed[rank].error(self._ranks[rank])
+            raise self._failed[rank].error(self._ranks[rank], self._names[rank] if self._names else "")
         if self._waiting:
             stacks = [(rank, Path(self._stacks[rank])) for rank in self._waiting]
             places = [
@@ -379,9 +381,9 @@ class _Failed:
         said = str(error) if isinstance(error, WeftError) else "".join(traceback.format_exception(error))
         return cls(time.monotonic(), said, refusal, isinstance(error, WeftError))
 
-    def error(self, rank: int) -> Exception:
+    def error(self, rank: int, name: str) -> Exception:
         if self.refusal is None:
-            return WorkerDied(rank, self.report, self.meant)
+            return WorkerDied(rank, self.report, self.meant, name)
         kind, args, fields = self.refusal
         error = kind.__new__(kind, *args)
         error.__dict__.update(fields)

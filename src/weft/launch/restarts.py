@@ -36,7 +36,7 @@ def survive(
                 raise
             number += 1
             died, resume = (how, step), True
-            _say(f"rank {error.rank}: {how}; going on from step {step} ({number} of {restarts})")
+            _say(f"{error.who.rstrip(',')}: {how}; going on from step {step} ({number} of {restarts})")
 
 
 def whole_before(error: DamagedCheckpoint, set_aside: Callable[[], bool], latest: Callable[[], int | None]) -> None:

@@ -20,7 +20,7 @@ from ..launch import fewer, processes, replicas, restarts
 from ..launch.environment import AGENT, attempt, environment, local_world
 from ..launch.hosts import Meeting
 from ..launch.processes import Backend
-from ..layout import Layout
+from ..places import DRIVER
 from . import trainer
 from .output import CHECKPOINTS, check_output
 
@@ -33,6 +33,7 @@ def saved(run: Run) -> int | None:
 def alone(run: Run, resume: bool, trace: bool) -> bool:
     """Train in processes of this host; whether it was stopped before the last step. Raises Refusal, WeftError."""
     build.check(run)
+    names = (DRIVER, *run.workers) if run.workers else ()
     kept, set_aside = partial(saved, run), partial(checkpoint.set_aside, Path(run.output) / CHECKPOINTS)
     while True:
         try:
@@ -40,8 +41,8 @@ def alone(run: Run, resume: bool, trace: bool) -> bool:
             break
         except DamagedCheckpoint as error:
             restarts.whole_before(error, set_aside, kept)
-    world, worlds = Layout.parse(run.layout.axes).world, build.apart(run)
-    threads, backend = run.train.threads, _backend(world)
+    world, worlds = run.world, build.apart(run)
+    threads, backend = run.train.threads, _backend(run, world)
     if worlds:
         needed = build.servers(run)
         return any(
@@ -49,7 +50,7 @@ def alone(run: Run, resume: bool, trace: bool) -> bool:
         )
 
     def start(resume: bool) -> list:
-        return processes.run(trainer.train, world, run, resume, trace, threads=threads, backend=backend)
+        return processes.run(trainer.train, world, run, resume, trace, threads=threads, backend=backend, names=names)
 
     return any(restarts.survive(start, kept, set_aside, resume, run.checkpoint.restarts))
 
@@ -57,27 +58,26 @@ def alone(run: Run, resume: bool, trace: bool) -> bool:
 def joined(run: Run, resume: bool, trace: bool) -> bool:
     """Train as one rank of those that torchrun, srun or an agent of weft started; whether it was stopped before the
     last step. Raises Refusal, WeftError."""
-    found, own = environment(), Layout.parse(run.layout.axes)
+    found, elastic = environment(), run.layout.elastic or os.environ.get(AGENT) == "elastic"
     assert found is not None
     rank, ranks, _ = found
-    laid = run
-    if run.layout.elastic or os.environ.get(AGENT) == "elastic":
-        laid = fewer.fitted(run, ranks)
-    elif ranks != own.world:
-        raise _unfit(run, "WORLD_SIZE", ranks)
-    world, worlds = Layout.parse(laid.layout.axes).world, build.apart(laid)
-    if worlds and ranks != own.world:
-        raise _apart(run, ranks)
-    build.check(laid)
+    if ranks != run.world and (not elastic or run.workers):
+        raise unfit(run, "WORLD_SIZE", ranks)
+    laid = run if ranks == run.world else fewer.fitted(run, ranks)
+    world, worlds = laid.world, build.apart(laid)
+    if worlds and ranks != run.world:
+        raise _apart(run)
+    if not run.workers or rank == 0:  # workers need no data
+        build.check(laid)
     again = AGENT in os.environ or attempt() > 0
     if again:
         resume = saved(run) is not None
     else:
         check_output(laid, resume)
-    if rank == 0 and ranks != own.world:
+    if rank == 0 and ranks != run.world:
         spare = f", {ranks - world} of them to stand by" if ranks > world else ""
-        _say(f"{ranks} ranks are here{spare}: layout {laid.layout.axes}, of {own} as asked")
-    threads, backend = run.train.threads, _backend(local_world())
+        _say(f"{ranks} ranks are here{spare}: layout {laid.layout.axes}, of {run.layout.axes} as asked")
+    threads, backend = run.train.threads, _backend(run, local_world())
     if worlds:
         with replicas.join(backend, threads, worlds):
             return trainer.train(run, resume, trace, again)
@@ -112,12 +112,15 @@ def host(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         fix = "leave --nodes out, or start it without torchrun"
         raise ConfigError("--nodes", f"{count[0]}:{count[1]}", "torchrun has started this process as a rank", fix)
-    (least, most), world = count, Layout.parse(run.layout.axes).world
+    (least, most), world = count, run.world
     each = ranks or torch.cuda.device_count() or -(-world // most)
     if world > most * each or (least == most and world != most * each):
-        raise _unfit(run, "--nodes", most, f"{most * each} on {most} hosts")
+        raise unfit(run, "--nodes", most, f"{most * each} on {most} hosts")
     if build.apart(run) and least < most:
-        raise _apart(run, least)
+        raise _apart(run)
+    if run.workers and least < most:
+        problem = "each of its workers has what no other has, so all hosts are needed"
+        raise ConfigError("--nodes", f"{least}:{most}", problem, f"use --nodes {most}")
     build.check(run)
     if least < most:
         for hosts in range(least, most):
@@ -134,21 +137,27 @@ def host(
     return agent.run(hosts_of, name, f"{crc32(settings.encode()):08x}", ["-m", "weft", "train", *arguments], begin)
 
 
-def _unfit(run: Run, field: str, value: int, what: str | None = None) -> LayoutError:
-    own = Layout.parse(run.layout.axes)
-    ranks = what or f"{value}"
-    fix = f'use {own.world} ranks, or a layout of as many ranks as there are, such as "dp{value}"'
-    return LayoutError(field, value, f"layout {own} has {own.world} ranks, and there are {ranks}", fix)
+def unfit(run: Run, field: str, value: int | None, what: str | None = None) -> LayoutError:
+    """There are not as many ranks as the run has: `value` of them, or `what`."""
+    here = f"and there are {what or value}"
+    if run.workers:
+        problem = f"a driver and {', '.join(run.workers)} are {run.world} processes, {here}"
+        return LayoutError(field, value, problem, f"use {run.world}")
+    fix = f'use {run.world} ranks, or a layout of as many ranks as there are, such as "dp{value}"'
+    return LayoutError(field, value, f"layout {run.layout.axes} has {run.world} ranks, {here}", fix)
 
 
-def _apart(run: Run, value: int) -> ConfigError:
+def _apart(run: Run) -> ConfigError:
     problem = f"replicas under {run.sync.name} go on by themselves without one that fails, and keep the layout"
     return ConfigError("sync.name", run.sync.name, problem, "use a fixed number of hosts, or allreduce")
 
 
-def _backend(local_ranks: int) -> Backend:
-    """NCCL if every rank of this host has a GPU of its own, else gloo on the CPU."""
+def _backend(run: Run, local_ranks: int) -> Backend:
+    """NCCL if every rank of this host has a GPU of its own, else gloo on the CPU, as for workers by name."""
     gpus = torch.cuda.device_count()
+    if gpus and run.workers:
+        _say(f"{', '.join(run.workers)} and the driver run on the CPU")
+        return "gloo"
     if 0 < gpus < local_ranks:
         _say(f"{local_ranks} ranks and {gpus} GPUs on this host: running on the CPU")
     return "nccl" if gpus >= local_ranks else "gloo"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..config import Run
-from ..engine import Engine
+from ..engine import Engine, Remote
 from ..errors import ConfigError
 from ..losses import logits_of
 
@@ -36,7 +36,7 @@ def coder(run: Run, dataset: Any) -> Coder:
     raise ConfigError("train.sample_tokens", run.train.sample_tokens, problem, "set it to 0, or use a dataset of text")
 
 
-def sample(run: Run, engine: Engine, coder: Coder, context: int) -> str:
+def sample(run: Run, engine: Engine | Remote, coder: Coder, context: int) -> str:
     """[train] prompt and what the model goes on with, `sample_tokens` tokens long. Called by all ranks together."""
     prompt = run.train.prompt
     ids = coder.encode(prompt or "\n")  # a model needs a token to start from
@@ -44,7 +44,7 @@ def sample(run: Run, engine: Engine, coder: Coder, context: int) -> str:
     return prompt + coder.decode(made)
 
 
-def generate(engine: Engine, ids: list[int], tokens: int, context: int, vocab: int, seed: int) -> list[int]:
+def generate(engine: Engine | Remote, ids: list[int], tokens: int, context: int, vocab: int, seed: int) -> list[int]:
     """The next `tokens` tokens, each drawn with TEMPERATURE from the model's logits after the last `context` ones.
 
     The model must be causal: what stands to the right of a position, as padding does, leaves its logits alone. Ranks
@@ -58,7 +58,7 @@ def generate(engine: Engine, ids: list[int], tokens: int, context: int, vocab: i
         padded = F.pad(torch.tensor([seen]), (0, -len(seen) % multiple))
         logits = logits_of(engine.forward({"input_ids": padded}))[0, len(seen) - 1, :vocab]
         drawn = torch.multinomial((logits.double().cpu() / TEMPERATURE).softmax(-1), 1, generator=generator)
-        if dist.is_initialized():
+        if engine.whole.layout.live():
             dist.broadcast(drawn, src=0)
         made.append(int(drawn))
     return made

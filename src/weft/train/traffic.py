@@ -1,4 +1,5 @@
-"""What ranks send to each other: bytes of a step by axis, and how long the sums of gradients were waited for."""
+"""What ranks send to each other: bytes of a step by axis, and how long the sums of gradients were waited for; or what
+calls between a driver and its workers carry."""
 
 from __future__ import annotations
 
@@ -8,10 +9,42 @@ from contextlib import contextmanager
 from rich.filesize import decimal
 
 from ..engine import Engine
+from ..engine.calls import Calls
 from ..engine.reducer import local
 from ..engine.wires import on_wire
 from ..layout import EXPERTS
 from ..verification.audit import Audit
+
+
+class Travel:
+    """Of a driver: what its calls carry there and back, gradients included. The same as `Traffic` to who asks."""
+
+    def __init__(self, calls: Calls):
+        self._calls, self._steps = calls, 0
+        self._mark = self._total = [0, 0, 0]  # calls, bytes sent and bytes that came, in steps
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step."""
+        before = self._now()
+        yield
+        self._steps += 1
+        self._total = [t + b - a for t, a, b in zip(self._total, before, self._now(), strict=True)]
+
+    def _now(self) -> tuple[int, int, int]:
+        return self._calls.count, self._calls.sent_bytes, self._calls.came_bytes
+
+    def line(self, steps: int) -> dict[str, float]:
+        """For metrics.jsonl: of a step, as means over the `steps` steps since the last call."""
+        found = [round((b - a) / steps) for a, b in zip(self._mark, self._total, strict=True)]
+        self._mark = self._total
+        return dict(zip(("calls", "sent_bytes", "came_bytes"), found, strict=True))
+
+    def summary(self) -> str | None:
+        if not self._steps or not self._total[0]:
+            return None
+        count, sent, came = (round(each / self._steps) for each in self._total)
+        return f"the driver sends {decimal(sent)} in {count} calls a step, and gets {decimal(came)}"
 
 
 class Traffic:

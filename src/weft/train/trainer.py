@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
@@ -21,12 +22,13 @@ from rich.filesize import decimal
 
 from .. import build, checkpoint, config
 from ..config import Run
-from ..data import Dataset, Loader
-from ..engine import Engine, StepResult
+from ..data import Dataset, Elsewhere, Loader
+from ..engine import Engine, Remote, StepResult
 from ..engine.quorum import Company
 from ..errors import CheckpointError, ConfigError, WeftError
-from ..launch import processes
+from ..launch import processes, rpc
 from ..layout import DATA_AXES
+from ..places import DRIVER
 from ..shards import Piece
 from .gates import Gates
 from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
@@ -35,7 +37,7 @@ from .progress import Progress, short
 from .recorder import FIRST, Recorder
 from .sample import coder, sample
 from .spikes import Spikes
-from .traffic import Traffic
+from .traffic import Traffic, Travel
 from .watchdog import Watchdog
 
 
@@ -47,15 +49,21 @@ def train(run: Run, resume: bool, trace: bool = False, again: bool = False, aske
 
     Raises Refusal, and WeftError if the loss or a weight is no longer finite.
     """
+    with rpc.connected((DRIVER, *run.workers)) if run.workers else nullcontext():
+        return _train(run, resume, trace, again, asked or run)
+
+
+def _train(run: Run, resume: bool, trace: bool, again: bool, asked: Run) -> bool:
     began, t, folder, company = time.perf_counter(), run.train, Path(run.output), processes.company()
     if not again and (company is None or not company.incarnation):  # else others have written there meanwhile
         check_output(run, resume)
     if dist.is_initialized():
         dist.barrier()  # no rank may find what rank 0 has written already
     rank = dist.get_rank() if dist.is_initialized() else 0
-    dataset = build.dataset(run)
-    val = build.dataset(run, "val") if t.eval_every else None
-    text = coder(run, dataset) if t.sample_tokens else None
+    reads = not (run.workers and rank)  # workers need no data
+    dataset = build.dataset(run) if reads else Elsewhere(t.batch)
+    val = build.dataset(run, "val") if t.eval_every and reads else None
+    text = coder(run, dataset) if t.sample_tokens and reads else None
     engine = _engine(run, dataset, company)
     shares = engine.whole.layout.size("dp") if engine.worker is not None else 1  # replicas are never at one step
     val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
@@ -73,11 +81,11 @@ def train(run: Run, resume: bool, trace: bool = False, again: bool = False, aske
         raise ConfigError("train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out")
     loader = _loader(run, engine, dataset, start=done + left_out)
     if rank == 0 and engine.leads:
-        put(folder / "run.toml", config.dump(asked or run))
+        put(folder / "run.toml", config.dump(asked))
         put(folder / "plan.txt", f"{engine.whole}\n")
 
     console = Console(quiet=rank != 0 or not engine.leads)
-    recorder = Recorder(engine) if trace and engine.leads else None
+    recorder = Recorder(engine) if trace and engine.leads and isinstance(engine, Engine) else None
     progress = Progress(console, t.steps, done)
     progress.table(_header(run, engine, done, notes))
     # of replicas that are apart the one that leads writes, and another may lead later
@@ -111,7 +119,7 @@ class _Loop:
     """The steps of one run, and what was last seen of them."""
 
     run: Run
-    engine: Engine
+    engine: Engine | Remote
     loader: Loader
     val_loader: Loader | None
     counted: tuple[str, int]  # what a rate counts, and how many of it a step has
@@ -129,13 +137,14 @@ class _Loop:
     first: int = field(init=False)  # the number of the first step that is taken
     saver: checkpoint.Saver = field(default_factory=checkpoint.Saver)
     spikes: Spikes = field(init=False)
-    traffic: Traffic = field(init=False)
+    traffic: Traffic | Travel = field(init=False)
     gates: Gates = field(init=False)
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
         self.first = self.engine.steps_done + 1
-        self.traffic, self.gates = Traffic(self.engine), Gates(self.engine)
+        self.traffic = Travel(self.engine.calls) if isinstance(self.engine, Remote) else Traffic(self.engine)
+        self.gates = Gates(self.engine)
         self.spikes = Spikes(self.run.train.rollback)
 
     def __call__(self, interrupt: Interrupt) -> bool:
@@ -381,10 +390,11 @@ class Interrupt:
 # ---- what a run is made of -------------------------------------------------------------------------------------------
 
 
-def _engine(run: Run, dataset: Dataset, company: Company | None) -> Engine:
+def _engine(run: Run, dataset: Dataset, company: Company | None) -> Engine | Remote:
     model = build.model(run, dtype=torch.float64 if run.precision.compute == "fp64" else torch.float32)
     sample = build.first(run, dataset)
-    return Engine(
+    made = partial(Remote, workers=run.workers) if run.workers else partial(Engine, sample=sample, company=company)
+    return made(
         model,
         build.plan(run, model, sample),
         optimizer=build.optimizer(run),
@@ -393,12 +403,10 @@ def _engine(run: Run, dataset: Dataset, company: Company | None) -> Engine:
         clip=run.train.clip,
         skip=run.train.skip,
         seed=run.train.seed,
-        sample=sample,
-        company=company,
     )
 
 
-def _restore(engine: Engine, folder: Path, step: int | None) -> int:
+def _restore(engine: Engine | Remote, folder: Path, step: int | None) -> int:
     """Fill the engine from a checkpoint; returns the number of batches that the run has left out."""
     saved = checkpoint.inspect(folder, step).tensors
     scalars = checkpoint.load(folder, step, engine.tensors(saved))
@@ -406,7 +414,7 @@ def _restore(engine: Engine, folder: Path, step: int | None) -> int:
     return int(scalars.get(LEFT_OUT, 0))
 
 
-def _loader(run: Run, engine: Engine, dataset: Dataset, start: int = 0, shares: int = 1) -> Loader:
+def _loader(run: Run, engine: Engine | Remote, dataset: Dataset, start: int = 0, shares: int = 1) -> Loader:
     """`shares`: a replica that evaluates alone takes a batch in so many parts."""
     t, rank, size = run.train, engine.data_rank, engine.data_size
     if shares > 1:
@@ -425,14 +433,14 @@ def _version() -> str:
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
-def _header(run: Run, engine: Engine, done: int, notes: Sequence[str]) -> dict[str, str]:
+def _header(run: Run, engine: Engine | Remote, done: int, notes: Sequence[str]) -> dict[str, str]:
     layout, count = engine.whole.layout, sum(math.prod(weight.shape) for weight in engine.plan.weights)
     device = engine.mesh.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rows = {
-        "layout": f"{layout}, {layout.world} {'process' if layout.world == 1 else 'processes'}",
+        "layout": f"{layout}, {run.world} {'process' if run.world == 1 else 'processes'}",
         "model": f"{short(count)} parameters, {run.precision.compute}",
-        "device": f"{kind} each" if layout.world > 1 else kind,
+        "device": f"{kind} each" if run.world > 1 else kind,
         "folder": run.output,
     }
     rows |= {"note" if i == 0 else f"note {i + 1}": note for i, note in enumerate(notes)}

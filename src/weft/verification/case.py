@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ Batch = dict[str, Tensor]
 class Case:
     """`build` makes the seeded model in float64. `plan(model, layout)` lays it.
 
-    `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step.
+    `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step. `workers`: where modules live.
     """
 
     build: Callable[[], nn.Module]
@@ -30,6 +30,7 @@ class Case:
     inputs: tuple[str, ...] | None = None
     clip: float | None = None
     seed: int = 0
+    workers: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def laid(self, model: nn.Module, layout: str) -> Plan:
         """`plan`, of a model in float64, which may have to run for it."""

@@ -46,6 +46,7 @@ def case_of(run: Run) -> Case:
         inputs=run.model.inputs,
         clip=run.train.clip,
         seed=run.train.seed,
+        workers=run.workers,
     )
 
 

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import inf, isfinite, sqrt
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comms import Comm, Routing, predict, totals
-from ..engine import Engine
+from ..engine import Engine, Remote
 from ..engine.reducer import local
+from ..launch.rpc import connected
 from ..layout import DATA_AXES
 from ..order import part
+from ..places import DRIVER
 from ..plans import COPY, Plan
 from ..shards import Chunk, chunks, flaw
 from .audit import Audit
@@ -30,6 +33,7 @@ from .double import InDouble
 from .reference import Reference, scale
 from .trace import Trace, traced
 
+Trained = Engine | Remote
 TOLERANCE = 1e-9
 SMALL = 1e-6  # a gradient this much smaller than all gradients together is measured against that size
 
@@ -39,7 +43,7 @@ class LayoutResult:
     """What one layout's run showed. Errors are relative.
 
     `first` is what differs first in the order of the run: a batch entry, a module, the loss, a parameter. `problem` is
-    state that does not lie where the plan says, or not once.
+    state that does not lie where the plan says, or not once. `workers`: called by RPC, which nothing audits.
     """
 
     layout: str
@@ -52,6 +56,7 @@ class LayoutResult:
     comms_seen: dict[tuple[str, str], tuple[int, int]]
     problem: str | None = None
     delayed: bool = False  # held to one device with the same delays, not to the plain run
+    workers: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -77,15 +82,31 @@ def failed(layout: str, problem: str) -> LayoutResult:
 
 def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     """Run the case under `layout` in this process group; the result, the same on every rank."""
-    model = case.build().double()
-    plan = case.laid(model, layout) if reference.plan is None else reference.plan
+    with connected((DRIVER, *case.workers)) if case.workers else nullcontext():
+        return _check(case, layout, reference)
+
+
+def _engine(case: Case, plan: Plan, model: nn.Module) -> Trained:
+    if case.workers:
+        remote = Remote(
+            model, plan, case.workers, optimizer=case.optimizer, loss=case.loss, inputs=case.inputs, clip=case.clip,
+            seed=case.seed,
+        )  # fmt: skip
+        remote.around = (InDouble,)
+        return remote
     engine = Engine(
         model, plan, optimizer=case.optimizer, loss=case.loss, inputs=case.inputs, clip=case.clip, seed=case.seed,
         device="cpu",
     )  # fmt: skip
     engine.tried = True  # what differs is to be named
+    return engine
+
+
+def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
+    model = case.build().double()
+    plan = case.laid(model, layout) if reference.plan is None else reference.plan
+    engine = _engine(case, plan, model)
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
-    rank = engine.mesh.rank
     found = _other_parameters(engine, reference)
     seen: list[Comm] = []
     for step, loss in enumerate(reference.losses):
@@ -94,7 +115,7 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         if step == 0:
             with InDouble(), Audit(engine.mesh) as audit, traced(engine.model, plan.microbatch, engine.now) as trace:
                 result = engine.step(batch)
-            seen = audit.seen
+            seen = audit.seen if isinstance(engine, Engine) else []
             found += _first_activation(engine, trace, reference.traces)
         else:
             with InDouble():
@@ -110,22 +131,27 @@ def check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     last, problem = _state_errors(engine, reference)
     found += _first_of(last, (len(reference.losses), "weight"))
     errors["weight"] |= last
-    values = value_bytes(case, plan, reference.batches[0])
-    predicted = predict(
-        plan,
+    predicted = _predicted(case, engine, reference) if isinstance(engine, Engine) else []
+    first = min(found, key=_when, default=None)
+    together = _together(layout, (errors, first, problem, totals(predicted), totals(seen)))
+    return replace(together, delayed=reference.plan is not None, workers=tuple(case.workers))
+
+
+def _predicted(case: Case, engine: Engine, reference: Reference) -> list[Comm]:
+    """The collectives of a step on this rank."""
+    values = value_bytes(case, engine.plan, reference.batches[0])
+    return predict(
+        engine.plan,
         reference.traces[0].crossings,
         8,
         reference.unreached,
         engine.stale_buffer_bytes,
-        rank,
+        engine.mesh.rank,
         values,
         reference.traces[0].cores,
         _routings(reference.traces),
         reference.traces[0].asked,
     )
-    first = min(found, key=_when, default=None)
-    together = _together(layout, (errors, first, problem, totals(predicted), totals(seen)))
-    return replace(together, delayed=reference.plan is not None)
 
 
 # ---- the order of a run: what differs first explains the rest ------------------------------------------------------
@@ -148,17 +174,17 @@ def _first_of(errors: dict[str, float], when: tuple[int, str]) -> list[Differenc
 # ---- what is compared --------------------------------------------------------------------------------------------
 
 
-def _other_parameters(engine: Engine, reference: Reference) -> list[Difference]:
+def _other_parameters(engine: Trained, reference: Reference) -> list[Difference]:
     """Parameters that only one of the two runs has: tied weights that came apart, or were joined."""
     found = []
-    wanted = {n for n in reference.parameters if engine.mesh.coords.get("pp", 0) in engine.plan.holders(n)}
+    wanted = {n for n in reference.parameters if engine.holds(n)}
     for name in sorted(engine.params.keys() ^ wanted):
         other = "which one device does not have" if name in engine.params else "which only one device has"
         found.append(((0, "parameter", 0), f"parameter {name}, {other}: weights that are tied on one side only?"))
     return found
 
 
-def _wrong_batch(engine: Engine, batch: dict[str, Tensor], whole: dict[str, Tensor], step: int) -> list[Difference]:
+def _wrong_batch(engine: Trained, batch: dict[str, Tensor], whole: dict[str, Tensor], step: int) -> list[Difference]:
     plan = engine.plan
     index = torch.tensor(part(plan.batch, plan.accumulate, engine.mesh.index(*DATA_AXES), plan.data_size))
     wrong = [key for key, value in whole.items() if key not in batch or not torch.equal(batch[key], value[index])]
@@ -166,7 +192,7 @@ def _wrong_batch(engine: Engine, batch: dict[str, Tensor], whole: dict[str, Tens
 
 
 def _gradients(
-    engine: Engine, reference: Reference, step: int, clip: float | None, norm: Tensor | None, errors: dict[str, float]
+    engine: Trained, reference: Reference, step: int, clip: float | None, norm: Tensor | None, errors: dict[str, float]
 ) -> list[Difference]:
     """Compare the gradients of a step as they were before clipping, and the norm by which they were clipped.
 
@@ -195,7 +221,7 @@ def _gradients(
     return [((step, "norm", 0), differs)] if not error < TOLERANCE else []
 
 
-def _gradient_errors(engine: Engine, wants: dict[str, Tensor], factor: float) -> dict[tuple[str, str], float]:
+def _gradient_errors(engine: Trained, wants: dict[str, Tensor], factor: float) -> dict[tuple[str, str], float]:
     """(parameter, remark) -> error of `factor` times its gradient."""
     norm, _ = scale(wants)
     errors = {}
@@ -211,7 +237,7 @@ def _gradient_errors(engine: Engine, wants: dict[str, Tensor], factor: float) ->
     return errors
 
 
-def _common_factor(engine: Engine, wants: dict[str, Tensor], factor: float) -> float | None:
+def _common_factor(engine: Trained, wants: dict[str, Tensor], factor: float) -> float | None:
     """r, if all that this rank holds of the gradients is r times what it should be."""
     product = squares = 0.0
     for name, p in engine.params.items():
@@ -225,7 +251,7 @@ def _common_factor(engine: Engine, wants: dict[str, Tensor], factor: float) -> f
     return r if same else None
 
 
-def _weight_errors(engine: Engine, wants: dict[str, Tensor], when: str) -> dict[str, float]:
+def _weight_errors(engine: Trained, wants: dict[str, Tensor], when: str) -> dict[str, float]:
     _, typical = scale(wants)
     errors = {}
     for name, p in engine.params.items():
@@ -236,7 +262,7 @@ def _weight_errors(engine: Engine, wants: dict[str, Tensor], when: str) -> dict[
     return errors
 
 
-def _state_errors(engine: Engine, reference: Reference) -> tuple[dict[str, float], str | None]:
+def _state_errors(engine: Trained, reference: Reference) -> tuple[dict[str, float], str | None]:
     """Weights, buffers and optimizer state after the last step, and whether each lies, once, where the plan says."""
     weights = {k: v for k, v in reference.final.items() if k in engine.params}
     errors = _weight_errors(engine, weights, "after the last step")
@@ -312,7 +338,7 @@ def _ratio(error: float, size: float) -> float:
 Calls = dict[str, list[Tensor]]  # module -> a tensor per call
 
 
-def _first_activation(engine: Engine, trace: Trace, references: list[Trace]) -> list[Difference]:
+def _first_activation(engine: Trained, trace: Trace, references: list[Trace]) -> list[Difference]:
     """The first output that differs, in order of execution, and the first gradient of an output, in backward order."""
     found: list[Difference] = []
     for place, (name, call) in enumerate(_calls(references[0].forward)):
@@ -351,7 +377,7 @@ def _partial(plan: Plan, name: str) -> bool:
     )
 
 
-def _differs(engine: Engine, name: str, call: int, mine: Calls, references: list[Calls], factor: float) -> bool | None:
+def _differs(engine: Trained, name: str, call: int, mine: Calls, references: list[Calls], factor: float) -> bool | None:
     """Whether a call's tensor differs, in any microbatch, from the reference's; None if it cannot be compared."""
     plan = engine.plan
     wholes = [r.get(name, []) for r in references]
@@ -394,7 +420,7 @@ def _routings(traces: list[Trace]) -> list[Routing]:
     return [replace(each[0], index=torch.cat([one.index for one in each])) for each in together]
 
 
-def _own_positions(engine: Engine, value: Tensor, want: Tensor) -> Tensor:
+def _own_positions(engine: Trained, value: Tensor, want: Tensor) -> Tensor:
     """Of a whole activation, the positions that this rank has, where ranks share the sequence."""
     length, size = engine.sequence.now.length, engine.plan.sequence_size
     if size == 1 or value.ndim != want.ndim or not want.ndim:
@@ -408,7 +434,7 @@ def _own_positions(engine: Engine, value: Tensor, want: Tensor) -> Tensor:
     return want
 
 
-def _local_part(engine: Engine, name: str, value: Tensor, want: Tensor) -> Tensor | None:
+def _local_part(engine: Trained, name: str, value: Tensor, want: Tensor) -> Tensor | None:
     """The part of a whole activation that this rank holds; None where it cannot be told from the plan."""
     want = _own_positions(engine, value, want)
     if value.shape == want.shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +14,7 @@ from ..errors import Refusal, WorkerDied
 from ..launch.processes import run
 from ..layout import Layout
 from ..order import part
+from ..places import DRIVER
 from ..planner import plan as lay
 from ..plans import Plan
 from .case import Batch, Case
@@ -56,7 +57,8 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
 
 
 def _under(case: Case, layout: str, reference: Reference) -> LayoutResult:
-    return run(check, Layout.parse(layout).world, case, layout, reference)[0]
+    names = (DRIVER, *case.workers) if case.workers else ()
+    return run(check, len(names) or Layout.parse(layout).world, case, layout, reference, names=names)[0]
 
 
 def verify(
@@ -70,12 +72,13 @@ def verify(
     clip: float | None = None,
     steps: int = 3,
     seed: int = 0,
+    workers: Mapping[str, Sequence[str]] | None = None,
 ) -> Report:
     """Show that `plan` gives the loss, gradients and weights of one device, in float64, below 1e-9 relative.
 
     `plan` may be a layout alone. `batch` is one global batch (dim 0 counts the plan's samples), taken `steps` times.
-    `build_model` is called in every
-    process after torch.manual_seed(seed). Returns a Report: `.passed`, `.text()`, `.json()`.
+    `build_model` is called in every process after torch.manual_seed(seed). `workers`: names -> globs of modules that
+    live there. Returns a Report: `.passed`, `.text()`, `.json()`.
     """
     if isinstance(plan, str):
         sample = {key: value[:2] for key, value in batch.items()}
@@ -90,6 +93,7 @@ def verify(
         inputs=None if inputs is None else tuple(inputs),
         clip=clip,
         seed=seed,
+        workers=workers or {},
     )
     return verify_case(case, [str(plan.layout)], steps)
 

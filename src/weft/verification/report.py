@@ -39,6 +39,7 @@ class Report:
         layouts = [
             {
                 "layout": r.layout,
+                **({"workers": list(r.workers)} if r.workers else {}),
                 "passed": r.passed,
                 "loss_rel_err": _number(r.loss_rel_err),
                 "grad_rel_err": _number(r.grad_rel_err),
@@ -68,7 +69,7 @@ def table(result: LayoutResult, steps: int) -> str:
     """What one layout's run showed."""
     mark = "equal" if result.passed else "DIFFERENT"
     lines = [
-        f"{result.layout}: {mark}",
+        f"{result.layout}{', workers ' + ', '.join(result.workers) if result.workers else ''}: {mark}",
         f"  loss              {result.loss_rel_err:9.2e}",
         f"  worst gradient    {result.grad_rel_err:9.2e}",
         f"  worst weight      {result.param_rel_err:9.2e}   after {steps} steps, optimizer state and buffers included",
@@ -78,6 +79,8 @@ def table(result: LayoutResult, steps: int) -> str:
         lines.append(f"  first difference  {result.first}")
     if result.problem is not None:
         lines.append(f"  problem           {result.problem}")
+    if result.workers:
+        return "\n".join([*lines, "  not audited       what calls between the driver and its workers send"])
     lines.append("  collectives of a step      predicted                 seen")
     for key in sorted({**result.comms_predicted, **result.comms_seen}):
         want, seen = result.comms_predicted.get(key, (0, 0)), result.comms_seen.get(key, (0, 0))

@@ -64,9 +64,9 @@ def traced(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = 
     experts = {each.module: each for each in experts_of(model)}
     places: dict[int, int] = {}  # id of a recorded tensor -> its microbatch
 
-    def keep(record: dict[str, list[Tensor]], names: list[str], name: str, tensor: Tensor) -> None:
+    def keep(record: dict[str, list[Tensor]], names: list[str], name: str, tensor: Tensor | None) -> None:
         kind, microbatch = now()
-        if kind == "W":
+        if kind == "W" or tensor is None:  # backward came by, and had no gradient
             return
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
         places[id(local)] = microbatch
@@ -107,7 +107,7 @@ def traced(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = 
 
     for name, module in model.named_modules():
         if isinstance(module, Bias):
-            trace.asked.append(Asked(name, "bias", module.bias.numel()))
+            trace.asked.append(Asked(name, "bias", module.state.shape[1]))
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: trace.inside.append(name)))
         handles.append(module.register_forward_hook(lambda *_: leave(), always_call=True))
         handles.append(

@@ -1,0 +1,238 @@
+"""Calls of modules that live in other processes, by torch.distributed.rpc, and what makes their backward complete.
+
+Distributed autograd waits, in every process, for a gradient of each message that a forward has sent; of a message whose
+tensors the loss does not need none would come, for ever. So a call's answer has a token beside it, a small tensor that
+hangs on all that arrived and all that is returned, and the loss hangs on every token: of every message gradients come
+by. Which of them the loss needs is known before backward begins; the others end where they arrive, as on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+from ..errors import CannotCut, WeftError
+from ..watch import SIMPLE, others, rebuilt, tensors
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a placed module: where the program is, which the answer depends on beside the arguments."""
+
+    module: str
+    training: bool
+    grad: bool
+    autocast: tuple[bool, torch.dtype]
+    step: int
+    samples: tuple[int, int]  # of the microbatch: from, to
+    place: int  # of dropout, as in `Randomness`
+    calls: int
+    apart: bool
+    number: int  # of the call in its microbatch
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`uses`: for each result with a gradient, which arguments with a gradient it is computed from. `calls`: how many
+    dropout masks have been drawn at this place by now."""
+
+    output: Any
+    token: Tensor | None
+    uses: list[list[bool]]
+    calls: int
+
+
+@dataclass(frozen=True)
+class Open:
+    """A call whose backward is to come: its arguments and results that have gradients."""
+
+    arguments: list[Tensor]
+    results: list[Tensor]
+    token: Tensor
+    uses: list[list[bool]]
+    needed: list[bool]  # of the arguments: filled in before backward
+
+
+class Calls:
+    """The driver's. `count`, `sent_bytes` and `came_bytes` are of all calls so far, gradients included."""
+
+    def __init__(self) -> None:
+        self.count = self.sent_bytes = self.came_bytes = 0
+        self.number = 0  # of the next call in its microbatch
+        self._open: list[Open] = []  # of this microbatch
+        self.refused: CannotCut | None = None  # in a backward, which tells nobody why it failed
+
+    def begin(self) -> None:
+        """A microbatch begins."""
+        self.number = 0
+        self._open.clear()
+
+    def __call__(self, worker: str, function: Any, call: Call, args: tuple, kwargs: dict) -> Answer:
+        """What `function(call, args, kwargs)` gives on this worker."""
+        if torch._C._current_graph_task_id() != -1:
+            problem = "is called in a backward, which computes a forward of the driver's again"
+            fix = "recompute inside of placed modules alone, or leave it to the driver"
+            self.refused = CannotCut("workers", call.module, problem, fix)
+            raise self.refused
+        args, kwargs = rebuilt(_known(call.module, (args, kwargs)), _compact)
+        arguments = [t for t in tensors((args, kwargs)) if t.requires_grad] if call.grad else []
+        needed: list[bool] = []
+        if arguments:
+            args, kwargs = _replaced((args, kwargs), _Enter.apply(needed, *arguments))
+        found: Answer | WeftError = answered(worker, rpc.rpc_async(worker, function, (call, args, kwargs), timeout=0))
+        if isinstance(found, WeftError):
+            raise found
+        back = tensors(found.output)
+        results = [t for t in back if t.requires_grad]
+        self.count, self.number = self.count + 1, self.number + 1
+        self.sent_bytes += _nbytes(tensors((args, kwargs))) + _nbytes(results)
+        self.came_bytes += _nbytes(back) + _nbytes(arguments)
+        if found.token is not None:
+            self._open.append(Open(arguments, results, found.token, found.uses, needed))
+        return found
+
+    def root(self, loss: Tensor) -> Tensor:
+        """The loss, in whose backward every call of this microbatch hears which of its results are needed."""
+        if not self._open:
+            return loss
+        graph = Graph([loss])
+        masks: list[Tensor] = []
+        for call in reversed(self._open):
+            needed = [t in graph for t in call.results]
+            used = [[n and u for u in uses] for n, uses in zip(needed, call.uses, strict=True)]
+            call.needed[:] = [any(column) for column in zip(*used, strict=True)] or [False] * len(call.arguments)
+            graph.add([t for t, n in zip(call.arguments, call.needed, strict=True) if n])
+            masks.insert(0, torch.tensor([0.0, *needed]))
+        root: Tensor = _Root.apply(loss, masks, *(call.token for call in self._open))
+        return root
+
+
+def answered(worker: str, future: Any) -> Any:
+    """What a call gives. Raises the module's own error, or one that names the worker that does not answer."""
+    try:
+        return future.wait()
+    except RuntimeError as error:
+        if "On WorkerInfo(" in str(error):
+            raise
+        raise RuntimeError(f"worker {worker} does not answer: {str(error).splitlines()[0]}") from error
+
+
+def departing(call: Call, output: Any, arrived: Sequence[Tensor], calls: int) -> Answer:
+    """What a worker returns of a module's output. `arrived`: the arguments that get gradients."""
+    output = rebuilt(_known(call.module, output), _compact)
+    own = [t for t in tensors(output) if t.requires_grad]
+    if not own and not arrived:
+        return Answer(output, None, [], calls)
+    uses = [[t in graph for t in arrived] for graph in (Graph([each] if arrived else []) for each in own)]
+    *leaving, token = _Leave.apply(len(own), *own, *arrived)
+    return Answer(_replaced(output, leaving), token, uses, calls)
+
+
+@contextmanager
+def unchanged(module: str, arguments: Any) -> Iterator[None]:
+    """Refuse a module that changes its arguments: they are copies, and the driver's would stay as they were."""
+    before = _marks(arguments)
+    yield
+    if _marks(arguments) != before:
+        raise CannotCut(
+            "workers", module, "changes its arguments in place, which the driver would not see",
+            "let it return what it changes, or leave it to the driver",
+        )  # fmt: skip
+
+
+def _marks(arguments: Any) -> list[Any]:
+    return [*((id(t), t._version) for t in tensors(arguments)), *others(arguments)]
+
+
+class Graph:
+    """All that some tensors are computed from, in this process."""
+
+    def __init__(self, roots: Sequence[Tensor]):
+        self._edges: set[tuple[Any, int]] = set()  # (node, which of its outputs)
+        self._seen: set[Any] = set()  # which keeps them alive, and so themselves
+        self.add(roots)
+
+    def __contains__(self, t: Tensor) -> bool:
+        return (t.grad_fn, t.output_nr) in self._edges
+
+    def add(self, roots: Sequence[Tensor]) -> None:
+        waiting = [(root.grad_fn, root.output_nr) for root in roots]
+        while waiting:
+            node, place = waiting.pop()
+            self._edges.add((node, place))
+            if node is not None and node not in self._seen:
+                self._seen.add(node)
+                waiting += node.next_functions
+
+
+class _Enter(torch.autograd.Function):
+    """Arguments on their way to a worker; those that are not `needed` get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, needed: list[bool], *arguments: Tensor) -> tuple[Tensor, ...]:
+        ctx.needed = needed
+        return tuple(t.view_as(t) for t in arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(g if n else None for g, n in zip(grads, ctx.needed, strict=True))
+
+
+class _Leave(torch.autograd.Function):
+    """`count` results of a module, and what arrived -> the results and a token."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.count, ctx.arrived = count, len(tensors) - count
+        return *(t.view_as(t) for t in tensors[:count]), torch.zeros(1 + count)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *own, mask = grads
+        needed = mask[1:].tolist()
+        return None, *(g if n else None for g, n in zip(own, needed, strict=True)), *[None] * ctx.arrived
+
+
+class _Root(torch.autograd.Function):
+    """A loss that hangs on tokens; `masks` are their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, masks: list[Tensor], *tokens: Tensor) -> Tensor:
+        ctx.masks = masks
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, *ctx.masks
+
+
+def _replaced(structure: Any, replacements: Sequence[Tensor]) -> Any:
+    """The structure with others in place of its tensors that have gradients."""
+    each = iter(replacements)
+    return rebuilt(structure, lambda t: next(each) if t.requires_grad else t)
+
+
+def _known(module: str, structure: Any) -> Any:
+    """Refuse what would arrive as a copy that is not the same thing."""
+    for part in others(structure):
+        if not isinstance(part, SIMPLE):
+            raise CannotCut(
+                "workers", module, f"a {type(part).__name__} enters or leaves it",
+                "pass tensors, numbers and texts, in tuples, lists, dicts or dataclasses, or leave it to the driver",
+            )  # fmt: skip
+    return structure
+
+
+def _compact(t: Tensor) -> Tensor:
+    """A view is sent with all of its storage: then a copy of its part is."""
+    return t.clone() if t.untyped_storage().nbytes() > t.nbytes else t
+
+
+def _nbytes(values: Any) -> int:
+    return sum(t.nbytes for t in values)
