@@ -15,6 +15,7 @@ from torch import Tensor
 from weft import build
 from weft.config import Run
 from weft.errors import ConfigError, WeftError
+from weft.launch import processes
 from weft.launch.processes import Pool
 from weft.train.spikes import LEAST, WINDOW, Spikes
 from weft.train.trainer import train
@@ -56,22 +57,27 @@ def settings(**more: Any) -> dict[str, Any]:
     return {**common, "checkpoint__every": 8, "checkpoint__keep": 9, "data__build": "test_spikes:Spoilt", **more}
 
 
-@pytest.mark.parametrize("axes", ["dp1", "fsdp2", "pp2"])
+@pytest.mark.parametrize("axes", ["dp1", "fsdp2", "pp2", "a worker"])
 def test_a_spike_is_undone_and_its_samples_left_out(
     tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str], axes: str
 ) -> None:
-    def trained(run: Run, resume: bool) -> None:
-        train(run, resume) if axes == "dp1" else pool.run(train, run, resume, world=2)
+    lies = "dp1" if axes == "a worker" else axes
 
-    run = make(tmp_path, axes, **settings(train__rollback=1.5, train__steps=36))
+    def trained(run: Run, resume: bool) -> None:
+        if axes == "a worker":
+            processes.run(train, 2, run.model_copy(update={"workers": {"other": ("blocks.0",)}}), resume, threads=1)
+        else:
+            train(run, resume) if axes == "dp1" else pool.run(train, run, resume, world=2)
+
+    run = make(tmp_path, lies, **settings(train__rollback=1.5, train__steps=36))
     trained(run, False)
     said = " ".join(capfd.readouterr().out.split())
     assert axes != "dp1" or f"times the usual 1.898: back to step {KEPT}, {BAD - KEPT} batches are left out" in said
-    run = make(tmp_path, axes, **settings(train__rollback=1.5))
+    run = make(tmp_path, lies, **settings(train__rollback=1.5))
     trained(run, True)  # how many are left out is in the checkpoint
     assert [line["step"] for line in lines(run)] == list(range(1, 41))
     assert [line.get("batches_left_out", 0) for line in lines(run)] == [0] * KEPT + [BAD - KEPT] * (40 - KEPT)
-    other = make(tmp_path / "passed", axes, **settings(data__build="test_spikes:Passed"))
+    other = make(tmp_path / "passed", lies, **settings(data__build="test_spikes:Passed"))
     trained(other, False)
     once, again = saved(run, 40), saved(other, 40)
     assert once.keys() == again.keys()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import STOPPED, ConfigError, LayoutError, Refusal, WeftError, nearest
+from .errors import STOPPED, ConfigError, Refusal, WeftError, nearest
 from .launch import hosts
 from .launch.environment import environment, note_error
 from .layout import Layout

@@ -119,6 +119,8 @@ class Remote:
             with torch.random.fork_rng([]):  # the user's own draws are not ours to move
                 found = self._step(batch)
         dist.broadcast(found, src=0)
+        with self._turn:
+            self._at = -1  # the next one may have the same number again, if this is undone
         loss, weight, norm, normed, skipped = found
         self.steps_done += 1
         return StepResult(loss, weight, norm if normed else None, bool(skipped))
