@@ -371,7 +371,7 @@ TOML = f'{RUN}[workers]\nstorage = ["embedding"]\nbig = ["blocks.0", "blocks.1"]
     ("arguments", "said"),
     [
         (["--trace"], "--trace = True: shows stages, and [workers] has none"),
-        (["--nproc", "2"], "--nproc = 2: a driver and storage, big are 3 processes. Use 3"),
+        (["--nproc", "2"], "--nproc = 2: a driver and storage, big are 3 processes, and there are 2. Use 3"),
         (["--layout", "tp2"], "layout.axes = 'tp2': workers hold whole modules"),
         (["--set", "workers.big=7"], "workers.big = 7: is not a list"),
     ],
