@@ -1,7 +1,7 @@
 """Hosts that take part in one run: how many, where they meet, and by which address the others reach this one. No torch.
 
-    nodes("2:4")                       from 2 to 4 of them
-    Meeting.parse("10.0.0.1:29400")    at a port of one of them; or file:///shared/run1, a file that all of them see
+nodes("2:4")                       from 2 to 4 of them
+Meeting.parse("10.0.0.1:29400")    at a port of one of them; or file:///shared/run1, a file that all of them see
 """
 
 from __future__ import annotations
