@@ -60,10 +60,8 @@ def train(
         run = _load(path, settings, layout, output)
         world = Layout.parse(run.layout.axes).world
         joined = environment()
-        for name, count in (("--nproc", nproc), ("WORLD_SIZE", joined and joined[1])):
-            if count is not None and count != world:
-                fix = f'use {world}, or a layout of {count} ranks such as "dp{count}"'
-                raise LayoutError(name, count, f"layout {run.layout.axes} has {world} ranks", fix)
+        _hold_world(run, "--nproc", nproc)
+        _hold_world(run, "WORLD_SIZE", joined and joined[1])
 
         from . import build, checkpoint
         from .launch import processes, replicas, restarts
@@ -324,6 +322,29 @@ def launch_kubernetes(
         _written(kubernetes.manifest(job, image, volume or [], name, namespace, gpus, cpu, memory), out)
 
 
+@clusters.command("ray")
+def launch_ray(
+    path: RunFile,
+    workers: Annotated[int | None, typer.Option(help="Number of workers: the layout's ranks, if left out.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster, as in host:6379: RAY_ADDRESS's or one of its own, if left out.")
+    ] = None,
+    layout: AxesOf = None,
+    settings: Settings = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's latest checkpoint.")] = False,
+    output: Output = None,
+) -> None:
+    """Train in the workers of Ray Train: when one dies they are started anew, and go on."""
+    with _exit_codes():
+        from . import build
+        from .launch import raytrain
+
+        run = _load(path, settings, layout, output)
+        _hold_world(run, "--workers", workers)
+        build.check(run)
+        raytrain.run(run, resume, address)
+
+
 def _job(path: Path, hosts: str, layout: str | None, settings: list[str] | None, output: str | None) -> Job:
     """A run that has passed weft's own checks, on hosts that can share its ranks."""
     from . import build
@@ -366,6 +387,14 @@ def _load(path: Path, settings: list[str] | None, layout: str | None, output: st
         if text is not None:
             overrides[key] = json.dumps(text)  # a string, even if it reads like a number
     return config.load(path, overrides)
+
+
+def _hold_world(run: Run, name: str, count: int | None) -> None:
+    """Raises LayoutError if there is another number of processes than the layout has ranks."""
+    world = Layout.parse(run.layout.axes).world
+    if count is not None and count != world:
+        fix = f'use {world}, or a layout of {count} ranks such as "dp{count}"'
+        raise LayoutError(name, count, f"layout {run.layout.axes} has {world} ranks", fix)
 
 
 def _pairs(settings: list[str] | None, example: str) -> dict[str, str]:

@@ -3,8 +3,8 @@
 The job's one step has one task on each host. SLURM sends SIGTERM to all processes of the step, and not to the script:
 before the time limit because `--signal` asks for it, and when a job is preempted in a partition that has a GraceTime.
 All tasks save and end with 75; srun ends with the highest code of its tasks, and the script asks for another turn.
-Where hosts may be lost, srun ends with 1 once one was, whatever the others say; the job then has fewer hosts than it
-began with.
+Where hosts may be lost, newer versions' srun ends with 1 once one was, whatever the others say; the job then has fewer
+hosts than it began with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ fi
 """
 
 STOPPED_OR_LOST = """\
-# Once a host was lost, srun's code is not that of the others: the next turn goes on, or finds the run done.
+# Once a host was lost, srun's code may not be that of the others: the next turn goes on, or finds the run done.
 left=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D)
 if [[ $code -eq 75 || ($code -ne 0 && ${left:-$SLURM_JOB_NUM_NODES} -lt $SLURM_JOB_NUM_NODES) ]]; then
     scontrol requeue "$SLURM_JOB_ID"
