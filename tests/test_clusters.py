@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,14 @@ def test_ranks_divide_over_the_most_hosts(tmp_path: Path) -> None:
 # ---- SLURM -----------------------------------------------------------------------------------------------------------
 
 SRUN = r"""#!/bin/bash
-# One task for each node, all of them at once, and the highest code, or 1 where a node was lost: as the real one.
+# One task for each node, all of them at once, and the highest code; or $LOST where a node was lost: as the real one.
 echo "$@" > "$STUBS/srun"
 while [[ $1 == --* ]]; do shift; done
 for ((task = 0; task < SLURM_JOB_NUM_NODES; task++)); do
     SLURM_STEP_ID=0 SLURM_PROCID=$task SLURM_NTASKS=$SLURM_JOB_NUM_NODES "$@" & tasks+=($!)
 done
 for task in "${tasks[@]}"; do wait "$task"; code=$?; ((code > highest)) && highest=$code; done
-[[ $LEFT -lt $SLURM_JOB_NUM_NODES ]] && exit 1
+[[ $LEFT -lt $SLURM_JOB_NUM_NODES && -n $LOST ]] && exit "$LOST"
 exit "${highest:-0}"
 """
 SCONTROL = r"""#!/bin/bash
@@ -76,9 +77,11 @@ exit "${codes[$SLURM_PROCID]}"
 """
 
 
-def ran(folder: Path, script: str, codes: str = "0 0", left: int = 2) -> tuple[int, bool, list[str]]:
+def ran(
+    folder: Path, script: str, codes: str = "0 0", left: int | str = 2, lost: int | str = 1
+) -> tuple[int, bool, list[str]]:
     """(exit code, whether it was requeued, what the first task was called with) of the script on two nodes, whose tasks
-    end with these codes, and of which so many are `left` at the end."""
+    end with these codes, and of which so many are `left` at the end; `lost` is srun's code if that is fewer."""
     stubs = folder / "stubs"
     stubs.mkdir(parents=True)
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE, "weft": WEFT}.items():
@@ -86,6 +89,7 @@ def ran(folder: Path, script: str, codes: str = "0 0", left: int = 2) -> tuple[i
         (folder / name).chmod(stat.S_IRWXU)
     (folder / "job.sh").write_text(script, encoding="utf-8")
     env = {"PATH": f"{folder}:{os.environ['PATH']}", "STUBS": str(stubs), "CODES": codes, "LEFT": str(left)}
+    env["LOST"] = str(lost)
     slurm = {"SLURM_JOB_ID": "70123", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
     done = subprocess.run(["bash", folder / "job.sh"], env=env | slurm | {"SLURM_CPUS_PER_TASK": "2"}, timeout=20)
     assert len([*stubs.glob("task-*")]) == 2
@@ -119,6 +123,13 @@ def test_a_job_that_was_stopped_goes_back_to_the_queue(
 ) -> None:
     text = slurm.script(job(tmp_path, hosts))
     assert ran(tmp_path / "bin", text, codes, left)[:2] == (code, again)
+
+
+def test_where_srun_says_what_those_that_are_left_say_it_is_believed(tmp_path: Path) -> None:
+    text = slurm.script(job(tmp_path, "1:2"))
+    for number, (codes, again) in enumerate((("0 0", False), ("75 75", True))):  # SLURM 22.05
+        assert ran(tmp_path / str(number), text, codes, 1, "")[:2] == (int(codes[:2]), again)
+    assert ran(tmp_path / "deaf", text, "1 1", "", "")[:2] == (1, False)  # squeue does not answer
 
 
 def test_a_job_runs_weft_once_on_each_host_with_what_it_was_given(tmp_path: Path) -> None:
@@ -393,15 +404,18 @@ def test_what_cannot_run_is_not_written(file: Path, words: tuple[str, ...], said
 
 
 class Killed(Ramps):
-    """Rank 1 is killed when it has read 30 samples, as long as there is a file that says so."""
+    """Rank 1 is killed when it has read 30 samples, once: where a file names a checkpoint, after which it is killed. The
+    file then tells that checkpoint's inode."""
 
     def __init__(self, split: str = "train", file: str = ""):
         super().__init__(split)
         self.file = Path(file)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if self.reads == 30 and os.environ.get("RANK") == "1" and self.file.exists():
-            self.file.unlink()
+        if self.reads == 30 and os.environ.get("RANK") == "1" and not (said := self.file.read_text()).isdigit():
+            while not Path(said).exists():
+                time.sleep(0.01)
+            self.file.write_text(str(Path(said).stat().st_ino))
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
@@ -422,14 +436,15 @@ def test_a_run_by_ray_goes_on_when_a_worker_has_died(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # what Ray's workers import
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    killer = tmp_path / "kill"
-    killer.touch()
-    settings = {"data__build": "test_clusters:Killed", "train__steps": 9, "train__threads": 1}
-    killed = make(tmp_path / "ray", "dp2", **settings, data__file=str(killer))
-    whole = make(tmp_path / "whole", "dp2", **settings, data__file=str(tmp_path / "none"))
+    killer, kept = tmp_path / "kill", tmp_path / "ray" / "out" / "checkpoints" / "step-000003"
+    killer.write_text("0")
+    settings = {"data__build": "test_clusters:Killed", "data__file": str(killer)}
+    settings |= {"train__steps": 9, "train__threads": 1}
+    whole, killed = (make(tmp_path / name, "dp2", **settings) for name in ("whole", "ray"))
     processes.run(train, 2, whole, False, threads=1)
+    killer.write_text(str(kept))
     raytrain.run(killed, resume=False)
-    assert not killer.exists()
+    assert killer.read_text() == str(kept.stat().st_ino)  # it was killed, and did not begin anew
     assert curve(killed) == curve(whole)
     here, there = saved(killed, 9), saved(whole, 9)
     assert here.keys() == there.keys()

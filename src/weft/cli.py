@@ -326,15 +326,12 @@ def launch_kubernetes(
 def launch_ray(
     path: RunFile,
     workers: Annotated[int | None, typer.Option(help="Number of workers: the layout's ranks, if left out.")] = None,
-    address: Annotated[
-        str | None, typer.Option(help="A Ray cluster, as in host:6379: RAY_ADDRESS's or one of its own, if left out.")
-    ] = None,
     layout: AxesOf = None,
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's latest checkpoint.")] = False,
     output: Output = None,
 ) -> None:
-    """Train in the workers of Ray Train: when one dies they are started anew, and go on."""
+    """Train in the workers of Ray Train, at RAY_ADDRESS or here: when one dies all are started anew, and go on."""
     with _exit_codes():
         from . import build
         from .launch import raytrain
@@ -342,7 +339,7 @@ def launch_ray(
         run = _load(path, settings, layout, output)
         _hold_world(run, "--workers", workers)
         build.check(run)
-        raytrain.run(run, resume, address)
+        raytrain.run(run, resume)
 
 
 def _job(path: Path, hosts: str, layout: str | None, settings: list[str] | None, output: str | None) -> Job:

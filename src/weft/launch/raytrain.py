@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import build, checkpoint
 from ..config import Run
-from ..errors import ConfigError, WorkerDied
+from ..errors import ConfigError, WeftError
 from ..layout import Layout
 from ..train.output import CHECKPOINTS, check_output
 from ..train.trainer import train
@@ -24,10 +24,10 @@ from .processes import Backend
 STORE = "ray"  # the folder of Ray's own notes, in the run's
 
 
-def run(run: Run, resume: bool, address: str | None = None) -> None:
-    """Train on the Ray cluster at `address`; if left out that of RAY_ADDRESS, or one that Ray starts on this host.
+def run(run: Run, resume: bool) -> None:
+    """Train on the Ray cluster that RAY_ADDRESS names, else on one that runs on this host or is started here.
 
-    Raises ConfigError if Ray is not installed, does not answer or has too little for the layout; WorkerDied if workers
+    Raises ConfigError if Ray is not installed, does not answer or has too little for the layout; WeftError if workers
     die more than [checkpoint] restarts times.
     """
     try:
@@ -39,9 +39,10 @@ def run(run: Run, resume: bool, address: str | None = None) -> None:
     run = run.model_copy(update={"output": str(Path(run.output).resolve())})  # workers are elsewhere
     check_output(run, resume)
     try:
-        ray.init(address=address, log_to_driver=True)
+        ray.init()
     except (ConnectionError, ValueError) as error:
-        raise ConfigError("--address", address, f"no Ray answers ({error})", "name one, as in host:6379") from None
+        at = os.environ.get("RAY_ADDRESS")
+        raise ConfigError("RAY_ADDRESS", at, f"no Ray answers ({error})", "name one that runs, or unset it") from None
     try:
         needed = _needed(run, ray.cluster_resources())
         backend: Backend = "nccl" if "GPU" in needed else "gloo"
@@ -58,8 +59,9 @@ def run(run: Run, resume: bool, address: str | None = None) -> None:
             ),
         ).fit()
     except WorkerGroupError as error:
-        rank, failure = min(error.worker_failures.items())
-        raise WorkerDied(rank, str(failure)) from None
+        # which came first Ray does not say; it has shown all of each
+        said = [f"\nrank {rank}: {str(each).strip().splitlines()[-1]}" for rank, each in error.worker_failures.items()]
+        raise WeftError(f"workers died:{''.join(said)}") from None
     finally:
         ray.shutdown()
 
