@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from weft.launch import kubernetes, processes, slurm
 from weft.launch.clusters import Job
 from weft.train.trainer import train
 
-AWKWARD = ("--set", 'train.prompt=it\'s "$(date)" `id` $HOME \\ ü\n#', "--output", "/data/my run")
+AWKWARD = ("--set", 'train.prompt=it\'s "$(date)" `id` $$HOME $(PET_NNODES) \\ ü\n#', "--output", "/data/my run")
 
 
 def job(folder: Path, hosts: str = "2", axes: str = "dp4", given: tuple[str, ...] = (), **settings: Any) -> Job:
@@ -55,21 +55,26 @@ def test_ranks_divide_over_the_most_hosts(tmp_path: Path) -> None:
 SRUN = r"""#!/bin/bash
 # One task for each node, all of them at once, and the highest code; or $LOST where a node was lost: as the real one.
 echo "$@" > "$STUBS/srun"
+[[ $LEFT != n2 ]] || kill -KILL $PPID # the script's own host is lost
 while [[ $1 == --* ]]; do shift; done
 for ((task = 0; task < SLURM_JOB_NUM_NODES; task++)); do
     SLURM_STEP_ID=0 SLURM_PROCID=$task SLURM_NTASKS=$SLURM_JOB_NUM_NODES "$@" & tasks+=($!)
 done
 for task in "${tasks[@]}"; do wait "$task"; code=$?; ((code > highest)) && highest=$code; done
-[[ $LEFT -lt $SLURM_JOB_NUM_NODES && -n $LOST ]] && exit "$LOST"
+touch "$STUBS/ended"
+[[ $LEFT != "n1 n2" && -n $LOST ]] && exit "$LOST"
 exit "${highest:-0}"
 """
 SCONTROL = r"""#!/bin/bash
-case $1 in
-hostnames | show) printf 'n1\nn2\n' ;;
-requeue) echo "$2" >> "$STUBS/requeued" ;;
+case "$*" in
+"show hostnames "*) printf '%s\n' ${3//,/ } ;;
+requeue*) echo "$2" >> "$STUBS/requeued" ;;
 esac
 """
-SQUEUE = '#!/bin/bash\necho "$LEFT"\n'
+SQUEUE = r"""#!/bin/bash
+left=($LEFT)
+[[ -z $LEFT ]] || case "$*" in *%D) echo ${#left[@]} ;; *%N) (IFS=,; echo "${left[*]}") ;; esac
+"""
 WEFT = r"""#!/bin/bash
 printf '%s\0' "$@" > "$STUBS/task-$SLURM_PROCID"
 read -ra codes <<< "$CODES"
@@ -78,24 +83,37 @@ exit "${codes[$SLURM_PROCID]}"
 
 
 def ran(
-    folder: Path, script: str, codes: str = "0 0", left: int | str = 2, lost: int | str = 1
+    folder: Path, script: str, codes: str = "0 0", left: str = "n1 n2", lost: str = "1"
 ) -> tuple[int, bool, list[str]]:
     """(exit code, whether it was requeued, what the first task was called with) of the script on two nodes, whose tasks
-    end with these codes, and of which so many are `left` at the end; `lost` is srun's code if that is fewer."""
+    end with these codes, and of which these are `left` at the end; `lost` is srun's code if one is not."""
     stubs = folder / "stubs"
     stubs.mkdir(parents=True)
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE, "weft": WEFT}.items():
+    for name, text in {
+        "srun": SRUN,
+        "scontrol": SCONTROL,
+        "squeue": SQUEUE,
+        "weft": WEFT,
+        "sleep": "#!/bin/bash\n",
+    }.items():
         (folder / name).write_text(text)
         (folder / name).chmod(stat.S_IRWXU)
     (folder / "job.sh").write_text(script, encoding="utf-8")
-    env = {"PATH": f"{folder}:{os.environ['PATH']}", "STUBS": str(stubs), "CODES": codes, "LEFT": str(left)}
-    env["LOST"] = str(lost)
-    slurm = {"SLURM_JOB_ID": "70123", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-    done = subprocess.run(["bash", folder / "job.sh"], env=env | slurm | {"SLURM_CPUS_PER_TASK": "2"}, timeout=20)
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "STUBS": str(stubs), "CODES": codes, "LEFT": left, "LOST": lost}
+    env |= {"SLURM_JOB_ID": "70123", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n1,n2"}
+    done = subprocess.run(["bash", folder / "job.sh"], env=env | {"SLURM_CPUS_PER_TASK": "2"}, timeout=20)
+    ended, requeued = stubs / "ended", stubs / "requeued"
+    wait_for(ended.exists)  # srun may outlive the script
     assert len([*stubs.glob("task-*")]) == 2
-    requeued = stubs / "requeued"
-    assert not requeued.exists() or requeued.read_text() == "70123\n"
+    assert not requeued.exists() or set(requeued.read_text().split()) == {"70123"}
     return done.returncode, requeued.exists(), (stubs / "task-0").read_text(encoding="utf-8").split("\0")[:-1]
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def options(script: str) -> list[str]:
@@ -105,31 +123,34 @@ def options(script: str) -> list[str]:
 @pytest.mark.parametrize(
     ("hosts", "codes", "left", "code", "again"),
     [
-        ("2", "75 75", 2, 75, True),
-        ("2", "0 75", 2, 75, True),
-        ("2", "0 0", 2, 0, False),
-        ("2", "1 0", 2, 1, False),
-        ("2", "2 2", 2, 2, False),
-        ("2", "75 137", 2, 137, False),
-        ("1:2", "75 75", 2, 75, True),
-        ("1:2", "1 1", 2, 1, False),
-        ("1:2", "0 0", 2, 0, False),
-        ("1:2", "0 0", 1, 1, True),  # srun says 1, whatever those that are left say
-        ("1:2", "75 75", 1, 1, True),
+        ("2", "75 75", "n1 n2", 75, True),
+        ("2", "0 75", "n1 n2", 75, True),
+        ("2", "0 0", "n1 n2", 0, False),
+        ("2", "1 0", "n1 n2", 1, False),
+        ("2", "2 2", "n1 n2", 2, False),
+        ("2", "75 137", "n1 n2", 137, False),
+        ("1:2", "75 75", "n1 n2", 75, True),
+        ("1:2", "1 1", "n1 n2", 1, False),
+        ("1:2", "0 0", "n1 n2", 0, False),
+        ("1:2", "0 0", "n1", 1, True),  # srun says 1, whatever those that are left say
+        ("1:2", "75 75", "n1", 1, True),
+        ("1:2", "1 1", "n2", -signal.SIGKILL, True),  # the script's own host
+        ("1:2", "75 75", "n2", -signal.SIGKILL, True),
+        ("1:2", "0 0", "n2", -signal.SIGKILL, False),
+        ("1:2", "2 2", "n2", -signal.SIGKILL, False),
+        ("1:2", "1 1", "", 1, False),  # squeue does not answer
     ],
 )
 def test_a_job_that_was_stopped_goes_back_to_the_queue(
-    tmp_path: Path, hosts: str, codes: str, left: int, code: int, again: bool
+    tmp_path: Path, hosts: str, codes: str, left: str, code: int, again: bool
 ) -> None:
-    text = slurm.script(job(tmp_path, hosts))
-    assert ran(tmp_path / "bin", text, codes, left)[:2] == (code, again)
+    assert ran(tmp_path / "bin", slurm.script(job(tmp_path, hosts)), codes, left)[:2] == (code, again)
 
 
-def test_where_srun_says_what_those_that_are_left_say_it_is_believed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("codes", "again"), [("0 0", False), ("75 75", True)])
+def test_where_srun_says_what_those_that_are_left_say_it_is_believed(tmp_path: Path, codes: str, again: bool) -> None:
     text = slurm.script(job(tmp_path, "1:2"))
-    for number, (codes, again) in enumerate((("0 0", False), ("75 75", True))):  # SLURM 22.05
-        assert ran(tmp_path / str(number), text, codes, 1, "")[:2] == (int(codes[:2]), again)
-    assert ran(tmp_path / "deaf", text, "1 1", "", "")[:2] == (1, False)  # squeue does not answer
+    assert ran(tmp_path / "bin", text, codes, "n1", lost="")[:2] == (int(codes[:2]), again)  # SLURM 22.05
 
 
 def test_a_job_runs_weft_once_on_each_host_with_what_it_was_given(tmp_path: Path) -> None:
@@ -140,7 +161,7 @@ def test_a_job_runs_weft_once_on_each_host_with_what_it_was_given(tmp_path: Path
     assert code == 0
     where = ["--nodes", "1:2", "--rdzv", "n1:30123", "--nproc", "2", "--auto-resume"]
     assert words == ["train", "my runs/run.toml", *where, *AWKWARD]
-    step = (tmp_path / "bin" / "stubs" / "srun").read_text().split(" weft ")[0].split()
+    step = (tmp_path / "bin" / "stubs" / "srun").read_text().split(" bash ")[0].split()
     assert step == [
         *("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2"),
         *("--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
@@ -329,23 +350,8 @@ def test_kubernetes_refuses(tmp_path: Path, given: dict[str, Any], said: str) ->
 def test_any_text_is_read_back_from_yaml() -> None:
     draw = random.Random(0)
     letters = "aZ09 -_.:/#'\"\\$(){}[],&*!|>%@`~=?\n\t\r\0\x07\x7f\x85\xa0é\u2028\u2029\ufeff\ufffe😀"
-    words = [
-        "",
-        "yes",
-        "NULL",
-        "~",
-        "1e3",
-        "0x1f",
-        "1:30",
-        "a: b",
-        "a #b",
-        "- a",
-        "--a",
-        "---",
-        "=",
-        "<<",
-        "2026-01-01",
-    ]
+    words = ["", "~", "1e3", "0x1f", "1:30", "a: b", "a #b", "- a", "--a", "---", "=", "<<"]
+    words += ["yes", "No", "on", "OFF", "true", "False", "NULL"]
     words += ["".join(draw.choices(letters, k=draw.randrange(1, 7))) for _ in range(2000)]
     for word in words:
         assert yaml.safe_load(f"- a: {kubernetes.scalar(word)}\n  b: 1\n") == [{"a": word, "b": 1}], repr(word)
@@ -404,8 +410,8 @@ def test_what_cannot_run_is_not_written(file: Path, words: tuple[str, ...], said
 
 
 class Killed(Ramps):
-    """Rank 1 is killed when it has read 30 samples, once: where a file names a checkpoint, after which it is killed. The
-    file then tells that checkpoint's inode."""
+    """Rank 1 is killed when it has read 30 samples, once: where a file names a checkpoint, and when that is whole. The
+    file then tells its inode."""
 
     def __init__(self, split: str = "train", file: str = ""):
         super().__init__(split)

@@ -4,7 +4,8 @@ The job's one step has one task on each host. SLURM sends SIGTERM to all process
 before the time limit because `--signal` asks for it, and when a job is preempted in a partition that has a GraceTime.
 All tasks save and end with 75; srun ends with the highest code of its tasks, and the script asks for another turn.
 Where hosts may be lost, newer versions' srun ends with 1 once one was, whatever the others say; the job then has fewer
-hosts than it began with.
+hosts than it began with. The first host takes the script along, and SLURM lets the job be: then the tasks of the others
+ask for another turn, when they end for want of a place to meet.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LEAST_S = SAVE_S + 180  # SLURM sends signals up to a minute early, and steps ar
 HOST, PORT = "$host", "$port"
 
 MEET = """\
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000)) # another for each job
 """
 
@@ -37,6 +38,23 @@ if [[ $code -eq 75 || ($code -ne 0 && ${left:-$SLURM_JOB_NUM_NODES} -lt $SLURM_J
     scontrol requeue "$SLURM_JOB_ID"
 fi
 """
+
+
+# What each task is where hosts may be lost. It outlives SIGTERM, as weft does.
+TASK = """\
+bash -c 'trap : TERM
+        "$@"
+        code=$?
+        case $code in 0 | 2) tries=0 ;; 75) tries=1 ;; *) tries=36 ;; esac # SLURM may be minutes late to see it
+        for ((; tries > 0; tries--)); do
+            left=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)
+            if [[ -n $left ]] && ! scontrol show hostnames "$left" | grep -qx "$host"; then
+                scontrol requeue "$SLURM_JOB_ID" # the first host is gone, and the script with it
+                break
+            fi
+            ((tries == 1)) || sleep 10
+        done
+        exit $code' task"""
 
 
 def script(
@@ -88,6 +106,7 @@ def _srun(job: Job) -> str:
     lines = [
         'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"',
         "--kill-on-bad-exit=0 --wait=0" + (" --no-kill" if job.elastic else ""),
+        *([TASK] if job.elastic else []),
     ]
     for word in job.command(job.hosts, f"{HOST}:{PORT}"):
         quoted = f'"{word}"' if word == f"{HOST}:{PORT}" else shlex.quote(word)
