@@ -22,6 +22,7 @@ from .layout import Layout
 
 if TYPE_CHECKING:  # what brings torch with it is imported when a command runs: --help is to be fast
     from .config import Run
+    from .launch.clusters import Job
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -274,6 +275,110 @@ def bring_in(
         typer.echo(
             f"{found.tensors} tensors, {found.nbytes:,} B -> {run.output}; begin: weft train {run_file} --resume"
         )
+
+
+# ---- weft launch -----------------------------------------------------------------------------------------------------
+
+clusters = typer.Typer(no_args_is_help=True, help="Run RUN.toml on a cluster.")
+app.add_typer(clusters, name="launch")
+
+AxesOf = Annotated[str | None, typer.Option("--layout", help="Axes and sizes, as in dp2.tp2.")]
+Hosts = Annotated[
+    str, typer.Option(metavar="N|MIN:MAX", help="Hosts: 4, or 2:4 to go on with fewer.", show_default=False)
+]
+Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of each host.")]
+Output = Annotated[str | None, typer.Option(metavar="DIR", help="The run folder, which all hosts see.")]
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write: to the terminal, if left out.")]
+
+
+@clusters.command("slurm")
+def launch_slurm(
+    path: RunFile,
+    nodes: Hosts,
+    time: Annotated[str | None, typer.Option(help="The time limit, as in 12:00:00 or 2-12.")] = None,
+    partition: Annotated[str | None, typer.Option(help="The partition: SLURM's default, if left out.")] = None,
+    account: Annotated[str | None, typer.Option(help="The account that pays.")] = None,
+    gpus: Gpus = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs of each host: one per rank, if left out.")] = None,
+    layout: AxesOf = None,
+    settings: Settings = None,
+    output: Output = None,
+    out: Out = None,
+) -> None:
+    """Write a file for sbatch: it saves when it is stopped, goes back to the queue, and goes on."""
+    with _exit_codes():
+        from .launch import slurm
+
+        job = _job(path, nodes, layout, settings, output)
+        _written(slurm.script(job, time, partition, account, gpus, cpus), out)
+
+
+@clusters.command("kubernetes")
+def launch_kubernetes(
+    path: RunFile,
+    nodes: Hosts,
+    image: Annotated[str, typer.Option(help="A container image with weft and the run file.", show_default=False)],
+    volume: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CLAIM:/PATH", help="A PersistentVolumeClaim, for the run folder."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The job's name: the run file's, if left out.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="The namespace: kubectl's, if left out.")] = None,
+    gpus: Gpus = None,
+    cpu: Annotated[str | None, typer.Option(help="CPUs of each host, as in 8 or 500m.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of each host, as in 64Gi.")] = None,
+    layout: AxesOf = None,
+    settings: Settings = None,
+    output: Output = None,
+    out: Out = None,
+) -> None:
+    """Write a PyTorchJob for kubectl: pods that are stopped save, start again, and go on."""
+    with _exit_codes():
+        from .launch import kubernetes
+
+        job = _job(path, nodes, layout, settings, output)
+        _written(kubernetes.manifest(job, image, volume or [], name, namespace, gpus, cpu, memory), out)
+
+
+@clusters.command("ray")
+def launch_ray(
+    path: RunFile,
+    workers: Annotated[int | None, typer.Option(help="Number of workers: the layout's ranks, if left out.")] = None,
+    layout: AxesOf = None,
+    settings: Settings = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's latest checkpoint.")] = False,
+    output: Output = None,
+) -> None:
+    """Train in the workers of Ray Train, at RAY_ADDRESS or here: when one dies all are started anew, and go on."""
+    with _exit_codes():
+        from . import build
+        from .launch import raytrain
+        from .train import command
+
+        run = _load(path, settings, layout, output)
+        if workers not in (None, run.world):
+            raise command.unfit(run, "--workers", workers)
+        build.check(run)
+        raytrain.run(run, resume)
+
+
+def _job(path: Path, hosts: str, layout: str | None, settings: list[str] | None, output: str | None) -> Job:
+    """A run that has passed weft's own checks, on hosts that can share its ranks."""
+    from . import build
+    from .launch.clusters import Job
+
+    run = _load(path, settings, layout, output)
+    options = [("--layout", layout), *(("--set", text) for text in settings or []), ("--output", output)]
+    given = [word for option, text in options if text is not None for word in (option, text)]
+    job = Job.of(str(path), run, hosts, given)
+    build.check(run)
+    return job
+
+
+def _written(text: str, out: Path | None) -> None:
+    from .launch.clusters import write
+
+    typer.echo(text, nl=False) if out is None else write(out, text)
 
 
 @contextmanager

@@ -31,11 +31,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from ..errors import STOPPED, Refusal, WeftError
+from ..errors import STOPPED, ConfigError, Refusal, WeftError
 from .environment import AGENT
 from .hosts import Meeting, interface
 
 COME_S = 600.0  # for the least number of hosts to come
+NAMED_S = 60.0  # for the name of the one where they meet to stand for an address
 MORE_S = 10.0  # then, for more of them
 ALIVE_S, MISSED = 3, 3  # between signs of life of a host that has come, and how many it may miss
 BEAT_S, SILENT_S = 2.0, 12.0  # between beats of a host whose ranks run, and after which it is lost
@@ -67,7 +68,7 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
     when ranks fail for good or the place where hosts meet is lost.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    address = hosts.meeting.address()
+    address = _found(hosts.meeting)
     found = interface(address)
     if found is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # else gloo takes what the host's name resolves to
@@ -106,6 +107,19 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
         raise WeftError(f"{few} ({error}). Started again, it goes on from the latest checkpoint") from error
     finally:
         shutil.rmtree(logs, ignore_errors=True)
+
+
+def _found(meeting: Meeting) -> str:
+    """This host's address on the way to the others. Of a host that is only being started the name may not be known yet:
+    it is asked for again for a while. Raises ConfigError."""
+    since = time.monotonic()
+    while True:
+        try:
+            return meeting.address()
+        except ConfigError:
+            if time.monotonic() - since > NAMED_S:
+                raise
+            time.sleep(BEAT_S)
 
 
 def _answering(meeting: Meeting) -> dist.Store:

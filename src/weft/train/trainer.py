@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -350,7 +351,8 @@ class _Loop:
 
 
 class Interrupt:
-    """SIGTERM, on which all ranks act after the same step."""
+    """SIGTERM, on which all ranks act after the same step. Under Ray, where a rank is not the main thread, nothing is
+    heard: Python lets no other thread handle signals."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -378,11 +380,14 @@ class Interrupt:
         self._asked = True
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGTERM, self._ask)
+        self._hears = threading.current_thread() is threading.main_thread()
+        if self._hears:
+            self._before = signal.signal(signal.SIGTERM, self._ask)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        if self._hears:
+            signal.signal(signal.SIGTERM, self._before)
         if kind is None:  # after an error, peers that are gone would be waited for
             self._wait()
 
