@@ -390,7 +390,7 @@ def test_files_are_written_for_a_run_that_has_passed_its_checks(file: Path) -> N
     ("words", "said"),
     [
         (("--nodes", "1", "--layout", "tp3"), "weft: layout = 'tp3': "),
-        (("--nodes", "3", "--layout", "dp4"), "weft: --nodes = '3': layout dp4 has 4 ranks"),
+        (("--nodes", "3", "--layout", "dp4"), "weft: --nodes = '3': the run has 4 ranks"),
         (("--nodes", "0"), "weft: --nodes = '0': is no number of hosts"),
         (("--nodes", "1", "--set", "data.build=none:here"), "weft: data.build = 'none:here': "),
     ],
