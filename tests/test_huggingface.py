@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_trainer import Ramps
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -37,6 +38,12 @@ FAMILIES: dict[str, Any] = {
         {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4},
     ),
+    "t5": (
+        "T5Config",
+        {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+         "decoder_start_token_id": 0},
+    ),
+    "olmoe": ("OlmoeConfig", {**SMALL, "num_experts": 8, "num_experts_per_tok": 2}),
     "mixtral": ("MixtralConfig", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3moe": (
         "Qwen3MoeConfig",
@@ -58,7 +65,7 @@ RUN = """
 hf = "config.json"
 auto = "{auto}"
 [data]
-build = "test_trainer:Ramps"
+build = "test_huggingface:Both"
 [train]
 batch = 8
 steps = {steps}
@@ -69,8 +76,16 @@ every = 2
 """
 
 
+class Both(Ramps):
+    """With what a model of two halves asks for."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        found = super().__getitem__(index)
+        return {**found, "decoder_input_ids": found["input_ids"].flip(0)}
+
+
 def auto(family: str) -> str:
-    return "masked-lm" if family == "bert" else "causal-lm"
+    return {"bert": "masked-lm", "t5": "seq2seq-lm"}.get(family, "causal-lm")
 
 
 def begun(folder: Path, family: str, steps: int = 2) -> config.Run:
@@ -112,11 +127,12 @@ def test_out_and_in_and_out(tmp_path: Path, family: str) -> None:
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
     assert found.files > 1 and len([*out.glob("*.safetensors")]) == found.files
 
-    kind = transformers.AutoModelForMaskedLM if family == "bert" else transformers.AutoModelForCausalLM
-    loaded = kind.from_pretrained(out).eval()
-    ids = torch.randint(0, VOCAB, (2, 8))
+    kinds = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+    loaded = kinds.get(family, transformers.AutoModelForCausalLM).from_pretrained(out).eval()
+    ids = {"input_ids": torch.randint(0, VOCAB, (2, 8))}
+    ids |= {"decoder_input_ids": ids["input_ids"]} if family == "t5" else {}
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        assert torch.equal(loaded(**ids).logits, model(**ids).logits)
     assert loaded.config.use_cache
 
     fresh = begun(tmp_path / "fresh", family)

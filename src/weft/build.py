@@ -429,7 +429,7 @@ def _transformer(run: Run, device: torch.device) -> nn.Module:
         config = transformers.AutoConfig.for_model(**{**keys, **{names.get(k, k): v for k, v in overrides.items()}})
         config.use_cache = False
         task = "".join(word.capitalize() for word in (run.model.auto or "causal-lm").split("-"))
-        kind = getattr(transformers, f"AutoModelFor{task.replace('Lm', 'LM')}")
+        kind = getattr(transformers, f"AutoModelFor{task.replace('Lm', 'LM').replace('2seq', '2Seq')}")
         weights = sorted(path.glob("*.safetensors")) if path.is_dir() and device.type != "meta" else []
         if not weights:
             _no_pickles(run, path)

@@ -33,7 +33,9 @@ from .errors import ConfigError, LayoutError, nearest
 from .layout import Layout
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-Task = Literal["causal-lm", "masked-lm", "sequence-classification", "token-classification", "image-classification"]
+Task = Literal[
+    "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "image-classification"
+]
 
 
 class Table(BaseModel):

@@ -21,13 +21,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -41,7 +46,8 @@ MORE_S = 10.0  # then, for more of them
 ALIVE_S, MISSED = 3, 3  # between signs of life of a host that has come, and how many it may miss
 BEAT_S, SILENT_S = 2.0, 12.0  # between beats of a host whose ranks run, and after which it is lost
 CUT_OFF_S = 30.0  # without an answer from where hosts meet, after which this host gives up
-SAVE_S = 60  # for ranks that are told to stop: a step, and a checkpoint
+LEFT_S = 60.0  # after which a file that nobody writes to is an earlier run's
+SAVE_S = 100  # for ranks that are told to stop: a step, and a checkpoint; less than clusters.SAVE_S
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
     when ranks fail for good or the place where hosts meet is lost.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    address = _found(hosts.meeting)
+    meeting = hosts.meeting
+    address = _found(meeting)
     found = interface(address)
     if found is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # else gloo takes what the host's name resolves to
@@ -76,9 +83,11 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[AGENT] = "elastic" if hosts.least < hosts.most else "fixed"
     logs = tempfile.mkdtemp(prefix="weft-")
-    handler = None
+    agent: Agent | None = None
+    most = f" to {hosts.most}" if hosts.least < hosts.most else ""
+    _say(f"at {address}, waiting for {hosts.least}{most} hosts to meet at {meeting}")
     try:
-        store = _answering(hosts.meeting)
+        store = _answering(meeting)
         handler = DynamicRendezvousHandler.from_backend(
             name, store, C10dRendezvousBackend(store, name), hosts.least, hosts.most, address,
             RendezvousTimeout(join=timedelta(seconds=COME_S), last_call=timedelta(seconds=MORE_S)),
@@ -88,11 +97,14 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
             role="weft", local_world_size=hosts.ranks, entrypoint=sys.executable, args=tuple(command),
             rdzv_handler=handler, max_restarts=hosts.restarts, monitor_interval=0.1, local_addr=address,
         )  # fmt: skip
-        agent = Agent(spec, DefaultLogsSpecs(log_dir=logs), hosts, store, digest, begin)
+        common = dist.PrefixStore(name, store)
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=logs), hosts, common, digest, begin)
         result = agent.run()
-        if result is None or result.is_failed():
+        failed = result is None or result.is_failed()
+        if not failed or hosts.least == hosts.most:
+            handler.shutdown()  # no host need wait for others any more
+        if failed:
             raise WeftError(_told(result))
-        handler.shutdown()
         return False
     except Stopped:
         return True
@@ -101,12 +113,16 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
             raise KeyboardInterrupt from None
         return True
     except RendezvousClosedError:
-        raise WeftError("the run has ended meanwhile") from None
+        raise WeftError("the run has ended on the other hosts") from None
+    except (RendezvousTimeoutError, dist.DistStoreError):
+        raise WeftError(f"fewer than {hosts.least} hosts came to {meeting} within {COME_S:.0f} s") from None
     except (RendezvousError, dist.DistError) as error:
-        few = f"{hosts.least} hosts did not come to {hosts.meeting} within {COME_S:.0f} s, or it is lost"
-        raise WeftError(f"{few} ({error}). Started again, it goes on from the latest checkpoint") from error
+        what = f"{meeting}, where hosts meet, is lost or was never there ({str(error).splitlines()[0]})"
+        raise WeftError(f"{what}. Started with --auto-resume it goes on from the latest checkpoint") from error
     finally:
         shutil.rmtree(logs, ignore_errors=True)
+        if meeting.file and agent is not None and agent.first:
+            Path(meeting.file).unlink(missing_ok=True)  # for the next run to begin with
 
 
 def _found(meeting: Meeting) -> str:
@@ -116,9 +132,12 @@ def _found(meeting: Meeting) -> str:
     while True:
         try:
             return meeting.address()
-        except ConfigError:
-            if time.monotonic() - since > NAMED_S:
+        except ConfigError as error:
+            waited_s = time.monotonic() - since
+            if waited_s > NAMED_S:
                 raise
+            if waited_s < BEAT_S:
+                _say(f"{error.problem}: asking again for {NAMED_S:.0f} s")
             time.sleep(BEAT_S)
 
 
@@ -145,6 +164,11 @@ def _answering(meeting: Meeting) -> dist.Store:
 def _store(meeting: Meeting) -> dist.Store:
     """That of the hosts; kept by this process if they meet here, and no other process does so already."""
     if meeting.file:
+        file = Path(meeting.file)
+        with suppress(FileNotFoundError):  # hosts that are there write to it every ALIVE_S seconds
+            if time.time() - file.stat().st_mtime > LEFT_S:
+                _say(f"{meeting} was left by an earlier run: begun anew")
+                file.unlink()
         return dist.FileStore(meeting.file)
     for keeps in (True, False) if meeting.here() else (False,):
         try:
@@ -155,6 +179,7 @@ def _store(meeting: Meeting) -> dist.Store:
         except dist.DistError:
             if not keeps:
                 raise
+            _say(f"another process of this host has port {meeting.port}: if it is a run's, this one meets there too")
     raise AssertionError
 
 
@@ -181,6 +206,11 @@ class Agent(LocalElasticAgent):
         self._heard: dict[int, tuple[bytes, float]] = {}  # of a host: its last beat, and when it was new
         self._until = math.inf  # when an answer of the store must have come
         threading.Thread(target=self._end_if_cut_off, name="weft agent", daemon=True).start()
+
+    @property
+    def first(self) -> bool:
+        """Whether its ranks are the first ones."""
+        return self._worker_group.group_rank == 0
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._allow(COME_S)

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from ..engine.quorum import Company
 from ..errors import Refusal, WeftError, WorkerDied
 from ..syncs import TIMEOUT_S
-from .environment import attempt, environment, local_world, rendezvous
+from .environment import AGENT, attempt, environment, local_world, rendezvous
 
 Backend = Literal["gloo", "nccl"]
 
@@ -481,7 +481,9 @@ def entered(
     )
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the flight recorder remembers
     # torch's own way to say it; but torchrun says 1 where nobody has
-    asked = os.environ.get("OMP_NUM_THREADS", "") if "TORCHELASTIC_RUN_ID" not in os.environ else ""
+    asked = (
+        os.environ.get("OMP_NUM_THREADS", "") if "TORCHELASTIC_RUN_ID" not in os.environ or AGENT in os.environ else ""
+    )
     torch.set_num_threads(threads or (int(asked) if asked.isdigit() and int(asked) else max(1, cores() // neighbours)))
     if backend == "gloo":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
