@@ -150,7 +150,7 @@ def test_a_host_that_is_told_to_stop(tmp_path: Path) -> None:
         with ended(hosts):
             if stops:
                 until(lambda: at(tmp_path) >= 6, "no steps", hosts)
-                hosts[1].process.send_signal(signal.SIGTERM)
+                hosts[1].process.send_signal(signal.SIGUSR1)
             assert [host.process.wait(120) for host in hosts] == [75 if stops else 0] * 2, hosts[0].said()
     assert steps_of(tmp_path) == list(range(1, 41))
     assert "resumed" in "".join(host.said() for host in hosts)

@@ -108,12 +108,13 @@ def test_ranks_that_are_killed_cost_nothing_but_time(tmp_path: Path, axes: str) 
     assert once.keys() == other.keys() and all(torch.equal(once[name], other[name]) for name in once)
 
 
-def test_a_run_that_is_told_to_stop_says_that_it_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_told_to_stop_says_that_it_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     """With a code of its own, after a checkpoint, and without being started anew."""
     with begun(tmp_path, "dp2") as process:
         while len(steps_of(tmp_path)) < 3:
             time.sleep(0.01)
-        process.terminate()
+        process.send_signal(number)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert "go on with --resume" in output and "going on from" not in output

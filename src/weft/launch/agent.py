@@ -39,6 +39,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from ..errors import STOPPED, ConfigError, Refusal, WeftError
 from .environment import AGENT
 from .hosts import Meeting, interface
+from .signals import STOP
 
 COME_S = 600.0  # for the least number of hosts to come
 NAMED_S = 60.0  # for the name of the one where they meet to stand for an address
@@ -81,6 +82,7 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # else gloo takes what the host's name resolves to
     # a store of its own for each start: in the agents' the addresses of ranks that died would stay
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in (*STOP, signal.SIGINT, signal.SIGHUP))
     os.environ[AGENT] = "elastic" if hosts.least < hosts.most else "fixed"
     logs = tempfile.mkdtemp(prefix="weft-")
     agent: Agent | None = None

@@ -35,7 +35,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, Self
 
 import torch
@@ -45,6 +44,7 @@ from ..engine.quorum import Company
 from ..errors import Refusal, WeftError, WorkerDied
 from ..syncs import TIMEOUT_S
 from .environment import AGENT, attempt, environment, local_world, rendezvous
+from .signals import told_to_stop
 
 Backend = Literal["gloo", "nccl"]
 
@@ -69,13 +69,13 @@ def run(
     file = os.path.join(folder, "store")
     workers: list[Worker] = []
     try:
-        with sigterm_for(workers) as stopping:
+        with stopping(workers) as told:
             for rank in range(world):
                 workers.append(Worker(backend, Task(function, args, rank, world, file, backend, threads)))
             try:
                 return _collect(Watch(workers, names=names))
             except WorkerDied as error:
-                error.stopped = stopping.is_set()
+                error.stopped = told.is_set()
                 raise
     finally:
         end(workers)
@@ -321,23 +321,17 @@ def _collect(watch: Watch) -> list[Any]:
 
 
 @contextmanager
-def sigterm_for(workers: Sequence[Worker]) -> Iterator[threading.Event]:
-    """Pass SIGTERM on to these workers; the event is then set."""
+def stopping(workers: Sequence[Worker]) -> Iterator[threading.Event]:
+    """Pass on to these workers that the run is to stop; the event is then set."""
     came = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread handle signals
-        yield came
-        return
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def forward() -> None:
         came.set()
         for worker in workers:
             worker.process.terminate()
 
-    before = signal.signal(signal.SIGTERM, forward)
-    try:
+    with told_to_stop(forward):
         yield came
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def end(workers: Sequence[Worker]) -> None:

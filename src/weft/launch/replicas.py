@@ -26,7 +26,7 @@ from ..engine.quorum import Company, ended, is_left_out
 from ..errors import WeftError, WorkerDied
 from . import processes
 from .environment import environment, local_world
-from .processes import END_S, POLL_S, Backend, Seat, Task, Watch, Worker, end, sigterm_for
+from .processes import END_S, POLL_S, Backend, Seat, Task, Watch, Worker, end, stopping
 
 RESTARTS = 3  # of one replica
 LAST_S = 5.0  # after the others are done, for replicas that were left out and do not end
@@ -61,7 +61,7 @@ def run(
 
     results: list[Any] = [None] * size
     try:
-        with processes.meeting_store() as (store, keeper), ExitStack() as before, sigterm_for(every) as stopping:
+        with processes.meeting_store() as (store, keeper), ExitStack() as before, stopping(every) as told:
             before.callback(end, every)  # while they can still meet
             running = {replica: (0, *started(store, replica, 0)) for replica in range(len(worlds))}
             done, last, first = 0, time.monotonic(), None
@@ -96,7 +96,7 @@ def run(
                             raise
                         if not (running or done):
                             raise first from None
-                        again = bool(running) and incarnation < RESTARTS and not stopping.is_set()
+                        again = bool(running) and incarnation < RESTARTS and not told.is_set()
                         _say(replica, error, incarnation if again else None)
                         if again:
                             running[replica] = incarnation + 1, *started(store, replica, incarnation + 1)

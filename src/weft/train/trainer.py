@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,7 +11,6 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -28,6 +25,7 @@ from ..engine import Engine, Remote, StepResult
 from ..engine.quorum import Company
 from ..errors import CheckpointError, ConfigError, WeftError
 from ..launch import processes, rpc
+from ..launch.signals import told_to_stop
 from ..layout import DATA_AXES
 from ..places import DRIVER
 from ..shards import Piece
@@ -351,8 +349,7 @@ class _Loop:
 
 
 class Interrupt:
-    """SIGTERM, on which all ranks act after the same step. Under Ray, where a rank is not the main thread, nothing is
-    heard: Python lets no other thread handle signals."""
+    """What a run is told to stop by (`launch.signals`), on which all ranks act after the same step."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -376,18 +373,16 @@ class Interrupt:
             self._work.wait()
         return bool(self._flag)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _ask(self) -> None:
         self._asked = True
 
     def __enter__(self) -> Self:
-        self._hears = threading.current_thread() is threading.main_thread()
-        if self._hears:
-            self._before = signal.signal(signal.SIGTERM, self._ask)
+        self._hearing = told_to_stop(self._ask)
+        self._hearing.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self._hears:
-            signal.signal(signal.SIGTERM, self._before)
+        self._hearing.__exit__(None, None, None)
         if kind is None:  # after an error, peers that are gone would be waited for
             self._wait()
 
