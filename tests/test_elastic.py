@@ -14,15 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_faults import Slow, ranks, steps_of
+from test_faults import Slow, ranks, steps_of, weights
 from test_trainer import RUN
 
-from weft import checkpoint, config
+from weft import config
 from weft.errors import ConfigError, LayoutError
 from weft.launch.fewer import fitted, smaller
 from weft.launch.hosts import Meeting, interface, nodes
 from weft.layout import Layout
-from weft.shards import whole
 
 STEPS = 120
 
@@ -99,14 +98,6 @@ def until(true: object, what: str, hosts: list[Host], patience_s: float = 90.0) 
 
 def at(folder: Path) -> int:
     return (steps_of(folder) or [0])[-1]
-
-
-def weights(folder: Path, steps: int) -> dict[str, torch.Tensor]:
-    contents = checkpoint.inspect(folder / "out" / "checkpoints")
-    assert contents.step == steps
-    found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
-    checkpoint.load(folder / "out" / "checkpoints", None, [whole(name, tensor) for name, tensor in found.items()])
-    return found
 
 
 @pytest.mark.timeout(280)

@@ -71,9 +71,9 @@ def ranks(process: subprocess.Popen) -> list[int]:
         return []
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
     contents = checkpoint.inspect(folder / "out" / "checkpoints")
-    assert contents.step == STEPS
+    assert contents.step == steps
     found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
     checkpoint.load(folder / "out" / "checkpoints", None, [whole(name, tensor) for name, tensor in found.items()])
     return found
