@@ -80,6 +80,7 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
     found = interface(address)
     if found is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # else gloo takes what the host's name resolves to
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each lost connection is a page of C++ stacks otherwise
     # a store of its own for each start: in the agents' the addresses of ranks that died would stay
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in (*STOP, signal.SIGINT, signal.SIGHUP))
