@@ -73,7 +73,12 @@ esac
 """
 SQUEUE = r"""#!/bin/bash
 left=($LEFT)
-[[ -z $LEFT ]] || case "$*" in *%D) echo ${#left[@]} ;; *%N) (IFS=,; echo "${left[*]}") ;; esac
+nodes=$(IFS=,; echo "${left[*]}")
+[[ -z $LEFT ]] || case "$*" in
+*%D) echo ${#left[@]} ;;
+*"%T %N") echo "$STATE $nodes" ;;
+*%T) echo "$STATE" ;;
+esac
 """
 WEFT = r"""#!/bin/bash
 printf '%s\0' "$@" > "$STUBS/task-$SLURM_PROCID"
@@ -83,7 +88,7 @@ exit "${codes[$SLURM_PROCID]}"
 
 
 def ran(
-    folder: Path, script: str, codes: str = "0 0", left: str = "n1 n2", lost: str = "1"
+    folder: Path, script: str, codes: str = "0 0", left: str = "n1 n2", lost: str = "1", state: str = "RUNNING"
 ) -> tuple[int, bool, list[str]]:
     """(exit code, whether it was requeued, what the first task was called with) of the script on two nodes, whose tasks
     end with these codes, and of which these are `left` at the end; `lost` is srun's code if one is not."""
@@ -99,7 +104,14 @@ def ran(
         (folder / name).write_text(text)
         (folder / name).chmod(stat.S_IRWXU)
     (folder / "job.sh").write_text(script, encoding="utf-8")
-    env = {"PATH": f"{folder}:{os.environ['PATH']}", "STUBS": str(stubs), "CODES": codes, "LEFT": left, "LOST": lost}
+    env = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "STUBS": str(stubs),
+        "CODES": codes,
+        "LEFT": left,
+        "LOST": lost,
+        "STATE": state,
+    }
     env |= {"SLURM_JOB_ID": "70123", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n1,n2"}
     done = subprocess.run(["bash", folder / "job.sh"], env=env | {"SLURM_CPUS_PER_TASK": "2"}, timeout=20)
     ended, requeued = stubs / "ended", stubs / "requeued"
@@ -129,11 +141,12 @@ def options(script: str) -> list[str]:
         ("2", "1 0", "n1 n2", 1, False),
         ("2", "2 2", "n1 n2", 2, False),
         ("2", "75 137", "n1 n2", 137, False),
+        ("2", "143 143", "n1 n2", 143, True),  # before it began
         ("1:2", "75 75", "n1 n2", 75, True),
         ("1:2", "1 1", "n1 n2", 1, False),
         ("1:2", "0 0", "n1 n2", 0, False),
-        ("1:2", "0 0", "n1", 1, True),  # srun says 1, whatever those that are left say
-        ("1:2", "75 75", "n1", 1, True),
+        ("1:2", "0 0", "n1", 75, True),  # srun says 1, whatever those that are left say
+        ("1:2", "75 75", "n1", 75, True),
         ("1:2", "1 1", "n2", -signal.SIGKILL, True),  # the script's own host
         ("1:2", "75 75", "n2", -signal.SIGKILL, True),
         ("1:2", "0 0", "n2", -signal.SIGKILL, False),
@@ -145,6 +158,13 @@ def test_a_job_that_was_stopped_goes_back_to_the_queue(
     tmp_path: Path, hosts: str, codes: str, left: str, code: int, again: bool
 ) -> None:
     assert ran(tmp_path / "bin", slurm.script(job(tmp_path, hosts)), codes, left)[:2] == (code, again)
+
+
+@pytest.mark.parametrize("hosts", ["2", "1:2"])
+def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path, hosts: str) -> None:
+    script = slurm.script(job(tmp_path, hosts))
+    for number, left in enumerate(("n1 n2", "n2")):
+        assert not ran(tmp_path / f"bin{number}", script, "75 75", left, state="COMPLETING")[1]
 
 
 @pytest.mark.parametrize(("codes", "again"), [("0 0", False), ("75 75", True)])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import BATCH, LENGTH, VOCAB, Subject, laid, reference, seeded
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.engine.functions import Functions
@@ -417,3 +418,34 @@ def test_frozen_statistics_stay_frozen() -> None:
     assert torch.equal(model.norm.running_mean, torch.zeros(DIM))
     model.eval()  # as from_pretrained returns it: all of it is to be trained
     assert weft.plan(model, "dp2", batch=BATCH).batchnorms == ("norm",)
+
+
+class Again(nn.Module):
+    """Recomputes by itself what drops."""
+
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.reentrant, self.inner, self.outer = (
+            reentrant,
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+            nn.Linear(4, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_dropout_that_a_model_recomputes_by_itself_is_refused(reentrant: bool) -> None:
+    """In backward torch's own mask would be drawn, and gradients be another forward's."""
+    model = Again(reentrant)
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return output.square().sum(), torch.tensor(float(len(output)))
+
+    laid = weft.plan(model, "dp1", batch=4, loss=loss)
+    engine = weft.Engine(model, laid, optimizer=partial(torch.optim.SGD, lr=0.1), loss=loss)
+    with pytest.raises(CannotCut, match="another mask"):
+        engine.step({"x": torch.randn(4, 4)})
+    model.inner[1].p = 0.0  # type: ignore[union-attr, assignment]
+    engine.step({"x": torch.randn(4, 4)})

@@ -301,6 +301,16 @@ def test_a_layout_on_hosts(axes: str, count: int, gpus: int, state: str, says: s
     assert says in finding.found
 
 
+def test_workers_on_hosts() -> None:
+    hosts = [host(str(i), cores={"usable": 2}, gpus={"gpus": [gpu()] * 4}) for i in range(3)]
+    assert (
+        fits.layout("dp1", hosts, 2).found
+        == "the driver with its workers has 3 ranks, 1 on each host, over gloo on the CPU"
+    )
+    assert fits.layout("dp1", hosts, 3).state == "wrong"
+    assert "3 ranks share 2 cores" in fits.layout("dp1", hosts[:1], 2).advice
+
+
 # ---- several hosts ---------------------------------------------------------------------------------------------------
 
 

@@ -136,7 +136,7 @@ def test_a_host_that_is_told_to_stop(tmp_path: Path) -> None:
     """With a fixed number of hosts all save and end; the same command goes on."""
     run, common = written(tmp_path, 40), ("--layout", "dp2", "--nodes", "2", "--auto-resume")
     for stops in (True, False):
-        meeting = ("--rdzv", f"file://{tmp_path}/meeting-{stops}")
+        meeting = ("--rdzv", f"file://{tmp_path}/meeting")  # the same each time
         hosts = [Host(run, *common, *meeting) for _ in range(2)]
         with ended(hosts):
             if stops:
@@ -154,7 +154,7 @@ def test_hosts_with_other_settings_do_not_run_together(tmp_path: Path) -> None:
     with ended(hosts):
         until(lambda: any(host.process.poll() is not None for host in hosts), "they run", hosts)
         refused = next(host for host in hosts if host.process.poll() is not None)
-        assert refused.process.returncode == 2 and "its settings are not those of the host" in refused.said()
+        assert refused.process.returncode == 2 and "with other settings meets there" in refused.said()
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--nodes", "2"], "--rdzv = None: belongs to --nodes"),
-        (["--rdzv", "a:1"], "--nodes = None: belongs to --rdzv"),
+        (["--nodes", "2"], "--nodes = '2': does not say where they meet"),
+        (["--rdzv", "a:1"], "--rdzv = 'a:1': does not say how many hosts"),
         (["--nodes", "x", "--rdzv", "a:1"], "is no number of hosts"),
         (["--nodes", "3", "--rdzv", "127.0.0.1:1", "--layout", "dp2"], "layout dp2 has 2 ranks, and there are 3"),
         (["--nodes", "1:2", "--nproc", "1", "--rdzv", "127.0.0.1:1", "--layout", "dp4"], "there are 2 on 2 hosts"),

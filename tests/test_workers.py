@@ -153,7 +153,7 @@ def wrong(what: str) -> None:
     elif what == "samples":
         Remote.answer = lambda self, call, a, k: answer(self, replace(call, samples=(0, 4)), a, k)  # type: ignore[method-assign, assignment]
     elif what == "eval":
-        Remote.answer = lambda self, call, a, k: answer(self, replace(call, training=False), a, k)  # type: ignore[method-assign, assignment]
+        Remote.answer = lambda self, call, a, k: answer(self, replace(call, modes=(False,) * len(call.modes)), a, k)  # type: ignore[method-assign, assignment]
     elif what == "lost":  # the gradients of the microbatches but the last
 
         def only_last(self: Any, context: int, step: int, norm: bool) -> float:

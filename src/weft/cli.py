@@ -67,8 +67,9 @@ def train(
     with _exit_codes():
         run = _load(path, settings, layout, output)
         if (count is None) != (meeting is None):
-            given, lacking = ("--nodes", "--rdzv") if meeting is None else ("--rdzv", "--nodes")
-            raise ConfigError(lacking, None, f"belongs to {given}", "write --nodes 4 --rdzv HOST:PORT")
+            given, value = ("--nodes", count) if meeting is None else ("--rdzv", meeting)
+            lacks = "does not say where they meet" if meeting is None else "does not say how many hosts"
+            raise ConfigError(given, value, lacks, "write --nodes 4 --rdzv HOST:PORT")
         if resume and auto_resume:
             raise ConfigError("--auto-resume", True, "is not --resume", "give one of them")
         if trace and run.workers:
@@ -364,14 +365,14 @@ def launch_ray(
 
 def _job(path: Path, hosts: str, layout: str | None, settings: list[str] | None, output: str | None) -> Job:
     """A run that has passed weft's own checks, on hosts that can share its ranks."""
-    from . import build
     from .launch.clusters import Job
+    from .train import command
 
     run = _load(path, settings, layout, output)
     options = [("--layout", layout), *(("--set", text) for text in settings or []), ("--output", output)]
     given = [word for option, text in options if text is not None for word in (option, text)]
     job = Job.of(str(path), run, hosts, given)
-    build.check(run)
+    command.check_hosts(run, job.least, job.most, job.ranks)
     return job
 
 

@@ -64,7 +64,7 @@ def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
         module = modules[block]
         module.forward = partial(_in_place, module.forward, randomness, block, interiors.get(block) or "whole")  # type: ignore[method-assign]
         if block in recomputed:
-            module.forward = partial(_recompute, module, module.forward)  # type: ignore[method-assign]
+            module.forward = partial(_recompute, module, module.forward, randomness)  # type: ignore[method-assign]
     for name in plan.counted:
         module = modules[name]
         module.forward = partial(_counted, module.forward, randomness, name)  # type: ignore[method-assign]
@@ -283,14 +283,18 @@ def _counted(forward: Callable, randomness: Randomness, name: str, *args: Any, *
     return out
 
 
-def _recompute(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+def _recompute(module: nn.Module, forward: Callable, randomness: Randomness, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    modes = _get_current_function_mode_stack()
-    return checkpoint(
-        forward, *args, use_reentrant=False, early_stop=False,
-        context_fn=lambda: (contextlib.nullcontext(), _Again(module, modes)), **kwargs,
-    )  # fmt: skip
+    modes, outside = _get_current_function_mode_stack(), randomness.recomputed
+    randomness.recomputed = True
+    try:
+        return checkpoint(
+            forward, *args, use_reentrant=False, early_stop=False,
+            context_fn=lambda: (contextlib.nullcontext(), _Again(module, modes)), **kwargs,
+        )  # fmt: skip
+    finally:
+        randomness.recomputed = outside
 
 
 class _Again:

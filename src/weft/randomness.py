@@ -56,6 +56,7 @@ class Randomness:
     place: int = 0
     calls: int = 0
     apart: bool = False  # whether a module runs that counts its own calls wherever it is called
+    recomputed: bool = False  # whether weft's own recomputation runs a block, which repeats its masks
     drawn: int = 0  # masks drawn since the engine was made: 0 after a step means that the model has no dropout
 
     def begin(self, step: int, samples: list[int]) -> None:

@@ -108,7 +108,7 @@ def compared(asked: Asked, hosts: list[Host]) -> list[Finding]:
     run = asked.run()
     found = [alike.versions(hosts), alike.gpus(hosts)] if len(hosts) > 1 else []
     if run is not None:
-        found.append(fits.layout(run.layout.axes, hosts))
+        found.append(fits.layout(run.layout.axes, hosts, len(run.workers)))
     return [each for each in found if each is not None]
 
 

@@ -13,23 +13,26 @@ from .findings import Finding, Host
 def run_file(path: Path) -> Finding:
     """All that `weft train` checks before any process starts. Raises Refusal."""
     run = load(path)
-    [plan] = check(run)
-    axes, world = run.layout.axes, plan.layout.world
-    return Finding("run file", "ok", f"{axes}, {world} ranks", "", {"layout": axes, "world": world})
+    check(run)
+    axes, world = run.layout.axes, run.world
+    found = f"a driver and {', '.join(run.workers)}" if run.workers else f"{axes}, {world} ranks"
+    return Finding("run file", "ok", found, "", {"layout": axes, "world": world})
 
 
-def layout(axes: str, hosts: list[Host]) -> Finding:
-    """Its ranks, on these hosts."""
-    world, count = Layout.parse(axes).world, len(hosts)
+def layout(axes: str, hosts: list[Host], workers: int = 0) -> Finding:
+    """Its ranks, or a driver and its workers, on these hosts."""
+    world, count = 1 + workers if workers else Layout.parse(axes).world, len(hosts)
     ranks, over = divmod(world, count)
     facts = {"layout": axes, "world": world, "hosts": count, "ranks_per_host": ranks}
+    if workers:
+        axes = "the driver with its workers"
     if over:
         fix = f"use {max(1, ranks) * count} ranks, or a number of hosts that divides {world}"
         return Finding(
             "layout", "wrong", f"{axes} has {world} ranks, which {count} hosts do not share evenly", fix, facts
         )
     found = f"{axes} has {world} ranks" + (f", {ranks} on each host" if count > 1 else "")
-    gpus = min(len(host.facts("gpus").get("gpus", ())) for host in hosts)
+    gpus = min(len(host.facts("gpus").get("gpus", ())) for host in hosts) if not workers else 0
     cores = min(host.facts("cores").get("usable", ranks) for host in hosts)
     if gpus >= ranks:
         return Finding("layout", "ok", f"{found}, a GPU for each, over NCCL", "", facts)

@@ -91,7 +91,7 @@ def judge_room(parameters: int, each: int, kept: int, free: int) -> Finding:
     facts = {"parameters": parameters, "checkpoint_bytes": each, "kept": kept, "fit": fit}
     found = f"a checkpoint of {parameters:,} parameters takes {decimal(each)}: room for {fit:,}"
     if fit < kept:
-        advice = f"the run keeps {kept} at once: lower checkpoint.keep, raise checkpoint.keep_every, or make room"
+        advice = f"the run keeps {kept} at once, one of them being written: keep fewer ([checkpoint]), or make room"
         return Finding("room", "wrong", found, advice, facts)
     if not kept:
         return Finding("room", "note", found, "the run keeps none: set checkpoint.every", facts)

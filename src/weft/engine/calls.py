@@ -20,6 +20,8 @@ from torch.distributed import rpc
 from ..errors import CannotCut, WeftError
 from ..watch import SIMPLE, others, rebuilt, tensors
 
+Edge = tuple[Any, int]  # a node of the graph, and which of its outputs
+
 
 @dataclass(frozen=True)
 class Call:
@@ -35,6 +37,7 @@ class Call:
     calls: int
     apart: bool
     number: int  # of the call in its microbatch
+    modes: tuple[bool, ...]  # whether each module inside is training
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Open:
-    """A call whose backward is to come: its arguments and results that have gradients."""
+    """A call whose backward is to come: its arguments and results that have gradients, as edges of the graph: a change
+    in place gives a tensor another one."""
 
-    arguments: list[Tensor]
-    results: list[Tensor]
+    arguments: list[Edge]
+    results: list[Edge]
     token: Tensor
     uses: list[list[bool]]
     needed: list[bool]  # of the arguments: filled in before backward
@@ -83,6 +87,7 @@ class Calls:
         args, kwargs = rebuilt(_known(call.module, (args, kwargs)), _compact)
         arguments = [t for t in tensors((args, kwargs)) if t.requires_grad] if call.grad else []
         needed: list[bool] = []
+        edges = [*map(edge, arguments)]
         if arguments:
             args, kwargs = _replaced((args, kwargs), _Enter.apply(needed, *arguments))
         found: Answer | WeftError = answered(worker, rpc.rpc_async(worker, function, (call, args, kwargs), timeout=0))
@@ -94,14 +99,14 @@ class Calls:
         self.sent_bytes += _nbytes(tensors((args, kwargs))) + _nbytes(results)
         self.came_bytes += _nbytes(back) + _nbytes(arguments)
         if found.token is not None:
-            self._open.append(Open(arguments, results, found.token, found.uses, needed))
+            self._open.append(Open(edges, [*map(edge, results)], found.token, found.uses, needed))
         return found
 
     def root(self, loss: Tensor) -> Tensor:
         """The loss, in whose backward every call of this microbatch hears which of its results are needed."""
         if not self._open:
             return loss
-        graph = Graph([loss])
+        graph = Graph([edge(loss)])
         masks: list[Tensor] = []
         for call in reversed(self._open):
             needed = [t in graph for t in call.results]
@@ -127,9 +132,15 @@ def departing(call: Call, output: Any, arrived: Sequence[Tensor], calls: int) ->
     """What a worker returns of a module's output. `arrived`: the arguments that get gradients."""
     output = rebuilt(_known(call.module, output), _compact)
     own = [t for t in tensors(output) if t.requires_grad]
+    if own and not call.grad:
+        raise CannotCut(
+            "workers", call.module, "returns a weight where it is called without gradients",
+            "let it return weight.detach() there, or leave it to the driver",
+        )  # fmt: skip
     if not own and not arrived:
         return Answer(output, None, [], calls)
-    uses = [[t in graph for t in arrived] for graph in (Graph([each] if arrived else []) for each in own)]
+    graphs = (Graph([edge(each)] if arrived else []) for each in own)
+    uses = [[edge(t) in graph for t in arrived] for graph in graphs]
     *leaving, token = _Leave.apply(len(own), *own, *arrived)
     return Answer(_replaced(output, leaving), token, uses, calls)
 
@@ -150,19 +161,24 @@ def _marks(arguments: Any) -> list[Any]:
     return [*((id(t), t._version) for t in tensors(arguments)), *others(arguments)]
 
 
+def edge(t: Tensor) -> Edge:
+    """Where a tensor hangs in the graph now."""
+    return t.grad_fn, t.output_nr
+
+
 class Graph:
     """All that some tensors are computed from, in this process."""
 
-    def __init__(self, roots: Sequence[Tensor]):
-        self._edges: set[tuple[Any, int]] = set()  # (node, which of its outputs)
+    def __init__(self, roots: Sequence[Edge]):
+        self._edges: set[Edge] = set()
         self._seen: set[Any] = set()  # which keeps them alive, and so themselves
         self.add(roots)
 
-    def __contains__(self, t: Tensor) -> bool:
-        return (t.grad_fn, t.output_nr) in self._edges
+    def __contains__(self, edge: Edge) -> bool:
+        return edge in self._edges
 
-    def add(self, roots: Sequence[Tensor]) -> None:
-        waiting = [(root.grad_fn, root.output_nr) for root in roots]
+    def add(self, roots: Sequence[Edge]) -> None:
+        waiting = [*roots]
         while waiting:
             node, place = waiting.pop()
             self._edges.add((node, place))

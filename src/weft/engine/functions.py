@@ -6,6 +6,7 @@ They are ordinary calls of `torch.nn.functional`, so a TorchFunctionMode sees th
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,19 @@ _multi_head_attention = FunctionType(
     {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda tensors: False},
     argdefs=F.multi_head_attention_forward.__defaults__,
 )
+
+
+def _runs_again() -> bool:
+    """Whether torch.utils.checkpoint, called by the model, runs this forward, and runs it again in backward."""
+    if torch.is_grad_enabled():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook")
+    frame = sys._getframe()
+    while frame.f_back is not None:  # the older kind runs it first without gradients
+        frame = frame.f_back
+        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+    return False
 
 
 class Functions(TorchFunctionMode):
@@ -94,6 +108,9 @@ class Functions(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0.0:
             return input
+        if not self.randomness.recomputed and _runs_again():
+            problem = "it is inside of torch.utils.checkpoint, whose second forward would draw another mask"
+            raise CannotCut("dropout", p, problem, 'leave that out and set train.recompute = "full"')
         within = self.loads is not None and self.loads.inside and not self.randomness.apart
         if within and self.mesh is not None and self.mesh.layout.live():
             problem = "it drops within experts, whose rows are others on every layout"

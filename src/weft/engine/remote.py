@@ -81,6 +81,7 @@ class Remote:
         self.functions = Functions(self.randomness, plan.recompute == "selective", mesh=self.mesh)
         self.functions.scale = 1.0 / plan.batch  # a constant divisor: the true mean is taken at the end
         self.around: tuple[Callable[[], AbstractContextManager], ...] = ()  # entered where a worker runs its modules
+        self.heard: Callable[[], None] = lambda: None  # told of every call that a worker answers
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
         self._training: bool | None = None  # the mode that the model is in
         self.dispatch = parallelize(plan, model, self.mesh, self.randomness)  # names places of dropout, recomputes
@@ -235,6 +236,7 @@ class Remote:
         call = Call(
             name, bool(self._training), torch.is_grad_enabled(), cast, self.steps_done, samples, draws.place,
             draws.calls, draws.apart, self.calls.number,
+            tuple(module.training for module in self.model.get_submodule(name).modules()),
         )  # fmt: skip
         answer = self.calls(worker, _answer, call, args, kwargs)
         draws.calls = answer.calls
@@ -244,7 +246,10 @@ class Remote:
         """Run a module that lives here."""
         if call.training:
             self._wait_for(call.step)
+        self.heard()
         self._mode(call.training)
+        for module, training in zip(self.model.get_submodule(call.module).modules(), call.modes, strict=True):
+            module.training = training  # a forward may have set it
         draws = self.randomness
         draws.begin(call.step, [*range(*call.samples)])
         draws.place, draws.calls, draws.apart = call.place, call.calls, call.apart

@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -36,7 +37,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from ..errors import STOPPED, ConfigError, Refusal, WeftError
+from ..errors import STOPPED, ConfigError, WeftError
 from .environment import AGENT
 from .hosts import Meeting, interface
 from .signals import STOP
@@ -47,6 +48,7 @@ MORE_S = 10.0  # then, for more of them
 ALIVE_S, MISSED = 3, 3  # between signs of life of a host that has come, and how many it may miss
 BEAT_S, SILENT_S = 2.0, 12.0  # between beats of a host whose ranks run, and after which it is lost
 CUT_OFF_S = 30.0  # without an answer from where hosts meet, after which this host gives up
+LINGER_S = 5.0  # of the host where they meet, after the end of a run
 LEFT_S = 60.0  # after which a file that nobody writes to is an earlier run's
 SAVE_S = 100  # for ranks that are told to stop: a step, and a checkpoint; less than clusters.SAVE_S
 
@@ -62,6 +64,18 @@ class Hosts:
     meeting: Meeting
     restarts: int
 
+    @property
+    def elastic(self) -> bool:
+        """Whether the run goes on with fewer."""
+        return self.least < self.most
+
+
+@dataclass(frozen=True)
+class Left:
+    """A host that is not there any more: whether it was told to stop."""
+
+    told: bool
+
 
 class Stopped(Exception):
     """All ranks were told to stop, and have saved."""
@@ -71,10 +85,12 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
     """Run `command` as the ranks of this host until the run has ended; whether it was stopped before its last step.
 
     `name` is the run's, where several meet at one place; `digest` that of its settings, which must be the same on all
-    hosts; `begin` is called on one host before the first ranks start, and may refuse. Raises Refusal, and WeftError
-    when ranks fail for good or the place where hosts meet is lost.
+    hosts; `begin` is called before the first ranks start, and may refuse. Raises Refusal, and WeftError when ranks fail
+    for good or the place where hosts meet is lost.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for logger in logging.root.manager.loggerDict:
+        if logger.startswith("torch.distributed.elastic"):
+            logging.getLogger(logger).setLevel(logging.CRITICAL)  # each has a level of its own
     meeting = hosts.meeting
     address = _found(meeting)
     found = interface(address)
@@ -84,9 +100,10 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
     # a store of its own for each start: in the agents' the addresses of ranks that died would stay
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in (*STOP, signal.SIGINT, signal.SIGHUP))
-    os.environ[AGENT] = "elastic" if hosts.least < hosts.most else "fixed"
+    os.environ[AGENT] = "elastic" if hosts.elastic else "fixed"
     logs = tempfile.mkdtemp(prefix="weft-")
     agent: Agent | None = None
+    over = False  # for all hosts
     most = f" to {hosts.most}" if hosts.least < hosts.most else ""
     _say(f"at {address}, waiting for {hosts.least}{most} hosts to meet at {meeting}")
     try:
@@ -101,17 +118,32 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
             rdzv_handler=handler, max_restarts=hosts.restarts, monitor_interval=0.1, local_addr=address,
         )  # fmt: skip
         common = dist.PrefixStore(name, store)
-        agent = Agent(spec, DefaultLogsSpecs(log_dir=logs), hosts, common, digest, begin)
+        if common.compare_set("weft/digest", "", digest) != digest.encode():
+            problem = "a run of this name and with other settings meets there"
+            fix = "start the same command with the same file on all hosts, or name another place"
+            raise ConfigError("--rdzv", str(meeting), problem, fix)
+        if not common.check(["weft/begun"]):
+            begin()
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=logs), hosts, common)
         result = agent.run()
-        failed = result is None or result.is_failed()
-        if not failed or hosts.least == hosts.most:
+        if result is None:  # it was one more than the most, and not needed
+            return False
+        over = not result.is_failed() or not hosts.elastic
+        if over:
             handler.shutdown()  # no host need wait for others any more
-        if failed:
+        if result.is_failed():
             raise WeftError(_told(result))
         return False
     except Stopped:
+        over = True
         return True
-    except SignalException as told:
+    except (SignalException, SystemExit) as told:
+        if agent is not None:
+            agent.tell()
+        over = not hosts.elastic
+        _say("told to stop")
+        if isinstance(told, SystemExit):
+            raise
         if told.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         return True
@@ -124,8 +156,11 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
         raise WeftError(f"{what}. Started with --auto-resume it goes on from the latest checkpoint") from error
     finally:
         shutil.rmtree(logs, ignore_errors=True)
-        if meeting.file and agent is not None and agent.first:
-            Path(meeting.file).unlink(missing_ok=True)  # for the next run to begin with
+        if over and agent is not None and hosts.most > 1:
+            if meeting.here() or (meeting.file and agent.first):
+                time.sleep(LINGER_S)  # the others still ask what has become of the run
+            if meeting.file and agent.first:
+                Path(meeting.file).unlink(missing_ok=True)  # for the next run to begin with
 
 
 def _found(meeting: Meeting) -> str:
@@ -197,14 +232,11 @@ def _told(result: RunResult | None) -> str:
 class Agent(LocalElasticAgent):
     """torchelastic's agent of one host."""
 
-    def __init__(
-        self, spec: WorkerSpec, logs: DefaultLogsSpecs, hosts: Hosts, store: dist.Store, digest: str,
-        begin: Callable[[], None],
-    ):  # fmt: skip
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, hosts: Hosts, store: dist.Store):
         super().__init__(spec, logs, start_method="spawn", shutdown_timeout=SAVE_S)
         self._remaining_restarts: int = spec.max_restarts
-        self._hosts, self._common, self._digest, self._begin = hosts, store, digest, begin
-        self._came = 0  # hosts, the last time
+        self._hosts, self._common = hosts, store
+        self._came: list[str] = []  # the hosts, the last time
         self._beat, self._beaten = 0, 0.0
         self._heard: dict[int, tuple[bytes, float]] = {}  # of a host: its last beat, and when it was new
         self._until = math.inf  # when an answer of the store must have come
@@ -216,28 +248,30 @@ class Agent(LocalElasticAgent):
         return self._worker_group.group_rank == 0
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._allow(COME_S)
+        self._until = math.inf  # torchelastic limits how long it waits
         super()._rendezvous(worker_group)
         self._allow()
         store, here, count = worker_group.store, worker_group.group_rank, worker_group.group_world_size
         assert store is not None and here is not None and count is not None
+        store.set(f"weft/who/{here}", f"{socket.gethostname()} ({worker_group.spec.local_addr})")
+        came = [store.get(f"weft/who/{other}").decode() for other in range(count)]
+        gone = [each for each in self._came if each not in came]
+        if gone:
+            _say(f"not here any more: {', '.join(gone)}")
         if here == 0:
-            store.set("weft/digest", self._digest)
-            if not self._common.check(["weft/begun"]):
-                self._begin()
-                self._common.set("weft/begun", "")
-            if count != self._came:
-                _say(f"{count} of {self._hosts.most} hosts are here: {count * self._hosts.ranks} ranks")
-        elif store.get("weft/digest").decode() != self._digest:
-            problem = "its settings are not those of the host of rank 0"
-            raise Refusal("run file", self._hosts.meeting, problem, "start the same command with the same file on all")
-        self._came, self._heard, self._beaten = count, {}, 0.0
+            self._common.set("weft/begun", "")
+            for other in range(count):  # in a file there may be an earlier run's
+                store.delete_key(f"weft/told/{other}")
+            _say(f"{count} of {self._hosts.most} hosts are here: {count * self._hosts.ranks} ranks; {', '.join(came)}")
+        elif came != self._came:
+            _say(f"host {here} of {count} that are here; number 0, {came[0]}, prints how the run goes")
+        self._came, self._heard, self._beaten = came, {}, 0.0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
             codes = {failure.exitcode for failure in result.failures.values()}
-            if STOPPED in codes and self._hosts.least == self._hosts.most:
+            if STOPPED in codes and not self._hosts.elastic:
                 raise Stopped
             if STOPPED in codes:
                 self._remaining_restarts += 1  # another host was told to stop, which is no failure here
@@ -245,31 +279,46 @@ class Agent(LocalElasticAgent):
                 self._remaining_restarts = 0  # it would come again
             elif self._remaining_restarts:
                 _say(f"{_told(result).split(',')[0]}; all ranks are started anew")
-        elif result.state is WorkerState.HEALTHY and self._lost(worker_group):
-            self._allow(COME_S)
-            self._shutdown(timeout=1)  # they wait for what will not come
-            return RunResult(state=WorkerState.UNHEALTHY)
+        elif result.state is WorkerState.HEALTHY:
+            left = self._left(worker_group)
+            if left is not None and left.told and not self._hosts.elastic:
+                raise Stopped
+            if left is not None:
+                self._remaining_restarts += left.told  # which is no failure
+                self._shutdown(timeout=SAVE_S if left.told else 1)  # else they wait for what will not come
+                return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
-    def _lost(self, worker_group: WorkerGroup) -> bool:
-        """Whether a host has fallen silent: the first watches all, and all watch the first."""
+    def tell(self) -> None:
+        """Tell the other hosts that this one was told to stop, whose ranks may not have been able to."""
+        store, here = self._worker_group.store, self._worker_group.group_rank
+        with suppress(dist.DistError):
+            if store is not None:
+                store.set(f"weft/told/{here}", "")
+
+    def _left(self, worker_group: WorkerGroup) -> Left | None:
+        """A host that was told to stop, or has fallen silent: the first watches all, and all watch the first."""
         now = time.monotonic()
         if now < self._beaten + BEAT_S:
-            return False
+            return None
         store, here, count = worker_group.store, worker_group.group_rank, worker_group.group_world_size
         assert store is not None and here is not None and count is not None
         self._beat, self._beaten = self._beat + 1, now
         store.set(f"weft/beat/{here}", str(self._beat))
         for other in range(1, count) if here == 0 else (0,):
+            if store.check([f"weft/told/{other}"]):
+                _say(f"{self._came[other]} was told to stop")
+                return Left(told=True)
             key = f"weft/beat/{other}"
             beat = store.get(key) if store.check([key]) else b""
             last, since = self._heard.get(other, (None, now))
             self._heard[other] = (beat, now if beat != last else since)
             if now - self._heard[other][1] > SILENT_S:
-                _say(f"of host {other} nothing has been heard for {SILENT_S:.0f} s: going on without it")
-                return True
+                then = "going on without it" if self._hosts.elastic else "all ranks are started anew when it is back"
+                _say(f"of {self._came[other]} nothing has been heard for {SILENT_S:.0f} s: {then}")
+                return Left(told=False)
         self._allow()
-        return False
+        return None
 
     def _end_if_cut_off(self) -> None:
         """End this process and its ranks when nothing comes from where hosts meet: a call that waits for it would do so
@@ -292,8 +341,11 @@ class Agent(LocalElasticAgent):
         super()._exit_barrier()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._allow(SAVE_S)
         self._shutdown(timeout=SAVE_S)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SAVE_S) -> None:
+        self._allow(timeout)
+        super()._shutdown(death_sig, timeout)
 
 
 def _meant(failure: Any) -> bool:

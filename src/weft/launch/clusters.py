@@ -51,7 +51,7 @@ class Job:
 
     def check_gpus(self, gpus: int | None) -> None:
         """Raises ConfigError if a host has too few for its ranks, which would then run on its CPU."""
-        if gpus is not None and gpus < self.ranks:
+        if gpus is not None and gpus < self.ranks and not self.run.workers:
             problem = f"a host has {self.ranks} ranks of {self.run.layout.axes}, and each needs a GPU of its own"
             raise ConfigError("--gpus", gpus, problem, f"use {self.ranks}, or more hosts")
 

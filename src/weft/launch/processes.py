@@ -165,10 +165,12 @@ def join(
 
 def stand_by(store: dist.Store, rank: int, size: int) -> bool:
     """For a rank of `size` without a part: wait until the run ends; whether it was stopped. Exits if the run fails."""
+    told = threading.Event()
     try:
-        while not store.check(["weft/left/0"]):
-            time.sleep(POLL_S)
-        stopped = store.get("weft/left/0") == b"stopped"
+        with told_to_stop(told.set):
+            while not told.is_set() and not store.check(["weft/left/0"]):
+                time.sleep(POLL_S)
+        stopped = told.is_set() or store.get("weft/left/0") == b"stopped"
         leave(store, rank, size, stopped)
     except dist.DistError:
         raise SystemExit(1) from None  # the first rank has gone without a word: a failure, told by who failed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -25,18 +25,24 @@ _SCHEME = "weft"
 def connected(names: Sequence[str]) -> Iterator[None]:
     """The processes of the default process group can call one another, by these names, in rank order. Nothing times
     out: a connection that breaks is an error, and `train.hang_s` is for what hangs."""
-    listen = interface(Meeting(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9).address())
+    rank, world = dist.get_rank(), dist.get_world_size()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world  # no other host is to connect
+    listen = interface("127.0.0.1" if here else Meeting(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9).address())
     if listen is not None:
         os.environ.setdefault("TP_SOCKET_IFNAME", listen)  # TensorPipe has no other way to be told
     patience = dist.distributed_c10d._get_default_store().timeout  # else torch sets the store another one
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"{_SCHEME}://", rpc_timeout=patience.total_seconds())
-    rank, world = dist.get_rank(), dist.get_world_size()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of its own way to use a process group
         rpc.init_rpc(names[rank], rank=rank, world_size=world, rpc_backend_options=options)
     rpc._set_rpc_timeout(0)
-    yield
-    rpc.shutdown()  # when all are done; not after an error: peers that are gone would be waited for
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):
+            rpc.shutdown(graceful=False)  # peers that are gone would be waited for; left alone it aborts the process
+        raise
+    rpc.shutdown()  # when all are done
 
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:

@@ -25,18 +25,21 @@ export host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000)) # another for each job
 """
 
+STATE = """\
+state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) # other than RUNNING once somebody has cancelled the job
+"""
+
 STOPPED = """\
-if [[ $code -eq 75 ]]; then # stopped by SIGTERM, and saved
+# 75: stopped by SIGTERM, and saved; 143: stopped before it began
+if [[ ${state:-RUNNING} == RUNNING && ($code -eq 75 || $code -eq 143) ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 """
 
-STOPPED_OR_LOST = """\
+LOST = """\
 # Once a host was lost, srun's code may not be that of the others: the next turn goes on, or finds the run done.
 left=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D)
-if [[ $code -eq 75 || ($code -ne 0 && ${left:-$SLURM_JOB_NUM_NODES} -lt $SLURM_JOB_NUM_NODES) ]]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+if [[ $code -ne 0 && ${left:-$SLURM_JOB_NUM_NODES} -lt $SLURM_JOB_NUM_NODES ]]; then code=75; fi
 """
 
 
@@ -47,8 +50,8 @@ bash -c 'trap : TERM
         code=$?
         case $code in 0 | 2) tries=0 ;; 75) tries=1 ;; *) tries=36 ;; esac # SLURM may be minutes late to see it
         for ((; tries > 0; tries--)); do
-            left=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)
-            if [[ -n $left ]] && ! scontrol show hostnames "$left" | grep -qx "$host"; then
+            read -r state left < <(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%T %N")
+            if [[ $state == RUNNING && -n $left ]] && ! scontrol show hostnames "$left" | grep -qx "$host"; then
                 scontrol requeue "$SLURM_JOB_ID" # the first host is gone, and the script with it
                 break
             fi
@@ -96,7 +99,7 @@ def script(
             "",
             MEET,
             f"{_srun(job)}\ncode=$?\n",
-            f"{STOPPED_OR_LOST if job.elastic else STOPPED}exit $code\n",
+            f"{STATE}{LOST if job.elastic else ''}{STOPPED}exit $code\n",
         ]
     )
 

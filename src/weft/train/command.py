@@ -15,11 +15,12 @@ import torch
 
 from .. import build, checkpoint, config
 from ..config import Run
-from ..errors import ConfigError, DamagedCheckpoint, LayoutError
+from ..errors import STOPPED, ConfigError, DamagedCheckpoint, LayoutError
 from ..launch import fewer, processes, replicas, restarts
 from ..launch.environment import AGENT, attempt, environment, local_world
 from ..launch.hosts import Meeting
 from ..launch.processes import Backend
+from ..launch.signals import told_to_stop
 from ..places import DRIVER
 from . import trainer
 from .output import CHECKPOINTS, check_output
@@ -72,7 +73,7 @@ def joined(run: Run, resume: bool, trace: bool) -> bool:
     again = AGENT in os.environ or attempt() > 0
     if again:
         resume = saved(run) is not None
-    else:
+    if not again or resume:
         check_output(laid, resume)
     if rank == 0 and ranks != run.world:
         spare = f", {ranks - world} of them to stand by" if ranks > world else ""
@@ -109,11 +110,38 @@ def host(
     """This host's part in a run over `count`, from the least to the most hosts, each with so many ranks; whether it was
     stopped before the last step. `resume`: None goes on from a checkpoint if there is one; `arguments`: those with
     which the ranks are called. Raises Refusal, WeftError."""
+    with told_to_stop(_stop):  # until there are ranks, which the agent then tells
+        return _host(run, count, ranks, meeting, resume, arguments)
+
+
+def _stop() -> None:
+    raise SystemExit(STOPPED)
+
+
+def _host(
+    run: Run, count: tuple[int, int], ranks: int | None, meeting: Meeting, resume: bool | None, arguments: Sequence[str]
+) -> bool:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         fix = "leave --nodes out, or start it without torchrun"
         raise ConfigError("--nodes", f"{count[0]}:{count[1]}", "torchrun has started this process as a rank", fix)
-    (least, most), world = count, run.world
-    each = ranks or torch.cuda.device_count() or -(-world // most)
+    least, most = count
+    each = ranks or torch.cuda.device_count() or -(-run.world // most)
+    check_hosts(run, least, most, each)
+
+    def begin() -> None:
+        check_output(run, saved(run) is not None if resume is None else resume)
+
+    settings = config.dump(run.model_copy(update={"folder": "."})) + f"{least} {most} {each}"
+    from ..launch import agent  # it brings much with it, which runs of one host do without
+
+    hosts_of = agent.Hosts(least, most, each, meeting, run.checkpoint.restarts)
+    name = "weft-" + re.sub(r"\W", "-", Path(run.output).name)
+    return agent.run(hosts_of, name, f"{crc32(settings.encode()):08x}", ["-m", "weft", "train", *arguments], begin)
+
+
+def check_hosts(run: Run, least: int, most: int, each: int) -> None:
+    """All that is refused of a run over `least` to `most` hosts with `each` ranks on every one. Raises Refusal."""
+    world = run.world
     if world > most * each or (least == most and world != most * each):
         raise unfit(run, "--nodes", most, f"{most * each} on {most} hosts")
     if build.apart(run) and least < most:
@@ -125,16 +153,6 @@ def host(
     if least < most:
         for hosts in range(least, most):
             fewer.fitted(run, hosts * each)
-
-    def begin() -> None:
-        check_output(run, saved(run) is not None if resume is None else resume)
-
-    settings = config.dump(run.model_copy(update={"folder": "."})) + f"{least} {most} {each}"
-    from ..launch import agent  # it brings much with it, which runs of one host do without
-
-    hosts_of = agent.Hosts(least, most, each, meeting, run.checkpoint.restarts)
-    name = "weft-" + re.sub(r"\W", "-", Path(run.output).name)
-    return agent.run(hosts_of, name, f"{crc32(settings.encode()):08x}", ["-m", "weft", "train", *arguments], begin)
 
 
 def unfit(run: Run, field: str, value: int | None, what: str | None = None) -> LayoutError:

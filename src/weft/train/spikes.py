@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 WINDOW, LEAST = 64, 16  # losses that are remembered, and of which there must be so many before one is judged by them
@@ -14,22 +15,21 @@ class Spikes:
 
     def __init__(self, limit: float | None):
         self._limit = limit
-        self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self.recent: deque[float] = deque(maxlen=WINDOW)
 
-    def judge(self, step: int, loss: float) -> str | None:
+    def judge(self, loss: float) -> str | None:
         """What is wrong with this loss; if nothing is, it is remembered."""
         if self._limit is None:
             return None
         if not math.isfinite(loss):
             return f"is {loss}"
-        usual = median(loss for _, loss in self._recent) if len(self._recent) >= LEAST else math.inf
-        if loss > self._limit * usual:
-            return f"is {loss:.4g}, {loss / usual:.3g} times the usual {usual:.4g}"
-        self._recent.append((step, loss))
+        usual = median(self.recent) if len(self.recent) >= LEAST else math.inf
+        if loss > usual + (self._limit - 1) * abs(usual):  # of losses that may be negative, as far above
+            return f"is {loss:.4g}, where {usual:.4g} is usual"
+        self.recent.append(loss)
         return None
 
-    def back_to(self, step: int) -> None:
-        """Forget the losses of later steps."""
-        kept = [each for each in self._recent if each[0] <= step]
-        self._recent.clear()
-        self._recent.extend(kept)
+    def remember(self, losses: Iterable[float]) -> None:
+        """These, in place of what is remembered: those of a checkpoint."""
+        self.recent.clear()
+        self.recent.extend(map(float, losses))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ from ..engine import Engine, Remote, StepResult
 from ..engine.quorum import Company
 from ..errors import CheckpointError, ConfigError, WeftError
 from ..launch import processes, rpc
+from ..launch.environment import AGENT
 from ..launch.signals import told_to_stop
 from ..layout import DATA_AXES
 from ..places import DRIVER
@@ -66,11 +68,11 @@ def _train(run: Run, resume: bool, trace: bool, again: bool, asked: Run) -> bool
     engine = _engine(run, dataset, company)
     shares = engine.whole.layout.size("dp") if engine.worker is not None else 1  # replicas are never at one step
     val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
-    left_out = 0
+    scalars: dict[str, Any] = {}
     notes = [*engine.whole.notes]
     if resume and not engine.caught_up:
         found = saved_in(run, engine.replica)
-        left_out = _restore(engine, found, None)
+        scalars = _restore(engine, found, None)
     engine.connect()
     done = engine.steps_done
     if engine.forgot:
@@ -78,6 +80,7 @@ def _train(run: Run, resume: bool, trace: bool, again: bool, asked: Run) -> bool
     if trace and t.steps - done < FIRST:
         problem = f"leaves {t.steps - done} steps to take, and the first to be traced is number {FIRST}"
         raise ConfigError("train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out")
+    left_out = int(scalars.get(LEFT_OUT, 0))
     loader = _loader(run, engine, dataset, start=done + left_out)
     if rank == 0 and engine.leads:
         put(folder / "run.toml", config.dump(asked))
@@ -94,6 +97,9 @@ def _train(run: Run, resume: bool, trace: bool, again: bool, asked: Run) -> bool
             run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress, watchdog, recorder,
             shares=shares, passed=left_out,
         )  # fmt: skip
+        loop.spikes.remember(scalars.get(LOSSES, ()))
+        if isinstance(engine, Remote):
+            engine.heard = partial(watchdog.beat, "a call")  # while the driver validates a worker takes no steps
         interrupted = loop(interrupt)
     drawing = recorder.finish(folder, console.width, console.color_system is not None) if recorder is not None else None
     if drawing is not None:
@@ -110,7 +116,7 @@ def _train(run: Run, resume: bool, trace: bool, again: bool, asked: Run) -> bool
 
 MOST_LEFT_OUT = 10  # in a row, before it is no accident
 MOST_BACK = 3  # to one checkpoint
-LEFT_OUT = "batches_left_out"
+LEFT_OUT, LOSSES = "batches_left_out", "losses"
 
 
 @dataclass
@@ -220,7 +226,7 @@ class _Loop:
                 raise WeftError(f"{problem} (train.skip = {self.run.train.skip:g}). {self._advice()}")
             if left_out:
                 continue
-            spike = self.spikes.judge(number, loss)
+            spike = self.spikes.judge(loss)
             if spike is not None:
                 return f"the loss of step {number} {spike}"
             if not math.isfinite(loss):
@@ -241,9 +247,9 @@ class _Loop:
         if self.back[1] > MOST_BACK:
             raise WeftError(f"{why}, after going back to step {kept} {MOST_BACK} times. {self._advice()}")
         self.engine.optimizer.state.clear()  # it is made anew, as of the checkpoint
-        _restore(self.engine, folder, kept)
+        scalars = _restore(self.engine, folder, kept)
         self.passed += step - kept
-        self.spikes.back_to(kept)
+        self.spikes.remember(scalars.get(LOSSES, ()))
         if self.metrics is not None:
             self.metrics.back_to(kept)
         batches = f"{step - kept} batches are" if step - kept > 1 else "1 batch is"
@@ -323,7 +329,12 @@ class _Loop:
                 checkpoints(self.run, None if leads else self.engine.replica),
                 step,
                 self.engine.tensors(),
-                {**self.engine.scalars(), **position(self.run), LEFT_OUT: self.passed},
+                {
+                    **self.engine.scalars(),
+                    **position(self.run),
+                    LEFT_OUT: self.passed,
+                    LOSSES: [*self.spikes.recent],
+                },
                 {"layout": str(self.engine.whole.layout), "weft": _version(), "torch": torch.__version__},
                 checkpoint.Keep(c.keep, c.keep_every),
                 useless,
@@ -345,7 +356,7 @@ class _Loop:
     def _advice(self) -> str:
         kept = checkpoint.latest(Path(self.run.output) / CHECKPOINTS)
         kept_text = "No checkpoint was written" if kept is None else f"The latest checkpoint is that of step {kept}"
-        return f"{kept_text}. Try a lower optimizer.lr, a train.clip or a longer train.warmup."
+        return f"{kept_text}. Try a lower optimizer.lr, a train.clip, a longer train.warmup, or train.skip."
 
 
 class Interrupt:
@@ -406,12 +417,12 @@ def _engine(run: Run, dataset: Dataset, company: Company | None) -> Engine | Rem
     )
 
 
-def _restore(engine: Engine | Remote, folder: Path, step: int | None) -> int:
-    """Fill the engine from a checkpoint; returns the number of batches that the run has left out."""
+def _restore(engine: Engine | Remote, folder: Path, step: int | None) -> dict[str, Any]:
+    """Fill the engine from a checkpoint; returns its scalars."""
     saved = checkpoint.inspect(folder, step).tensors
     scalars = checkpoint.load(folder, step, engine.tensors(saved))
     engine.load_scalars(scalars)
-    return int(scalars.get(LEFT_OUT, 0))
+    return scalars
 
 
 def _loader(run: Run, engine: Engine | Remote, dataset: Dataset, start: int = 0, shares: int = 1) -> Loader:
@@ -452,7 +463,8 @@ def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float) -> dict[s
     taken = engine.steps_done - loop.first + 1
     rows = {"steps": f"{engine.steps_done}/{run.train.steps}"}
     if interrupted:
-        rows["stopped"] = "by a signal; go on with --resume"
+        again = "it goes on with the hosts that meet next" if os.environ.get(AGENT) == "elastic" else "--resume goes on"
+        rows["stopped"] = f"saved after step {engine.steps_done}; {again}"
     if loop.loss is not None:
         rows["loss"] = f"{loop.loss:.4f}"
     if loop.val_loss is not None:

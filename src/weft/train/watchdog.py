@@ -58,20 +58,29 @@ class Watchdog:
             return
         rank, world = dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore("weft/hang", dist.distributed_c10d._get_default_store())
-        store.set(str(rank), Where.of(self._at, sys._current_frames()[self._watched]).json())
-        heard: dict[int, Where] = {}
+        heard = {rank: Where.of(self._at, sys._current_frames()[self._watched])}
+        listen_s = LISTEN_S + self._limit_s / 4
+
+        def end() -> None:
+            if self._done.is_set():
+                return
+            if rank == min(heard):  # one speaks for all
+                print(f"weft: {report(dict(sorted(heard.items())), world, self._limit_s)}", file=sys.stderr, flush=True)
+            os._exit(CODE)
+
+        alarm = threading.Timer(2 * listen_s, end)  # the store itself may be what does not answer
+        alarm.daemon = True
+        alarm.start()
+        store.set(str(rank), heard[rank].json())
         for other in range(world):
             key = str(other)
             try:
-                store.wait([key], timedelta(seconds=LISTEN_S + self._limit_s / 4))
-                heard[other] = Where(**json.loads(store.get(key)))
+                if other != rank:
+                    store.wait([key], timedelta(seconds=listen_s))
+                    heard[other] = Where(**json.loads(store.get(key)))
             except RuntimeError:  # it says nothing
                 continue
-        if self._done.is_set():
-            return
-        if rank == min(heard):  # one speaks for all
-            print(f"weft: {report(heard, world, self._limit_s)}", file=sys.stderr, flush=True)
-        os._exit(CODE)
+        end()
 
 
 @dataclass(frozen=True)
