@@ -123,7 +123,10 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train small.toml --layout fsdp2+zero4", "has no option 'zero4'. Did you mean \"zero"),
         ("train small.toml --layout dp3", "train.batch = 8: does not divide over 3 data ranks"),
         ("train small.toml --layout tp3", "heads"),
-        ("train small.toml --layout dp2 --nproc 4", "--nproc = 4: layout dp2 has 2 ranks, and there are 4. Use 2 ranks, or a layout"),
+        (
+            "train small.toml --layout dp2 --nproc 4",
+            "--nproc = 4: layout dp2 has 2 ranks, and there are 4. Use 2",
+        ),
         (
             "train small.toml --set train.loss=weft.losses:none",
             "train.loss = 'weft.losses:none': weft.losses has no none",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +76,8 @@ def train(
         if trace and run.workers:
             raise ConfigError("--trace", trace, "shows stages, and [workers] has none", "leave it out")
 
+        if count is not None:  # before torch comes: each lost connection is a page of C++ stacks otherwise
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from .train import command
 
         if count is None and nproc not in (None, run.world):

@@ -96,7 +96,6 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
     found = interface(address)
     if found is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # else gloo takes what the host's name resolves to
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each lost connection is a page of C++ stacks otherwise
     # a store of its own for each start: in the agents' the addresses of ranks that died would stay
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in (*STOP, signal.SIGINT, signal.SIGHUP))
@@ -260,8 +259,8 @@ class Agent(LocalElasticAgent):
             _say(f"not here any more: {', '.join(gone)}")
         if here == 0:
             self._common.set("weft/begun", "")
-            for other in range(count):  # in a file there may be an earlier run's
-                store.delete_key(f"weft/told/{other}")
+            for key in ("weft/failed", *(f"weft/told/{other}" for other in range(count))):
+                store.delete_key(key)  # in a file there may be an earlier run's
             _say(f"{count} of {self._hosts.most} hosts are here: {count * self._hosts.ranks} ranks; {', '.join(came)}")
         elif came != self._came:
             _say(f"host {here} of {count} that are here; number 0, {came[0]}, prints how the run goes")
@@ -277,24 +276,30 @@ class Agent(LocalElasticAgent):
                 self._remaining_restarts += 1  # another host was told to stop, which is no failure here
             elif any(failure.exitcode == 2 or _meant(failure) for failure in result.failures.values()):
                 self._remaining_restarts = 0  # it would come again
-            elif self._remaining_restarts:
-                _say(f"{_told(result).split(',')[0]}; all ranks are started anew")
+            else:
+                self._tell("weft/failed")
+                if self._remaining_restarts:
+                    _say(f"{_told(result).split(',')[0]}; all ranks are started anew")
         elif result.state is WorkerState.HEALTHY:
             left = self._left(worker_group)
             if left is not None and left.told and not self._hosts.elastic:
                 raise Stopped
             if left is not None:
                 self._remaining_restarts += left.told  # which is no failure
+                if not left.told:
+                    self._tell("weft/failed")
                 self._shutdown(timeout=SAVE_S if left.told else 1)  # else they wait for what will not come
                 return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
     def tell(self) -> None:
         """Tell the other hosts that this one was told to stop, whose ranks may not have been able to."""
-        store, here = self._worker_group.store, self._worker_group.group_rank
+        self._tell(f"weft/told/{self._worker_group.group_rank}")
+
+    def _tell(self, key: str) -> None:
         with suppress(dist.DistError):
-            if store is not None:
-                store.set(f"weft/told/{here}", "")
+            if self._worker_group.store is not None:
+                self._worker_group.store.set(key, "")
 
     def _left(self, worker_group: WorkerGroup) -> Left | None:
         """A host that was told to stop, or has fallen silent: the first watches all, and all watch the first."""
@@ -341,7 +346,8 @@ class Agent(LocalElasticAgent):
         super()._exit_barrier()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=SAVE_S)
+        failed = worker_group.store is not None and worker_group.store.check(["weft/failed"])
+        self._shutdown(timeout=1 if failed else SAVE_S)  # where ranks are missing the others cannot save
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SAVE_S) -> None:
         self._allow(timeout)
