@@ -53,6 +53,7 @@ every = {EVERY}
 keep = 4
 restarts = 99
 """
+LAID = "layout dp3.tp2, of dp4.tp2 as asked"
 WAYS = ("power off", "cut off", "told to stop")
 
 
@@ -99,6 +100,7 @@ class Hosts:
 def lose(hosts: Hosts, way: str, host: int) -> dict[str, Any]:
     """Lose a host, go on without it, and take it back."""
     three, four = hosts.said("3 of 4 hosts are here"), hosts.said("4 of 4 hosts are here")
+    laid = hosts.said(LAID)
     at = hosts.step()
     if way == "power off":
         testbed.power_off(host)
@@ -108,9 +110,7 @@ def lose(hosts: Hosts, way: str, host: int) -> dict[str, Any]:
         hosts.processes[host].terminate()
     hosts.until(lambda: hosts.said("3 of 4 hosts are here") > three, f"{way}: no three hosts")
     from_step = checkpoint.latest(hosts.out / "checkpoints") or 0
-    without_s = hosts.until(
-        lambda: hosts.said("layout dp3.tp2, of dp4.tp2 as asked") > three, f"{way}: no layout of three"
-    )
+    without_s = hosts.until(lambda: hosts.said(LAID) > laid, f"{way}: no layout of three")
     hosts.until(lambda: hosts.step() >= max(at, from_step) + 10, f"{way}: no steps of three")
     if way == "cut off":
         hosts.until(lambda: hosts.processes[host].poll() is not None, "the host that is cut off does not end")

@@ -40,6 +40,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from ..errors import STOPPED, ConfigError, WeftError
 from .environment import AGENT
 from .hosts import Meeting, interface
+from .say import say
 from .signals import STOP
 
 COME_S = 600.0  # for the least number of hosts to come
@@ -103,8 +104,8 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
     logs = tempfile.mkdtemp(prefix="weft-")
     agent: Agent | None = None
     over = False  # for all hosts
-    most = f" to {hosts.most}" if hosts.least < hosts.most else ""
-    _say(f"at {address}, waiting for {hosts.least}{most} hosts to meet at {meeting}")
+    most = f" to {hosts.most}" if hosts.elastic else ""
+    say(f"at {address}, waiting for {hosts.least}{most} hosts to meet at {meeting}")
     try:
         store = _answering(meeting)
         handler = DynamicRendezvousHandler.from_backend(
@@ -140,7 +141,7 @@ def run(hosts: Hosts, name: str, digest: str, command: Sequence[str], begin: Cal
         if agent is not None:
             agent.tell()
         over = not hosts.elastic
-        _say("told to stop")
+        say("told to stop")
         if isinstance(told, SystemExit):
             raise
         if told.sigval == signal.SIGINT:
@@ -174,7 +175,7 @@ def _found(meeting: Meeting) -> str:
             if waited_s > NAMED_S:
                 raise
             if waited_s < BEAT_S:
-                _say(f"{error.problem}: asking again for {NAMED_S:.0f} s")
+                say(f"{error.problem}: asking again for {NAMED_S:.0f} s")
             time.sleep(BEAT_S)
 
 
@@ -204,7 +205,7 @@ def _store(meeting: Meeting) -> dist.Store:
         file = Path(meeting.file)
         with suppress(FileNotFoundError):  # hosts that are there write to it every ALIVE_S seconds
             if time.time() - file.stat().st_mtime > LEFT_S:
-                _say(f"{meeting} was left by an earlier run: begun anew")
+                say(f"{meeting} was left by an earlier run: begun anew")
                 file.unlink()
         return dist.FileStore(meeting.file)
     for keeps in (True, False) if meeting.here() else (False,):
@@ -216,12 +217,12 @@ def _store(meeting: Meeting) -> dist.Store:
         except dist.DistError:
             if not keeps:
                 raise
-            _say(f"another process of this host has port {meeting.port}: if it is a run's, this one meets there too")
+            say(f"another process of this host has port {meeting.port}: if it is a run's, this one meets there too")
     raise AssertionError
 
 
-def _told(result: RunResult | None) -> str:
-    if result is None or not result.failures:
+def _told(result: RunResult) -> str:
+    if not result.failures:
         return "hosts were lost more often than [checkpoint] restarts allows; --resume goes on"
     rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
     how = f"killed by {first.signal_name()}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
@@ -256,14 +257,14 @@ class Agent(LocalElasticAgent):
         came = [store.get(f"weft/who/{other}").decode() for other in range(count)]
         gone = [each for each in self._came if each not in came]
         if gone:
-            _say(f"not here any more: {', '.join(gone)}")
+            say(f"not here any more: {', '.join(gone)}")
         if here == 0:
             self._common.set("weft/begun", "")
             for key in ("weft/failed", *(f"weft/told/{other}" for other in range(count))):
                 store.delete_key(key)  # in a file there may be an earlier run's
-            _say(f"{count} of {self._hosts.most} hosts are here: {count * self._hosts.ranks} ranks; {', '.join(came)}")
+            say(f"{count} of {self._hosts.most} hosts are here: {count * self._hosts.ranks} ranks; {', '.join(came)}")
         elif came != self._came:
-            _say(f"host {here} of {count} that are here; number 0, {came[0]}, prints how the run goes")
+            say(f"host {here} of {count} that are here; number 0, {came[0]}, prints how the run goes")
         self._came, self._heard, self._beaten = came, {}, 0.0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -279,7 +280,7 @@ class Agent(LocalElasticAgent):
             else:
                 self._tell("weft/failed")
                 if self._remaining_restarts:
-                    _say(f"{_told(result).split(',')[0]}; all ranks are started anew")
+                    say(f"{_told(result).split(',')[0]}; all ranks are started anew")
         elif result.state is WorkerState.HEALTHY:
             left = self._left(worker_group)
             if left is not None and left.told and not self._hosts.elastic:
@@ -312,7 +313,7 @@ class Agent(LocalElasticAgent):
         store.set(f"weft/beat/{here}", str(self._beat))
         for other in range(1, count) if here == 0 else (0,):
             if store.check([f"weft/told/{other}"]):
-                _say(f"{self._came[other]} was told to stop")
+                say(f"{self._came[other]} was told to stop")
                 return Left(told=True)
             key = f"weft/beat/{other}"
             beat = store.get(key) if store.check([key]) else b""
@@ -320,7 +321,7 @@ class Agent(LocalElasticAgent):
             self._heard[other] = (beat, now if beat != last else since)
             if now - self._heard[other][1] > SILENT_S:
                 then = "going on without it" if self._hosts.elastic else "all ranks are started anew when it is back"
-                _say(f"of {self._came[other]} nothing has been heard for {SILENT_S:.0f} s: {then}")
+                say(f"of {self._came[other]} nothing has been heard for {SILENT_S:.0f} s: {then}")
                 return Left(told=False)
         self._allow()
         return None
@@ -331,7 +332,7 @@ class Agent(LocalElasticAgent):
         while True:
             time.sleep(BEAT_S)
             if time.monotonic() > self._until:
-                _say(f"{self._hosts.meeting} has not answered for {CUT_OFF_S:.0f} s: this host is cut off, and ends")
+                say(f"{self._hosts.meeting} has not answered for {CUT_OFF_S:.0f} s: this host is cut off, and ends")
                 for process in self._pcontext.pids().values() if self._pcontext is not None else ():
                     with suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
@@ -357,7 +358,3 @@ class Agent(LocalElasticAgent):
 def _meant(failure: Any) -> bool:
     """Whether weft itself ended that rank."""
     return bool(failure.error_file_data.get("weft"))
-
-
-def _say(text: str) -> None:
-    print(f"weft: {text}", file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,6 +26,7 @@ from ..errors import WeftError, WorkerDied
 from . import processes
 from .environment import environment, local_world
 from .processes import END_S, POLL_S, Backend, Seat, Task, Watch, Worker, end, stopping
+from .say import say
 
 RESTARTS = 3  # of one replica
 LAST_S = 5.0  # after the others are done, for replicas that were left out and do not end
@@ -73,7 +73,7 @@ def run(
                     keeper.join(END_S)
                 hold(keeper)
                 if done and over and time.monotonic() > last + LAST_S:
-                    _tell(f"replicas {', '.join(map(str, running))} stall, and the others are done: ended")
+                    say(f"replicas {', '.join(map(str, running))} stall, and the others are done: ended")
                     break
                 events = [event for _, _, watch in running.values() for event in watch.events()]
                 wait([*events, keeper.sentinel], timeout=POLL_S)
@@ -91,7 +91,7 @@ def run(
                         ended(store, replica)
                         first = first or error  # those of others are consequences, if none is left
                         if replica in needed:
-                            _tell(f"replica {replica}, which serves the others, has failed; --resume goes on")
+                            say(f"replica {replica}, which serves the others, has failed; --resume goes on")
                         if replica in needed:
                             raise
                         if not (running or done):
@@ -130,8 +130,4 @@ def join(backend: Backend, threads: int | None, worlds: Sequence[Sequence[int]])
 def _say(replica: int, error: WorkerDied, restarts: int | None) -> None:
     what = "the others go on without it" if restarts is None else f"started anew ({restarts + 1} of {RESTARTS})"
     lines = str(error).splitlines()
-    _tell(f"replica {replica} has failed, {what}: {lines[0]} {lines[-1]}")
-
-
-def _tell(text: str) -> None:
-    print(f"weft: {text}", file=sys.stderr, flush=True)
+    say(f"replica {replica} has failed, {what}: {lines[0]} {lines[-1]}")

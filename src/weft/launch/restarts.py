@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import DamagedCheckpoint, WorkerDied
+from .say import say
 
 T = TypeVar("T")
 
@@ -36,15 +36,11 @@ def survive(
                 raise
             number += 1
             died, resume = (how, step), True
-            _say(f"{error.who.rstrip(',')}: {how}; going on from step {step} ({number} of {restarts})")
+            say(f"{error.who.rstrip(',')}: {how}; going on from step {step} ({number} of {restarts})")
 
 
 def whole_before(error: DamagedCheckpoint, set_aside: Callable[[], bool], latest: Callable[[], int | None]) -> None:
     """Set the latest checkpoint aside, which is damaged. Raises the error if there is none before it."""
     if not set_aside():
         raise error
-    _say(f"{error.value}: {error.problem}; set aside, going on from step {latest()}")
-
-
-def _say(text: str) -> None:
-    print(f"weft: {text}", file=sys.stderr, flush=True)
+    say(f"{error.value}: {error.problem}; set aside, going on from step {latest()}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from ..launch import fewer, processes, replicas, restarts
 from ..launch.environment import AGENT, attempt, environment, local_world
 from ..launch.hosts import Meeting
 from ..launch.processes import Backend
+from ..launch.say import say
 from ..launch.signals import told_to_stop
 from ..places import DRIVER
 from . import trainer
@@ -77,7 +77,7 @@ def joined(run: Run, resume: bool, trace: bool) -> bool:
         check_output(laid, resume)
     if rank == 0 and ranks != run.world:
         spare = f", {ranks - world} of them to stand by" if ranks > world else ""
-        _say(f"{ranks} ranks are here{spare}: layout {laid.layout.axes}, of {run.layout.axes} as asked")
+        say(f"{ranks} ranks are here{spare}: layout {laid.layout.axes}, of {run.layout.axes} as asked")
     threads, backend = run.train.threads, _backend(run, local_world())
     if worlds:
         with replicas.join(backend, threads, worlds):
@@ -97,7 +97,7 @@ def joined(run: Run, resume: bool, trace: bool) -> bool:
     except RuntimeError as error:
         if AGENT not in os.environ or "by peer" not in str(error):
             raise
-        _say(f"rank {rank}: a rank that it was connected to has gone")  # which says itself why, if it can
+        say(f"rank {rank}: a rank that it was connected to has gone")  # which says itself why, if it can
         raise SystemExit(1) from None
     if ranks > world:
         processes.leave(store, rank, ranks, stopped)
@@ -174,12 +174,8 @@ def _backend(run: Run, local_ranks: int) -> Backend:
     """NCCL if every rank of this host has a GPU of its own, else gloo on the CPU, as for workers by name."""
     gpus = torch.cuda.device_count()
     if gpus and run.workers:
-        _say(f"{', '.join(run.workers)} and the driver run on the CPU")
+        say(f"{', '.join(run.workers)} and the driver run on the CPU")
         return "gloo"
     if 0 < gpus < local_ranks:
-        _say(f"{local_ranks} ranks and {gpus} GPUs on this host: running on the CPU")
+        say(f"{local_ranks} ranks and {gpus} GPUs on this host: running on the CPU")
     return "nccl" if gpus >= local_ranks else "gloo"
-
-
-def _say(text: str) -> None:
-    print(f"weft: {text}", file=sys.stderr, flush=True)
