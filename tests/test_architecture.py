@@ -18,10 +18,10 @@ SOURCE = Path(__file__).parents[1] / "src" / "weft"
 # A file or folder directly under the package -> its level. Keep in step with the table in docs/architecture.md.
 LEVELS = (
     ("nouns", "errors layout order plans roles losses masks routing randomness models "
-     "schedules delays correct costs clock timeline partition places staging codecs syncs"),
+     "schedules delays correct costs clock timeline partition places staging codecs syncs tables"),
     ("strategies", "parallel schedule codec sync"),
     ("interpreters", "mesh collectives batchnorm dispatch parallelize comms shards checkpoint engine "
-     "watch chart ghosts cutting simulate draw"),
+     "watch chart ghosts cutting simulate draw cost"),
     ("deciders", "planner stages config build data text huggingface verification train launch doctor"),
     ("door", "cli __init__ __main__"),
 )  # fmt: skip
@@ -29,6 +29,7 @@ LEVEL_OF = {part: level for level, (_, parts) in enumerate(LEVELS) for part in p
 WITHOUT_TORCH = (
     *("weft.errors", "weft.layout", "weft.order", "weft.schedules", "weft.delays", "weft.correct", "weft.costs"),
     *("weft.timeline", "weft.partition", "weft.simulate", "weft.draw", "weft.schedule"),
+    *("weft.tables", "weft.cost.hardware", "weft.cost.work"),
 )
 
 

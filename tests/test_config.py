@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft import build, config
+from weft import build, config, tables
 from weft.errors import ConfigError, LayoutError, Refusal
 from weft.train.schedule import lr_factor
 
@@ -79,7 +79,7 @@ def test_dump_and_load_are_inverse(tmp_path: Path) -> None:
     run = load(tmp_path, text, train__clip="1.0", train__recompute="2", output="elsewhere/it")
     other = tmp_path / "runs" / "deep"
     other.mkdir(parents=True)
-    again = config.load(write(other, config.dump(run), "run.toml"))
+    again = config.load(write(other, tables.dump(run), "run.toml"))
     assert again == run
     assert (again.folder, again.output) == (str(tmp_path), "elsewhere/it")
     assert type(again.train.clip) is float

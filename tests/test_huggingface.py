@@ -14,7 +14,7 @@ from test_trainer import Ramps
 from torch import Tensor
 from typer.testing import CliRunner
 
-from weft import build, checkpoint, config, huggingface
+from weft import build, checkpoint, config, huggingface, tables
 from weft.cli import app
 from weft.errors import CheckpointError, ConfigError
 from weft.shards import whole
@@ -152,7 +152,7 @@ def test_out_and_in_and_out(tmp_path: Path, family: str) -> None:
 def _with_run(run: config.Run) -> Path:
     """A run's folder, in which `weft train` would have put the run file."""
     folder = Path(run.output)
-    (folder / "run.toml").write_text(config.dump(run))
+    (folder / "run.toml").write_text(tables.dump(run))
     return folder
 
 

@@ -18,41 +18,21 @@ All other keys of [model], [data], [optimizer], [pipeline] and [sync] are argume
 
 from __future__ import annotations
 
-import datetime
-import json
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from .errors import ConfigError, LayoutError, nearest
 from .layout import Layout
+from .tables import Named, Table, exactly_one, refusal, wrong
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 Task = Literal[
     "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "image-classification"
 ]
-
-
-class Table(BaseModel):
-    """A table whose keys are all known."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Named(BaseModel):
-    """A table that names what is to be called; keys that are not its own are arguments."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The keys that are arguments of what the table names."""
-        return dict(self.model_extra or {})
 
 
 class Model(Named):
@@ -65,9 +45,9 @@ class Model(Named):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        _exactly_one(build=self.build, hf=self.hf)
+        exactly_one(build=self.build, hf=self.hf)
         if self.auto is not None and self.hf is None:
-            raise _wrong("is only for Hugging Face models", "leave auto out, or name a model with hf", auto=self.auto)
+            raise wrong("is only for Hugging Face models", "leave auto out, or name a model with hf", auto=self.auto)
         return self
 
 
@@ -80,7 +60,7 @@ class Data(Named):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        _exactly_one(build=self.build, text=self.text, hf=self.hf)
+        exactly_one(build=self.build, text=self.text, hf=self.hf)
         return self
 
 
@@ -107,7 +87,7 @@ class Axes(Table):
         if isinstance(value, bool):
             return value
         if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) for text in value):
-            raise _wrong("is neither true nor a list of layouts", 'write true, or layouts as in ["dp3.tp2", "dp2.tp2"]')
+            raise wrong("is neither true nor a list of layouts", 'write true, or layouts as in ["dp3.tp2", "dp2.tp2"]')
         for text in value:
             try:
                 Layout.parse(text)
@@ -169,15 +149,15 @@ class Train(Table):
         if value in ("none", "selective", "full") or (type(value) is int and value > 0):
             return value
         hint = nearest(value, ("none", "selective", "full")) if isinstance(value, str) else "count from 1"
-        raise _wrong("is no way to recompute", f'write "none", "selective", "full" or a number of blocks; {hint}')
+        raise wrong("is no way to recompute", f'write "none", "selective", "full" or a number of blocks; {hint}')
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.batch % self.accumulate:
             fix = f"use a multiple of {self.accumulate}"
-            raise _wrong(f"does not divide into accumulate = {self.accumulate} microbatches", fix, batch=self.batch)
+            raise wrong(f"does not divide into accumulate = {self.accumulate} microbatches", fix, batch=self.batch)
         if self.warmup > self.steps:
-            raise _wrong("is longer than the whole run", f"use at most steps = {self.steps}", warmup=self.warmup)
+            raise wrong("is longer than the whole run", f"use at most steps = {self.steps}", warmup=self.warmup)
         return self
 
 
@@ -279,44 +259,10 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Run:
     try:
         return Run.model_validate(tables)
     except ValidationError as error:
-        # A misspelt key first: the key that it stands for is missing because of it.
-        found = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-        raise _refusal(found[0]) from None
+        raise refusal(error, Run, "run file") from None
 
 
-def dump(run: Run) -> str:
-    """TOML text of every key, defaults included; `load` reads it back to the same Run."""
-    tables = run.model_dump(exclude_none=True)
-    plain = {key: value for key, value in tables.items() if not isinstance(value, dict)}
-    parts = ["".join(f"{_key(k)} = {_value(v)}\n" for k, v in plain.items())]
-    for name, table in tables.items():
-        if isinstance(table, dict):
-            parts.append(f"[{_key(name)}]\n" + "".join(f"{_key(k)} = {_value(v)}\n" for k, v in table.items()))
-    return "\n".join(parts)
-
-
-# ---- TOML ----------------------------------------------------------------------------------------------------------
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
-
-
-def _value(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str():  # JSON escapes as TOML's basic strings do, but for DEL
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case int() | float():
-            return repr(value)
-        case datetime.date() | datetime.time():
-            return value.isoformat()
-        case list() | tuple():
-            return f"[{', '.join(map(_value, value))}]"
-        case dict():
-            return f"{{{', '.join(f'{_key(k)} = {_value(v)}' for k, v in value.items())}}}"
-    raise TypeError(f"{type(value).__name__} is no TOML value")
+# ---- overrides and hints ---------------------------------------------------------------------------------------------
 
 
 def _override(tables: dict[str, Any], key: str, text: str) -> None:
@@ -342,59 +288,6 @@ def _override(tables: dict[str, Any], key: str, text: str) -> None:
         nested = rest
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
-
-
-def _wrong(problem: str, fix: str, **key: object) -> PydanticCustomError:
-    """`key`: the key of the table and its value, where a table and not one key is being checked."""
-    return PydanticCustomError("refused", "{problem}", {"problem": problem, "fix": fix, "key": key})
-
-
-def _exactly_one(**keys: object) -> None:
-    given = [name for name, value in keys.items() if value is not None]
-    if len(given) != 1:
-        names = ", ".join(keys)
-        raise _wrong(f"names {' and '.join(given) or 'nothing'}", f"give exactly one of {names}")
-
-
 def _beside(path: Path) -> str:
     found = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
     return nearest(path.name, found) if found else "name a TOML file that exists"
-
-
-_KINDS = {
-    "int_type": ("is not a whole number", "write a whole number"),
-    "float_type": ("is not a number", "write a number"),
-    "string_type": ("is not a text", "write a text in quotes"),
-    "bool_type": ("is neither true nor false", "write true or false"),
-    "tuple_type": ("is not a list", 'write a list, as in ["a", "b"]'),
-    "dict_type": ("is not a table", "write a table"),
-    "model_type": ("is not a table", "write a table"),
-    "string_too_short": ("is empty", "write a name"),
-}
-
-
-def _refusal(error: ErrorDetails) -> ConfigError:
-    """The ConfigError that says what pydantic found."""
-    path = [str(part) for part in error["loc"]]
-    owner: Any = Run if len(path) == 1 else Run.model_fields[path[0]].annotation
-    fields = owner.model_fields if isinstance(owner, type) and issubclass(owner, BaseModel) else {}
-    path = path[:2]  # what is deeper is an item of a list
-    field, value, kind, context = ".".join(path), error["input"], error["type"], error.get("ctx", {})
-    about = fields[path[-1]].description if path[-1] in fields else None
-    if kind == "extra_forbidden":
-        place = f"[{path[0]}]" if len(path) > 1 else "a run file"
-        return ConfigError(field, value, f"is no key of {place}", nearest(path[-1], fields))
-    if kind == "missing":
-        what = f"{path[-1]} in [{path[0]}]: {about}" if len(path) > 1 else f"the table [{path[0]}]"
-        return ConfigError(field, None, "is missing", f"write {what}")
-    if kind == "refused":
-        for key, of_key in context["key"].items():
-            field, value = f"{field}.{key}", of_key
-        return ConfigError(field, value, context["problem"], context["fix"])
-    problem, fix = _KINDS.get(kind, (error["msg"].replace("Input should be", "must be"), "change it"))
-    if kind == "literal_error":
-        known = re.findall(r"'([^']*)'", context["expected"])
-        problem, fix = "is not known", f"write one of {', '.join(known)}"
-        fix += f"; {nearest(value, known)}" if isinstance(value, str) and "did you" in nearest(value, known) else ""
-    return ConfigError(field, value, problem, f"{fix} ({about})" if about else fix)

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import torch
 
-from .. import build, checkpoint, config
+from .. import build, checkpoint, tables
 from ..config import Run
 from ..errors import STOPPED, ConfigError, DamagedCheckpoint, LayoutError
 from ..launch import fewer, processes, replicas, restarts
@@ -131,7 +131,7 @@ def _host(
     def begin() -> None:
         check_output(run, saved(run) is not None if resume is None else resume)
 
-    settings = config.dump(run.model_copy(update={"folder": "."})) + f"{least} {most} {each}"
+    settings = tables.dump(run.model_copy(update={"folder": "."})) + f"{least} {most} {each}"
     from ..launch import agent  # it brings much with it, which runs of one host do without
 
     hosts_of = agent.Hosts(least, most, each, meeting, run.checkpoint.restarts)

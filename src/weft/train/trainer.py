@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
 
-from .. import build, checkpoint, config
+from .. import build, checkpoint, tables
 from ..config import Run
 from ..data import Dataset, Elsewhere, Loader
 from ..engine import Engine, Remote, StepResult
@@ -83,7 +83,7 @@ def _train(run: Run, resume: bool, trace: bool, again: bool, asked: Run) -> bool
     left_out = int(scalars.get(LEFT_OUT, 0))
     loader = _loader(run, engine, dataset, start=done + left_out)
     if rank == 0 and engine.leads:
-        put(folder / "run.toml", config.dump(asked))
+        put(folder / "run.toml", tables.dump(asked))
         put(folder / "plan.txt", f"{engine.whole}\n")
 
     console = Console(quiet=rank != 0 or not engine.leads)

@@ -1,0 +1,179 @@
+"""Hardware: a data sheet (TOML) of one accelerator, its networks, and what software reaches of it. Pure data; no torch.
+
+Sheets lie in `hardware/`; the one of this machine is what `weft calibrate` writes. Of `--cluster h100x64`, `h100` names
+the sheet.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from ..errors import ConfigError, nearest
+from ..tables import Table, refusal, wrong
+
+SHEETS = Path(__file__).parents[1] / "hardware"
+LOCAL = "local"  # the sheet that `weft calibrate` writes
+GIB = 2.0**30
+
+Share = Annotated[float, Field(gt=0, le=1.5, strict=False)]
+Count = Annotated[float, Field(ge=0, strict=False, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, strict=False, allow_inf_nan=False)]
+
+
+class Era(Table):
+    """[eras.NAME] What one kind of software reaches of a device. Few numbers, so that few runs fit them."""
+
+    matmul: Share = Field(default=0.75, description="of the peak, by large matmuls")
+    matmul_flops: Count = Field(default=4e8, description="FLOPs of a matmul that reaches half of that")
+    attention: Share = Field(default=0.5, description="of the peak, by a fused attention's forward")
+    attention_backward: Share = Field(default=0.4, description="of the peak, by its backward")
+    memory: Share = Field(default=0.8, description="of memory_bps, by what only moves data")
+    traffic: Count = Field(default=1.0, description="the part of elementwise traffic that fusion leaves")
+    launch_s: Count = Field(default=5e-6, description="the host's seconds for each kernel")
+    waits: Count = Field(default=0.0, description="1: a kernel begins when it is launched (a CPU); 0: they queue up")
+    link: Share = Field(default=0.78, description="of a tier's bandwidth within a node")
+    network: Share = Field(default=0.85, description="of that between nodes")
+    hidden: Count = Field(default=0.8, le=1, description="the most of the weights' traffic that compute hides")
+    contention: Count = Field(default=0.1, description="by how much what hides traffic slows down")
+    fixed_s: Count = Field(default=0.02, description="seconds of each step for what goes with no size")
+    jitter: Count = Field(default=0.0, description="the growth of a step with the square root of log2(nodes)")
+    context_gib: Count = Field(default=1.5, description="memory that the allocator does not know of")
+    reserved: Rate = Field(default=1.04, description="what the allocator takes, over what it gives")
+
+
+class Tier(Table):
+    """[[tiers]] One network, the innermost first."""
+
+    name: str
+    devices: int = Field(ge=0, description="devices that one such network joins; 0: any number")
+    bps: Rate = Field(description="bytes per second of one device, each way")
+    latency_s: Count = Field(description="seconds of one hop")
+
+
+class Device(Table):
+    """[device]"""
+
+    memory_gib: Rate = Field(description="GiB of one device")
+    memory_bps: Rate = Field(description="bytes per second that one device reads and writes")
+    host_bps: Rate = Field(description="bytes per second to the host's memory, each way")
+    flops: dict[str, Rate] = Field(min_length=1, description="dtype -> peak per second, dense")
+
+
+class Hardware(Table):
+    """One sheet."""
+
+    name: str = Field(min_length=1)
+    title: str
+    source: str = Field(description="where these figures stand")
+    kind: str = Field(description="torch's name for such a device")
+    notes: str = ""
+    device: Device
+    tiers: Annotated[tuple[Tier, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+    eras: dict[str, Era] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.tiers:
+            raise wrong("has none", "write [[tiers]], at least one", tiers=[])
+        for inner, outer in zip(self.tiers, self.tiers[1:]):
+            if not inner.devices or (outer.devices and outer.devices <= inner.devices):
+                raise wrong(f"joins no more devices than {inner.name}", "list inner ones first", tiers=outer.name)
+        return self
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of this dtype. Raises ConfigError where the sheet has none."""
+        if dtype not in self.device.flops:
+            fix = f"this sheet has {', '.join(self.device.flops)}"
+            raise ConfigError("precision.compute", dtype, f"{self.name} has no peak for it", fix)
+        return self.device.flops[dtype]
+
+    def era(self, name: str) -> Era:
+        """Raises ConfigError."""
+        if name not in self.eras:
+            raise ConfigError("--era", name, f"{self.name} has no such era of software", nearest(name, self.eras))
+        return self.eras[name]
+
+    @property
+    def node(self) -> int:
+        """Devices of one node: those that the innermost network joins."""
+        return self.tiers[0].devices or 1
+
+
+class Cluster(Table):
+    """So many devices of one kind."""
+
+    hardware: Hardware
+    devices: int
+
+    def __str__(self) -> str:
+        return f"{self.hardware.name}x{self.devices}"
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.devices // self.hardware.node)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`h100x64`; `local`, this machine with as many devices as it has, as it was measured; or a file in place of a
+        name: `my.toml`, `my.tomlx64`. Raises ConfigError."""
+        match = re.fullmatch(r"(.+?)(?:x([1-9][0-9]{0,8}))?", text.strip())
+        if match is None:
+            raise ConfigError("--cluster", text, "names no hardware", "write it as in h100x64")
+        name, count = match.groups()
+        own = name.endswith(".toml")
+        sheet = read(Path(name)) if own else named(name)
+        if count is None and name != LOCAL and not own:
+            raise ConfigError("--cluster", text, "does not say how many devices", f"write {name}x64")
+        return cls(hardware=sheet, devices=int(count) if count else sheet.node)
+
+
+def names() -> list[str]:
+    """The sheets that come with weft."""
+    return sorted(path.stem for path in SHEETS.glob("*.toml"))
+
+
+def local_sheet() -> Path:
+    """Where `weft calibrate` writes what it measured, and `--cluster local` is read from."""
+    return Path.home() / ".cache" / "weft" / "hardware.toml"
+
+
+def named(name: str) -> Hardware:
+    """The sheet of this name. Raises ConfigError."""
+    if name == LOCAL:
+        if not local_sheet().exists():
+            raise ConfigError("--cluster", name, "this machine has not been measured", "run weft calibrate first")
+        return read(local_sheet())
+    if name not in names():
+        raise ConfigError("--cluster", name, "there is no such sheet", nearest(name, [*names(), LOCAL]))
+    return _shipped(name)
+
+
+@cache
+def _shipped(name: str) -> Hardware:
+    return read(SHEETS / f"{name}.toml")
+
+
+def read(path: Path) -> Hardware:
+    """Raises ConfigError for a file that is no sheet, with the key that is wrong."""
+    try:
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("hardware", str(path), f"cannot be read ({error})", "name a sheet") from None
+
+
+def parse(text: str, where: str) -> Hardware:
+    """The sheet in `text`; `where` it is from. Raises ConfigError."""
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("hardware", where, f"is not TOML: {error}", "correct that line") from None
+    try:
+        return Hardware.model_validate(table)
+    except ValidationError as error:
+        raise refusal(error, Hardware, f"sheet ({where})") from None

@@ -1,0 +1,25 @@
+"""Practice: in which dtypes a framework keeps and sends what belongs to a parameter, and what it lets overlap. Data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Practice:
+    """Bytes of one parameter: `weight_bytes` that rest, `copy_bytes` of a second copy in the dtype computed in, where
+    there is one; `grad_bytes` of its gradient; `state_bytes` of the optimizer (with master weights).
+    On the wire: `reduce_bytes` of its gradient, `gather_bytes` where sharded weights are gathered. `update_bytes` that
+    an optimizer step reads and writes. `logit_bytes` at the peak, of one logit. `overlaps`: whether sums of gradients
+    """
+
+    compute: str = "bf16"
+    weight_bytes: float = 4.0
+    copy_bytes: float = 0.0
+    grad_bytes: float = 4.0
+    state_bytes: float = 8.0
+    reduce_bytes: float = 4.0
+    gather_bytes: float = 2.0
+    update_bytes: float = 30.0
+    logit_bytes: float = 10.0
+    overlaps: bool = True
