@@ -91,6 +91,8 @@ def why(question: Question, row: Row, best: Row) -> str:
     if not row.fits:
         return f"does not fit by {_gib(row.over_bytes)} GiB"
     times = row.step_s / best.step_s
+    if times < 1 / NEAR:
+        return f"{1 / times - 1:.0%} faster, and not what is asked for"
     if times < NEAR:
         more = len(Layout.parse(row.layout).axes) > len(Layout.parse(best.layout).axes)
         return "as fast" + (", with more axes" if more else "")

@@ -1,7 +1,7 @@
 """Patterns: what is fixed of a layout, and what a search is to find.
 
 As in `tp8.*`: tp8, with or without its options, and any other axes; `fsdp8+zero2.*`: this option, too; `pp*.dp*.tp8`:
-these three axes alone; `dp8.tp8`: this layout, and nothing to find.
+these three axes alone; `dp8.tp8`: this layout, and nothing to find. What a layout's options can be, weft's planner says.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Pattern:
                 raise LayoutError("--layout", text, f"axis {axis} has size 0", "sizes start at 1")
             sizes[axis] = None if size == "*" else int(size)
             for option in flags.split("+")[1:]:
-                if option not in OPTIONS[axis]:
+                if "*" in text and option not in OPTIONS[axis]:
                     known = OPTIONS[axis]
                     fix = nearest(option, known) if known else f"write {axis} without an option"
                     problem = f"the search knows no option {option!r} of {axis}"
