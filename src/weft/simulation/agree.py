@@ -15,9 +15,9 @@ from ..cost.choices import Array
 from ..syncs import AnyTime, EachPeriod, EachStep, Sync
 
 
-def ends(sync: Sync, own: Array, exchange_s: float) -> Array:
-    """When each replica ends each step. `exchange_s`: what an exchange of all gradients, or weights, adds: to each step;
-    to each period, over all fragments; or of a push and a pull, when no other replica is at the servers."""
+def ends(sync: Sync, own: Array, exchange_s: float = 0.0) -> Array:
+    """When each replica ends each step. `exchange_s`: what an exchange of all gradients, or weights, adds: to each
+    step; to each period, over all fragments; or of a push and a pull, when no other replica is at the servers."""
     match sync:
         case EachStep():
             steps = np.cumsum(own.max(axis=1) + exchange_s)
@@ -28,11 +28,19 @@ def ends(sync: Sync, own: Array, exchange_s: float) -> Array:
             return _any_time(sync, own, exchange_s)
 
 
-def step_s(found: Array) -> float:
-    """Seconds of a step on average: as long as all take part, over the steps that a replica has done by then."""
-    horizon = float(found[-1].min())
-    done = [np.interp(horizon, np.concatenate([[0.0], one]), np.arange(len(one) + 1)) for one in found.T]
-    return horizon / float(np.mean(done))
+def step_s(sync: Sync, found: Array) -> float:
+    """Seconds of a step in the long run, from `ends`: over whole periods after the first; without periods over the
+    second half of the time for which all take part, in which some may do more steps than others."""
+    steps, replicas = found.shape
+    if not isinstance(sync, AnyTime):
+        period, delay = (sync.period, sync.delay) if isinstance(sync, EachPeriod) else (1, 0)
+        first = period + delay - 1
+        last = first + (steps - 1 - first) // period * period
+        return float((found[last] - found[first]).mean()) / (last - first)
+    end = float(found[-1].min())
+    numbers = np.arange(1, steps + 1)
+    done = [np.diff(np.interp([end / 2, end], found[:, r], numbers))[0] for r in range(replicas)]
+    return end / 2 / float(np.mean(done))
 
 
 def _by_period(sync: EachPeriod, own: Array, exchange_s: float) -> Array:
@@ -60,28 +68,30 @@ def _any_time(sync: AnyTime, own: Array, exchange_s: float) -> Array:
     parallel, Ho et al. 2013)."""
     steps, replicas = own.shape
     bound = steps if sync.staleness is None else sync.staleness
-    found, done = np.empty_like(own), np.zeros(replicas, int)
+    takes: list[list[float]] = own.T.tolist()
+    found: list[list[float]] = [[] for _ in takes]  # lists: one number at a time
     at = [replicas] + [0] * steps  # how many have done so many steps
-    slowest, free = 0, 0.0
+    slowest, free, half = 0, 0.0, exchange_s / 2
     ahead: list[int] = []  # who waits for the slowest
-    coming = [(float(seconds), r) for r, seconds in enumerate(own[0])]
+    coming = [(times[0], r) for r, times in enumerate(takes)]
     heapq.heapify(coming)
     while coming:
         ready, r = heapq.heappop(coming)
-        free = max(free, ready) + exchange_s / 2
-        now = free + exchange_s / 2
-        at[done[r]] -= 1
-        done[r] += 1
-        at[done[r]] += 1
-        found[done[r] - 1, r] = now
-        going = [r]
+        free = max(free, ready) + half
+        now = free + half
+        done = found[r]
+        at[len(done)] -= 1
+        done.append(now)
+        at[len(done)] += 1
         if not at[slowest]:
             slowest += 1
             going, ahead = [*ahead, r], []
+        else:
+            going = [r]
         for one in going:
-            if done[one] - slowest > bound:
+            count = len(found[one])
+            if count - slowest > bound:
                 ahead.append(one)
-            elif done[one] < steps:
-                begun = max(now, found[done[one] - 1, one])
-                heapq.heappush(coming, (begun + float(own[done[one], one]), one))
-    return found
+            elif count < steps:
+                heapq.heappush(coming, (max(now, found[one][-1]) + takes[one][count], one))
+    return np.array(found).T

@@ -1,11 +1,8 @@
-"""Fleet: one schedule on many pipelines at once, each of its ranks at a pace of its own. Vectors in place of numbers.
-
-The pace of a device is what its own work takes over what it should take: 1.5 is half as long again.
-"""
+"""Fleet: one schedule on many pipelines at once, each of its ranks at a pace of its own, as vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +12,7 @@ from ..costs import Costs
 from ..schedules import Action, Schedule
 from ..simulate import Row, rows, simulate, split
 
-Price = Callable[[float], Costs]  # what stages cost on devices of one pace
-
 CELLS = 4_000_000  # ends of actions that are held at once
-POINTS = 5  # paces that are priced between the lowest and the highest; others lie on lines between them
 
 
 @dataclass(frozen=True)
@@ -33,22 +27,23 @@ class Run:
 
 
 class Fleet:
-    """A schedule and what its actions cost at any of the `paces` that will be asked for."""
+    """A schedule, and what its stages cost on devices of some paces; for a pace between two, on the line between."""
 
-    def __init__(self, schedule: Schedule, price: Price, paces: Array):
-        low, high = float(np.min(paces)), float(np.max(paces))
-        few = np.unique(paces)
-        points = few if len(few) <= POINTS else np.union1d(np.linspace(low, high, POINTS), [1.0])
-        self._points = np.unique(np.clip(points, low, high))
-        priced = [rows(schedule, price(float(pace))) for pace in self._points]
-        self._schedule, self._rows = schedule, priced[0]
+    def __init__(self, schedule: Schedule, priced: Mapping[float, Costs]):
+        self._points = np.array(sorted(priced))
+        found = [rows(schedule, priced[pace]) for pace in sorted(priced)]
+        self._schedule, self._order = schedule, _order(schedule, found[0])
         self._seconds = {
-            (key, stage): np.array([one[key][stage][1] for one in priced])
-            for key, stages in self._rows.items()
+            (key, stage): np.array([one[key][stage][1] for one in found])
+            for key, stages in found[0].items()
             for stage in range(len(stages))
         }
-        self._order = _order(schedule, self._rows)
         self._places = 1 + max(run.place for run in self._order)
+
+    @property
+    def actions(self) -> int:
+        """Of one pipeline."""
+        return len(self._order)
 
     def ends(self, paces: Array) -> Array:
         """[pipelines, ranks] paces -> when each of these ranks ends its last action, in seconds from the first start.
@@ -62,11 +57,10 @@ class Fleet:
 
     def busy(self, rank: int, paces: Array) -> Array:
         """Seconds of the actions of one rank on devices of these paces."""
-        counts: dict[tuple[str, int], int] = {}
+        total = np.zeros(len(self._points))
         for run in self._order:
             if run.rank == rank:
-                counts[run.of] = counts.get(run.of, 0) + 1
-        total = sum((count * self._seconds[each] for each, count in counts.items()), np.zeros(len(self._points)))
+                total = total + self._seconds[run.of]
         return np.interp(paces, self._points, total)
 
     def _ends(self, paces: Array) -> Array:
@@ -85,7 +79,7 @@ class Fleet:
         return free.T
 
 
-def _order(schedule: Schedule, costs: dict[str, list[Row]]) -> list[Run]:
+def _order(schedule: Schedule, costs: Mapping[str, list[Row]]) -> list[Run]:
     """All actions, each after those that it needs, with places for their ends that are used again."""
     apart = split(schedule)
     timeline = simulate(schedule, Costs(update_s=1.0))  # each takes its time, so none starts with what it needs
