@@ -123,3 +123,63 @@ def hopeless(faults: Faults) -> tuple[str, str]:
     """What is said of a cluster on which a run hardly gets on, and what would work."""
     problem = f"all devices together fail every {faults.mtbf_s:.3g} s, a checkpoint takes {faults.pause_s:.3g} s and"
     return f"{problem} a restart {faults.restart_s:.3g} s", "use fewer devices, or save and restart in less time"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One way to choose how often to save: `every` steps, which take `interval_s`; the goodput that follows."""
+
+    name: str
+    every: int
+    interval_s: float
+    goodput: float
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What failures make of a run: `intervals` to choose from, of which `best` has the highest goodput; the run drawn
+    at random with it; (interval_s, goodput) of a `curve`."""
+
+    faults: Faults
+    steps: int
+    step_s: float
+    intervals: tuple[Interval, ...]
+    drawn: Drawn
+    curve: tuple[tuple[float, float], ...]
+
+    @property
+    def best(self) -> Interval:
+        return max(self.intervals, key=lambda each: each.goodput)
+
+    @property
+    def planned_s(self) -> float:
+        return self.steps * self.step_s
+
+    @property
+    def expected_s(self) -> float:
+        return self.planned_s / self.best.goodput
+
+    @property
+    def lost_s(self) -> float:
+        return self.expected_s - self.planned_s
+
+
+def lost(faults: Faults, steps: int, step_s: float, every: int = 0, seed: int = 0) -> Lost:
+    """`every`: steps between checkpoints that the run asks for, 0 if none. Raises ConfigError for a run that would
+    hardly end."""
+
+    def at(name: str, count: int) -> Interval:
+        return Interval(name, count, count * step_s, float(goodput(count * step_s, faults)))
+
+    def whole(interval_s: float) -> int:  # one is written before the next
+        return max(1, round(interval_s / step_s), math.ceil(faults.written_s / step_s))
+
+    choices = [at("Young", whole(young_s(faults))), at("Daly", whole(daly_s(faults))), at("best", whole(best_s(faults)))]
+    if every:
+        choices.append(at("run file", every))
+    best = max(choices[:3], key=lambda each: each.goodput)
+    if best.goodput < LEAST:
+        raise ConfigError("--mtbf", faults.mtbf_s / 3600, *hopeless(faults))
+    intervals = np.geomspace(best.interval_s / 20, best.interval_s * 20, 41)
+    curve = tuple(zip(intervals.tolist(), goodput(intervals, faults).tolist()))
+    return Lost(faults, steps, step_s, tuple(choices), drawn(faults, steps, step_s, best.every, seed=seed), curve)
