@@ -35,20 +35,22 @@ class Mark:
 
 @dataclass(frozen=True)
 class Axis:
-    """What is on it. `log`: its logarithm. Linear ones begin at 0. `ticks`: its values that are written out, or some."""
+    """What is on it. `log`: its logarithm. `near`: a linear one begins near its least value, and not at 0. `ticks`: the
+    values that are written out; some, if none are given."""
 
     name: str
     log: bool = False
+    near: bool = False
     ticks: Sequence[float] = ()
     percent: bool = False
 
     def written(self, value: float) -> str:
         if self.percent:
-            return f"{100 * value:.3g} %"
-        for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-            if value >= 10 * size:
-                return f"{value / size:.4g}{unit}"
-        return look.number(value)
+            return f"{100 * value:.4g} %"
+        if value < 1e6:
+            return look.number(value)
+        unit, size = next((unit, size) for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)) if value >= size)
+        return f"{value / size:.4g}{unit}"
 
 
 def curves(title: str, across: Axis, up: Axis, lines: Sequence[Line], marks: Sequence[Mark] = ()) -> str:
@@ -59,13 +61,16 @@ def curves(title: str, across: Axis, up: Axis, lines: Sequence[Line], marks: Seq
 
 
 def stacked(pictures: Sequence[str]) -> str:
-    """Images one under the other, as one."""
+    """Images as one, side by side where the widest leaves room."""
     sizes = [tuple(float(each) for each in _between(picture, 'viewBox="', '"').split()[2:]) for picture in pictures]
-    body, top = [], 0.0
-    for picture, (_, height) in zip(pictures, sizes, strict=True):
-        body.append(picture.replace("<svg ", f'<svg y="{top:.0f}" ', 1))
-        top += height
-    return image(max(width for width, _ in sizes), top, body)
+    page = max(width for width, _ in sizes)
+    body, left, top, tall = [], 0.0, 0.0, 0.0
+    for picture, (width, height) in zip(pictures, sizes, strict=True):
+        if left + width > page:
+            left, top, tall = 0.0, top + tall, 0.0
+        body.append(picture.replace("<svg ", f'<svg x="{left:.0f}" y="{top:.0f}" ', 1))
+        left, tall = left + width, max(tall, height)
+    return image(page, top + tall, body)
 
 
 class _Scale:
@@ -73,11 +78,14 @@ class _Scale:
 
     def __init__(self, axis: Axis, values: Sequence[float], start: float, stop: float):
         self.axis, self.start, self.stop = axis, start, stop
-        self.low, self.high = (min(values), max(values)) if axis.log else (0.0, max(values) * 1.05 or 1.0)
-        if axis.percent and not axis.log:
-            self.high = max(self.high, 1.0) if self.high > 0.5 else self.high
-        if self.high == self.low:
-            self.high = self.low * 2
+        self.low, self.high = min(values), max(values)
+        if not axis.log and not axis.near:
+            self.low, self.high = 0.0, self.high * 1.05
+        elif not axis.log:
+            step = whole_step((self.high - self.low) / 5 or self.high or 1.0)
+            self.low, self.high = math.floor(self.low / step) * step, math.ceil(self.high / step) * step
+        if self.high <= self.low:
+            self.high = 2 * self.low or 1.0
 
     def __call__(self, value: float) -> float:
         if self.axis.log:
@@ -91,7 +99,8 @@ class _Scale:
             return list(self.axis.ticks)
         if not self.axis.log:
             step = whole_step((self.high - self.low) / 6)
-            return [step * i for i in range(int(self.high / step + 1e-9) + 1)]
+            first = math.ceil(self.low / step - 1e-9)
+            return [step * i for i in range(first, int(self.high / step + 1e-9) + 1)]
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         wanted = (1, 2, 5) if len(powers) <= 4 else (1,)
         found = [m * 10.0**power for power in powers for m in wanted]
@@ -129,7 +138,8 @@ def _body(title: str, x: _Scale, y: _Scale, lines: Sequence[Line], marks: Sequen
                 tip = f"<title>{x.axis.written(a)}: {y.axis.written(b)}</title>"
                 yield f'<circle cx="{x(a):.2f}" cy="{y(b):.2f}" r="3.5" fill="{paint}">{tip}</circle>'
         at = TOP + 10 + 20 * row
-        yield f'<line x1="{right + 14}" y1="{at}" x2="{right + 38}" y2="{at}" stroke="{paint}" stroke-width="2"{dashes}/>'
+        ends = f'x1="{right + 14}" y1="{at}" x2="{right + 38}" y2="{at}"'
+        yield f'<line {ends} stroke="{paint}" stroke-width="2"{dashes}/>'
         yield written(right + 44, at + 4, line.name)
 
 

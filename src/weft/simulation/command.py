@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from .. import sync as syncs
 from ..errors import ConfigError
 from ..syncs import Sync
@@ -21,7 +23,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Asked:
-    """`slow`: device -> factor, None for one device anywhere. `mtbf_h`: of one device, `node_mtbf_h` of one node, hours.
+    """`slow`: device -> factor, None for one device anywhere. `mtbf_h`, `node_mtbf_h`: hours, of one device or node.
     A checkpoint stops training for `checkpoint_s`; or, with `storage_gbps` (GB per second of all ranks together), for a
     copy to host memory, and is written beside training. `every`: the run's own steps between checkpoints."""
 
@@ -75,16 +77,17 @@ def _ways(setup: Setup) -> dict[str, Sync]:
 def _faults(setup: Setup, asked: Asked) -> Faults | None:
     if asked.mtbf_h is None and asked.node_mtbf_h is None:
         return None
-    for name, value in (("--mtbf", asked.mtbf_h), ("--node-mtbf", asked.node_mtbf_h), ("--storage", asked.storage_gbps)):
+    given = {"--mtbf": asked.mtbf_h, "--node-mtbf": asked.node_mtbf_h, "--storage": asked.storage_gbps}
+    for name, value in given.items():
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigError(name, value, "cannot be", "write a number above 0")
     mtbf = mtbf_of_all(
         setup.devices, 3600 * (asked.mtbf_h or math.inf), setup.cluster.nodes, 3600 * (asked.node_mtbf_h or math.inf)
     )
     if (asked.checkpoint_s is None) == (asked.storage_gbps is None):
-        given, problem = (None, "is needed") if asked.checkpoint_s is None else (asked.checkpoint_s, "or --storage")
-        fix = "write --checkpoint 20 (seconds), or --storage 100 (GB per second of all ranks)"
-        raise ConfigError("--checkpoint", given, f"what a checkpoint takes {problem}", fix)
+        problem = "is not said" if asked.checkpoint_s is None else "is said by --storage too"
+        fix = "write either --checkpoint 20 (seconds) or --storage 100 (GB per second of all ranks together)"
+        raise ConfigError("--checkpoint", asked.checkpoint_s, f"what a checkpoint takes {problem}", fix)
     if asked.checkpoint_s is not None:
         return Faults(mtbf, asked.checkpoint_s, asked.restart_s)
     assert asked.storage_gbps is not None
@@ -98,4 +101,4 @@ def checkpoint_bytes(setup: Setup) -> tuple[float, float]:
     """Of a rank that saves, and of the whole: weights and optimizer state, each once."""
     each = setup.practice.weight_bytes + setup.practice.state_bytes
     update = next(part for part in setup.estimate().time if part.name == "optimizer")
-    return float(update.symbols["params"][0]) * each, setup.work.params * each
+    return float(np.max(update.symbols["params"])) * each, setup.work.params * each

@@ -45,9 +45,7 @@ class Drawn:
     failures: float
 
 
-def mtbf_of_all(
-    devices: int, device_mtbf_s: float = math.inf, nodes: int = 0, node_mtbf_s: float = math.inf
-) -> float:
+def mtbf_of_all(devices: int, device_mtbf_s: float = math.inf, nodes: int = 0, node_mtbf_s: float = math.inf) -> float:
     """Seconds between failures of any of them: rates add up."""
     return 1 / (devices / device_mtbf_s + nodes / node_mtbf_s)
 
@@ -112,9 +110,11 @@ def drawn(faults: Faults, steps: int, step_s: float, every: int, runs: int = 400
         needed = restart + left * step_s + saves * faults.pause_s
         fails = rng.exponential(mtbf, len(going))
         wall[going] += np.minimum(fails, needed)
-        going, saves, up = (found[fails < needed] for found in (going, saves, fails - restart))
-        failures[going] += 1
-        whole[going] += np.clip((up - faults.written_s) // part_s, 0, saves).astype(int)
+        up, failed = fails - restart, fails < needed
+        done = np.clip((up - faults.written_s) // part_s, 0, saves).astype(int)
+        whole[going] += np.where(failed, done, 0)
+        failures[going] += failed
+        going = going[failed]
         restart = faults.restart_s
     return Drawn(wall.mean(), wall.std(ddof=1) / math.sqrt(runs), failures.mean())
 
@@ -174,12 +174,14 @@ def lost(faults: Faults, steps: int, step_s: float, every: int = 0, seed: int = 
     def whole(interval_s: float) -> int:  # one is written before the next
         return max(1, round(interval_s / step_s), math.ceil(faults.written_s / step_s))
 
-    choices = [at("Young", whole(young_s(faults))), at("Daly", whole(daly_s(faults))), at("best", whole(best_s(faults)))]
+    ways = {"Young": young_s, "Daly": daly_s, "best": best_s}
+    choices = [at(name, whole(way(faults))) for name, way in ways.items()]
     if every:
         choices.append(at("run file", every))
     best = max(choices[:3], key=lambda each: each.goodput)
     if best.goodput < LEAST:
         raise ConfigError("--mtbf", faults.mtbf_s / 3600, *hopeless(faults))
-    intervals = np.geomspace(best.interval_s / 20, best.interval_s * 20, 41)
+    spans = [each.interval_s for each in choices]
+    intervals = np.geomspace(min(best.interval_s / 20, *spans), max(best.interval_s * 20, *spans), 41)
     curve = tuple(zip(intervals.tolist(), goodput(intervals, faults).tolist()))
     return Lost(faults, steps, step_s, tuple(choices), drawn(faults, steps, step_s, best.every, seed=seed), curve)

@@ -26,9 +26,7 @@ def whole(acted: Timeline, step: Step) -> Timeline:
         now += seconds
     labels, starts, stops = zip(*spans) if spans else ((), (), ())
     lanes = tuple(
-        Lane(
-            (*lane.labels, *labels), array("d", [*lane.start_s, *starts]), array("d", [*lane.stop_s, *stops])
-        )
+        Lane((*lane.labels, *labels), array("d", [*lane.start_s, *starts]), array("d", [*lane.stop_s, *stops]))
         for lane in acted.lanes
     )
     return Timeline(lanes, acted.activation_bytes, acted.freed_by_b)

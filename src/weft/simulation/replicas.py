@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..cost.choices import Array
-from ..syncs import AnyTime, EachPeriod, EachStep, Sync
+from ..syncs import AnyTime, EachPeriod, Sync
 from . import agree, grid
 from .setup import Setup
 from .stragglers import Paced, paces

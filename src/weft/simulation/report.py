@@ -24,7 +24,7 @@ from .scaling import Point
 from .setup import Setup, Step
 from .stragglers import Row
 
-BAR = 40  # columns of a share of 1
+BAR = 40  # columns of the longest bar
 STAGES = 6  # lines of one kind, above which only the cheapest and the dearest are shown
 
 
@@ -134,9 +134,7 @@ def _replicas(rows: Sequence[Agreed]) -> str:
     lines = [["how replicas agree", "step as planned", "with these devices", "throughput"]]
     first = rows[0].met_s
     for row in rows:
-        lines.append(
-            [row.name, look.seconds(row.planned_s), look.seconds(row.met_s), f"x{first / row.met_s:.3f}"]
-        )
+        lines.append([row.name, look.seconds(row.planned_s), look.seconds(row.met_s), f"x{first / row.met_s:.3f}"])
     return table(lines)
 
 
@@ -155,9 +153,10 @@ def _lost(lost: Lost, ascii_only: bool) -> str:
     for each in lost.intervals:
         lines.append([each.name, hours(each.interval_s), f"{each.every:,} steps", look.share(each.goodput, 1)])
     drawn, best = lost.drawn, lost.best
-    bar = "#" if ascii_only else "█"
-    curve = [["interval", "goodput", ""]] + [
-        [hours(interval), look.share(share, 1), bar * round(BAR * share)] for interval, share in lost.curve[::4]
+    bar, most = "#" if ascii_only else "█", max(1 - share for _, share in lost.curve)
+    curve = [["every", "goodput", "lost"]] + [
+        [hours(interval), look.share(share, 1), bar * max(1, round(BAR * (1 - share) / most))]
+        for interval, share in lost.curve[::4]
     ]
     runs = f"{hours(drawn.wall_s)} +- {hours(drawn.error_s)} drawn at random, {drawn.failures:.4g} failures"
     return "\n".join(
@@ -265,10 +264,9 @@ def _curves(report: Report) -> list[str]:
     if report.lost:
         x, y = zip(*report.lost.curve)
         marks = [Mark(f"{each.name}, {hours(each.interval_s)}", each.interval_s) for each in report.lost.intervals]
-        seconds = Axis("seconds of training between checkpoints", log=True)
-        found.append(
-            curves("Goodput", seconds, Axis("share of time", percent=True), [Line("expected", x, y)], _apart(marks))
-        )
+        across = Axis("seconds of training between checkpoints", log=True)
+        up = Axis("share of time that is training which lasts", near=True, percent=True)
+        found.append(curves("Goodput", across, up, [Line("expected", x, y)], _apart(marks)))
     if report.scaling:
         points = report.scaling
         devices = [float(point.devices) for point in points]
@@ -276,12 +274,8 @@ def _curves(report: Report) -> list[str]:
         ideal = [points[0].tokens_per_s * n / devices[0] for n in devices]
         speed = [point.tokens_per_s for point in points]
         title = f"{report.mode.capitalize()} scaling"
-        found.append(
-            curves(
-                title, across, Axis("tokens per second", log=True),
-                [Line(report.setup.name.split(",")[0][:18], devices, speed), Line("ideal", devices, ideal, dashed=True)],
-            )
-        )  # fmt: skip
+        named = [Line(report.setup.name[:18], devices, speed), Line("ideal", devices, ideal, dashed=True)]
+        found.append(curves(title, across, Axis("tokens per second", log=True), named))
         shares = [("efficiency", [p.efficiency for p in points]), ("MFU", [p.mfu for p in points])]
         lines = [Line(name, devices, values) for name, values in shares]
         found.append(curves(f"{title}: shares", across, Axis("share", percent=True), lines))

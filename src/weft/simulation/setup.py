@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -148,7 +149,9 @@ class Setup:
                 waits[BESIDE[name]] += float(part.value[0]) / m / chunks
             elif name in AFTER and part.value[0]:
                 after[name] = float(part.value[0])
-        more = {field: tuple(s + wait for s in costs.each(field, stages)) for field, wait in waits.items()}
+        more: dict[str, Any] = {
+            field: tuple(s + wait for s in costs.each(field, stages)) for field, wait in waits.items()
+        }
         period = self.sync.period if isinstance(self.sync, EachPeriod) else 1
         exchange = float(np.max(parts["dp exposed"].symbols["comm_s"])) * period
         return Step(replace(costs, **more), after, exchange, float(found.step_s[0]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -167,18 +168,12 @@ def _links(setup: Setup, axis: str, factor: float) -> list[Row]:
 
 def _mixed(setup: Setup, planned: Step, slow: Step, axis: str, place: int) -> Costs:
     """The costs of a pipeline of which one place, a boundary of pp or else a rank, has those of `slow`."""
-    placement, fields = setup.schedule.placement, ("forward_s", "backward_s", "weight_s")
-    if axis == "pp":
-        count, fields, where = len(placement) - 1, ("comm_s",), range(len(placement) - 1)
-    else:
-        count, where = len(placement), placement
-    mixed = {
-        field: tuple(
-            b if at == place else a
-            for at, a, b in zip(where, planned.costs.each(field, count), slow.costs.each(field, count))
-        )
-        for field in fields
-    }
+    messages = axis == "pp"
+    places = range(setup.schedule.stages - 1) if messages else setup.schedule.placement
+    mixed: dict[str, Any] = {}
+    for field in ("comm_s",) if messages else ("forward_s", "backward_s", "weight_s"):
+        pairs = zip(planned.costs.each(field, len(places)), slow.costs.each(field, len(places)))
+        mixed[field] = tuple(b if at == place else a for at, (a, b) in zip(places, pairs))
     return replace(planned.costs, **mixed)
 
 
