@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -39,6 +40,33 @@ class Asked:
     every: int = 0
     scale: Mode | None = None
     to: int | None = None
+
+
+def slow(text: str) -> tuple[int | None, float]:
+    """`1.5`, or `17=1.5`: device and factor. Raises ConfigError."""
+    device, equals, factor = text.rpartition("=")
+    try:
+        return (int(device) if equals else None), float(factor)
+    except ValueError:
+        fix = "write 1.5, or --slow 17=1.5 for device 17"
+        raise ConfigError("--slow", text, "is neither a factor nor a device and a factor", fix) from None
+
+
+def link(text: str) -> tuple[str, float]:
+    """`tp=4`. Raises ConfigError."""
+    axis, _, factor = text.partition("=")
+    try:
+        return axis, float(factor)
+    except ValueError:
+        fix = "write tp=4 for a quarter of the bandwidth"
+        raise ConfigError("--slow-link", text, "is not an axis and a factor", fix) from None
+
+
+def mode(text: str | None) -> Mode | None:
+    """Raises ConfigError."""
+    if text not in (None, "weak", "strong"):
+        raise ConfigError("--scale", text, "is no way to scale", "write weak or strong")
+    return cast(Mode | None, text)
 
 
 def simulated(setup: Setup, asked: Asked) -> Report:

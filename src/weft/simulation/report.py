@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from .. import draw
 from ..draw import look
+from ..draw.command import printed
 from ..draw.curves import Axis, Line, Mark, curves, stacked
 from ..errors import ConfigError
 from ..timeline import Timeline
@@ -94,6 +96,11 @@ def text(report: Report, width: int = 120, colour: bool = False, ascii_only: boo
     if report.scaling:
         parts.append(Text(_scaling(report)))
     return Text("\n\n").join(parts)
+
+
+def show(report: Report) -> None:
+    """Print it: as wide as the terminal, in colours where it has them."""
+    printed(partial(text, report))
 
 
 def _step(report: Report) -> str:
