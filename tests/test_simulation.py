@@ -81,11 +81,12 @@ def test_values_of_devices_lie_where_the_layout_puts_them() -> None:
         choices = setup(axes, batch=48).choices
         values = np.random.default_rng(0).random(layout.world)
         found = grid.pipelines(choices, values)
-        within = [axis for axis in ("tp", "fsdp") if axis in layout.axes and "zero2" not in axes]
+        within = ["tp"] if "zero2" in axes else ["tp", "fsdp"]
+        assert found.shape == (layout.size("dp"), 2 if "zero2" in axes else 1, layout.size("pp"))
         for rank in range(layout.world):
             place = layout.coords(rank)
             assert {**dict.fromkeys(grid.place(choices, rank), 0), **place} == grid.place(choices, rank)
-            highest = max(values[peer] for peer in layout.peers(rank, *(within or ["tp"])))
+            highest = max(values[peer] for peer in layout.peers(rank, *within))
             assert highest in found[place.get("dp", 0), :, place.get("pp", 0)]
             assert grid.stage_of(choices)[rank] == place.get("pp", 0)
 
@@ -100,7 +101,13 @@ def test_without_a_pipeline_a_step_is_the_estimate(axes: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "axes, name, chunks", [("pp4.dp2", "1f1b", 1), ("dp4.pp2.tp2", "gpipe", 1), ("pp2.tp2", "interleaved", 2)]
+    "axes, name, chunks",
+    [
+        ("pp4.dp2", "1f1b", 1),
+        ("dp4.pp2.tp2", "gpipe", 1),
+        ("pp2.tp2", "interleaved", 2),
+        ("pp2.fsdp4", "interleaved", 2),
+    ],
 )
 def test_a_pipeline_is_the_estimate_but_for_what_messages_overlap(axes: str, name: str, chunks: int) -> None:
     made = setup(axes, 64, 8, name, chunks)
@@ -129,8 +136,17 @@ def test_where_a_slow_device_is() -> None:
     assert step_s(made, {7: 1.5}) == step_s(made, {6: 1.5}) == step_s(made, {30: 1.5}) == by_stage[3]
     assert step_s(made, {6: 1.5, 14: 1.5}) == by_stage[3], "one is waited for as long as many"
     assert step_s(made, {6: 1.2}) < by_stage[3] < step_s(made, {6: 3.0})
-    compute = [stragglers.Paced(made, (1.5,)).step(stragglers.paces(made, slow)) for slow in ({}, {6: 1.5})]
-    assert compute[0][1] < compute[1][1] < 1, "the others wait for it"
+
+
+def test_idle_is_what_no_device_computes() -> None:
+    made = setup("pp4", 64, 8)
+    total, idle = stragglers.Paced(made, (1.5,)).step(stragglers.paces(made, {2: 1.5}))
+    costs, slow = made.step().costs, made.step(1.5).costs
+    parts = {field: [(slow if i == 2 else costs).each(field, 4)[i] for i in range(4)] for field in TIMES}
+    acted = simulate(made.schedule, replace(costs, **parts))
+    after = made.step(1.5).after_s
+    assert total == pytest.approx(acted.makespan_s + after)
+    assert idle == pytest.approx(sum(acted.idle_s) / 4 / total)
 
 
 @pytest.mark.parametrize("axis", ["dp", "pp", "tp"])
@@ -197,14 +213,20 @@ def test_an_exchange_beside_training_is_hidden() -> None:
     assert rate(period(10, delay=3), even, 3.0) == pytest.approx(1.0)
     assert rate(period(10, delay=2), even, 3.0) == pytest.approx(1.1)
     assert rate(period(10, fragments=5), even, 3.0) == pytest.approx(1.3)
+    assert rate(period(5, fragments=5, delay=4), even, 10.0) == pytest.approx(2.0), "exchanges wait for one another"
     assert rate(period(10, fragments=5, delay=1), even, 3.0) == pytest.approx(1.0), "one at a time, and each short"
 
 
-def test_no_staleness_is_synchronous() -> None:
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_a_step_begins_when_the_slowest_is_near_enough(bound: int) -> None:
+    """Step by step from the definition: with no staleness, when all have ended the step before."""
     seconds = own()
-    assert rate(any_time(0), seconds) == pytest.approx(rate(PLAIN, seconds), rel=0.01)
-    started = agree.ends(any_time(0), seconds, 0.0) - seconds
-    assert np.allclose(started[1:], agree.ends(PLAIN, seconds, 0.0)[:-1]), "every step begins when all have ended one"
+    ends = agree.ends(any_time(bound), seconds)
+    for k in range(1, len(seconds)):
+        slowest = ends[k - 1 - bound].max() if k > bound else 0.0
+        assert np.allclose(ends[k], np.maximum(ends[k - 1], slowest) + seconds[k])
+    if bound == 0:
+        assert rate(any_time(0), seconds) == pytest.approx(rate(PLAIN, seconds), rel=0.01)
 
 
 def test_staleness_frees_the_fast_as_far_as_its_bound() -> None:
@@ -316,6 +338,19 @@ def test_figures_agree_with_one_another(everything: report.Report) -> None:
     assert found["failures"]["faults"]["mtbf_s"] == pytest.approx(HOUR / (16 / 5000 + 2 / 9000))
     assert found["failures"]["expected_s"] == pytest.approx(found["failures"]["drawn"]["wall_s"], rel=0.1)
     assert [point["devices"] for point in found["scaling"]["points"]] == [16, 32, 64]
+
+
+def test_ways_to_agree_cost_their_exchanges(everything: report.Report) -> None:
+    each_step, periods, any_time = everything.replicas
+    step = everything.step
+    alone = each_step.planned_s - step.after["dp exposed"]
+    assert periods.planned_s == pytest.approx(alone + step.exchange_s / 10)
+    served = made_with(everything.setup, sync.make("parameter_server", staleness=4, servers=2)).step().exchange_s
+    assert any_time.planned_s == pytest.approx(alone + served, rel=1e-3), "two replicas, which come in turns"
+
+
+def made_with(one: Setup, how: Any) -> Setup:
+    return replace(one, sync=how)
 
 
 def test_files(everything: report.Report, tmp_path: Path) -> None:
