@@ -43,7 +43,7 @@ def setup(axes: str, batch: int = 64, accumulate: int = 4, named: str = "1f1b", 
 
 
 def step_s(made: Setup, slow: dict[int, float]) -> float:
-    return stragglers.Paced(made, tuple(slow.values())).step(stragglers.paces(made, slow))[0]
+    return float(stragglers.Paced(made, tuple(slow.values())).step(stragglers.paces(made, slow))[0][0])
 
 
 # ---- pipelines at their own paces ------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_values_of_devices_lie_where_the_layout_puts_them() -> None:
         layout = Layout.parse(axes)
         choices = setup(axes, batch=48).choices
         values = np.random.default_rng(0).random(layout.world)
-        found = grid.pipelines(choices, values)
+        found = grid.pipelines(choices, values[None])[0]
         within = ["tp"] if "zero2" in axes else ["tp", "fsdp"]
         assert found.shape == (layout.size("dp"), 2 if "zero2" in axes else 1, layout.size("pp"))
         for rank in range(layout.world):
@@ -140,7 +140,7 @@ def test_where_a_slow_device_is() -> None:
 
 def test_idle_is_what_no_device_computes() -> None:
     made = setup("pp4", 64, 8)
-    total, idle = stragglers.Paced(made, (1.5,)).step(stragglers.paces(made, {2: 1.5}))
+    [total], [idle] = stragglers.Paced(made, (1.5,)).step(stragglers.paces(made, {2: 1.5}))
     costs, slow = made.step().costs, made.step(1.5).costs
     parts = {field: [(slow if i == 2 else costs).each(field, 4)[i] for i in range(4)] for field in TIMES}
     acted = simulate(made.schedule, replace(costs, **parts))

@@ -21,16 +21,14 @@ def shared(choices: Choices) -> tuple[str, ...]:
 
 
 def pipelines(choices: Choices, devices: Array) -> Array:
-    """A value of each device, in the order of ranks -> [replicas, pipelines of one that step together, ranks of a
-    pipeline], of those that share a layer the highest."""
-    axes = _outer_to_inner(choices)
-    grid = devices.reshape([int(choices.sizes[axis][0]) for axis in axes])
-    within = shared(choices)
-    grid = grid.max(axis=tuple(i for i, axis in enumerate(axes) if axis in within), keepdims=True)
-    ends = [axes.index(axis) for axis in ("dp", "pp")]
-    order = [ends[0], *(i for i in range(len(axes)) if i not in ends), ends[1]]
-    grid = grid.transpose(order)
-    return grid.reshape(grid.shape[0], -1, grid.shape[-1])
+    """[draws, devices] values, devices in the order of ranks -> [draws, replicas, pipelines of one that step together,
+    ranks of a pipeline], of those that share a layer the highest."""
+    axes, within = _outer_to_inner(choices), shared(choices)
+    grid = devices.reshape([len(devices), *(int(choices.sizes[axis][0]) for axis in axes)])
+    grid = grid.max(axis=tuple(i for i, axis in enumerate(axes, 1) if axis in within), keepdims=True)
+    ends = [1 + axes.index(axis) for axis in ("dp", "pp")]
+    grid = grid.transpose([0, ends[0], *(i for i in range(1, grid.ndim) if i not in ends), ends[1]])
+    return grid.reshape(*grid.shape[:2], -1, grid.shape[-1])
 
 
 def place(choices: Choices, device: int) -> dict[str, int]:

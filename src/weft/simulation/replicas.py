@@ -28,24 +28,23 @@ class Agreed:
 
 def table(setup: Setup, syncs: Mapping[str, Sync], slow: Mapping[int, float], jitter: float, seed: int) -> list[Agreed]:
     """Each of these ways, under its name."""
-    rng, found = np.random.default_rng(seed), []
-    even = [paces(setup, {})]
-    met = [paces(setup, slow, jitter, rng) for _ in range(Paced(setup).draws() if jitter else 1)]
+    rng, paced, found = np.random.default_rng(seed), Paced(setup, tuple(slow.values()), jitter), []
+    cases = [paces(setup, {}), paced.draw(slow, rng)]
+    alone = [paced.alone_s(drawn) for drawn in cases]
     known = [grid.place(setup.choices, device)["dp"] for device in slow]
-    alone: list[Array] = []
     for name, sync in syncs.items():
-        paced = Paced(replace(setup, sync=sync), tuple(slow.values()), jitter)
-        alone = alone or [np.array([paced.alone_s(one) for one in drawn]) for drawn in (even, met)]
-        seconds = [_step_s(paced, sync, own, drawn, known, rng) for own, drawn in zip(alone, (even, met))]
+        own_way = replace(setup, sync=sync)
+        seconds = []
+        for own, drawn in zip(alone, cases):
+            exchange_s = _exchange_s(own_way, paced.points, drawn)
+            seconds.append(_step_s(sync, own, exchange_s, known, rng))
         found.append(Agreed(name, *seconds))
     return found
 
 
-def _step_s(
-    paced: Paced, sync: Sync, own: Array, drawn: Sequence[Array], known: Sequence[int], rng: np.random.Generator
-) -> float:
-    """`own`: [draws, replicas] seconds of a step by itself; `drawn`: what they were drawn from."""
-    exchange_s, replicas, steps = _exchange_s(paced, drawn), own.shape[1], MOST
+def _step_s(sync: Sync, own: Array, exchange_s: float, known: Sequence[int], rng: np.random.Generator) -> float:
+    """`own`: [draws, replicas] seconds of a step by itself; `known`: replicas that are not like others."""
+    replicas, steps = own.shape[1], MOST
     if isinstance(sync, EachPeriod):
         steps = sync.period * max(4, MOST // sync.period)
     elif isinstance(sync, AnyTime):
@@ -57,11 +56,12 @@ def _step_s(
     return agree.step_s(sync, agree.ends(sync, mixed, exchange_s))
 
 
-def _exchange_s(paced: Paced, drawn: Sequence[Array]) -> float:
+def _exchange_s(setup: Setup, points: Sequence[float], drawn: Array) -> float:
     """What `agree.ends` adds for an exchange: what backward does not hide of it; all; or one replica's turn."""
-    match paced.setup.sync:
+    match setup.sync:
         case EachPeriod():
-            return paced.planned.exchange_s
+            return setup.step().exchange_s
         case AnyTime():
-            return paced.planned.exchange_s / max(1, paced.setup.size("dp") - 1)
-    return float(np.mean([paced.exposed_s(one) for one in drawn]))
+            return setup.step().exchange_s / max(1, setup.size("dp") - 1)
+    exposed = [setup.step(pace).after.get("dp exposed", 0.0) for pace in points]
+    return float(np.interp(drawn.max(axis=1), points, exposed).mean())

@@ -21,7 +21,8 @@ from . import grid
 from .fleet import Fleet
 from .setup import Setup, Step
 
-BUDGET_S = 4.0  # of drawing steps
+BUDGET = 2e8  # actions of single pipelines that are drawn
+AT_ONCE = 300  # pipelines whose actions take as long as one alone
 DRAWS = (4, 64)  # steps that are drawn: at least, at most
 TAIL = 7.0  # standard deviations of jitter up to which devices are priced
 
@@ -38,58 +39,54 @@ class Row:
 
 
 class Paced:
-    """A setup whose devices vary by `jitter` and are by one of the factors `slow` slower. Paces are of devices, in the
-    order of ranks. Raises Refusal."""
+    """A setup whose devices vary by `jitter` and are by one of the factors `slow` slower. `paces` are [draws, devices],
+    in the order of ranks. Raises Refusal."""
 
     def __init__(self, setup: Setup, slow: Sequence[float] = (), jitter: float = 0.0):
         spread = [math.exp(part * TAIL * jitter) for part in (-1, -0.5, 0, 0.5, 1)]
-        points = sorted({by * factor for by in spread for factor in (1.0, *slow)})
-        steps = {pace: setup.step(pace) for pace in points}
-        self.setup, self.planned, self._points = setup, steps[1.0], points
-        self._after = [step.after_s for step in steps.values()]
-        self._dp = [step.after.get("dp exposed", 0.0) for step in steps.values()]
-        self._fleet = Fleet(setup.schedule, {pace: step.costs for pace, step in steps.items()})
+        self.setup, self.jitter = setup, jitter
+        self.points = sorted({by * factor for by in spread for factor in (1.0, *slow)})
+        self.steps = {pace: setup.step(pace) for pace in self.points}
+        self._fleet = Fleet(setup.schedule, {pace: step.costs for pace, step in self.steps.items()})
         self._stage = grid.stage_of(setup.choices)
 
     def pipelines_s(self, paces: Array) -> Array:
-        """Replica -> seconds until its last pipeline has ended."""
+        """[draws, replicas] seconds until the last pipeline has ended."""
         shaped = grid.pipelines(self.setup.choices, paces)
         ends = self._fleet.ends(shaped.reshape(-1, shaped.shape[-1])).max(axis=1)
-        return ends.reshape(shaped.shape[:2]).max(axis=1)
+        return ends.reshape(shaped.shape[:-1]).max(axis=2)
 
     def alone_s(self, paces: Array) -> Array:
-        """Replica -> seconds of a step by itself: its pipelines and its optimizer, without exchanges over dp."""
-        slowest = grid.pipelines(self.setup.choices, paces).max(axis=(1, 2))
-        after = np.interp(slowest, self._points, np.subtract(self._after, self._dp))
-        return self.pipelines_s(paces) + after
+        """[draws, replicas] seconds of a step by itself: pipelines and optimizer, without exchanges over dp."""
+        slowest = grid.pipelines(self.setup.choices, paces).max(axis=(2, 3))
+        after = [step.after_s - step.after.get("dp exposed", 0.0) for step in self.steps.values()]
+        return self.pipelines_s(paces) + np.interp(slowest, self.points, after)
 
-    def exposed_s(self, paces: Array) -> float:
-        """What a synchronous step adds to that of the slowest replica by itself."""
-        return float(np.interp(paces.max(), self._points, self._dp))
-
-    def step(self, paces: Array) -> tuple[float, float]:
-        """Seconds of a step in which all wait for all, and the idle share."""
-        acted = float(self.pipelines_s(paces).max())
-        total = acted + float(np.interp(paces.max(), self._points, self._after))
+    def step(self, paces: Array) -> tuple[Array, Array]:
+        """Of each draw: seconds of a step in which all wait for all, and the idle share."""
+        acted = self.pipelines_s(paces).max(axis=1)
+        after = [step.after_s for step in self.steps.values()]
+        total = acted + np.interp(paces.max(axis=1), self.points, after)
         stages = range(self.setup.size("pp"))
-        busy = [float(self._fleet.busy(rank, paces[self._stage == rank]).mean()) for rank in stages]
-        return total, (acted - sum(busy) / len(busy)) / total
+        busy = [self._fleet.busy(rank, paces[:, self._stage == rank]).mean(axis=1) for rank in stages]
+        return total, (acted - np.mean(busy, axis=0)) / total
 
-    def draws(self) -> int:
-        """How many steps there is time to draw, each with pipelines of which no two are equal."""
-        pipelines = grid.pipelines(self.setup.choices, self._stage)[..., 0].size
-        return int(np.clip(BUDGET_S / (self._fleet.actions * (4e-6 + 3e-9 * pipelines)), *DRAWS))
+    def draw(self, slow: Mapping[int, float], rng: np.random.Generator) -> Array:
+        """As many steps as there is time for; without jitter one."""
+        if not self.jitter:
+            return paces(self.setup, slow)
+        pipelines = grid.pipelines(self.setup.choices, self._stage[None])[..., 0].size
+        draws = int(np.clip(BUDGET / self._fleet.actions / max(pipelines, AT_ONCE), *DRAWS))
+        drawn = np.exp(self.jitter * rng.standard_normal((draws, self.setup.devices)))
+        return drawn * paces(self.setup, slow)
 
 
-def paces(
-    setup: Setup, slow: Mapping[int, float], jitter: float = 0.0, rng: np.random.Generator | None = None
-) -> Array:
-    """One draw of every device's."""
-    found = np.ones(setup.devices)
-    if jitter and rng is not None:
-        found = np.exp(jitter * rng.standard_normal(setup.devices))
-    for device, factor in slow.items():
-        found[device] *= factor
+def paces(setup: Setup, *slow: Mapping[int, float]) -> Array:
+    """[cases, devices], one case for each of `slow`, in which these devices are so much slower."""
+    found = np.ones((len(slow), setup.devices))
+    for case, factors in zip(found, slow):
+        for device, factor in factors.items():
+            case[device] = factor
     return found
 
 
@@ -115,16 +112,16 @@ def table(
     """A step as planned; with each of these devices slow, by itself; with one device (None) slow, by its place in a
     pipeline; with a slow link of each axis; with jitter, and with jitter and all slow devices. Raises Refusal."""
     hold(setup, slow, links, jitter)
-    steady = Paced(setup, tuple(slow.values()))
-    found = [Row("as planned", *steady.step(paces(setup, {})))]
+    cases: dict[str, dict[int, float]] = {"as planned": {}}
     for device, factor in slow.items():
         if device is not None:
-            title = f"device {device} ({_place(setup, device)}) x{factor:g}"
-            found.append(Row(title, *steady.step(paces(setup, {device: factor}))))
+            cases[f"device {device} ({_place(setup, device)}) x{factor:g}"] = {device: factor}
             continue
         for rank in range(setup.size("pp")):
-            at = {rank * int(setup.choices.strides["pp"][0]): factor}
-            found.append(Row(_staged(setup, f"a device x{factor:g}", rank), *steady.step(paces(setup, at))))
+            first = rank * int(setup.choices.strides["pp"][0])
+            cases[_staged(setup, f"a device x{factor:g}", rank)] = {first: factor}
+    steps, idle = Paced(setup, tuple(slow.values())).step(paces(setup, *cases.values()))
+    found = [Row(*row) for row in zip(cases, steps.tolist(), idle.tolist())]
     for axis, factor in links.items():
         found += _links(setup, axis, factor)
     if jitter:
@@ -141,10 +138,9 @@ def devices(slow: Mapping[int | None, float]) -> dict[int, float]:
 
 def _drawn(name: str, setup: Setup, slow: Mapping[int, float], jitter: float, seed: int) -> Row:
     """The mean of steps."""
-    paced, rng = Paced(setup, tuple(slow.values()), jitter), np.random.default_rng(seed)
-    steps = np.array([paced.step(paces(setup, slow, jitter, rng)) for _ in range(paced.draws())])
-    mean, idle = steps.mean(axis=0).tolist()
-    return Row(name, mean, idle, float(steps[:, 0].std(ddof=1) / math.sqrt(len(steps))))
+    paced = Paced(setup, tuple(slow.values()), jitter)
+    steps, idle = paced.step(paced.draw(slow, np.random.default_rng(seed)))
+    return Row(name, float(steps.mean()), float(idle.mean()), float(steps.std(ddof=1) / math.sqrt(len(steps))))
 
 
 def _links(setup: Setup, axis: str, factor: float) -> list[Row]:
