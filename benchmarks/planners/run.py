@@ -60,7 +60,7 @@ def weft() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         for table in ("training_runs.csv", "vtrain_single_node.csv"):
             out = Path(scratch, table)
-            command = [sys.executable, PUBLISHED / "run.py", "--runs", PUBLISHED / table, "--out", out]
+            command = [sys.executable, PUBLISHED / "run.py", "--runs", PUBLISHED / "data" / table, "--out", out]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             with out.open() as file:
                 steps |= {row["row_id"]: float(row["predicted_iter_time_s"]) for row in csv.DictReader(file)}
@@ -84,12 +84,12 @@ def constant(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def ours() -> dict[str, Any]:
-    known = {row.id for row in published.read(PUBLISHED)}
+    known = {row.id for row in published.read(PUBLISHED / "data")}
     return {"said_s": {"weft": {row: _short(step) for row, step in weft().items() if row in known}}}
 
 
 def theirs(folder: Path) -> dict[str, Any]:
-    rows = published.read(PUBLISHED)
+    rows = published.read(PUBLISHED / "data")
     commits, said, cannot = {}, {}, {}
     for name in PEERS:
         found = peer(name, folder, rows, NO_LIMIT_S)
@@ -120,7 +120,7 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
     lines: list[str] = []
     found = {part: results[part]["runs"] for part in results}
     if "weft" in found and "peers" in found:
-        rows = published.read(PUBLISHED)
+        rows = published.read(PUBLISHED / "data")
         said: dict[str, scores.Steps] = found["weft"]["said_s"] | found["peers"]["said_s"]
         sets: dict[str, list[Row]] = {published.CLASSIC: [row for row in rows if published.classic(row)]}
         for row in rows:
