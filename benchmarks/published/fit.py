@@ -1,4 +1,4 @@
-"""Fits the constants of eras to half of the published runs: every second row of a source, the other half is held out.
+"""Fits the constants of eras to half of the published runs; the other half is held out.
 
     python benchmarks/published/fit.py [NAME ...]
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ class Fitted:
     era: str
     sources: Mapping[str, float]
     free: tuple[str, ...]
-    start: Era = Era()
+    start: Era = field(default_factory=Era)
     only: Callable[[published.Row], bool] = lambda row: True
     ours: bool = True  # whether it goes to weft's sheets
     everything: bool = False  # a source with so few rows that none is held out
@@ -81,7 +81,7 @@ FITS = {
     ),
     "b200-core": Fitted(
         ("b200",), "megatron-core", {"megatron_bridge": 1}, ("matmul", "eight", "memory"), EAGER_A100,
-        lambda row: "B200-SXM" == row["accelerator"],
+        lambda row: row["accelerator"] == "B200-SXM",
     ),
     "gb200-core": Fitted(
         ("gb200",), "megatron-core", {"megatron_bridge": 1}, ("matmul", "eight", "memory"), EAGER_A100,
@@ -91,7 +91,7 @@ FITS = {
 
 
 def fitted(one: Fitted, rows: list[published.Row]) -> Era:
-    """Fits on the first, third ... row of each source."""
+    """Fits on those rows of its sources that are not held out."""
     cases, seconds, weights = [], [], []
     for source, weight in one.sources.items():
         those = []
@@ -103,7 +103,7 @@ def fitted(one: Fitted, rows: list[published.Row]) -> Era:
             except published.Uncovered:
                 continue
         those = [(row, case) for row, case in those if case.setting.era == one.era]
-        those = those if one.everything else those[::2]
+        those = [(row, case) for row, case in those if one.everything or not published.held(row)]
         if len(those) > 360:  # enough to say it
             those = those[:: len(those) // 360]
         cases += [case for _, case in those]

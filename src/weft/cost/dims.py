@@ -161,7 +161,7 @@ def _layer(
             params += [("tp", (gates + 1) * h * dims.shared_ffn)]
     else:
         mlp = _mlp(dims, f, item, fused, kernels)
-        params += [("tp", (gates + 1) * h * f), *([] if dims.gated else [("tp", f)])]
+        params += [("tp", (gates + 1) * h * f + (0 if dims.gated else f))]
     return Block(
         "routed" if routed else "layer", count or dims.layers, (*attention, norm, *mlp, add), tuple(params),
         token, reduced_bytes=2 * token, reductions=2, key_bytes=2 * s * k * item, query_bytes=2 * s * q * item,
