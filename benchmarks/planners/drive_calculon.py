@@ -2,7 +2,7 @@
 
 As in its own validation (calculon llm-validation): tensor parallel on the first network, the rest on the second where
 they leave a node; unfused activations; `rs_ag` with its all-gathers done again for sequence parallelism. No overlap of
-data parallelism: with it, steps without a pipeline come out longer than without (5.5 s for 2.9 s in the first row of
+data parallelism: with it, steps without a pipeline come out longer than without (5.5 s for 2.9 s in the first run of
 SC'21's Table 1, where 3.5 s were measured).
 """
 
@@ -35,30 +35,30 @@ def make(checkout: Path) -> Predict:
             systems[name, nic_bps] = System(config)
         return systems[name, nic_bps]
 
-    def predict(row: Any) -> tuple[float, float]:
-        only(row, accelerator=SYSTEMS, gated=[False], experts=[1], cp=[1], zero=[0, 1], recompute=RECOMPUTE,
-             dtype=["fp16", "bf16"], kv_heads=[1, row.heads])  # fmt: skip
-        if row.flash and row.recompute == "none":
+    def predict(run: Any) -> tuple[float, float]:
+        only(run, accelerator=SYSTEMS, gated=[False], experts=[1], cp=[1], zero=[0, 1], recompute=RECOMPUTE,
+             dtype=["fp16", "bf16"], kv_heads=[1, run.heads])  # fmt: skip
+        if run.flash and run.recompute == "none":
             raise Cannot("attention that keeps no scores")
         application = Llm.Application({
-            "hidden": row.hidden, "feedforward": row.ffn, "seq_size": row.seq_len, "attn_heads": row.heads,
-            "attn_size": row.hidden // row.heads, "num_blocks": row.layers,
+            "hidden": run.hidden, "feedforward": run.ffn, "seq_size": run.seq_len, "attn_heads": run.heads,
+            "attn_size": run.hidden // run.heads, "num_blocks": run.layers,
         })  # fmt: skip
-        far = int(row.devices > 8)
+        far = int(run.devices > 8)
         execution = Llm.Execution.from_json({
-            "num_procs": row.devices, "tensor_par": row.tp, "pipeline_par": row.pp, "data_par": row.dp,
-            "tensor_par_net": int(row.tp > 8), "pipeline_par_net": far, "data_par_net": far,
-            "batch_size": row.batch, "microbatch_size": row.microbatch, "datatype": "float16",
-            "fused_activation": False, "attention_type": "multihead" if row.kv_heads == row.heads else "multiquery",
-            "activation_recompute": RECOMPUTE[row.recompute], "pipeline_interleaving": row.chunks,
-            "optimizer_sharding": row.zero == 1 and row.dp > 1,
-            "tensor_par_comm_type": "rs_ag" if row.sequence else "ar", "tensor_par_overlap": "none",
-            "seq_par_ag_redo": row.sequence and row.recompute != "full",
+            "num_procs": run.devices, "tensor_par": run.tp, "pipeline_par": run.pp, "data_par": run.dp,
+            "tensor_par_net": int(run.tp > 8), "pipeline_par_net": far, "data_par_net": far,
+            "batch_size": run.batch, "microbatch_size": run.microbatch, "datatype": "float16",
+            "fused_activation": False, "attention_type": "multihead" if run.kv_heads == run.heads else "multiquery",
+            "activation_recompute": RECOMPUTE[run.recompute], "pipeline_interleaving": run.chunks,
+            "optimizer_sharding": run.zero == 1 and run.dp > 1,
+            "tensor_par_comm_type": "rs_ag" if run.sequence else "ar", "tensor_par_overlap": "none",
+            "seq_par_ag_redo": run.sequence and run.recompute != "full",
             "data_par_overlap": False,
             "weight_offload": False, "activations_offload": False, "optimizer_offload": False, "training": True,
         })  # fmt: skip
         model = Llm(application, logging.getLogger())
-        machine = system(row.accelerator, row.nic_bps)
+        machine = system(run.accelerator, run.nic_bps)
         model.compile(machine, execution)
         model.run(machine)
         return model.get_total_time(), model.get_mem_tier1_cap_req() / GIB

@@ -31,24 +31,24 @@ def make(checkout: Path) -> Predict:
 
     gpus = {name: get_gpu_config_by_name(file) for name, file in GPUS.items()}
 
-    def predict(row: Any) -> tuple[float, float]:
-        only(row, accelerator=GPUS, cp=[1], experts=[1], recompute=RECOMPUTE, dtype=["fp16", "bf16"])
-        if row.tp > 8:
+    def predict(run: Any) -> tuple[float, float]:
+        only(run, accelerator=GPUS, cp=[1], experts=[1], recompute=RECOMPUTE, dtype=["fp16", "bf16"])
+        if run.tp > 8:
             raise Cannot("tp over more than a node")
         model = ModelConfig(
-            name=row.id, num_layers=row.layers, n_head=row.heads, hidden_dim=row.hidden, vocab_size=row.vocab,
-            max_seq_len=row.seq_len, num_key_value_heads=row.kv_heads, ffn_embed_dim=row.ffn,
-            mlp_gated_linear_units=row.gated,
+            name=run.id, num_layers=run.layers, n_head=run.heads, hidden_dim=run.hidden, vocab_size=run.vocab,
+            max_seq_len=run.seq_len, num_key_value_heads=run.kv_heads, ffn_embed_dim=run.ffn,
+            mlp_gated_linear_units=run.gated,
         )  # fmt: skip
         layout = ParallelismConfig(
-            tp_size=row.tp, pp_size=row.pp, dp_size=row.dp if row.zero else 1, rdp_size=1 if row.zero else row.dp,
-            sp_size=row.tp if row.sequence else 1,
+            tp_size=run.tp, pp_size=run.pp, dp_size=run.dp if run.zero else 1, rdp_size=1 if run.zero else run.dp,
+            sp_size=run.tp if run.sequence else 1,
         )  # fmt: skip
         found = LLMAnalysis(
-            model, gpus[row.accelerator], DtypeConfig(), layout, flops_efficiency=FLOPS, hbm_memory_efficiency=MEMORY
+            model, gpus[run.accelerator], DtypeConfig(), layout, flops_efficiency=FLOPS, hbm_memory_efficiency=MEMORY
         ).training(
-            batch_size_per_gpu=row.microbatch, global_batch_size=row.batch, seq_len=row.seq_len, flash_attn=row.flash,
-            activation_recomputation=ActivationRecomputation[RECOMPUTE[row.recompute]], ds_zero=DSZeRO(row.zero),
+            batch_size_per_gpu=run.microbatch, global_batch_size=run.batch, seq_len=run.seq_len, flash_attn=run.flash,
+            activation_recomputation=ActivationRecomputation[RECOMPUTE[run.recompute]], ds_zero=DSZeRO(run.zero),
         )  # fmt: skip
         return found["latency_per_iter"], found["estimated_peak_memory_per_gpu"] / GIB
 

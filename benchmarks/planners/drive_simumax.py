@@ -35,31 +35,31 @@ def make(checkout: Path) -> Predict:
             systems[nic_bps] = SystemConfig.init_from_dict(nearest | {"sys_name": "a100_sxm", "networks": networks})
         return systems[nic_bps]
 
-    def predict(row: Any) -> tuple[float, float]:
-        only(row, accelerator=["A100-SXM4-80GB"], cp=[1], experts=[1], zero=[0, 1], dtype=["fp16", "bf16"],
+    def predict(run: Any) -> tuple[float, float]:
+        only(run, accelerator=["A100-SXM4-80GB"], cp=[1], experts=[1], zero=[0, 1], dtype=["fp16", "bf16"],
              recompute=RECOMPUTE)  # fmt: skip
-        if row.layers % (row.pp * row.chunks):
+        if run.layers % (run.pp * run.chunks):
             raise Cannot("layers that the stages do not divide")
-        mode = RECOMPUTE[row.recompute]
+        mode = RECOMPUTE[run.recompute]
         strategy = StrategyConfig(
-            seq_len=row.seq_len, micro_batch_size=row.microbatch,
-            micro_batch_num=row.batch // (row.microbatch * row.dp), dtype=row.dtype,
-            world_size=row.devices, tp_size=row.tp, pp_size=row.pp, ep_size=1, etp_size=1,
-            enable_sequence_parallel=row.sequence, interleaving_size=row.chunks, pp_comm_async=row.chunks == 1,
-            zero_state=row.zero, use_flash_sdp=row.flash, use_math_sdp=not row.flash,
+            seq_len=run.seq_len, micro_batch_size=run.microbatch,
+            micro_batch_num=run.batch // (run.microbatch * run.dp), dtype=run.dtype,
+            world_size=run.devices, tp_size=run.tp, pp_size=run.pp, ep_size=1, etp_size=1,
+            enable_sequence_parallel=run.sequence, interleaving_size=run.chunks, pp_comm_async=run.chunks == 1,
+            zero_state=run.zero, use_flash_sdp=run.flash, use_math_sdp=not run.flash,
             enable_recompute=mode is not None, recompute_granularity=mode,
-            recompute_layer_num=row.layers if mode else 0,
+            recompute_layer_num=run.layers if mode else 0,
         )  # fmt: skip
         model = ModelConfig(
-            hidden_size=row.hidden, head_num=row.heads, kv_head_num=row.kv_heads, head_size=row.hidden // row.heads,
-            intermediate_size=row.ffn, layer_num=row.layers, vocab_size=row.vocab, use_swiglu=row.gated,
+            hidden_size=run.hidden, head_num=run.heads, kv_head_num=run.kv_heads, head_size=run.hidden // run.heads,
+            intermediate_size=run.ffn, layer_num=run.layers, vocab_size=run.vocab, use_swiglu=run.gated,
         )  # fmt: skip
         performance = PerfLLM()
-        performance.configure(strategy_config=strategy, model_config=model, system_config=system(row.nic_bps))
+        performance.configure(strategy_config=strategy, model_config=model, system_config=system(run.nic_bps))
         performance.run_estimate()
-        tokens_per_s = performance.analysis_cost().data["throughput_per_accelerator"] * row.devices
+        tokens_per_s = performance.analysis_cost().data["throughput_per_accelerator"] * run.devices
         stages = performance.get_pp_stage_peak_mem(performance.analysis_mem(), "peak_mem_with_reserved", toG=True)
-        return row.batch * row.seq_len / tokens_per_s, max(stages.values())
+        return run.batch * run.seq_len / tokens_per_s, max(stages.values())
 
     return predict
 

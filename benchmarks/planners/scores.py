@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rows import Row, grouped
+from runs import Run, grouped
 
-Steps = Mapping[str, float]  # row -> predicted seconds of a step
+Steps = Mapping[str, float]  # run -> predicted seconds of a step
 LAYOUTS = 4  # that a group has at least
 AXES = ("hidden", "tp", "pp", "dp", "microbatch")
 
 
-def accuracy(rows: Sequence[Row], steps: Steps) -> dict[str, Any]:
-    """Of these rows, those that a planner covers: errors of the step time as shares of what was measured."""
-    errors = [steps[row.id] / measured(row) - 1 for row in rows if row.id in steps]
+def accuracy(runs: Sequence[Run], steps: Steps) -> dict[str, Any]:
+    """Of these runs, those that a planner covers: errors of the step time as shares of what was measured."""
+    errors = [steps[run.id] / measured(run) - 1 for run in runs if run.id in steps]
     if not errors:
         return {"covered": 0}
     sizes = [abs(error) for error in errors]
@@ -26,7 +26,7 @@ def accuracy(rows: Sequence[Row], steps: Steps) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def choosing(rows: Sequence[Row], steps: Steps) -> dict[str, Any]:
+def choosing(runs: Sequence[Run], steps: Steps) -> dict[str, Any]:
     """In groups of layouts of one model: Spearman's correlation, and the time lost by taking the layout that is
     predicted to be the fastest, as a share of the fastest measured. Means over groups.
 
@@ -34,15 +34,15 @@ def choosing(rows: Sequence[Row], steps: Steps) -> dict[str, Any]:
     Where several layouts are predicted to be the fastest, what is lost is their mean.
     """
     ranks, losses, layouts = [], [], 0
-    for group in grouped(row for row in rows if row.id in steps).values():
-        runs: dict[Any, list[tuple[float, float]]] = {}
-        for row in group:
-            runs.setdefault(row.layout, []).append((measured(row) / row.batch, steps[row.id] / row.batch))
-        if len(runs) < LAYOUTS:
+    for group in grouped(run for run in runs if run.id in steps).values():
+        each: dict[Any, list[tuple[float, float]]] = {}
+        for run in group:
+            each.setdefault(run.layout, []).append((measured(run) / run.batch, steps[run.id] / run.batch))
+        if len(each) < LAYOUTS:
             continue
-        took = np.array([statistics.median(real for real, _ in each) for each in runs.values()])
-        said = np.array([statistics.median(predicted for _, predicted in each) for each in runs.values()])
-        layouts += len(runs)
+        took = np.array([statistics.median(real for real, _ in times) for times in each.values()])
+        said = np.array([statistics.median(predicted for _, predicted in times) for times in each.values()])
+        layouts += len(each)
         first = np.isclose(said, said.min(), rtol=1e-9)
         ranks.append(spearman(took, said))
         losses.append(float(took[first].mean() / took.min() - 1))
@@ -62,10 +62,10 @@ def spearman(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.corrcoef(first, second)[0, 1])
 
 
-def measured(row: Row) -> float:
-    """Seconds of a step of a row that was run."""
-    assert row.time_s is not None, row.id
-    return row.time_s
+def measured(run: Run) -> float:
+    """Seconds of a step."""
+    assert run.time_s is not None, run.id
+    return run.time_s
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

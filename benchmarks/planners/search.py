@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from rows import Row
+from runs import Run
 
 from weft.cost.choices import Choices
 from weft.cost.dims import Dims, work
@@ -22,14 +22,14 @@ from weft.cost.practice import Practice
 from weft.layout import Layout
 
 DEVICES, BATCH, MANY = 1024, 1536, 100_000
-MODEL = Row(
+MODEL = Run(
     id="", source="search", layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, gated=False, vocab=51200,
     seq_len=2048, experts=1, accelerator="A100-SXM4-80GB", devices=DEVICES, dtype="fp16", flash=False,
     tp=1, cp=1, pp=1, chunks=1, dp=1, zero=0, sequence=False, microbatch=1, batch=BATCH, recompute="none", nic_bps=25e9,
 )  # fmt: skip
 
 
-def layouts() -> list[Row]:
+def layouts() -> list[Run]:
     """In an order drawn at random, so that any first part of them is a fair sample."""
     found = []
     for tp, pp, microbatch, zero in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8), (0, 1)):
@@ -50,15 +50,15 @@ def layouts() -> list[Row]:
     return found
 
 
-def weft(rows: list[Row], limit_s: float) -> dict[str, float]:
+def weft(runs: list[Run], limit_s: float) -> dict[str, float]:
     """Layouts a second that weft prices, time and memory: "from layouts", one after another read and put into arrays;
     and "from arrays", the same ones over and over, as many as a search has."""
     named = [
         Layout.parse(
-            f"pp{row.pp}.{f'fsdp{row.dp}+zero1' if row.zero else f'dp{row.dp}'}.tp{row.tp}"
-            + ("+sequence" if row.sequence else "")
+            f"pp{run.pp}.{f'fsdp{run.dp}+zero1' if run.zero else f'dp{run.dp}'}.tp{run.tp}"
+            + ("+sequence" if run.sequence else "")
         )
-        for row in rows
+        for run in runs
     ]
     dims = Dims(
         layers=MODEL.layers, hidden=MODEL.hidden, heads=MODEL.heads, vocab=MODEL.vocab, seq_len=MODEL.seq_len,
@@ -69,12 +69,12 @@ def weft(rows: list[Row], limit_s: float) -> dict[str, float]:
 
     def built() -> Choices:
         return Choices.of(
-            named, batch=BATCH, accumulate=[BATCH // (row.dp * row.microbatch) for row in rows],
-            recompute=[row.recompute for row in rows], chunks=[row.chunks for row in rows],
-            schedule=["interleaved" if row.chunks > 1 else "1f1b" for row in rows],
+            named, batch=BATCH, accumulate=[BATCH // (run.dp * run.microbatch) for run in runs],
+            recompute=[run.recompute for run in runs], chunks=[run.chunks for run in runs],
+            schedule=["interleaved" if run.chunks > 1 else "1f1b" for run in runs],
         )  # fmt: skip
 
-    many = built().take(np.tile(np.arange(len(rows)), -(-MANY // len(rows))))
+    many = built().take(np.tile(np.arange(len(runs)), -(-MANY // len(runs))))
     return {
         "from layouts": _rate(lambda: estimate(model, built(), cluster, era, practice), limit_s / 2),
         "from arrays": _rate(lambda: estimate(model, many, cluster, era, practice), limit_s / 2),
