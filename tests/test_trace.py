@@ -267,6 +267,11 @@ def test_of_equal_blocks_two_are_run() -> None:
     assert [(b.name, b.count) for b in work.blocks] == [
         ("stem", 1), ("layers.0 .. layers.2", 3), ("layers.3 .. layers.49", 47), ("head", 1)
     ]  # fmt: skip
+    layer = work.blocks[1]
+    # at once a gradient that comes, that of what `down` takes, and that of what `up` makes
+    assert layer.working_bytes == 4 * (8 + 16 + 16)
+    # forward a relu and a sum; backward a relu's gradient, and that of the input from both ways
+    assert {op.backward for op in layer.ops if op.kind == "memory" and op.moved_bytes} == {(48 + 24) / (32 + 24)}
     assert work.model_flops == 6 * (8 * 8 + 3 * 2 * 8 * 16 + 47 * 2 * 8 * 32 + 8 * 5)
 
 
