@@ -177,6 +177,15 @@ def test_what_is_kept_is_what_a_real_forward_keeps(name: str, precision: str) ->
     assert saved(traced(name, precision=precision)) == (many - few) / 2
 
 
+def test_kernels_of_a_gpu_keep_less() -> None:
+    cpu, gpu = traced("decoder"), traced("decoder", device="cuda")
+    assert saved(cpu) - saved(gpu) == (2 * LAYERS + 1) * 4 * LENGTH * DIM  # what each norm made before its weight
+    assert cpu.model_flops == gpu.model_flops and cpu.params == gpu.params
+    for block in traced("deepseek", device="cuda").blocks[1:3]:  # keys 16 wide, values 8
+        (core,) = [op for op in block.ops if op.core]
+        assert (core.kind, core.flops) == ("attention", LENGTH * LENGTH * HEADS * (16 + 8))
+
+
 def test_what_the_loss_keeps_counts_where_there_is_no_vocabulary() -> None:
     batch = {"image": torch.randn(4, 1, 8, 8), "label": torch.arange(4)}
     model = convnet(8, 5)

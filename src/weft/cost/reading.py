@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +44,7 @@ _ATTENTION = {  # fused kernels: (query, key, value, ...), and where among the a
 }
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _GROUPED = torch.ops.aten._grouped_mm
+_CALLED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # scaled_dot_product_attention's arguments
 _ADDED = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 _NONE: tuple[Kind, float, float, tuple[int, ...], int] = ("memory", 0.0, 0.0, (), 0)
 _COUNTED = re.compile("layer|index|idx")  # in the names of attributes that say which block of all it is
@@ -52,15 +54,16 @@ _BACKWARD = {"matmul": 2.0, "attention": 2.5, "memory": 1.5}  # over forward; at
 
 
 def read(
-    model: nn.Module, roles: Roles, batch: dict[str, Tensor], loss: Loss, precision: str, inputs: Sequence[str]
-) -> Reading:
-    """One forward of `model` and `loss` on all of `batch`. Raises CannotCut."""
+    model: nn.Module, roles: Roles, batch: dict[str, Tensor], loss: Loss, precision: str, inputs: Sequence[str],
+    fused: bool,
+) -> Reading:  # fmt: skip
+    """One forward of `model` and `loss` on all of `batch`. `fused`: with the kernels of a GPU. Raises CannotCut."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    device = torch.device("cpu")
-    traced = twin(model, lambda t: without_data(fake, t, device) if t.is_meta or is_weight(t) else t.clone())
+    cpu = torch.device("cpu")
+    traced = twin(model, lambda t: without_data(fake, t, cpu) if t.is_meta or is_weight(t) else t.clone())
     if not model.training:
         traced.train()
-    forward = Reading(traced, roles, fake, accepts_sharded_logits(loss))
+    forward = Reading(traced, roles, fake, accepts_sharded_logits(loss), fused)
     cast_to = nullcontext() if precision not in ("fp16", "bf16") else torch.autocast("cpu", DTYPES[precision])
     with torch.random.fork_rng([]), torch.enable_grad(), forward.watching(), cast_to:
         try:
@@ -184,6 +187,23 @@ class _Draws(Randomness):
             self._forward.drawn = None
 
 
+class _RMSNorm(torch.autograd.Function):
+    """Stands for a kernel that keeps its input and a factor for each row; it moves what a layer norm does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        out, _, factor = torch.native_layer_norm(x, weight.shape, weight, None, 1e-5)
+        ctx.save_for_backward(x, weight, factor)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, factor = ctx.saved_tensors
+        back = torch.ops.aten.native_layer_norm_backward
+        found = back(grads[0], x, weight.shape, factor, factor, weight, None, [True, True, False])
+        return found[0], found[1]
+
+
 class _Seen(Functions):
     """weft's functions in place of torch's, as in a run; the core of attention is marked."""
 
@@ -191,19 +211,33 @@ class _Seen(Functions):
         super().__init__(_Draws(forward), selective=False)
         self._forward = forward
 
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self._forward.fused and func in (F.rms_norm, torch.rms_norm):
+            given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | (kwargs or {})
+            if given["weight"] is not None and given["weight"].dtype == given["input"].dtype:
+                return _RMSNorm.apply(given["input"], given["weight"])
+        return super().__torch_function__(func, types, args, kwargs)
+
     def _attention(self, args: tuple, kwargs: dict) -> Tensor:
-        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        out = self._forward.attention(lambda: super(_Seen, self)._attention(args, kwargs))
-        self._forward.attended(given["query"], given["key"], given["value"], out)
+        given = dict(zip(_CALLED, args, strict=False)) | kwargs
+        query, value = given["query"], given["value"]
+        if self._forward.fused and query.shape[-1] != value.shape[-1] and not given.get("dropout_p"):
+            mask, causal = given.get("attn_mask"), given.get("is_causal", False)
+            fused = torch.ops.aten._scaled_dot_product_efficient_attention
+            core = lambda: fused(query, given["key"], value, mask, True, 0.0, causal)[0]  # noqa: E731
+        else:
+            core = lambda: super(_Seen, self)._attention(args, kwargs)  # noqa: E731
+        out = self._forward.attention(core)
+        self._forward.attended(query, given["key"], value, out)
         return out
 
 
 class Reading(TorchDispatchMode):
     """Reads a forward while `watching`. A *place* is the number of the module call that began last."""
 
-    def __init__(self, model: nn.Module, roles: Roles, fake: FakeTensorMode, sharded_logits: bool):
+    def __init__(self, model: nn.Module, roles: Roles, fake: FakeTensorMode, sharded_logits: bool, fused: bool):
         super().__init__()
-        self.model, self.roles, self.fake = model, roles, fake
+        self.model, self.roles, self.fake, self.fused = model, roles, fake, fused
         self.modules = dict(model.named_modules())
         self.events: list[Event] = []
         self.open: list[int] = []

@@ -29,13 +29,15 @@ def trace(
     loss: Loss,
     *,
     precision: str = "fp32",
+    device: str = "cpu",
     roles: Mapping[str, object] | None = None,
     inputs: Sequence[str] | None = None,
     name: str = "",
 ) -> Work:
     """The work of `model` (on any device, also meta), in training, for one sample of `batch`, which holds one or more.
 
-    `loss`, `precision`, `roles` and `inputs` as of `weft.plan`. Kernels are those that torch has for a CPU. Experts
+    `loss`, `precision`, `roles` and `inputs` as of `weft.plan`. Kernels are those that torch has for a CPU; with
+    `device` "cuda" attention is one kernel too where values have another width than keys, and so is RMSNorm. Experts
     are called with choices that divide tokens evenly. `model_flops` are three forwards of all matmuls and of attention
     counted in full, as Megatron-LM counts them (Narayanan et al. 2021); of experts those that a token uses. Logits and
     what the loss keeps of them are `vocab`'s, and no block's. Raises CannotCut for a forward that reads elements of a
@@ -43,7 +45,8 @@ def trace(
     """
     found = find(model, roles)
     called = tuple(inputs) if inputs is not None else named_inputs(model)
-    few, many = (read(model, found, _rows(batch, count), loss, precision, called) for count in (FEW, MANY))
+    fused = device != "cpu"
+    few, many = (read(model, found, _rows(batch, count), loss, precision, called, fused) for count in (FEW, MANY))
     chain = list(zip(few.parts(), many.parts(), strict=True))
     full = sum(two.full() - one.full() for one, two in chain) / (MANY - FEW)
     ids = [t for key in called if (t := batch.get(key)) is not None and t.ndim > 1 and not t.is_floating_point()]
