@@ -126,14 +126,11 @@ class Priced:
 
     def _block(self, block: Block) -> Carried:
         """Compute and the exchanges that it waits for, within one block."""
-        found = seconds(block, self.choices, self.cluster.hardware, self.era, self.practice.compute)
-        waits = {}
-        for axis, (forward, backward) in self._exchanges(block).items():
-            repeated = self.choices.again * forward if block.repeated else 0.0
-            waits[axis] = forward + backward + repeated
-            found.forward, found.backward = found.forward + forward, found.backward + backward
-            found.again = found.again + repeated
-        return Carried(found, waits)
+        exchanges, zero = self._exchanges(block), np.zeros(len(self.choices))
+        ahead, behind = (sum((each[side] for each in exchanges.values()), zero) for side in (0, 1))
+        found = seconds(block, self.choices, self.cluster.hardware, self.era, self.practice.compute, ahead, behind)
+        again = self.choices.again if block.repeated else 0.0
+        return Carried(found, {axis: (1 + again) * one + other for axis, (one, other) in exchanges.items()})
 
     def _exchanges(self, block: Block) -> dict[str, tuple[Array, Array]]:
         """Axis -> seconds that the forward of a block waits for it, and its backward."""
