@@ -1,0 +1,99 @@
+"""What was measured, as the sheet of a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cost.hardware import GIB, LOCAL, Device, Era, Hardware, Tier
+from .compute import Small, Streams, Timed
+from .fits import Line, line
+from .links import Beside, Moved
+from .steps import Floor
+
+ERA = "eager"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`ranks` processes with a device each: a GPU, or a CPU's cores divided among them."""
+
+    ranks: int
+    threads: int
+    kind: str
+    title: str
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured; FLOPs or bytes beside seconds."""
+
+    machine: Machine
+    matmuls: dict[str, list[Timed]]
+    attention: tuple[list[Timed], list[Timed]]
+    streams: Streams
+    small: Small
+    update: Timed
+    collectives: list[Moved]
+    beside: Beside | None
+    floor: Floor
+
+
+def sheet(seen: Measured) -> Hardware:
+    """Rates of products follow rate * F / (F + half) (F: FLOPs of one); the rate of other work, and that of a network,
+    is a line's slope. The peak of the dtype that the era is fitted to is the best rate seen or fitted; those of others
+    are such that the era's share of them is what they reached."""
+    machine, launch_s = seen.machine, (seen.small.forward_s + seen.small.backward_s) / 2
+    cpu = machine.kind == "cpu"
+    main = "fp32" if cpu or "bf16" not in seen.matmuls else "bf16"
+    waits = 1.0 if cpu else 0.0
+    products = {dtype: _beyond(times, waits * launch_s) for dtype, times in seen.matmuls.items()}
+    forward, backward = (_beyond(times, waits * launch_s).rate for times in seen.attention)
+    best = max(products[main].rate, forward, backward, *(each.amount / each.seconds for each in seen.matmuls[main]))
+    share = products[main].rate / best
+    moved = _beyond(seen.streams.activations, waits * launch_s).rate
+    memory_bps = max(seen.streams.memory_bps, moved)
+    era = Era(
+        matmul=share, matmul_flops=products[main].half, attention=forward / best, attention_backward=backward / best,
+        memory=moved / memory_bps, launch_s=launch_s, waits=waits, link=1.0, network=1.0, hidden=1.0,
+        contention=_contention(seen.beside), fixed_s=seen.floor.step_s, context_gib=seen.floor.process_bytes / GIB,
+        reserved=1.0 if cpu else Era().reserved,
+    )  # fmt: skip
+    return Hardware(
+        name=LOCAL, title=machine.title, source="weft calibrate", kind=machine.kind, notes=_notes(seen),
+        device=Device(
+            memory_gib=machine.memory_bytes / GIB, memory_bps=memory_bps, host_bps=seen.streams.host_bps,
+            flops={dtype: product.rate / share for dtype, product in products.items()} | {main: best},
+        ),
+        tiers=(_tier(seen),), eras={ERA: era},
+    )  # fmt: skip
+
+
+def _beyond(times: list[Timed], launch_s: float) -> Line:
+    """The line less the launch, which is counted by itself."""
+    found = line([each.amount for each in times], [each.seconds for each in times])
+    return Line(max(0.0, found.fixed_s - launch_s), found.rate)
+
+
+def _tier(seen: Measured) -> Tier:
+    """All collectives at once: seconds = hops * latency + bytes sent / bps."""
+    ranks, memory = seen.machine.ranks, seen.streams.host_bps
+    if ranks == 1:
+        return Tier(name="itself", devices=1, bps=memory, latency_s=0.0)
+    each = [one for one in seen.collectives if one.hops]
+    found = line([one.sent_bytes / one.hops for one in each], [one.seconds / one.hops for one in each])
+    return Tier(name="host", devices=ranks, bps=found.rate, latency_s=found.fixed_s)
+
+
+def _contention(beside: Beside | None) -> float:
+    """By which part of its own time a sum that is hidden lengthens what hides it."""
+    if beside is None:
+        return 0.0
+    return max(0.0, beside.both_s - beside.compute_s) / beside.sum_s
+
+
+def _notes(seen: Measured) -> str:
+    machine, update = seen.machine, seen.update
+    each = f"{machine.ranks} processes at once" if machine.ranks > 1 else "one process"
+    threads = f", {machine.threads} threads each" if machine.kind == "cpu" else ""
+    return f"{each}{threads}; AdamW takes {update.seconds / update.amount * 1e9:.3g} ns a parameter"
