@@ -20,9 +20,11 @@ class Choices:
     """Entry i of every array is one choice.
 
     `sizes` of each axis in AXES, 1 where a layout lacks it; `strides`: ranks from one to its neighbour on that axis.
-    `experts`: ranks over which experts are spread. `sequence`: that option of tp. `zero`: 1, 2 or 3, of fsdp.
-    `schedule`: place in `schedules`; `chunks`: stages of a rank. A rank has `microbatch` samples in each of `accumulate`
-    microbatches. `again`: the share of repeated blocks that recomputation runs again; `selective`: attention's core.
+    `experts`: ranks over which experts are spread. `sequence`: that option of tp. `zero`: 1, 2 or 3, of fsdp, over
+    `shards` ranks.
+    `schedule`: place in `schedules`; `chunks`: stages of a rank. A rank has `microbatch` samples in each of
+    `accumulate` microbatches. `again`: the share of repeated blocks that recomputation runs again; `selective`: its
+    attention's core.
     """
 
     sizes: Mapping[str, Array]
@@ -30,6 +32,7 @@ class Choices:
     experts: Array
     sequence: Array
     zero: Array
+    shards: Array
     offload: Array
     schedule: Array
     schedules: tuple[str, ...]
@@ -99,7 +102,7 @@ class Choices:
             sizes, strides,
             experts=np.array([one.size(EXPERTS) for one in layouts]),
             sequence=np.array(["sequence" in one.option("tp") for one in layouts]),
-            zero=np.array([level[0] for level in levels]),
+            zero=np.array([level[0] for level in levels]), shards=sizes["fsdp"],
             offload=np.array(["offload" in one.option("fsdp") for one in layouts]),
             schedule=np.array([known.index(name) for name in names]), schedules=known, chunks=np.array(each(chunks)),
             microbatch=batch / (parts * np.prod([sizes[a] for a in DATA_AXES], axis=0)), accumulate=parts,

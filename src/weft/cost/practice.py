@@ -11,6 +11,7 @@ class Practice:
     there is one; `grad_bytes` of its gradient; `state_bytes` of the optimizer (with master weights).
     On the wire: `reduce_bytes` of its gradient, `gather_bytes` where sharded weights are gathered. `update_bytes` that
     an optimizer step reads and writes. `logit_bytes` at the peak, of one logit. `overlaps`: whether sums of gradients
+    over data axes run beside backward.
     """
 
     compute: str = "bf16"

@@ -48,8 +48,9 @@ class Block:
     the next block gets. `reduced_bytes`: of activations that tp sums in a forward (all-reduces, or all-gather and
     reduce-scatter under sequence; the same in backward), in `reductions` collectives. `key_bytes`: of keys and values
     (both), and `query_bytes` of queries and of what attention gives (both), which axes that share a sequence exchange.
-    `routed_bytes`: of one dispatch of tokens to experts; `experts` in the block. `repeated`: recomputation may be asked
-    of it. `tied`: its parameters are those of a block before it.
+    `routed_bytes`: of one dispatch of tokens to experts; `experts` in the block. `working_bytes`: the most that its
+    backward needs beside what was saved, divided by tp. `repeated`: recomputation may be asked of it. `tied`: its
+    parameters are those of a block before it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Block:
     experts: int = 0
     kv_heads: int = 0
     heads: int = 0
+    working_bytes: float = 0.0
     repeated: bool = False
     tied: bool = False
 
@@ -76,8 +78,8 @@ class Block:
 @dataclass(frozen=True)
 class Work:
     """A model as a chain of blocks, in the order of its forward. `tokens` of a sample; `model_flops` that one sample's
-    forward and backward take by the model's definition, which MFU counts. `fixed_bytes`: activations of the loss that
-    live at its peak, of one sample (logits and their gradient), `vocabulary` wide."""
+    forward and backward take by the model's definition, which MFU counts. `vocab`: logits of a token, 0 where it has
+    none. Activations are computed in `dtype`, `itemsize` bytes each."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -85,6 +87,7 @@ class Work:
     model_flops: float
     dtype: str
     itemsize: int
+    vocab: int = 0
 
     @property
     def params(self) -> float:

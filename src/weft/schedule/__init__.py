@@ -1,7 +1,8 @@
 """Schedules: one file each. The folder is the registry.
 
-A file names its schedule (`NAME`) and makes it: `build(ranks, microbatches, **options) -> Schedule`. One's own joins
-with `register`, or is given to a run as `package.module:function`.
+A file names its schedule (`NAME`) and makes it: `build(ranks, microbatches, **options) -> Schedule`; `brief`, where
+there is one, is what it comes to in closed form. One's own joins with `register`, or is given to a run as
+`package.module:function`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from ..correct import check
 from ..errors import ConfigError, nearest
 from ..schedules import Schedule
+from . import one_f_one_b
+from ._parts import Brief
 
 Builder = Callable[..., Schedule]
 
@@ -58,6 +62,21 @@ def make(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
     return made
 
 
+def brief(name: str) -> Callable[..., Brief]:
+    """The closed form of a schedule: of one that has none, 1F1B's, which to a planner is as good a first guess as any.
+
+    Raises ConfigError for an unknown name."""
+    known = registry()
+    if name not in known:
+        raise ConfigError("pipeline.schedule", name, "not a schedule", nearest(name, known))
+    return _briefs().get(name, one_f_one_b.brief)
+
+
+@cache
+def _briefs() -> dict[str, Callable[..., Brief]]:
+    return {module.NAME: module.brief for module in _modules() if "brief" in vars(module)}
+
+
 def hold(schedule: Schedule) -> None:
     """Raises ConfigError with the first faults of a schedule, if it has any."""
     if faults := check(schedule):
@@ -71,9 +90,12 @@ def hold(schedule: Schedule) -> None:
 @cache
 def folder() -> dict[str, Builder]:
     """Name -> the function that makes the schedule, of the files beside this one."""
+    return {module.NAME: module.build for module in _modules()}
+
+
+def _modules() -> list[ModuleType]:
     names = [info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")]
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
-    return {module.NAME: module.build for module in modules}
+    return [importlib.import_module(f"{__name__}.{name}") for name in names]
 
 
 def hold_options(name: str, build: Builder, options: Mapping[str, Any]) -> None:

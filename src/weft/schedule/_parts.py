@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat, zip_longest
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
 
 from ..errors import ConfigError
 from ..schedules import Action, Kind, Schedule
+
+Array = NDArray[Any]
+
+
+class Brief(NamedTuple):
+    """What a schedule comes to, in closed form, where its docstring says it holds: seconds that a rank waits in a step
+    if every rank takes as long; microbatches whose activations the first and the last rank hold at once. Of arrays,
+    with p ranks, m microbatches and v stages of a rank; `forward`, `backward`, `weight` are of all its stages."""
+
+    idle_s: Array
+    first: Array
+    last: Array
 
 
 def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:

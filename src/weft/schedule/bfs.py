@@ -8,7 +8,7 @@ of a chunk are then needed in one stretch of time, which suits weights that are 
 from __future__ import annotations
 
 from ..schedules import Schedule
-from ._parts import looped, stagger, sweep
+from ._parts import Array, Brief, looped, stagger, sweep
 
 NAME = "bfs"
 
@@ -21,3 +21,7 @@ def build(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
         n = rank, ranks, microbatches, chunks
         order.append(stagger((0, sweep("F", *n)), (chunks * microbatches, sweep("B", *n))))
     return Schedule(NAME, placement, tuple(order))
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
+    return Brief((p - 1) * (forward + backward + weight) / v, m, m)

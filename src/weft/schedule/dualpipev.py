@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ..schedules import Schedule
-from ._parts import vee
+from ._parts import Array, Brief, vee
 
 NAME = "dualpipev"
 
@@ -36,3 +38,8 @@ def build(ranks: int, microbatches: int) -> Schedule:
         yield from ("W",) * (rank + 1)
 
     return vee(NAME, ranks, microbatches, program)
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
+    live = np.minimum(p + 0.5, m)
+    return Brief((p - 1) * np.maximum(forward + backward - weight, 0.0) / 2, live, live)

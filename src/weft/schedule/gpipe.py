@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from ..schedules import Schedule
-from ._parts import looped, stagger, sweep
+from ._parts import Array, Brief, looped, stagger, sweep
 
 NAME = "gpipe"
 
@@ -17,3 +17,7 @@ def build(ranks: int, microbatches: int) -> Schedule:
     n = ranks, microbatches
     order = [stagger((0, sweep("F", rank, *n)), (microbatches, sweep("B", rank, *n))) for rank in range(ranks)]
     return Schedule(NAME, looped(ranks), tuple(order))
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
+    return Brief((p - 1) * (forward + backward + weight), m, m)

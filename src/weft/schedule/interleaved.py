@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..schedules import Schedule
-from ._parts import looped, stagger, sweep
+from ._parts import Array, Brief, looped, stagger, sweep
 
 NAME = "interleaved"
 
@@ -21,3 +23,9 @@ def build(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
         warm = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
         order.append(stagger((0, sweep("F", *n)), (warm, sweep("B", *n))))
     return Schedule(NAME, placement, tuple(order))
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
+    whole = forward + backward + weight
+    ragged = np.where(m % p > 0, (v - 1) * (p - m % p) * whole / v, 0.0)
+    return Brief((p - 1) * whole / v + ragged, np.minimum(p + (p - 1) / v, m), np.minimum(((v - 1) * p + 1) / v, m))

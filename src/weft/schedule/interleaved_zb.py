@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..schedules import Schedule
-from ._parts import looped, stagger, sweep
+from ._parts import Array, Brief, looped, stagger, sweep
 
 NAME = "interleaved-zb"
 
@@ -23,3 +25,7 @@ def build(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
         ahead = chunks * ranks - 1
         order.append(stagger((0, sweep("F", *n)), (ahead - rank, sweep("B", *n)), (ahead, sweep("W", *n))))
     return Schedule(NAME, placement, tuple(order))
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
+    return Brief((p - 1) * (forward + backward - np.minimum(weight, backward)) / v, np.minimum(p, m), np.minimum(p, m))

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..schedules import Schedule
-from ._parts import looped, stagger, sweep
+from ._parts import Array, Brief, looped, stagger, sweep
 
 NAME = "naive"
 
@@ -17,3 +19,7 @@ def build(ranks: int, microbatches: int) -> Schedule:
     n = ranks, microbatches
     order = [stagger((0, sweep("F", rank, *n)), (0, sweep("B", rank, *n))) for rank in range(ranks)]
     return Schedule(NAME, looped(ranks), tuple(order))
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
+    return Brief((p - 1) * m * (forward + backward + weight), np.minimum(1, m), np.minimum(1, m))

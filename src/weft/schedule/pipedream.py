@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import get_args
 
+import numpy as np
+
 from ..errors import ConfigError, nearest
 from ..schedules import Schedule, Versions
-from ._parts import looped, stagger, sweep
+from ._parts import Array, Brief, looped, stagger, sweep
 
 NAME = "pipedream"
 
@@ -34,3 +36,7 @@ def build(ranks: int, microbatches: int, *, versions: Versions = "stash") -> Sch
 def _groups(ranks: int, microbatches: int) -> set[int]:
     """The last microbatch of each group of at least `ranks`, or of the only one."""
     return {*range(ranks - 1, microbatches - ranks, ranks), microbatches - 1}
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
+    return Brief(0.0 * p * forward, np.minimum(p, m), np.minimum(1, m))

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..schedules import Schedule
-from ._parts import looped, stagger, sweep
+from ._parts import Array, Brief, looped, stagger, sweep
 
 NAME = "zb-h1"
 
@@ -22,3 +24,8 @@ def build(ranks: int, microbatches: int) -> Schedule:
         n = rank, ranks, microbatches
         order.append(stagger((0, sweep("F", *n)), (ranks - 1 - rank, sweep("B", *n)), (ranks - 1, sweep("W", *n))))
     return Schedule(NAME, looped(ranks), tuple(order))
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
+    idle = np.where(weight <= np.minimum(forward, backward), forward + backward - weight, np.maximum(forward, backward))
+    return Brief((p - 1) * idle, np.minimum(p, m), np.minimum(p, m))

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..schedules import Schedule
-from ._parts import looped, stagger, sweep
+from ._parts import Array, Brief, looped, stagger, sweep
 
 NAME = "zb-h2"
 
@@ -22,3 +24,8 @@ def build(ranks: int, microbatches: int) -> Schedule:
         warm = 2 * (ranks - 1 - rank)
         order.append(stagger((0, sweep("F", *n)), (warm, sweep("B", *n)), (2 * (ranks - 1), sweep("W", *n))))
     return Schedule(NAME, looped(ranks), tuple(order))
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
+    live = np.minimum(2 * p - 1, m)
+    return Brief((p - 1) * np.maximum(forward, forward + backward - 2 * weight), live, live)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ..schedules import Schedule
-from ._parts import vee
+from ._parts import Array, Brief, vee
 
 NAME = "zb-v"
 
@@ -31,3 +33,7 @@ def build(ranks: int, microbatches: int) -> Schedule:
         yield from ("W",) * (2 * (rank + 1))
 
     return vee(NAME, ranks, microbatches, program)
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
+    return Brief((p - 1) / 2 * forward, np.minimum(p, m), np.minimum(p, m))

@@ -1,0 +1,77 @@
+"""Agreement: what replicas send each other in a step so that they stay, or come, together; of any synchroniser."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .choices import Array
+from .network import Group, Network
+
+if TYPE_CHECKING:
+    from ..syncs import Sync
+
+
+SAMPLE = 2**20  # elements of a bucket that a codec is asked about, as the matrix that some want
+SETTLED = 10**9  # a step after which a codec that starts gently has come to its own
+
+
+class Sent(NamedTuple):
+    """Seconds of a step, as a mean over steps, and bytes that a rank sends."""
+
+    seconds: Array
+    sent_bytes: Array
+
+
+def agreement(network: Network, group: Group, elements: Array, item: float, sync: Sync | None) -> Sent:
+    """Of so many elements of `item` bytes on a rank. A period's exchange is spread over its steps.
+
+    A codec says what it asks for of a bucket; that is taken times what a rank has.
+    """
+    n = group.size
+    alone = n <= 1
+    if sync is None or sync.plain:
+        nbytes = elements * item
+        return Sent(network.reduce_s(nbytes, group), np.where(alone, 0.0, 2 * (n - 1) / n * nbytes))
+    from ..syncs import AnyTime, EachPeriod, EachStep  # with torch, which whoever has a synchroniser has loaded
+
+    seconds, sent, period, servers = np.zeros_like(n), np.zeros_like(n), 1, 0
+    match sync:
+        case EachPeriod():
+            period = sync.period
+        case AnyTime() | EachStep(route="owners"):
+            servers = sync.servers
+    for size in np.unique(n[~alone]):
+        here = n == size
+        for kind, share in _shares(sync, int(size), int(item)).items():
+            took, given = _priced(network, group, kind, elements * item * share, servers)
+            seconds, sent = seconds + np.where(here, took, 0.0), sent + np.where(here, given, 0.0)
+    return Sent(seconds / period, sent / period)
+
+
+def _shares(sync: Sync, size: int, item: int) -> dict[str, float]:
+    """Kind of exchange -> bytes of a rank's messages, over those of the plain tensor; what goes to owners apart."""
+    from ..syncs import AnyTime, EachStep
+
+    found: dict[str, float] = {}
+    owned = isinstance(sync, AnyTime) or (isinstance(sync, EachStep) and sync.route == "owners")
+    rows = 2**10
+    for asked in sync.codec.asks([(rows, SAMPLE // rows)], sync.peers(size), item, SETTLED):
+        kind = "owners" if owned else asked.kind
+        found[kind] = found.get(kind, 0.0) + asked.nbytes / (SAMPLE * item)
+    return found
+
+
+def _priced(network: Network, group: Group, kind: str, nbytes: Array, servers: int) -> tuple[Array, Array]:
+    """`nbytes` is what a rank gives: of "gather" its message, of "scatter" one for each rank."""
+    n = group.size
+    if kind == "sum":
+        return network.reduce_s(nbytes, group), 2 * (n - 1) / n * nbytes
+    if kind in ("gather", "sum_scatter"):
+        return network.gather_s(nbytes * n, group), (n - 1) * nbytes
+    if kind == "scatter":
+        return network.exchange_s(nbytes * n, group), (n - 1) * nbytes
+    # to owners and back: a server's link carries what all others send to it, and as much back
+    share = (n - 1) * nbytes / max(1, servers)
+    return 2 * (network.hops(group) + share / network.bandwidth(group)), 2 * nbytes

@@ -1,0 +1,114 @@
+"""Compute: seconds that a block takes on one rank for one microbatch, forward and the two parts of its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from .choices import Array, Choices
+from .hardware import Era, Hardware
+from .work import Block, Cut
+
+
+@dataclass
+class Seconds:
+    """Of one microbatch: `forward`, `backward` (the input's gradient) and `weight` (the weights'); `again`: the forward
+    that recomputation repeats, in the backward. `of`: the same forward and backward by what limits them."""
+
+    forward: Array
+    backward: Array
+    weight: Array
+    again: Array
+    of: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Array:
+        return self.forward + self.backward + self.weight + self.again
+
+    def scaled(self, by: Array | float) -> Seconds:
+        """So many times as long."""
+        parts = {name: value * by for name, value in self.of.items()}
+        return Seconds(self.forward * by, self.backward * by, self.weight * by, self.again * by, parts)
+
+
+def summed(parts: Iterable[Seconds]) -> Seconds:
+    """One after the other."""
+    first, *rest = parts
+    total = first.scaled(1.0)
+    for one in rest:
+        total.forward = total.forward + one.forward
+        total.backward = total.backward + one.backward
+        total.weight = total.weight + one.weight
+        total.again = total.again + one.again
+        for name, value in one.of.items():
+            total.of[name] = total.of.get(name, cast(Array, 0.0)) + value
+    return total
+
+
+def ways(cut: Cut, choices: Choices) -> Array:
+    """Over how many ranks an op is divided, beside those that have other tokens."""
+    tp = choices.sizes["tp"]
+    if cut in ("tp", "expert"):
+        return tp
+    return np.where(choices.sequence, tp, 1) if cut == "sequence" else np.ones_like(tp)
+
+
+def seconds(block: Block, choices: Choices, hardware: Hardware, era: Era, dtype: str) -> Seconds:
+    """Of one block of this kind.
+
+    A matmul reaches era.matmul x F/(F + matmul_flops) of the peak, F its own FLOPs; what moves data a share of the
+    memory's bandwidth; and nothing is sooner than the host launches it. A backward is a matmul by the input and one by
+    the weight, of the same FLOPs; of what has no weights, all is the input's.
+    """
+    peak, rate = hardware.peak(dtype), hardware.device.memory_bps * era.memory
+    samples = choices.microbatch / choices.sequences
+    zero = np.zeros(len(choices))
+    found = dict.fromkeys(("matmul", "attention", "memory"), zero)
+    forward, backward, weight, core, launched, core_launched = zero, zero, zero, zero, 0.0, 0.0
+    for op in block.ops:
+        share = samples / ways(op.cut, choices)
+        if op.kind == "matmul":
+            flops = op.flops * share
+            each = flops / (op.matmuls / (choices.experts if op.cut == "expert" else 1.0))
+            took = flops / (peak * era.matmul) * (1 + era.matmul_flops / np.maximum(each, 1.0))
+            back, own = (took, took) if not op.core else (2 * took, zero)
+        elif op.kind == "attention":
+            took = op.flops * share / (peak * era.attention)
+            back, own = op.backward * op.flops * share / (peak * era.attention_backward), zero
+        else:
+            took = zero
+            back, own = zero, zero
+        moved = op.moved_bytes * share * era.traffic / rate
+        took, back = took + moved, back + moved * (op.backward if op.kind == "memory" else 1.0)
+        forward, backward, weight = forward + took, backward + back, weight + own
+        found[op.kind] = found[op.kind] + took + back + own
+        launched += op.kernels
+        if op.core:
+            core, core_launched = core + took, core_launched + op.kernels
+    again = np.where(choices.selective, core, 0.0)
+    if block.repeated:
+        again = np.maximum(again, choices.again * forward)
+    found["recompute"] = again
+    floor = np.full(len(choices), launched * era.launch_s)
+    paced = [
+        _paced(forward, floor, era),
+        *_split(backward, weight, floor, era),
+        _paced(again, floor * choices.again + np.where(choices.selective, core_launched * era.launch_s, 0.0), era),
+    ]
+    found["launch"] = sum(paced, zero) - (forward + backward + weight + again)
+    return Seconds(*paced, found)
+
+
+def _paced(took: Array, floor: Array, era: Era) -> Array:
+    """Work that the host begins piece by piece: as long as the longer of both, or, where it waits, as both."""
+    return np.maximum(took, floor) + era.waits * np.minimum(took, floor)
+
+
+def _split(backward: Array, weight: Array, floor: Array, era: Era) -> tuple[Array, Array]:
+    """A backward launches about twice the kernels of a forward at half the cost of each, as no Python runs."""
+    whole = backward + weight
+    longer = _paced(whole, floor, era) / np.where(whole > 0, whole, 1.0)
+    return np.where(whole > 0, backward * longer, floor), weight * longer

@@ -1,0 +1,174 @@
+"""Dims: the work of a transformer from its dimensions alone, for models that are published as numbers.
+
+Activations are those of Korthikanti et al. 2022 (table 2), and of the same sums with a fused attention, a gated MLP and
+grouped keys; FLOPs those of Narayanan et al. 2021.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .work import Block, Op, Work
+
+ITEM = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # of an activation
+
+
+@dataclass(frozen=True)
+class Dims:
+    """A decoder: widths in elements. `moe_ffn` of one expert; `dense`: how many of the first layers have no experts;
+    `shared_ffn`: the width of what every token goes through beside its experts."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq_len: int
+    ffn: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    gated: bool = False
+    tied: bool = True
+    num_experts: int = 0
+    top_k: int = 0
+    moe_ffn: int = 0
+    shared_ffn: int = 0
+    dense: int = 0
+
+    @property
+    def query(self) -> int:
+        """Width of all heads."""
+        return self.heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads."""
+        return (self.kv_heads or self.heads) * (self.head_dim or self.hidden // self.heads)
+
+
+def work(
+    dims: Dims, dtype: str = "bf16", *, flash: bool = True, causal: bool = True, dropout: bool = False,
+    kernels: float = 1.0, name: str = "",
+) -> Work:  # fmt: skip
+    """`flash`: attention is one kernel and keeps no scores. `causal`: that kernel leaves out what is masked. `kernels`:
+    launched in place of each that is counted here."""
+    item, s, h, v = ITEM[dtype], dims.seq_len, dims.hidden, dims.vocab
+    token = s * h * item
+    learned = "positions" if not dims.gated else ""
+    first = Block(
+        "embedding", 1,
+        (Op("embedding", "memory", "sequence", moved_bytes=3 * token, saved_bytes=token * (0.5 if dropout else 0)),),
+        (("tp", v * h), *((("whole", s * h),) if learned else ())), token, reduced_bytes=token, reductions=1,
+    )  # fmt: skip
+    layers = [_layer(dims, item, flash, causal, dropout, kernels, routed=False)] if not dims.num_experts else []
+    if dims.num_experts:
+        layers = [
+            _layer(dims, item, flash, causal, dropout, kernels, routed=False, count=dims.dense),
+            _layer(dims, item, flash, causal, dropout, kernels, routed=True, count=dims.layers - dims.dense),
+        ]
+    last = Block(
+        "head", 1,
+        (
+            Op("norm", "memory", "sequence", moved_bytes=2 * token, saved_bytes=2 * token, backward=1.5),
+            Op("logits", "matmul", "tp", flops=2 * s * h * v, kernels=kernels),
+            Op("loss", "memory", "tp", moved_bytes=10 * s * v, backward=0.6, kernels=6 * kernels),
+        ),
+        (("tp", 0 if dims.tied else v * h), ("whole", h)), 0.0, reduced_bytes=0.0,
+    )  # fmt: skip
+    blocks = tuple(b for b in (first, *layers, last) if b.count)
+    flops = 3 * sum(b.count * _model_flops(dims, b.name == "routed") for b in layers) + 6 * s * h * v
+    return Work(name, blocks, s, flops, dtype, item, vocab=v)
+
+
+def _model_flops(dims: Dims, routed: bool) -> float:
+    """Of one layer's forward, attention counted in full."""
+    s, h = dims.seq_len, dims.hidden
+    width = dims.top_k * dims.moe_ffn + dims.shared_ffn if routed else dims.ffn
+    linear = 2 * s * h * (2 * dims.query + 2 * dims.keys + (3 if dims.gated else 2) * width)
+    return linear + 4 * s * s * dims.query
+
+
+def _layer(
+    dims: Dims, item: int, flash: bool, causal: bool, dropout: bool, kernels: float, routed: bool, count: int = 0
+) -> Block:
+    s, h, q, k = dims.seq_len, dims.hidden, dims.query, dims.keys
+    token, gates = s * h * item, 2 if dims.gated else 1
+    mask = s * h if dropout else 0.0  # one byte each
+    norm = Op("norm", "memory", "sequence", moved_bytes=2 * token, saved_bytes=2 * token, backward=1.5, kernels=kernels)
+    add = Op(
+        "residual", "memory", "sequence", moved_bytes=(3 + (1 if dropout else 0)) * token + mask, saved_bytes=mask,
+        backward=1.0, kernels=2 * kernels,
+    )  # fmt: skip
+    if flash:
+        core = [
+            Op(
+                "attention", "attention", "tp", flops=4 * s * s * q * (0.5 if causal else 1.0),
+                saved_bytes=s * q * item + 4 * dims.heads * s, kernels=kernels, core=True, backward=2.5,
+            )
+        ]  # fmt: skip
+    else:
+        scores = dims.heads * s * s
+        core = [
+            Op("scores", "matmul", "tp", flops=4 * s * s * q, matmuls=2, saved_bytes=0, kernels=2 * kernels, core=True),
+            Op(
+                "softmax", "memory", "tp", moved_bytes=10.0 * scores, saved_bytes=(5 if dropout else 2) * scores,
+                kernels=3 * kernels, core=True, backward=1.0,
+            ),
+            Op("context", "memory", "tp", saved_bytes=s * q * item, kernels=0),
+        ]  # fmt: skip
+    attention = [
+        norm,
+        Op("qkv", "matmul", "tp", flops=2 * s * h * (q + 2 * k), saved_bytes=s * (q + 2 * k) * item,
+           kernels=2 * kernels),
+        *core,
+        Op("projection", "matmul", "tp", flops=2 * s * q * h, kernels=kernels),
+        add,
+    ]  # fmt: skip
+    params = [("tp", h * (2 * q + 2 * k)), ("whole", 2 * h if dims.gated else 9 * h)]
+    f = dims.ffn
+    if routed:
+        rows, f = dims.top_k, dims.moe_ffn
+        gate = Op("router", "memory", "sequence", moved_bytes=2 * token, saved_bytes=0, kernels=8 * kernels)
+        groups = max(1, dims.num_experts)
+        inner = s * rows * f * item
+        travelled = s * rows * h * item
+        mlp = [
+            gate,
+            Op("permute", "memory", "whole", moved_bytes=4 * travelled, saved_bytes=2 * travelled, kernels=6 * kernels),
+            Op("experts up", "matmul", "expert", flops=2 * s * rows * h * f * gates, matmuls=groups,
+               saved_bytes=inner * gates, kernels=2 * kernels),
+            Op("activation", "memory", "expert", moved_bytes=inner * (gates + 1), saved_bytes=inner,
+               kernels=2 * kernels),
+            Op("experts down", "matmul", "expert", flops=2 * s * rows * h * f, matmuls=groups, kernels=2 * kernels),
+        ]  # fmt: skip
+        params += [("expert", (gates + 1) * h * f * dims.num_experts), ("whole", h * dims.num_experts)]
+        if dims.shared_ffn:
+            mlp += _mlp(dims, dims.shared_ffn, item, kernels)
+            params += [("tp", (gates + 1) * h * dims.shared_ffn)]
+    else:
+        mlp = _mlp(dims, f, item, kernels)
+        params += [("tp", (gates + 1) * h * f), *([] if dims.gated else [("tp", f)])]
+    return Block(
+        "routed" if routed else "layer", count or dims.layers, (*attention, norm, *mlp, add), tuple(params),
+        token, reduced_bytes=2 * token, reductions=2, key_bytes=2 * s * k * item, query_bytes=2 * s * q * item,
+        routed_bytes=s * dims.top_k * h * item if routed else 0.0, experts=dims.num_experts if routed else 0,
+        kv_heads=dims.kv_heads or dims.heads, heads=dims.heads,
+        working_bytes=2 * s * (gates + 1) * (f * (dims.top_k if routed else 1)), repeated=True,
+    )  # fmt: skip
+
+
+def _mlp(dims: Dims, width: int, item: int, kernels: float) -> list[Op]:
+    s, h, gates = dims.seq_len, dims.hidden, 2 if dims.gated else 1
+    inner = s * width * item
+    return [
+        Op("up", "matmul", "tp", flops=2 * s * h * width * gates, saved_bytes=inner * gates, kernels=kernels),
+        Op(
+            "activation",
+            "memory",
+            "tp",
+            moved_bytes=inner * (gates + 1),
+            saved_bytes=inner,
+            backward=1.5,
+            kernels=kernels,
+        ),
+        Op("down", "matmul", "tp", flops=2 * s * width * h, kernels=kernels),
+    ]

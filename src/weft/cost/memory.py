@@ -1,0 +1,114 @@
+"""Memory: the most that a rank holds at once, in parts. Closed form, over arrays.
+
+Weights, gradients and optimizer state after Rajbhandari et al. 2020 (ZeRO); activations of the microbatches in flight
+after Korthikanti et al. 2022, from what each op keeps; the loss's logits; what one backward needs beside.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .chain import Stage, stages
+from .choices import Array, Choices
+from .compute import ways
+from .parts import Part
+from .practice import Practice
+from .work import Block, Work
+
+
+def held(stage: Stage, work: Work, choices: Choices) -> tuple[Array, Array]:
+    """Parameters that a rank of this stage computes with: those of experts, and all others. A tied one that lies on
+    another rank too is a second copy there."""
+    tp, many = choices.sizes["tp"], np.maximum(choices.experts, 1)
+    plain, routed = np.zeros(len(choices)), np.zeros(len(choices))
+    for block, count in stage.holds(work):
+        second = np.where(block.tied & (stage.before * stage.after > 0), 0.0, 1.0)
+        for cut, elements in block.params:
+            if cut == "expert":
+                routed = routed + count * elements / (tp * many)
+            else:
+                plain = plain + second * count * elements / (tp if cut == "tp" else 1)
+    return routed, plain
+
+
+def shards(choices: Choices) -> tuple[Array, Array]:
+    """Over how many ranks fsdp divides an expert's parameters, and all others."""
+    outside = choices.sizes["ep"]
+    return np.maximum(1, choices.shards / np.maximum(1, choices.experts / outside)), choices.shards
+
+
+def kept(block: Block, choices: Choices, core: bool) -> Array:
+    """Bytes that one block keeps of a microbatch for its backward; without `core`, where that is done again."""
+    samples = choices.microbatch / choices.sequences
+    found = np.zeros(len(choices))
+    for op in block.ops:
+        if core or not op.core:
+            found = found + op.saved_bytes * samples / ways(op.cut, choices)
+    return found
+
+
+def peak(work: Work, choices: Choices, practice: Practice, live: tuple[Array, Array]) -> tuple[Part, ...]:
+    """`live`: microbatches whose activations the first and the last rank of a pipeline hold at once. Of both, the rank
+    that needs more."""
+    first, _, last = stages(work, choices)
+    ends = [_rank(stage, work, choices, practice, count) for stage, count in zip((first, last), live)]
+    more = sum((part.value for part in ends[0]), np.zeros(len(choices)))
+    less = sum((part.value for part in ends[1]), np.zeros(len(choices)))
+    return tuple(
+        Part(a.name, np.where(more >= less, a.value, b.value), a.formula, {
+            key: np.where(more >= less, a.symbols[key], b.symbols[key]) for key in a.symbols
+        })
+        for a, b in zip(*ends, strict=True)
+    )  # fmt: skip
+
+
+def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: Array) -> tuple[Part, ...]:
+    routed, plain = held(stage, work, choices)
+    few, many = shards(choices)
+    full, sharded = routed + plain, routed / few + plain / many
+    away = choices.offload
+    zero3, zero2 = choices.zero >= 3, choices.zero >= 2
+    resting = np.where(many > 1, np.where(zero3, sharded, full), full)
+    graded = np.where(many > 1, np.where(zero2, sharded, full), full)
+    weights = np.where(away, 0.0, resting * practice.weight_bytes) + np.where(
+        (many > 1) & zero3, 0.0, full * practice.copy_bytes
+    )
+    largest = np.max(
+        [block.elements("tp") + block.elements("whole") for block in work.blocks if block.repeated] or [0.0]
+    ) / choices.sizes["tp"] + np.max([block.elements("expert") for block in work.blocks]) / (
+        choices.sizes["tp"] * np.maximum(choices.experts, 1)
+    )
+    gathered = np.where(
+        (many > 1) & zero3, np.minimum(2 * largest, full) * practice.gather_bytes + largest * practice.reduce_bytes, 0.0
+    )
+
+    samples, tp = choices.microbatch / choices.sequences, choices.sizes["tp"]
+    activations, once, working = np.zeros(len(choices)), np.zeros(len(choices)), np.zeros(len(choices))
+    for block, count in stage.holds(work):
+        whole, bare = kept(block, choices, True), kept(block, choices, False)
+        each = np.where(choices.selective, bare, whole)
+        entry = block.output_bytes * samples / ways("sequence", choices)
+        if block.repeated:
+            each = (1 - choices.again) * each + choices.again * entry
+            once = np.maximum(
+                once, np.where(choices.again > 0, whole - entry, np.where(choices.selective, whole - bare, 0))
+            )
+        activations = activations + count * each
+        working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp, 0.0))
+    logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp
+    symbols = {"params": full, "sharded": sharded, "b": choices.microbatch, "t": tp * 1.0}
+    return (
+        Part("weights", weights, "params x weight_bytes / shards", {**symbols, "weight_bytes": practice.weight_bytes}),
+        Part("gathered weights", gathered, "two blocks gathered and one's gradient", {"block": largest}),
+        Part("gradients", np.where(away, 0.0, graded * practice.grad_bytes), "params x grad_bytes / shards",
+             {**symbols, "grad_bytes": practice.grad_bytes}),
+        Part("optimizer", np.where(away, 0.0, np.where(many > 1, sharded, full) * practice.state_bytes),
+             "params x state_bytes / shards", {**symbols, "state_bytes": practice.state_bytes}),
+        Part("activations", live * activations, "live x (what the rank's blocks keep of a microbatch)",
+             {"live": live, "microbatch_bytes": activations}),
+        Part("recomputed", once, "one block's activations, computed again", {"block_bytes": once}),
+        Part("backward", np.maximum(working, 0.0), "temporaries of one block's backward", {"working_bytes": working}),
+        Part("logits", logits, "logit_bytes x vocab x tokens x b / t",
+             {"logit_bytes": practice.logit_bytes, "vocab": float(work.vocab), "tokens": work.tokens, "b": samples,
+              "t": tp * 1.0}),
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Network: how long a collective takes over a group of ranks, whatever networks it spans. Closed form, over arrays.
+
+A group has `inside` members within one network of the innermost kind. What leaves it goes over the rails of all of
+these: min(link, inside x rail), never one rail and never the link. Hops: a ring's, or a tree's where that is sooner, as
+NCCL chooses (nccl-tests PERFORMANCE.md; NCCL's tuning.cc).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .choices import Array, Choices
+from .hardware import Cluster, Era
+
+TREE = 0.92  # of a ring's bandwidth
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of some axes, of each choice: `size`, and within a network of each tier `inside` (innermost first)."""
+
+    size: Array
+    inside: tuple[Array, ...]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a cluster's networks do for one era of software."""
+
+    cluster: Cluster
+    era: Era
+
+    def group(self, choices: Choices, *axes: str) -> Group:
+        """The ranks that differ on these axes."""
+        inside = []
+        for tier in self.cluster.hardware.tiers:
+            width = tier.devices or self.cluster.devices
+            near: Array = np.ones(len(choices))
+            for axis in axes:
+                near = near * np.clip(width // choices.strides[axis], 1, choices.sizes[axis])
+            inside.append(near)
+        return Group(choices.size(*axes).astype(float), tuple(inside))
+
+    def _ways(self, group: Group) -> Sequence[tuple[Array, Array, Array, Array]]:
+        """Of each tier: bytes per second of one member's rail; members within the tier before it, where they are
+        `parts` of this tier; whether the group needs it."""
+        found, before = [], np.ones_like(group.size)
+        for index, (tier, inside) in enumerate(zip(self.cluster.hardware.tiers, group.inside, strict=True)):
+            rate = tier.bps * (self.era.network if index else self.era.link)
+            found.append((np.full_like(group.size, rate), before, inside / before, inside > before))
+            before = inside
+        return found
+
+    def bandwidth(self, group: Group) -> Array:
+        """Bytes per second at which a ring over the group goes round."""
+        best = np.full_like(group.size, np.inf)
+        for rate, before, _, needed in self._ways(group):
+            best = np.where(needed, np.minimum(best, rate * before), best)
+        return best
+
+    def hops(self, group: Group) -> Array:
+        """Seconds of latency of one turn of a ring: of a tree, where that is sooner."""
+        ring, tree = np.zeros_like(group.size), np.zeros_like(group.size)
+        for tier, (_, _, parts, needed) in zip(self.cluster.hardware.tiers, self._ways(group), strict=True):
+            ring = ring + np.where(needed, (parts - 1) * tier.latency_s, 0.0)
+            tree = tree + np.where(needed, np.log2(np.maximum(parts, 1)) * tier.latency_s, 0.0)
+        return np.minimum(ring, 2 * tree)
+
+    def gather_s(self, nbytes: Array | float, group: Group) -> Array:
+        """An all-gather or a reduce-scatter of a tensor of so many bytes in all."""
+        wire = (group.size - 1) / group.size * nbytes / self.bandwidth(group)
+        return np.where(group.size > 1, self.hops(group) + wire, 0.0)
+
+    def reduce_s(self, nbytes: Array | float, group: Group) -> Array:
+        """An all-reduce of so many bytes: a ring's, or a tree's where that is sooner."""
+        ring = 2 * (group.size - 1) / group.size * nbytes / self.bandwidth(group)
+        return np.where(group.size > 1, 2 * self.hops(group) + ring, 0.0)
+
+    def exchange_s(self, nbytes: Array | float, group: Group) -> Array:
+        """An all-to-all in which each rank has so many bytes, equal parts for all: each network carries its share."""
+        slowest, before = np.zeros_like(group.size), np.ones_like(group.size)
+        for rate, before, parts, needed in self._ways(group):
+            share = (before * parts - before) / group.size
+            slowest = np.maximum(slowest, np.where(needed, share * nbytes / rate, 0.0))
+        return np.where(group.size > 1, self.hops(group) + slowest, 0.0)
+
+    def send_s(self, nbytes: Array | float, choices: Choices, axis: str) -> Array:
+        """A message to the neighbour on this axis: over the innermost network that holds most such neighbours."""
+        stride, size = choices.strides[axis], choices.sizes[axis]
+        found = np.zeros(len(choices))
+        reached = np.zeros(len(choices), bool)
+        for index, tier in enumerate(self.cluster.hardware.tiers):
+            rate = tier.bps * (self.era.network if index else self.era.link)
+            holds = stride < (tier.devices or np.inf) if tier.devices else np.ones(len(choices), bool)
+            # a pipeline that fits in two of them crosses once in a while, and its slowest message sets the pace
+            holds = holds & ((stride * size <= tier.devices) if tier.devices else True)
+            found = np.where(~reached & holds, tier.latency_s + nbytes / rate, found)
+            reached |= holds
+        return np.where(size > 1, found, 0.0)
