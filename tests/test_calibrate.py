@@ -74,6 +74,7 @@ def measured(ranks: int = 2, kind: str = "cpu") -> Measured:
         moved if ranks > 1 else [],
         Beside(1.0, 0.5, 1.2) if ranks > 1 else None,
         Floor(3e-3, int(hardware.GIB // 4)),
+        0.0,
     )
 
 
@@ -135,7 +136,9 @@ def small() -> list[Any]:
     links.SIZES, links.BESIDE_BYTES, links.WIDTH = (64, 1 << 12), 1 << 10, 16
     return [
         {dtype: compute.matmuls(dtype) for dtype in ("fp32", "fp64")}, compute.attention(), compute.streams(),
-        compute.launches(), compute.update(), links.collectives(), links.beside(), steps.floor(),
+        compute.launches(), compute.update(),
+        [moved for kind in links.KINDS for moved in links.collective(kind)],
+        links.beside(), steps.floor(),
     ]  # fmt: skip
 
 
@@ -147,7 +150,7 @@ def test_two_processes_measure_the_same_and_a_sheet_takes_it(
     assert {each.kind for each in first[5]} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
     assert all(each.seconds > 0 for each in first[5])
     assert first[7].process_bytes > 1 << 25
-    monkeypatch.setattr(command, "measure", lambda machine, *_: Measured(machine, *first))
+    monkeypatch.setattr(command, "measure", lambda machine, *_: Measured(machine, *first, 0.4))
     path = tmp_path / "made" / "sheet.toml"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--json"])
     assert result.exit_code == 0, result.output

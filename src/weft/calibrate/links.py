@@ -42,18 +42,17 @@ class Beside:
     both_s: float
 
 
-def collectives() -> list[Moved]:
-    """Of every kind, from small tensors to such as take long."""
+def collective(kind: str) -> list[Moved]:
+    """From small tensors to such as take long."""
     bench, found = Bench.here(), []
     size = dist.get_world_size()
-    for kind, make in KINDS.items():
-        for nbytes in SIZES:
-            elements = nbytes // 4 // size * size
-            seconds = bench(make(torch.zeros(elements, device=bench.device), size)) / (2 if kind == "send" else 1)
-            hops = {"all_reduce": 2 * (size - 1), "send": 1}.get(kind, size - 1)
-            found.append(Moved(kind, 4 * elements, on_wire(kind, 4 * elements, size), hops, seconds))
-            if seconds > LONGEST_S:
-                break
+    for nbytes in SIZES:
+        elements = nbytes // 4 // size * size
+        seconds = bench(KINDS[kind](torch.zeros(elements, device=bench.device), size)) / (2 if kind == "send" else 1)
+        hops = {"all_reduce": 2 * (size - 1), "send": 1}.get(kind, size - 1)
+        found.append(Moved(kind, 4 * elements, on_wire(kind, 4 * elements, size), hops, seconds))
+        if seconds > LONGEST_S:
+            break
     return found
 
 

@@ -52,4 +52,7 @@ def rows(seen: Measured, made: Hardware) -> dict[str, str]:
         found["link"] = f"{rate(tier.bps)}, {tier.latency_s * 1e6:.3g} us a hop"
         found["link"] += f"; beside compute a sum costs {era.contention:.0%} of its time"
     found["step"] = f"{era.fixed_s * 1e3:.3g} ms for a model of no size"
-    return found | {"process": f"{decimal(int(era.context_gib * GIB))} before it has any tensor"}
+    found["process"] = f"{decimal(int(era.context_gib * GIB))} before it has any tensor"
+    if seen.others > command.QUIET:
+        found["note"] = f"other programs had up to {seen.others:.0%} of the processors: measure again when they rest"
+    return found

@@ -26,7 +26,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured; FLOPs or bytes beside seconds."""
+    """All that was measured; FLOPs or bytes beside seconds. `others`: the most that other programs had of the
+    processors' time in one part."""
 
     machine: Machine
     matmuls: dict[str, list[Timed]]
@@ -37,6 +38,7 @@ class Measured:
     collectives: list[Moved]
     beside: Beside | None
     floor: Floor
+    others: float
 
 
 def sheet(seen: Measured) -> Hardware:
