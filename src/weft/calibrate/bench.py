@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
@@ -12,8 +13,8 @@ import torch.distributed as dist
 
 from ..timing import once, typical
 
-ROUNDS, FEWEST = 9, 3
-ROUND_S = 4e-3  # a round has as many calls as take so long
+ENOUGH, FEWEST = 7, 3  # rounds
+ROUND_S = 2e-3  # a round has as many calls as take so long
 LIMIT_S = 0.6  # of all rounds together, as far as the fewest allow it
 
 
@@ -30,23 +31,35 @@ class Bench:
         return cls(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
 
     def __call__(self, work: Callable[[], object]) -> float:
-        """Seconds of one call, the same number on every rank: the mean of what is typical on each."""
+        """Seconds of one call, the same number on every rank: of the mean over ranks, what is typical of rounds in which
+        no rank was interrupted, or was least."""
         work()
-        first = self.agreed(once(work, self.device))
-        calls = max(1, math.ceil(ROUND_S / first))
-        rounds = min(ROUNDS, max(FEWEST, int(LIMIT_S / (calls * first))))
-        return self.agreed(typical([self._round(work, calls) / calls for _ in range(rounds)]))
+        calls = max(1, math.ceil(ROUND_S / self.agreed(once(work, self.device))))
+        rounds: list[tuple[float, float]] = []  # interruptions, seconds
+        spent, clean = 0.0, 0
+        while clean < ENOUGH and (len(rounds) < FEWEST or spent < LIMIT_S):
+            rounds.append(self._round(work, calls))
+            spent += rounds[-1][1]
+            clean += rounds[-1][0] == 0
+        return typical([seconds for _, seconds in sorted(rounds)[: max(clean, FEWEST)]]) / calls
 
-    def _round(self, work: Callable[[], object], calls: int) -> float:
+    def _round(self, work: Callable[[], object], calls: int) -> tuple[float, float]:
         def all_calls() -> None:
             for _ in range(calls):
                 work()
 
         dist.barrier()
-        return once(all_calls, self.device)
+        before = _interruptions()
+        seconds = once(all_calls, self.device)
+        return self.agreed(_interruptions() - before), self.agreed(seconds)
 
     def agreed(self, number: float) -> float:
         """The mean over ranks, so that all decide alike what is measured next."""
         shared = torch.tensor(number, dtype=torch.float64)
         dist.all_reduce(shared)
         return float(shared) / dist.get_world_size()
+
+
+def _interruptions() -> int:
+    """How often this process has had to give up a processor, as another program wanted it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
