@@ -264,11 +264,6 @@ class _Trace(TorchFunctionMode):
         names: dict[int, list[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(p), []).append(name)
-        containers = {
-            name for name, module in self.modules.items()
-            if isinstance(module, nn.Sequential)
-            or any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.children())
-        }  # fmt: skip
         # an autograd function makes its results differentiable when it is done
         made = [dataclasses.replace(t, differentiable=a.requires_grad) for t, a in zip(self.tensors, self.alive)]
         return Chart(
@@ -277,7 +272,7 @@ class _Trace(TorchFunctionMode):
             {n: Weighed(tuple(names[id(p)]), p.numel()) for n, p in model.named_parameters()},
             frozenset(self.changed),
             {name: first[module] for name, module in every.items()},
-            frozenset(containers),
+            containers_of(self.model),
         )
 
     # ---- module calls ----
@@ -462,6 +457,15 @@ class _Trace(TorchFunctionMode):
             return Unknown(type(part).__name__, handed.get(id(part)))
 
         return rebuilt(out, stand_in, other)
+
+
+def containers_of(model: nn.Module) -> frozenset[str]:
+    """Modules that are a Sequential or own a list."""
+    return frozenset(
+        name for name, module in model.named_modules()
+        if isinstance(module, nn.Sequential)
+        or any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.children())
+    )  # fmt: skip
 
 
 # ---- where a cut is sensible -------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ import numpy as np
 
 from .choices import Array, Choices
 from .hardware import Era, Hardware
-from .work import Block, Cut
+from .work import Block, Cut, Op
+
+VECTOR, TILE = 8, 64  # elements of a 16-bit dim that tensor cores need, and that they take best
 
 
 @dataclass
@@ -64,6 +66,7 @@ def seconds(block: Block, choices: Choices, hardware: Hardware, era: Era, dtype:
     the weight, of the same FLOPs; of what has no weights, all is the input's.
     """
     peak, rate = hardware.peak(dtype), hardware.device.memory_bps * era.memory
+    fused = hardware.peak("bf16" if dtype == "fp8" else dtype)  # attention is not computed in 8 bits
     samples = choices.microbatch / choices.sequences
     zero = np.zeros(len(choices))
     found = dict.fromkeys(("matmul", "attention", "memory"), zero)
@@ -74,10 +77,11 @@ def seconds(block: Block, choices: Choices, hardware: Hardware, era: Era, dtype:
             flops = op.flops * share
             each = flops / (op.matmuls / (choices.experts if op.cut == "expert" else 1.0))
             took = flops / (peak * era.matmul) * (1 + era.matmul_flops / np.maximum(each, 1.0))
+            took = took / _fitting(op, choices.sizes["tp"], era) / (era.eight if dtype == "fp8" else 1.0)
             back, own = (took, took) if not op.core else (2 * took, zero)
         elif op.kind == "attention":
-            took = op.flops * share / (peak * era.attention)
-            back, own = op.backward * op.flops * share / (peak * era.attention_backward), zero
+            took = op.flops * share / (fused * era.attention)
+            back, own = op.backward * op.flops * share / (fused * era.attention_backward), zero
         else:
             took = zero
             back, own = zero, zero
@@ -93,13 +97,21 @@ def seconds(block: Block, choices: Choices, hardware: Hardware, era: Era, dtype:
         again = np.maximum(again, choices.again * forward)
     found["recompute"] = again
     floor = np.full(len(choices), launched * era.launch_s)
-    paced = [
-        _paced(forward, floor, era),
-        *_split(backward, weight, floor, era),
-        _paced(again, floor * choices.again + np.where(choices.selective, core_launched * era.launch_s, 0.0), era),
-    ]
-    found["launch"] = sum(paced, zero) - (forward + backward + weight + again)
-    return Seconds(*paced, found)
+    back, own = _split(backward, weight, floor, era)
+    floor_again = floor * choices.again + np.where(choices.selective, core_launched * era.launch_s, 0.0)
+    made = Seconds(_paced(forward, floor, era), back, own, _paced(again, floor_again, era), found)
+    found["launch"] = made.total - (forward + backward + weight + again)
+    return made
+
+
+def _fitting(op: Op, tp: Array, era: Era) -> Array:
+    """The share of a matmul's rate that is left if its dims do not fit the device."""
+    share = np.ones(len(tp))
+    for width, ways in ((op.width, tp), (op.unit, 1)):
+        if width:
+            share = np.where(width % (TILE * ways) > 0, np.minimum(share, era.uneven if ways is tp else 1.0), share)
+            share = np.where(width % (VECTOR * ways) > 0, np.minimum(share, era.ragged), share)
+    return share
 
 
 def _paced(took: Array, floor: Array, era: Era) -> Array:

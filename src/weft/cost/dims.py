@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .work import Block, Op, Work
+from .work import Block, Cut, Op, Work
 
 ITEM = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # of an activation
 
@@ -47,29 +47,30 @@ class Dims:
 
 def work(
     dims: Dims, dtype: str = "bf16", *, flash: bool = True, causal: bool = True, dropout: bool = False,
-    kernels: float = 1.0, name: str = "",
+    fused: bool = True, kernels: float = 1.0, name: str = "",
 ) -> Work:  # fmt: skip
-    """`flash`: attention is one kernel and keeps no scores. `causal`: that kernel leaves out what is masked. `kernels`:
-    launched in place of each that is counted here."""
+    """`fused`: norms, rotations and activations are kernels of their own, which keep only what goes in. `flash`: so is
+    attention, which keeps no scores; a `causal` one leaves out what is masked. `kernels`: launched in place of each
+    that is counted here."""
     item, s, h, v = ITEM[dtype], dims.seq_len, dims.hidden, dims.vocab
     token = s * h * item
     learned = "positions" if not dims.gated else ""
     first = Block(
         "embedding", 1,
-        (Op("embedding", "memory", "sequence", moved_bytes=3 * token, saved_bytes=token * (0.5 if dropout else 0)),),
+        (Op("embedding", "memory", "sequence", moved_bytes=3 * token, saved_bytes=token),),
         (("tp", v * h), *((("whole", s * h),) if learned else ())), token, reduced_bytes=token, reductions=1,
     )  # fmt: skip
-    layers = [_layer(dims, item, flash, causal, dropout, kernels, routed=False)] if not dims.num_experts else []
+    layers = [_layer(dims, item, flash, causal, dropout, fused, kernels, routed=False)] if not dims.num_experts else []
     if dims.num_experts:
         layers = [
-            _layer(dims, item, flash, causal, dropout, kernels, routed=False, count=dims.dense),
-            _layer(dims, item, flash, causal, dropout, kernels, routed=True, count=dims.layers - dims.dense),
+            _layer(dims, item, flash, causal, dropout, fused, kernels, routed=False, count=dims.dense),
+            _layer(dims, item, flash, causal, dropout, fused, kernels, routed=True, count=dims.layers - dims.dense),
         ]
     last = Block(
         "head", 1,
         (
             Op("norm", "memory", "sequence", moved_bytes=2 * token, saved_bytes=2 * token, backward=1.5),
-            Op("logits", "matmul", "tp", flops=2 * s * h * v, kernels=kernels),
+            Op("logits", "matmul", "tp", flops=2 * s * h * v, kernels=kernels, width=v),
             Op("loss", "memory", "tp", moved_bytes=10 * s * v, backward=0.6, kernels=6 * kernels),
         ),
         (("tp", 0 if dims.tied else v * h), ("whole", h)), 0.0, reduced_bytes=0.0,
@@ -88,12 +89,23 @@ def _model_flops(dims: Dims, routed: bool) -> float:
 
 
 def _layer(
-    dims: Dims, item: int, flash: bool, causal: bool, dropout: bool, kernels: float, routed: bool, count: int = 0
+    dims: Dims,
+    item: int,
+    flash: bool,
+    causal: bool,
+    dropout: bool,
+    fused: bool,
+    kernels: float,
+    routed: bool,
+    count: int = 0,
 ) -> Block:
     s, h, q, k = dims.seq_len, dims.hidden, dims.query, dims.keys
     token, gates = s * h * item, 2 if dims.gated else 1
     mask = s * h if dropout else 0.0  # one byte each
-    norm = Op("norm", "memory", "sequence", moved_bytes=2 * token, saved_bytes=2 * token, backward=1.5, kernels=kernels)
+    norm = Op(
+        "norm", "memory", "sequence", moved_bytes=2 * token * (1 if fused else 3),
+        saved_bytes=2 * token + (0 if fused else 4 * s * h), backward=1.5, kernels=kernels * (1 if fused else 6),
+    )  # fmt: skip
     add = Op(
         "residual", "memory", "sequence", moved_bytes=(3 + (1 if dropout else 0)) * token + mask, saved_bytes=mask,
         backward=1.0, kernels=2 * kernels,
@@ -108,22 +120,25 @@ def _layer(
     else:
         scores = dims.heads * s * s
         core = [
-            Op("scores", "matmul", "tp", flops=4 * s * s * q, matmuls=2, saved_bytes=0, kernels=2 * kernels, core=True),
+            Op("scores", "matmul", "tp", flops=4 * s * s * q, matmuls=2, kernels=2 * kernels, core=True,
+               unit=q // dims.heads),
             Op(
-                "softmax", "memory", "tp", moved_bytes=10.0 * scores, saved_bytes=(5 if dropout else 2) * scores,
-                kernels=3 * kernels, core=True, backward=1.0,
+                "softmax", "memory", "tp", moved_bytes=(13.0 if dropout else 8.0) * scores,
+                saved_bytes=(5 if dropout else 2) * scores,
+                kernels=3 * kernels, core=True, backward=1.5,
             ),
             Op("context", "memory", "tp", saved_bytes=s * q * item, kernels=0),
         ]  # fmt: skip
     attention = [
         norm,
-        Op("qkv", "matmul", "tp", flops=2 * s * h * (q + 2 * k), saved_bytes=s * (q + 2 * k) * item,
-           kernels=2 * kernels),
+        Op("qkv", "matmul", "tp", flops=2 * s * h * (q + 2 * k),
+           saved_bytes=s * (q + 2 * k + (0 if fused else q + k)) * item,
+           kernels=2 * kernels, width=q),
         *core,
-        Op("projection", "matmul", "tp", flops=2 * s * q * h, kernels=kernels),
+        Op("projection", "matmul", "tp", flops=2 * s * q * h, kernels=kernels, width=q),
         add,
     ]  # fmt: skip
-    params = [("tp", h * (2 * q + 2 * k)), ("whole", 2 * h if dims.gated else 9 * h)]
+    params: list[tuple[Cut, float]] = [("tp", h * (2 * q + 2 * k)), ("whole", 2 * h if dims.gated else 9 * h)]
     f = dims.ffn
     if routed:
         rows, f = dims.top_k, dims.moe_ffn
@@ -142,11 +157,11 @@ def _layer(
         ]  # fmt: skip
         params += [("expert", (gates + 1) * h * f * dims.num_experts), ("whole", h * dims.num_experts)]
         if dims.shared_ffn:
-            mlp += _mlp(dims, dims.shared_ffn, item, kernels)
+            mlp += _mlp(dims, dims.shared_ffn, item, fused, kernels)
             params += [("tp", (gates + 1) * h * dims.shared_ffn)]
     else:
-        mlp = _mlp(dims, f, item, kernels)
-        params += [("tp", (gates + 1) * h * f), *([] if dims.gated else [("tp", f)])]
+        mlp = _mlp(dims, f, item, fused, kernels)
+        params += [("tp", (gates + 1) * h * f + (0 if dims.gated else f))]
     return Block(
         "routed" if routed else "layer", count or dims.layers, (*attention, norm, *mlp, add), tuple(params),
         token, reduced_bytes=2 * token, reductions=2, key_bytes=2 * s * k * item, query_bytes=2 * s * q * item,
@@ -156,11 +171,19 @@ def _layer(
     )  # fmt: skip
 
 
-def _mlp(dims: Dims, width: int, item: int, kernels: float) -> list[Op]:
+def _mlp(dims: Dims, width: int, item: int, fused: bool, kernels: float) -> list[Op]:
     s, h, gates = dims.seq_len, dims.hidden, 2 if dims.gated else 1
     inner = s * width * item
     return [
-        Op("up", "matmul", "tp", flops=2 * s * h * width * gates, saved_bytes=inner * gates, kernels=kernels),
+        Op(
+            "up",
+            "matmul",
+            "tp",
+            flops=2 * s * h * width * gates,
+            saved_bytes=inner * gates,
+            kernels=kernels,
+            width=width,
+        ),
         Op(
             "activation",
             "memory",
@@ -170,5 +193,5 @@ def _mlp(dims: Dims, width: int, item: int, kernels: float) -> list[Op]:
             backward=1.5,
             kernels=kernels,
         ),
-        Op("down", "matmul", "tp", flops=2 * s * width * h, kernels=kernels),
+        Op("down", "matmul", "tp", flops=2 * s * width * h, kernels=kernels, width=width),
     ]

@@ -59,7 +59,8 @@ def estimate(
     step = sum((part.value for part in time), zero)
     held_bytes = sum((part.value for part in memory), zero)
     reserved = held_bytes * era.reserved + era.context_gib * GIB
-    over = reserved - cluster.hardware.device.memory_gib * GIB
+    # the allocator gives back what it has to spare before it fails
+    over = held_bytes + (era.context_gib - cluster.hardware.device.memory_gib) * GIB
     peak_flops = cluster.hardware.peak(practice.compute) * choices.world
     return Estimate(
         time, memory, priced.traffic, step, held_bytes, reserved, over <= 0, np.maximum(over, 0.0),
@@ -179,9 +180,9 @@ class Priced:
             return np.take_along_axis(np.stack(values), which[None], axis=0)[0]
 
         kinds = found[0].seconds.of
-        names = ("forward", "backward", "weight", "again")
         worst = Seconds(
-            *(choose([getattr(one.seconds, name) for one in found]) for name in names),
+            choose([one.seconds.forward for one in found]), choose([one.seconds.backward for one in found]),
+            choose([one.seconds.weight for one in found]), choose([one.seconds.again for one in found]),
             {kind: choose([one.seconds.of[kind] for one in found]) for kind in kinds},
         )  # fmt: skip
         waits = {axis: choose([one.waits[axis] for one in found]) for axis in found[0].waits}
@@ -194,7 +195,9 @@ class Priced:
     def message_s(self) -> Array:
         """Seconds of one message between stages."""
         entry = next(block for block in self.work.blocks).output_bytes
-        return self.network.send_s(entry * self._samples / ways("sequence", self.choices), self.choices, "pp")
+        tp = self.choices.sizes["tp"]
+        parted = tp if self.practice.scatters else ways("sequence", self.choices)
+        return self.network.send_s(entry * self._samples / parted, self.choices, "pp")
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,9 @@ class Op:
     `flops` of a matmul or a fused attention (as computed: causal kernels count half); `moved_bytes` that memory-bound
     work reads and writes; `saved_bytes` kept for backward. `matmuls`: over how many of equal size the flops are
     divided. `kernels` launched by the forward of a microbatch, whatever its samples. `backward` work over forward work.
-    `core`: part of attention's core, which selective recomputation does again and does not keep.
+    `core`: part of attention's core, which selective recomputation does again and does not keep. Of a matmul, the
+    dims that may be no multiple of what a device computes at once, 0 where they surely are: `width`, which tp divides,
+    and `unit`, which it does not.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Op:
     kernels: float = 1.0
     backward: float = 2.0
     core: bool = False
+    width: int = 0
+    unit: int = 0
 
 
 @dataclass(frozen=True)

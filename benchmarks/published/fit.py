@@ -1,0 +1,154 @@
+"""Fits the constants of eras to half of the published runs; the other half is held out.
+
+    python benchmarks/published/fit.py [NAME ...]
+
+What a sheet of weft's is fitted from is written there; what belongs to one site or framework alone, to eras.toml here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import rows as published
+
+from weft.cost.fit import fit
+from weft.cost.hardware import SHEETS, Era, named
+
+HERE = Path(__file__).parent
+MEGATRON = ("matmul", "matmul_flops", "memory", "launch_s", "link", "network", "fixed_s", "ragged")
+SHARDED = ("matmul", "matmul_flops", "attention", "attention_backward", "memory", "launch_s", "network", "hidden")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """One era: the sheets that get it, its runs as source -> weight, and which constants are free."""
+
+    sheets: tuple[str, ...]
+    era: str
+    sources: Mapping[str, float]
+    free: tuple[str, ...]
+    start: Era = field(default_factory=Era)
+    only: Callable[[published.Row], bool] = lambda row: True
+    ours: bool = True  # whether it goes to weft's sheets
+    everything: bool = False  # a source with so few rows that none is held out
+
+
+MEGATRON_A100 = Era(matmul=0.78, matmul_flops=1e10, memory=0.7, launch_s=9e-5, link=0.8, network=0.7, fixed_s=0.01)
+EAGER_A100 = Era(matmul=0.8, matmul_flops=1e9, attention=0.5, attention_backward=0.3, memory=0.6, network=0.45)
+FITS = {
+    "a100-megatron": Fitted(
+        ("a100", "a100-40"), "megatron", {"vtrain": 1, "mlm_sc21_table1": 1, "korthikanti2022_table5": 1}, MEGATRON,
+        MEGATRON_A100,
+    ),
+    "bloom": Fitted(
+        ("a100-omnipath",), "megatron", {"bloom_prequel": 1},
+        ("matmul", "matmul_flops", "link", "network", "uneven", "ragged"), MEGATRON_A100, ours=False,
+    ),
+    "v100-megatron": Fitted(
+        ("v100",), "megatron", {"mlm_readme_sep2020": 1}, ("matmul", "memory"), MEGATRON_A100,
+        lambda row: "V100" in row["accelerator"], everything=True,
+    ),
+    "a100-eager": Fitted(
+        ("a100", "a100-40", "a100-pcie"), "eager", {"llm_foundry": 1}, SHARDED, EAGER_A100,
+        lambda row: "A100" in row["accelerator"],
+    ),
+    "a100-compiled": Fitted(
+        ("a100", "a100-40", "a100-pcie"), "compiled", {"torchtitan": 1}, ("matmul", "network", "hidden"), EAGER_A100,
+        lambda row: "A100" in row["accelerator"],
+    ),
+    "h100-eager": Fitted(
+        ("h100", "h200"), "eager", {"llm_foundry": 1}, (*SHARDED, "eight"), EAGER_A100,
+        lambda row: "H100" in row["accelerator"],
+    ),
+    "h100-compiled": Fitted(
+        ("h100", "h200"), "compiled", {"torchtitan": 1},
+        ("matmul", "eight", "attention", "attention_backward", "memory", "link", "network"), EAGER_A100,
+        lambda row: "H" in row["accelerator"].split("-")[0],
+    ),
+    "nanotron": Fitted(
+        ("h100",), "nanotron", {"nanotron_ultrascale": 1},
+        ("matmul", "memory", "launch_s", "link", "network", "fixed_s", "jitter"), EAGER_A100, ours=False,
+    ),
+    "h100-core": Fitted(
+        ("h100", "h200"), "megatron-core", {"nemo_2024_h100": 1, "mlm_llama_h100_fp8": 0.3, "megatron_bridge": 0.3},
+        ("matmul", "eight", "attention", "memory", "link", "network", "hidden"), EAGER_A100,
+        lambda row: "H100" in row["accelerator"],
+    ),
+    "b200-core": Fitted(
+        ("b200",), "megatron-core", {"megatron_bridge": 1}, ("matmul", "eight", "memory"), EAGER_A100,
+        lambda row: row["accelerator"] == "B200-SXM",
+    ),
+    "gb200-core": Fitted(
+        ("gb200",), "megatron-core", {"megatron_bridge": 1}, ("matmul", "eight", "memory"), EAGER_A100,
+        lambda row: "GB200" in row["accelerator"],
+    ),
+}  # fmt: skip
+
+
+def fitted(one: Fitted, rows: list[published.Row]) -> Era:
+    """Fits on those rows of its sources that are not held out."""
+    cases, seconds, weights = [], [], []
+    for source, weight in one.sources.items():
+        those = []
+        for row in rows:
+            if row["source_id"] != source or not row.get("d_iter_time_s") or not one.only(row):
+                continue
+            try:
+                those.append((row, published.case(row)))
+            except published.Uncovered:
+                continue
+        those = [(row, case) for row, case in those if case.setting.era == one.era]
+        those = [(row, case) for row, case in those if one.everything or not published.held(row)]
+        if len(those) > 360:  # enough to say it
+            those = those[:: len(those) // 360]
+        cases += [case for _, case in those]
+        seconds += [float(row["d_iter_time_s"]) for row, _ in those]
+        weights += [weight / len(those)] * len(those)
+    groups = published.grouped(cases)
+
+    def predict(era: Era) -> np.ndarray:
+        found = published.price(groups, {(sheet, one.era): era for sheet in one.sheets})
+        return np.array([found[case.row_id][0].step_s[found[case.row_id][1]] for case in cases])
+
+    return fit(predict, seconds, one.start, one.free, weights)
+
+
+def section(name: str, era: Era) -> str:
+    """A table of those constants that are not as by default."""
+    plain = Era().model_dump()
+    kept = {key: value for key, value in era.model_dump().items() if value != plain[key]}
+    return f"[{name}]\n" + "".join(f"{key} = {value:.4g}\n" for key, value in kept.items())
+
+
+def put(path: Path, name: str, era: Era) -> None:
+    """Replaces that table of the file, or adds it."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    pattern = re.compile(rf"^\[{re.escape(name)}\]\n(?:(?!\[).*\n?)*", re.MULTILINE)
+    new = section(name, era)
+    text = pattern.sub(new + "\n", text) if pattern.search(text) else text.rstrip("\n") + "\n\n" + new
+    path.write_text(re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    rows = published.own()
+    for name, one in FITS.items():
+        if len(sys.argv) > 1 and name not in sys.argv[1:]:
+            continue
+        era = fitted(one, rows)
+        print(name, {key: float(f"{getattr(era, key):.3g}") for key in one.free}, flush=True)
+        for sheet in one.sheets:
+            if one.ours:
+                named(sheet)  # which is to exist
+                put(SHEETS / f"{sheet}.toml", f"eras.{one.era}", era)
+            else:
+                put(HERE / "eras.toml", f"{sheet}.{one.era}", era)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

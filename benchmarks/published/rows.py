@@ -1,0 +1,307 @@
+"""Rows: a published run as weft's cost model takes it: dimensions, layout, hardware, era of software, practice.
+
+Columns are those of training_runs.csv; an empty cell is not known, and what stands for it is said here. What the model
+does not cover is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import tomllib
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from weft.cost.choices import Choices
+from weft.cost.dims import Dims, work
+from weft.cost.estimate import Estimate, estimate
+from weft.cost.hardware import Cluster, Era, Hardware, named
+from weft.cost.practice import Practice
+from weft.cost.work import Work
+from weft.layout import Layout
+
+Row = Mapping[str, str]
+HERE = Path(__file__).parent
+GPT2 = 50257  # words of its vocabulary, where a row does not say
+
+SHEETS = (  # what an accelerator's name holds -> sheet; the first that fits
+    ("V100", "v100"), ("A100-PCIE", "a100-pcie"), ("A100", "a100"), ("GB200", "gb200"), ("GB300", "gb200"),
+    ("B200", "b200"), ("B300", "b200"), ("H200", "h200"), ("GH200", "h200"), ("H100", "h100"), ("H800", "h100"),
+    ("MI300", "mi300x"), ("TPU V5E", "tpu-v5e"),
+)  # fmt: skip
+# Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32 masters and two moments.
+MIXED = Practice("bf16", 2, 0, 4, 12, 4, 2, 36, 10.0, overlaps=False)  # in Narayanan et al. 2021: scatters
+FSDP = Practice("bf16", 4, 0, 4, 8, 4, 2, 32, 10.0)
+
+
+class Uncovered(Exception):
+    """Why a row is not priced."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What rows priced together have in common."""
+
+    dims: Dims
+    cluster: Cluster
+    era: str
+    practice: Practice
+    dtype: str
+    flash: bool
+    dropout: bool
+    fused: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row."""
+
+    row_id: str
+    setting: Setting
+    layout: Layout
+    batch: int
+    accumulate: int
+    recompute: str | int
+    schedule: str
+    chunks: int
+    shards: int
+    told: bool = True  # whether the row says what is recomputed
+
+
+def whole(row: Row, name: str, default: int | None = None) -> int:
+    """Raises Uncovered for a cell that is empty and has no default."""
+    text = (row.get(name) or "").strip()
+    if not text:
+        if default is None:
+            raise Uncovered(f"{name} is not known")
+        return default
+    try:
+        return int(float(text))
+    except ValueError:
+        raise Uncovered(f"{name} = {text!r} is no number") from None
+
+
+def flag(row: Row, name: str) -> bool:
+    return (row.get(name) or "").strip().upper().startswith("Y")
+
+
+def framework(row: Row) -> tuple[str, Practice]:
+    """The era of software, and how it keeps what belongs to a parameter."""
+    name, dtype = (row.get("framework") or "Megatron-DeepSpeed").lower(), (row.get("dtype") or "").lower()
+    zero = (row.get("zero_stage") or "0").strip()
+    compiled = flag(row, "compile")
+    if "zero-3" in name and "deepspeed" in name:
+        return "eager", replace(MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True)
+    if "titan" in name:
+        return ("eager" if (row.get("compile") or "").upper() == "N" else "compiled"), FSDP
+    if "fsdp" in name or zero.startswith("3") or zero == "hsdp":
+        return ("compiled" if compiled else "eager"), replace(FSDP, reduce_bytes=2)
+    if "nanotron" in name:
+        return "nanotron", replace(MIXED, compute="bf16", overlaps=False, grad_bytes=6, state_bytes=12, logit_bytes=8)
+    if "nemo" in name or "bridge" in name:
+        return "megatron-core", replace(
+            MIXED, grad_bytes=2, state_bytes=10, reduce_bytes=2, overlaps=True, logit_bytes=4, dummy_bytes=2
+        )
+    modern = any(word in name for word in ("core", "nemo", "bridge", "mcore", "transformerengine"))
+    if modern or "fp8" in dtype:
+        return "megatron-core", replace(MIXED, compute="bf16", overlaps=True, logit_bytes=4, dummy_bytes=2)
+    fp16 = "bf16" not in dtype
+    return "megatron", replace(
+        MIXED, compute="fp16" if fp16 else "bf16", grad_bytes=2 if fp16 and "deepspeed" in name else 4,
+        reduce_bytes=2 if fp16 else 4, scatters="deepspeed" not in name,
+    )  # fmt: skip
+
+
+def hardware(row: Row) -> Hardware:
+    """The sheet of the row's accelerator, with the networks that the row names."""
+    name = (row.get("accelerator") or "A100-SXM4-80GB").strip()
+    found = next((sheet for word, sheet in SHEETS if word in name.upper()), None)
+    if found is None:
+        raise Uncovered(f"there is no sheet of {name}")
+    sheet = named(found)
+    memory = float(row.get("accel_mem_gb") or 0)
+    if memory:
+        sheet = sheet.model_copy(update={"device": sheet.device.model_copy(update={"memory_gib": memory})})
+    if "omni" in (row.get("inter_link") or "").lower():
+        sheet = sheet.model_copy(update={"name": f"{sheet.name}-omnipath"})
+    if "2.4TB/s" in name:
+        sheet = sheet.model_copy(update={"device": sheet.device.model_copy(update={"memory_bps": 2.4e12})})
+    node = whole(row, "accel_per_node", sheet.node)
+    inner, *outer = sheet.tiers
+    inner = inner.model_copy(update={"devices": max(node, 72 if "NVL72" in (row.get("intra_link") or "") else node)})
+    rate = _network(row.get("inter_link") or "", node)
+    if rate and outer:
+        outer = [outer[0].model_copy(update={"bps": rate})]
+    return sheet.model_copy(update={"tiers": (inner, *outer)})
+
+
+def _network(text: str, node: int) -> float | None:
+    """Bytes per second of one device, each way, of a link such as `8x200Gb/s HDR IB` or `400Gb/s per node`."""
+    match = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(G|T)b(?:/s|ps)", text)
+    if match is None:
+        return None
+    count, rate, unit = int(match[1] or 1), float(match[2]), match[3]
+    total = count * rate * (1e12 if unit == "T" else 1e9) / 8
+    return total if "per GPU" in text else total / node
+
+
+def dims(row: Row) -> Dims:
+    hidden, gated = whole(row, "hidden"), flag(row, "gated_mlp")
+    heads, tp = whole(row, "heads"), whole(row, "tp", 1)
+    vocab = whole(row, "vocab", GPT2)
+    if tp > 1:  # as Megatron pads it
+        vocab = -(-vocab // (128 * tp)) * 128 * tp
+    return Dims(
+        layers=whole(row, "layers"), hidden=hidden, heads=heads, vocab=vocab,
+        seq_len=whole(row, "seq_len"), ffn=whole(row, "ffn", 4 * hidden), kv_heads=whole(row, "kv_heads", heads),
+        head_dim=whole(row, "head_dim", 0), gated=gated, tied=(row.get("tied_emb") or "Y").upper() != "N",
+        num_experts=whole(row, "n_experts", 0), top_k=whole(row, "top_k", 0), moe_ffn=whole(row, "moe_ffn", 0),
+    )  # fmt: skip
+
+
+def case(row: Row) -> Case:
+    """Raises Uncovered."""
+    era, practice = framework(row)
+    dtype = (row.get("dtype") or "fp16").lower()
+    sheet = hardware(row)
+    if "fp4" in dtype:
+        raise Uncovered(f"{row.get('dtype')}: there are no peaks of 4 bits")
+    if "fp8" in dtype:
+        if "fp8" not in sheet.device.flops:
+            raise Uncovered(f"{sheet.name} has no peak of 8 bits")
+        practice = replace(practice, compute="fp8")
+    sizes = {axis: whole(row, axis, 1) for axis in ("tp", "cp", "pp", "ep")}
+    n = whole(row, "n_accel", 0) or whole(row, "dp") * sizes["tp"] * sizes["cp"] * sizes["pp"]
+    dp = whole(row, "dp", n // (sizes["tp"] * sizes["cp"] * sizes["pp"]))
+    if dp * sizes["tp"] * sizes["cp"] * sizes["pp"] != n:
+        raise Uncovered(f"{n} accelerators are not tp x cp x pp x dp")
+    batch, mbs = whole(row, "gbs"), whole(row, "mbs")
+    accumulate = max(1, round(batch / (dp * mbs)))
+    zero = (row.get("zero_stage") or "0").strip().lower()
+    group = whole(row, "shard_group", 0) or dp
+    level = "3" if zero.startswith(("hsdp", "3")) else zero[:1]
+    axes = [f"pp{sizes['pp']}"]
+    if level in ("1", "2", "3") and group > 1:
+        sharded = min(dp, group)
+        option = "" if level == "3" else f"+zero{level}"
+        spread = "+ep" if sizes["ep"] > 1 else ""
+        axes += [f"dp{dp // sharded}", f"fsdp{sharded}{option}{spread}"]
+    else:
+        axes += [f"dp{dp}" + ("+ep" if sizes["ep"] > 1 else "")]
+    sequence = flag(row, "sp") and sizes["tp"] > 1
+    axes += [f"cp{sizes['cp']}", f"tp{sizes['tp']}" + ("+sequence" if sequence else "")]
+    chunks = max(1, whole(row, "vp", 1)) if sizes["pp"] > 1 else 1
+    kernel = (row.get("attn_kernel") or "").lower()
+    flash = "flash" in kernel or (era != "megatron" and "unfused" not in kernel)
+    fused = "nanotron" not in (row.get("framework") or "").lower()
+    text = (row.get("recompute") or "none").lower()
+    recompute: str | int = "full" if text.startswith(("full", "yes")) else "none"
+    if text.startswith("selective"):
+        # torchtitan's "op" runs every second matmul again; of others, what is run again is not said
+        recompute = "selective" if "core" in text else 2
+    setting = Setting(
+        dims(row), Cluster(hardware=sheet, devices=n), era, practice, practice.compute, flash, not flash, fused
+    )
+    return Case(
+        row["row_id"], setting, Layout.parse(".".join(axes)), dp * mbs * accumulate, accumulate, recompute,
+        "interleaved" if chunks > 1 else "1f1b", chunks, group * sizes["cp"] if group > 1 else group,
+        told=bool((row.get("recompute") or "").strip()),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that are priced together."""
+
+    setting: Setting
+    model: Work
+    choices: Choices
+    rows: tuple[str, ...]
+
+
+def grouped(cases: Iterable[Case]) -> list[Group]:
+    groups: dict[str, list[Case]] = {}
+    for one in cases:
+        groups.setdefault(repr(one.setting), []).append(one)
+    found = []
+    for those in groups.values():
+        setting = those[0].setting
+        choices = Choices.of(
+            [one.layout for one in those], batch=1, accumulate=[one.accumulate for one in those],
+            recompute=[one.recompute for one in those], schedule=[one.schedule for one in those],
+            chunks=[one.chunks for one in those],
+        )  # fmt: skip
+        batch = np.array([one.batch for one in those])
+        choices = replace(
+            choices, microbatch=choices.microbatch * batch, shards=np.array([max(1, one.shards) for one in those])
+        )
+        model = work(
+            setting.dims,
+            setting.dtype,
+            flash=setting.flash,
+            dropout=setting.dropout,
+            fused=setting.fused,
+        )
+        found.append(Group(setting, model, choices, tuple(one.row_id for one in those)))
+    return found
+
+
+def price(groups: Iterable[Group], eras: Mapping[tuple[str, str], Era]) -> dict[str, tuple[Estimate, int]]:
+    """Row -> the estimate that holds it, and its place there. `eras`: (sheet, era) -> constants, not a sheet's."""
+    found = {}
+    for group in groups:
+        setting = group.setting
+        sheet = setting.cluster.hardware
+        era = eras.get((sheet.name, setting.era)) or sheet.eras.get(setting.era) or Era()
+        made = estimate(group.model, group.choices, setting.cluster, era, setting.practice)
+        found.update({row: (made, place) for place, row in enumerate(group.rows)})
+    return found
+
+
+def predict(cases: Sequence[Case]) -> dict[str, tuple[Estimate, int]]:
+    """As `price`, with the constants of sites. What a row does not say is recomputed only if it does not fit without."""
+    eras = sites()
+    found = price(grouped(cases), eras)
+    silent = [one for one in cases if not one.told and not found[one.row_id][0].fits[found[one.row_id][1]]]
+    return found | price(grouped(replace(one, recompute="full") for one in silent), eras)
+
+
+def held(row: Row) -> bool:
+    """Whether no constant is fitted to this row: half of all, by chance."""
+    return bool(zlib.crc32(row["row_id"].encode()) & 1)
+
+
+def own() -> list[Row]:
+    """The repository's copy of published runs."""
+    runs = read(HERE / "data" / "training_runs.csv")
+    single = [
+        {
+            **row,
+            "source_id": "vtrain",
+            "d_iter_time_s": row["iter_time_s"],
+            "framework": "Megatron-DeepSpeed",
+            "quality": "A",
+        }
+        for row in read(HERE / "data" / "vtrain_single_node.csv")
+    ]
+    return [*runs, *single]
+
+
+def sites() -> dict[tuple[str, str], Era]:
+    """Constants of one site or framework alone, in eras.toml: (sheet, era) -> them."""
+    path = HERE / "eras.toml"
+    tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {(s, name): Era.model_validate(one) for s, eras in tables.items() for name, one in eras.items()}
+
+
+def read(path: Path) -> list[Row]:
+    """Raises SystemExit for a file that is no table with a row_id."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    if rows and "row_id" not in rows[0]:
+        raise SystemExit(f"{path} has no column row_id")
+    return rows

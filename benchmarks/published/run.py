@@ -1,0 +1,191 @@
+"""Predicts published runs with weft's cost model, and scores the predictions.
+
+    python benchmarks/published/run.py                                    the repository's own rows, by source
+    python benchmarks/published/run.py --runs FILE.csv --out OUT.csv      any rows with these columns
+
+Of FILE.csv every row that the model covers gets a line in OUT.csv, row_id, predicted_iter_time_s, predicted_peak_mem_gib,
+fits; which rows are not covered, and why, is said on stderr. Rows that have the measurement too are scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+import rows as published
+
+HERE = Path(__file__).parent
+GIB = 2.0**30
+BEGIN, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
+# In a group, everything is the same but how the devices are used.
+GROUP = (
+    "source_id",
+    "model",
+    "layers",
+    "hidden",
+    "heads",
+    "seq_len",
+    "gbs",
+    "n_accel",
+    "accelerator",
+    "dtype",
+    "framework",
+)
+
+
+class Predicted:
+    """One covered row beside its measurement, where it has one."""
+
+    def __init__(self, row: published.Row, estimate: Any, place: int):
+        self.row, self.source = row, row.get("source_id") or "vtrain"
+        self.step_s = float(estimate.step_s[place])
+        self.fits = bool(estimate.fits[place])
+        kind = (row.get("mem_kind") or "").lower()
+        beyond = any(word in kind for word in ("reserved", "smi", "driver", "process", "max first"))
+        nbytes = estimate.reserved_bytes if beyond else estimate.peak_bytes
+        self.peak_gib = float(nbytes[place]) / GIB
+        text = row.get("d_iter_time_s") or row.get("iter_time_s") or ""
+        self.measured_s = float(text) if text else None
+        peak = row.get("peak_mem_gib") or ""
+        self.measured_gib = float(peak) if peak else None
+        self.oom = (row.get("oom") or "").upper().startswith("Y")
+
+    @property
+    def error(self) -> float:
+        """Relative, of the step's seconds."""
+        assert self.measured_s is not None
+        return self.step_s / self.measured_s - 1
+
+
+def predictions(rows: Sequence[published.Row]) -> tuple[list[Predicted], Counter[str]]:
+    """Covered rows, and how many are not covered for which reason."""
+    cases, kept, reasons = [], [], Counter[str]()
+    for row in rows:
+        try:
+            cases.append(published.case(row))
+            kept.append(row)
+        except (published.Uncovered, ValueError, KeyError, ZeroDivisionError) as error:
+            reasons[f"{row.get('source_id') or 'rows'}: {error}"] += 1
+            print(f"{row['row_id']} is not covered: {error}", file=sys.stderr)
+    found = published.predict(cases)
+    return [Predicted(row, *found[case.row_id]) for row, case in zip(kept, cases, strict=True)], reasons
+
+
+def score(found: Sequence[Predicted]) -> dict[str, Any]:
+    """Errors of time and memory, of choosing, and of what fits."""
+    timed = [one for one in found if one.measured_s is not None]
+    errors = [abs(one.error) for one in timed]
+    made: dict[str, Any] = {"rows": len(found), "timed": len(timed)}
+    if errors:
+        made |= {"median": median(errors), "mean": mean(errors), "worst": max(errors)}
+        made["bias"] = median(one.error for one in timed)
+    groups = defaultdict(list)
+    for one in timed:
+        groups[tuple(one.row.get(key, "") for key in GROUP)].append(one)
+    several = [group for group in groups.values() if len({round(one.measured_s or 0, 6) for one in group}) >= 4]
+    if several:
+        ranked = [_spearman([o.step_s for o in g], [o.measured_s or 0.0 for o in g]) for g in several]
+        lost = []
+        for group in several:
+            picked = min(group, key=lambda one: one.step_s)
+            lost.append((picked.measured_s or 0) / min(one.measured_s or 0 for one in group) - 1)
+        made |= {"groups": len(several), "spearman": mean(ranked), "regret": mean(lost)}
+    held = [one.peak_gib / one.measured_gib - 1 for one in found if one.measured_gib]
+    if held:
+        made |= {"peaks": len(held), "peak_median": median(map(abs, held)), "peak_bias": median(held)}
+    labelled = [one for one in found if one.oom or one.measured_s is not None]
+    if labelled:
+        made["fit_called_impossible"] = sum(not one.fits and not one.oom for one in labelled)
+        made["oom"] = sum(one.oom for one in labelled)
+        made["oom_found"] = sum(one.oom and not one.fits for one in labelled)
+    return made
+
+
+def _spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def write(found: Sequence[Predicted], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file)
+        lines.writerow(["row_id", "predicted_iter_time_s", "predicted_peak_mem_gib", "fits"])
+        for one in found:
+            lines.writerow([one.row["row_id"], f"{one.step_s:.6g}", f"{one.peak_gib:.4f}", "Y" if one.fits else "N"])
+
+
+def table(name: str, scores: dict[str, dict[str, Any]]) -> list[str]:
+    lines = [
+        f"**{name}**", "",
+        "| source | rows | median | mean | worst | bias | Spearman | regret | groups | peak, median | peak, bias | ran, but called impossible | out of memory, found |",  # noqa: E501
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
+    ]  # fmt: skip
+
+    def cell(value: float | None, signed: bool = False) -> str:
+        return "" if value is None else f"{value:+.1%}" if signed else f"{value:.1%}"
+
+    for source, s in scores.items():
+        spearman = f"{s['spearman']:.2f}" if "spearman" in s else ""
+        oom = f"{s['oom_found']} of {s['oom']}" if s.get("oom") else ""
+        lines.append(
+            f"| {source} | {s['rows']} | {cell(s.get('median'))} | {cell(s.get('mean'))} | {cell(s.get('worst'))} "
+            f"| {cell(s.get('bias'), True)} | {spearman} | {cell(s.get('regret'))} | {s.get('groups', '')} "
+            f"| {cell(s.get('peak_median'))} | {cell(s.get('peak_bias'), True)} "
+            f"| {s.get('fit_called_impossible', '')} | {oom} |"
+        )
+    return [*lines, ""]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, metavar="FILE.csv")
+    parser.add_argument("--out", type=Path, metavar="OUT.csv")
+    asked = parser.parse_args()
+    if asked.runs is not None and not asked.runs.is_file():
+        parser.error(f"--runs {asked.runs}: there is no such file")
+    rows = published.own() if asked.runs is None else published.read(asked.runs)
+    found, reasons = predictions(rows)
+    if asked.out is not None:
+        write(found, asked.out)
+    by_source = defaultdict(list)
+    for one in found:
+        by_source[one.source].append(one)
+    if asked.runs is not None:
+        lines = table(asked.runs.name, {source: score(those) for source, those in by_source.items()})
+        print("\n".join(lines))
+    else:
+        classic = [one for one in found if one.source in CLASSIC and one.row["row_id"] != UNLIKE]
+        parts = {"18 Megatron rows": score(classic)}
+        results: dict[str, Any] = {"classic": parts}
+        lines = table("The 18 classic rows", parts)
+        for half in ("fitted on", "held out"):
+            scores = {}
+            for source, those in by_source.items():
+                scores[source] = score([one for one in those if published.held(one.row) == (half == "held out")])
+            results[half] = scores
+            lines += table(half, scores)
+        lines += [f"Not covered: {count} rows, {reason}." for reason, count in reasons.items()]
+        print("\n".join(lines))
+        (HERE / "results").mkdir(exist_ok=True)
+        command = "python benchmarks/published/run.py"
+        (HERE / "results" / "own.json").write_text(json.dumps({"command": command, "runs": results}, indent=1) + "\n")
+        text = (HERE / "README.md").read_text(encoding="utf-8")
+        head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+        (HERE / "README.md").write_text("\n".join([head, "", *lines, tail]), encoding="utf-8")
+    return 0
+
+
+CLASSIC = ("mlm_sc21_table1", "korthikanti2022_table5")
+UNLIKE = "korthikanti2022_table5-0009"  # the one of that table with data parallelism, which the 18 leave out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Fit: the constants of an era from measured runs. Few constants, robustly, on the logarithm of the step's seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..errors import ConfigError
+from .choices import Array
+from .hardware import Era
+
+# Constant -> what it may be: outside of it, a fit has found something else than what its name says.
+BOUNDS = {
+    "matmul": (0.3, 0.95), "eight": (0.4, 1.2), "matmul_flops": (1e6, 3e10),
+    "uneven": (0.3, 1.0), "ragged": (0.03, 1.0),
+    "attention": (0.1, 0.95), "attention_backward": (0.1, 0.95), "memory": (0.3, 1.0), "traffic": (0.2, 3.0),
+    "launch_s": (1e-7, 2e-4), "link": (0.3, 1.0), "network": (0.15, 1.0), "hidden": (0.05, 0.99),
+    "contention": (1e-3, 1.0), "fixed_s": (1e-4, 0.2), "jitter": (1e-4, 0.2),
+}  # fmt: skip
+OUTLIER = 0.05  # relative errors beyond this count by their size, not by its square
+
+
+def fit(
+    predict: Callable[[Era], Array], measured_s: Sequence[float], start: Era, names: Sequence[str],
+    weights: Sequence[float] | None = None, rounds: int = 20,
+) -> Era:  # fmt: skip
+    """The era that `predict`, seconds of each run, agrees with best, where it is like `start` but for these constants.
+
+    `weights` of runs: equal, if left out. Nonlinear least squares with a soft L1 loss, by scipy, an extra of weft's.
+    Raises ConfigError for a name that is no constant, and without scipy.
+    """
+    unknown = next((name for name in names if name not in BOUNDS), None)
+    if unknown is not None:
+        raise ConfigError("--fit", unknown, "is no constant that is fitted", f"known: {', '.join(BOUNDS)}")
+    try:
+        from scipy.optimize import least_squares
+    except ImportError:
+        raise ConfigError("--fit", "scipy", "is not installed", 'pip install "weft[fit]"') from None
+    seconds = np.log(np.asarray(measured_s, float))
+    share = np.ones(len(seconds)) if weights is None else np.sqrt(np.asarray(weights, float))
+    low, high = (np.log([BOUNDS[name][side] for name in names]) for side in (0, 1))
+    first = np.clip(np.log([max(getattr(start, name), 1e-12) for name in names]), low + 1e-3, high - 1e-3)
+
+    def era(x: Array) -> Era:
+        return start.model_copy(update=dict(zip(names, map(float, np.exp(x)), strict=True)))
+
+    def residuals(x: Array) -> Array:
+        return np.clip(np.log(predict(era(x))) - seconds, -2, 2) * share / share.mean()
+
+    found = least_squares(
+        residuals, first, bounds=(low, high), loss="soft_l1", f_scale=OUTLIER, diff_step=0.02, max_nfev=rounds
+    )
+    return era(found.x)
