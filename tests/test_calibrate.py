@@ -4,6 +4,7 @@ before anything is measured, and a small measurement by two processes gives figu
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from weft import tables
-from weft.calibrate import command, compute, links, steps
+from weft.calibrate import blocks, command, compute, links, steps
+from weft.calibrate.blocks import Decoded
 from weft.calibrate.compute import Small, Streams, Timed
 from weft.calibrate.fits import line
 from weft.calibrate.links import Beside, Moved
@@ -20,7 +22,9 @@ from weft.calibrate.sheet import ERA, Machine, Measured, sheet
 from weft.calibrate.steps import Floor
 from weft.cli import app
 from weft.cost import hardware
+from weft.cost.trace import trace
 from weft.errors import ConfigError
+from weft.losses import next_token
 from weft.timing import typical
 
 AMOUNTS = [2.0**power for power in range(10, 30, 2)]
@@ -67,15 +71,32 @@ def measured(ranks: int = 2, kind: str = "cpu") -> Measured:
     return Measured(
         Machine(ranks, 1, kind, "a machine", 8 * hardware.GIB),
         {"fp32": timed(rate, half), "bf16": timed(4 * rate, half), "fp64": timed(rate / 2, half)},
-        (timed(rate / 2), timed(rate / 4)),
+        ([Timed(1e9, 0.02)] * 3, [Timed(1e9, 0.04)] * 3),
         Streams(2e10, timed(1.5e10), 1e10),
         Small(launch_s / 2, 3 * launch_s / 2),
+        [decoded(dim, length) for dim in (64, 128, 256) for length in (16, 64, 128)],
         Timed(1e6, 5e-3),
         moved if ranks > 1 else [],
         Beside(1.0, 0.5, 1.2) if ranks > 1 else None,
         Floor(3e-3, int(hardware.GIB // 4)),
         0.0,
     )
+
+
+@cache
+def decoded(dim: int, length: int) -> Decoded:
+    """A decoder where an operation takes 20 us and memory 5 GB/s."""
+    model, batch = blocks._made(dim, length)
+    work, seconds = trace(model, batch, next_token), 0.0
+    for block in work.blocks:
+        for op in block.ops:
+            flops, nbytes = blocks.SAMPLES * op.flops, blocks.SAMPLES * op.moved_bytes
+            seconds += block.count * (2 * op.kernels * 2e-5 + nbytes * (1 + op.backward) / 5e9)
+            if op.kind == "matmul":
+                seconds += block.count * 3 * (flops + op.matmuls * 2e6) / 1e11
+            if op.kind == "attention":
+                seconds += block.count * flops * (1 / 5e10 + 2.5 / 2.5e10)
+    return Decoded(dim, length, seconds + blocks.FRESH_BYTES * work.params / 5e9)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -88,8 +109,10 @@ def test_a_sheet_has_the_constants_that_made_the_times(kind: str) -> None:
     main = device.flops["fp32" if kind == "cpu" else "bf16"]
     assert era.attention * main == pytest.approx(5e10, rel=0.01)
     assert era.attention_backward * main == pytest.approx(2.5e10, rel=0.01)
-    assert (device.memory_bps, era.memory) == (2e10, pytest.approx(0.75, rel=0.01))
-    assert (era.launch_s, era.waits) == (pytest.approx(1e-5), 1.0 if kind == "cpu" else 0.0)
+    # a CPU's as a decoder has it, a GPU's as single operations have it
+    assert (device.memory_bps, era.memory) == (2e10, pytest.approx(0.25 if kind == "cpu" else 0.75, rel=0.02))
+    launch = (2e-5, 1.0) if kind == "cpu" else (1e-5, 0.0)
+    assert (era.launch_s, era.waits) == (pytest.approx(launch[0], rel=0.02), launch[1])
     assert (tier.devices, tier.bps, tier.latency_s) == (2, pytest.approx(1e9, rel=0.01), pytest.approx(1e-4, rel=0.01))
     assert era.contention == pytest.approx(0.4)
     assert (era.fixed_s, era.context_gib, device.memory_gib) == (3e-3, 0.25, 8)
@@ -133,10 +156,11 @@ def small() -> list[Any]:
     """Every part, as small as it goes."""
     compute.TOKENS, compute.WIDTHS, compute.SEQUENCES = (8,), (16, 32), (16, 32)  # type: ignore[assignment]
     compute.ACTIVATIONS, compute.STREAM_BYTES, compute.LAYER = (64, 1024), 1 << 12, 8
+    blocks.SHAPES = ((64, 8), (64, 16))  # type: ignore[assignment]
     links.SIZES, links.BESIDE_BYTES, links.WIDTH = (64, 1 << 12), 1 << 10, 16
     return [
         {dtype: compute.matmuls(dtype) for dtype in ("fp32", "fp64")}, compute.attention(), compute.streams(),
-        compute.launches(), compute.update(),
+        compute.launches(), blocks.decoders(), compute.update(),
         [moved for kind in links.KINDS for moved in links.collective(kind)],
         links.beside(), steps.floor(),
     ]  # fmt: skip
@@ -146,10 +170,10 @@ def test_two_processes_measure_the_same_and_a_sheet_takes_it(
     pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = pool.run(small, world=2)
-    assert first[:6] == second[:6]  # both decide alike what is measured next
-    assert {each.kind for each in first[5]} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
-    assert all(each.seconds > 0 for each in first[5])
-    assert first[7].process_bytes > 1 << 25
+    assert first[:7] == second[:7]  # both decide alike what is measured next
+    assert {each.kind for each in first[6]} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
+    assert all(each.seconds > 0 for each in first[6])
+    assert first[8].process_bytes > 1 << 25
     monkeypatch.setattr(command, "measure", lambda machine, *_: Measured(machine, *first, 0.4))
     path = tmp_path / "made" / "sheet.toml"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--json"])

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -18,11 +17,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import parts  # noqa: E402
 import runs  # noqa: E402
 
 from weft.calibrate import command  # noqa: E402
-from weft.cost import hardware  # noqa: E402
 from weft.launch import processes  # noqa: E402
 
 ROUNDS = 3

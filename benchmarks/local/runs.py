@@ -52,8 +52,8 @@ CASES = tuple(Case(size, *layout, recompute)
 
 
 def steps(case: Case) -> dict[str, Any]:
-    """A rank's part of some optimizer steps: seconds of one, from when all are ready until this rank is done, in each of
-    a few samples, with the share of the processors' time that other programs had meanwhile; the most memory that it
+    """A rank's part of some optimizer steps: seconds of one, from when all are ready until this rank is done, in each
+    of a few samples, with the share of the processors' time that other programs had meanwhile; the most memory that it
     held; bytes that it sent in one over each axis."""
     torch.manual_seed(0)
     model = decoder(**SIZES[case.size])
@@ -102,7 +102,9 @@ def quiet() -> None:
 
 def found(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Of both ranks: a step is done when the slower one is. The samples in which others had least of the processors."""
-    samples = [(max(times), others[0]) for times, others in (zip(*pair) for pair in zip(*(r["samples"] for r in ranks)))]
+    samples = [
+        (max(times), others[0]) for times, others in (zip(*pair) for pair in zip(*(r["samples"] for r in ranks)))
+    ]
     best = sorted(samples, key=lambda each: each[1])[:CLEAN]
     return {
         **asdict(case),

@@ -12,7 +12,7 @@ NEAR = 1e-3  # of relative errors, below which one counts no more than another
 
 
 class Line(NamedTuple):
-    """seconds = fixed_s + amount / rate"""
+    """seconds = count * fixed_s + amount / rate"""
 
     fixed_s: float
     rate: float
@@ -23,25 +23,30 @@ class Line(NamedTuple):
         return self.fixed_s * self.rate
 
 
-def line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The line whose relative errors have the least sum (iteratively reweighted least squares; Holland & Welsch 1977),
-    and which begins at or above 0. At least one amount is above 0."""
+def line(
+    amounts: Sequence[float], seconds: Sequence[float], counts: Sequence[float] | None = None,
+    whole: Sequence[float] | None = None,
+) -> Line:  # fmt: skip
+    """The line whose errors have the least sum (iteratively reweighted least squares; Holland & Welsch 1977), relative
+    to the `whole` of which the seconds are a part, and which begins at or above 0. `counts`: how often what is fixed is
+    there: once, if left out. At least one amount is above 0."""
     x, t = np.asarray(amounts, float), np.asarray(seconds, float)
+    total = t if whole is None else np.asarray(whole, float)
+    often = np.ones(len(t)) if counts is None else np.asarray(counts, float)
     unit = x.max()
-    columns = np.stack([1 / t, x / unit / t], axis=1)
+    columns, aim = np.stack([often, x / unit], axis=1) / total[:, None], t / total
     weights = np.ones(len(t))
 
     def solved(keep: list[int]) -> np.ndarray:
         found = np.zeros(2)
-        scaled = columns[:, keep] * weights[:, None]
-        found[keep] = np.linalg.lstsq(scaled, weights, rcond=None)[0]
+        found[keep] = np.linalg.lstsq(columns[:, keep] * weights[:, None], aim * weights, rcond=None)[0]
         return found
 
     for _ in range(TURNS):
         found = solved([0, 1])
         if found[0] < 0 or len(t) == 1:
             found = solved([1])
-        weights = 1 / np.sqrt(np.maximum(NEAR, np.abs(columns @ found - 1)))
+        weights = 1 / np.sqrt(np.maximum(NEAR, np.abs(columns @ found - aim)))
     if found[1] <= 0:  # larger ones take no longer: as good as free
         found[1] = 1e-3 * t.max()
     return Line(float(found[0]), float(unit / found[1]))

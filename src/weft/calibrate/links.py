@@ -48,7 +48,8 @@ def collective(kind: str) -> list[Moved]:
     size = dist.get_world_size()
     for nbytes in SIZES:
         elements = nbytes // 4 // size * size
-        seconds = bench(KINDS[kind](torch.zeros(elements, device=bench.device), size)) / (2 if kind == "send" else 1)
+        work = KINDS[kind](torch.zeros(elements, device=bench.device), size)
+        seconds = bench(work, waits=True) / (2 if kind == "send" else 1)
         hops = {"all_reduce": 2 * (size - 1), "send": 1}.get(kind, size - 1)
         found.append(Moved(kind, 4 * elements, on_wire(kind, 4 * elements, size), hops, seconds))
         if seconds > LONGEST_S:
@@ -61,7 +62,7 @@ def beside() -> Beside:
     bench = Bench.here()
     tensor = torch.zeros(BESIDE_BYTES // 4, device=bench.device)
     a = torch.zeros(WIDTH, WIDTH, device=bench.device)
-    sum_s = bench(lambda: dist.all_reduce(tensor))
+    sum_s = bench(lambda: dist.all_reduce(tensor), waits=True)
     products = max(1, round(sum_s / bench(lambda: a @ a)))
 
     def compute() -> None:
@@ -73,7 +74,7 @@ def beside() -> Beside:
         compute()
         work.wait()
 
-    return Beside(bench(compute), sum_s, bench(both))
+    return Beside(bench(compute, waits=True), sum_s, bench(both, waits=True))
 
 
 def _all_reduce(tensor: Tensor, size: int) -> Callable[[], object]:

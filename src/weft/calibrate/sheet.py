@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 
 from ..cost.hardware import GIB, LOCAL, Device, Era, Hardware, Tier
+from .blocks import Decoded, left_over
 from .compute import Small, Streams, Timed
 from .fits import Line, line
 from .links import Beside, Moved
@@ -34,6 +36,7 @@ class Measured:
     attention: tuple[list[Timed], list[Timed]]
     streams: Streams
     small: Small
+    decoders: list[Decoded]
     update: Timed
     collectives: list[Moved]
     beside: Beside | None
@@ -42,33 +45,38 @@ class Measured:
 
 
 def sheet(seen: Measured) -> Hardware:
-    """Rates of products follow rate * F / (F + half) (F: FLOPs of one); the rate of other work, and that of a network,
-    is a line's slope. The peak of the dtype that the era is fitted to is the best rate seen or fitted; those of others
-    are such that the era's share of them is what they reached."""
-    machine, launch_s = seen.machine, (seen.small.forward_s + seen.small.backward_s) / 2
+    """Rates of products follow rate * F / (F + half) (F: FLOPs of one); the rate of attention is the median of sizes,
+    and that of a network a line's slope. What goes with operations and with bytes is, on a CPU, what a decoder's
+    products and attention leave over. The peak of the dtype that the era is fitted to is the best rate seen or fitted;
+    those of others are such that the era's share of them is what they reached."""
+    machine, small = seen.machine, (seen.small.forward_s + seen.small.backward_s) / 2
     cpu = machine.kind == "cpu"
     main = "fp32" if cpu or "bf16" not in seen.matmuls else "bf16"
-    waits = 1.0 if cpu else 0.0
-    products = {dtype: _beyond(times, waits * launch_s) for dtype, times in seen.matmuls.items()}
-    forward, backward = (_beyond(times, waits * launch_s).rate for times in seen.attention)
+    products = {dtype: _beyond(times, small * cpu) for dtype, times in seen.matmuls.items()}
+    forward, backward = (median(each.amount / each.seconds for each in times) for times in seen.attention)
     best = max(products[main].rate, forward, backward, *(each.amount / each.seconds for each in seen.matmuls[main]))
     share = products[main].rate / best
-    moved = _beyond(seen.streams.activations, waits * launch_s).rate
+    moved = _beyond(seen.streams.activations, small * cpu).rate
     memory_bps = max(seen.streams.memory_bps, moved)
     era = Era(
-        matmul=share, matmul_flops=products[main].half, attention=forward / best, attention_backward=backward / best,
-        memory=moved / memory_bps, launch_s=launch_s, waits=waits, link=1.0, network=1.0, hidden=1.0,
-        contention=_contention(seen.beside), fixed_s=seen.floor.step_s, context_gib=seen.floor.process_bytes / GIB,
-        reserved=1.0 if cpu else Era().reserved,
+        matmul=share, matmul_flops=products[main].half, uneven=1.0, ragged=1.0, attention=forward / best,
+        attention_backward=backward / best, memory=moved / memory_bps, launch_s=small, waits=float(cpu), link=1.0,
+        network=1.0, hidden=1.0, contention=_contention(seen.beside), fixed_s=seen.floor.step_s,
+        context_gib=seen.floor.process_bytes / GIB, reserved=1.0 if cpu else Era().reserved,
     )  # fmt: skip
-    return Hardware(
-        name=LOCAL, title=machine.title, source="weft calibrate", kind=machine.kind, notes=_notes(seen),
-        device=Device(
-            memory_gib=machine.memory_bytes / GIB, memory_bps=memory_bps, host_bps=seen.streams.host_bps,
-            flops={dtype: product.rate / share for dtype, product in products.items()} | {main: best},
-        ),
+    device = Device(
+        memory_gib=machine.memory_bytes / GIB, memory_bps=memory_bps, host_bps=seen.streams.host_bps,
+        flops={dtype: product.rate / share for dtype, product in products.items()} | {main: best},
+    )  # fmt: skip
+    made = Hardware(
+        name=LOCAL, title=machine.title, source="weft calibrate", kind=machine.kind, notes=_notes(seen), device=device,
         tiers=(_tier(seen),), eras={ERA: era},
     )  # fmt: skip
+    if not cpu:  # operations queue up, and a decoder of these sizes is all launches
+        return made
+    found = left_over(seen.decoders, made, era)
+    era = era.model_copy(update={"launch_s": found.fixed_s, "memory": min(1.0, found.rate / memory_bps)})
+    return made.model_copy(update={"eras": {ERA: era}})
 
 
 def _beyond(times: list[Timed], launch_s: float) -> Line:

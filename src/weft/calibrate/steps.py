@@ -29,7 +29,7 @@ class Floor:
 def floor() -> Floor:
     """From a model of some blocks and one of twice as many: what is left when all blocks are taken away."""
     bench, ranks = Bench.here(), dist.get_world_size()
-    times = [bench(_step(bench, blocks, ranks)) for blocks in (BLOCKS, 2 * BLOCKS)]
+    times = [bench(_step(bench, blocks, ranks), waits=True) for blocks in (BLOCKS, 2 * BLOCKS)]
     outside = 0
     if bench.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(bench.device)
