@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 
@@ -36,17 +35,17 @@ class Seconds:
         return Seconds(self.forward * by, self.backward * by, self.weight * by, self.again * by, parts)
 
 
-def summed(parts: Iterable[Seconds]) -> Seconds:
+def summed(those: Iterable[Seconds]) -> Seconds:
     """One after the other."""
-    first, *rest = parts
-    total = first.scaled(1.0)
+    first, *rest = those
+    total = Seconds(first.forward, first.backward, first.weight, first.again, dict(first.of))
     for one in rest:
         total.forward = total.forward + one.forward
         total.backward = total.backward + one.backward
         total.weight = total.weight + one.weight
         total.again = total.again + one.again
         for name, value in one.of.items():
-            total.of[name] = total.of.get(name, cast(Array, 0.0)) + value
+            total.of[name] = total.of[name] + value if name in total.of else value
     return total
 
 

@@ -17,7 +17,7 @@ from .. import schedule
 from ..costs import Costs
 from ..layout import DATA_AXES, SEQUENCE_AXES
 from .agreement import agreement
-from .chain import Stage, stages
+from .chain import Stage, parts, stages
 from .choices import Array, Choices
 from .compute import Seconds, seconds, summed, ways
 from .hardware import GIB, Cluster, Era
@@ -97,6 +97,19 @@ class Carried:
     seconds: Seconds
     waits: dict[str, Array]
 
+    def scaled(self, by: Array | float) -> Carried:
+        """So many times as long."""
+        return Carried(self.seconds.scaled(by), {axis: value * by for axis, value in self.waits.items()})
+
+
+def added(those: Sequence[Carried]) -> Carried:
+    """One after the other."""
+    waits: dict[str, Array] = {}
+    for one in those:
+        for axis, value in one.waits.items():
+            waits[axis] = waits[axis] + value if axis in waits else value
+    return Carried(summed(one.seconds for one in those), waits)
+
 
 class Priced:
     """The pieces of an estimate; each is worked out once."""
@@ -155,15 +168,20 @@ class Priced:
         size = np.maximum(self.choices.experts, 1).astype(float)
         return Group(size, tuple(np.minimum(size, inside) for inside in everyone.inside))
 
+    @cached_property
+    def _thirds(self) -> tuple[Carried, Carried, Carried]:
+        """What is before the repeated blocks, these, and what is after, each as a whole."""
+        before, repeated, _ = parts(self.work)
+        ends = len(before), len(before) + len(repeated)
+        cuts = (self._blocks[: ends[0]], self._blocks[ends[0] : ends[1]], self._blocks[ends[1] :])
+        first, among, last = ([carried.scaled(block.count) for block, carried in those] for those in cuts)
+        nothing = self._blocks[0][1].scaled(0.0)
+        return added(first or [nothing]), added(among or [nothing]), added(last or [nothing])
+
     def rank(self, stage: Stage) -> Carried:
         """All blocks of one rank of a stage."""
-        counts = [count for _, count in stage.holds(self.work)]
-        scaled = [carried.seconds.scaled(count) for (_, carried), count in zip(self._blocks, counts, strict=True)]
-        waits: dict[str, Array] = {}
-        for (_, carried), count in zip(self._blocks, counts, strict=True):
-            for axis, value in carried.waits.items():
-                waits[axis] = waits.get(axis, np.zeros(len(self.choices))) + value * count
-        return Carried(summed(scaled), waits)
+        before, repeated, after = self._thirds
+        return added([before.scaled(stage.before), repeated.scaled(stage.layers), after.scaled(stage.after)])
 
     @cached_property
     def _stages(self) -> tuple[Stage, Stage, Stage]:
@@ -171,25 +189,21 @@ class Priced:
 
     @cached_property
     def _slowest(self) -> tuple[Carried, Array]:
-        """What the stage that sets the pace does for a microbatch; and seconds of all stages together, over p."""
-        found = [self.rank(stage) for stage in self._stages]
-        totals = np.stack([one.seconds.total for one in found])
-        which = np.argmax(totals, axis=0)
-
-        def choose(values: Sequence[Array]) -> Array:
-            return np.take_along_axis(np.stack(values), which[None], axis=0)[0]
-
-        kinds = found[0].seconds.of
-        worst = Seconds(
-            choose([one.seconds.forward for one in found]), choose([one.seconds.backward for one in found]),
-            choose([one.seconds.weight for one in found]), choose([one.seconds.again for one in found]),
-            {kind: choose([one.seconds.of[kind] for one in found]) for kind in kinds},
-        )  # fmt: skip
-        waits = {axis: choose([one.waits[axis] for one in found]) for axis in found[0].waits}
+        """What the stage that sets the pace does for a microbatch; and seconds of a stage in the mean."""
+        before, repeated, after = (third.seconds.total for third in self._thirds)
+        totals = [s.before * before + s.layers * repeated + s.after * after for s in self._stages]
+        first, between, last = self._stages
+        ahead, late = totals[0] >= totals[2], np.maximum(totals[0], totals[2]) < totals[1]
+        slow = Stage(*(
+            np.where(late, m, np.where(ahead, f, e))
+            for f, m, e in zip(
+                (first.layers, first.before, first.after), (between.layers, between.before, between.after),
+                (last.layers, last.before, last.after), strict=True,
+            )
+        ))  # fmt: skip
         p = self.choices.sizes["pp"]
         several = totals[0] + totals[2] + np.maximum(p - 2, 0) * totals[1]
-        mean = np.where(p > 1, several, totals[0])
-        return Carried(worst, waits), mean / p
+        return self.rank(slow), np.where(p > 1, several, totals[0]) / p
 
     @cached_property
     def message_s(self) -> Array:

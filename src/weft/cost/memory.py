@@ -6,6 +6,8 @@ after Korthikanti et al. 2022, from what each op keeps; the loss's logits; what 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import numpy as np
 
 from .chain import Stage, stages
@@ -52,14 +54,28 @@ def peak(work: Work, choices: Choices, practice: Practice, live: tuple[Array, Ar
     that needs more."""
     first, _, last = stages(work, choices)
     ends = [_rank(stage, work, choices, practice, count) for stage, count in zip((first, last), live)]
-    more = sum((part.value for part in ends[0]), np.zeros(len(choices)))
-    less = sum((part.value for part in ends[1]), np.zeros(len(choices)))
+    needs = [sum((part.value for part in end), np.zeros(len(choices))) for end in ends]
+    early = needs[0] >= needs[1]
     return tuple(
-        Part(a.name, np.where(more >= less, a.value, b.value), a.formula, {
-            key: np.where(more >= less, a.symbols[key], b.symbols[key]) for key in a.symbols
-        })
+        Part(a.name, np.where(early, a.value, b.value), a.formula, _Either(early, a.symbols, b.symbols))
         for a, b in zip(*ends, strict=True)
-    )  # fmt: skip
+    )
+
+
+class _Either(Mapping[str, Array | float]):
+    """The symbols of the rank that needs more, worked out when somebody asks."""
+
+    def __init__(self, early: Array, first: Mapping[str, Array | float], last: Mapping[str, Array | float]):
+        self._early, self._first, self._last = early, first, last
+
+    def __getitem__(self, name: str) -> Array:
+        return np.where(self._early, self._first[name], self._last[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._first)
+
+    def __len__(self) -> int:
+        return len(self._first)
 
 
 def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: Array) -> tuple[Part, ...]:
