@@ -64,8 +64,8 @@ def measured(ranks: int = 2, kind: str = "cpu") -> Measured:
         return [Timed(each, waits + (each + half) / rate) for each in AMOUNTS]
 
     moved = [
-        Moved(kind, int(each), each, hops, hops * 1e-4 + each / 1e9)
-        for kind, hops in (("all_reduce", 2), ("send", 1))
+        Moved(kind, int(each), each, hops, hops * 1e-4 + each / rate_s)
+        for kind, hops, rate_s in (("all_reduce", 2, 4e8), ("send", 1, 1e9))
         for each in AMOUNTS
     ]
     return Measured(
@@ -114,6 +114,7 @@ def test_a_sheet_has_the_constants_that_made_the_times(kind: str) -> None:
     launch = (2e-5, 1.0) if kind == "cpu" else (1e-5, 0.0)
     assert (era.launch_s, era.waits) == (pytest.approx(launch[0], rel=0.02), launch[1])
     assert (tier.devices, tier.bps, tier.latency_s) == (2, pytest.approx(1e9, rel=0.01), pytest.approx(1e-4, rel=0.01))
+    assert tier.reaches == {"all_reduce": pytest.approx(0.4, rel=0.01), "send": 1.0}
     assert era.contention == pytest.approx(0.4)
     assert (era.fixed_s, era.context_gib, device.memory_gib) == (3e-3, 0.25, 8)
 

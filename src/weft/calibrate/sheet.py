@@ -86,13 +86,20 @@ def _beyond(times: list[Timed], launch_s: float) -> Line:
 
 
 def _tier(seen: Measured) -> Tier:
-    """All collectives at once: seconds = hops * latency + bytes sent / bps."""
-    ranks, memory = seen.machine.ranks, seen.streams.host_bps
+    """Of each kind of collective seconds = hops * latency + bytes sent / rate: the rate of the fastest, the share of it
+    that others reach, and the median latency."""
+    ranks = seen.machine.ranks
     if ranks == 1:
-        return Tier(name="itself", devices=1, bps=memory, latency_s=0.0)
-    each = [one for one in seen.collectives if one.hops]
-    found = line([one.sent_bytes / one.hops for one in each], [one.seconds / one.hops for one in each])
-    return Tier(name="host", devices=ranks, bps=found.rate, latency_s=found.fixed_s)
+        return Tier(name="itself", devices=1, bps=seen.streams.host_bps, latency_s=0.0)
+    found: dict[str, Line] = {}
+    for kind in dict.fromkeys(each.kind for each in seen.collectives):
+        here = [each for each in seen.collectives if each.kind == kind]
+        found[kind] = line([e.sent_bytes for e in here], [e.seconds for e in here], [float(e.hops) for e in here])
+    best = max(one.rate for one in found.values())
+    return Tier(
+        name="host", devices=ranks, bps=best, latency_s=median(one.fixed_s for one in found.values()),
+        reaches={kind: one.rate / best for kind, one in found.items()},
+    )  # fmt: skip
 
 
 def _contention(beside: Beside | None) -> float:
