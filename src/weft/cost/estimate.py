@@ -139,7 +139,8 @@ class Priced:
         if block.reductions and (tp > 1).any():
             group = net.group(c, "tp")
             nbytes = block.reduced_bytes * self._samples / block.reductions
-            once = np.where(c.sequence, 2 * net.gather_s(nbytes, group), net.reduce_s(nbytes, group))
+            both = net.gather_s(nbytes, group) + net.gather_s(nbytes, group, "reduce_scatter")
+            once = np.where(c.sequence, both, net.reduce_s(nbytes, group))
             found["tp"] = (block.reductions * once, block.reductions * once)
         share = self._samples / tp
         if block.key_bytes and (c.sizes["cp"] > 1).any():
@@ -280,7 +281,7 @@ class Priced:
         reduced = (plain + np.where(few > 1, routed, 0.0)) * practice.reduce_bytes
         gathered = (plain + np.where(few > 1, routed, 0.0)) * practice.gather_bytes
         units = 1 + practice.messages * self._stages[0].layers * self.work.depth
-        scatter = np.where(sharded, net.gather_s(reduced, inner, units), 0.0)
+        scatter = np.where(sharded, net.gather_s(reduced, inner, "reduce_scatter", units), 0.0)
         sums = np.where(~sharded & (over > 1), net.reduce_s(reduced, inner), 0.0)
         last = agreement(net, outer, np.where(sharded, plain / over, plain), practice.reduce_bytes, self.sync)
         self.traffic["dp"] = last.sent_bytes
@@ -296,7 +297,7 @@ class Priced:
         text = "times x (comm - hidden + contention x hidden)"
         part("dp exposed", last.seconds + sums, back, 1, text)
         if sharded.any():
-            weights = np.where(sharded, net.gather_s(gathered, inner, units), 0.0)
+            weights = np.where(sharded, net.gather_s(gathered, inner, count=units), 0.0)
             part("fsdp reduce exposed", scatter, back, every, text)
             part("fsdp gather exposed", np.where(zero3, 0.0, weights), np.where(zero3, 0.0, forth), 1, text)
             if zero3.any():
