@@ -263,7 +263,7 @@ def price(groups: Iterable[Group], eras: Mapping[tuple[str, str], Era]) -> dict[
 
 
 def predict(cases: Sequence[Case]) -> dict[str, tuple[Estimate, int]]:
-    """As `price`, with the constants of sites. What a row does not say is recomputed only if it does not fit without."""
+    """As `price`, with the constants of sites. What a row does not say is recomputed only where it must be."""
     eras = sites()
     found = price(grouped(cases), eras)
     silent = [one for one in cases if not one.told and not found[one.row_id][0].fits[found[one.row_id][1]]]

@@ -263,7 +263,7 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
             problem = f"the split {split!r} has {len(held)} samples, less than one batch"
             raise DataError("train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data")
     _check_inputs(run, bare, train[0])
-    _check_sizes(bare, train, plans)
+    check_sizes(bare, train, plans)
     return plans
 
 
@@ -279,16 +279,16 @@ def _check_workers(run: Run, bare: nn.Module, laid: Plan) -> None:
     remote.check(laid, placed(bare, run.workers))
 
 
-def laid(run: Run, bare: nn.Module, train: data.Dataset) -> Plan:
+def laid(run: Run, bare: nn.Module, train: data.Dataset, load: bool = True) -> Plan:
     """The plan before any process starts: on the model without data if its forward can be followed so, else on the
-    model. Raises Refusal for all that a rank would refuse."""
+    model, unless it is too large to `load`. Raises Refusal for all that a rank would refuse."""
     if run.pipeline.cut == "time":  # a model without data has no times: the ranks measure theirs
         run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"cut": "flops"})})
     sample = first(run, train)
     try:
         made = plan(run, bare, sample)
     except CannotCut:
-        if not (Layout.parse(run.layout.axes).live("pp") and any(p.is_meta for p in bare.parameters())):
+        if not (load and Layout.parse(run.layout.axes).live("pp") and any(p.is_meta for p in bare.parameters())):
             raise
         made = plan(run, model(run), sample)
     if run.train.rollback is not None:
@@ -345,7 +345,7 @@ def _check_inputs(run: Run, model: nn.Module, sample: Mapping[str, Any]) -> None
             raise ConfigError("model.inputs", list(names), problem, fix)
 
 
-def _check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> None:
+def check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> None:
     """The model has a row for every token, and sequences divide where a plan cuts them."""
     ids = held[0].get("input_ids")
     vocab, embeddings = getattr(held, "vocab", None), find(model).embeddings
