@@ -15,6 +15,7 @@ from typing import Any
 from rich.text import Text
 
 from .. import draw
+from ..cost.hardware import GIB
 from ..draw import look
 from ..draw.command import printed
 from ..draw.curves import Axis, Line, Mark, curves, stacked
@@ -62,6 +63,8 @@ def figures(report: Report) -> dict[str, Any]:
         "step_s": report.timeline.makespan_s,
         "estimate_s": step.estimated_s,
         "tokens_per_s": setup.tokens / report.timeline.makespan_s,
+        "memory_bytes": step.memory_bytes,
+        "fits": step.over_bytes <= 0,
         "after_s": dict(step.after),
         "pipeline": {"schedule": setup.schedule.name, **report.acted.summary()},
     }
@@ -107,11 +110,13 @@ def _step(report: Report) -> str:
     step, total = report.step, report.timeline.makespan_s
     parts = [f"pipeline {look.seconds(report.acted.makespan_s)}"]
     parts += [f"{name} {look.seconds(seconds)}" for name, seconds in step.after.items()]
-    speed = look.number(report.setup.tokens / total)
+    setup, device = report.setup, report.setup.cluster.hardware.device
+    over = f", {step.over_bytes / GIB:.1f} GiB too much: it does not fit" if step.over_bytes > 0 else ""
+    closed = f"the estimate's closed form: {look.seconds(step.estimated_s)}"
     return (
-        f"step {look.seconds(total)} = {' + '.join(parts)}\n"
-        f"{speed} tokens/s on {report.setup.devices:,} devices; the estimate's closed form: "
-        f"{look.seconds(step.estimated_s)}"
+        f"step {look.seconds(total)} = {' + '.join(parts)}; {closed}\n"
+        f"{look.number(setup.tokens / total)} tokens/s on {setup.devices:,} devices; "
+        f"{step.memory_bytes / GIB:.1f} of {device.memory_gib:g} GiB{over}"
     )
 
 
