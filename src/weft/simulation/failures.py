@@ -152,6 +152,10 @@ class Lost:
         return max(self.intervals, key=lambda each: each.goodput)
 
     @property
+    def best_first(self) -> list[Interval]:
+        return sorted(self.intervals, key=lambda each: each.name != "best")
+
+    @property
     def planned_s(self) -> float:
         return self.steps * self.step_s
 
