@@ -263,6 +263,14 @@ def test_young_and_daly() -> None:
         assert failures.young_s(faults) > failures.daly_s(faults)
 
 
+@pytest.mark.parametrize("mtbf_s, minutes", [(24 * HOUR, 117), (6 * HOUR, 57), (0.25 * HOUR, 9.1)])
+def test_the_intervals_that_daly_printed(mtbf_s: float, minutes: float) -> None:
+    """Figures 3 to 5 of the paper: a dump of 5 minutes, a restart of 10."""
+    assert failures.daly_s(Faults(mtbf_s, 300.0, 600.0)) / 60 == pytest.approx(
+        minutes, abs=0.5 if minutes > 10 else 0.05
+    )
+
+
 @pytest.mark.parametrize(
     "faults",
     [
