@@ -97,7 +97,7 @@ def test_a_whole_layout_is_priced_as_the_run_file_has_it(tmp_path: Path) -> None
     (row,) = found["rows"]
     assert (row["layout"], row["schedule"], row["recompute"]) == ("pp2.dp2", "zb-v", "full")
     assert (row["accumulate"], row["microbatch"], found["devices"]) == (2, 2, 4)
-    there = posed(loaded(run), "pp2.dp2")
+    there = posed(loaded(run), "pp2.dp2", "cuda")
     where = Cluster.parse(f"{sheet}x8")
     alone = estimate(there.work, there.choices, where, where.hardware.era("eager"), there.practice, there.sync)
     assert sum(row["memory"].values()) == pytest.approx(alone.peak_bytes[0])
