@@ -81,9 +81,9 @@ def ops(work: Work) -> Iterator[tuple[Block, Op]]:
             yield block, op
 
 
-def saved(work: Work, tp: int = 1) -> float:
-    """Bytes that a rank of `tp` keeps of one sample."""
-    return sum(b.count * op.saved_bytes / (tp if op.cut in ("tp", "expert") else 1) for b, op in ops(work))
+def saved(work: Work, tp: int = 1, cuts: tuple[str, ...] = ("tp", "expert")) -> float:
+    """Bytes that a rank of `tp`, which divides these, keeps of one sample."""
+    return sum(b.count * op.saved_bytes / (tp if op.cut in cuts else 1) for b, op in ops(work))
 
 
 # ---- closed forms ----------------------------------------------------------------------------------------------------
@@ -235,12 +235,15 @@ def rank_keeps(name: str, layout: str) -> float:
     return (of(4) - of(2)) / 2
 
 
-@pytest.mark.parametrize(("name", "layout"), [("decoder", "tp2"), ("bert", "tp2"), ("mixture", "tp2")])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("decoder", "tp2"), ("decoder", "tp2+sequence"), ("bert", "tp2"), ("mixture", "tp2")]
+)
 def test_a_rank_of_two_keeps_its_part(pool: Pool, name: str, layout: str) -> None:
     # of the vocabulary: which words are another rank's; exponentials of half, the target's column, and two masks
     vocabulary = LENGTH * (1 + 4 * VOCAB // 2 + 8 + 1 + 1)
     work = traced(name)
-    assert pool.run(partial(rank_keeps, name, layout), world=2) == [saved(work, tp=2) + vocabulary] * 2
+    cuts = ("tp", "expert", *(["sequence"] if "sequence" in layout else []))
+    assert pool.run(partial(rank_keeps, name, layout), world=2) == [saved(work, 2, cuts) + vocabulary] * 2
 
 
 # ---- what is run, and what is not ------------------------------------------------------------------------------------

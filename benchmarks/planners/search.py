@@ -51,7 +51,7 @@ def layouts() -> list[Run]:
 
 
 def weft(runs: list[Run], limit_s: float) -> dict[str, float]:
-    """Layouts a second that weft prices, time and memory: "from layouts", one after another read and put into arrays;
+    """Layouts a second that weft prices, time and memory: "from layouts", with putting them into arrays;
     and "from arrays", the same ones over and over, as many as a search has."""
     named = [
         Layout.parse(
