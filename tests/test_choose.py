@@ -279,6 +279,27 @@ def test_a_divisor_where_all_devices_cannot_be_used() -> None:
     assert found.fits and found.devices == 2
 
 
+@pytest.mark.parametrize("pattern", ["pp2+1f1b.fsdp2.tp2.*", "dp8", "fsdp8+zero3+offload", "up2.cp2.fsdp2+zero2"])
+def test_formulas_give_their_values(pattern: str) -> None:
+    """Every formula, of the values beside it: what follows its first comma is words."""
+    asked = question(8, large(), batch=64)
+    rows = rows_of(asked, candidates(asked, 8, Pattern.parse(pattern), wide=True))
+    row, held = max(rows, key=lambda row: row.held_bytes), 0
+    for part in (*row.time_parts, *row.memory_parts):
+        values = {name: float(np.ravel(value)[0]) for name, value in part.symbols.items()}
+        ends = [i for i, letter in enumerate(part.formula) if letter == "," and _balanced(part.formula[:i])]
+        text = part.formula[: ends[0] if ends else None].replace(" x ", " * ")
+        if part.name == "bubble" or not part.value[0] or (part.name == "optimizer" and "offload" in pattern):
+            continue  # words, what is not shown, and what words add
+        assert eval(text, {"max": max, "min": min}, values) == pytest.approx(float(part.value[0])), part.formula
+        held += 1
+    assert held >= 8
+
+
+def _balanced(text: str) -> bool:
+    return text.count("(") == text.count(")")
+
+
 # ---- why not ---------------------------------------------------------------------------------------------------------
 
 

@@ -109,8 +109,9 @@ def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
     count = build.skeleton(loaded(run))
     params = f"{sum(p.numel() for p in count.parameters()):.4g}"
     assert said.startswith("fsdp2+zero1: ")
-    assert f"= {params} x 4 / shards" in said  # weights, and gradients
-    assert "= 0.02 of the era" in said
+    assert f"= {params} x 4 + {params} x 0\n" in said  # weights, and no copies
+    assert f"= {params} x 4\n" in said  # gradients
+    assert "= 0.02\n" in said
     refused = weft("plan", run, "--cluster", f"{sheet}x2", "--explain", "tp8")
     assert refused.exit_code == 2 and "4 heads" in refused.output
 

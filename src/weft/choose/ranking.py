@@ -28,7 +28,6 @@ LAYOUTS = 36  # that are looked at more closely
 EACH = 3  # choices of each of these
 ACTIONS = 250_000  # that are simulated, over all
 TIE = 0.01  # times that differ by less are no reason to have one more axis
-COMPUTE = ("matmul", "attention", "memory")
 
 Progress = Callable[[int, int], None]  # choices priced, of how many
 
