@@ -21,7 +21,7 @@ LEVELS = (
      "schedules delays correct costs clock timeline partition places staging codecs syncs tables"),
     ("strategies", "parallel schedule codec sync"),
     ("interpreters", "mesh collectives batchnorm dispatch parallelize comms shards checkpoint engine "
-     "watch chart ghosts cutting simulate draw cost"),
+     "watch chart ghosts cutting simulate draw cost timing"),
     ("deciders", "planner stages config build data text huggingface verification train launch doctor choose "
      "simulation calibrate"),
     ("door", "cli __init__ __main__"),

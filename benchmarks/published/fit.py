@@ -70,12 +70,12 @@ FITS = {
     ),
     "h100-compiled": Fitted(
         ("h100", "h200"), "compiled", {"torchtitan": 1},
-        ("matmul", "eight", "attention", "attention_backward", "memory", "link", "network"), EAGER_A100,
+        ("matmul", "eight", "attention", "attention_backward", "memory", "traffic", "link", "network"), EAGER_A100,
         lambda row: "H" in row["accelerator"].split("-")[0],
     ),
     "nanotron": Fitted(
         ("h100",), "nanotron", {"nanotron_ultrascale": 1},
-        ("matmul", "memory", "launch_s", "link", "network", "fixed_s", "jitter"), EAGER_A100, ours=False,
+        ("matmul", "memory", "launch_s", "network", "fixed_s"), EAGER_A100, ours=False,
     ),
     "h100-core": Fitted(
         ("h100", "h200"), "megatron-core", {"nemo_2024_h100": 1, "mlm_llama_h100_fp8": 0.3, "megatron_bridge": 0.3},

@@ -26,7 +26,7 @@ from .costs import Costs
 from .engine import remote
 from .engine.engine import ELEMENTWISE, check_codec
 from .errors import CannotCut, ConfigError, DataError, LayoutError, Refusal, nearest
-from .layout import Layout
+from .layout import SEQUENCE_AXES, Layout
 from .losses import Loss
 from .places import placed
 from .plans import Plan
@@ -357,10 +357,10 @@ def check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> 
             problem = f"{embeddings[0]} has {rows} rows, and the data has {vocab} tokens"
             raise ConfigError("model", embeddings[0], problem, f"give the model a vocabulary of at least {vocab}")
     for laid in plans:
-        size = laid.layout.size("tp")
-        if "sequence" in laid.layout.option("tp") and len(ids) % size:
-            problem = f"tp{size} cuts sequences of {len(ids)} tokens, which it does not divide"
-            raise LayoutError("layout", str(laid.layout), problem, f"use a seq_len that is a multiple of {size}")
+        size, parts = laid.layout.size("tp"), laid.layout.size("tp", *SEQUENCE_AXES)
+        if "sequence" in laid.layout.option("tp") and len(ids) % parts:
+            problem = f"tp{size} cuts sequences of {len(ids) * size // parts} tokens, which it does not divide"
+            raise LayoutError("layout", str(laid.layout), problem, f"use a seq_len that is a multiple of {parts}")
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------------

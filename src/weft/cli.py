@@ -205,6 +205,21 @@ def doctor(
 
 
 @app.command()
+def calibrate(
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Write the sheet there: to where --cluster local reads, if left out."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure this machine, for weft plan --cluster local and for what weft train predicts."""
+    with _exit_codes():
+        from .calibrate import report
+
+        report.calibrate(out, as_json)
+
+
+@app.command()
 def draw(
     schedules: Annotated[
         list[str],

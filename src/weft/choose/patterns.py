@@ -1,7 +1,7 @@
 """Patterns: what is fixed of a layout, and what a search is to find.
 
 As in `tp8.*`: tp8, with or without its options, and any other axes; `fsdp8+zero2.*`: this option, too; `pp*.dp*.tp8`:
-these three axes alone; `dp8.tp8`: this layout, and nothing to find. What a layout's options can be, weft's planner says.
+these three axes alone; `dp8.tp8`: this layout, and nothing to find.
 """
 
 from __future__ import annotations

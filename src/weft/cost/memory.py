@@ -112,6 +112,7 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
         activations = activations + count * each
         working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp, 0.0))
     logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp
+    busy = once + working
     symbols = {"params": full, "sharded": sharded, "b": choices.microbatch, "t": tp * 1.0}
     return (
         Part("weights", weights, "params x weight_bytes / shards", {**symbols, "weight_bytes": practice.weight_bytes}),
@@ -124,8 +125,8 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
              "params x state_bytes / shards", {**symbols, "state_bytes": practice.state_bytes}),
         Part("activations", live * activations, "live x (what the rank's blocks keep of a microbatch)",
              {"live": live, "microbatch_bytes": activations}),
-        Part("beside", np.maximum(logits, once + working),
-             "max(logit_bytes x vocab x tokens x b / t, one block computed again + its backward's temporaries)",
+        Part("beside", np.maximum(logits, busy + (logits if practice.logits_stay else 0.0)),
+             "what the loss needs of logits, or one block computed again and its backward's temporaries",
              {"logit_bytes": practice.logit_bytes, "vocab": float(work.vocab), "tokens": work.tokens, "b": samples,
               "t": tp * 1.0, "logits": logits, "again": once, "temporaries": working}),
     )  # fmt: skip

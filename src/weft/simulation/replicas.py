@@ -13,7 +13,7 @@ from . import agree, grid
 from .setup import Setup
 from .stragglers import Paced, paces
 
-TURNS = 200_000  # steps of single replicas that are simulated one by one
+TURNS, TOGETHER = 200_000, 4_000_000  # steps of single replicas, simulated one by one, and all at once
 LEAST, MOST = 25, 400  # steps
 
 
@@ -44,14 +44,13 @@ def table(setup: Setup, syncs: Mapping[str, Sync], slow: Mapping[int, float], ji
 
 def _step_s(sync: Sync, own: Array, exchange_s: float, known: Sequence[int], rng: np.random.Generator) -> float:
     """`own`: [draws, replicas] seconds of a step by itself; `known`: replicas that are not like others."""
-    replicas, steps = own.shape[1], MOST
+    replicas, single = own.shape[1], isinstance(sync, AnyTime)
+    steps = int(np.clip((TURNS if single else TOGETHER) // replicas, LEAST, MOST))
     if isinstance(sync, EachPeriod):
-        steps = sync.period * max(4, MOST // sync.period)
-    elif isinstance(sync, AnyTime):
-        steps = max(LEAST, min(MOST, TURNS // replicas))
-        if steps * replicas > TURNS:  # some stand for all, and take as long at the servers as these
-            some = np.unique([*known, *np.linspace(0, replicas - 1, TURNS // steps - len(known), dtype=int)])
-            own, exchange_s = own[:, some], exchange_s * replicas / len(some)
+        steps = sync.period * max(4, steps // sync.period)
+    elif single and steps * replicas > TURNS:  # some stand for all, and take as long at the servers as these
+        some = np.unique([*known, *np.linspace(0, replicas - 1, TURNS // steps - len(known), dtype=int)])
+        own, exchange_s = own[:, some], exchange_s * replicas / len(some)
     mixed = np.take_along_axis(own, rng.integers(len(own), size=(steps, own.shape[1])), axis=0)
     return agree.step_s(sync, agree.ends(sync, mixed, exchange_s))
 
