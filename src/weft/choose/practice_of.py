@@ -29,7 +29,7 @@ def practice(run: Run) -> Practice:
         reduce_bytes=item,
         gather_bytes=item,
         update_bytes=3 * item + 2 * state,
-        logit_bytes=3 * item + compute.itemsize,  # log-softmax and two gradients, beside what the head gave
+        logit_bytes=3 * item,  # log-softmax and two gradients
         overlaps=True,
     )
 

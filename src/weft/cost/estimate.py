@@ -218,11 +218,11 @@ class Priced:
         m, p, v = c.accumulate, c.sizes["pp"], c.chunks
         slow, mean = self._slowest
         found = [
-            Part(kind, m * value, f"m x the slowest stage's {kind}", {"m": m, "microbatch_s": value})
+            Part(kind, m * value, f"m x microbatch_s, {kind} of the slowest stage", {"m": m, "microbatch_s": value})
             for kind, value in slow.seconds.of.items()
         ]
         found += [
-            Part(f"{axis} exposed", m * value, f"m x a microbatch's wait for {axis}", {"m": m, "microbatch_s": value})
+            Part(f"{axis} exposed", m * value, f"m x microbatch_s, waits for {axis}", {"m": m, "microbatch_s": value})
             for axis, value in slow.waits.items()
         ]
         whole = slow.seconds.total
@@ -237,12 +237,12 @@ class Priced:
         )  # fmt: skip
         messages = np.where(p > 1, 2 * v * (m + p - 2), 0)
         found.append(
-            Part("pp exposed", messages * self.message_s, "2 v (m + p - 2) x seconds of a message",
+            Part("pp exposed", messages * self.message_s, "2 x v x (m + p - 2) x message_s",
                  {"p": p, "m": m, "v": v, "message_s": self.message_s})
         )  # fmt: skip
         found += self._gradients(slow.seconds)
         found.append(self._update())
-        found.append(Part("fixed", np.full(len(c), era.fixed_s), "fixed_s of the era", {"fixed_s": era.fixed_s}))
+        found.append(Part("fixed", np.full(len(c), era.fixed_s), "fixed_s", {"fixed_s": era.fixed_s}))
         if era.jitter:
             total = sum((part.value for part in found), np.zeros(len(c)))
             nodes = np.maximum(1, c.world / self.cluster.hardware.node)
@@ -292,9 +292,10 @@ class Priced:
         def part(name: str, comm: Array, hides: Array, times: Array | int, text: str) -> None:
             hidden = np.minimum(self.era.hidden * comm, hides) if practice.overlaps else zero
             exposed = times * (comm - hidden + self.era.contention * hidden)
-            found.append(Part(name, exposed, text, {"times": times + zero, "comm_s": comm, "hidden_s": hidden}))
+            symbols = {"times": times + zero, "comm_s": comm, "hidden_s": hidden, "contention": self.era.contention}
+            found.append(Part(name, exposed, text, symbols))
 
-        text = "times x (comm - hidden + contention x hidden)"
+        text = "times x (comm_s - hidden_s + contention x hidden_s)"
         part("dp exposed", last.seconds + sums, back, 1, text)
         if sharded.any():
             weights = np.where(sharded, net.gather_s(gathered, inner, count=units), 0.0)
@@ -320,7 +321,7 @@ class Priced:
             c.offload, own * (self.practice.weight_bytes + self.practice.grad_bytes) / device.host_bps, 0.0
         )
         took = own * self.practice.update_bytes / np.where(c.offload, device.host_bps, rate) + there
-        return Part("optimizer", took, "params of a rank x update_bytes / memory_bps",
+        return Part("optimizer", took, "params x update_bytes / memory_bps, and what goes to the host and back",
                     {"params": own, "update_bytes": self.practice.update_bytes, "memory_bps": rate})  # fmt: skip
 
     def memory(self) -> tuple[Part, ...]:
