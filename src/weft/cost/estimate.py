@@ -244,7 +244,7 @@ class Priced:
                  {"p": p, "m": m, "v": v, "message_s": self.message_s})
         )  # fmt: skip
         found += self._gradients(slow.seconds)
-        found.append(self._update())
+        found += self._update()
         found.append(Part("fixed", np.full(len(c), era.fixed_s), "fixed_s of the era", {"fixed_s": era.fixed_s}))
         if era.jitter:
             total = sum((part.value for part in found), np.zeros(len(c)))
@@ -312,7 +312,7 @@ class Priced:
                 )
         return found
 
-    def _update(self) -> Part:
+    def _update(self) -> list[Part]:
         c, device = self.choices, self.cluster.hardware.device
         routed, plain = held(self._stages[0], self.work, c)
         few, many = shards(c)
@@ -322,8 +322,16 @@ class Priced:
             c.offload, own * (self.practice.weight_bytes + self.practice.grad_bytes) / device.host_bps, 0.0
         )
         took = own * self.practice.update_bytes / np.where(c.offload, device.host_bps, rate) + there
-        return Part("optimizer", took, "params of a rank x update_bytes / memory_bps",
-                    {"params": own, "update_bytes": self.practice.update_bytes, "memory_bps": rate})  # fmt: skip
+        update = Part("optimizer", took, "params of a rank x update_bytes / memory_bps",
+                      {"params": own, "update_bytes": self.practice.update_bytes, "memory_bps": rate})  # fmt: skip
+        if not self.practice.added_bytes:
+            return [update]
+        full = routed + plain
+        added = Part(
+            "accumulation", c.accumulate * full * self.practice.added_bytes / rate, "m x params x added_bytes / memory_bps",
+            {"m": c.accumulate, "params": full, "added_bytes": self.practice.added_bytes, "memory_bps": rate},
+        )  # fmt: skip
+        return [added, update]
 
     def memory(self) -> tuple[Part, ...]:
         return peak(self.work, self.choices, self.practice, self._live)
