@@ -135,6 +135,48 @@ def verify(
 
 
 @app.command()
+def plan(
+    path: RunFile,
+    cluster: Annotated[str, typer.Option(help="Hardware and how many: h100x64, a sheet's file, or local.")],
+    layout: Annotated[
+        str | None, typer.Option(help="What is fixed: tp8.* or fsdp*+zero2.tp8; a whole layout is priced as it is.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    memory: Annotated[
+        float | None, typer.Option("--max-memory", metavar="GIB", help="Use no more of a device's memory.")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", help="Print every part of an estimate, with its formula.")
+    ] = None,
+    era: Annotated[str | None, typer.Option(help="The software to price: one of the sheet's eras.")] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Look beyond what is usual, such as tp within a node.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a run file with the best layout, for weft train.")
+    ] = None,
+    settings: Settings = None,
+) -> None:
+    """Find the fastest layouts of RUN.toml that fit on a cluster, and say why others are not."""
+    with _exit_codes():
+        run = _load(path, settings, None, None)
+
+        from .choose import command
+
+        report, laid = command.plan(run, cluster, layout, era, memory, wide)
+        if out is not None:
+            command.write(laid, out)
+        if as_json:
+            typer.echo(json.dumps(report.json(top)))
+        elif explain is not None:
+            typer.echo(command.explain(report, explain))
+        else:
+            typer.echo(report.text(top))
+            name = f"{path.stem}-{report.question.cluster.hardware.name}.toml"
+            again = f"to train so: the same with --out {name}, then weft train {name}"
+            typer.echo(f"\n{again if out is None else f'written: {out}; now weft train {out}'}")
+
+
+@app.command()
 def doctor(
     path: Annotated[
         Path | None, typer.Argument(metavar="RUN.toml", help="A run to look at.", show_default=False)

@@ -126,14 +126,11 @@ class Priced:
 
     def _block(self, block: Block) -> Carried:
         """Compute and the exchanges that it waits for, within one block."""
-        found = seconds(block, self.choices, self.cluster.hardware, self.era, self.practice.compute)
-        waits = {}
-        for axis, (forward, backward) in self._exchanges(block).items():
-            repeated = self.choices.again * forward if block.repeated else 0.0
-            waits[axis] = forward + backward + repeated
-            found.forward, found.backward = found.forward + forward, found.backward + backward
-            found.again = found.again + repeated
-        return Carried(found, waits)
+        exchanges, zero = self._exchanges(block), np.zeros(len(self.choices))
+        ahead, behind = (sum((each[side] for each in exchanges.values()), zero) for side in (0, 1))
+        found = seconds(block, self.choices, self.cluster.hardware, self.era, self.practice.compute, ahead, behind)
+        again = self.choices.again if block.repeated else 0.0
+        return Carried(found, {axis: (1 + again) * one + other for axis, (one, other) in exchanges.items()})
 
     def _exchanges(self, block: Block) -> dict[str, tuple[Array, Array]]:
         """Axis -> seconds that the forward of a block waits for it, and its backward."""
@@ -283,7 +280,8 @@ class Priced:
 
         reduced = (plain + np.where(few > 1, routed, 0.0)) * practice.reduce_bytes
         gathered = (plain + np.where(few > 1, routed, 0.0)) * practice.gather_bytes
-        scatter = np.where(sharded, net.gather_s(reduced, inner, "reduce_scatter"), 0.0)
+        units = 1 + practice.messages * self._stages[0].layers * self.work.depth
+        scatter = np.where(sharded, net.gather_s(reduced, inner, "reduce_scatter", units), 0.0)
         sums = np.where(~sharded & (over > 1), net.reduce_s(reduced, inner), 0.0)
         last = agreement(net, outer, np.where(sharded, plain / over, plain), practice.reduce_bytes, self.sync)
         self.traffic["dp"] = last.sent_bytes
@@ -299,7 +297,7 @@ class Priced:
         text = "times x (comm - hidden + contention x hidden)"
         part("dp exposed", last.seconds + sums, back, 1, text)
         if sharded.any():
-            weights = np.where(sharded, net.gather_s(gathered, inner), 0.0)
+            weights = np.where(sharded, net.gather_s(gathered, inner, count=units), 0.0)
             part("fsdp reduce exposed", scatter, back, every, text)
             part("fsdp gather exposed", np.where(zero3, 0.0, weights), np.where(zero3, 0.0, forth), 1, text)
             if zero3.any():

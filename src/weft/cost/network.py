@@ -74,10 +74,12 @@ class Network:
             tree = tree + np.where(needed, np.log2(np.maximum(parts, 1)) * tier.latency_s, 0.0)
         return np.minimum(ring, 2 * tree)
 
-    def gather_s(self, nbytes: Array | float, group: Group, kind: str = "all_gather") -> Array:
-        """An all-gather, or a reduce_scatter, of a tensor of so many bytes in all."""
+    def gather_s(
+        self, nbytes: Array | float, group: Group, kind: str = "all_gather", count: Array | float = 1.0
+    ) -> Array:
+        """All-gathers, or reduce_scatters, `count` of them, of tensors of so many bytes in all."""
         wire = (group.size - 1) / group.size * nbytes / self.bandwidth(group, kind)
-        return np.where(group.size > 1, self.hops(group) + wire, 0.0)
+        return np.where(group.size > 1, count * self.hops(group) + wire, 0.0)
 
     def reduce_s(self, nbytes: Array | float, group: Group) -> Array:
         """An all-reduce of so many bytes: a ring's, or a tree's where that is sooner."""
