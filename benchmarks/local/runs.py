@@ -65,9 +65,7 @@ def steps(case: Case) -> dict[str, Any]:
     data = build.dataset(run)
     model, sample = build.model(run, dtype=torch.float32), build.first(run, data)
     plan = build.plan(run, model, sample)
-    engine = Engine(
-        model, plan, optimizer=build.optimizer(run), loss=build.loss(run), inputs=build.inputs(run, model), sample=sample
-    )
+    engine = Engine(model, plan, optimizer=build.optimizer(run), loss=build.loss(run), sample=sample)
     whole = {key: torch.stack([data[i][key] for i in range(run.train.batch)]) for key in data[0]}
     traffic, mine, samples = Traffic(engine), engine.local(whole), list[tuple[float, float]]()
     for _ in range(WARMUP):
