@@ -75,6 +75,8 @@ def predicted(case: runs.Case, sheet: str) -> Estimate:
 
 def tables(results: parts.Results) -> tuple[list[str], bool]:
     """Predicted by the sheet of the round in which other programs had least, beside measured."""
+    if not {"sheets", "runs"} <= set(results):
+        return ["Not all parts have been measured."], False
     sheet = min(results["sheets"]["runs"], key=lambda one: one["others"])["sheet"]
     lines = ["| run | step, s | predicted, s | error | peak, MB | predicted, MB | error | sent, MB | predicted, MB |"]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
