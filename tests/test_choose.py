@@ -172,7 +172,7 @@ def test_options_of_patterns_are_those_of_the_parallelisms() -> None:
         ("dp*.tp2", lambda layout: set(layout.axes) <= {"dp", "tp"} and layout.size("tp") == 2),
         ("tp*+sequence.*", lambda layout: layout.option("tp") == ("sequence",)),
         ("fsdp*+offload.*", lambda layout: "offload" in layout.option("fsdp")),
-        ("pp2+gpipe.*", lambda layout: layout.size("pp") == 2),
+        ("pp*+gpipe.*", lambda layout: layout.size("pp") > 1),
     ],
 )
 def test_what_a_pattern_fixes(pattern: str, holds: Any) -> None:
@@ -279,6 +279,27 @@ def test_a_divisor_where_all_devices_cannot_be_used() -> None:
     assert found.fits and found.devices == 2
 
 
+@pytest.mark.parametrize("pattern", ["pp2+1f1b.fsdp2.tp2.*", "dp8", "fsdp8+zero3+offload", "up2.cp2.fsdp2+zero2"])
+def test_formulas_give_their_values(pattern: str) -> None:
+    """Every formula, of the values beside it: what follows its first comma is words."""
+    asked = question(8, large(), batch=64)
+    rows = rows_of(asked, candidates(asked, 8, Pattern.parse(pattern), wide=True))
+    row, held = max(rows, key=lambda row: row.held_bytes), 0
+    for part in (*row.time_parts, *row.memory_parts):
+        values = {name: float(np.ravel(value)[0]) for name, value in part.symbols.items()}
+        ends = [i for i, letter in enumerate(part.formula) if letter == "," and _balanced(part.formula[:i])]
+        text = part.formula[: ends[0] if ends else None].replace(" x ", " * ")
+        if part.name == "bubble" or not part.value[0] or (part.name == "optimizer" and "offload" in pattern):
+            continue  # words, what is not shown, and what words add
+        assert eval(text, {"max": max, "min": min}, values) == pytest.approx(float(part.value[0])), part.formula
+        held += 1
+    assert held >= 8
+
+
+def _balanced(text: str) -> bool:
+    return text.count("(") == text.count(")")
+
+
 # ---- why not ---------------------------------------------------------------------------------------------------------
 
 
@@ -329,5 +350,6 @@ def test_a_shortened_model_is_laid_as_the_whole_one(layout: str) -> None:
 def test_a_shortened_model_keeps_each_kind_of_block() -> None:
     model = bare(layers=24)
     model.blocks[9] = bare(hidden=64).blocks[0]  # type: ignore[operator, index]
-    assert len(shortened(model).blocks) == 4 + 5  # type: ignore[arg-type]
+    kept = list(shortened(model).blocks)  # type: ignore[arg-type]
+    assert len(kept) == 4 + 5 and model.blocks[9] in kept and model.blocks[-1] in kept  # type: ignore[index]
     assert shortened(small := bare(layers=4)) is small

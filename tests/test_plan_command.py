@@ -97,7 +97,7 @@ def test_a_whole_layout_is_priced_as_the_run_file_has_it(tmp_path: Path) -> None
     (row,) = found["rows"]
     assert (row["layout"], row["schedule"], row["recompute"]) == ("pp2.dp2", "zb-v", "full")
     assert (row["accumulate"], row["microbatch"], found["devices"]) == (2, 2, 4)
-    there = posed(loaded(run), "pp2.dp2")
+    there = posed(loaded(run), "pp2.dp2", "cuda")
     where = Cluster.parse(f"{sheet}x8")
     alone = estimate(there.work, there.choices, where, where.hardware.era("eager"), there.practice, there.sync)
     assert sum(row["memory"].values()) == pytest.approx(alone.peak_bytes[0])
@@ -109,8 +109,9 @@ def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
     count = build.skeleton(loaded(run))
     params = f"{sum(p.numel() for p in count.parameters()):.4g}"
     assert said.startswith("fsdp2+zero1: ")
-    assert f"= {params} x 4 / shards" in said  # weights, and gradients
-    assert "= 0.02 of the era" in said
+    assert f"= {params} x 4 + {params} x 0\n" in said  # weights, and no copies
+    assert f"= {params} x 4\n" in said  # gradients
+    assert "= 0.02\n" in said
     refused = weft("plan", run, "--cluster", f"{sheet}x2", "--explain", "tp8")
     assert refused.exit_code == 2 and "4 heads" in refused.output
 

@@ -108,11 +108,20 @@ def framework(row: Row) -> tuple[str, Practice]:
         )
     if "nemo" in name or "bridge" in name:
         return "megatron-core", replace(
-            MIXED, grad_bytes=2, state_bytes=10, reduce_bytes=2, overlaps=True, logit_bytes=4, dummy_bytes=2
+            MIXED,
+            grad_bytes=2,
+            state_bytes=10,
+            reduce_bytes=2,
+            overlaps=True,
+            logit_bytes=4,
+            logits_stay=True,
+            dummy_bytes=2,
         )
     modern = any(word in name for word in ("core", "nemo", "bridge", "mcore", "transformerengine"))
     if modern or "fp8" in dtype:
-        return "megatron-core", replace(MIXED, compute="bf16", overlaps=True, logit_bytes=4, dummy_bytes=2)
+        return "megatron-core", replace(
+            MIXED, compute="bf16", overlaps=True, logit_bytes=4, logits_stay=True, dummy_bytes=2
+        )
     fp16 = "bf16" not in dtype
     return "megatron", replace(
         MIXED, compute="fp16" if fp16 else "bf16", grad_bytes=2 if fp16 and "deepspeed" in name else 4,

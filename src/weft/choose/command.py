@@ -70,7 +70,7 @@ def plan(
     named = era_of(where, era)
     pattern = ANY if layout is None else Pattern.parse(layout)
     bare, held = build.skeleton(run), build.dataset(run)
-    question = question_of(run, where, named, traced(run, bare, held))
+    question = question_of(run, where, named, traced(run, bare, held, where.hardware.kind))
     began = time.perf_counter()
     with _bar() as progress:
         found = _alone(run, question, pattern) if pattern.exact else rank(question, pattern, wide, progress)
@@ -90,7 +90,7 @@ def plan(
 
 def question_of(run: Run, where: Cluster, era: str, work: Work | None = None) -> Question:
     """How to lay a run over a cluster. `work`: its model's, where that is known. Raises Refusal."""
-    work = work or traced(run, build.skeleton(run), build.dataset(run))
+    work = work or traced(run, build.skeleton(run), build.dataset(run), where.hardware.kind)
     return Question(work, run.train.batch, where, where.hardware.era(era), practice(run), build.synchronizer(run))
 
 

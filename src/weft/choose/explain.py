@@ -54,11 +54,8 @@ def _part(part: Part, unit: float, word: str) -> list[str]:
 
 
 def _filled(part: Part) -> tuple[str, dict[str, str]]:
-    """The formula with the values in it, and those that have no place in it. A formula may leave a unit out: `comm` is
-    comm_s."""
+    """The formula with the values in it, and those that have no place in it."""
     values = {name: f"{float(np.ravel(value)[0]):.4g}" for name, value in part.symbols.items()}
-    names = {word: name for name in values for word in (re.sub("_(s|bytes)$", "", name), name)}
-    words = set(re.findall(r"\w+", part.formula))
-    filled = re.sub(r"\w+", lambda match: values.get(names.get(match[0], ""), match[0]), part.formula)
-    used = {names[word] for word in words & set(names)}
+    used = set(re.findall(r"\w+", part.formula))
+    filled = re.sub(r"\w+", lambda match: values.get(match[0], match[0]), part.formula)
     return filled, {name: value for name, value in values.items() if name not in used}

@@ -13,8 +13,10 @@ from ..layout import Layout
 from .candidates import candidates, refusal, scheduled, together
 from .patterns import Pattern
 from .question import Question
-from .ranking import COMPUTE, Row, price, rows_of, simulated
+from .ranking import Row, price, rows_of, simulated
 
+SAID = {"matmul": "matmuls", "memory": "elementwise work"}  # in other words than an estimate's
+COMPUTE = ("matmuls", "attention", "elementwise work")
 NEAR = 1.02  # times as long is no loss to speak of
 
 
@@ -106,7 +108,7 @@ def shares(row: Row) -> dict[str, float]:
     """What takes of a row's time how much: exchanges by their axis."""
     found: dict[str, float] = {}
     for part, value in row.time.items():
-        name = part.split()[0] if part.endswith("exposed") else part
+        name = part.split()[0] if part.endswith("exposed") else SAID.get(part, part)
         found[name] = found.get(name, 0.0) + value / row.step_s
     return found
 

@@ -30,19 +30,19 @@ class Posed:
     sync: Sync
 
 
-def posed(run: Run, axes: str | None = None) -> Posed:
-    """A run as its file has it, on its own layout or on these axes. Raises Refusal."""
+def posed(run: Run, axes: str | None = None, device: str = "cpu") -> Posed:
+    """A run as its file has it, on its own layout or on these axes. `device`: the kind of device whose kernels it
+    would run, as a sheet has it. Raises Refusal."""
     there = run if axes is None else build.with_layout(run, axes)
-    return Posed(
-        traced(run, build.skeleton(run), build.dataset(run)), choice(there), practice(run), build.synchronizer(run)
-    )
+    work = traced(run, build.skeleton(run), build.dataset(run), device)
+    return Posed(work, choice(there), practice(run), build.synchronizer(run))
 
 
-def traced(run: Run, bare: nn.Module, held: Dataset) -> Work:
+def traced(run: Run, bare: nn.Module, held: Dataset, device: str) -> Work:
     """The work of a run's model for one of its samples. Raises Refusal."""
     return trace(
-        bare, build.first(run, held), build.loss(run), precision=run.precision.compute, roles=run.roles or None,
-        inputs=build.inputs(run, bare), name=run.model.build or str(run.model.hf),
+        bare, build.first(run, held), build.loss(run), precision=run.precision.compute, device=device,
+        roles=run.roles or None, inputs=build.inputs(run, bare), name=run.model.build or str(run.model.hf),
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def practice(run: Run) -> Practice:
         gather_bytes=item,
         update_bytes=moved + 3 * item,  # before a step gradients are cleared, and divided by the batch's weight
         added_bytes=3 * item,
-        logit_bytes=3 * item + compute.itemsize,  # log-softmax and two gradients, beside what the head gave
+        logit_bytes=3 * item,  # log-softmax and two gradients
         overlaps=True,
     )
 

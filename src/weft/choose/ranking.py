@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .. import schedule
 from ..cost.choices import AXES, Array, Choices
-from ..cost.estimate import Estimate, stage_costs
+from ..cost.estimate import Estimate
 from ..cost.hardware import GIB
 from ..cost.parts import Part
 from ..simulate import simulate
+from ..simulation.setup import Setup
 from .candidates import Candidates, candidates, scheduled, together
 from .patterns import ANY, Pattern
 from .question import Question
@@ -26,10 +26,8 @@ SLICE = 50_000  # choices that are priced at once
 RESCHEDULED = 4_000  # pipelines at most that are priced with every schedule
 LAYOUTS = 36  # that are looked at more closely
 EACH = 3  # choices of each of these
-ACTIONS = 400_000  # that are simulated, over all
+ACTIONS = 250_000  # that are simulated, over all
 TIE = 0.01  # times that differ by less are no reason to have one more axis
-COMPUTE = ("matmul", "attention", "memory")
-AFTER = ("dp", "fsdp", "optimizer", "fixed", "stragglers")  # first words of parts that no pipeline has to do with
 
 Progress = Callable[[int, int], None]  # choices priced, of how many
 
@@ -222,10 +220,10 @@ def simulated(question: Question, rows: Sequence[Row]) -> list[Row]:
 
 
 class _Pipelines:
-    """Simulations of pipelines, each once: layouts that differ in their data axes have the same."""
+    """Simulations of pipelines, each once: layouts that differ in their data axes mostly have the same."""
 
     def __init__(self) -> None:
-        self.left, self._known = ACTIONS, dict[tuple, float]()
+        self.left, self._known = ACTIONS, dict[tuple, tuple[float, frozenset[str]]]()
 
     def run(self, question: Question, row: Row) -> Row:
         """What no closed form of a bubble knows: the first and the last stage have other work, messages take time."""
@@ -234,37 +232,40 @@ class _Pipelines:
             if self.left <= 0:
                 return row
             self._known[key] = self._makespan(question, row)
-        return _with(row, self._known[key])
+        return _with(row, *self._known[key])
 
     def _key(self, row: Row) -> tuple:
-        """All that a stage's work depends on. Experts are spread over data axes, too."""
+        """All that a stage's work depends on: data axes, where experts are spread over them, or each microbatch waits
+        for what they share."""
         c = row.chosen.choices
-        apart = () if c.experts[0] > 1 else ("dp", "fsdp")
-        sizes = tuple(int(c.sizes[axis][0]) for axis in AXES if axis not in apart)
-        return row.schedule, tuple(row.options.items()), row.accumulate, row.recompute, sizes, bool(c.sequence[0])
+        waits = c.experts[0] > 1 or (c.sizes["fsdp"][0] > 1 and c.zero[0] > 1)
+        sizes = tuple(int(c.sizes[axis][0]) for axis in AXES if waits or axis not in ("dp", "fsdp"))
+        zero = int(c.zero[0]) if waits else 0
+        return row.schedule, tuple(row.options.items()), row.accumulate, row.recompute, sizes, zero, bool(c.sequence[0])
 
-    def _makespan(self, question: Question, row: Row) -> float:
-        """Of many microbatches a few are run: each of the others takes as long as the busiest rank works on it."""
-        q, ranks = question, int(row.chosen.choices.sizes["pp"][0])
-        costs = stage_costs(q.work, row.chosen.choices, 0, q.cluster, q.era, q.practice)
+    def _makespan(self, question: Question, row: Row) -> tuple[float, frozenset[str]]:
+        """Seconds, and the parts of a step that come after. Of many microbatches a few are run: each of the others
+        takes as long as the busiest rank works on it."""
+        q, c, ranks = question, row.chosen.choices, int(row.chosen.choices.sizes["pp"][0])
         few = min(row.accumulate, 2 * ranks + row.accumulate % ranks)
-        made = schedule.make(row.schedule, ranks, few, **row.options)
+        cluster = q.cluster.model_copy(update={"devices": int(c.world[0])})
+        fewer = replace(c, accumulate=np.array([few]))
+        setup = Setup(row.layout, q.work, fewer, cluster, q.era, q.practice, 1, q.sync)
+        made, step = setup.schedule, setup.step()
         self.left -= sum(map(len, made.order))
         busy = [0.0] * ranks
-        fields = (costs.each(name, made.stages) for name in ("forward_s", "backward_s", "weight_s"))
+        fields = (step.costs.each(name, made.stages) for name in ("forward_s", "backward_s", "weight_s"))
         for place, *seconds in zip(made.placement, *fields):
             busy[place] += sum(seconds)
-        return simulate(made, costs).makespan_s + (row.accumulate - few) * max(busy)
+        makespan = simulate(made, step.costs).makespan_s + (row.accumulate - few) * max(busy)
+        return makespan, frozenset(step.after)
 
 
-def _with(row: Row, makespan: float) -> Row:
+def _with(row: Row, makespan: float, after: frozenset[str]) -> Row:
     """The row with a pipeline that takes so long. Messages are in the bubble then."""
-    kept = {name: value for name, value in row.time.items() if name not in ("bubble", "pp exposed", "stragglers")}
-    kept["bubble"] = makespan - sum(value for name, value in kept.items() if name.split()[0] not in AFTER)
+    kept = {name: value for name, value in row.time.items() if name not in ("bubble", "pp exposed")}
+    kept["bubble"] = makespan - sum(value for name, value in kept.items() if name not in after)
     step = sum(kept.values())
-    if late := row.time.get("stragglers", 0.0):
-        kept["stragglers"] = late / (row.step_s - late) * step
-        step += kept["stragglers"]
     change = row.step_s / step
     return replace(
         row, step_s=step, tokens_per_s=row.tokens_per_s * change, mfu=row.mfu * change, time=kept, simulated=True
