@@ -160,6 +160,16 @@ def test_zeros_table(layout: str, weights: float, gradients: float, state: float
     assert found["optimizer"] == pytest.approx(state * exact)
 
 
+def test_the_last_stage_has_a_tied_embedding_too() -> None:
+    tied, apart = (one("pp4.dp2", "memory", replace(SMALL, tied=tied), batch=8)["weights"] for tied in (True, False))
+    assert tied == apart > one("pp8", "memory", replace(SMALL, vocab=1), batch=8)["weights"]
+    alone = [one("dp8", "memory", replace(SMALL, tied=tied), batch=8)["weights"] for tied in (True, False)]
+    assert alone[1] - alone[0] == 2 * SMALL.vocab * SMALL.hidden
+    found = priced(laid("pp4.dp2", batch=8), replace(SMALL, tied=True)).traffic["pp"][0]
+    plain = priced(laid("pp4.dp2", batch=8)).traffic["pp"][0]
+    assert found - plain == 2 * 3 / 4 * 2 * SMALL.vocab * SMALL.hidden  # over both ends and dp together
+
+
 def test_offloaded_states_are_not_on_the_device_and_take_time() -> None:
     here, away = (one(layout, "memory") for layout in ("fsdp8", "fsdp8+offload"))
     assert [away[n] for n in ("weights", "gradients", "optimizer")] == [0, 0, 0]

@@ -65,16 +65,20 @@ def work(
         _layer(dims, item, flash, causal, dropout, fused, kernels, routed, count)
         for routed, count in ((False, dense), (True, dims.layers - dense)) if count
     ]  # fmt: skip
-    last = Block(
+    norm = Block(
+        "norm", 1,
+        (Op("norm", "memory", "sequence", moved_bytes=2 * token, saved_bytes=2 * token, backward=1.5),),
+        (("whole", h),), token,
+    )  # fmt: skip
+    head = Block(
         "head", 1,
         (
-            Op("norm", "memory", "sequence", moved_bytes=2 * token, saved_bytes=2 * token, backward=1.5),
             Op("logits", "matmul", "tp", flops=2 * s * h * v, kernels=kernels, width=v),
             Op("loss", "memory", "tp", moved_bytes=10 * s * v, backward=0.6, kernels=6 * kernels),
         ),
-        (("tp", 0 if dims.tied else v * h), ("whole", h)), 0.0, reduced_bytes=0.0,
+        (("tp", v * h),), 0.0, tied=dims.tied,
     )  # fmt: skip
-    blocks = (first, *layers, last)
+    blocks = (first, *layers, norm, head)
     flops = 3 * sum(b.count * _model_flops(dims, b.name == "routed") for b in layers) + 6 * s * h * v
     return Work(name, blocks, s, flops, dtype, item, vocab=v)
 
