@@ -21,8 +21,9 @@ LEVELS = (
      "schedules delays correct costs clock timeline partition places staging codecs syncs tables"),
     ("strategies", "parallel schedule codec sync"),
     ("interpreters", "mesh collectives batchnorm dispatch parallelize comms shards checkpoint engine "
-     "watch chart ghosts cutting simulate draw cost"),
-    ("deciders", "planner stages config build data text huggingface verification train launch doctor"),
+     "watch chart ghosts cutting simulate draw cost timing"),
+    ("deciders", "planner stages config build data text huggingface verification train launch doctor choose "
+     "simulation calibrate"),
     ("door", "cli __init__ __main__"),
 )  # fmt: skip
 LEVEL_OF = {part: level for level, (_, parts) in enumerate(LEVELS) for part in parts.split()}

@@ -37,6 +37,11 @@ def test_figures() -> None:
     assert json.loads(json.dumps(timeline.summary()))["idle_s"] == [3.0, 3.0]
 
 
+def test_what_follows_the_last_action_is_no_bubble() -> None:
+    timeline = Timeline.of([[*RANKS[0], ("reduce", 12.0, 14.0)], RANKS[1]])
+    assert (timeline.makespan_s, timeline.acted_s, timeline.bubble_s) == (9.0, 7.0, 3.0)
+
+
 def test_the_first_span_begins_at_0_and_order_is_that_of_starts() -> None:
     timeline = Timeline.of([list(reversed(RANKS[0])), RANKS[1]])
     assert list(timeline.lanes[0].start_s) == [0.0, 4.0, 5.0]

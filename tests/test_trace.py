@@ -81,9 +81,9 @@ def ops(work: Work) -> Iterator[tuple[Block, Op]]:
             yield block, op
 
 
-def saved(work: Work, tp: int = 1) -> float:
-    """Bytes that a rank of `tp` keeps of one sample."""
-    return sum(b.count * op.saved_bytes / (tp if op.cut in ("tp", "expert") else 1) for b, op in ops(work))
+def saved(work: Work, tp: int = 1, cuts: tuple[str, ...] = ("tp", "expert")) -> float:
+    """Bytes that a rank of `tp`, which divides these, keeps of one sample."""
+    return sum(b.count * op.saved_bytes / (tp if op.cut in cuts else 1) for b, op in ops(work))
 
 
 # ---- closed forms ----------------------------------------------------------------------------------------------------
@@ -177,6 +177,15 @@ def test_what_is_kept_is_what_a_real_forward_keeps(name: str, precision: str) ->
     assert saved(traced(name, precision=precision)) == (many - few) / 2
 
 
+def test_kernels_of_a_gpu_keep_less() -> None:
+    cpu, gpu = traced("decoder"), traced("decoder", device="cuda")
+    assert saved(cpu) - saved(gpu) == (2 * LAYERS + 1) * 4 * LENGTH * DIM  # what each norm made before its weight
+    assert cpu.model_flops == gpu.model_flops and cpu.params == gpu.params
+    for block in traced("deepseek", device="cuda").blocks[1:3]:  # keys 16 wide, values 8
+        (core,) = [op for op in block.ops if op.core]
+        assert (core.kind, core.flops) == ("attention", LENGTH * LENGTH * HEADS * (16 + 8))
+
+
 def test_what_the_loss_keeps_counts_where_there_is_no_vocabulary() -> None:
     batch = {"image": torch.randn(4, 1, 8, 8), "label": torch.arange(4)}
     model = convnet(8, 5)
@@ -226,12 +235,15 @@ def rank_keeps(name: str, layout: str) -> float:
     return (of(4) - of(2)) / 2
 
 
-@pytest.mark.parametrize(("name", "layout"), [("decoder", "tp2"), ("bert", "tp2"), ("mixture", "tp2")])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("decoder", "tp2"), ("decoder", "tp2+sequence"), ("bert", "tp2"), ("mixture", "tp2")]
+)
 def test_a_rank_of_two_keeps_its_part(pool: Pool, name: str, layout: str) -> None:
     # of the vocabulary: which words are another rank's; exponentials of half, the target's column, and two masks
     vocabulary = LENGTH * (1 + 4 * VOCAB // 2 + 8 + 1 + 1)
     work = traced(name)
-    assert pool.run(partial(rank_keeps, name, layout), world=2) == [saved(work, tp=2) + vocabulary] * 2
+    cuts = ("tp", "expert", *(["sequence"] if "sequence" in layout else []))
+    assert pool.run(partial(rank_keeps, name, layout), world=2) == [saved(work, 2, cuts) + vocabulary] * 2
 
 
 # ---- what is run, and what is not ------------------------------------------------------------------------------------
@@ -267,6 +279,11 @@ def test_of_equal_blocks_two_are_run() -> None:
     assert [(b.name, b.count) for b in work.blocks] == [
         ("stem", 1), ("layers.0 .. layers.2", 3), ("layers.3 .. layers.49", 47), ("head", 1)
     ]  # fmt: skip
+    layer = work.blocks[1]
+    # at once a gradient that comes, that of what `down` takes, and that of what `up` makes
+    assert layer.working_bytes == 4 * (8 + 16 + 16)
+    # forward a relu and a sum; backward a relu's gradient, and that of the input from both ways
+    assert {op.backward for op in layer.ops if op.kind == "memory" and op.moved_bytes} == {(48 + 24) / (32 + 24)}
     assert work.model_flops == 6 * (8 * 8 + 3 * 2 * 8 * 16 + 47 * 2 * 8 * 32 + 8 * 5)
 
 

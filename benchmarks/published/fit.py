@@ -21,7 +21,10 @@ from weft.cost.hardware import SHEETS, Era, named
 
 HERE = Path(__file__).parent
 MEGATRON = ("matmul", "matmul_flops", "memory", "launch_s", "link", "network", "fixed_s", "ragged")
-SHARDED = ("matmul", "matmul_flops", "attention", "attention_backward", "memory", "launch_s", "network", "hidden")
+SHARDED = (
+    "matmul", "matmul_flops", "attention", "attention_backward", "memory", "traffic", "launch_s", "network", "hidden",
+    "fixed_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Fitted:
     start: Era = field(default_factory=Era)
     only: Callable[[published.Row], bool] = lambda row: True
     ours: bool = True  # whether it goes to weft's sheets
-    everything: bool = False  # a source with so few rows that none is held out
+    everything: tuple[str, ...] = ()  # sources with so few rows that none is held out
 
 
 MEGATRON_A100 = Era(matmul=0.78, matmul_flops=1e10, memory=0.7, launch_s=9e-5, link=0.8, network=0.7, fixed_s=0.01)
@@ -43,7 +46,7 @@ EAGER_A100 = Era(matmul=0.8, matmul_flops=1e9, attention=0.5, attention_backward
 FITS = {
     "a100-megatron": Fitted(
         ("a100", "a100-40"), "megatron", {"vtrain": 1, "mlm_sc21_table1": 1, "korthikanti2022_table5": 1}, MEGATRON,
-        MEGATRON_A100,
+        MEGATRON_A100, everything=("mlm_sc21_table1", "korthikanti2022_table5"),
     ),
     "bloom": Fitted(
         ("a100-omnipath",), "megatron", {"bloom_prequel": 1},
@@ -51,7 +54,7 @@ FITS = {
     ),
     "v100-megatron": Fitted(
         ("v100",), "megatron", {"mlm_readme_sep2020": 1}, ("matmul", "memory"), MEGATRON_A100,
-        lambda row: "V100" in row["accelerator"], everything=True,
+        lambda row: "V100" in row["accelerator"], everything=("mlm_readme_sep2020",),
     ),
     "a100-eager": Fitted(
         ("a100", "a100-40", "a100-pcie"), "eager", {"llm_foundry": 1}, SHARDED, EAGER_A100,
@@ -67,12 +70,12 @@ FITS = {
     ),
     "h100-compiled": Fitted(
         ("h100", "h200"), "compiled", {"torchtitan": 1},
-        ("matmul", "eight", "attention", "attention_backward", "memory", "link", "network"), EAGER_A100,
+        ("matmul", "eight", "attention", "attention_backward", "memory", "traffic", "link", "network"), EAGER_A100,
         lambda row: "H" in row["accelerator"].split("-")[0],
     ),
     "nanotron": Fitted(
         ("h100",), "nanotron", {"nanotron_ultrascale": 1},
-        ("matmul", "memory", "launch_s", "link", "network", "fixed_s", "jitter"), EAGER_A100, ours=False,
+        ("matmul", "memory", "launch_s", "network", "fixed_s"), EAGER_A100, ours=False,
     ),
     "h100-core": Fitted(
         ("h100", "h200"), "megatron-core", {"nemo_2024_h100": 1, "mlm_llama_h100_fp8": 0.3, "megatron_bridge": 0.3},
@@ -103,9 +106,9 @@ def fitted(one: Fitted, rows: list[published.Row]) -> Era:
             except published.Uncovered:
                 continue
         those = [(row, case) for row, case in those if case.setting.era == one.era]
-        those = [(row, case) for row, case in those if one.everything or not published.held(row)]
-        if len(those) > 360:  # enough to say it
-            those = those[:: len(those) // 360]
+        those = [(row, case) for row, case in those if source in one.everything or not published.held(row)]
+        if len(those) > 200:  # enough to say it
+            those = those[:: len(those) // 200]
         cases += [case for _, case in those]
         seconds += [float(row["d_iter_time_s"]) for row, _ in those]
         weights += [weight / len(those)] * len(those)

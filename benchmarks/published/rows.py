@@ -69,6 +69,7 @@ class Case:
     schedule: str
     chunks: int
     shards: int
+    experts: int
     told: bool = True  # whether the row says what is recomputed
 
 
@@ -99,16 +100,28 @@ def framework(row: Row) -> tuple[str, Practice]:
     if "titan" in name:
         return ("eager" if (row.get("compile") or "").upper() == "N" else "compiled"), FSDP
     if "fsdp" in name or zero.startswith("3") or zero == "hsdp":
-        return ("compiled" if compiled else "eager"), replace(FSDP, reduce_bytes=2)
+        fused = 4 if "composer" in name else 10  # its cross-entropy writes the gradient over the logits
+        return ("compiled" if compiled else "eager"), replace(FSDP, reduce_bytes=2, logit_bytes=fused)
     if "nanotron" in name:
-        return "nanotron", replace(MIXED, compute="bf16", overlaps=False, grad_bytes=6, state_bytes=12, logit_bytes=8)
+        return "nanotron", replace(
+            MIXED, compute="bf16", overlaps=True, grad_bytes=6, state_bytes=12, logit_bytes=8, messages=9
+        )
     if "nemo" in name or "bridge" in name:
         return "megatron-core", replace(
-            MIXED, grad_bytes=2, state_bytes=10, reduce_bytes=2, overlaps=True, logit_bytes=4, dummy_bytes=2
+            MIXED,
+            grad_bytes=2,
+            state_bytes=10,
+            reduce_bytes=2,
+            overlaps=True,
+            logit_bytes=4,
+            logits_stay=True,
+            dummy_bytes=2,
         )
     modern = any(word in name for word in ("core", "nemo", "bridge", "mcore", "transformerengine"))
     if modern or "fp8" in dtype:
-        return "megatron-core", replace(MIXED, compute="bf16", overlaps=True, logit_bytes=4, dummy_bytes=2)
+        return "megatron-core", replace(
+            MIXED, compute="bf16", overlaps=True, logit_bytes=4, logits_stay=True, dummy_bytes=2
+        )
     fp16 = "bf16" not in dtype
     return "megatron", replace(
         MIXED, compute="fp16" if fp16 else "bf16", grad_bytes=2 if fp16 and "deepspeed" in name else 4,
@@ -133,6 +146,8 @@ def hardware(row: Row) -> Hardware:
     node = whole(row, "accel_per_node", sheet.node)
     inner, *outer = sheet.tiers
     inner = inner.model_copy(update={"devices": max(node, 72 if "NVL72" in (row.get("intra_link") or "") else node)})
+    if "EFA" in (row.get("inter_link") or ""):  # whose messages go through the host
+        outer = [tier.model_copy(update={"latency_s": 6e-5}) for tier in outer]
     rate = _network(row.get("inter_link") or "", node)
     if rate and outer:
         outer = [outer[0].model_copy(update={"bps": rate})]
@@ -209,6 +224,7 @@ def case(row: Row) -> Case:
     return Case(
         row["row_id"], setting, Layout.parse(".".join(axes)), dp * mbs * accumulate, accumulate, recompute,
         "interleaved" if chunks > 1 else "1f1b", chunks, group * sizes["cp"] if group > 1 else group,
+        sizes["ep"] if whole(row, "n_experts", 0) else 1,
         told=bool((row.get("recompute") or "").strip()),
     )  # fmt: skip
 
@@ -237,7 +253,10 @@ def grouped(cases: Iterable[Case]) -> list[Group]:
         )  # fmt: skip
         batch = np.array([one.batch for one in those])
         choices = replace(
-            choices, microbatch=choices.microbatch * batch, shards=np.array([max(1, one.shards) for one in those])
+            choices,
+            microbatch=choices.microbatch * batch,
+            shards=np.array([max(1, one.shards) for one in those]),
+            experts=np.array([one.experts for one in those]),
         )
         model = work(
             setting.dims,
@@ -263,7 +282,7 @@ def price(groups: Iterable[Group], eras: Mapping[tuple[str, str], Era]) -> dict[
 
 
 def predict(cases: Sequence[Case]) -> dict[str, tuple[Estimate, int]]:
-    """As `price`, with the constants of sites. What a row does not say is recomputed only if it does not fit without."""
+    """As `price`, with the constants of sites. What a row does not say is recomputed only where it must be."""
     eras = sites()
     found = price(grouped(cases), eras)
     silent = [one for one in cases if not one.told and not found[one.row_id][0].fits[found[one.row_id][1]]]

@@ -3,8 +3,9 @@
     python benchmarks/published/run.py                                    the repository's own rows, by source
     python benchmarks/published/run.py --runs FILE.csv --out OUT.csv      any rows with these columns
 
-Of FILE.csv every row that the model covers gets a line in OUT.csv, row_id, predicted_iter_time_s, predicted_peak_mem_gib,
-fits; which rows are not covered, and why, is said on stderr. Rows that have the measurement too are scored.
+Of FILE.csv every row that the model covers gets a line in OUT.csv: row_id, predicted_iter_time_s,
+predicted_peak_mem_gib, fits; which rows are not covered, and why, is said on stderr. Rows that have the measurement too
+are scored.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from .costs import Costs
 from .engine import remote
 from .engine.engine import ELEMENTWISE, check_codec
 from .errors import CannotCut, ConfigError, DataError, LayoutError, Refusal, nearest
-from .layout import Layout
+from .layout import SEQUENCE_AXES, Layout
 from .losses import Loss
 from .places import placed
 from .plans import Plan
@@ -263,7 +263,7 @@ def check(run: Run, layouts: Sequence[str] = ()) -> list[Plan]:
             problem = f"the split {split!r} has {len(held)} samples, less than one batch"
             raise DataError("train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data")
     _check_inputs(run, bare, train[0])
-    _check_sizes(bare, train, plans)
+    check_sizes(bare, train, plans)
     return plans
 
 
@@ -279,16 +279,16 @@ def _check_workers(run: Run, bare: nn.Module, laid: Plan) -> None:
     remote.check(laid, placed(bare, run.workers))
 
 
-def laid(run: Run, bare: nn.Module, train: data.Dataset) -> Plan:
+def laid(run: Run, bare: nn.Module, train: data.Dataset, load: bool = True) -> Plan:
     """The plan before any process starts: on the model without data if its forward can be followed so, else on the
-    model. Raises Refusal for all that a rank would refuse."""
+    model, unless it is too large to `load`. Raises Refusal for all that a rank would refuse."""
     if run.pipeline.cut == "time":  # a model without data has no times: the ranks measure theirs
         run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"cut": "flops"})})
     sample = first(run, train)
     try:
         made = plan(run, bare, sample)
     except CannotCut:
-        if not (Layout.parse(run.layout.axes).live("pp") and any(p.is_meta for p in bare.parameters())):
+        if not (load and Layout.parse(run.layout.axes).live("pp") and any(p.is_meta for p in bare.parameters())):
             raise
         made = plan(run, model(run), sample)
     if run.train.rollback is not None:
@@ -345,7 +345,7 @@ def _check_inputs(run: Run, model: nn.Module, sample: Mapping[str, Any]) -> None
             raise ConfigError("model.inputs", list(names), problem, fix)
 
 
-def _check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> None:
+def check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> None:
     """The model has a row for every token, and sequences divide where a plan cuts them."""
     ids = held[0].get("input_ids")
     vocab, embeddings = getattr(held, "vocab", None), find(model).embeddings
@@ -357,10 +357,10 @@ def _check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) ->
             problem = f"{embeddings[0]} has {rows} rows, and the data has {vocab} tokens"
             raise ConfigError("model", embeddings[0], problem, f"give the model a vocabulary of at least {vocab}")
     for laid in plans:
-        size = laid.layout.size("tp")
-        if "sequence" in laid.layout.option("tp") and len(ids) % size:
-            problem = f"tp{size} cuts sequences of {len(ids)} tokens, which it does not divide"
-            raise LayoutError("layout", str(laid.layout), problem, f"use a seq_len that is a multiple of {size}")
+        size, parts = laid.layout.size("tp"), laid.layout.size("tp", *SEQUENCE_AXES)
+        if "sequence" in laid.layout.option("tp") and len(ids) % parts:
+            problem = f"tp{size} cuts sequences of {len(ids) * size // parts} tokens, which it does not divide"
+            raise LayoutError("layout", str(laid.layout), problem, f"use a seq_len that is a multiple of {parts}")
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------------

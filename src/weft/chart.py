@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from .errors import CannotCut
+from .errors import CannotCut, NeedsData
 from .staging import Given, Made, State, Unknown
 from .watch import (
     CHECKPOINT,
@@ -153,7 +153,7 @@ def chart(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0) -> Char
             with _without_log():
                 trace.run(inputs)
         except (DataDependentOutputException, DynamicOutputShapeException) as problem:
-            raise CannotCut(
+            raise NeedsData(
                 "model", type(model).__name__,
                 f"its forward reads elements of a tensor into Python at {trace.line}: `{trace.text}`",
                 "plan with the real model, not on the meta device",

@@ -135,6 +135,48 @@ def verify(
 
 
 @app.command()
+def plan(
+    path: RunFile,
+    cluster: Annotated[str, typer.Option(help="Hardware and how many: h100x64, a sheet's file, or local.")],
+    layout: Annotated[
+        str | None, typer.Option(help="What is fixed: tp8.* or fsdp*+zero2.tp8; a whole layout is priced as it is.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    memory: Annotated[
+        float | None, typer.Option("--max-memory", metavar="GIB", help="Use no more of a device's memory.")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", help="Print every part of an estimate, with its formula.")
+    ] = None,
+    era: Annotated[str | None, typer.Option(help="The software to price: one of the sheet's eras.")] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Look beyond what is usual, such as tp within a node.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a run file with the best layout, for weft train.")
+    ] = None,
+    settings: Settings = None,
+) -> None:
+    """Find the fastest layouts of RUN.toml that fit on a cluster, and say why others are not."""
+    with _exit_codes():
+        run = _load(path, settings, None, None)
+
+        from .choose import command
+
+        report, laid = command.plan(run, cluster, layout, era, memory, wide)
+        if out is not None:
+            command.write(laid, out)
+        if as_json:
+            typer.echo(json.dumps(report.json(top)))
+        elif explain is not None:
+            typer.echo(command.explain(report, explain))
+        else:
+            typer.echo(report.text(top))
+            name = f"{path.stem}-{report.question.cluster.hardware.name}.toml"
+            again = f"to train so: the same with --out {name}, then weft train {name}"
+            typer.echo(f"\n{again if out is None else f'written: {out}; now weft train {out}'}")
+
+
+@app.command()
 def doctor(
     path: Annotated[
         Path | None, typer.Argument(metavar="RUN.toml", help="A run to look at.", show_default=False)
@@ -160,6 +202,21 @@ def doctor(
             asked = Asked(__version__, path, folder, parsed(nodes), Meeting.parse(rdzv))
         if not report.doctor(asked, as_json):
             raise typer.Exit(1)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Write the sheet there: to where --cluster local reads, if left out."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure this machine, for weft plan --cluster local and for what weft train predicts."""
+    with _exit_codes():
+        from .calibrate import report
+
+        report.calibrate(out, as_json)
 
 
 @app.command()
@@ -220,6 +277,66 @@ def draw(
             typer.echo(command.figures(drawn))
         elif out is None:
             command.show(drawn)
+
+
+@app.command()
+def simulate(
+    path: RunFile,
+    layout: Annotated[
+        str | None, typer.Option(help="Axes and sizes, as in dp128.tp8: RUN.toml's, if left out.")
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(help="Devices, as in h100x1024; local, this machine as it was measured.", show_default=False)
+    ] = "local",
+    era: Annotated[str | None, typer.Option(help="The sheet's kind of software, as in compiled.")] = None,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[DEVICE=]FACTOR", help="A device that takes so many times as long; anywhere, without =."),
+    ] = None,
+    slow_link: Annotated[
+        list[str] | None,
+        typer.Option(metavar="AXIS=FACTOR", help="A link of this axis with 1/FACTOR of its bandwidth."),
+    ] = None,
+    jitter: Annotated[float, typer.Option(help="Standard deviation of a device's time of a step, as a share.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
+    mtbf: Annotated[float | None, typer.Option(metavar="HOURS", help="Between failures of one device.")] = None,
+    node_mtbf: Annotated[float | None, typer.Option(metavar="HOURS", help="Between failures of one node.")] = None,
+    checkpoint: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="For which a checkpoint stops training.")
+    ] = None,
+    storage: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", help="Or at which all ranks together write one, beside training, from a copy."),
+    ] = None,
+    restart: Annotated[float, typer.Option(metavar="SECONDS", help="From a failure until training goes on.")] = 300.0,
+    scale: Annotated[
+        str | None, typer.Option(metavar="weak|strong", help="More replicas: the batch grows with them, or stays.")
+    ] = None,
+    to: Annotated[int | None, typer.Option(help="Devices up to which --scale goes.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write .svg, .html, .json (Perfetto) or .csv.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    settings: Settings = None,
+) -> None:
+    """Simulate a step of RUN.toml on a cluster: slow devices, failures, replicas that wait or not, more devices."""
+    with _exit_codes():
+        run = _load(path, settings, layout, None)
+
+        from .simulation import command, report
+
+        asked = command.Asked(
+            slow=dict(map(command.slow, slow or [])), links=dict(map(command.link, slow_link or [])), jitter=jitter,
+            seed=seed, mtbf_h=mtbf, node_mtbf_h=node_mtbf, checkpoint_s=checkpoint, storage_gbps=storage,
+            restart_s=restart, every=run.checkpoint.every, scale=command.mode(scale), to=to,
+        )  # fmt: skip
+        found = command.simulated(command.prepared(run, cluster, era), asked)
+        if out is not None:
+            report.write(out, found)
+        if as_json:
+            typer.echo(report.dump(found))
+        elif out is None:
+            report.show(found)
 
 
 # ---- weft checkpoint -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
     │   ├── ConfigError      a key or value of RUN.toml or of the command line
     │   ├── LayoutError      a layout that does not parse, fit the world, or divide the batch
     │   ├── CannotCut        a strategy on a model that it cannot cut
+    │   │   └── NeedsData    ... which may be able to, given one with weights
     │   ├── CheckpointError  a truncated, foreign or mismatched checkpoint
     │   └── DataError        a missing or unreadable dataset
     └── WorkerDied           a process of the run failed; carries that worker's own error          exit 1
@@ -54,6 +55,10 @@ class LayoutError(Refusal):
 
 class CannotCut(Refusal):
     """A strategy on a model that it cannot cut."""
+
+
+class NeedsData(CannotCut):
+    """A model without weights, whose forward asks for elements of a tensor."""
 
 
 class CheckpointError(Refusal):

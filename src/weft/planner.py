@@ -107,7 +107,7 @@ def plan(
         steps = [_once_a_step(s) for s in steps]
     if isinstance(sync, EachPeriod | AnyTime) and layout.size("dp") > 1:
         _check_biases(model, sync)
-    notes = _check_sync(layout, sync, staged, precision) if sync is not None and not sync.plain else []
+    notes = check_sync(layout, sync, staged, precision) if sync is not None and not sync.plain else []
     if layout.live("tp"):
         notes += [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
     if staged is not None:
@@ -119,8 +119,8 @@ def plan(
     )  # fmt: skip
 
 
-def _check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: str) -> list[str]:
-    """What can be said of a synchroniser before any process starts. Returns notes."""
+def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: str) -> list[str]:
+    """What can be said of a synchroniser before any process starts. Returns notes. Raises ConfigError."""
     size = layout.size("dp")
     if size > 1 and "ep" in layout.option("dp") and not (isinstance(sync, EachStep) and sync.route != "owners"):
         raise ConfigError(

@@ -440,8 +440,10 @@ def _chain(
     hidden = features(modules[columns[0]])[0]
     base = region or scope
     for name, module in modules.items():
+        if name in linear_names or not (name.startswith(base + ".") or name == base != scope):
+            continue
         own = [f"{name}.{p}" for p, _ in module.named_parameters(recurse=False)]
-        if not own or name in linear_names or not (name.startswith(base + ".") or name == base != scope):
+        if not own:
             continue
         sizes = {p.numel() for p in module.parameters(recurse=False)}
         norm = "norm" in type(module).__name__.lower()

@@ -25,8 +25,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     stages, microbatches = schedule.stages, schedule.microbatches
-    rows = _rows(schedule, costs)
-    split = {a[1:] for order in schedule.order for a in order if a.kind == "W"} if schedule.split else ()
+    found, apart = rows(schedule, costs), split(schedule)
 
     ends = array("d", [-1.0]) * (len(KINDS) * stages * microbatches)  # of each row, one per microbatch
     starts = tuple(array("d") for _ in schedule.order)
@@ -39,8 +38,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         free = stop_s[-1] if stop_s else 0.0
         for position in range(len(stop_s), len(order)):
             kind, stage, microbatch = order[position]
-            apart = kind == "B" and (stage, microbatch) in split
-            place, seconds, needs = rows["b" if apart else kind][stage]
+            part = kind == "B" and (stage, microbatch) in apart
+            place, seconds, needs = found["b" if part else kind][stage]
             start = free
             for need, lag in needs:
                 end = ends[need + microbatch]
@@ -64,7 +63,14 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(lanes, costs.each("activation_bytes", stages), costs.freed_by_b)
 
 
-def _rows(schedule: Schedule, costs: Costs) -> dict[str, list[Row]]:
+def split(schedule: Schedule) -> set[tuple[int, int]]:
+    """(stage, microbatch) of each backward whose W comes later."""
+    if not schedule.split:
+        return set()
+    return {(a.stage, a.microbatch) for order in schedule.order for a in order if a.kind == "W"}
+
+
+def rows(schedule: Schedule, costs: Costs) -> dict[str, list[Row]]:
     """Kind -> stage -> what all its microbatches have in common; "b" is a B whose W comes later."""
     placement, microbatches = schedule.placement, schedule.microbatches
     forward, backward, weight, update = (

@@ -118,14 +118,20 @@ class Timeline:
         return max((max(lane.stop_s) for lane in self.lanes if lane.stop_s), default=0.0)
 
     @cached_property
+    def acted_s(self) -> float:
+        """From the first start to the stop of the last action."""
+        actions = ((lane.labels[i], stop) for lane in self.lanes for i, stop in enumerate(lane.stop_s))
+        return max((stop for label, stop in actions if not isinstance(label, str)), default=0.0)
+
+    @cached_property
     def ideal_s(self) -> float:
         """Seconds of the busiest rank's actions: no order of the same work is shorter."""
         return max((lane.work_s for lane in self.lanes), default=0.0)
 
     @property
     def bubble_s(self) -> float:
-        """What the busiest rank waits."""
-        return self.makespan_s - self.ideal_s
+        """What the busiest rank waits until the last action is done; what follows that is no bubble."""
+        return self.acted_s - self.ideal_s
 
     @property
     def bubble_fraction(self) -> float:

@@ -72,7 +72,8 @@ def _priced(network: Network, group: Group, kind: str, nbytes: Array, servers: i
     if kind == "sum":
         return network.reduce_s(nbytes, group), 2 * (n - 1) / n * nbytes
     if kind in ("gather", "sum_scatter"):
-        return network.gather_s(nbytes * n, group), (n - 1) * nbytes
+        collective = "all_gather" if kind == "gather" else "reduce_scatter"
+        return network.gather_s(nbytes * n, group, collective), (n - 1) * nbytes
     if kind == "scatter":
         return network.exchange_s(nbytes * n, group), (n - 1) * nbytes
     # to owners and back: a server's link carries what all others send to it, and what they get; a rank in the mean

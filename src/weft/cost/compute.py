@@ -57,8 +57,10 @@ def ways(cut: Cut, choices: Choices) -> Array:
     return np.where(choices.sequence, tp, 1) if cut == "sequence" else np.ones_like(tp)
 
 
-def seconds(block: Block, choices: Choices, hardware: Hardware, era: Era, dtype: str) -> Seconds:
-    """Of one block of this kind.
+def seconds(
+    block: Block, choices: Choices, hardware: Hardware, era: Era, dtype: str, ahead: Array, behind: Array
+) -> Seconds:
+    """Of one block of this kind, with what its forward waits for other ranks, `ahead`, and its backward, `behind`.
 
     A matmul reaches era.matmul x F/(F + matmul_flops) of the peak, F its own FLOPs; what moves data a share of the
     memory's bandwidth; and nothing is sooner than the host launches it. A backward is a matmul by the input and one by
@@ -96,10 +98,12 @@ def seconds(block: Block, choices: Choices, hardware: Hardware, era: Era, dtype:
         again = np.maximum(again, choices.again * forward)
     found["recompute"] = again
     floor = np.full(len(choices), launched * era.launch_s)
-    back, own = _split(backward, weight, floor, era)
+    floor = floor + np.where(ahead > 0, block.reductions * era.launch_s, 0.0)
+    back, own = _split(backward + behind, weight, floor, era)
     floor_again = floor * choices.again + np.where(choices.selective, core_launched * era.launch_s, 0.0)
-    made = Seconds(_paced(forward, floor, era), back, own, _paced(again, floor_again, era), found)
-    found["launch"] = made.total - (forward + backward + weight + again)
+    repeated = choices.again * ahead if block.repeated else 0.0
+    made = Seconds(_paced(forward + ahead, floor, era), back, own, _paced(again + repeated, floor_again, era), found)
+    found["launch"] = made.total - (forward + ahead + backward + behind + weight + again + repeated)
     return made
 
 

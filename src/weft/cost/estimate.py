@@ -127,14 +127,11 @@ class Priced:
 
     def _block(self, block: Block) -> Carried:
         """Compute and the exchanges that it waits for, within one block."""
-        found = seconds(block, self.choices, self.cluster.hardware, self.era, self.practice.compute)
-        waits = {}
-        for axis, (forward, backward) in self._exchanges(block).items():
-            repeated = self.choices.again * forward if block.repeated else 0.0
-            waits[axis] = forward + backward + repeated
-            found.forward, found.backward = found.forward + forward, found.backward + backward
-            found.again = found.again + repeated
-        return Carried(found, waits)
+        exchanges, zero = self._exchanges(block), np.zeros(len(self.choices))
+        ahead, behind = (sum((each[side] for each in exchanges.values()), zero) for side in (0, 1))
+        found = seconds(block, self.choices, self.cluster.hardware, self.era, self.practice.compute, ahead, behind)
+        again = self.choices.again if block.repeated else 0.0
+        return Carried(found, {axis: (1 + again) * one + other for axis, (one, other) in exchanges.items()})
 
     def _exchanges(self, block: Block) -> dict[str, tuple[Array, Array]]:
         """Axis -> seconds that the forward of a block waits for it, and its backward."""
@@ -144,7 +141,8 @@ class Priced:
         if (ahead or back) and (tp > 1).any():
             group, count = net.group(c, "tp"), max(1.0, block.reductions)
             nbytes = max(ahead, back) * self._samples / count
-            pair, whole = 2 * net.gather_s(nbytes, group), net.reduce_s(nbytes, group)
+            pair = net.gather_s(nbytes, group) + net.gather_s(nbytes, group, "reduce_scatter")
+            whole = net.reduce_s(nbytes, group)
             # outside of the blocks the sequence is whole, and where they begin or end it is parted or gathered
             once = count * np.where(c.sequence, pair if block.repeated else whole + pair / 2, whole)
             found["tp"] = (once * (ahead > 0), once * (back > 0))
@@ -231,11 +229,11 @@ class Priced:
         m, p, v = c.accumulate, c.sizes["pp"], c.chunks
         slow, mean = self._slowest
         found = [
-            Part(kind, m * value, f"m x the slowest stage's {kind}", {"m": m, "microbatch_s": value})
+            Part(kind, m * value, f"m x microbatch_s, {kind} of the slowest stage", {"m": m, "microbatch_s": value})
             for kind, value in slow.seconds.of.items()
         ]
         found += [
-            Part(f"{axis} exposed", m * value, f"m x a microbatch's wait for {axis}", {"m": m, "microbatch_s": value})
+            Part(f"{axis} exposed", m * value, f"m x microbatch_s, waits for {axis}", {"m": m, "microbatch_s": value})
             for axis, value in slow.waits.items()
         ]
         whole = slow.seconds.total
@@ -250,12 +248,12 @@ class Priced:
         )  # fmt: skip
         messages = np.where(p > 1, 2 * v * (m + p - 2), 0)
         found.append(
-            Part("pp exposed", messages * self.message_s, "2 v (m + p - 2) x seconds of a message",
+            Part("pp exposed", messages * self.message_s, "2 x v x (m + p - 2) x message_s",
                  {"p": p, "m": m, "v": v, "message_s": self.message_s})
         )  # fmt: skip
         found += self._gradients(slow.seconds)
         found.append(self._update())
-        found.append(Part("fixed", np.full(len(c), era.fixed_s), "fixed_s of the era", {"fixed_s": era.fixed_s}))
+        found.append(Part("fixed", np.full(len(c), era.fixed_s), "fixed_s", {"fixed_s": era.fixed_s}))
         if era.jitter:
             total = sum((part.value for part in found), np.zeros(len(c)))
             nodes = np.maximum(1, c.world / self.cluster.hardware.node)
@@ -297,8 +295,9 @@ class Priced:
             inner = either(wide, net.group(c, "fsdp", *SEQUENCE_AXES), inner)
         own = plain + np.where(few > 1, routed, 0.0)
         wire = (inner.size - 1) / inner.size
-        scatter = np.where(sharded, net.gather_s(own * item, inner), 0.0)
-        gathered = np.where(sharded, net.gather_s(own * practice.gather_bytes, inner), 0.0)
+        units = 1 + practice.messages * self._stages[0].layers * self.work.depth
+        scatter = np.where(sharded, net.gather_s(own * item, inner, "reduce_scatter", units), 0.0)
+        gathered = np.where(sharded, net.gather_s(own * practice.gather_bytes, inner, count=units), 0.0)
         # what is no repeated block is gathered once for a microbatch's forward and backward, in a pipeline once a step
         repeated = np.where(sharded, own - sum(held(replace(self._stages[0], layers=zero), self.work, c)), 0.0)
         again, once = repeated / np.maximum(own, 1.0), np.where(c.sizes["pp"] > 1, 1, m)
@@ -338,9 +337,10 @@ class Priced:
         def part(name: str, comm: Array, hides: Array, times: Array | int, text: str) -> None:
             hidden = np.minimum(self.era.hidden * comm, hides) if practice.overlaps else zero
             exposed = times * (comm - hidden + self.era.contention * hidden)
-            found.append(Part(name, exposed, text, {"times": times + zero, "comm_s": comm, "hidden_s": hidden}))
+            symbols = {"times": times + zero, "comm_s": comm, "hidden_s": hidden, "contention": self.era.contention}
+            found.append(Part(name, exposed, text, symbols))
 
-        text = "times x (comm - hidden + contention x hidden)"
+        text = "times x (comm_s - hidden_s + contention x hidden_s)"
         part("dp exposed", waits, back, 1, text)
         if sharded.any():
             part("fsdp reduce exposed", scatter, back, every, text)
@@ -387,7 +387,7 @@ class Priced:
             c.offload, own * (self.practice.weight_bytes + self.practice.grad_bytes) / device.host_bps, 0.0
         )
         took = own * self.practice.update_bytes / np.where(c.offload, device.host_bps, rate) + there
-        return Part("optimizer", took, "params of a rank x update_bytes / memory_bps",
+        return Part("optimizer", took, "params x update_bytes / memory_bps, and what goes to the host and back",
                     {"params": own, "update_bytes": self.practice.update_bytes, "memory_bps": rate})  # fmt: skip
 
     def memory(self) -> tuple[Part, ...]:

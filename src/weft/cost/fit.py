@@ -12,11 +12,11 @@ from .hardware import Era
 
 # Constant -> what it may be: outside of it, a fit has found something else than what its name says.
 BOUNDS = {
-    "matmul": (0.3, 0.95), "eight": (0.4, 1.2), "matmul_flops": (1e6, 3e10),
+    "matmul": (0.3, 0.9), "eight": (0.4, 1.2), "matmul_flops": (1e6, 1e10),
     "uneven": (0.3, 1.0), "ragged": (0.03, 1.0),
-    "attention": (0.1, 0.95), "attention_backward": (0.1, 0.95), "memory": (0.3, 1.0), "traffic": (0.2, 3.0),
-    "launch_s": (1e-7, 2e-4), "link": (0.3, 1.0), "network": (0.15, 1.0), "hidden": (0.05, 0.99),
-    "contention": (1e-3, 1.0), "fixed_s": (1e-4, 0.2), "jitter": (1e-4, 0.2),
+    "attention": (0.2, 0.95), "attention_backward": (0.15, 0.95), "memory": (0.5, 0.95), "traffic": (0.2, 3.0),
+    "launch_s": (1e-7, 2e-4), "link": (0.3, 0.95), "network": (0.2, 0.95), "hidden": (0.05, 0.99),
+    "contention": (1e-3, 1.0), "fixed_s": (1e-4, 0.1), "jitter": (1e-4, 0.2),
 }  # fmt: skip
 OUTLIER = 0.05  # relative errors beyond this count by their size, not by its square
 
@@ -46,9 +46,8 @@ def fit(
         return start.model_copy(update=dict(zip(names, map(float, np.exp(x)), strict=True)))
 
     def residuals(x: Array) -> Array:
-        return np.clip(np.log(predict(era(x))) - seconds, -2, 2) * share / share.mean()
+        wrong = np.clip(np.log(predict(era(x))) - seconds, -2, 2) / OUTLIER
+        return np.sqrt(2 * (np.sqrt(1 + wrong**2) - 1)) * share  # soft L1 of each, whatever its weight
 
-    found = least_squares(
-        residuals, first, bounds=(low, high), loss="soft_l1", f_scale=OUTLIER, diff_step=0.02, max_nfev=rounds
-    )
+    found = least_squares(residuals, first, bounds=(low, high), diff_step=0.02, max_nfev=rounds)
     return era(found.x)

@@ -57,6 +57,9 @@ class Tier(Table):
     devices: int = Field(ge=0, description="devices that one such network joins; 0: any number")
     bps: Rate = Field(description="bytes per second of one device, each way")
     latency_s: Count = Field(description="seconds of one hop")
+    reaches: dict[str, Share] = Field(
+        default={}, description="kind of collective, as in all_gather -> the share of that which it reaches, if not all"
+    )
 
 
 class Device(Table):

@@ -95,9 +95,10 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
     zero3, zero2 = choices.zero >= 3, choices.zero >= 2
     resting = np.where(many > 1, np.where(zero3, sharded, full), full)
     graded = np.where(many > 1, np.where(zero2, sharded, full), full)
-    weights = np.where(away, 0.0, resting * practice.weight_bytes) + np.where(
-        (many > 1) & zero3, 0.0, full * practice.copy_bytes
-    )
+    resting = np.where(away, 0.0, resting)
+    copied = np.where((many > 1) & zero3, 0.0, full)
+    graded = np.where(away, 0.0, graded)
+    stated = np.where(away, 0.0, np.where(many > 1, sharded, full))
     largest = np.max(
         [block.elements("tp") + block.elements("whole") for block in work.blocks if block.repeated] or [0.0]
     ) / choices.sizes["tp"] + np.max([block.elements("expert") for block in work.blocks]) / (
@@ -121,20 +122,27 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
         activations = activations + count * each
         working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp, 0.0))
     logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp
-    symbols = {"params": full, "sharded": sharded, "b": choices.microbatch, "t": tp * 1.0}
+    busy = once + working
     return (
-        Part("weights", weights, "params x weight_bytes / shards", {**symbols, "weight_bytes": practice.weight_bytes}),
-        Part("gathered weights", gathered, "two blocks gathered and one's gradient", {"block": largest}),
-        Part("gradients", np.where(away, 0.0, graded * practice.grad_bytes), "params x grad_bytes / shards",
-             {**symbols, "grad_bytes": practice.grad_bytes}),
-        Part("stand-ins", largest * practice.dummy_bytes, "one block's params x dummy_bytes",
-             {"block": largest, "dummy_bytes": practice.dummy_bytes}),
-        Part("optimizer", np.where(away, 0.0, np.where(many > 1, sharded, full) * practice.state_bytes),
-             "params x state_bytes / shards", {**symbols, "state_bytes": practice.state_bytes}),
-        Part("activations", live * activations, "live x (what the rank's blocks keep of a microbatch)",
+        Part("weights", resting * practice.weight_bytes + copied * practice.copy_bytes,
+             "params x weight_bytes + copied x copy_bytes",
+             {"params": resting, "weight_bytes": practice.weight_bytes, "copied": copied,
+              "copy_bytes": practice.copy_bytes}),
+        Part("gathered weights", gathered, 
+             "min(2 x largest, all) x gather_bytes + largest x reduce_bytes, of two blocks and one's gradient",
+             {"largest": largest, "all": full, "gather_bytes": practice.gather_bytes,
+              "reduce_bytes": practice.reduce_bytes}),
+        Part("gradients", graded * practice.grad_bytes, "params x grad_bytes",
+             {"params": graded, "grad_bytes": practice.grad_bytes}),
+        Part("stand-ins", largest * practice.dummy_bytes, "largest x dummy_bytes, of one block",
+             {"largest": largest, "dummy_bytes": practice.dummy_bytes}),
+        Part("optimizer", stated * practice.state_bytes, "params x state_bytes",
+             {"params": stated, "state_bytes": practice.state_bytes}),
+        Part("activations", live * activations, "live x microbatch_bytes, what blocks keep of one",
              {"live": live, "microbatch_bytes": activations}),
-        Part("beside", np.maximum(logits, once + working),
-             "max(logit_bytes x vocab x tokens x b / t, one block computed again + its backward's temporaries)",
-             {"logit_bytes": practice.logit_bytes, "vocab": float(work.vocab), "tokens": work.tokens, "b": samples,
-              "t": tp * 1.0, "logits": logits, "again": once, "temporaries": working}),
+        Part("beside", np.maximum(logits, busy + (logits if practice.logits_stay else 0.0)),
+             "max(logits, again + temporaries + stay x logits), logits = logit_bytes x vocab x tokens x b / t",
+             {"logit_bytes": practice.logit_bytes, "vocab": float(work.vocab), "tokens": work.tokens,
+              "b": stage.after * samples, "t": tp * 1.0, "logits": logits, "again": once, "temporaries": working,
+              "stay": float(practice.logits_stay)}),
     )  # fmt: skip

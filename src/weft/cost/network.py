@@ -55,20 +55,25 @@ class Network:
             inside.append(near)
         return Group(np.ones(len(choices)) * choices.size(*axes), tuple(inside))
 
-    def _ways(self, group: Group) -> Sequence[tuple[Array, Array, Array, Array]]:
+    def _rate(self, index: int, kind: str) -> float:
+        """Bytes per second of one device in a tier, in this kind of collective."""
+        tier = self.cluster.hardware.tiers[index]
+        return tier.bps * (self.era.network if index else self.era.link) * tier.reaches.get(kind, 1.0)
+
+    def _ways(self, group: Group, kind: str = "all_reduce") -> Sequence[tuple[Array, Array, Array, Array]]:
         """Of each tier: bytes per second of one member's rail; members within the tier before it, where they are
         `parts` of this tier; whether the group needs it."""
         found, before = [], np.ones_like(group.size)
-        for index, (tier, inside) in enumerate(zip(self.cluster.hardware.tiers, group.inside, strict=True)):
-            rate = tier.bps * (self.era.network if index else self.era.link)
-            found.append((np.full_like(group.size, rate), before, inside / before, inside > before))
+        for index, inside in enumerate(group.inside):
+            rate = np.full_like(group.size, self._rate(index, kind))
+            found.append((rate, before, inside / before, inside > before))
             before = inside
         return found
 
-    def bandwidth(self, group: Group) -> Array:
+    def bandwidth(self, group: Group, kind: str = "all_reduce") -> Array:
         """Bytes per second at which a ring over the group goes round."""
         best = np.full_like(group.size, np.inf)
-        for rate, before, _, needed in self._ways(group):
+        for rate, before, _, needed in self._ways(group, kind):
             best = np.where(needed, np.minimum(best, rate * before), best)
         return best
 
@@ -80,10 +85,12 @@ class Network:
             tree = tree + np.where(needed, np.log2(np.maximum(parts, 1)) * tier.latency_s, 0.0)
         return np.minimum(ring, 2 * tree)
 
-    def gather_s(self, nbytes: Array | float, group: Group) -> Array:
-        """An all-gather or a reduce-scatter of a tensor of so many bytes in all."""
-        wire = (group.size - 1) / group.size * nbytes / self.bandwidth(group)
-        return np.where(group.size > 1, self.hops(group) + wire, 0.0)
+    def gather_s(
+        self, nbytes: Array | float, group: Group, kind: str = "all_gather", count: Array | float = 1.0
+    ) -> Array:
+        """All-gathers, or reduce_scatters, `count` of them, of tensors of so many bytes in all."""
+        wire = (group.size - 1) / group.size * nbytes / self.bandwidth(group, kind)
+        return np.where(group.size > 1, count * self.hops(group) + wire, 0.0)
 
     def reduce_s(self, nbytes: Array | float, group: Group) -> Array:
         """An all-reduce of so many bytes: a ring's, or a tree's where that is sooner."""
@@ -93,7 +100,7 @@ class Network:
     def exchange_s(self, nbytes: Array | float, group: Group) -> Array:
         """An all-to-all in which each rank has so many bytes, equal parts for all: each network carries its share."""
         slowest, before = np.zeros_like(group.size), np.ones_like(group.size)
-        for rate, before, parts, needed in self._ways(group):
+        for rate, before, parts, needed in self._ways(group, "all_to_all"):
             share = (before * parts - before) / group.size
             slowest = np.maximum(slowest, np.where(needed, share * nbytes / rate, 0.0))
         return np.where(group.size > 1, self.hops(group) + slowest, 0.0)
@@ -104,7 +111,7 @@ class Network:
         found = np.zeros(len(choices))
         reached = np.zeros(len(choices), bool)
         for index, tier in enumerate(self.cluster.hardware.tiers):
-            rate = tier.bps * (self.era.network if index else self.era.link)
+            rate = self._rate(index, "send")
             holds = stride < (tier.devices or np.inf) if tier.devices else np.ones(len(choices), bool)
             # a pipeline that fits in two of them crosses once in a while, and its slowest message sets the pace
             holds = holds & ((stride * size <= tier.devices) if tier.devices else True)

@@ -10,10 +10,13 @@ class Practice:
     """Bytes of one parameter: `weight_bytes` that rest, `copy_bytes` of a second copy in the dtype computed in, where
     there is one; `grad_bytes` of its gradient; `state_bytes` of the optimizer (with master weights). On the wire:
     `reduce_bytes` of its gradient, `gather_bytes` where sharded weights are gathered. `update_bytes` that an optimizer
-    step reads and writes. `logit_bytes` at the peak, of one logit. `dummy_bytes` of one block's gradients that stand in
-    for those which a fused matmul has summed elsewhere (Transformer Engine). `overlaps`: whether sums of gradients over
-    data axes run beside backward. `scatters`: whether ranks of tp send a part each of what goes to the next stage, and
-    gather it there (Narayanan et al. 2021).
+    step reads and writes.
+    `logit_bytes` at the peak, of one logit; whether these `logits_stay` through the backward, as Megatron-Core's fused
+    cross-entropy leaves them. `dummy_bytes` of one block's gradients that stand in for those which a fused matmul has
+    summed elsewhere (Transformer Engine).
+    `messages`: in how many the sharded weights of a block are gathered, or its gradients reduced. `overlaps`: whether
+    sums of gradients over data axes run beside backward. `scatters`: whether ranks of tp send a part each of what goes
+    to the next stage, and gather it there (Narayanan et al. 2021).
     """
 
     compute: str = "bf16"
@@ -25,6 +28,8 @@ class Practice:
     gather_bytes: float = 2.0
     update_bytes: float = 30.0
     logit_bytes: float = 10.0
+    logits_stay: bool = False
     dummy_bytes: float = 0.0
+    messages: float = 1.0
     overlaps: bool = True
     scatters: bool = False

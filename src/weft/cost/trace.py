@@ -1,56 +1,26 @@
 """Trace: the work of any module, read off forwards on tensors that have shapes and no data.
 
-The forward runs as weft runs it (its dropout, autocast, the loss) on FakeTensors, so it takes no memory and computes
-nothing. What each op computes and moves is seen at torch's dispatcher; what autograd keeps, at the hooks by which it
-keeps it, each storage once. Two batches tell what goes with samples from what does not (tables of positions, weights
-cast to another dtype). Of a row of equal blocks two are run, and the others stood in for.
-
-How an op is divided follows the tensors: what a column makes is divided until a row takes it (see `weft.roles`).
+Two batches tell what goes with samples from what does not: tables of positions, weights cast to another dtype.
 """
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from ..chart import Chart, Event, candidates, containers_of
 from ..engine.engine import named_inputs
-from ..engine.functions import Functions
-from ..engine.work import arguments_of
-from ..errors import CannotCut
-from ..losses import Loss, accepts_sharded_logits
+from ..losses import Loss
 from ..parallelize import DTYPES
-from ..randomness import Randomness
-from ..roles import Roles, features, find
-from ..routing import routed
-from ..watch import SIMPLE, intercepted, is_weight, native, others, rebuilt, storage_of, tensors, twin, without_data
-from .work import Block, Cut, Kind, Op, Work
+from ..roles import find
+from .reading import BYTES, COUNTS, Part, read
+from .work import Block, Op, Work
 
 FEW, MANY = 2, 4  # samples of the two forwards; of one, a transposition would be free
-_ATTENTION = {  # fused kernels: (query, key, value, ...), and where among the arguments `is_causal` stands
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: 4,
-    torch.ops.aten._scaled_dot_product_flash_attention: 4,
-    torch.ops.aten._scaled_dot_product_efficient_attention: 6,
-    torch.ops.aten._scaled_dot_product_cudnn_attention: 6,
-}
-_GROUPED = torch.ops.aten._grouped_mm
-_ADDED = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
-_NONE: tuple[Kind, float, float, tuple[int, ...], int] = ("memory", 0.0, 0.0, (), 0)
-_COUNTED = re.compile("layer|index|idx")  # in the names of attributes that say which block of all it is
-_BYTES = ("output_bytes", "reduced_bytes", "key_bytes", "query_bytes", "routed_bytes")
-_COUNTS = ("reductions", "heads", "kv_heads", "experts")
-_BACKWARD = {"matmul": 2.0, "attention": 2.5, "memory": 1.5}  # over forward; attention's after Dao et al. 2022
 
 
 def trace(
@@ -59,13 +29,15 @@ def trace(
     loss: Loss,
     *,
     precision: str = "fp32",
+    device: str = "cpu",
     roles: Mapping[str, object] | None = None,
     inputs: Sequence[str] | None = None,
     name: str = "",
 ) -> Work:
     """The work of `model` (on any device, also meta), in training, for one sample of `batch`, which holds one or more.
 
-    `loss`, `precision`, `roles` and `inputs` as of `weft.plan`. Kernels are those that torch has for a CPU. Experts
+    `loss`, `precision`, `roles` and `inputs` as of `weft.plan`. Kernels are those that torch has for a CPU; with
+    `device` "cuda" attention is one kernel too where values have another width than keys, and so is RMSNorm. Experts
     are called with choices that divide tokens evenly. `model_flops` are three forwards of all matmuls and of attention
     counted in full, as Megatron-LM counts them (Narayanan et al. 2021); of experts those that a token uses. Logits and
     what the loss keeps of them are `vocab`'s, and no block's. Raises CannotCut for a forward that reads elements of a
@@ -73,7 +45,8 @@ def trace(
     """
     found = find(model, roles)
     called = tuple(inputs) if inputs is not None else named_inputs(model)
-    few, many = (_read(model, found, _rows(batch, count), loss, precision, called) for count in (FEW, MANY))
+    fused = device != "cpu"
+    few, many = (read(model, found, _rows(batch, count), loss, precision, called, fused) for count in (FEW, MANY))
     chain = list(zip(few.parts(), many.parts(), strict=True))
     full = sum(two.full() - one.full() for one, two in chain) / (MANY - FEW)
     ids = [t for key in called if (t := batch.get(key)) is not None and t.ndim > 1 and not t.is_floating_point()]
@@ -88,23 +61,26 @@ def trace(
     )
 
 
-def _block(few: _Part, many: _Part) -> Block:
+def _block(few: Part, many: Part) -> Block:
     """What one sample adds; kernels and parameters do not go with samples."""
 
     def each(less: float, more: float) -> float:
         return (more - less) / (MANY - FEW)
 
+    moved = sum(each(one.moved, many.sums[key].moved) for key, one in few.sums.items() if key.backward)
+    again = each(few.bytes["backward_bytes"], many.bytes["backward_bytes"]) / (moved or 1.0)
     ops = []
     for key, one in few.sums.items():
         two = many.sums[key]
+        backward = again if again and key.kind == "memory" and key.backward else key.backward
         op = Op(
             ", ".join(one.names), key.kind, key.cut, each(one.flops, two.flops), each(one.moved, two.moved),
-            each(one.saved, two.saved), float(one.matmuls or 1), float(one.kernels), key.backward, key.core,
+            each(one.saved, two.saved), float(one.matmuls or 1), float(one.kernels), backward, key.core,
         )  # fmt: skip
         if op.flops or op.moved_bytes or op.saved_bytes or op.kernels:
             ops.append(op)
-    sizes: dict[str, Any] = {name: each(few.bytes[name], many.bytes[name]) for name in _BYTES}
-    sizes |= {name: few.counts[name] for name in _COUNTS}
+    sizes: dict[str, Any] = {name: each(few.bytes[name], many.bytes[name]) for name in BYTES}
+    sizes |= {name: few.counts[name] for name in COUNTS}
     params = tuple((cut, float(count)) for cut, count in sorted(few.params.items()))
     return Block(few.name, 1, tuple(ops), params, **sizes, repeated=few.repeated, tied=few.tied)
 
@@ -123,474 +99,3 @@ def _merged(blocks: Iterable[Block]) -> Iterator[Block]:
 
 def _rows(batch: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
     return {key: t[torch.arange(count) % len(t)] for key, t in batch.items()}
-
-
-def _read(
-    model: nn.Module, roles: Roles, batch: dict[str, Tensor], loss: Loss, precision: str, inputs: Sequence[str]
-) -> _Forward:
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    device = torch.device("cpu")
-    traced = twin(model, lambda t: without_data(fake, t, device) if t.is_meta or is_weight(t) else t.clone())
-    if not model.training:
-        traced.train()
-    forward = _Forward(traced, roles, fake, accepts_sharded_logits(loss))
-    cast_to = nullcontext() if precision not in ("fp16", "bf16") else torch.autocast("cpu", DTYPES[precision])
-    with torch.random.fork_rng([]), torch.enable_grad(), forward.watching(), cast_to:
-        try:
-            output = traced(**arguments_of(inputs, batch))
-            forward.in_loss = True
-            loss(output, batch)
-        except (DataDependentOutputException, DynamicOutputShapeException) as problem:
-            raise CannotCut(
-                "model", type(model).__name__, f"its forward reads elements of a tensor into Python ({problem})",
-                "give its work by its dimensions instead",
-            ) from problem  # fmt: skip
-    return forward
-
-
-# ---- one forward ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Key:
-    """Ops that are one Op. `size`: of a matmul, which of equal size are counted together."""
-
-    kind: Kind
-    cut: Cut
-    core: bool
-    backward: float
-    size: tuple[int, ...] = ()
-
-
-@dataclass
-class _Sum:
-    """What ops of one key come to, for all samples. `full`: FLOPs without what a causal kernel leaves out."""
-
-    flops: float = 0.0
-    full: float = 0.0
-    moved: float = 0.0
-    saved: float = 0.0
-    matmuls: int = 0
-    kernels: int = 0
-    names: dict[str, None] = field(default_factory=dict)
-
-    def add(self, other: _Sum) -> None:
-        self.flops, self.full, self.moved = self.flops + other.flops, self.full + other.full, self.moved + other.moved
-        self.saved, self.matmuls = self.saved + other.saved, self.matmuls + other.matmuls
-        self.kernels, self.names = self.kernels + other.kernels, self.names | other.names
-
-
-@dataclass
-class _Part:
-    """One module of the chain: `sums` of its ops, `bytes` by what they are, `counts`, elements of its `params`."""
-
-    name: str
-    sums: dict[_Key, _Sum] = field(default_factory=lambda: defaultdict(_Sum))
-    bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    params: dict[Cut, int] = field(default_factory=lambda: defaultdict(int))
-    repeated: bool = False
-    tied: bool = False
-
-    def full(self) -> float:
-        return sum(one.full for one in self.sums.values())
-
-    def add(self, other: _Part) -> None:
-        """Takes what was seen at another place."""
-        for key, one in other.sums.items():
-            self.sums[key].add(one)
-        for name, size in other.bytes.items():
-            self.bytes[name] += size
-        for name, count in other.counts.items():
-            self.counts[name] = self.counts[name] + count if name == "reductions" else max(self.counts[name], count)
-
-
-@dataclass
-class _Saved:
-    """A tensor whose storage autograd keeps, since `place`, in the module `leaf`, which `cut` divides. `core`: attention
-    made it, for its core alone."""
-
-    place: int
-    tensor: Tensor
-    core: bool
-    cut: Cut
-    leaf: str
-
-
-class _Draws(Randomness):
-    """Masks of dropout, of which the work is seen, and no element drawn."""
-
-    def __init__(self, forward: _Forward):
-        super().__init__(seed=0)
-        self._forward = forward
-
-    def keep(self, shape: torch.Size, p: float, site: int, device: torch.device) -> Tensor:
-        with self._forward.fake, self._forward:
-            return super().keep(shape, p, site, device)
-
-    def dropout(self, x: Tensor, p: float, site: int) -> Tensor:
-        self._forward.drawn = self._forward.divided.get(storage_of(x))
-        try:
-            return super().dropout(x, p, site)
-        finally:
-            self._forward.drawn = None
-
-
-class _Seen(Functions):
-    """weft's functions in place of torch's, as in a run; the core of attention is marked."""
-
-    def __init__(self, forward: _Forward):
-        super().__init__(_Draws(forward), selective=False)
-        self._forward = forward
-
-    def _attention(self, args: tuple, kwargs: dict) -> Tensor:
-        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        out = self._forward.attention(lambda: super(_Seen, self)._attention(args, kwargs))
-        self._forward.attended(given["query"], given["key"], given["value"], out)
-        return out
-
-
-class _Forward(TorchDispatchMode):
-    """Reads a forward while `watching`. A *place* is the number of the module call that began last."""
-
-    def __init__(self, model: nn.Module, roles: Roles, fake: FakeTensorMode, sharded_logits: bool):
-        super().__init__()
-        self.model, self.roles, self.fake = model, roles, fake
-        self.modules = dict(model.named_modules())
-        self.events: list[Event] = []
-        self.open: list[int] = []
-        self.at: dict[int, _Part] = {}  # place -> what was seen there
-        self.saved: dict[int, _Saved] = {}
-        self.divided: dict[int, Cut] = {}  # storages of which a rank of tp has a part
-        self.gathered: set[int] = set()  # storages that columns read, whole on every rank
-        self.alive: list[Tensor] = []  # so that no storage has another's number
-        self.params = {storage_of(p): n for n, p in model.named_parameters()}
-        self.in_loss, self.core, self.core_began = False, False, 0
-        self.aside = False  # whether ops are not the model's
-        self.drawn: Cut | None = None  # what divides a mask that is drawn
-        self.born: dict[int, int] = {}  # storage -> how many ops were before it
-        self.count = 0
-        self.blocks = {b: i for blocks in roles.blocks for i, b in enumerate(blocks)}
-        self.streams = tuple(b + "." for blocks in roles.stacks() for b in blocks)
-        self.seen: dict[Hashable, list[str]] = defaultdict(list)
-        self.made: dict[str, tuple[list[Tensor], Any]] = {}  # block -> its arguments' tensors, and what it returned
-        self.like: dict[str, str] = {}  # block that was stood in for -> one that is equal
-        self.columns = {c for chain in roles.chains for c in (*chain.columns, *chain.tables)}
-        self.columns |= {*roles.heads} if sharded_logits else set()
-        self.rows = {chain.row for chain in roles.chains}
-        self.experts = {e.module: e for e in roles.experts}
-        self.inside = {
-            n: role for e in roles.experts for n, role in zip(e.cuts, ("column", "row"), strict=False)
-        }  # fmt: skip
-        self.cuts = self._cuts()
-        heads = [m for h in roles.heads if isinstance(m := self.modules.get(h), nn.Module)]
-        self.vocab = features(heads[0])[1] if heads else 0
-
-    def _cuts(self) -> dict[int, Cut]:
-        """What divides each parameter."""
-        cuts: dict[int, Cut] = {id(p): "whole" for p in self.model.parameters()}
-        for chain in self.roles.chains:
-            divided = [f"{c}.{leaf}" for c in (*chain.columns, *chain.tables) for leaf in ("weight", "bias")]
-            for name in (*divided, f"{chain.row}.weight"):
-                if (p := self._parameter(name)) is not None:
-                    cuts[id(p)] = "tp"
-        for module in (*self.roles.embeddings, *self.roles.heads):
-            cuts |= {id(p): "tp" for p in self.modules[module].parameters(recurse=False)}
-        for module in self.experts:
-            cuts |= {id(p): "expert" for p in self.modules[module].parameters()}
-        return cuts
-
-    def _parameter(self, name: str) -> nn.Parameter | None:
-        module, _, leaf = name.rpartition(".")
-        return self.modules[module]._parameters.get(leaf)
-
-    def watching(self) -> ExitStack:
-        stack = ExitStack()
-        handlers = [(module, self._handler(name, native(module))) for name, module in self.modules.items()]
-        stack.enter_context(intercepted(handlers))
-        stack.enter_context(self)
-        stack.enter_context(_Seen(self))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t))
-        return stack
-
-    # ---- module calls ----
-
-    def _handler(self, name: str, call: Callable) -> Callable:
-        return lambda *args, **kwargs: self._call(name, call, args, kwargs)
-
-    def _call(self, name: str, call: Callable, args: tuple, kwargs: dict) -> Any:
-        holds = dict.fromkeys(["any"] if any(True for _ in self.modules[name].parameters()) else [])
-        place = len(self.events)
-        self.events.append(Event(name, True, self.open[-1] if self.open else -1, "", "", "", weights=holds))
-        key = self._look(name, args, kwargs) if name in self.blocks else None
-        if key is not None and len(self.seen[key]) == 2:
-            self.like[name] = self.seen[key][1]
-            self.events[place].end = place
-            return self._stand_in(self.like[name], args, kwargs)
-        if name in self.experts:
-            args, kwargs = self._even(name, args, kwargs)
-        self.open.append(place)
-        try:
-            out = call(*args, **kwargs)
-        finally:
-            self.open.pop()
-        self.events[place].end = len(self.events) - 1
-        part = self._part(place)
-        if key is not None:
-            self.seen[key].append(name)
-            self.made[name] = tensors((args, kwargs)), out
-        storages = {storage_of(t): t for t in tensors(out)}
-        part.bytes["output_bytes"] = float(sum(_nbytes(t) for t in storages.values()))
-        cut_inside = name in self.experts and self.experts[name].cuts
-        if name in self.rows or cut_inside or name in self.roles.embeddings:
-            part.bytes["reduced_bytes"] += part.bytes["output_bytes"]
-            part.counts["reductions"] += 1
-        return out
-
-    def _look(self, name: str, args: tuple, kwargs: dict) -> Hashable | None:
-        """What is the same of two calls only where they do the same work; None where that cannot be told."""
-        given = others((args, kwargs))
-        if not all(isinstance(part, SIMPLE) for part in given):
-            return None
-        module = self.modules[name]
-        inner = tuple(
-            (
-                n, type(m), m.training,
-                str({k: v for k, v in vars(m).items() if isinstance(v, SIMPLE) and not _COUNTED.search(k)}),
-                tuple((leaf, p.shape, p.dtype, p.requires_grad) for leaf, p in m.named_parameters(recurse=False)),
-            )
-            for n, m in module.named_modules()
-        )  # fmt: skip
-        return inner, str(given), tuple((t.shape, t.dtype, t.requires_grad) for t in tensors((args, kwargs)))
-
-    def _stand_in(self, like: str, args: tuple, kwargs: dict) -> Any:
-        """What a block would have returned, after another that was called with the like."""
-        before, out = self.made[like]
-        now = {id(old): new for old, new in zip(before, tensors((args, kwargs)), strict=True)}
-
-        def other(t: Tensor) -> Tensor:
-            if id(t) in now:
-                return now[id(t)]
-            new = without_data(self.fake, t)
-            self.alive.append(new)
-            return new.requires_grad_(t.requires_grad)
-
-        return self._unseen(lambda: rebuilt(out, other))
-
-    def _even(self, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments of a module of experts, with choices that give each of them as many tokens."""
-        experts = self.experts[name]
-        x, index, _ = routed(experts.names, args, kwargs)
-        rows, k = index.shape
-        even = (torch.arange(rows * k) % experts.count).view(rows, k).to(index.dtype)
-        part = self._part(len(self.events) - 1)
-        part.bytes["routed_bytes"] += rows * k * x.shape[-1] * x.itemsize
-        part.counts["experts"] = max(experts.count, part.counts["experts"])
-        place = 1
-        if place < len(args):
-            return (*args[:place], even, *args[place + 1 :]), kwargs
-        return args, {**kwargs, experts.names[place]: even}
-
-    # ---- attention ----
-
-    def attention(self, call: Callable[[], Tensor]) -> Tensor:
-        """The core of attention, within `call`."""
-        self.core, self.core_began = True, self.count
-        try:
-            return call()
-        finally:
-            self.core = False
-
-    def attended(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        part = self._part(len(self.events) - 1)
-        part.bytes["key_bytes"] += _nbytes(key) + _nbytes(value)
-        part.bytes["query_bytes"] += _nbytes(query) + _nbytes(out)
-        part.counts["heads"] = max(part.counts["heads"], query.shape[1] if query.ndim > 3 else 1)
-        part.counts["kv_heads"] = max(part.counts["kv_heads"], key.shape[1] if key.ndim > 3 else 1)
-
-    # ---- ops ----
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if self.aside:
-            return func(*args, **kwargs)
-        out = self._unseen(lambda: _outcome(func, args, kwargs))
-        made, given = tensors(out), tensors((args, kwargs))
-        if not made:
-            return out
-        self.count += 1
-        self.alive += made
-        sources = [storage_of(t) for t in given]
-        results = [storage_of(t) for t in made]
-        for storage in results:
-            self.born.setdefault(storage, self.count)
-        if all(r in sources for r in results) and not func._schema.is_mutable:
-            return out  # a view
-        self._op(func._overloadpacket, args, kwargs, out, list(zip(given, sources)), list(zip(made, results)))
-        return out
-
-    def _unseen(self, call: Callable[[], Any]) -> Any:
-        """What is not the model's doing: FakeTensors are made of other ops."""
-        before, self.aside = self.aside, True
-        try:
-            return call()
-        finally:
-            self.aside = before
-
-    def _op(
-        self, packet: Any, args: tuple, kwargs: dict, out: Any, given: list[tuple[Tensor, int]],
-        made: list[tuple[Tensor, int]],
-    ) -> None:  # fmt: skip
-        graded = any(t.requires_grad for t, _ in given) and torch.is_grad_enabled()
-        weights = [self.params[s] for _, s in given if s in self.params]
-        if len(given) == 1 and weights:  # a weight in another dtype, or another order
-            for _, s in made:
-                self.params.setdefault(s, weights[0])
-        module = self.events[self.open[-1]].name if self.open else ""
-        kind, flops, full, size, groups = _work(packet, args, kwargs, out) if graded else _NONE
-        role = "column" if module in self.columns else "row" if module in self.rows else ""
-        cut_by: Cut = "tp"
-        for weight in weights:
-            if weight in self.inside:
-                role, cut_by = self.inside[weight], "expert"
-        marks = [self.divided[s] for _, s in given if s in self.divided]
-        mark: Cut | None = marks[0] if marks else self.drawn
-        takes = kind == "matmul" and bool(weights)
-        if takes and role == "column":
-            self.gathered |= {s for _, s in given if s not in self.params}
-            mark = cut_by
-        makes: Cut | None = mark
-        if takes and role == "row":
-            mark, makes = cut_by, None
-        elif role == "column" and weights:
-            mark = makes = cut_by
-        if makes is not None:
-            self.divided |= dict.fromkeys((s for _, s in made), makes)
-        key = _Key(kind, mark or self._stream(), self.core, _BACKWARD[kind] if graded else 0.0, size)
-        entry = self._part(len(self.events) - 1).sums[key]
-        entry.flops += flops
-        entry.matmuls += groups
-        entry.kernels += 1
-        entry.full += full
-        if kind == "memory":
-            entry.moved += sum(_nbytes(t) for t in {s: t for t, s in (*given, *made)}.values())
-        entry.names[self._leaf()] = None
-
-    def _leaf(self) -> str:
-        """The module that runs, in a word that is the same in all blocks."""
-        module = self.events[self.open[-1]].name if self.open else ""
-        leaf = module.rpartition(".")[2]
-        return type(self.modules[module]).__name__ if not leaf or leaf.isdigit() else leaf
-
-    def _stream(self) -> Cut:
-        """What divides an op that no chain does, at this place."""
-        module = self.events[self.open[-1]].name if self.open else ""
-        inside = any(module == e or module.startswith(e + ".") for e in self.experts)
-        return "sequence" if (module + ".").startswith(self.streams) and not inside and self.streams else "whole"
-
-    def _part(self, place: int) -> _Part:
-        return self.at.setdefault(place, _Part(self.events[place].name))
-
-    # ---- what autograd keeps ----
-
-    def _keep(self, t: Tensor) -> Tensor:
-        storage = storage_of(t)
-        if storage in self.params or (self.in_loss and self.vocab):
-            return t
-        core = self.core and self.born.get(storage, 0) > self.core_began
-        known = self.saved.get(storage)
-        if known is None:
-            self.alive.append(t)
-            self.saved[storage] = _Saved(len(self.events) - 1, t, core, self._stream(), self._leaf())
-        else:
-            known.core = known.core and core
-        return t
-
-    # ---- the chain ----
-
-    def parts(self) -> list[_Part]:
-        """The modules of the chain, in the order of the forward: those with which stages of a pipeline may begin, each
-        with all that runs until the next."""
-        bare = Chart(tuple(self.events), (), {}, frozenset(), {}, containers_of(self.model))
-        starts = {event.name: place for place, event in enumerate(self.events)}
-        names = [atom.module for atom in candidates(bare, set(self.blocks))]
-        begins = [starts[name] for name in names]
-        self._settle()
-        used: set[int] = set()
-        chain = list[_Part]()
-        for name, begin, end in zip(names, [0, *begins[1:]], [*begins[1:], len(self.events)], strict=True):
-            here = _Part(name, repeated=name in self.blocks)
-            for place in range(begin, end):
-                here.add(self.at.get(place, _Part("")))
-            here.bytes["output_bytes"] = self._part(starts[name]).bytes["output_bytes"]
-            here.params, here.tied = self._parameters(self.events[begin:end], used)
-            chain.append(here)
-        for p in self.model.parameters():
-            if id(p) not in used:  # the first stage holds what no module uses
-                chain[0].params[self.cuts[id(p)]] += p.numel()
-        found = {part.name: part for part in chain}
-        for part in chain:
-            if part.name in self.like:
-                part.add(found[self.like[part.name]])
-                part.bytes["output_bytes"] = found[self.like[part.name]].bytes["output_bytes"]
-        return chain
-
-    def _parameters(self, events: Sequence[Event], used: set[int]) -> tuple[dict[Cut, int], bool]:
-        """Elements of the parameters of these calls that none before has used; or of all, and that they are tied."""
-        found: dict[int, nn.Parameter] = {}
-        for event in events:
-            own = self.modules[event.name].parameters(recurse=event.name in self.like)
-            found |= {id(p): p for p in own}
-        new = {key: p for key, p in found.items() if key not in used}
-        used |= set(found)
-        params: dict[Cut, int] = defaultdict(int)
-        for key, p in (new or found).items():
-            params[self.cuts[key]] += p.numel()
-        return params, bool(found) and not new
-
-    def _settle(self) -> None:
-        """Adds what was kept to the ops."""
-        for storage, one in self.saved.items():
-            cut = self.divided.get(storage) or ("whole" if storage in self.gathered else one.cut)
-            sums = self._part(one.place).sums
-            key = next((k for k in sums if k.core and k.kind == "attention"), None) if one.core else None
-            entry = sums[key or _Key("memory", cut, one.core, _BACKWARD["memory"])]
-            entry.saved += one.tensor.untyped_storage().nbytes()
-            entry.names[one.leaf] = None
-        self.saved = {}
-
-
-# ---- ops -----------------------------------------------------------------------------------------------------------
-
-
-def _work(packet: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Kind, float, float, tuple[int, ...], int]:
-    """Of an op: its kind; its FLOPs, and those in full; the size of a matmul, and how many of equal size it is."""
-    if packet in _ATTENTION:
-        query, key, value = args[:3]
-        full = float(sdpa_flop_count(query.shape, key.shape, value.shape))
-        place = _ATTENTION[packet]
-        causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
-        return "attention", full * (0.5 if causal else 1.0), full, (), 0
-    if packet is _GROUPED:
-        rows, weights = args[:2]
-        flops = 2.0 * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
-        return "matmul", flops, flops, tuple(sorted(weights.shape[-2:])), weights.shape[0]
-    if packet in flop_registry:
-        flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
-        shape = (args[2] if packet in _ADDED else args[1]).shape
-        return "matmul", flops, flops, tuple(sorted(shape[-2:])) if len(shape) < 4 else tuple(shape), 1
-    return _NONE
-
-
-def _outcome(func: Any, args: tuple, kwargs: dict) -> Any:
-    if func._overloadpacket is _GROUPED and args[0].ndim == 2 and args[1].ndim == 3:
-        return args[0].new_empty((args[0].shape[0], args[1].shape[2]))  # torch knows its shape for bf16 alone
-    return func(*args, **kwargs)
-
-
-def _nbytes(t: Tensor) -> int:
-    """Bytes that reading it moves: of what is repeated without a copy, once."""
-    numel = 1
-    for size, stride in zip(t.shape, t.stride(), strict=True):
-        numel *= size if stride else min(size, 1)
-    return numel * t.itemsize

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from .. import schedule
 from ..costs import Costs
@@ -66,11 +68,16 @@ def write(path: Path, drawn: Drawn) -> None:
 
 def show(drawn: Drawn) -> None:
     """Print the picture: as wide as the terminal, in colours where it has them."""
+    printed(partial(text, _labelled(drawn)))
+
+
+def printed(picture: Callable[..., Text]) -> None:
+    """Print what `picture` makes of the terminal's width, of whether it has colours, and of whether only ASCII."""
     console = Console()
     columns = shutil.get_terminal_size((PAGE, 24)).columns
     coloured = console.color_system is not None and not console.no_color
-    picture = text(_labelled(drawn), width=columns, colour=coloured, ascii_only=console.options.ascii_only)
-    console.print(picture, soft_wrap=True, highlight=False)
+    made = picture(width=columns, colour=coloured, ascii_only=console.options.ascii_only)
+    console.print(made, soft_wrap=True, highlight=False)
 
 
 def figures(drawn: Drawn) -> str:

@@ -13,7 +13,7 @@ Labelled = Sequence[tuple[str, Timeline]]
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradient", "U": "update"}
 COLOURS = {  # of the papers: F blue, B aqua, W green
     "F": "#3b78d8", "B": "#3fb8c4", "W": "#4fa64f", "U": "#e69138",
-    "recv-wait": "#dcdcdc", "send": "#cbb896", "reduce": "#b39ddb",
+    "recv-wait": "#dcdcdc", "send": "#cbb896", "reduce": "#b39ddb", "gather": "#d5c7f0", "optimizer": "#e69138",
 }  # fmt: skip
 OTHER = "#c4c4c4"
 SAMPLES = 64  # durations read per lane, to choose a scale

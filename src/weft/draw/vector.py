@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 
@@ -33,7 +33,12 @@ def svg(timelines: Labelled) -> str:
         top += _height(timeline) + LINE
     body += _legend(page, timelines, top)
     height = top + LINE * (len(look.kinds(timelines)) + 1) + MARGIN
-    size = f'width="{page.width:.0f}" height="{height:.0f}" viewBox="0 0 {page.width:.0f} {height:.0f}"'
+    return image(page.width, height, body)
+
+
+def image(width: float, height: float, body: Iterable[str]) -> str:
+    """One standalone image, on white."""
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     font = 'font-family="Helvetica, Arial, sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
     return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *body, "</svg>", ""])
@@ -81,14 +86,14 @@ def _height(timeline: Timeline) -> float:
 
 
 def _panel(page: _Page, name: str, timeline: Timeline, top: float) -> Iterator[str]:
-    yield _text(MARGIN, top + 13, name, 'font-size="15" font-weight="bold"')
-    yield _text(MARGIN, top + 13 + LINE, look.figures(timeline))
+    yield written(MARGIN, top + 13, name, 'font-size="15" font-weight="bold"')
+    yield written(MARGIN, top + 13 + LINE, look.figures(timeline))
     lane, first = _lane_height(timeline), top + 2.6 * LINE
     pitch = (1 + CURVE) * lane
     bottom = first + pitch * len(timeline.lanes)
     idle, live = _columns(timeline)
     for x, heading in ((page.idle, idle[0]), (page.live, live[0])):
-        yield _text(x, first - 5, heading, 'text-anchor="end" fill="#555555"')
+        yield written(x, first - 5, heading, 'text-anchor="end" fill="#555555"')
     yield from _axis(page, timeline, first, bottom)
     highest = max(timeline.peak_memory, default=0.0)
     every = math.ceil(13 / pitch)  # ranks that are written out
@@ -98,9 +103,9 @@ def _panel(page: _Page, name: str, timeline: Timeline, top: float) -> Iterator[s
         yield _curve(page, timeline, rank, y + lane, CURVE * lane - 2, highest)
         if rank % every == 0:
             base = y + min(lane / 2 + 4, pitch)
-            yield _text(page.left - 8, base, f"rank {rank}", 'text-anchor="end"')
-            yield _text(page.idle, base, idle[rank + 1], 'text-anchor="end"')
-            yield _text(page.live, base, live[rank + 1], 'text-anchor="end"')
+            yield written(page.left - 8, base, f"rank {rank}", 'text-anchor="end"')
+            yield written(page.idle, base, idle[rank + 1], 'text-anchor="end"')
+            yield written(page.live, base, live[rank + 1], 'text-anchor="end"')
 
 
 def _lane(page: _Page, lane: Lane, y: float, height: float) -> Iterator[str]:
@@ -115,7 +120,7 @@ def _lane(page: _Page, lane: Lane, y: float, height: float) -> Iterator[str]:
         found = f"{rect}>{tip}</rect>" if wide >= BORDER else f"{rect}/>"
         if not isinstance(label, str) and height >= 11 and wide >= DIGIT * len(str(label.microbatch)) + 2:
             style = f'font-size="11" text-anchor="middle" fill="{look.ink(colour)}" pointer-events="none"'
-            found += _text(x + wide / 2, y + height / 2 + 4, str(label.microbatch), style)
+            found += written(x + wide / 2, y + height / 2 + 4, str(label.microbatch), style)
         return found
 
     for other in (True, False):
@@ -157,17 +162,21 @@ def _axis(page: _Page, timeline: Timeline, top: float, bottom: float) -> Iterato
     if not page.span:
         return
     unit, size = look.unit_of(page.span)
-    least = 60 / page.across * page.span / size  # a tick takes 60 pixels
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= least)
+    step = whole_step(60 / page.across * page.span / size)  # a tick takes 60 pixels
     for tick in range(int(page.span / size / step + 1e-9) + 1):
         x = page.x(tick * step * size)
         yield f'<line x1="{x:.2f}" y1="{top:.2f}" x2="{x:.2f}" y2="{bottom + 4:.2f}" stroke="#e4e4e4"/>'
-        yield _text(x, bottom + LINE, look.number(tick * step), 'text-anchor="middle" fill="#555555"')
-    yield _text(page.left - 12, bottom + LINE, f"time, {unit}", 'text-anchor="end" fill="#555555"')
+        yield written(x, bottom + LINE, look.number(tick * step), 'text-anchor="middle" fill="#555555"')
+    yield written(page.left - 12, bottom + LINE, f"time, {unit}", 'text-anchor="end" fill="#555555"')
     if timeline.makespan_s < page.span:
         x = page.x(timeline.makespan_s)
         yield f'<line x1="{x:.2f}" y1="{top:.2f}" x2="{x:.2f}" y2="{bottom:.2f}" stroke="#999999"/>'
+
+
+def whole_step(least: float) -> float:
+    """1, 2 or 5 times a power of ten, at least this."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * m for m in (1, 2, 5, 10) if power * m >= least)
 
 
 def _legend(page: _Page, timelines: Labelled, top: float) -> Iterator[str]:
@@ -178,11 +187,12 @@ def _legend(page: _Page, timelines: Labelled, top: float) -> Iterator[str]:
         y = top + row * LINE
         for i, paint in enumerate(paints):
             yield f'<rect x="{page.left + i * 20:.2f}" y="{y:.2f}" width="18" height="13" fill="{paint}"/>'
-        yield _text(page.left + len(paints) * 20 + 6, y + 11, look.NAMES.get(of, of))
+        yield written(page.left + len(paints) * 20 + 6, y + 11, look.NAMES.get(of, of))
     y = top + len(look.kinds(timelines)) * LINE
     yield f'<rect x="{page.left:.2f}" y="{y:.2f}" width="18" height="13" fill="{LIVE}"/>'
-    yield _text(page.left + 26, y + 11, "live activations" + "; lighter above: a rank's later stages" * (chunks > 1))
+    yield written(page.left + 26, y + 11, "live activations" + "; lighter above: a rank's later stages" * (chunks > 1))
 
 
-def _text(x: float, y: float, content: str, style: str = "") -> str:
+def written(x: float, y: float, content: str, style: str = "") -> str:
+    """A line of text."""
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(content)}</text>'

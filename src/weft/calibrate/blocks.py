@@ -1,0 +1,73 @@
+"""What a decoder's forward and backward take as a whole: of all sizes small and large, what its products and its
+attention leave over is what goes with operations and with the bytes that they move, as `cost.trace` counts both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..cost.choices import Choices
+from ..cost.estimate import estimate
+from ..cost.hardware import Cluster, Era, Hardware
+from ..cost.practice import Practice
+from ..cost.trace import trace
+from ..layout import Layout
+from ..losses import next_token
+from ..models import decoder
+from .bench import Bench
+from .fits import Line, line
+
+LAYERS, VOCAB, HEAD_DIM = 2, 256, 32
+SHAPES = tuple((dim, length) for dim in (64, 128, 256, 512) for length in (16, 64, 128, 256) if dim * length < 1 << 17)
+SAMPLES = 4
+FRESH_BYTES = 8.0  # of a weight's gradient, which is written to memory that is new
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A decoder of this width, on SAMPLES sequences of this length, forward and backward."""
+
+    dim: int
+    length: int
+    seconds: float
+
+
+def decoders() -> list[Decoded]:
+    """Runs on every rank of a process group, and gives the same on all."""
+    bench, found = Bench.here(), list[Decoded]()
+    for dim, length in SHAPES:
+        model, batch = _made(dim, length)
+        model.to(bench.device)
+        here = {key: value.to(bench.device) for key, value in batch.items()}
+
+        def work(model: nn.Module = model, here: dict[str, Tensor] = here) -> None:
+            model.zero_grad(set_to_none=True)
+            next_token(model(here["input_ids"]), here)[0].backward()
+
+        found.append(Decoded(dim, length, bench(work)))
+    return found
+
+
+def left_over(seen: Sequence[Decoded], hardware: Hardware, era: Era) -> Line:
+    """Seconds of an operation's launch, and bytes per second, where `era` has all but these."""
+    practice, one = Practice("fp32"), Choices.of([Layout.parse("dp1")], batch=SAMPLES)
+    bare = era.model_copy(update={"launch_s": 0.0, "memory": 1.0, "fixed_s": 0.0})
+    kernels, moved, rest, whole = [], [], [], []
+    for each in seen:
+        model, batch = _made(each.dim, each.length)
+        work = trace(model, batch, next_token)
+        parts = estimate(work, one, Cluster(hardware=hardware, devices=1), bare, practice).time
+        priced = {part.name: float(part.value[0]) for part in parts}
+        kernels.append(2 * sum(block.count * op.kernels for block in work.blocks for op in block.ops))
+        moved.append(priced["memory"] * hardware.device.memory_bps + FRESH_BYTES * work.params)
+        rest.append(each.seconds - priced["matmul"] - priced["attention"])
+        whole.append(each.seconds)
+    return line(moved, rest, kernels, whole)
+
+
+def _made(dim: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = decoder(vocab=VOCAB, dim=dim, layers=LAYERS, heads=dim // HEAD_DIM, seq_len=length)
+    return model, dict.fromkeys(("input_ids", "labels"), torch.zeros(SAMPLES, length, dtype=torch.int64))

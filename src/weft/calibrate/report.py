@@ -1,0 +1,58 @@
+"""What `weft calibrate` prints: a line while it measures, and then what it found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.filesize import decimal
+
+from ..cost.hardware import GIB, Hardware
+from ..doctor.speed import rate
+from . import command
+from .sheet import ERA, Measured
+
+
+def calibrate(out: Path | None, as_json: bool) -> None:
+    """Measure, write the sheet, and print what was found. Raises Refusal, WorkerDied."""
+    console = Console(stderr=True)
+    with _telling(console) as say:
+        path, seen, made = command.calibrate(out, say)
+    if as_json:
+        print(json.dumps({"out": str(path), "sheet": made.model_dump(mode="json"), "measured": asdict(seen)}))
+        return
+    found = rows(seen, made) | {"sheet": str(path)}
+    width = max(map(len, found))
+    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in found.items()))
+
+
+@contextmanager
+def _telling(console: Console) -> Iterator[Callable[[str], None]]:
+    """One line that changes in a terminal, and else one for each part."""
+    if console.is_terminal:
+        with console.status("measuring") as line:
+            yield lambda name: line.update(f"measuring {name}")
+    else:
+        yield lambda name: console.print(f"measuring {name}", markup=False, highlight=False)
+
+
+def rows(seen: Measured, made: Hardware) -> dict[str, str]:
+    """Name -> what was found, in words."""
+    machine, era, peaks, tier = seen.machine, made.eras[ERA], made.device.flops, made.tiers[0]
+    found = {"device": f"{made.title}; {made.notes}"}
+    found["matrices"] = ", ".join(f"{dtype} {era.matmul * peak / 1e9:.3g} GFLOP/s" for dtype, peak in peaks.items())
+    found["matrices"] += f"; half of that where one has {era.matmul_flops / 1e6:.2g} MFLOP"
+    found["memory"] = f"{rate(made.device.memory_bps)}, of which operations reach {era.memory:.0%}"
+    found["launch"] = f"{era.launch_s * 1e6:.3g} us for each operation"
+    if machine.ranks > 1:
+        found["link"] = f"{rate(tier.bps)}, {tier.latency_s * 1e6:.3g} us a hop"
+        found["link"] += f"; beside compute a sum costs {era.contention:.0%} of its time"
+    found["step"] = f"{era.fixed_s * 1e3:.3g} ms for a model of no size"
+    found["process"] = f"{decimal(int(era.context_gib * GIB))} before it has any tensor"
+    if seen.others > command.QUIET:
+        found["note"] = f"other programs had up to {seen.others:.0%} of the processors: measure again when they rest"
+    return found

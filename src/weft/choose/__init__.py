@@ -1,0 +1,1 @@
+"""The planner's search: which layouts can be, what each would take, and which to train with."""

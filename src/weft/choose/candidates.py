@@ -1,0 +1,247 @@
+"""Candidates: the layouts that rules allow, each with its microbatches, recomputation and schedule, as arrays.
+
+Columns are crossed one after the other, and rows are dropped as soon as a rule that they break has its columns.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .. import schedule
+from ..cost.choices import AXES, Array, Choices
+from ..layout import DATA_AXES, Layout
+from .patterns import ANY, Pattern
+from .question import Question
+from .rules import HABITS, LEGAL, SCHEDULES, SPREADING, STAGES, Rule, spread_over
+
+RECOMPUTE: tuple[tuple[float, bool], ...] = ((0.0, False), (0.0, True), (1.0, False), (1 / 2, False), (1 / 3, False))
+MOST_CHUNKS = 16  # stages of a rank
+WITH_CHUNKS = tuple(name for name in SCHEDULES if "chunks" in inspect.signature(schedule.folder()[name]).parameters)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """`choices`, and of each the axes that spread experts too: bit i of `spread` is axis i of SPREADING. `habits`: what
+    left others out."""
+
+    choices: Choices
+    spread: Array
+    habits: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def take(self, index: Array) -> Candidates:
+        """Those at these places, or where this mask is true."""
+        return replace(self, choices=self.choices.take(index), spread=self.spread[index])
+
+    def layout(self, index: int) -> Layout:
+        """Of one: axes and their options, less the schedule."""
+        c = self.choices
+        live = [(axis, int(c.sizes[axis][index])) for axis in AXES if c.sizes[axis][index] > 1]
+        options: list[tuple[str, str]] = []
+        if c.zero[index] != 3:
+            options.append(("fsdp", f"zero{c.zero[index]}"))
+        if c.offload[index]:
+            options.append(("fsdp", "offload"))
+        if c.sequence[index]:
+            options.append(("tp", "sequence"))
+        options += [(axis, "ep") for bit, axis in enumerate(SPREADING) if self.spread[index] >> bit & 1]
+        return Layout(tuple(live) or (("dp", 1),), tuple(options))
+
+    def recompute(self, index: int) -> str | int:
+        """Of one: as [train] has it."""
+        if self.choices.selective[index]:
+            return "selective"
+        again = float(self.choices.again[index])
+        return "none" if again == 0 else "full" if again == 1 else round(1 / again)
+
+    def schedule(self, index: int) -> tuple[str, dict[str, int]]:
+        """Of one: a schedule's name and options; no name where there is one stage."""
+        c = self.choices
+        if c.sizes["pp"][index] == 1:
+            return "", {}
+        name = c.schedules[int(c.schedule[index])]
+        return name, {"chunks": int(c.chunks[index])} if name in WITH_CHUNKS else {}
+
+    @cached_property
+    def kinds(self) -> Array:
+        """A number for each: the same for those of one layout."""
+        c = self.choices
+        columns = [*(c.sizes[axis] for axis in AXES), c.zero, c.offload, c.sequence, self.spread]
+        return np.unique(np.stack(columns, 1), axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def together(parts: Sequence[Candidates]) -> Candidates:
+    """All of these, one after the other. Their schedules are those of SCHEDULES."""
+    first = parts[0].choices
+
+    def joined(get: Any) -> Array:
+        return np.concatenate([get(part) for part in parts])
+
+    names = ("experts", "sequence", "zero", "shards", "offload", "schedule", "chunks", "microbatch", "accumulate")
+    flat: dict[str, Any] = {
+        name: joined(lambda part, name=name: getattr(part.choices, name)) for name in (*names, "again", "selective")
+    }
+    for name in ("sizes", "strides"):
+        flat[name] = {a: joined(lambda part, a=a, name=name: getattr(part.choices, name)[a]) for a in AXES}
+    habits = frozenset[str]().union(*(part.habits for part in parts))
+    return Candidates(replace(first, **flat), joined(lambda part: part.spread), habits)
+
+
+# ---- enumerating -----------------------------------------------------------------------------------------------------
+
+
+class _Table:
+    """Columns of equal length."""
+
+    def __init__(self, question: Question, rules: Iterable[Rule]):
+        self.columns: dict[str, Array] = {}
+        self.question, self.rules, self.habits = question, tuple(rules), set[str]()
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()))) if self.columns else 1
+
+    def cross(self, new: Mapping[str, Array]) -> None:
+        """Every row with every entry of these columns, which are of equal length; then what the rules leave."""
+        count, rows = len(next(iter(new.values()))), len(self)
+        self.columns = {name: np.repeat(column, count) for name, column in self.columns.items()}
+        self.columns |= {name: np.tile(column, rows) for name, column in new.items()}
+        self.held(new)
+
+    def keep(self, mask: Array) -> None:
+        self.columns = {name: column[mask] for name, column in self.columns.items()}
+
+    def held(self, new: Iterable[str]) -> None:
+        """Drop the rows that break a rule which could not be asked before there were these columns."""
+        for rule in self.rules:
+            if set(rule.needs) & set(new) and set(rule.needs) <= set(self.columns):
+                mask = np.asarray(rule.holds(self.columns, self.question))
+                if not mask.all():
+                    self.keep(np.broadcast_to(mask, len(self)))
+                    self.habits |= {rule.reason({}, self.question)} if rule in HABITS else set()
+
+
+def rules(pattern: Pattern, wide: bool) -> tuple[Rule, ...]:
+    """Those that a search asks. Habits are not asked of an axis whose size is given, and of none where it is `wide`."""
+    return (*LEGAL, *(rule for rule in HABITS if not (wide or (rule.about and pattern.fixes(rule.about)))))
+
+
+def candidates(question: Question, devices: int, pattern: Pattern = ANY, wide: bool = False) -> Candidates:
+    """All that the rules allow of a pattern on so many devices, pipelines with the schedule that the pattern names, or
+    1F1B, which needs the least memory: `scheduled` gives the others."""
+    table = _Table(question, rules(pattern, wide))
+    fit = divisors(devices)
+    for axis in ("tp", "up", "cp", "pp", "ep", "fsdp", "dp"):
+        table.cross({axis: np.array(pattern.of(axis, fit), dtype=np.int64)})
+        ranks = np.prod([table.columns[a] for a in AXES if a in table.columns], axis=0)
+        table.keep(ranks == devices if axis == "dp" else devices % ranks == 0)
+    levels = [int(option[4:]) for option in pattern.given("fsdp") if option.startswith("zero")]
+    sequence = [True] if "sequence" in pattern.given("tp") else [False, True]
+    asked = sum(1 << bit for bit, axis in enumerate(SPREADING) if "ep" in pattern.given(axis))
+    folds = [bits for bits in range(1 << len(SPREADING)) if bits & asked == asked]
+    if not any(block.experts for block in question.work.blocks):
+        folds = [asked]
+    elif not wide:
+        folds = [bits for bits in folds if bits == asked or bits.bit_count() <= 2]
+    table.cross({"sequence": np.array(sequence)})
+    table.cross({"spread": np.array(folds)})
+    offload = "offload" in pattern.given("fsdp")
+    table.cross({"zero": np.repeat(levels or [1, 2, 3], 1), "offload": np.repeat(offload, len(levels) or 3)})
+    if not levels and offload:  # what a pattern asks for is not dropped for what it does not name
+        table.keep(table.columns["fsdp"] > 1)
+    table.cross({"microbatch": np.array(divisors(question.batch), dtype=np.int64)})
+    data = np.prod([table.columns[axis] for axis in DATA_AXES], axis=0)
+    table.columns["accumulate"] = question.batch // (data * table.columns["microbatch"])
+    table.held(["accumulate"])
+    again, selective = zip(*RECOMPUTE)
+    table.cross({"again": np.array(again), "selective": np.array(selective)})
+    return _scheduled(table, pattern.given("pp") or SCHEDULES[:1])
+
+
+def scheduled(found: Candidates, question: Question, pattern: Pattern = ANY, wide: bool = False) -> Candidates:
+    """The pipelines among these, with every other schedule that the rules allow."""
+    c = found.choices
+    table = _Table(question, rules(pattern, wide))
+    names = ("zero", "offload", "sequence", "microbatch", "accumulate", "again", "selective")
+    table.columns = {**c.sizes, **{name: getattr(c, name) for name in names}, "spread": found.spread}
+    table.keep(c.sizes["pp"] > 1)
+    return _scheduled(table, [] if pattern.given("pp") else SCHEDULES[1:])
+
+
+def _scheduled(table: _Table, names: Sequence[str]) -> Candidates:
+    """Rows with each of these schedules, and where it has that option, with all sensible numbers of stages."""
+    pairs = [
+        (SCHEDULES.index(name), chunks)
+        for name in names
+        for chunks in (range(2, MOST_CHUNKS + 1) if name in WITH_CHUNKS else (STAGES[name],))
+    ]
+    depth = table.question.work.depth
+    kinds, chunks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    table.cross({"schedule": kinds, "chunks": chunks})
+    c = table.columns
+    even = (depth % (c["pp"] * c["chunks"]) == 0) | (c["chunks"] & (c["chunks"] - 1) == 0)
+    one = c["schedule"] == int(pairs[0][0]) if pairs else even
+    table.keep(even & ((c["pp"] > 1) | one))
+    c = table.columns
+    ranks, strides = np.ones(len(table), dtype=np.int64), {}
+    for axis in reversed(AXES):
+        strides[axis], ranks = ranks, ranks * c[axis]
+    choices = Choices(
+        sizes={axis: c[axis] for axis in AXES}, strides=strides, experts=spread_over(c), sequence=c["sequence"],
+        zero=c["zero"], shards=c["fsdp"], offload=c["offload"], schedule=c["schedule"], schedules=SCHEDULES,
+        chunks=np.where(c["pp"] > 1, c["chunks"], 1), microbatch=c["microbatch"], accumulate=c["accumulate"],
+        again=c["again"], selective=c["selective"],
+    )  # fmt: skip
+    return Candidates(choices, c["spread"], frozenset(table.habits))
+
+
+def divisors(number: int) -> list[int]:
+    """From 1 to the number itself."""
+    found = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*found, *(number // n for n in found)})
+
+
+# ---- what was left out -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Sizes of one axis that one rule does not allow alone; `why`, of the first."""
+
+    axis: str
+    sizes: tuple[int, ...]
+    why: str
+
+
+def left_out(question: Question, devices: int, pattern: Pattern = ANY) -> list[LeftOut]:
+    """What no layout of so many devices can have."""
+    found: dict[tuple[str, Rule], list[int]] = {}
+    for axis in AXES:
+        for size in pattern.of(axis, divisors(devices)):
+            rule = broken(dict.fromkeys(AXES, 1) | {axis: size}, question) if size > 1 else None
+            if rule is not None:
+                found.setdefault((axis, rule), []).append(size)
+    return [
+        LeftOut(axis, tuple(sizes), rule.reason(dict.fromkeys(AXES, 1) | {axis: sizes[0]}, question))
+        for (axis, rule), sizes in found.items()
+    ]
+
+
+def broken(row: Mapping[str, Any], question: Question) -> Rule | None:
+    """The first rule that does not allow what these columns say of one choice."""
+    arrays = {name: np.array([value]) for name, value in row.items()}
+    asked = (rule for rule in LEGAL if set(rule.needs) <= set(row))
+    return next((rule for rule in asked if not np.all(rule.holds(arrays, question))), None)
+
+
+def refusal(row: Mapping[str, Any], question: Question) -> str:
+    """Why the rules do not allow it; empty if they do."""
+    rule = broken(row, question)
+    return rule.reason(row, question) if rule is not None else ""

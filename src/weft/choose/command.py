@@ -1,0 +1,196 @@
+"""`weft plan RUN.toml`: the search, what it says, and the run file that it writes."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from .. import build, tables
+from ..config import Run
+from ..cost.choices import AXES
+from ..cost.hardware import GIB, Cluster
+from ..cost.work import Work
+from ..errors import ConfigError, LayoutError
+from ..layout import Layout
+from .candidates import Candidates, divisors, left_out, refusal
+from .explain import described, explained
+from .legal import Judge, chosen
+from .obvious import losers
+from .patterns import ANY, Pattern
+from .posed import choice, traced
+from .practice_of import practice
+from .question import Question
+from .ranking import Progress, Ranked, Row, rank, rows_of, simulated
+from .report import Report
+from .rules import SPREADING
+
+LONG = 200_000  # choices from which on a search shows how far it is
+OFFLOAD = ("fsdp", "offload")
+MORE = (2, 4, 8, 16, 32, 64)  # times as many devices, where none fits
+
+
+def era_of(cluster: Cluster, name: str | None) -> str:
+    """The software that weft is: what torch runs eagerly, if the sheet knows of it. Raises ConfigError."""
+    eras = cluster.hardware.eras
+    found = name or ("eager" if "eager" in eras else next(iter(eras)))
+    cluster.hardware.era(found)
+    return found
+
+
+def limited(cluster: Cluster, memory_gib: float | None) -> Cluster:
+    """The cluster with devices of at most so much memory. Raises ConfigError."""
+    if memory_gib is None:
+        return cluster
+    device = cluster.hardware.device
+    if not 0 < memory_gib <= device.memory_gib:
+        fix = f"give more than 0 and at most {device.memory_gib:g} GiB"
+        raise ConfigError("--max-memory", memory_gib, f"is no part of the memory of {cluster.hardware.name}", fix)
+    small = device.model_copy(update={"memory_gib": memory_gib})
+    return cluster.model_copy(update={"hardware": cluster.hardware.model_copy(update={"device": small})})
+
+
+def plan(
+    run: Run, cluster: str, layout: str | None, era: str | None, memory_gib: float | None, wide: bool
+) -> tuple[Report, Run]:
+    """What was found, and the run as it is best laid. Raises Refusal."""
+    if run.workers:
+        raise ConfigError("workers", list(run.workers), "has no layout to choose", "leave [workers] out")
+    where = limited(Cluster.parse(cluster), memory_gib)
+    named = era_of(where, era)
+    pattern = ANY if layout is None else Pattern.parse(layout)
+    bare, held = build.skeleton(run), build.dataset(run)
+    question = question_of(run, where, named, traced(run, bare, held, where.hardware.kind))
+    began = time.perf_counter()
+    with _bar() as progress:
+        found = _alone(run, question, pattern) if pattern.exact else rank(question, pattern, wide, progress)
+    if not found.rows:
+        raise _nothing(question, pattern)
+    if not found.fits and not pattern.exact:
+        raise _too_large(question, pattern, found.rows[0])
+    judge = Judge(run, bare, held)
+    best = judge.first(found.rows)
+    if best is None:
+        raise judge.refused[0][1]
+    others = [] if pattern.exact else losers(question, found.devices, best)
+    out = [] if pattern.exact else left_out(question, found.devices, pattern)
+    took = time.perf_counter() - began
+    return Report(question, found, best, others, judge.refused, out, named, took), chosen(run, best)
+
+
+def question_of(run: Run, where: Cluster, era: str, work: Work | None = None) -> Question:
+    """How to lay a run over a cluster. `work`: its model's, where that is known. Raises Refusal."""
+    work = work or traced(run, build.skeleton(run), build.dataset(run), where.hardware.kind)
+    return Question(work, run.train.batch, where, where.hardware.era(era), practice(run), build.synchronizer(run))
+
+
+def _alone(run: Run, question: Question, pattern: Pattern) -> Ranked:
+    """A layout that is given whole, with the microbatches, recomputation and schedule of the run file."""
+    there = build.with_layout(run, pattern.text)
+    layout = Layout.parse(there.layout.axes)
+    if layout.world > question.cluster.devices:
+        problem = f"has {layout.world} ranks, and {question.cluster} {question.cluster.devices} devices"
+        raise LayoutError("--layout", pattern.text, problem, "use a smaller layout, or a larger cluster")
+    choices = choice(there)
+    spread = sum(1 << bit for bit, axis in enumerate(SPREADING) if "ep" in layout.option(axis))
+    rows = simulated(question, rows_of(question, Candidates(choices, np.array([spread]))))
+    return Ranked(tuple(rows), rows[0].fits, 1, sum(row.simulated for row in rows), layout.world, True)
+
+
+def explain(report: Report, layout: str) -> str:
+    """One layout: as it was found, or the best way to run it. Raises LayoutError."""
+    pattern = Pattern.parse(layout)
+    if not pattern.exact:
+        raise LayoutError("--explain", layout, "is no whole layout", f"write one as in {report.best.layout}")
+    row = next((row for row in report.ranked.rows if row.layout == layout), None)
+    if row is None:
+        world = Layout.parse(layout).world
+        found = rank(_on(report.question, world), pattern, wide=True)
+        if not found.rows:
+            raise _nothing(_on(report.question, world), pattern)
+        row = found.rows[0]
+    return explained(row)
+
+
+def _on(question: Question, devices: int) -> Question:
+    """The same on so many devices."""
+    return replace(question, cluster=question.cluster.model_copy(update={"devices": devices}))
+
+
+def write(run: Run, out: Path) -> None:
+    """A run file that `weft train` takes. Raises ConfigError."""
+    folder = os.path.relpath(run.folder, out.resolve().parent)
+    try:
+        out.write_text(tables.dump(run.model_copy(update={"folder": folder})), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--out", str(out), f"cannot be written ({error})", "name another file") from None
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def _nothing(question: Question, pattern: Pattern) -> LayoutError:
+    """The rules allow no choice of a pattern."""
+    sizes = {axis: size for axis, size in pattern.sizes if size is not None}
+    devices = question.cluster.devices
+    if devices % math.prod(sizes.values()):
+        problem = f"{math.prod(sizes.values())} ranks do not divide {devices} devices"
+        return LayoutError("--layout", pattern.text, problem, "use sizes whose product divides the devices")
+    problem = refusal(dict.fromkeys(AXES, 1) | sizes, question) or "no layout of it keeps to the rules"
+    allowed = [
+        f"{axis}{size}" for axis in sizes for size in divisors(devices)
+        if size > 1 and not refusal(dict.fromkeys(AXES, 1) | {axis: size}, question)
+    ]  # fmt: skip
+    return LayoutError("--layout", pattern.text, problem, f"sizes that work: {', '.join(allowed) or 'none'}")
+
+
+def _too_large(question: Question, pattern: Pattern, nearest: Row) -> ConfigError:
+    """Nothing fits: by how much the best misses, and what would help."""
+    device, gib = question.cluster.hardware.device, nearest.held_bytes / GIB
+    problem = (
+        f"no layout fits: {described(nearest)}, the nearest, takes {gib:,.1f} GiB of {device.memory_gib:g}, "
+        f"{nearest.over_bytes / GIB:,.1f} too many"
+    )
+    helps = []
+    if not pattern.given("fsdp") and (pattern.more or "fsdp" in dict(pattern.sizes)):
+        away = rank(question, replace(pattern, sizes=_with_fsdp(pattern), options=(*pattern.options, OFFLOAD)))
+        if away.fits:
+            helps.append(f'--layout "{away.rows[0].layout.replace("+zero3", "")}.*" fits')
+    for times in MORE:
+        larger = rank(_on(question, times * question.cluster.devices), pattern)
+        if larger.fits:
+            helps.append(f"{times * question.cluster.devices} devices would do, with {larger.rows[0].layout}")
+            break
+    fix = "; ".join(helps) or "use devices with more memory, shorter samples, or a smaller model"
+    return ConfigError("--cluster", str(question.cluster), problem, fix)
+
+
+def _with_fsdp(pattern: Pattern) -> tuple[tuple[str, int | None], ...]:
+    return pattern.sizes if "fsdp" in dict(pattern.sizes) else (*pattern.sizes, ("fsdp", None))
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    """A bar on a terminal, of a search that is long."""
+    console = Console(stderr=True)
+    columns = (TextColumn("choices"), BarColumn(), MofNCompleteColumn())
+    with Bar(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("choices", visible=False)
+
+        def progress(done: int, of: int) -> None:
+            bar.update(task, completed=done, total=of, visible=of >= LONG)
+
+        yield progress

@@ -1,0 +1,118 @@
+"""Legal: whether weft itself would lay a run so. The last word, after the rules."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .. import build
+from ..config import Run
+from ..data import Dataset
+from ..errors import NeedsData, Refusal
+from ..layout import Layout
+from ..roles import find
+from .posed import with_choice
+from .ranking import Row
+
+DEEP = 16  # repeated blocks from which on a pipeline is tried on fewer
+LOADED = 10**9  # parameters at most of a model that is built to be asked about
+KEPT = 2  # at each end of a row of equal blocks, which are cut alike
+
+
+def chosen(run: Run, row: Row) -> Run:
+    """The run as this row has it."""
+    return with_choice(run, row.layout, row.accumulate, row.recompute, row.schedule, dict(row.options))
+
+
+@dataclass
+class Judge:
+    """Asks weft's planner, on a model without weights."""
+
+    run: Run
+    bare: nn.Module
+    held: Dataset
+    refused: list[tuple[Row, Refusal]] = field(default_factory=list)
+
+    def first(self, rows: tuple[Row, ...]) -> Row | None:
+        """The first of these that weft would lay so; those before it are then among `refused`. A row is not asked about
+        where an axis of it has been refused by itself."""
+        barred: set[str] = set()
+        for row in rows:
+            parts = row.layout.split(".")
+            if barred.intersection(parts):
+                continue
+            problem = self._refusal(row)
+            if problem is None:
+                return row
+            self.refused.append((row, problem))
+            if len(parts) > 1:
+                barred |= {part for part in parts if self._alone(part) is not None}
+        return None
+
+    def _refusal(self, row: Row) -> Refusal | None:
+        there = chosen(self.run, row)
+        if row.schedule and (short := shortened(self.bare)) is not self.bare:
+            layout = Layout.parse(row.layout)
+            two = Layout(tuple((a, 2 if a == "pp" else n) for a, n in layout.sizes), layout.options)
+            options = {**row.options, "chunks": 2} if row.options else {}
+            fewer = with_choice(self.run, str(two), row.accumulate, row.recompute, row.schedule, options)
+            if self._asked(fewer, short) is None:
+                return None
+        return self._asked(there, self.bare)
+
+    def _alone(self, part: str) -> Refusal | None:
+        """One axis, with as many samples as it has ranks."""
+        ranks = Layout.parse(part).world
+        train = self.run.train.model_copy(update={"batch": ranks * self.run.train.batch, "accumulate": 1})
+        alone = build.with_layout(self.run.model_copy(update={"train": train}), part)
+        return None if part.startswith("pp") else self._asked(alone, self.bare)
+
+    def _asked(self, run: Run, model: nn.Module) -> Refusal | None:
+        """A pipeline of a model that would have to be loaded, and is large, is asked about without its stages."""
+        load = sum(p.numel() for p in model.parameters()) <= LOADED
+        try:
+            build.check_sizes(model, self.held, [build.laid(run, model, self.held, load)])
+        except NeedsData:
+            return self._asked(build.with_layout(run, str(Layout.parse(run.layout.axes).without("pp"))), model)
+        except Refusal as problem:
+            return problem
+        return None
+
+
+def shortened(model: nn.Module) -> nn.Module:
+    """The same model with KEPT blocks at each end of every row of equal blocks; itself where none is longer than DEEP.
+    The model is not changed, and shares its modules."""
+    if not any(len(blocks) > DEEP for blocks in find(model).blocks):
+        return model
+    made = _opened(model)
+    for blocks in find(model).blocks:
+        owner, _, leaf = blocks[0].rpartition(".")[0].rpartition(".")
+        parent = made
+        for name in filter(None, owner.split(".")):
+            parent._modules[name] = parent = _opened(parent._modules[name])
+        kept = _representative([model.get_submodule(block) for block in blocks])
+        whole = parent._modules[leaf]
+        parent._modules[leaf] = nn.Sequential(*kept) if isinstance(whole, nn.Sequential) else nn.ModuleList(kept)
+    return made
+
+
+def _opened(module: nn.Module | None) -> nn.Module:
+    """A copy of one module that shares all that is below it."""
+    assert module is not None
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
+    return made
+
+
+def _representative(blocks: list[nn.Module]) -> list[nn.Module]:
+    """Of each row of blocks with the same shapes, those at the ends."""
+    shapes = [[(name, tuple(p.shape)) for name, p in block.named_parameters()] for block in blocks]
+    kept = []
+    for place, block in enumerate(blocks):
+        before = [shapes[i] == shapes[place] for i in range(max(0, place - KEPT), place)]
+        after = [shapes[i] == shapes[place] for i in range(place + 1, min(len(blocks), place + KEPT + 1))]
+        if not (len(before) == len(after) == KEPT and all(before) and all(after)):
+            kept.append(block)
+    return kept

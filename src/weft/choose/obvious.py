@@ -1,0 +1,133 @@
+"""Obvious: the layouts that come to everyone's mind, each as a pattern, and why it is not the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cost.hardware import GIB
+from ..layout import Layout
+from .candidates import candidates, refusal, scheduled, together
+from .patterns import Pattern
+from .question import Question
+from .ranking import Row, price, rows_of, simulated
+
+SAID = {"matmul": "matmuls", "memory": "elementwise work"}  # in other words than an estimate's
+COMPUTE = ("matmuls", "attention", "elementwise work")
+NEAR = 1.02  # times as long is no loss to speak of
+
+
+@dataclass(frozen=True)
+class Loser:
+    """`pattern`: what it is; `row`: its best choice, if there is one; `why` it is not the best layout."""
+
+    name: str
+    pattern: str
+    row: Row | None
+    why: str
+
+
+def patterns(question: Question, devices: int) -> Iterator[tuple[str, str]]:
+    """Names and patterns, on so many devices."""
+    node, work = min(question.cluster.hardware.node, devices), question.work
+    nodes = devices // node if devices % node == 0 else 1
+    heads = any(block.heads for block in work.blocks)
+    yield "data parallel", f"dp{devices}"
+    yield "fully sharded", f"fsdp{devices}"
+    if nodes > 1:
+        yield "sharded in a node, copied across", f"dp{nodes}.fsdp{node}"
+    if heads and node > 1:
+        yield "tensor parallel in a node", f"dp*.tp{node}" if nodes > 1 else f"tp{node}"
+    if heads and nodes > 1:
+        yield "tensor parallel over two nodes", f"dp*.tp{2 * node}"
+    if work.depth > 1:
+        yield "pipeline and data parallel", "pp*.dp*"
+        if heads and nodes > 1:
+            yield "3D, as Megatron has it", f"pp*.dp*.tp{node}"
+    if any(block.experts for block in work.blocks):
+        yield "experts in a node", f"dp*.ep{node}"
+        yield "experts on all", f"ep{devices}"
+
+
+def losers(question: Question, devices: int, best: Row) -> list[Loser]:
+    """Each that is not the best layout itself."""
+    found = []
+    for name, text in patterns(question, devices):
+        row = _best(question, devices, Pattern.parse(text))
+        if row is None:
+            found.append(Loser(name, text, None, _refused(question, devices, text)))
+        elif row.layout != best.layout:
+            found.append(Loser(name, text, row, why(question, row, best)))
+    return found
+
+
+def _best(question: Question, devices: int, pattern: Pattern) -> Row | None:
+    """The best choice of a pattern, habits left aside."""
+    found = candidates(question, devices, pattern, wide=True)
+    named = [found.choices.sizes[axis] > 1 for axis, _ in pattern.sizes]
+    found = found.take(np.all(named, axis=0))
+    if len(found):
+        found = together([found, scheduled(found, question, pattern, wide=True)])
+    prices = price(question, found)
+    if not len(found):
+        return None
+    fits = prices.over_bytes <= 0
+    key = prices.step_s if fits.any() else prices.over_bytes
+    places = fits.nonzero()[0] if fits.any() else range(len(found))
+    first = min(places, key=lambda place: key[place])
+    return simulated(question, rows_of(question, found.take(np.array([first]))))[0]
+
+
+def _refused(question: Question, devices: int, text: str) -> str:
+    """Why the rules allow nothing of a pattern: by the sizes that it gives."""
+    row = {axis: int(size) for axis, size in Pattern.parse(text).sizes if size}
+    sizes = dict.fromkeys(("pp", "dp", "fsdp", "ep", "cp", "up", "tp"), 1) | row
+    return refusal(sizes, question) or f"nothing that the rules allow has {devices} ranks"
+
+
+def why(question: Question, row: Row, best: Row) -> str:
+    """Why a choice is not as good as the best."""
+    if not row.fits:
+        return f"does not fit by {_gib(row.over_bytes)} GiB"
+    times = row.step_s / best.step_s
+    if times < 1 / NEAR:
+        return f"{1 / times - 1:.0%} faster, and not what is asked for"
+    if times < NEAR:
+        more = len(Layout.parse(row.layout).axes) > len(Layout.parse(best.layout).axes)
+        return "as fast" + (", with more axes" if more else "")
+    mine, its = shares(best), shares(row)
+    axis = max(its, key=lambda name: its[name] * row.step_s - mine.get(name, 0.0) * best.step_s)
+    slower = f"{times:.2g} x slower" if times >= 1.1 else f"{times - 1:.0%} slower"
+    return f"{slower}: {axis} {its[axis]:.0%}{_crossing(question, row, axis)}"
+
+
+def shares(row: Row) -> dict[str, float]:
+    """What takes of a row's time how much: exchanges by their axis."""
+    found: dict[str, float] = {}
+    for part, value in row.time.items():
+        name = part.split()[0] if part.endswith("exposed") else SAID.get(part, part)
+        found[name] = found.get(name, 0.0) + value / row.step_s
+    return found
+
+
+def limits(row: Row) -> str:
+    """The largest part of a row's time that is not compute."""
+    rest = {name: share for name, share in shares(row).items() if name not in COMPUTE}
+    part = max(rest, key=lambda name: rest[name])
+    return f"{part} {rest[part]:.0%}" if rest[part] >= 0.01 else "compute"
+
+
+def _crossing(question: Question, row: Row, axis: str) -> str:
+    """Whether the exchanges of an axis leave a node."""
+    layout, node = Layout.parse(row.layout), question.cluster.hardware.node
+    if axis not in layout.axes:
+        return ""
+    inner = layout.sizes[layout.axes.index(axis) :]
+    return ", over nodes" if math.prod(size for _, size in inner) > node else ""
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:,.1f}"

@@ -1,0 +1,272 @@
+"""Ranking: what fits, the fastest first: priced in closed form, the best few simulated event by event.
+
+Pipelines are priced with 1F1B first, which needs the least memory. Where they could come among the best without their
+bubble, which no schedule can be rid of more than wholly, they are priced with every other schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ..cost.choices import AXES, Array, Choices
+from ..cost.estimate import Estimate
+from ..cost.hardware import GIB
+from ..cost.parts import Part
+from ..simulate import simulate
+from ..simulation.setup import Setup
+from .candidates import Candidates, candidates, scheduled, together
+from .patterns import ANY, Pattern
+from .question import Question
+
+SLICE = 50_000  # choices that are priced at once
+RESCHEDULED = 4_000  # pipelines at most that are priced with every schedule
+LAYOUTS = 36  # that are looked at more closely
+EACH = 3  # choices of each of these
+ACTIONS = 250_000  # that are simulated, over all
+TIE = 0.01  # times that differ by less are no reason to have one more axis
+
+Progress = Callable[[int, int], None]  # choices priced, of how many
+
+
+class Prices(NamedTuple):
+    """Of each choice: seconds of a step, and of them those that a pipeline waits; bytes that it is over by."""
+
+    step_s: Array
+    bubble_s: Array
+    over_bytes: Array
+
+
+@dataclass(frozen=True)
+class Row:
+    """One choice, priced. `time`: parts, whose sum is `step_s`; `memory`: parts, whose sum, and what the driver keeps,
+    are `held_bytes`, which must fit; `reserved_bytes`: what the allocator takes where there is more. `traffic`: bytes
+    that a rank sends over each axis in a step. `chosen` is it alone."""
+
+    layout: str
+    schedule: str
+    options: Mapping[str, int]
+    microbatch: int
+    accumulate: int
+    recompute: str | int
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    held_bytes: float
+    reserved_bytes: float
+    over_bytes: float
+    time: Mapping[str, float]
+    memory: Mapping[str, float]
+    traffic: Mapping[str, float]
+    simulated: bool
+    chosen: Candidates = field(repr=False, compare=False)
+    time_parts: tuple[Part, ...] = field(repr=False, compare=False)
+    memory_parts: tuple[Part, ...] = field(repr=False, compare=False)
+
+    @property
+    def fits(self) -> bool:
+        return self.over_bytes <= 0
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """`rows`: the best of each layout, best first. They fit, or, where `fits` is false, are nearest to it. `priced` and
+    `simulated` choices; `wide`: whether habits were left aside, or which `habits`
+    left out others; `devices` in use."""
+
+    rows: tuple[Row, ...]
+    fits: bool
+    priced: int
+    simulated: int
+    devices: int
+    wide: bool
+    habits: frozenset[str] = frozenset()
+
+
+def rank(
+    question: Question, pattern: Pattern = ANY, wide: bool = False, progress: Progress = lambda done, of: None
+) -> Ranked:
+    """The best layouts of a pattern. If none fits, those that habits leave out are looked at too; if the rules allow
+    none on all devices, on the largest divisor of them on which they do. No rows: they allow none at all."""
+    devices = question.cluster.devices
+    for count in (n for n in range(devices, 0, -1) if devices % n == 0):
+        for far in (False, True) if not wide else (True,):
+            found = _ranked(question, pattern, count, far, progress)
+            if found.fits:
+                return found
+        if found.rows:
+            return found
+    return found
+
+
+def _ranked(question: Question, pattern: Pattern, devices: int, wide: bool, progress: Progress) -> Ranked:
+    found = candidates(question, devices, pattern, wide)
+    count = len(found)
+    prices = price(question, found, progress)
+    fits = prices.over_bytes <= 0
+    if fits.any():
+        more = scheduled(found.take(_promising(found, prices)), question, pattern, wide)
+        if len(more):
+            found, count = together([found, more]), count + len(more)
+            prices = Prices(*(np.concatenate(both) for both in zip(prices, price(question, more, progress))))
+            fits = prices.over_bytes <= 0
+    if fits.any():
+        places = np.flatnonzero(fits)
+        order = places[_order(prices.step_s[places], axes(found.choices)[places])]
+    else:
+        order = np.lexsort((prices.step_s, prices.over_bytes))
+    chosen = found.take(_leading(found.kinds[order], order))
+    rows = rows_of(question, chosen)
+    if fits.any():
+        rows = simulated(question, rows)
+        again = _order(np.array([row.step_s for row in rows]), axes(chosen.choices))
+        rows = [rows[place] for place in again]
+    best: dict[str, Row] = {}
+    for row in rows:
+        best.setdefault(row.layout, row)
+    run = sum(row.simulated for row in rows)
+    return Ranked(tuple(best.values()), bool(fits.any()), count, run, devices, wide, found.habits)
+
+
+def axes(choices: Choices) -> Array:
+    """How many axes each has, with what spreads experts beside its own as one more."""
+    live = sum((choices.sizes[axis] > 1).astype(int) for axis in AXES)
+    return live + (choices.experts > choices.sizes["ep"]) + choices.offload
+
+
+def _order(step_s: Array, count: Array) -> Array:
+    """The fastest first; among those within TIE, those with the fewest axes."""
+    near = np.floor(np.log(step_s / step_s.min()) / np.log1p(TIE)) if len(step_s) else step_s
+    return np.lexsort((step_s, count, near))
+
+
+def price(question: Question, found: Candidates, progress: Progress = lambda done, of: None) -> Prices:
+    """All of these, slice by slice."""
+    parts: list[Prices] = [Prices(*(np.zeros(0),) * 3)]
+    for start in range(0, len(found), SLICE):
+        progress(start, len(found))
+        made = question.price(found.choices.take(np.arange(start, min(start + SLICE, len(found)))))
+        parts.append(Prices(made.step_s, _part(made.time, "bubble"), made.over_bytes))
+    progress(len(found), len(found))
+    return Prices(*(np.concatenate(each) for each in zip(*parts)))
+
+
+def _part(parts: Sequence[Part], name: str) -> Array:
+    return next(part.value for part in parts if part.name == name)
+
+
+def _promising(found: Candidates, prices: Prices) -> Array:
+    """Those that another schedule could bring among the best layouts."""
+    fits = prices.over_bytes <= 0
+    places = np.flatnonzero(fits)
+    order = places[_order(prices.step_s[places], axes(found.choices)[places])]
+    leading = _leading(found.kinds[order], order, each=1)
+    within = prices.step_s[leading].max()
+    bound = prices.step_s - prices.bubble_s
+    able = np.flatnonzero(fits & (found.choices.sizes["pp"] > 1) & (bound <= within))
+    return able[np.argsort(bound[able], kind="stable")[:RESCHEDULED]]
+
+
+def _leading(kinds: Array, order: Array, each: int = EACH) -> Array:
+    """Of places in order, the first `each` of every kind, of the first LAYOUTS kinds."""
+    _, first = np.unique(kinds, return_index=True)
+    kept = kinds[np.sort(first)[:LAYOUTS]]
+    chosen: list[int] = []
+    for kind in kept:
+        chosen += np.flatnonzero(kinds == kind)[:each].tolist()
+    return order[np.array(sorted(chosen), dtype=np.int64)]
+
+
+def rows_of(question: Question, found: Candidates) -> list[Row]:
+    """Each priced, in the order given."""
+    made = question.price(found.choices)
+    return [_row(question, made, found, index) for index in range(len(found))]
+
+
+def _row(question: Question, made: Estimate, found: Candidates, index: int) -> Row:
+    c = found.choices
+    name, options = found.schedule(index)
+    return Row(
+        str(found.layout(index)), name, options, int(c.microbatch[index]), int(c.accumulate[index]),
+        found.recompute(index), float(made.step_s[index]), float(made.tokens_per_s[index]), float(made.mfu[index]),
+        float(made.peak_bytes[index]) + question.era.context_gib * GIB, float(made.reserved_bytes[index]),
+        float(made.over_bytes[index]),
+        {part.name: float(part.value[index]) for part in made.time},
+        {part.name: float(part.value[index]) for part in made.memory},
+        {axis: float(sent[index]) for axis, sent in made.traffic.items()},
+        False, found.take(np.array([index])), tuple(_of_one(part, index) for part in made.time),
+        tuple(_of_one(part, index) for part in made.memory),
+    )  # fmt: skip
+
+
+def _of_one(part: Part, index: int) -> Part:
+    symbols = {
+        name: value[index : index + 1] if isinstance(value, np.ndarray) and value.ndim else value
+        for name, value in part.symbols.items()
+    }
+    return replace(part, value=part.value[index : index + 1], symbols=symbols)
+
+
+# ---- event by event --------------------------------------------------------------------------------------------------
+
+
+def simulated(question: Question, rows: Sequence[Row]) -> list[Row]:
+    """These, pipelines with the time that a simulation gives, as far as ACTIONS reach."""
+    pipelines = _Pipelines()
+    return [pipelines.run(question, row) if row.schedule else row for row in rows]
+
+
+class _Pipelines:
+    """Simulations of pipelines, each once: layouts that differ in their data axes mostly have the same."""
+
+    def __init__(self) -> None:
+        self.left, self._known = ACTIONS, dict[tuple, tuple[float, frozenset[str]]]()
+
+    def run(self, question: Question, row: Row) -> Row:
+        """What no closed form of a bubble knows: the first and the last stage have other work, messages take time."""
+        key = self._key(row)
+        if key not in self._known:
+            if self.left <= 0:
+                return row
+            self._known[key] = self._makespan(question, row)
+        return _with(row, *self._known[key])
+
+    def _key(self, row: Row) -> tuple:
+        """All that a stage's work depends on: data axes, where experts are spread over them, or each microbatch waits
+        for what they share."""
+        c = row.chosen.choices
+        waits = c.experts[0] > 1 or (c.sizes["fsdp"][0] > 1 and c.zero[0] > 1)
+        sizes = tuple(int(c.sizes[axis][0]) for axis in AXES if waits or axis not in ("dp", "fsdp"))
+        zero = int(c.zero[0]) if waits else 0
+        return row.schedule, tuple(row.options.items()), row.accumulate, row.recompute, sizes, zero, bool(c.sequence[0])
+
+    def _makespan(self, question: Question, row: Row) -> tuple[float, frozenset[str]]:
+        """Seconds, and the parts of a step that come after. Of many microbatches a few are run: each of the others
+        takes as long as the busiest rank works on it."""
+        q, c, ranks = question, row.chosen.choices, int(row.chosen.choices.sizes["pp"][0])
+        few = min(row.accumulate, 2 * ranks + row.accumulate % ranks)
+        cluster = q.cluster.model_copy(update={"devices": int(c.world[0])})
+        fewer = replace(c, accumulate=np.array([few]))
+        setup = Setup(row.layout, q.work, fewer, cluster, q.era, q.practice, 1, q.sync)
+        made, step = setup.schedule, setup.step()
+        self.left -= sum(map(len, made.order))
+        busy = [0.0] * ranks
+        fields = (step.costs.each(name, made.stages) for name in ("forward_s", "backward_s", "weight_s"))
+        for place, *seconds in zip(made.placement, *fields):
+            busy[place] += sum(seconds)
+        makespan = simulate(made, step.costs).makespan_s + (row.accumulate - few) * max(busy)
+        return makespan, frozenset(step.after)
+
+
+def _with(row: Row, makespan: float, after: frozenset[str]) -> Row:
+    """The row with a pipeline that takes so long. Messages are in the bubble then."""
+    kept = {name: value for name, value in row.time.items() if name not in ("bubble", "pp exposed")}
+    kept["bubble"] = makespan - sum(value for name, value in kept.items() if name not in after)
+    step = sum(kept.values())
+    change = row.step_s / step
+    return replace(
+        row, step_s=step, tokens_per_s=row.tokens_per_s * change, mfu=row.mfu * change, time=kept, simulated=True
+    )

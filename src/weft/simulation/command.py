@@ -1,0 +1,148 @@
+"""What `weft simulate` does with what it was asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from .. import sync as syncs
+from ..choose.command import era_of
+from ..choose.posed import posed
+from ..config import Run
+from ..cost.hardware import Cluster
+from ..errors import ConfigError
+from ..syncs import Sync
+from . import picture, replicas, scaling, stragglers
+from .failures import Faults, lost, mtbf_of_all
+from .report import Report
+from .scaling import Mode
+from .setup import Setup
+
+LOCAL_STEPS, STALENESS = 10, 4  # of the ways to agree that are shown beside all-reduce
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`slow`: device -> factor, None for one device anywhere. `mtbf_h`, `node_mtbf_h`: hours, of one device or node.
+    A checkpoint stops training for `checkpoint_s`; or, with `storage_gbps` (GB per second of all ranks together), for a
+    copy to host memory, and is written beside training. `every`: the run's own steps between checkpoints."""
+
+    slow: Mapping[int | None, float] = field(default_factory=dict)
+    links: Mapping[str, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    seed: int = 0
+    mtbf_h: float | None = None
+    node_mtbf_h: float | None = None
+    checkpoint_s: float | None = None
+    storage_gbps: float | None = None
+    restart_s: float = 300.0
+    every: int = 0
+    scale: Mode | None = None
+    to: int | None = None
+
+
+def prepared(run: Run, cluster: str, era: str | None) -> Setup:
+    """A run as its file has it, on a cluster. Raises Refusal."""
+    if run.workers:
+        raise ConfigError("workers", list(run.workers), "has no layout", "leave [workers] out")
+    where = Cluster.parse(cluster)
+    software = where.hardware.era(era_of(where, era))
+    asked = posed(run)
+    return Setup(
+        run.layout.axes, asked.work, asked.choices, where, software, asked.practice, run.train.steps, asked.sync
+    )
+
+
+def slow(text: str) -> tuple[int | None, float]:
+    """`1.5`, or `17=1.5`: device and factor. Raises ConfigError."""
+    device, equals, factor = text.rpartition("=")
+    try:
+        return (int(device) if equals else None), float(factor)
+    except ValueError:
+        fix = "write 1.5, or --slow 17=1.5 for device 17"
+        raise ConfigError("--slow", text, "is neither a factor nor a device and a factor", fix) from None
+
+
+def link(text: str) -> tuple[str, float]:
+    """`tp=4`. Raises ConfigError."""
+    axis, _, factor = text.partition("=")
+    try:
+        return axis, float(factor)
+    except ValueError:
+        fix = "write tp=4 for a quarter of the bandwidth"
+        raise ConfigError("--slow-link", text, "is not an axis and a factor", fix) from None
+
+
+def mode(text: str | None) -> Mode | None:
+    """Raises ConfigError."""
+    if text not in (None, "weak", "strong"):
+        raise ConfigError("--scale", text, "is no way to scale", "write weak or strong")
+    return cast(Mode | None, text)
+
+
+def simulated(setup: Setup, asked: Asked) -> Report:
+    """All that was asked for. Raises Refusal."""
+    faults = _faults(setup, asked)
+    if (asked.scale is None) != (asked.to is None):
+        raise ConfigError("--scale", asked.scale, "goes with --to", "write --scale weak --to 4096")
+    step = setup.step()
+    acted = picture.pipeline(setup, step)
+    timeline = picture.whole(acted, step)
+    varies = bool(asked.slow or asked.jitter)
+    rows = stragglers.table(setup, asked.slow, asked.links, asked.jitter, asked.seed)
+    agreed = []
+    if varies and setup.size("dp") > 1:
+        agreed = replicas.table(setup, _ways(setup), stragglers.devices(asked.slow), asked.jitter, asked.seed)
+    return Report(
+        setup, step, acted, timeline, rows, agreed,
+        lost(faults, setup.steps, timeline.makespan_s, asked.every, asked.seed) if faults else None,
+        scaling.curve(setup, asked.scale, asked.to) if asked.scale and asked.to else (), asked.scale or "",
+    )  # fmt: skip
+
+
+def _ways(setup: Setup) -> dict[str, Sync]:
+    """All-reduce, and beside it how the run's replicas agree, or, if that is it, two other ways."""
+    found = {"each step (allreduce)": syncs.make("allreduce")}
+    if setup.sync is not None and not setup.sync.plain:
+        return {**found, f"the run's ({setup.sync.name})": setup.sync}
+    servers = setup.size("dp")
+    found[f"every {LOCAL_STEPS} steps (local_sgd)"] = syncs.make("local_sgd", period=LOCAL_STEPS)
+    found[f"any time, {STALENESS} steps apart (parameter_server)"] = syncs.make(
+        "parameter_server", servers=servers, staleness=STALENESS
+    )
+    return found
+
+
+def _faults(setup: Setup, asked: Asked) -> Faults | None:
+    if asked.mtbf_h is None and asked.node_mtbf_h is None:
+        return None
+    given = {"--mtbf": asked.mtbf_h, "--node-mtbf": asked.node_mtbf_h, "--storage": asked.storage_gbps}
+    for name, value in given.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(name, value, "cannot be", "write a number above 0")
+    mtbf = mtbf_of_all(
+        setup.devices, 3600 * (asked.mtbf_h or math.inf), setup.cluster.nodes, 3600 * (asked.node_mtbf_h or math.inf)
+    )
+    if (asked.checkpoint_s is None) == (asked.storage_gbps is None):
+        problem = "is not said" if asked.checkpoint_s is None else "is said by --storage too"
+        fix = "write either --checkpoint 20 (seconds) or --storage 100 (GB per second of all ranks together)"
+        raise ConfigError("--checkpoint", asked.checkpoint_s, f"what a checkpoint takes {problem}", fix)
+    if asked.checkpoint_s is not None:
+        return Faults(mtbf, asked.checkpoint_s, asked.restart_s)
+    assert asked.storage_gbps is not None
+    own, everything = checkpoint_bytes(setup)
+    return Faults(
+        mtbf, own / setup.cluster.hardware.device.host_bps, asked.restart_s, everything / (asked.storage_gbps * GB)
+    )
+
+
+def checkpoint_bytes(setup: Setup) -> tuple[float, float]:
+    """Of a rank that saves, and of the whole: weights and optimizer state, each once."""
+    each = setup.practice.weight_bytes + setup.practice.state_bytes
+    update = next(part for part in setup.estimate().time if part.name == "optimizer")
+    return float(np.max(update.symbols["params"])) * each, setup.work.params * each

@@ -1,0 +1,66 @@
+"""Replicas: what each way to agree makes of replicas that are not equally fast, beside the synchronous one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..cost.choices import Array
+from ..syncs import AnyTime, EachPeriod, Sync
+from . import agree, grid
+from .setup import Setup
+from .stragglers import Paced, paces
+
+TURNS, TOGETHER = 200_000, 4_000_000  # steps of single replicas, simulated one by one, and all at once
+LEAST, MOST = 25, 400  # steps
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Seconds of a step on average, `planned` where all devices are equal, `met` with the slow and varying ones."""
+
+    name: str
+    planned_s: float
+    met_s: float
+
+
+def table(setup: Setup, syncs: Mapping[str, Sync], slow: Mapping[int, float], jitter: float, seed: int) -> list[Agreed]:
+    """Each of these ways, under its name."""
+    rng, paced, found = np.random.default_rng(seed), Paced(setup, tuple(slow.values()), jitter), []
+    cases = [paces(setup, {}), paced.draw(slow, rng)]
+    alone = [paced.alone_s(drawn) for drawn in cases]
+    known = [grid.place(setup.choices, device)["dp"] for device in slow]
+    for name, sync in syncs.items():
+        own_way = replace(setup, sync=sync)
+        seconds = []
+        for own, drawn in zip(alone, cases):
+            exchange_s = _exchange_s(own_way, paced.points, drawn)
+            seconds.append(_step_s(sync, own, exchange_s, known, rng))
+        found.append(Agreed(name, *seconds))
+    return found
+
+
+def _step_s(sync: Sync, own: Array, exchange_s: float, known: Sequence[int], rng: np.random.Generator) -> float:
+    """`own`: [draws, replicas] seconds of a step by itself; `known`: replicas that are not like others."""
+    replicas, single = own.shape[1], isinstance(sync, AnyTime)
+    steps = int(np.clip((TURNS if single else TOGETHER) // replicas, LEAST, MOST))
+    if isinstance(sync, EachPeriod):
+        steps = sync.period * max(4, steps // sync.period)
+    elif single and steps * replicas > TURNS:  # some stand for all, and take as long at the servers as these
+        some = np.unique([*known, *np.linspace(0, replicas - 1, TURNS // steps - len(known), dtype=int)])
+        own, exchange_s = own[:, some], exchange_s * replicas / len(some)
+    mixed = np.take_along_axis(own, rng.integers(len(own), size=(steps, own.shape[1])), axis=0)
+    return agree.step_s(sync, agree.ends(sync, mixed, exchange_s))
+
+
+def _exchange_s(setup: Setup, points: Sequence[float], drawn: Array) -> float:
+    """What `agree.ends` adds for an exchange: what backward does not hide of it; all; or one replica's turn."""
+    match setup.sync:
+        case EachPeriod():
+            return setup.step().exchange_s
+        case AnyTime():
+            return setup.step().exchange_s / max(1, setup.size("dp") - 1)
+    exposed = [setup.step(pace).after.get("dp exposed", 0.0) for pace in points]
+    return float(np.interp(drawn.max(axis=1), points, exposed).mean())

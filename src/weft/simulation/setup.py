@@ -1,0 +1,173 @@
+"""Setup: what is simulated, and what its step is made of at any pace of its devices: stages of a pipeline, priced as
+the estimate prices them, and what follows the pipeline.
+
+The pace of a device is what its own work takes over what it should take: 1.5 is half as long again. A device of pace f
+is one whose sheet has 1/f of the FLOP/s and of the memory's bandwidth, and whose host launches as much slower. A link
+with 1/f of its bandwidth takes as long as one that carries f times the bytes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .. import schedule
+from ..cost.choices import AXES, Choices
+from ..cost.estimate import Estimate, estimate, stage_costs
+from ..cost.hardware import Cluster, Era
+from ..cost.practice import Practice
+from ..cost.work import Work
+from ..costs import Costs
+from ..errors import ConfigError
+from ..layout import DATA_AXES
+from ..schedules import Schedule
+from ..syncs import EachPeriod, Sync
+
+CARRIES = {  # axis -> what of a block travels over it
+    "tp": ("reduced_bytes",), "cp": ("key_bytes",), "up": ("key_bytes", "query_bytes"), "ep": ("routed_bytes",),
+    "pp": ("output_bytes",),
+}  # fmt: skip
+AFTER = ("dp exposed", "fsdp reduce exposed", "fsdp gather exposed", "optimizer", "fixed", "stragglers")
+BESIDE = {  # parts that each microbatch waits for, where they come with each -> the action that waits
+    "fsdp forward gather exposed": "forward_s", "fsdp backward gather exposed": "backward_s",
+    "fsdp reduce exposed": "backward_s",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step is made of at one pace: `costs` of the stages; `after` the pipeline, part -> seconds; `exchange_s`,
+    of one exchange of all gradients or weights over dp, nothing hidden; as the estimate has it: `estimated_s` of the
+    step, `memory_bytes` of a device, of which `over_bytes` are more than it has."""
+
+    costs: Costs
+    after: Mapping[str, float]
+    exchange_s: float
+    estimated_s: float
+    memory_bytes: float
+    over_bytes: float
+
+    @property
+    def after_s(self) -> float:
+        return sum(self.after.values())
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`choices` holds one choice, `name` says it. `steps` of the run."""
+
+    name: str
+    work: Work
+    choices: Choices
+    cluster: Cluster
+    era: Era
+    practice: Practice
+    steps: int
+    sync: Sync | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices != self.cluster.devices:
+            problem = f"is a layout of {self.devices}, and {self.cluster} has {self.cluster.devices} devices"
+            fix = f"write --cluster {self.cluster.hardware.name}x{self.devices}"
+            raise ConfigError("--layout", self.name, problem, fix)
+        samples, parts = float(self.choices.batch[0]), int(self.choices.accumulate[0])
+        ranks = int(self.choices.size(*DATA_AXES)[0])
+        if samples % (parts * ranks):
+            problem = f"{parts} microbatches over {ranks} ranks with samples of their own do not divide it"
+            fix = f"use a multiple of {parts * ranks}, or another train.accumulate"
+            raise ConfigError("train.batch", round(samples), problem, fix)
+        if self.size("pp") > max(1, self.work.depth):
+            problem = f"the model has {self.work.depth} blocks, and {self.name} {self.size('pp')} stages or more"
+            raise ConfigError("--layout", self.name, problem, "use fewer")
+
+    def size(self, axis: str) -> int:
+        return int(self.choices.sizes[axis][0])
+
+    @property
+    def devices(self) -> int:
+        return int(self.choices.world[0])
+
+    @property
+    def tokens(self) -> float:
+        """Of a step."""
+        return float(self.work.tokens * self.choices.batch[0])
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        one = self.choices
+        name, chunks = one.schedules[int(one.schedule[0])], int(one.chunks[0])
+        takes = inspect.signature(schedule.registry()[name]).parameters if name in schedule.registry() else {}
+        options = {"chunks": chunks} if "chunks" in takes else {}
+        return schedule.make(name, self.size("pp"), int(one.accumulate[0]), **options)
+
+    def estimate(self, pace: float = 1.0) -> Estimate:
+        """Of the one choice."""
+        slow = self.at(pace)
+        return estimate(slow.work, slow.choices, slow.cluster, slow.era, slow.practice, slow.sync)
+
+    def at(self, pace: float) -> Setup:
+        """With all devices at this pace."""
+        if pace == 1:
+            return self
+        hardware, device = self.cluster.hardware, self.cluster.hardware.device
+        slower = device.model_copy(
+            update={
+                "memory_bps": device.memory_bps / pace,
+                "host_bps": device.host_bps / pace,
+                "flops": {dtype: flops / pace for dtype, flops in device.flops.items()},
+            }
+        )
+        cluster = self.cluster.model_copy(update={"hardware": hardware.model_copy(update={"device": slower})})
+        return replace(self, cluster=cluster, era=self.era.model_copy(update={"launch_s": self.era.launch_s * pace}))
+
+    def behind(self, axis: str, factor: float) -> Setup:
+        """With links of 1/factor of the bandwidth for all that travels over this axis. Raises ConfigError."""
+        if axis not in AXES or self.size(axis) < 2:
+            there = [each for each in AXES if self.size(each) > 1]
+            raise ConfigError(
+                "--slow-link", axis, f"is no axis of {self.name} over which anything travels",
+                f"write one of {', '.join(there)}" if there else "leave it out",
+            )  # fmt: skip
+        if axis in CARRIES:
+            blocks = tuple(
+                replace(block, **{field: factor * getattr(block, field) for field in CARRIES[axis]})
+                for block in self.work.blocks
+            )
+            return replace(self, work=replace(self.work, blocks=blocks))
+        practice = self.practice
+        more = {field: factor * getattr(practice, field) for field in ("reduce_bytes", "gather_bytes")}
+        return replace(self, practice=replace(practice, **more))
+
+    def step(self, pace: float = 1.0, slow_link: tuple[str, float] | None = None) -> Step:
+        """Raises Refusal. `slow_link`: the axis, and by how much slower every link of it is."""
+        slow = self.at(pace)
+        found = slow.estimate()
+        parts = {part.name: part for part in found.time}
+        if slow_link is not None:
+            slow = slow.behind(*slow_link)
+            for part in slow.estimate().time:  # others travel over the same dtypes, and not over the same links
+                if part.name.startswith(slow_link[0]):
+                    parts[part.name] = part
+        costs = stage_costs(slow.work, slow.choices, 0, slow.cluster, slow.era, slow.practice)
+        stages, m = self.schedule.stages, int(self.choices.accumulate[0])
+        chunks, waits, after = stages // self.schedule.ranks, {"forward_s": 0.0, "backward_s": 0.0}, {}
+        for name, part in parts.items():
+            times = float(np.max(part.symbols.get("times", 1)))
+            if name in BESIDE and (times > 1 or name not in AFTER):
+                waits[BESIDE[name]] += float(part.value[0]) / m / chunks
+            elif name in AFTER and part.value[0]:
+                after[name] = float(part.value[0])
+        more: dict[str, Any] = {
+            field: tuple(s + wait for s in costs.each(field, stages)) for field, wait in waits.items()
+        }
+        period = self.sync.period if isinstance(self.sync, EachPeriod) else 1
+        exchange = float(np.max(parts["dp exposed"].symbols["comm_s"])) * period
+        return Step(
+            replace(costs, **more), after, exchange, float(found.step_s[0]), float(found.reserved_bytes[0]),
+            float(found.over_bytes[0]),
+        )  # fmt: skip

@@ -1,0 +1,183 @@
+"""Calibration: constants are recovered from times that they made, a sheet reads back, what cannot be written is refused
+before anything is measured, and a small measurement by two processes gives figures that a sheet takes."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from weft import tables
+from weft.calibrate import blocks, command, compute, links, steps
+from weft.calibrate.blocks import Decoded
+from weft.calibrate.compute import Small, Streams, Timed
+from weft.calibrate.fits import line
+from weft.calibrate.links import Beside, Moved
+from weft.calibrate.sheet import ERA, Machine, Measured, sheet
+from weft.calibrate.steps import Floor
+from weft.cli import app
+from weft.cost import hardware
+from weft.cost.trace import trace
+from weft.errors import ConfigError
+from weft.losses import next_token
+from weft.timing import typical
+
+AMOUNTS = [2.0**power for power in range(10, 30, 2)]
+
+
+@pytest.mark.parametrize(("fixed_s", "rate"), [(2e-4, 1e9), (0.0, 3e10), (1e-6, 5e8)])
+def test_a_line_is_found_through_noise_and_a_few_disturbed_times(fixed_s: float, rate: float) -> None:
+    noise = np.random.default_rng(0)
+    amounts = AMOUNTS * 3
+    times = [(fixed_s + each / rate) * noise.uniform(0.98, 1.02) for each in amounts]
+    for disturbed in (3, 11, 17, 29):
+        times[disturbed] *= 6
+    found = line(amounts, times)
+    assert found.rate == pytest.approx(rate, rel=0.03)
+    assert found.fixed_s == pytest.approx(fixed_s, rel=0.05, abs=0.02 * (fixed_s + min(amounts) / rate))
+
+
+def test_a_line_never_begins_below_zero_and_never_falls() -> None:
+    faster = line([1e6, 1e7, 1e8], [1e-3, 2e-2, 3e-1])  # small ones run better
+    assert faster.fixed_s == 0 and 3e8 < faster.rate <= 1e9
+    flat = line([1e3, 1e4], [1e-3, 1e-3])
+    assert flat.fixed_s == pytest.approx(1e-3) and flat.rate > 1e9
+    assert line([100.0], [2.0]) == (0, 50)
+
+
+def test_what_is_typical_is_not_moved_by_pauses() -> None:
+    assert typical([1.0, 1.1, 0.9, 50.0, 1.0, 60.0, 1.0]) == 1.0
+    assert typical([2.0]) == 2.0
+
+
+def measured(ranks: int = 2, kind: str = "cpu") -> Measured:
+    """What a machine of known constants would give."""
+    launch_s, rate, half = 1e-5, 1e11, 2e6
+    waits = launch_s if kind == "cpu" else 0.0
+
+    def timed(rate: float, half: float = 0.0) -> list[Timed]:
+        return [Timed(each, waits + (each + half) / rate) for each in AMOUNTS]
+
+    moved = [
+        Moved(kind, int(each), each, hops, hops * 1e-4 + each / rate_s)
+        for kind, hops, rate_s in (("all_reduce", 2, 4e8), ("send", 1, 1e9))
+        for each in AMOUNTS
+    ]
+    return Measured(
+        Machine(ranks, 1, kind, "a machine", 8 * hardware.GIB),
+        {"fp32": timed(rate, half), "bf16": timed(4 * rate, half), "fp64": timed(rate / 2, half)},
+        ([Timed(1e9, 0.02)] * 3, [Timed(1e9, 0.04)] * 3),
+        Streams(2e10, timed(1.5e10), 1e10),
+        Small(launch_s / 2, 3 * launch_s / 2),
+        [decoded(dim, length) for dim in (64, 128, 256) for length in (16, 64, 128)],
+        Timed(1e6, 5e-3),
+        moved if ranks > 1 else [],
+        Beside(1.0, 0.5, 1.2) if ranks > 1 else None,
+        Floor(3e-3, int(hardware.GIB // 4)),
+        0.0,
+    )
+
+
+@cache
+def decoded(dim: int, length: int) -> Decoded:
+    """A decoder where an operation takes 20 us and memory 5 GB/s."""
+    model, batch = blocks._made(dim, length)
+    work, seconds = trace(model, batch, next_token), 0.0
+    for block in work.blocks:
+        for op in block.ops:
+            flops, nbytes = blocks.SAMPLES * op.flops, blocks.SAMPLES * op.moved_bytes
+            seconds += block.count * (2 * op.kernels * 2e-5 + nbytes * (1 + op.backward) / 5e9)
+            if op.kind == "matmul":
+                seconds += block.count * 3 * (flops + op.matmuls * 2e6) / 1e11
+            if op.kind == "attention":
+                seconds += block.count * flops * (1 / 5e10 + 2.5 / 2.5e10)
+    return Decoded(dim, length, seconds + blocks.FRESH_BYTES * work.params / 5e9)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_sheet_has_the_constants_that_made_the_times(kind: str) -> None:
+    made = sheet(measured(kind=kind))
+    era, device, tier = made.eras[ERA], made.device, made.tiers[0]
+    reached = {dtype: era.matmul * peak for dtype, peak in device.flops.items()}
+    assert reached == pytest.approx({"fp32": 1e11, "bf16": 4e11, "fp64": 5e10}, rel=0.01)
+    assert era.matmul_flops == pytest.approx(2e6, rel=0.02)
+    main = device.flops["fp32" if kind == "cpu" else "bf16"]
+    assert era.attention * main == pytest.approx(5e10, rel=0.01)
+    assert era.attention_backward * main == pytest.approx(2.5e10, rel=0.01)
+    # a CPU's as a decoder has it, a GPU's as single operations have it
+    assert (device.memory_bps, era.memory) == (2e10, pytest.approx(0.25 if kind == "cpu" else 0.75, rel=0.02))
+    launch = (2e-5, 1.0) if kind == "cpu" else (1e-5, 0.0)
+    assert (era.launch_s, era.waits) == (pytest.approx(launch[0], rel=0.02), launch[1])
+    assert (tier.devices, tier.bps, tier.latency_s) == (2, pytest.approx(1e9, rel=0.01), pytest.approx(1e-4, rel=0.01))
+    assert tier.reaches == {"all_reduce": pytest.approx(0.4, rel=0.01), "send": 1.0}
+    assert era.contention == pytest.approx(0.4)
+    assert (era.fixed_s, era.context_gib, device.memory_gib) == (3e-3, 0.25, 8)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sheet_that_is_written_reads_back(tmp_path: Path, ranks: int) -> None:
+    made, path = sheet(measured(ranks)), tmp_path / "sheet.toml"
+    command.put(path, tables.dump(made))
+    assert hardware.read(path) == made
+    assert hardware.Cluster.parse(str(path)).devices == ranks
+    assert [each.name for each in tmp_path.iterdir()] == ["sheet.toml"]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("sheet.json", "is no name of a sheet"),
+        ("folder.toml", "is a folder"),
+        ("file/sheet.toml", "cannot be written"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, problem: str
+) -> None:
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it measures"))
+    result = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / name)])
+    assert result.exit_code == 2 and problem in result.stderr and "--out" in result.stderr
+
+
+def test_a_file_that_cannot_be_written_in_the_end_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sheet.toml").mkdir()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        command.put(tmp_path / "sheet.toml", "")
+    assert [each.name for each in tmp_path.iterdir()] == ["sheet.toml"]
+
+
+def small() -> list[Any]:
+    """Every part, as small as it goes."""
+    compute.TOKENS, compute.WIDTHS, compute.SEQUENCES = (8,), (16, 32), (16, 32)  # type: ignore[assignment]
+    compute.ACTIVATIONS, compute.STREAM_BYTES, compute.LAYER = (64, 1024), 1 << 12, 8
+    blocks.SHAPES = ((64, 8), (64, 16))  # type: ignore[assignment]
+    links.SIZES, links.BESIDE_BYTES, links.WIDTH = (64, 1 << 12), 1 << 10, 16
+    return [
+        {dtype: compute.matmuls(dtype) for dtype in ("fp32", "fp64")}, compute.attention(), compute.streams(),
+        compute.launches(), blocks.decoders(), compute.update(),
+        [moved for kind in links.KINDS for moved in links.collective(kind)],
+        links.beside(), steps.floor(),
+    ]  # fmt: skip
+
+
+def test_two_processes_measure_the_same_and_a_sheet_takes_it(
+    pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pool.run(small, world=2)
+    assert first[:7] == second[:7]  # both decide alike what is measured next
+    assert {each.kind for each in first[6]} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
+    assert all(each.seconds > 0 for each in first[6])
+    assert first[8].process_bytes > 1 << 25
+    monkeypatch.setattr(command, "measure", lambda machine, *_: Measured(machine, *first, 0.4))
+    path = tmp_path / "made" / "sheet.toml"
+    result = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["sheet"]["name"] == "local"
+    assert hardware.read(path).device.flops["fp32"] > 0

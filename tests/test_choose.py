@@ -1,0 +1,355 @@
+"""What can be, what it would take, and which of it is best: the planner's search, held to weft's own planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft import build, parallel
+from weft.choose import ranking
+from weft.choose.candidates import Candidates, candidates, left_out, refusal, scheduled, together
+from weft.choose.legal import shortened
+from weft.choose.obvious import losers, patterns, why
+from weft.choose.patterns import ANY, OPTIONS, Pattern
+from weft.choose.question import Question
+from weft.choose.ranking import TIE, price, rank, rows_of, simulated
+from weft.choose.rules import SCHEDULES
+from weft.cost.choices import AXES, Choices
+from weft.cost.hardware import GIB, Cluster, Device, Era, Hardware, Tier
+from weft.cost.practice import Practice
+from weft.cost.trace import trace
+from weft.cost.work import Work
+from weft.errors import LayoutError, Refusal
+from weft.layout import Layout
+from weft.losses import next_token
+from weft.models import decoder
+
+BATCH, LENGTH = 8, 12
+DENSE: dict[str, Any] = {"heads": 4, "kv_heads": 2}
+ROUTED: dict[str, Any] = {**DENSE, "experts": 2, "active": 1, "hidden": 32}
+
+
+def cluster(devices: int, memory_gib: float = 80.0, node: int = 8) -> Cluster:
+    """Devices of 1 PFLOP/s, in nodes; between these a tenth of the bandwidth."""
+    sheet = Hardware(
+        name="test", title="a device for tests", source="these tests", kind="cuda",
+        device=Device(memory_gib=memory_gib, memory_bps=3e12, host_bps=5e10, flops={"bf16": 1e15, "fp32": 1e14}),
+        tiers=(
+            Tier(name="inside", devices=node, bps=4e11, latency_s=1e-6),
+            Tier(name="outside", devices=0, bps=4e10, latency_s=1e-5),
+        ),
+        eras={"eager": Era(context_gib=0.0, reserved=1.0)},
+    )  # fmt: skip
+    return Cluster(hardware=sheet, devices=devices)
+
+
+def bare(**arguments: Any) -> nn.Module:
+    with torch.device("meta"):
+        return decoder(**{"vocab": 64, "dim": 32, "layers": 2, "seq_len": LENGTH, **DENSE, **arguments})
+
+
+def sample() -> dict[str, torch.Tensor]:
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+@cache
+def work(routed: bool = False, **arguments: Any) -> Work:
+    return trace(bare(**(ROUTED if routed else {}), **arguments), sample(), next_token)
+
+
+def question(devices: int, what: Work | None = None, batch: int = BATCH, **where: Any) -> Question:
+    return Question(what or work(), batch, cluster(devices, **where), Era(), Practice(compute="fp32"))
+
+
+def large(layers: int = 32, tokens: float = 8192) -> Work:
+    """A model of 8e9 parameters, of numbers."""
+    from weft.cost import dims
+
+    return dims.work(
+        dims.Dims(
+            layers=layers, hidden=4096, heads=32, kv_heads=8, vocab=128256, seq_len=int(tokens), ffn=14336, gated=True,
+            tied=False,
+        )
+    )  # fmt: skip
+
+
+def everything(asked: Question, devices: int, wide: bool = False, pattern: Pattern = ANY) -> Candidates:
+    found = candidates(asked, devices, pattern, wide)
+    return together([found, scheduled(found, asked, pattern, wide)])
+
+
+# ---- candidates ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("devices", "batch"), [(1, 8), (6, 12), (64, 96), (1024, 512)])
+@pytest.mark.parametrize("routed", [False, True])
+def test_candidates_take_all_devices_and_the_whole_batch(devices: int, batch: int, routed: bool) -> None:
+    found = everything(question(devices, work(routed), batch), devices).choices
+    assert len(found)
+    assert (found.world == devices).all()
+    assert (found.batch == batch).all()
+    assert (found.microbatch >= 1).all() and (found.accumulate >= 1).all()
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_candidates_are_the_choices_of_the_layouts_that_they_name(routed: bool) -> None:
+    """Arrays made at once are those made of each layout by itself."""
+    found = everything(question(8, work(routed)), 8, wide=True)
+    places = np.random.default_rng(0).permutation(len(found))[:300]
+    found = found.take(places)
+    names = [found.schedule(i)[0] or "1f1b" for i in range(len(found))]
+    again = Choices.of(
+        [found.layout(i) for i in range(len(found))], batch=BATCH, accumulate=found.choices.accumulate.tolist(),
+        recompute=[found.recompute(i) for i in range(len(found))], schedule=names, chunks=found.choices.chunks.tolist(),
+    )  # fmt: skip
+    for axis in AXES:
+        assert (found.choices.sizes[axis] == again.sizes[axis]).all(), axis
+        live = again.sizes[axis] > 1
+        assert (found.choices.strides[axis][live] == again.strides[axis][live]).all(), axis
+    for name in ("experts", "sequence", "zero", "shards", "offload", "microbatch", "again", "selective"):
+        assert (getattr(found.choices, name) == getattr(again, name)).all(), name
+
+
+def test_no_candidate_comes_twice() -> None:
+    found = everything(question(8, work(True)), 8, wide=True)
+    c = found.choices
+    columns = [*(c.sizes[axis] for axis in AXES), found.spread, c.sequence, c.zero, c.offload, c.schedule, c.chunks]
+    columns += [c.microbatch, c.again, c.selective]
+    assert len(np.unique(np.stack(columns, 1), axis=0)) == len(found)
+
+
+@pytest.mark.parametrize(("routed", "world", "without"), [(False, 4, ""), (True, 4, "pp"), (False, 8, "pp")])
+def test_rules_allow_what_weft_lays(routed: bool, world: int, without: str) -> None:
+    """Every layout of so many ranks: what weft's planner takes is among the candidates, and what it refuses is not."""
+    asked = question(world, work(routed))
+    model = decoder(vocab=64, dim=32, layers=2, seq_len=LENGTH, **ROUTED) if routed else bare()
+    found = candidates(asked, world, wide=True)
+    named = {str(found.layout(i)) for i in range(len(found)) if found.layout(i).size(without) == 1}
+    taken, refused = set(), {}
+    for text in (text for text in _layouts(world, routed) if Layout.parse(text).size(without) == 1):
+        try:
+            laid = weft.plan(model, text, batch=BATCH, loss=next_token, sample=sample())
+            build.check_sizes(model, [{"input_ids": sample()["input_ids"][0]}], [laid])
+            taken.add(text)
+        except Refusal as error:
+            refused[text] = str(error)
+    assert len(taken) > 30 and len(refused) >= 10
+    assert named == taken, ({t: refused[t] for t in named - taken}, taken - named)
+
+
+def _layouts(world: int, routed: bool) -> list[str]:
+    """As the search writes them: each axis with each of its options that is not its default, experts or not."""
+    own = {"fsdp": ("", "+zero1", "+zero2"), "tp": ("", "+sequence")}
+    choices = []
+    for axis in AXES:
+        spread = ("", "+ep") if routed and axis not in ("pp", "ep") else ("",)
+        options = [a + b for a in own.get(axis, ("",)) for b in spread]
+        choices.append(["", *(f"{axis}{n}{o}" for n in range(2, world + 1) if world % n == 0 for o in options)])
+    texts = [".".join(filter(None, chosen)) for chosen in product(*choices)]
+    return [text for text in texts if text and Layout.parse(text).world == world]
+
+
+def test_options_of_patterns_are_those_of_the_parallelisms() -> None:
+    for axis, strategies in parallel.registry().items():
+        known = {option for strategy in strategies for option in strategy.OPTIONS}
+        assert set(OPTIONS[axis]) <= known, axis
+
+
+@pytest.mark.parametrize(
+    ("pattern", "holds"),
+    [
+        ("tp4.*", lambda layout: layout.size("tp") == 4),
+        ("fsdp2+zero2.*", lambda layout: layout.size("fsdp") == 2 and layout.option("fsdp") == ("zero2",)),
+        ("dp*.tp2", lambda layout: set(layout.axes) <= {"dp", "tp"} and layout.size("tp") == 2),
+        ("tp*+sequence.*", lambda layout: layout.option("tp") == ("sequence",)),
+        ("fsdp*+offload.*", lambda layout: "offload" in layout.option("fsdp")),
+        ("pp*+gpipe.*", lambda layout: layout.size("pp") > 1),
+    ],
+)
+def test_what_a_pattern_fixes(pattern: str, holds: Any) -> None:
+    parsed, asked = Pattern.parse(pattern), question(8, work(layers=4))
+    found = candidates(asked, 8, parsed, wide=True)
+    free = candidates(asked, 8, wide=True)
+    named = {str(found.layout(i)) for i in range(len(found))}
+    assert named and all(holds(Layout.parse(text)) for text in named)
+    if "offload" not in pattern:  # which no search looks at unasked
+        assert named == {text for i in range(len(free)) if holds(Layout.parse(text := str(free.layout(i))))}
+    if "gpipe" in pattern:
+        assert {found.schedule(i)[0] for i in range(len(found))} == {"gpipe"}
+        assert not len(scheduled(found, asked, parsed, wide=True))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "problem"),
+    [
+        ("xp4.*", "there is no axis 'xp'"), ("tp.*", "is not an axis with a size"), ("tp4+zero1.*", "no option"),
+        ("tp2.tp4", "stands twice"), ("tp0.*", "has size 0"), ("cp2+gather.*", "no option 'gather' of cp"),
+    ],
+)  # fmt: skip
+def test_patterns_that_cannot_be(pattern: str, problem: str) -> None:
+    with pytest.raises(LayoutError, match=problem):
+        Pattern.parse(pattern)
+
+
+def test_what_the_rules_leave_out_is_said() -> None:
+    said = {(one.axis, one.sizes): one.why for one in left_out(question(16), 16)}
+    assert said[("tp", (8, 16))] == "4 heads"
+    assert said[("ep", (2, 4, 8))] == "the model has no experts"
+    assert said[("dp", (16,))] == "a batch of 8 does not divide over 16 data ranks"
+    assert refusal({"cp": 4, "up": 1}, question(16)) == "12 positions do not divide into 8 pieces"
+
+
+def test_every_schedule_is_tried_where_it_is_of_use() -> None:
+    asked = question(4, work(layers=8), batch=64)
+    found = everything(asked, 4).choices
+    seen = {SCHEDULES[i] for i in np.unique(found.schedule[found.sizes["pp"] > 1])}
+    assert seen == set(SCHEDULES) - {"naive"}
+    interleaved = (found.schedule == SCHEDULES.index("interleaved")) & (found.sizes["pp"] > 1)
+    assert (found.accumulate % found.sizes["pp"] == 0)[interleaved].all()
+    assert (found.sizes["pp"] * found.chunks <= 8).all()
+
+
+# ---- ranking ---------------------------------------------------------------------------------------------------------
+
+
+def test_pipelines_that_are_not_priced_with_every_schedule_would_not_have_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of all choices, each priced, is the best that the search finds, and so are those of the next layouts."""
+    monkeypatch.setattr(ranking, "simulated", lambda question, rows: rows)
+    monkeypatch.setattr(ranking, "TIE", 1e-12)
+    asked = question(32, large(), batch=64)
+    pattern = Pattern.parse("pp4.*")
+    every = everything(asked, 32, pattern=pattern)
+    prices = price(asked, every)
+    fits = prices.over_bytes <= 0
+    kinds, best = every.kinds, {}
+    for place in np.flatnonzero(fits):
+        best[kinds[place]] = min(best.get(kinds[place], np.inf), prices.step_s[place])
+    found = rank(asked, pattern)
+    assert found.fits and found.priced < len(every)
+    assert [row.step_s for row in found.rows[:10]] == pytest.approx(sorted(best.values())[:10])
+    assert any(row.schedule not in ("", "1f1b") for row in found.rows)
+
+
+def test_the_order_is_by_time_and_of_nearly_equal_times_by_axes() -> None:
+    found = rank(question(64, large(), batch=512))
+    times = np.array([row.step_s for row in found.rows])
+    assert (times[1:] > times[:-1] / (1 + TIE) ** 1.001).all()
+    first, quickest = found.rows[0], min(found.rows, key=lambda row: row.step_s)
+    assert first.step_s <= quickest.step_s * (1 + TIE)
+    assert len(Layout.parse(first.layout).axes) <= len(Layout.parse(quickest.layout).axes)
+    assert len({row.layout for row in found.rows}) == len(found.rows)
+    for row in found.rows:
+        assert row.fits and row.held_bytes <= 80 * GIB
+        assert sum(row.time.values()) == pytest.approx(row.step_s)
+
+
+def test_a_simulation_agrees_with_the_closed_form() -> None:
+    """Stages of equal work and messages that take no time: then 1F1B's formula is exact, and so is what is left out."""
+    asked = question(8, large(), batch=512)
+    hardware = asked.cluster.hardware
+    tiers = tuple(tier.model_copy(update={"bps": 1e18, "latency_s": 0.0}) for tier in hardware.tiers)
+    fast = hardware.model_copy(update={"tiers": tiers})
+    blocks = tuple(block for block in asked.work.blocks if block.repeated)
+    asked = replace(asked, work=replace(asked.work, blocks=blocks, vocab=0), cluster=Cluster(hardware=fast, devices=8))
+    found = candidates(asked, 8, Pattern.parse("pp4.dp2"))
+    rows = [row for row in rows_of(asked, found) if row.accumulate > 12]
+    assert rows
+    for before, after in zip(rows, simulated(asked, rows)):
+        assert after.simulated and after.step_s == pytest.approx(before.step_s, rel=1e-6)
+
+
+def test_where_nothing_fits_the_nearest_comes_first() -> None:
+    found = rank(question(4, large(), batch=64, memory_gib=4.0))
+    assert not found.fits and found.wide
+    over = [row.over_bytes for row in found.rows]
+    assert over[0] == min(over) > 0
+
+
+def test_a_divisor_where_all_devices_cannot_be_used() -> None:
+    found = rank(question(14, batch=4))
+    assert found.fits and found.devices == 2
+
+
+@pytest.mark.parametrize("pattern", ["pp2+1f1b.fsdp2.tp2.*", "dp8", "fsdp8+zero3+offload", "up2.cp2.fsdp2+zero2"])
+def test_formulas_give_their_values(pattern: str) -> None:
+    """Every formula, of the values beside it: what follows its first comma is words."""
+    asked = question(8, large(), batch=64)
+    rows = rows_of(asked, candidates(asked, 8, Pattern.parse(pattern), wide=True))
+    row, held = max(rows, key=lambda row: row.held_bytes), 0
+    for part in (*row.time_parts, *row.memory_parts):
+        values = {name: float(np.ravel(value)[0]) for name, value in part.symbols.items()}
+        ends = [i for i, letter in enumerate(part.formula) if letter == "," and _balanced(part.formula[:i])]
+        text = part.formula[: ends[0] if ends else None].replace(" x ", " * ")
+        if part.name == "bubble" or not part.value[0] or (part.name == "optimizer" and "offload" in pattern):
+            continue  # words, what is not shown, and what words add
+        assert eval(text, {"max": max, "min": min}, values) == pytest.approx(float(part.value[0])), part.formula
+        held += 1
+    assert held >= 8
+
+
+def _balanced(text: str) -> bool:
+    return text.count("(") == text.count(")")
+
+
+# ---- why not ---------------------------------------------------------------------------------------------------------
+
+
+def test_why_the_obvious_are_not_the_best() -> None:
+    asked = question(64, large(), batch=512)
+    asked = replace(asked, practice=Practice())
+    best = rank(asked).rows[0]
+    said = {one.name: one for one in losers(asked, 64, best)}
+    copies = said["data parallel"]
+    assert copies.row is not None and copies.row.over_bytes > 0
+    assert copies.why == f"does not fit by {copies.row.over_bytes / GIB:,.1f} GiB"
+    across = said["tensor parallel over two nodes"]
+    assert across.row is not None and across.row.step_s > 1.5 * best.step_s
+    assert "x slower: tp " in across.why and across.why.endswith(", over nodes")
+    assert "over nodes" not in said["tensor parallel in a node"].why
+    assert {name for name, _ in patterns(asked, 64)} >= set(said)
+    assert why(asked, best, best) == "as fast"
+
+
+def test_a_bubble_is_named() -> None:
+    """Four microbatches through sixteen stages."""
+    asked = question(16, large(tokens=1024), batch=4)
+    row = simulated(asked, rows_of(asked, candidates(asked, 16, Pattern.parse("pp16+1f1b.*"), wide=True)))[0]
+    best = rank(asked).rows[0]
+    assert " bubble " in why(asked, row, best)
+
+
+# ---- weft's own planner ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout", ["pp2.dp2", "pp2.tp2", "pp2.fsdp2+zero1", "pp2.tp8", "pp2.tp3", "pp2.cp3", "pp2.ep2"]
+)
+def test_a_shortened_model_is_laid_as_the_whole_one(layout: str) -> None:
+    whole = bare(layers=20)
+    short = shortened(whole)
+    assert len(short.blocks) == 4 and len(whole.blocks) == 20  # type: ignore[arg-type]
+    answers = []
+    for model in (whole, short):
+        try:
+            weft.plan(model, layout, batch=BATCH, loss=next_token, sample=sample(), recompute="full", schedule="zb-h1")
+            answers.append("")
+        except Refusal as error:
+            answers.append(error.problem)
+    assert answers[0] == answers[1]
+
+
+def test_a_shortened_model_keeps_each_kind_of_block() -> None:
+    model = bare(layers=24)
+    model.blocks[9] = bare(hidden=64).blocks[0]  # type: ignore[operator, index]
+    kept = list(shortened(model).blocks)  # type: ignore[arg-type]
+    assert len(kept) == 4 + 5 and model.blocks[9] in kept and model.blocks[-1] in kept  # type: ignore[index]
+    assert shortened(small := bare(layers=4)) is small

@@ -1,0 +1,189 @@
+"""`weft plan`: a run file and a cluster, to a table, an explanation, and a run file that trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from test_choose import cluster
+from test_trainer import RUN
+from typer.testing import CliRunner
+
+from weft import build, config, tables
+from weft.choose import command
+from weft.choose.legal import Judge, chosen
+from weft.choose.posed import posed
+from weft.choose.practice_of import practice
+from weft.choose.ranking import rank
+from weft.cli import app
+from weft.config import Run
+from weft.cost.estimate import estimate
+from weft.cost.hardware import Cluster
+from weft.errors import ConfigError
+from weft.launch.processes import Pool
+from weft.layout import Layout
+from weft.train.trainer import train
+
+
+def files(folder: Path, memory_gib: float = 80.0, **settings: Any) -> tuple[Path, str]:
+    """A run file of a tiny decoder, and a cluster's sheet beside it."""
+    run, sheet = folder / "run.toml", folder / "sheet.toml"
+    run.write_text(RUN)
+    if settings:
+        overrides = {key.replace("__", "."): json.dumps(value) for key, value in settings.items()}
+        run.write_text(tables.dump(config.load(run, overrides)))
+    sheet.write_text(tables.dump(cluster(2, memory_gib).hardware))
+    return run, str(sheet)
+
+
+def loaded(path: Path, **settings: Any) -> Run:
+    return config.load(path, {key.replace("__", "."): json.dumps(value) for key, value in settings.items()})
+
+
+def weft(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_table_of_the_best_layouts(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path)
+    result = weft("plan", run, "--cluster", f"{sheet}x4", "--top", "3")
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 120
+    head, *rows = result.output.split("\n\n")[1].splitlines()
+    assert head.split() == "layout schedule micro recompute step s tokens/s MFU GiB limited by".split()  # noqa: SIM905
+    assert [row.split()[0] for row in rows] == ["1", "2", "3"]
+    assert "why not" in result.output and "pipeline and data parallel" in result.output
+    assert "with --out run-test.toml, then weft train run-test.toml" in result.output
+
+
+def test_the_file_that_it_writes_trains(tmp_path: Path, pool: Pool) -> None:
+    """It is what the table's first line says, and runs as that."""
+    run, sheet = files(tmp_path)
+    (folder := tmp_path / "elsewhere").mkdir()
+    out = folder / "chosen.toml"
+    asked = ("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2+interleaved.*", "--json", "--out", out)
+    result = weft(*asked)
+    assert result.exit_code == 0, result.output
+    best, written = json.loads(result.output)["best"], config.load(out)
+    assert written.layout.axes == best["layout"] == "pp2"
+    assert (written.train.accumulate, written.train.recompute) == (best["accumulate"], best["recompute"])
+    assert (written.pipeline.schedule, written.pipeline.arguments) == ("interleaved", best["options"])
+    assert Path(written.folder).resolve() == tmp_path  # whose modules it names
+    there = written.model_copy(update={"output": str(tmp_path / "out")})
+    build.check(there)
+    assert not any(pool.run(train, there, False, world=2))
+    steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if "loss" in line] == list(range(1, 7))
+
+
+def test_json_says_all(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path)
+    found = json.loads(weft("plan", run, "--cluster", f"{sheet}x2", "--json").output)
+    assert found["devices"] == 2 and found["batch"] == 8 and found["precision"] == "fp32" and found["era"] == "eager"
+    for row in found["rows"]:
+        assert sum(row["time"].values()) == pytest.approx(row["step_s"])
+        assert row["tokens_per_s"] == pytest.approx(8 * 8 / row["step_s"])
+        assert row["microbatch"] * row["accumulate"] * Layout.parse(row["layout"]).size("dp", "fsdp", "ep") == 8
+    assert found["rows"][0] == found["best"]
+    assert found["left_out"][0] == {"axis": "ep", "sizes": [2], "why": "the model has no experts"}
+
+
+def test_a_whole_layout_is_priced_as_the_run_file_has_it(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path, train__recompute="full", pipeline__schedule="zb-v")
+    found = json.loads(weft("plan", run, "--cluster", f"{sheet}x8", "--layout", "pp2.dp2", "--json").output)
+    (row,) = found["rows"]
+    assert (row["layout"], row["schedule"], row["recompute"]) == ("pp2.dp2", "zb-v", "full")
+    assert (row["accumulate"], row["microbatch"], found["devices"]) == (2, 2, 4)
+    there = posed(loaded(run), "pp2.dp2", "cuda")
+    where = Cluster.parse(f"{sheet}x8")
+    alone = estimate(there.work, there.choices, where, where.hardware.era("eager"), there.practice, there.sync)
+    assert sum(row["memory"].values()) == pytest.approx(alone.peak_bytes[0])
+
+
+def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path)
+    said = weft("plan", run, "--cluster", f"{sheet}x2", "--explain", "fsdp2+zero1").output
+    count = build.skeleton(loaded(run))
+    params = f"{sum(p.numel() for p in count.parameters()):.4g}"
+    assert said.startswith("fsdp2+zero1: ")
+    assert f"= {params} x 4 + {params} x 0\n" in said  # weights, and no copies
+    assert f"= {params} x 4\n" in said  # gradients
+    assert "= 0.02\n" in said
+    refused = weft("plan", run, "--cluster", f"{sheet}x2", "--explain", "tp8")
+    assert refused.exit_code == 2 and "4 heads" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--cluster", "h10x8"), "there is no such sheet"),
+        (("--cluster", "{sheet}x2", "--era", "steam"), "has no such era"),
+        (("--cluster", "{sheet}x2", "--layout", "tp3.*"), "3 ranks do not divide 2 devices"),
+        (("--cluster", "{sheet}x16", "--layout", "tp8.*"), "4 heads. Sizes that work: tp2, tp4"),
+        (("--cluster", "{sheet}x2", "--layout", "dp4"), "has 4 ranks, and sheet.tomlx2 2 devices"),
+        (("--cluster", "{sheet}x2", "--max-memory", "90"), "at most 80 GiB"),
+        (("--cluster", "{sheet}x2", "--explain", "dp*"), "is no whole layout"),
+        (("--cluster", "{sheet}x2", "--out", "/nowhere/at/all.toml"), "cannot be written"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    run, sheet = files(tmp_path)
+    result = weft("plan", run, *(text.replace("{sheet}", sheet) for text in arguments))
+    assert result.exit_code == 2, result.output
+    assert says.replace("sheet.toml", "test") in " ".join(result.output.split()), result.output
+
+
+def test_what_would_help_where_nothing_fits(tmp_path: Path) -> None:
+    """Of a model of which half fits on a device: twice the devices, or the host's memory."""
+    run, sheet = files(tmp_path)
+    whole = build.skeleton(loaded(run))
+    state = sum(p.numel() for p in whole.parameters()) * 16 / 2**30
+    result = weft("plan", run, "--cluster", f"{sheet}x2", "--max-memory", str(state / 2.5))
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "no layout fits: " in said and "too many" in said
+    assert "4 devices would do, with " in said and "+offload" in said
+
+
+def test_what_weft_refuses_is_said_and_the_next_one_taken(tmp_path: Path) -> None:
+    """Features inside of an MLP are not in the work: that tp2 does not divide them weft's own planner says."""
+    run, sheet = files(tmp_path, model__hidden=33)
+    there = loaded(run)
+    where = Cluster.parse(f"{sheet}x2")
+    found = rank(command.question_of(there, where, "eager"))
+    tp = [row for row in found.rows if "tp2" in row.layout]
+    assert tp, "no tp2 to refuse"
+    judge = Judge(there, build.skeleton(there), build.dataset(there))
+    best = judge.first((*tp, *(row for row in found.rows if row not in tp)))
+    assert best is not None and "tp2" not in best.layout
+    assert "features, which tp2 does not divide" in judge.refused[0][1].problem
+    build.check(chosen(there, best))
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "state", "copy"),
+    [
+        ({}, 4, 8, 0),
+        ({"precision__compute": "bf16"}, 4, 8, 2),
+        ({"precision__compute": "fp64"}, 8, 16, 0),
+        ({"optimizer__name": "sgd"}, 4, 0, 0),
+        ({"optimizer__name": "sgd", "optimizer__momentum": 0.9}, 4, 4, 0),
+        ({"optimizer__amsgrad": True}, 4, 12, 0),
+    ],
+)
+def test_what_weft_keeps_of_a_parameter(
+    tmp_path: Path, settings: dict[str, Any], weights: int, state: int, copy: int
+) -> None:
+    run, _ = files(tmp_path)
+    found = practice(loaded(run, **settings))
+    assert (found.weight_bytes, found.grad_bytes, found.reduce_bytes) == (weights,) * 3
+    assert (found.state_bytes, found.copy_bytes) == (state, copy)
+
+
+def test_workers_have_no_layout(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path)
+    with pytest.raises(ConfigError, match="has no layout to choose"):
+        command.plan(config.load(run, {"workers.big": '["blocks.0"]'}), f"{sheet}x2", None, None, None, False)

@@ -1,0 +1,484 @@
+"""What a run meets on a cluster: the laws of steps that wait, of failures, of replicas that agree, and of scaling."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from test_simulate import random_costs, random_schedule
+from typer.testing import CliRunner
+
+from weft import schedule, sync
+from weft.cli import app
+from weft.cost import dims
+from weft.cost.choices import Choices
+from weft.cost.hardware import Cluster
+from weft.cost.practice import Practice
+from weft.costs import Costs
+from weft.errors import ConfigError
+from weft.layout import Layout
+from weft.simulate import simulate
+from weft.simulation import agree, command, failures, grid, report, scaling, stragglers
+from weft.simulation.failures import Faults
+from weft.simulation.fleet import Fleet
+from weft.simulation.setup import Setup
+from weft.syncs import AnyTime, EachPeriod, EachStep
+
+MODEL = dims.Dims(16, 2048, 16, 32000, 2048, 5632, 4, gated=True, tied=False)
+HOUR = 3600.0
+
+
+def setup(axes: str, batch: int = 64, accumulate: int = 4, named: str = "1f1b", chunks: int = 1, **era: Any) -> Setup:
+    layout = Layout.parse(axes)
+    choices = Choices.of([layout], batch=batch, accumulate=accumulate, schedule=named, chunks=chunks)
+    cluster = Cluster.parse(f"h100x{layout.world}")
+    software = cluster.hardware.era("megatron").model_copy(update=era)
+    return Setup(axes, dims.work(MODEL), choices, cluster, software, Practice(), 1000)
+
+
+def step_s(made: Setup, slow: dict[int, float]) -> float:
+    return float(stragglers.Paced(made, tuple(slow.values())).step(stragglers.paces(made, slow))[0][0])
+
+
+# ---- pipelines at their own paces ------------------------------------------------------------------------------------
+
+
+def test_a_fleet_is_each_of_its_pipelines_simulated() -> None:
+    rng, numbers = random.Random(3), np.random.default_rng(3)
+    for _ in range(60):
+        made = random_schedule(rng)
+        costs = random_costs(rng, made.stages)
+        slower = replace(costs, **{f: [2 * t for t in costs.each(f, made.stages)] for f in TIMES})
+        paces = numbers.uniform(1, 2, (5, made.ranks))
+        found = Fleet(made, {1.0: costs, 2.0: slower}).ends(paces)
+        for each, ends in zip(paces, found):
+            own = {f: [t * each[made.placement[s]] for s, t in enumerate(costs.each(f, made.stages))] for f in TIMES}
+            lanes = simulate(made, replace(costs, **own)).lanes
+            assert ends == pytest.approx([lane.stop_s[-1] if lane.stop_s else 0.0 for lane in lanes], abs=1e-9)
+
+
+TIMES = ("forward_s", "backward_s", "weight_s")
+
+
+@pytest.mark.parametrize("name", ["zb-v", "interleaved", "zb-h1", "pipedream"])
+def test_a_fleet_of_one_pace_is_the_timeline(name: str) -> None:
+    made = schedule.make(name, 4, 8)
+    costs = Costs(1.0, 1.5, 0.5, update_s=0.25, comm_s=0.125)
+    fleet, timeline = Fleet(made, {1.0: costs}), simulate(made, costs)
+    assert fleet.ends(np.ones((3, 4))).max(axis=1) == pytest.approx([timeline.makespan_s] * 3)
+    assert fleet.busy(1, np.ones(2)) == pytest.approx([timeline.lanes[1].work_s] * 2)
+
+
+def test_values_of_devices_lie_where_the_layout_puts_them() -> None:
+    for axes in ("dp2.pp2.tp2", "pp2.dp3.tp2", "tp2.pp2.dp2", "fsdp2+zero2.pp3.dp2", "pp2.fsdp2.dp2.tp2"):
+        layout = Layout.parse(axes)
+        choices = setup(axes, batch=48).choices
+        values = np.random.default_rng(0).random(layout.world)
+        found = grid.pipelines(choices, values[None])[0]
+        within = ["tp"] if "zero2" in axes else ["tp", "fsdp"]
+        assert found.shape == (layout.size("dp"), 2 if "zero2" in axes else 1, layout.size("pp"))
+        for rank in range(layout.world):
+            place = layout.coords(rank)
+            assert {**dict.fromkeys(grid.place(choices, rank), 0), **place} == grid.place(choices, rank)
+            highest = max(values[peer] for peer in layout.peers(rank, *within))
+            assert highest in found[place.get("dp", 0), :, place.get("pp", 0)]
+            assert grid.stage_of(choices)[rank] == place.get("pp", 0)
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", ["dp8", "tp8", "dp4.fsdp2+zero2", "fsdp8", "dp2.fsdp4.tp2+sequence", "cp2.dp4"])
+def test_without_a_pipeline_a_step_is_the_estimate(axes: str) -> None:
+    made = setup(axes)
+    assert step_s(made, {}) == pytest.approx(float(made.estimate().step_s[0]), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "axes, name, chunks",
+    [
+        ("pp4.dp2", "1f1b", 1),
+        ("dp4.pp2.tp2", "gpipe", 1),
+        ("pp2.tp2", "interleaved", 2),
+        ("pp2.fsdp4", "interleaved", 2),
+    ],
+)
+def test_a_pipeline_is_the_estimate_but_for_what_messages_overlap(axes: str, name: str, chunks: int) -> None:
+    made = setup(axes, 64, 8, name, chunks)
+    found, wanted = step_s(made, {}), float(made.estimate().step_s[0])
+    messages = sum(float(part.value[0]) for part in made.estimate().time if part.name == "pp exposed")
+    assert wanted - messages - 0.03 * wanted < found < wanted * 1.03
+
+
+@pytest.mark.parametrize("axes", ["dp1", "pp4"])
+def test_devices_that_are_all_slower_compute_so_much_longer(axes: str) -> None:
+    made = setup(axes, fixed_s=0.0)
+    free = replace(made, work=made.behind("pp", 1e-9).work) if "pp" in axes else made
+    tiers = tuple(tier.model_copy(update={"latency_s": 0.0}) for tier in free.cluster.hardware.tiers)
+    hardware = free.cluster.hardware.model_copy(update={"tiers": tiers})
+    free = replace(free, cluster=free.cluster.model_copy(update={"hardware": hardware}))
+    every = dict.fromkeys(range(made.devices), 1.7)
+    assert step_s(free, every) == pytest.approx(1.7 * step_s(free, {}), rel=1e-6)
+
+
+def test_where_a_slow_device_is() -> None:
+    made = setup("dp4.pp4.tp2", 128, 8)
+    planned = step_s(made, {})
+    by_stage = [step_s(made, {rank * 2: 1.5}) for rank in range(4)]
+    assert min(by_stage) > planned
+    assert by_stage[3] == max(by_stage), "the last stage has the head, and sets the pace"
+    assert step_s(made, {7: 1.5}) == step_s(made, {6: 1.5}) == step_s(made, {30: 1.5}) == by_stage[3]
+    assert step_s(made, {6: 1.5, 14: 1.5}) == by_stage[3], "one is waited for as long as many"
+    assert step_s(made, {6: 1.2}) < by_stage[3] < step_s(made, {6: 3.0})
+
+
+def test_idle_is_what_no_device_computes() -> None:
+    made = setup("pp4", 64, 8)
+    [total], [idle] = stragglers.Paced(made, (1.5,)).step(stragglers.paces(made, {2: 1.5}))
+    costs, slow = made.step().costs, made.step(1.5).costs
+    parts = {field: [(slow if i == 2 else costs).each(field, 4)[i] for i in range(4)] for field in TIMES}
+    acted = simulate(made.schedule, replace(costs, **parts))
+    after = made.step(1.5).after_s
+    assert total == pytest.approx(acted.makespan_s + after)
+    assert idle == pytest.approx(sum(acted.idle_s) / 4 / total)
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp", "tp"])
+def test_a_slow_link(axis: str) -> None:
+    made = setup("dp4.pp2.tp2", 64, 8)
+    planned, *same = stragglers.table(made, {}, {axis: 1.0}, 0.0, 0)
+    assert [row.step_s for row in same] == pytest.approx([planned.step_s] * len(same))
+    slow = [max(row.step_s for row in stragglers.table(made, {}, {axis: f}, 0.0, 0)[1:]) for f in (2.0, 8.0)]
+    assert planned.step_s < slow[0] < slow[1]
+
+
+def test_jitter_is_the_highest_of_so_many_draws() -> None:
+    """Of replicas of one device each, whose step is their own work: E max of n normals, by integration."""
+    made, sigma = setup("dp512", 512, 1, fixed_s=0.0), 0.03
+    row = stragglers.table(made, {}, {}, sigma, 0)[1]
+    z = np.linspace(-8, 8, 20001)
+    normal = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    below = np.cumsum(normal) * (z[1] - z[0])
+    expected = float(np.sum(np.exp(sigma * z) * 512 * below**511 * normal) * (z[1] - z[0]))
+    every = dict.fromkeys(range(512), expected)
+    assert abs(row.step_s - step_s(made, every)) < 4 * row.error_s + 1e-4 * row.step_s
+    more = stragglers.table(setup("dp4096", 4096, 1, fixed_s=0.0), {}, {}, sigma, 0)[1]
+    assert more.idle > row.idle > stragglers.table(made, {}, {}, 0.01, 0)[1].idle > 0
+
+
+# ---- replicas --------------------------------------------------------------------------------------------------------
+
+PLAIN = sync.make("allreduce")
+assert isinstance(PLAIN, EachStep)
+
+
+def own(steps: int = 240, replicas: int = 32, jitter: float = 0.1) -> Any:
+    return np.exp(jitter * np.random.default_rng(5).standard_normal((steps, replicas)))
+
+
+def rate(how: Any, seconds: Any, exchange_s: float = 0.0) -> float:
+    return agree.step_s(how, agree.ends(how, seconds, exchange_s))
+
+
+def period(steps: int, fragments: int = 1, delay: int = 0) -> EachPeriod:
+    return EachPeriod("mine", PLAIN.codec, steps, fragments=fragments, delay=delay)
+
+
+def any_time(staleness: int | None) -> AnyTime:
+    return AnyTime("mine", PLAIN.codec, 1, staleness)
+
+
+def test_a_period_of_one_step_is_synchronous() -> None:
+    seconds = own()
+    assert np.allclose(agree.ends(period(1), seconds, 0.25), agree.ends(PLAIN, seconds, 0.25))
+
+
+@pytest.mark.parametrize("steps", [2, 10, 60])
+def test_a_period_takes_the_longest_of_its_sums(steps: int) -> None:
+    seconds = own()
+    law = (seconds.reshape(-1, steps, 32).sum(axis=1).max(axis=1) + 0.5).sum()
+    assert agree.ends(period(steps), seconds, 0.5)[-1] == pytest.approx([law] * 32)
+    assert rate(period(steps), seconds) < rate(PLAIN, seconds)
+
+
+def test_an_exchange_beside_training_is_hidden() -> None:
+    even = np.ones((100, 4))
+    assert rate(period(10), even, 3.0) == pytest.approx(1.3)
+    assert rate(period(10, delay=3), even, 3.0) == pytest.approx(1.0)
+    assert rate(period(10, delay=2), even, 3.0) == pytest.approx(1.1)
+    assert rate(period(10, fragments=5), even, 3.0) == pytest.approx(1.3)
+    assert rate(period(5, fragments=5, delay=4), even, 10.0) == pytest.approx(2.0), "exchanges wait for one another"
+    assert rate(period(10, fragments=5, delay=1), even, 3.0) == pytest.approx(1.0), "one at a time, and each short"
+
+
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_a_step_begins_when_the_slowest_is_near_enough(bound: int) -> None:
+    """Step by step from the definition: with no staleness, when all have ended the step before."""
+    seconds = own()
+    ends = agree.ends(any_time(bound), seconds)
+    for k in range(1, len(seconds)):
+        slowest = ends[k - 1 - bound].max() if k > bound else 0.0
+        assert np.allclose(ends[k], np.maximum(ends[k - 1], slowest) + seconds[k])
+    if bound == 0:
+        assert rate(any_time(0), seconds) == pytest.approx(rate(PLAIN, seconds), rel=0.01)
+
+
+def test_staleness_frees_the_fast_as_far_as_its_bound() -> None:
+    seconds = own()
+    rates = [rate(any_time(bound), seconds) for bound in (0, 1, 4, None)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(seconds.mean(), rel=0.01)
+    slow = np.ones((400, 8))
+    slow[:, 3] = 2.0
+    assert rate(any_time(4), slow) == pytest.approx(2.0, rel=0.02), "who is bound goes as the slowest"
+    assert rate(any_time(None), slow) == pytest.approx(8 / 7.5, rel=0.02)
+
+
+def test_servers_take_one_replica_at_a_time() -> None:
+    even = np.ones((60, 10))
+    assert rate(any_time(None), even, 0.02) == pytest.approx(1.02, rel=0.01)
+    assert rate(any_time(None), even, 2.0) == pytest.approx(10.0, rel=0.05), "10 pushes of 1 s on one link"
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_young_and_daly() -> None:
+    assert failures.young_s(Faults(5000.0, 10.0)) == pytest.approx(math.sqrt(2 * 10 * 5000))
+    assert failures.daly_s(Faults(100.0, 200.0)) == 100.0, "no shorter than what a checkpoint takes"
+    for mtbf, pause in [(HOUR, 5.0), (24 * HOUR, 60.0), (HOUR, 60.0)]:
+        faults = Faults(mtbf, pause, restart_s=200.0, written_s=20.0)
+        tried = np.linspace(0.1, 4, 40001) * failures.young_s(faults)
+        best = tried[np.argmax(failures.goodput(tried, faults))]
+        assert failures.best_s(faults) == pytest.approx(best, rel=1e-3)
+        assert failures.daly_s(faults) == pytest.approx(best, rel=0.01)
+        assert failures.young_s(faults) > failures.daly_s(faults)
+
+
+@pytest.mark.parametrize("mtbf_s, minutes", [(24 * HOUR, 117), (6 * HOUR, 57), (0.25 * HOUR, 9.1)])
+def test_the_intervals_that_daly_printed(mtbf_s: float, minutes: float) -> None:
+    """Figures 3 to 5 of the paper: a dump of 5 minutes, a restart of 10."""
+    assert failures.daly_s(Faults(mtbf_s, 300.0, 600.0)) / 60 == pytest.approx(
+        minutes, abs=0.5 if minutes > 10 else 0.05
+    )
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(HOUR, 60.0, 300.0),
+        Faults(HOUR, 60.0, 300.0, 90.0),
+        Faults(1000.0, 30.0),
+        Faults(1000.0, 30.0, 900.0, 150.0),
+    ],
+)
+@pytest.mark.parametrize("every", [40, 100])
+def test_runs_drawn_at_random_take_as_long_as_the_formula_says(faults: Faults, every: int) -> None:
+    drawn = failures.drawn(faults, 40_000, 5.0, every, runs=300, seed=1)
+    expected = 200_000 / float(failures.goodput(every * 5.0, faults))
+    assert abs(drawn.wall_s - expected) < 4 * drawn.error_s
+    assert drawn.error_s < 0.01 * expected
+
+
+def test_without_failures_only_checkpoints_cost() -> None:
+    faults = Faults(1e15, 7.0)
+    assert failures.drawn(faults, 100, 2.0, 30).wall_s == 200 + 3 * 7.0
+    assert float(failures.goodput(60.0, faults)) == pytest.approx(60 / 67)
+
+
+def test_more_failures_cost_more() -> None:
+    shares = [failures.lost(Faults(hours * HOUR, 30.0, 300.0), 10_000, 3.0).best.goodput for hours in (1, 3, 24, 1000)]
+    assert shares == sorted(shares) and 0.5 < shares[0] < shares[-1] < 1
+    assert failures.mtbf_of_all(1000, 5000 * HOUR) == 5 * HOUR
+    assert failures.mtbf_of_all(1000, 5000 * HOUR, 125, 625 * HOUR) == 2.5 * HOUR
+    with pytest.raises(ConfigError, match=r"--mtbf.*all devices together fail every 10 s"):
+        failures.lost(Faults(10.0, 60.0, 300.0), 1000, 1.0)
+
+
+# ---- scaling ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["weak", "strong"])
+@pytest.mark.parametrize(
+    "axes, larger", [("dp2.pp2.tp2", "dp8.pp2.tp2"), ("pp2.dp2.tp2", "pp2.dp8.tp2"), ("tp8", "dp4.tp8")]
+)
+def test_a_point_is_the_layout_with_more_replicas(mode: scaling.Mode, axes: str, larger: str) -> None:
+    points = scaling.curve(setup(axes, 64, 8), mode, setup(larger).devices)
+    wanted = setup(larger, 256, 8) if mode == "weak" else setup(larger, 64, 2)
+    assert points[-1].step_s == pytest.approx(float(wanted.estimate().step_s[0]))
+    assert points[-1].batch == wanted.choices.batch[0] and points[-1].devices == wanted.devices
+    assert points[0].efficiency == 1 and len(points) == 3
+
+
+def test_a_strong_curve_ends_with_the_samples() -> None:
+    points = scaling.curve(setup("dp4", 64, 4), "strong", 4096)
+    assert [point.devices for point in points] == [4, 8, 16, 32, 64]
+    assert all(point.batch == 64 for point in points)
+    shares = [point.efficiency for point in points]
+    assert shares == sorted(shares, reverse=True) and shares[-1] < 0.9
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def everything() -> report.Report:
+    asked = command.Asked(
+        slow={None: 1.5, 3: 1.2}, links={"tp": 4.0}, jitter=0.03, mtbf_h=5000.0, node_mtbf_h=9000.0, storage_gbps=20.0,
+        every=100, scale="weak", to=64,
+    )  # fmt: skip
+    return command.simulated(setup("dp4.pp2.tp2", 128, 8), asked)
+
+
+def test_figures_agree_with_one_another(everything: report.Report) -> None:
+    found = json.loads(report.dump(everything))
+    assert found["step_s"] == pytest.approx(found["stragglers"][0]["step_s"])
+    assert found["step_s"] == pytest.approx(found["replicas"][0]["planned_s"])
+    assert found["step_s"] == pytest.approx(found["pipeline"]["makespan_s"] + sum(found["after_s"].values()))
+    assert found["replicas"][0]["met_s"] == pytest.approx(found["stragglers"][-1]["step_s"], rel=0.01)
+    assert found["replicas"][1]["met_s"] < found["replicas"][0]["met_s"]
+    assert found["failures"]["faults"]["mtbf_s"] == pytest.approx(HOUR / (16 / 5000 + 2 / 9000))
+    faults, params = found["failures"]["faults"], everything.setup.work.params
+    assert faults["written_s"] == pytest.approx(params * 12 / 20e9), "weights and two moments"
+    assert faults["pause_s"] == pytest.approx(params / 4 * 12 / 55e9, rel=0.05), "a rank of pp2.tp2 copies its part"
+    assert found["failures"]["expected_s"] == pytest.approx(found["failures"]["drawn"]["wall_s"], rel=0.1)
+    assert [point["devices"] for point in found["scaling"]["points"]] == [16, 32, 64]
+
+
+def test_ways_to_agree_cost_their_exchanges(everything: report.Report) -> None:
+    each_step, periods, any_time = everything.replicas
+    step = everything.step
+    alone = each_step.planned_s - step.after["dp exposed"]
+    assert periods.planned_s == pytest.approx(alone + step.exchange_s / 10)
+    served = made_with(everything.setup, sync.make("parameter_server", staleness=4, servers=4)).step().exchange_s
+    assert any_time.planned_s == pytest.approx(alone + served / 3, rel=1e-3), "they come in turns"
+
+
+def made_with(one: Setup, how: Any) -> Setup:
+    return replace(one, sync=how)
+
+
+def test_files(everything: report.Report, tmp_path: Path) -> None:
+    for suffix in (".svg", ".html", ".json", ".csv"):
+        report.write(tmp_path / f"out{suffix}", everything)
+    root = ElementTree.parse(tmp_path / "out.svg").getroot()
+    titles = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text") if each.get("font-weight")]
+    assert titles == [everything.title, "Goodput", "Weak scaling", "Weak scaling: shares"]
+    assert "reduce" in (tmp_path / "out.json").read_text()
+    rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert [row["devices"] for row in rows] == ["16", "32", "64"]
+    page = (tmp_path / "out.html").read_text()
+    assert page.count("<svg") == 4 and "stragglers" in page
+    with pytest.raises(ConfigError, match=r"--out = .*Name a \.svg, \.html, \.json, \.csv"):
+        report.write(tmp_path / "out.pdf", everything)
+
+
+def test_text(everything: report.Report) -> None:
+    said = report.text(everything, width=100).plain
+    for wanted in ("a device x1.5, stage 1", "device 3 (", "a link of tp x4, stage 0", "every 10 steps (local_sgd)",
+                   "Daly", "run file", "efficiency"):  # fmt: skip
+        assert wanted in said
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ({"slow": {16: 2.0}}, "--slow = 16: h100x16 has no such device"),
+        ({"slow": {0: 0.0}}, "--slow = 0.0"),
+        ({"links": {"cp": 4.0}}, "--slow-link = 'cp': is no axis of .* Write one of pp, dp, tp"),
+        ({"links": {"tp": 0.5}}, "--slow-link = 0.5"),
+        ({"jitter": 3.0}, "--jitter = 3.0"),
+        ({"mtbf_h": 100.0}, "--checkpoint = None: what a checkpoint takes is not said"),
+        ({"mtbf_h": 100.0, "checkpoint_s": 3.0, "storage_gbps": 3.0}, "--checkpoint = 3.0"),
+        ({"mtbf_h": -1.0, "checkpoint_s": 3.0}, "--mtbf = -1.0"),
+        ({"scale": "weak"}, "--scale = 'weak': goes with --to"),
+        ({"scale": "weak", "to": 8}, "--to = 8: is fewer than the 16 devices"),
+    ],
+)
+def test_what_cannot_be(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        command.simulated(setup("dp2.pp4.tp2", 64, 8), command.Asked(**asked))
+
+
+def test_a_layout_that_does_not_fit() -> None:
+    made = setup("dp4")
+    with pytest.raises(ConfigError, match=r"dp4': is a layout of 4, and h100x8 has 8 devices. Write --cluster h100x4"):
+        replace(made, cluster=Cluster.parse("h100x8"))
+    with pytest.raises(ConfigError, match=r"train.batch = 64: 4 microbatches over 3 ranks .* a multiple of 12"):
+        setup("dp3")
+    with pytest.raises(ConfigError, match="the model has 16 blocks, and pp32 32 stages"):
+        setup("pp32")
+
+
+def test_many_devices() -> None:
+    """100,000, each at its own pace: 1,562 pipelines of which no two are equal, in steps that are drawn."""
+    made = setup("dp1563.pp8.tp8", 1563 * 16, 16)
+    planned, jittered = stragglers.table(made, {}, {}, 0.03, 0)
+    assert made.devices > 100_000 and jittered.step_s > planned.step_s + 50 * jittered.error_s > planned.step_s
+
+
+RUN = """
+[model]
+build = "weft.models:decoder"
+dim = 512
+heads = 8
+layers = 8
+vocab = 1024
+seq_len = 256
+[data]
+build = "weft.data:stdlib"
+seq_len = 256
+[precision]
+compute = "bf16"
+[train]
+batch = 128
+accumulate = 8
+steps = 10000
+[checkpoint]
+every = 500
+"""
+
+
+def simulate_cli(tmp_path: Path, *arguments: str) -> Any:
+    (tmp_path / "run.toml").write_text(RUN)
+    return CliRunner().invoke(app, ["simulate", str(tmp_path / "run.toml"), "--cluster", "h100x32", *arguments])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "out.html"
+    options = ["--layout", "dp4.pp4.tp2", "--slow", "1.5", "--slow", "31=2", "--slow-link", "pp=4", "--jitter", "0.02"]
+    more = ["--mtbf", "1000", "--checkpoint", "2", "--restart", "60", "--scale", "strong", "--to", "128"]
+    done = simulate_cli(tmp_path, *options, *more, "--out", str(out), "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["devices"] == 32 and found["fits"] and found["pipeline"]["schedule"] == "1f1b"
+    assert found["estimate_s"] == pytest.approx(found["step_s"], rel=0.1)
+    assert [interval["name"] for interval in found["failures"]["intervals"]] == ["Young", "Daly", "best", "run file"]
+    assert found["failures"]["intervals"][3]["every"] == 500
+    assert out.read_text().count("<svg") == 4
+    shown = simulate_cli(tmp_path, "--layout", "dp4.pp4.tp2+sequence")
+    assert shown.exit_code == 0 and "the estimate's closed form" in shown.stdout and "rank 3" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--layout", "dp4"], "--layout = 'dp4': is a layout of 4"),
+        (["--layout", "dp32", "--slow", "x=3"], "--slow = 'x=3': is neither a factor nor"),
+        (["--layout", "dp32", "--slow-link", "dp"], "--slow-link = 'dp': is not an axis and a factor"),
+        (["--layout", "dp16.tp2", "--scale", "up", "--to", "64"], "--scale = 'up'"),
+        (["--layout", "dp16.tp2", "--era", "none"], "--era = 'none'"),
+        (["--layout", "dp16.tp2", "--out", "x.pdf"], "--out = 'x.pdf'"),
+    ],
+)
+def test_the_command_refuses(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = simulate_cli(tmp_path, *arguments)
+    assert done.exit_code == 2 and message in done.stderr
