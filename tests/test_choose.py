@@ -267,6 +267,15 @@ def test_a_simulation_agrees_with_the_closed_form() -> None:
         assert after.simulated and after.step_s == pytest.approx(before.step_s, rel=1e-6)
 
 
+def test_a_pipeline_that_several_share_is_what_each_has_by_itself() -> None:
+    asked = question(16, large(), batch=64)
+    rows = rows_of(asked, candidates(asked, 16, Pattern.parse("pp4.*")))
+    rows = [row for row in rows if row.microbatch == 1 and row.recompute == "none"]
+    assert {"pp4.dp4", "pp4.fsdp4+zero1", "pp4.dp2.fsdp2+zero1", "pp4.fsdp4"} <= {row.layout for row in rows}
+    for row, found in zip(rows, simulated(asked, rows)):
+        assert found.simulated and found.step_s == pytest.approx(simulated(asked, [row])[0].step_s), row.layout
+
+
 def test_where_nothing_fits_the_nearest_comes_first() -> None:
     found = rank(question(4, large(), batch=64, memory_gib=4.0))
     assert not found.fits and found.wide

@@ -17,7 +17,7 @@ from ..cost.estimate import Estimate
 from ..cost.hardware import GIB
 from ..cost.parts import Part
 from ..simulate import simulate
-from ..simulation.setup import Setup
+from ..simulation.setup import Setup, follows
 from .candidates import Candidates, candidates, scheduled, together
 from .patterns import ANY, Pattern
 from .question import Question
@@ -223,7 +223,7 @@ class _Pipelines:
     """Simulations of pipelines, each once: layouts that differ in their data axes mostly have the same."""
 
     def __init__(self) -> None:
-        self.left, self._known = ACTIONS, dict[tuple, tuple[float, frozenset[str]]]()
+        self.left, self._known = ACTIONS, dict[tuple, float]()
 
     def run(self, question: Question, row: Row) -> Row:
         """What no closed form of a bubble knows: the first and the last stage have other work, messages take time."""
@@ -232,20 +232,21 @@ class _Pipelines:
             if self.left <= 0:
                 return row
             self._known[key] = self._makespan(question, row)
-        return _with(row, *self._known[key])
+        return _with(row, self._known[key])
 
     def _key(self, row: Row) -> tuple:
         """All that a stage's work depends on: data axes, where experts are spread over them, or each microbatch waits
-        for what they share."""
+        for what they share. What follows the pipeline is no part of it."""
         c = row.chosen.choices
         waits = c.experts[0] > 1 or (c.sizes["fsdp"][0] > 1 and c.zero[0] > 1)
         sizes = tuple(int(c.sizes[axis][0]) for axis in AXES if waits or axis not in ("dp", "fsdp"))
         zero = int(c.zero[0]) if waits else 0
-        return row.schedule, tuple(row.options.items()), row.accumulate, row.recompute, sizes, zero, bool(c.sequence[0])
+        experts, sequence = int(c.experts[0]), bool(c.sequence[0])
+        return row.schedule, tuple(row.options.items()), row.accumulate, row.recompute, sizes, zero, experts, sequence
 
-    def _makespan(self, question: Question, row: Row) -> tuple[float, frozenset[str]]:
-        """Seconds, and the parts of a step that come after. Of many microbatches a few are run: each of the others
-        takes as long as the busiest rank works on it."""
+    def _makespan(self, question: Question, row: Row) -> float:
+        """Seconds of the pipeline. Of many microbatches a few are run: each of the others takes as long as the busiest
+        rank works on it."""
         q, c, ranks = question, row.chosen.choices, int(row.chosen.choices.sizes["pp"][0])
         few = min(row.accumulate, 2 * ranks + row.accumulate % ranks)
         cluster = q.cluster.model_copy(update={"devices": int(c.world[0])})
@@ -257,12 +258,12 @@ class _Pipelines:
         fields = (step.costs.each(name, made.stages) for name in ("forward_s", "backward_s", "weight_s"))
         for place, *seconds in zip(made.placement, *fields):
             busy[place] += sum(seconds)
-        makespan = simulate(made, step.costs).makespan_s + (row.accumulate - few) * max(busy)
-        return makespan, frozenset(step.after)
+        return simulate(made, step.costs).makespan_s + (row.accumulate - few) * max(busy)
 
 
-def _with(row: Row, makespan: float, after: frozenset[str]) -> Row:
+def _with(row: Row, makespan: float) -> Row:
     """The row with a pipeline that takes so long. Messages are in the bubble then."""
+    after = {part.name for part in row.time_parts if follows(part)}
     kept = {name: value for name, value in row.time.items() if name not in ("bubble", "pp exposed")}
     kept["bubble"] = makespan - sum(value for name, value in kept.items() if name not in after)
     step = sum(kept.values())
