@@ -122,6 +122,32 @@ def test_every_kth_block_is_run_again(mode: str | int, share: float) -> None:
     assert one("dp8", recompute=mode)["recompute"] == pytest.approx(share * whole)
 
 
+def test_what_is_not_run_again_is_not_launched_again() -> None:
+    """The host sets the pace: the blocks' kernels once more, and none of the embedding, the norm and the head."""
+    cluster, model = Cluster.parse("h100x1"), work(SMALL)
+    era = cluster.hardware.era("compiled").model_copy(update={"launch_s": 1.0})
+    kernels = [(b.repeated, b.count * sum(op.kernels for op in b.ops)) for b in model.blocks]
+    for mode, again in (("none", 0.0), ("full", 1.0)):
+        found = estimate(model, laid("dp1", batch=1, recompute=mode), cluster, era, PRACTICE)
+        took = sum(value for name, value in parts(found).items() if name in COMPUTED)
+        assert took == pytest.approx(sum((2 + again * repeated) * count for repeated, count in kernels)), mode
+
+
+COMPUTED = ("matmul", "attention", "memory", "recompute", "launch")
+
+
+def test_attention_that_is_run_again_gets_its_keys_again() -> None:
+    for layout, axis in (("cp8.dp8", "cp"), ("up8.dp8", "up")):
+        modes = ("none", "selective", "full")
+        plain, selective, full = (one(layout, recompute=mode)[f"{axis} exposed"] for mode in modes)
+        assert selective == pytest.approx(full) and full > 1.2 * plain
+
+
+def test_experts_over_ranks_that_share_a_sequence_travel() -> None:
+    found = [one(layout, dims=EXPERTS)["ep exposed"] for layout in ("ep8", "cp8+ep", "ep2.cp4+ep", "up8+ep")]
+    assert found == pytest.approx([found[0]] * 4) and found[0] > 0
+
+
 def test_fsdp_gathers_in_every_microbatch_and_zero1_once() -> None:
     def sent(layout: str, m: int) -> float:
         return float(priced(laid(layout, batch=64 * m, accumulate=m)).traffic["fsdp"][0])
@@ -263,6 +289,30 @@ def test_a_pipelines_stages_are_what_simulation_is_given() -> None:
     assert forward[1] == forward[2] and forward[3] > forward[1] and backward[1] > 0
     found = one("pp4.dp2", batch=64, accumulate=8)
     assert found["bubble"] > 0 and found["pp exposed"] > 0 and one("dp8")["bubble"] == 0
+
+
+def test_of_two_stages_none_is_between() -> None:
+    """Five blocks on two ranks: three on the one with most, as a simulation's stages come to in all."""
+    odd, even = (replace(SMALL, layers=n, vocab=64) for n in (5, 6))
+    assert one("pp2.dp4", dims=odd)["matmul"] == pytest.approx(one("pp2.dp4", dims=even)["matmul"])
+
+
+def test_what_has_no_repeated_blocks_is_dealt_out() -> None:
+    model = work(SMALL)
+    flat = replace(model, blocks=tuple(replace(block, repeated=False) for block in model.blocks), vocab=0)
+    whole, half = (priced(laid(layout, batch=8), model=flat) for layout in ("dp1", "pp2"))
+    for what in ("weights", "optimizer"):
+        assert parts(half, "memory")[what] == pytest.approx(parts(whole, "memory")[what] / 2)
+    assert parts(half)["matmul"] == pytest.approx(parts(whole)["matmul"] / 2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_rank_of_a_v_has_both_ends(tied: bool) -> None:
+    dims = replace(SMALL, tied=tied)
+    found = one("pp4", "memory", dims, schedule="zb-v", chunks=2, accumulate=8)
+    layers = (work(dims).params - (1 if tied else 2) * 32000 * 1024 - 1024) / 4
+    assert found["weights"] == pytest.approx(2 * (layers + (1 if tied else 2) * 32000 * 1024 + 1024))
+    assert found["beside"] >= PRACTICE.logit_bytes * 32000 * 1024 * 8
 
 
 def test_more_microbatches_have_a_smaller_share_of_bubble() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
+from .. import schedule
 from .choices import Array, Choices
 from .work import Block, Work
 
@@ -37,18 +39,25 @@ def parts(work: Work) -> tuple[list[Block], list[Block], list[Block]]:
     return list(work.blocks[:first]), list(work.blocks[first : last + 1]), list(work.blocks[last + 1 :])
 
 
+@cache
+def vee(name: str) -> bool:
+    """Whether stages of this schedule go down the ranks and come back. Raises ConfigError for an unknown name."""
+    return schedule.make(name, 2, 1).placement[:4] == (0, 1, 1, 0)
+
+
 def stages(work: Work, choices: Choices) -> tuple[Stage, Stage, Stage]:
     """The first rank of the pipeline, one between, and the last. Blocks are dealt out evenly; where they do not divide,
-    the ends, which have more to do, hold one less."""
+    the ends, which have more to do, hold one less. Of a V, the first rank has both ends of the model."""
     p, depth = choices.sizes["pp"], max(1, work.depth)
     each = p * choices.chunks
-    even = depth % each == 0
+    even = (depth % each == 0) | (work.depth == 0)  # what has no repeated blocks is dealt out whole
     most = np.where(even, depth / p, np.ceil((depth + 2) / each) * choices.chunks)
     least = np.where(even, most, np.maximum(most - 1, 0))
     one, none, whole = np.ones(len(choices)), np.zeros(len(choices)), p == 1
     ends = np.where(whole, 1.0, least / depth)
+    folded = np.array([vee(name) for name in choices.schedules])[choices.schedule]
     return (
-        Stage(ends, one, np.where(whole, 1.0, 0.0)),
+        Stage(ends, one, np.where(whole | folded, 1.0, 0.0)),
         Stage(np.where(whole, 1.0, most / depth), np.where(whole, 1.0, none), np.where(whole, 1.0, none)),
-        Stage(ends, np.where(whole, 1.0, 0.0), one),
+        Stage(ends, np.where(whole, 1.0, 0.0), np.where(whole | ~folded, 1.0, 0.0)),
     )

@@ -57,17 +57,24 @@ def ways(cut: Cut, choices: Choices) -> Array:
     return np.where(choices.sequence, tp, 1) if cut == "sequence" else np.ones_like(tp)
 
 
+def attention_peak(hardware: Hardware, dtype: str) -> float:
+    """FLOP/s of a fused attention, which is not computed in 8 bits. Raises ConfigError."""
+    return hardware.peak("bf16" if dtype == "fp8" else dtype)
+
+
 def seconds(
-    block: Block, choices: Choices, hardware: Hardware, era: Era, dtype: str, ahead: Array, behind: Array
-) -> Seconds:
-    """Of one block of this kind, with what its forward waits for other ranks, `ahead`, and its backward, `behind`.
+    block: Block, choices: Choices, hardware: Hardware, era: Era, dtype: str,
+    ahead: Array, behind: Array, repeated: Array,
+) -> Seconds:  # fmt: skip
+    """Of one block of this kind, with what its forward waits for other ranks, `ahead`, its backward, `behind`, and the
+    forward that recomputation repeats, `repeated`.
 
     A matmul reaches era.matmul x F/(F + matmul_flops) of the peak, F its own FLOPs; what moves data a share of the
     memory's bandwidth; and nothing is sooner than the host launches it. A backward is a matmul by the input and one by
     the weight, of the same FLOPs; of what has no weights, all is the input's.
     """
     peak, rate = hardware.peak(dtype), hardware.device.memory_bps * era.memory
-    fused = hardware.peak("bf16" if dtype == "fp8" else dtype)  # attention is not computed in 8 bits
+    fused = attention_peak(hardware, dtype)
     samples = choices.microbatch / choices.sequences
     zero = np.zeros(len(choices))
     found = dict.fromkeys(("matmul", "attention", "memory"), zero)
@@ -93,17 +100,16 @@ def seconds(
         launched += op.kernels
         if op.core:
             core, core_launched = core + took, core_launched + op.kernels
-    again = np.where(choices.selective, core, 0.0)
-    if block.repeated:
-        again = np.maximum(again, choices.again * forward)
+    runs_again = choices.again if block.repeated else zero
+    again = np.maximum(np.where(choices.selective, core, 0.0), runs_again * forward)
     found["recompute"] = again
     floor = np.full(len(choices), launched * era.launch_s)
     floor = floor + np.where(ahead > 0, block.reductions * era.launch_s, 0.0)
     back, own = _split(backward + behind, weight, floor, era)
-    floor_again = floor * choices.again + np.where(choices.selective, core_launched * era.launch_s, 0.0)
-    repeated = choices.again * ahead if block.repeated else 0.0
+    floor_again = floor * runs_again + np.where(choices.selective, core_launched * era.launch_s, 0.0)
     made = Seconds(_paced(forward + ahead, floor, era), back, own, _paced(again + repeated, floor_again, era), found)
-    found["launch"] = made.total - (forward + ahead + backward + behind + weight + again + repeated)
+    busy = forward + ahead + backward + behind + weight + again + repeated
+    found["launch"] = np.maximum(made.total - busy, 0.0)  # rounding may leave less
     return made
 
 

@@ -17,9 +17,9 @@ from .. import schedule
 from ..costs import Costs
 from ..layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES
 from .agreement import agreement
-from .chain import Stage, parts, stages
+from .chain import Stage, parts, stages, vee
 from .choices import Array, Choices
-from .compute import Seconds, seconds, summed, ways
+from .compute import Seconds, attention_peak, seconds, summed, ways
 from .hardware import GIB, Cluster, Era
 from .memory import held, peak, shards, tied
 from .network import Group, Network, either
@@ -127,11 +127,16 @@ class Priced:
 
     def _block(self, block: Block) -> Carried:
         """Compute and the exchanges that it waits for, within one block."""
-        exchanges, zero = self._exchanges(block), np.zeros(len(self.choices))
-        ahead, behind = (sum((each[side] for each in exchanges.values()), zero) for side in (0, 1))
-        found = seconds(block, self.choices, self.cluster.hardware, self.era, self.practice.compute, ahead, behind)
-        again = self.choices.again if block.repeated else 0.0
-        return Carried(found, {axis: (1 + again) * one + other for axis, (one, other) in exchanges.items()})
+        c, zero = self.choices, np.zeros(len(self.choices))
+        again = c.again if block.repeated else zero
+        core = np.where(c.selective, 1.0, again)  # what attention's core waits for comes again with it
+        waits = {
+            axis: (one, other, (core if axis in SEQUENCE_AXES else again) * one)
+            for axis, (one, other) in self._exchanges(block).items()
+        }
+        sides = (sum((each[side] for each in waits.values()), zero) for side in range(3))
+        found = seconds(block, c, self.cluster.hardware, self.era, self.practice.compute, *sides)
+        return Carried(found, {axis: sum(each, zero) for axis, each in waits.items()})
 
     def _exchanges(self, block: Block) -> dict[str, tuple[Array, Array]]:
         """Axis -> seconds that the forward of a block waits for it, and its backward."""
@@ -151,7 +156,7 @@ class Priced:
             size = c.sizes["cp"]
             turn = net.send_s(block.key_bytes * share, c, "cp")
             attention = sum(op.flops for op in block.ops if op.kind == "attention") * share
-            rate = self.cluster.hardware.peak(self.practice.compute) * self.era.attention
+            rate = attention_peak(self.cluster.hardware, self.practice.compute) * self.era.attention
             steps = size - 1
             forward = steps * np.maximum(0.0, turn - attention / size / rate) + np.where(size > 1, 0.1 * turn, 0.0)
             found["cp"] = (forward, 2 * forward)
@@ -173,8 +178,9 @@ class Priced:
 
     def _experts(self) -> Group:
         """The ranks over which experts are spread: of all that have other tokens, those nearest."""
-        everyone = self.network.group(self.choices, *DATA_AXES)
-        size = np.maximum(self.choices.experts, 1).astype(float)
+        c, net = self.choices, self.network
+        everyone = either(c.experts <= c.size(*DATA_AXES), net.group(c, *DATA_AXES), net.group(c, *TOKEN_AXES))
+        size = np.maximum(c.experts, 1).astype(float)
         return Group(size, tuple(np.minimum(size, inside) for inside in everyone.inside))
 
     @cached_property
@@ -202,7 +208,8 @@ class Priced:
         before, repeated, after = (third.seconds.total for third in self._thirds)
         totals = [s.before * before + s.layers * repeated + s.after * after for s in self._stages]
         first, between, last = self._stages
-        ahead, late = totals[0] >= totals[2], np.maximum(totals[0], totals[2]) < totals[1]
+        p = self.choices.sizes["pp"]
+        ahead, late = totals[0] >= totals[2], (p > 2) & (np.maximum(totals[0], totals[2]) < totals[1])
         slow = Stage(*(
             np.where(late, m, np.where(ahead, f, e))
             for f, m, e in zip(
@@ -210,7 +217,6 @@ class Priced:
                 (last.layers, last.before, last.after), strict=True,
             )
         ))  # fmt: skip
-        p = self.choices.sizes["pp"]
         several = totals[0] + totals[2] + np.maximum(p - 2, 0) * totals[1]
         return self.rank(slow), np.where(p > 1, several, totals[0]) / p
 
@@ -436,6 +442,5 @@ class Priced:
         for place, name in enumerate(c.schedules):
             here = c.schedule == place
             if here.any():
-                vee = schedule.make(name, 2, 1).placement[:4] == (0, 1, 1, 0)
-                found = np.where(here, c.chunks if vee else 2 * c.chunks - 1, found)
+                found = np.where(here, c.chunks if vee(name) else 2 * c.chunks - 1, found)
         return found

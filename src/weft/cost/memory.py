@@ -34,12 +34,12 @@ def held(stage: Stage, work: Work, choices: Choices) -> tuple[Array, Array]:
 
 
 def tied(stage: Stage, work: Work, choices: Choices) -> Array:
-    """Parameters of this stage that the last one holds too, in a pipeline."""
+    """Parameters of this stage that the last one holds too, in a pipeline whose ends are not on one rank."""
     found = np.zeros(len(choices))
     for block in work.blocks:
         if block.tied:
             found = found + block.elements("whole") + block.elements("tp") / choices.sizes["tp"]
-    return found * stage.before
+    return found * stage.before * (1 - stage.after)
 
 
 def shards(choices: Choices) -> tuple[Array, Array]:
