@@ -61,7 +61,8 @@ def test_parts_sum_to_the_whole_and_entries_are_apart(dims: Dims) -> None:
         time, memory = parts(found, "time", i), parts(found, "memory", i)
         assert sum(time.values()) == pytest.approx(found.step_s[i]), layout
         assert sum(memory.values()) == pytest.approx(found.peak_bytes[i]), layout
-        assert all(value >= 0 and np.isfinite(value) for value in (*time.values(), *memory.values())), layout
+        least = -1e-12  # of what is a difference
+        assert all(least < value < np.inf for value in (*time.values(), *memory.values())), layout
         alone = priced(laid(layout, batch=256, **{key: [value[i]] for key, value in options.items()}), dims)
         assert alone.step_s[0] == pytest.approx(found.step_s[i]) and alone.fits[0] == found.fits[i], layout
         assert alone.peak_bytes[0] == pytest.approx(found.peak_bytes[i]), layout
