@@ -12,17 +12,25 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from weft import checkpoint, config, huggingface, schedule, schedules
 from weft.checkpoint import Keep
+from weft.cost import dims, hardware
+from weft.cost.choices import Choices
+from weft.cost.estimate import estimate
+from weft.cost.hardware import Cluster
+from weft.cost.practice import Practice
 from weft.costs import Costs
 from weft.errors import CheckpointError, WeftError
+from weft.layout import Layout
 from weft.shards import whole
 
 COUNT = int(os.environ.get("FUZZ", "300"))
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.toml"))
+SMALL = dims.work(dims.Dims(2, 64, 4, 100, 32, 256), "fp32")
 WORDS = (
     "=", "[", "]", '"', "\n", "1", "-1", "1e400", "nan", "inf", "true", "{}", "[]", "''", "\0", "é", "dp2", "..", "0x1",
     "1979-05-27", "9" * 21, "[model]", "hf = 1", "build = 3", "F0", "B1", ",,", "W", "../x", "\ufeff",
@@ -113,6 +121,22 @@ def test_tables_of_schedules() -> None:
     made = [schedules.to_csv(schedule.make(name, 2, 4)) for name in ("1f1b", "gpipe", "zb-h1", "zb-v")]
     for text in each(made, 1):
         survives(lambda text=text: schedule.hold(schedules.from_csv(text)), text)
+
+
+def test_sheets_of_hardware(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    for text in each([path.read_text(encoding="utf-8") for path in sorted(hardware.SHEETS.glob("*.toml"))], 4):
+        file.write_text(text, encoding="utf-8")
+        survives(lambda: priced(Cluster.parse(str(file))), text)
+
+
+def priced(cluster: Cluster) -> None:
+    """What is read can be planned with."""
+    sheet = cluster.hardware
+    era, choices = next(iter(sheet.eras.values())), Choices.of([Layout.parse("dp2.tp2")], batch=8)
+    practice = Practice(next(iter(sheet.device.flops)))
+    with np.errstate(all="ignore"):  # of sizes that no machine has
+        assert estimate(SMALL, choices, cluster, era, practice).step_s.shape == (1,)
 
 
 def test_costs() -> None:

@@ -14,8 +14,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from test_simulate import random_costs, random_schedule
+from typer.testing import CliRunner
 
 from weft import schedule, sync
+from weft.cli import app
 from weft.cost import dims
 from weft.cost.choices import Choices
 from weft.cost.hardware import Cluster
@@ -261,6 +263,14 @@ def test_young_and_daly() -> None:
         assert failures.young_s(faults) > failures.daly_s(faults)
 
 
+@pytest.mark.parametrize("mtbf_s, minutes", [(24 * HOUR, 117), (6 * HOUR, 57), (0.25 * HOUR, 9.1)])
+def test_the_intervals_that_daly_printed(mtbf_s: float, minutes: float) -> None:
+    """Figures 3 to 5 of the paper: a dump of 5 minutes, a restart of 10."""
+    assert failures.daly_s(Faults(mtbf_s, 300.0, 600.0)) / 60 == pytest.approx(
+        minutes, abs=0.5 if minutes > 10 else 0.05
+    )
+
+
 @pytest.mark.parametrize(
     "faults",
     [
@@ -398,10 +408,14 @@ def test_what_cannot_be(asked: dict[str, Any], message: str) -> None:
         command.simulated(setup("dp2.pp4.tp2", 64, 8), command.Asked(**asked))
 
 
-def test_a_layout_that_is_not_the_cluster() -> None:
+def test_a_layout_that_does_not_fit() -> None:
     made = setup("dp4")
-    with pytest.raises(ConfigError, match=r"dp4': has 4 ranks, and h100x8 8 devices. Write --cluster h100x4"):
+    with pytest.raises(ConfigError, match=r"dp4': is a layout of 4, and h100x8 has 8 devices. Write --cluster h100x4"):
         replace(made, cluster=Cluster.parse("h100x8"))
+    with pytest.raises(ConfigError, match=r"train.batch = 64: 4 microbatches over 3 ranks .* a multiple of 12"):
+        setup("dp3")
+    with pytest.raises(ConfigError, match="the model has 16 blocks, and pp32 32 stages"):
+        setup("pp32")
 
 
 def test_many_devices() -> None:
@@ -409,3 +423,62 @@ def test_many_devices() -> None:
     made = setup("dp1563.pp8.tp8", 1563 * 16, 16)
     planned, jittered = stragglers.table(made, {}, {}, 0.03, 0)
     assert made.devices > 100_000 and jittered.step_s > planned.step_s + 50 * jittered.error_s > planned.step_s
+
+
+RUN = """
+[model]
+build = "weft.models:decoder"
+dim = 512
+heads = 8
+layers = 8
+vocab = 1024
+seq_len = 256
+[data]
+build = "weft.data:stdlib"
+seq_len = 256
+[precision]
+compute = "bf16"
+[train]
+batch = 128
+accumulate = 8
+steps = 10000
+[checkpoint]
+every = 500
+"""
+
+
+def simulate_cli(tmp_path: Path, *arguments: str) -> Any:
+    (tmp_path / "run.toml").write_text(RUN)
+    return CliRunner().invoke(app, ["simulate", str(tmp_path / "run.toml"), "--cluster", "h100x32", *arguments])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "out.html"
+    options = ["--layout", "dp4.pp4.tp2", "--slow", "1.5", "--slow", "31=2", "--slow-link", "pp=4", "--jitter", "0.02"]
+    more = ["--mtbf", "1000", "--checkpoint", "2", "--restart", "60", "--scale", "strong", "--to", "128"]
+    done = simulate_cli(tmp_path, *options, *more, "--out", str(out), "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["devices"] == 32 and found["fits"] and found["pipeline"]["schedule"] == "1f1b"
+    assert found["estimate_s"] == pytest.approx(found["step_s"], rel=0.1)
+    assert [interval["name"] for interval in found["failures"]["intervals"]] == ["Young", "Daly", "best", "run file"]
+    assert found["failures"]["intervals"][3]["every"] == 500
+    assert out.read_text().count("<svg") == 4
+    shown = simulate_cli(tmp_path, "--layout", "dp4.pp4.tp2+sequence")
+    assert shown.exit_code == 0 and "the estimate's closed form" in shown.stdout and "rank 3" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--layout", "dp4"], "--layout = 'dp4': is a layout of 4"),
+        (["--layout", "dp32", "--slow", "x=3"], "--slow = 'x=3': is neither a factor nor"),
+        (["--layout", "dp32", "--slow-link", "dp"], "--slow-link = 'dp': is not an axis and a factor"),
+        (["--layout", "dp16.tp2", "--scale", "up", "--to", "64"], "--scale = 'up'"),
+        (["--layout", "dp16.tp2", "--era", "none"], "--era = 'none'"),
+        (["--layout", "dp16.tp2", "--out", "x.pdf"], "--out = 'x.pdf'"),
+    ],
+)
+def test_the_command_refuses(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = simulate_cli(tmp_path, *arguments)
+    assert done.exit_code == 2 and message in done.stderr

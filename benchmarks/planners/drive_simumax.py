@@ -38,14 +38,18 @@ def make(checkout: Path) -> Predict:
     def predict(run: Any) -> tuple[float, float]:
         only(run, accelerator=["A100-SXM4-80GB"], cp=[1], experts=[1], zero=[0, 1], dtype=["fp16", "bf16"],
              recompute=RECOMPUTE)  # fmt: skip
+        ends = None  # layers of the first and of the last stage, where the others have more
         if run.layers % (run.pp * run.chunks):
-            raise Cannot("layers that the stages do not divide")
+            ends, odd = divmod(run.layers - -(-run.layers // run.pp) * (run.pp - 2), 2)
+            if run.chunks > 1 or odd or ends < 1:
+                raise Cannot("layers that the stages do not divide")
         mode = RECOMPUTE[run.recompute]
         strategy = StrategyConfig(
             seq_len=run.seq_len, micro_batch_size=run.microbatch,
             micro_batch_num=run.batch // (run.microbatch * run.dp), dtype=run.dtype,
             world_size=run.devices, tp_size=run.tp, pp_size=run.pp, ep_size=1, etp_size=1,
             enable_sequence_parallel=run.sequence, interleaving_size=run.chunks, pp_comm_async=run.chunks == 1,
+            num_layers_in_first_pipeline_stage=ends, num_layers_in_last_pipeline_stage=ends,
             zero_state=run.zero, use_flash_sdp=run.flash, use_math_sdp=not run.flash,
             enable_recompute=mode is not None, recompute_granularity=mode,
             recompute_layer_num=run.layers if mode else 0,

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +38,7 @@ from runs import Run  # noqa: E402
 PEERS = {"calculon": "Calculon", "llm-analysis": "llm-analysis", "simumax": "SimuMax"}  # part -> name
 FOLDERS = {"simumax": "SimuMax"}  # where it is not the part's name
 NO_LIMIT_S, SEARCH_S = 1e9, 60.0
+FIGURES = {"median": "median error", "max": "worst error", "spearman": "Spearman", "lost": "lost by the first pick"}
 Sets = Mapping[str, Sequence[Run]]  # by source
 Said = Mapping[str, scores.Steps]  # by side
 
@@ -89,15 +92,20 @@ def peer(part: str, folder: Path) -> dict[str, Any]:
     same: dict[Run, list[str]] = {}
     for run in published.read():
         same.setdefault(replace(run, id="", held=True, time_s=None), []).append(run.id)
-    found = asked(part, folder, [replace(run, id=ids[0]) for run, ids in same.items()], NO_LIMIT_S)
+    distinct = [replace(run, id=ids[0]) for run, ids in same.items()]
+    at_once = os.cpu_count() or 1
+    with ThreadPoolExecutor(at_once) as pool:
+        shares = [distinct[i::at_once] for i in range(at_once)]
+        found = list(pool.map(lambda share: asked(part, folder, share, NO_LIMIT_S), shares))
+    answers = {run: answer for one in found for run, answer in one["runs"].items()}
     said, cannot = {}, {}
     for ids in same.values():
-        answer = found["runs"][ids[0]]
+        answer = answers[ids[0]]
         if "cannot" in answer:
             cannot.update(dict.fromkeys(ids, answer["cannot"]))
         else:
             said.update(dict.fromkeys(ids, _short(answer["step_s"])))
-    return {"commit": found["commit"], "took_s": found["took_s"], "said_s": said, "cannot": cannot}
+    return {"commit": found[0]["commit"], "said_s": said, "cannot": cannot}
 
 
 def _short(step_s: float) -> float:
@@ -127,7 +135,7 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
         for run in runs:
             if not published.classic(run):
                 sets.setdefault(run.source, []).append(run)
-        lines += _accuracy(sets, said) + _choosing(sets, said)
+        lines += _accuracy(sets, said) + _choosing(sets, said) + _better(sets, said)
         lines += _classic(sets[published.CLASSIC], said) + _bias(sets[published.SINGLE_NODE], said)
         peers = {name: found[part] for part, name in names.items() if part in PEERS}
         lines += _cannot(runs, {name: one["cannot"] for name, one in peers.items()})
@@ -157,18 +165,37 @@ def _accuracy(sets: Sets, said: Said) -> list[str]:
     return [*lines, ""]
 
 
+def _same(runs: Sequence[Run], said: Said) -> tuple[Said, list[Run]]:
+    """Who says anything of these runs, and those that all of them say."""
+    able = {side: steps for side, steps in said.items() if any(run.id in steps for run in runs)}
+    return able, [run for run in runs if all(run.id in steps for steps in able.values())]
+
+
 def _choosing(sets: Sets, said: Said) -> list[str]:
-    """All of those who say anything of a source choose among the same runs: those that all of them say."""
     lines = ["| choosing | | groups | layouts | Spearman, mean | lost by the first pick, mean | max |"]
     lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     for source, runs in sets.items():
-        able = {side: steps for side, steps in said.items() if any(run.id in steps for run in runs)}
-        same = [run for run in runs if all(run.id in steps for steps in able.values())]
+        able, same = _same(runs, said)
         for side, steps in able.items():
             if (score := scores.choosing(same, steps))["groups"]:
                 cells = [source, side, f"{score['groups']}", f"{score['layouts']}", f"{score['spearman']:.2f}"]
                 lines.append(_line([*cells, f"{score['lost']:.1%}", f"{score['lost_max']:.1%}"], 7))
     return [*lines, ""]
+
+
+def _better(sets: Sets, said: Said) -> list[str]:
+    """Every figure in which a peer is ahead of weft, on the same runs."""
+    found = []
+    for source, runs in sets.items():
+        able, same = _same(runs, said)
+        scored = {side: scores.accuracy(same, steps) | scores.choosing(same, steps) for side, steps in able.items()}
+        for side in (side for side in scored if side != "weft" and "weft" in scored):
+            for figure, sign in {"median": 1, "max": 1, "spearman": -1, "lost": 1}.items():
+                its, ours = scored[side].get(figure), scored["weft"].get(figure)
+                if its is not None and ours is not None and sign * its < sign * ours:
+                    text = "{:.2f} for {:.2f}" if figure == "spearman" else "{:.1%} for {:.1%}"
+                    found.append(f"{source}, {FIGURES[figure]}: {side} {text.format(its, ours)}")
+    return [f"Where a peer is better than weft, on the same rows: {'; '.join(found) or 'nowhere'}.", ""]
 
 
 def _classic(runs: Sequence[Run], said: Said) -> list[str]:

@@ -279,6 +279,66 @@ def draw(
             command.show(drawn)
 
 
+@app.command()
+def simulate(
+    path: RunFile,
+    layout: Annotated[
+        str | None, typer.Option(help="Axes and sizes, as in dp128.tp8: RUN.toml's, if left out.")
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(help="Devices, as in h100x1024; local, this machine as it was measured.", show_default=False)
+    ] = "local",
+    era: Annotated[str | None, typer.Option(help="The sheet's kind of software, as in compiled.")] = None,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[DEVICE=]FACTOR", help="A device that takes so many times as long; anywhere, without =."),
+    ] = None,
+    slow_link: Annotated[
+        list[str] | None,
+        typer.Option(metavar="AXIS=FACTOR", help="A link of this axis with 1/FACTOR of its bandwidth."),
+    ] = None,
+    jitter: Annotated[float, typer.Option(help="Standard deviation of a device's time of a step, as a share.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
+    mtbf: Annotated[float | None, typer.Option(metavar="HOURS", help="Between failures of one device.")] = None,
+    node_mtbf: Annotated[float | None, typer.Option(metavar="HOURS", help="Between failures of one node.")] = None,
+    checkpoint: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="For which a checkpoint stops training.")
+    ] = None,
+    storage: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", help="Or at which all ranks together write one, beside training, from a copy."),
+    ] = None,
+    restart: Annotated[float, typer.Option(metavar="SECONDS", help="From a failure until training goes on.")] = 300.0,
+    scale: Annotated[
+        str | None, typer.Option(metavar="weak|strong", help="More replicas: the batch grows with them, or stays.")
+    ] = None,
+    to: Annotated[int | None, typer.Option(help="Devices up to which --scale goes.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write .svg, .html, .json (Perfetto) or .csv.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    settings: Settings = None,
+) -> None:
+    """Simulate a step of RUN.toml on a cluster: slow devices, failures, replicas that wait or not, more devices."""
+    with _exit_codes():
+        run = _load(path, settings, layout, None)
+
+        from .simulation import command, report
+
+        asked = command.Asked(
+            slow=dict(map(command.slow, slow or [])), links=dict(map(command.link, slow_link or [])), jitter=jitter,
+            seed=seed, mtbf_h=mtbf, node_mtbf_h=node_mtbf, checkpoint_s=checkpoint, storage_gbps=storage,
+            restart_s=restart, every=run.checkpoint.every, scale=command.mode(scale), to=to,
+        )  # fmt: skip
+        found = command.simulated(command.prepared(run, cluster, era), asked)
+        if out is not None:
+            report.write(out, found)
+        if as_json:
+            typer.echo(report.dump(found))
+        elif out is None:
+            report.show(found)
+
+
 # ---- weft checkpoint -------------------------------------------------------------------------------------------------
 
 files = typer.Typer(no_args_is_help=True, help="Look at checkpoints; take weights to Hugging Face and back.")

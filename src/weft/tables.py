@@ -121,7 +121,7 @@ def _refusal(error: ErrorDetails, model: type[BaseModel], file: str) -> ConfigEr
     owner, path = _owner(model, error["loc"])
     fields = owner.model_fields
     field, value, kind, context = ".".join(path), error["input"], error["type"], error.get("ctx", {})
-    about = fields[path[-1]].description if path[-1] in fields else None
+    about = fields[path[-1]].description if path and path[-1] in fields else None
     if kind == "extra_forbidden":
         place = f"[{'.'.join(path[:-1])}]" if len(path) > 1 else f"a {file}"
         return ConfigError(field, value, f"is no key of {place}", nearest(path[-1], fields))
@@ -130,7 +130,7 @@ def _refusal(error: ErrorDetails, model: type[BaseModel], file: str) -> ConfigEr
         return ConfigError(field, None, "is missing", f"write {what}")
     if kind == "refused":
         for key, of_key in context["key"].items():
-            field, value = f"{field}.{key}", of_key
+            field, value = ".".join([*path, key]), of_key
         return ConfigError(field, value, context["problem"], context["fix"])
     problem, fix = _KINDS.get(kind, (error["msg"].replace("Input should be", "must be"), "change it"))
     if kind == "literal_error":

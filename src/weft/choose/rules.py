@@ -43,11 +43,12 @@ def product(columns: Columns, *axes: str) -> Any:
     return found
 
 
-def spread_over(columns: Columns) -> Any:
-    """Ranks over which experts are spread."""
+def spread_over(columns: Columns, without: str = "") -> Any:
+    """Ranks over which experts are spread, those of one axis apart."""
     found = columns["ep"]
     for bit, axis in enumerate(SPREADING):
-        found = found * np.where(columns["spread"] >> bit & 1, columns[axis], 1)
+        if axis != without:
+            found = found * np.where(columns["spread"] >> bit & 1, columns[axis], 1)
     return found
 
 

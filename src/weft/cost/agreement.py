@@ -55,16 +55,19 @@ def _shares(sync: Sync, size: int, item: int) -> dict[str, float]:
     from ..syncs import AnyTime, EachStep
 
     found: dict[str, float] = {}
-    owned = isinstance(sync, AnyTime) or (isinstance(sync, EachStep) and sync.route == "owners")
     rows = 2**10
-    for asked in sync.codec.asks([(rows, SAMPLE // rows)], sync.peers(size), item, SETTLED):
-        kind = "owners" if owned else asked.kind
-        found[kind] = found.get(kind, 0.0) + asked.nbytes / (SAMPLE * item)
+    asks = sync.codec.asks([(rows, SAMPLE // rows)], sync.peers(size), item, SETTLED)
+    if isinstance(sync, AnyTime) or (isinstance(sync, EachStep) and sync.route == "owners"):
+        # what is not yet the last goes back as it came, and then the weights, which no codec makes small
+        return {"owners": 1 + sum(a.nbytes * (1 if a.final else 2) for a in asks) / (SAMPLE * item)}
+    for asked in asks:
+        found[asked.kind] = found.get(asked.kind, 0.0) + asked.nbytes / (SAMPLE * item)
     return found
 
 
 def _priced(network: Network, group: Group, kind: str, nbytes: Array, servers: int) -> tuple[Array, Array]:
-    """`nbytes` is what a rank gives: of "gather" its message, of "scatter" one for each rank."""
+    """`nbytes` is what a rank gives: of "gather" its message, of "scatter" one for each rank; to
+    owners and from them together."""
     n = group.size
     if kind == "sum":
         return network.reduce_s(nbytes, group), 2 * (n - 1) / n * nbytes
@@ -73,6 +76,6 @@ def _priced(network: Network, group: Group, kind: str, nbytes: Array, servers: i
         return network.gather_s(nbytes * n, group, collective), (n - 1) * nbytes
     if kind == "scatter":
         return network.exchange_s(nbytes * n, group), (n - 1) * nbytes
-    # to owners and back: a server's link carries what all others send to it, and as much back
+    # to owners and back: a server's link carries what all others send to it, and what they get; a rank in the mean
     share = (n - 1) * nbytes / max(1, servers)
-    return 2 * (network.hops(group) + share / network.bandwidth(group)), 2 * nbytes
+    return 2 * network.hops(group) + share / network.bandwidth(group), (n - 1) / n * nbytes

@@ -20,7 +20,8 @@ class Choices:
     """Entry i of every array is one choice.
 
     `sizes` of each axis in AXES, 1 where a layout lacks it; `strides`: ranks from one to its neighbour on that axis.
-    `experts`: ranks over which experts are spread. `sequence`: that option of tp. `zero`: 1, 2 or 3, of fsdp, over
+    `experts`: ranks over which experts are spread, those of tp apart: a rank has as much of them if tp parts them as if
+    it cuts each. `sequence`: that option of tp. `zero`: 1, 2 or 3, of fsdp, over
     `shards` ranks.
     `schedule`: place in `schedules`; `chunks`: stages of a rank. A rank has `microbatch` samples in each of
     `accumulate` microbatches. `again`: the share of repeated blocks that recomputation runs again; `selective`: its
@@ -100,7 +101,7 @@ class Choices:
         parts, modes = np.array(each(accumulate)), each(recompute)
         return cls(
             sizes, strides,
-            experts=np.array([one.size(EXPERTS) for one in layouts]),
+            experts=np.array([one.size(EXPERTS) // _spread_over_tp(one) for one in layouts]),
             sequence=np.array(["sequence" in one.option("tp") for one in layouts]),
             zero=np.array([level[0] for level in levels]), shards=sizes["fsdp"],
             offload=np.array(["offload" in one.option("fsdp") for one in layouts]),
@@ -109,6 +110,10 @@ class Choices:
             again=np.array([1.0 if mode == "full" else 1 / mode if isinstance(mode, int) else 0.0 for mode in modes]),
             selective=np.array([mode == "selective" for mode in modes]),
         )  # fmt: skip
+
+
+def _spread_over_tp(layout: Layout) -> int:
+    return layout.size("tp") if "ep" in layout.option("tp") else 1
 
 
 def _stride(layout: Layout, axis: str) -> int:

@@ -7,7 +7,7 @@ compute does not hide, the optimizer, and what goes with no size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,14 @@ import numpy as np
 
 from .. import schedule
 from ..costs import Costs
-from ..layout import DATA_AXES, SEQUENCE_AXES
+from ..layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES
 from .agreement import agreement
 from .chain import Stage, parts, stages
 from .choices import Array, Choices
 from .compute import Seconds, seconds, summed, ways
 from .hardware import GIB, Cluster, Era
-from .memory import held, peak, shards
-from .network import Group, Network
+from .memory import held, peak, shards, tied
+from .network import Group, Network, either
 from .parts import Part
 from .practice import Practice
 from .work import Block, Work
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Estimate:
     """Of each choice: seconds of a step and bytes of a rank's peak, in parts; `reserved_bytes`: with what the allocator
-    and the driver keep for themselves; bytes that a rank sends over each axis in a step; `mfu` by the model's
-    definition; whether it fits, or by how many bytes it does not."""
+    and the driver keep for themselves; `traffic`: bytes that a rank of the first stage sends in a step over each axis,
+    where what several axes sum together is the first one's of dp, ep, cp and up, and what travels to experts is ep's;
+    `mfu` by the model's definition; whether it fits, or by how many bytes it does not."""
 
     time: tuple[Part, ...]
     memory: tuple[Part, ...]
@@ -136,12 +137,15 @@ class Priced:
         """Axis -> seconds that the forward of a block waits for it, and its backward."""
         c, net, found = self.choices, self.network, {}
         tp = c.sizes["tp"]
-        if block.reductions and (tp > 1).any():
-            group = net.group(c, "tp")
-            nbytes = block.reduced_bytes * self._samples / block.reductions
-            both = net.gather_s(nbytes, group) + net.gather_s(nbytes, group, "reduce_scatter")
-            once = np.where(c.sequence, both, net.reduce_s(nbytes, group))
-            found["tp"] = (block.reductions * once, block.reductions * once)
+        ahead, back = self._reduced(block)
+        if (ahead or back) and (tp > 1).any():
+            group, count = net.group(c, "tp"), max(1.0, block.reductions)
+            nbytes = max(ahead, back) * self._samples / count
+            pair = net.gather_s(nbytes, group) + net.gather_s(nbytes, group, "reduce_scatter")
+            whole = net.reduce_s(nbytes, group)
+            # outside of the blocks the sequence is whole, and where they begin or end it is parted or gathered
+            once = count * np.where(c.sequence, pair if block.repeated else whole + pair / 2, whole)
+            found["tp"] = (once * (ahead > 0), once * (back > 0))
         share = self._samples / tp
         if block.key_bytes and (c.sizes["cp"] > 1).any():
             size = c.sizes["cp"]
@@ -155,10 +159,17 @@ class Priced:
             once = net.exchange_s((block.query_bytes + block.key_bytes) * share, net.group(c, "up"))
             found["up"] = (once, once)
         if block.routed_bytes and (c.experts > 1).any():
-            divided = np.where(c.sequence, tp, 1)
-            once = 2 * net.exchange_s(block.routed_bytes * self._samples / divided, self._experts())
+            once = 2 * net.exchange_s(block.routed_bytes * self._samples, self._experts())
             found["ep"] = (once, once)
         return found
+
+    def _reduced(self, block: Block) -> tuple[float, float]:
+        """Bytes of activations that tp sums in a block's forward, and in its backward: tokens, which an embedding
+        reads, have no gradient, and of a head whose logits stay divided only what it reads has one to sum."""
+        if block.repeated or block.reductions:
+            return block.reduced_bytes, block.reduced_bytes if block.repeated else 0.0
+        head = self.work.vocab and any(op.kind == "matmul" and op.cut == "tp" for op in block.ops)
+        return 0.0, self.work.blocks[0].output_bytes if head else 0.0
 
     def _experts(self) -> Group:
         """The ranks over which experts are spread: of all that have other tokens, those nearest."""
@@ -267,26 +278,60 @@ class Priced:
 
     def _gradients(self, slow: Seconds) -> list[Part]:
         """Sums of gradients over data axes, and gathers of sharded weights, as far as compute does not hide them."""
-        c, net, practice = self.choices, self.network, self.practice
+        c, net, practice, item = self.choices, self.network, self.practice, self.practice.reduce_bytes
         routed, plain = held(self._stages[0], self.work, c)
         few, _ = shards(c)
+        alike = c.experts <= 1  # every rank has all experts
+        routed, plain = np.where(alike, 0.0, routed), plain + np.where(alike, routed, 0.0)
         m, zero = c.accumulate, np.zeros(len(c))
         back, forth = slow.backward + slow.weight + slow.again, slow.forward
-        inner = net.group(c, "fsdp", *SEQUENCE_AXES)
-        outer = net.group(c, "dp")
-        over = c.size("fsdp", *SEQUENCE_AXES)
         sharded, zero3 = c.sizes["fsdp"] > 1, (c.sizes["fsdp"] > 1) & (c.zero >= 3)
         every = np.where(sharded & (c.zero >= 2), m, 1)
 
-        reduced = (plain + np.where(few > 1, routed, 0.0)) * practice.reduce_bytes
-        gathered = (plain + np.where(few > 1, routed, 0.0)) * practice.gather_bytes
+        # gathers, and sums that leave each rank its shard: over fsdp, or as Megatron-LM also over ranks of a sequence
+        wide = sharded & (c.shards > c.sizes["fsdp"])
+        inner = net.group(c, "fsdp")
+        if wide.any():
+            inner = either(wide, net.group(c, "fsdp", *SEQUENCE_AXES), inner)
+        own = plain + np.where(few > 1, routed, 0.0)
+        wire = (inner.size - 1) / inner.size
         units = 1 + practice.messages * self._stages[0].layers * self.work.depth
-        scatter = np.where(sharded, net.gather_s(reduced, inner, "reduce_scatter", units), 0.0)
-        sums = np.where(~sharded & (over > 1), net.reduce_s(reduced, inner), 0.0)
-        last = agreement(net, outer, np.where(sharded, plain / over, plain), practice.reduce_bytes, self.sync)
-        self.traffic["dp"] = last.sent_bytes
-        wire = (over - 1) / over
-        self.traffic["fsdp"] = np.where(sharded, wire * (every * reduced + gathered), 0.0)
+        scatter = np.where(sharded, net.gather_s(own * item, inner, "reduce_scatter", units), 0.0)
+        gathered = np.where(sharded, net.gather_s(own * practice.gather_bytes, inner, count=units), 0.0)
+        # what is no repeated block is gathered once for a microbatch's forward and backward, in a pipeline once a step
+        repeated = np.where(sharded, own - sum(held(replace(self._stages[0], layers=zero), self.work, c)), 0.0)
+        again, once = repeated / np.maximum(own, 1.0), np.where(c.sizes["pp"] > 1, 1, m)
+        reduces = every * again + np.minimum(every, once) * (1 - again)
+        gathers = np.where(zero3, 2 * m * again + once * (1 - again), 1)
+        self.traffic["fsdp"] = wire * own * (reduces * item + gathers * practice.gather_bytes)
+
+        # what is left to sum: all of it or the shard, over the other axes whose ranks have other tokens
+        joint, alone = self.sync is None or self.sync.plain, net.group(c)
+        apart = sharded | (not joint)  # over dp by itself
+        second = np.where(c.sizes["pp"] > 1, tied(self._stages[0], self.work, c), 0.0)
+        parted = np.where(apart, plain, plain - second) / inner.size
+        others = net.group(c, "ep", *SEQUENCE_AXES)
+        if wide.any():
+            others = either(wide, net.group(c, "ep"), others)
+        if joint:
+            others = either(sharded, others, net.group(c, "dp", "ep", *SEQUENCE_AXES))
+        sums = agreement(net, others, parted, item, None)
+        self._sent_over(("ep", *SEQUENCE_AXES), np.where(apart, sums.sent_bytes, 0.0))
+        self._sent_over(("dp", "ep", *SEQUENCE_AXES), np.where(apart, 0.0, sums.sent_bytes))
+        waits = sums.seconds
+        if apart.any():
+            sums = agreement(net, either(apart, net.group(c, "dp"), alone), parted, item, self.sync)
+            self._sent("dp", sums.sent_bytes)
+            waits = waits + sums.seconds
+        if routed.any():
+            sums = agreement(net, self._same_experts(few), routed / few, item, self.sync)
+            self._sent_over(("dp", *SEQUENCE_AXES), sums.sent_bytes)
+            waits = waits + np.where(routed > 0, sums.seconds, 0.0)
+        if second.any():
+            both = either(second > 0, self._ends().beside(either(apart, alone, others)), alone)
+            sums = agreement(net, both, second, item, None)
+            self._sent("pp", sums.sent_bytes)
+            waits = waits + sums.seconds
         found = []
 
         def part(name: str, comm: Array, hides: Array, times: Array | int, text: str) -> None:
@@ -296,20 +341,41 @@ class Priced:
             found.append(Part(name, exposed, text, symbols))
 
         text = "times x (comm_s - hidden_s + contention x hidden_s)"
-        part("dp exposed", last.seconds + sums, back, 1, text)
+        part("dp exposed", waits, back, 1, text)
         if sharded.any():
-            weights = np.where(sharded, net.gather_s(gathered, inner, count=units), 0.0)
             part("fsdp reduce exposed", scatter, back, every, text)
-            part("fsdp gather exposed", np.where(zero3, 0.0, weights), np.where(zero3, 0.0, forth), 1, text)
+            part("fsdp gather exposed", np.where(zero3, 0.0, gathered), np.where(zero3, 0.0, forth), 1, text)
             if zero3.any():
                 per_block = 1.0 / max(1, self.work.depth)
-                part("fsdp forward gather exposed", np.where(zero3, weights, 0.0), forth * (1 - per_block), m, text)
-                part("fsdp backward gather exposed", np.where(zero3, weights, 0.0),
+                part("fsdp forward gather exposed", np.where(zero3, gathered, 0.0), forth * (1 - per_block), m, text)
+                part("fsdp backward gather exposed", np.where(zero3, again * gathered, 0.0),
                      np.maximum(back - self.era.hidden * scatter, 0.0), m, text)  # fmt: skip
-                self.traffic["fsdp"] = np.where(
-                    zero3, wire * (every * reduced + 2 * m * gathered), self.traffic["fsdp"]
-                )
         return found
+
+    def _same_experts(self, few: Array) -> Group:
+        """The ranks that have other tokens and the same part of the same experts."""
+        everyone, spread = self.network.group(self.choices, *TOKEN_AXES), self._experts()
+        parts = np.maximum(spread.size, 1) * few
+        inside = tuple(np.maximum(1, all_ / near) for all_, near in zip(everyone.inside, spread.inside, strict=True))
+        size = np.maximum(1, everyone.size / parts)
+        return Group(size, (*(np.minimum(size, near) for near in inside[:-1]), size))
+
+    def _ends(self) -> Group:
+        """The first and the last rank of a pipeline."""
+        everyone = self.network.group(self.choices, "pp")
+        size = np.minimum(2.0, everyone.size)
+        return Group(size, tuple(np.where(near >= everyone.size, size, 1.0) for near in everyone.inside))
+
+    def _sent_over(self, axes: Sequence[str], nbytes: Array) -> None:
+        """Over several axes together: the first one's."""
+        left = nbytes
+        for axis in axes:
+            here = self.choices.sizes[axis] > 1
+            self._sent(axis, np.where(here, left, 0.0))
+            left = np.where(here, 0.0, left)
+
+    def _sent(self, axis: str, nbytes: Array) -> None:
+        self.traffic[axis] = self.traffic.get(axis, 0.0) + nbytes
 
     def _update(self) -> Part:
         c, device = self.choices, self.cluster.hardware.device
@@ -329,18 +395,38 @@ class Priced:
 
     def _note_traffic(self) -> None:
         """Bytes that a rank of the first stage sends in a step over the axes of the model."""
-        c, m = self.choices, self.choices.accumulate
-        tp, up = c.sizes["tp"], c.sizes["up"]
-        zero = np.zeros(len(c))
-        sent = {"tp": zero, "cp": zero, "up": zero, "ep": zero}
+        c, m, item = self.choices, self.choices.accumulate, self.work.itemsize
+        tp, up, cp = c.sizes["tp"], c.sizes["up"], c.sizes["cp"]
+        experts = np.maximum(c.experts, 1)
         for block, count in self._stages[0].holds(self.work):
-            again = 2.0 + (c.again if block.repeated else 0.0)
+            again = c.again if block.repeated else 0.0
+            core = np.where(c.selective, 1.0, again)
             share = m * count * self._samples
-            sent["tp"] = sent["tp"] + again * share * 2 * (tp - 1) / tp * block.reduced_bytes
-            sent["cp"] = sent["cp"] + 3 * share / tp * (c.sizes["cp"] - 1) * block.key_bytes
-            sent["up"] = sent["up"] + again * share / tp * (up - 1) / up * (block.query_bytes + block.key_bytes)
-            experts = np.maximum(c.experts, 1)
-            sent["ep"] = sent["ep"] + 2 * again * share * (experts - 1) / experts * block.routed_bytes
+            ahead, back = self._reduced(block)
+            passes = 2.0 if block.repeated else np.where(c.sequence, 3, 2)  # as in `_exchanges`
+            self._sent("tp", passes * share * (tp - 1) / tp * ((1 + again) * ahead + back))
+            # keys and values go round, again in backward, and their gradients home, in float32 at least
+            heads = block.kv_heads or 1
+            keys = share * block.key_bytes / np.minimum(tp, heads)
+            self._sent("cp", keys * np.where(cp > 1, (2 + core) * (cp - 1) + cp * max(4, item) / item, 0.0))
+            # where ranks are more than key heads, each head goes to several
+            keys = keys * np.maximum(1.0, up * np.minimum(tp, heads) / heads)
+            crossing = (2 + core) * (keys + share / tp * block.query_bytes)
+            unused = np.where(c.selective, share / tp * block.query_bytes / 2, 0.0)  # what the core gives
+            self._sent("up", (up - 1) / up * (crossing - unused))
+            self._sent("ep", 2 * (2 + again) * share * (experts - 1) / experts * block.routed_bytes)
+        if self.work.vocab:  # maxima, sums and targets of the loss
+            rows = m * self._samples * self._stages[0].after * self.work.tokens
+            self._sent("tp", 2 * (tp - 1) / tp * 3 * rows * max(4, item))
         entry = self.work.blocks[0].output_bytes * self._samples / ways("sequence", c)
-        sent["pp"] = np.where(c.sizes["pp"] > 1, m * c.chunks * entry, 0.0)
-        self.traffic |= sent
+        self._sent("pp", np.where(c.sizes["pp"] > 1, m * self._messages() * entry, 0.0))
+
+    def _messages(self) -> Array:
+        """Values and gradients that the first rank sends to others for a microbatch."""
+        c, found = self.choices, np.zeros(len(self.choices))
+        for place, name in enumerate(c.schedules):
+            here = c.schedule == place
+            if here.any():
+                vee = schedule.make(name, 2, 1).placement[:4] == (0, 1, 1, 0)
+                found = np.where(here, c.chunks if vee else 2 * c.chunks - 1, found)
+        return found

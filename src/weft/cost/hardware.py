@@ -21,9 +21,9 @@ SHEETS = Path(__file__).parents[1] / "hardware"
 LOCAL = "local"  # the sheet that `weft calibrate` writes
 GIB = 2.0**30
 
-Share = Annotated[float, Field(gt=0, le=1.5, strict=False)]
-Count = Annotated[float, Field(ge=0, strict=False, allow_inf_nan=False)]
-Rate = Annotated[float, Field(gt=0, strict=False, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1.5)]
+Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Era(Table):

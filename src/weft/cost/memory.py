@@ -33,6 +33,15 @@ def held(stage: Stage, work: Work, choices: Choices) -> tuple[Array, Array]:
     return routed, plain
 
 
+def tied(stage: Stage, work: Work, choices: Choices) -> Array:
+    """Parameters of this stage that the last one holds too, in a pipeline."""
+    found = np.zeros(len(choices))
+    for block in work.blocks:
+        if block.tied:
+            found = found + block.elements("whole") + block.elements("tp") / choices.sizes["tp"]
+    return found * stage.before
+
+
 def shards(choices: Choices) -> tuple[Array, Array]:
     """Over how many ranks fsdp divides an expert's parameters, and all others."""
     outside = choices.sizes["ep"]

@@ -25,6 +25,17 @@ class Group:
     size: Array
     inside: tuple[Array, ...]
 
+    def beside(self, other: Group) -> Group:
+        """The ranks that differ on the axes of either."""
+        inside = tuple(a * b for a, b in zip(self.inside, other.inside, strict=True))
+        return Group(self.size * other.size, inside)
+
+
+def either(here: Array, first: Group, second: Group) -> Group:
+    """The first group where `here`, else the second."""
+    inside = zip(first.inside, second.inside, strict=True)
+    return Group(np.where(here, first.size, second.size), tuple(np.where(here, a, b) for a, b in inside))
+
 
 @dataclass(frozen=True)
 class Network:
@@ -42,7 +53,7 @@ class Network:
             for axis in axes:
                 near = near * np.clip(width // choices.strides[axis], 1, choices.sizes[axis])
             inside.append(near)
-        return Group(choices.size(*axes).astype(float), tuple(inside))
+        return Group(np.ones(len(choices)) * choices.size(*axes), tuple(inside))
 
     def _rate(self, index: int, kind: str) -> float:
         """Bytes per second of one device in a tier, in this kind of collective."""

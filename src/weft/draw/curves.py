@@ -61,9 +61,9 @@ def curves(title: str, across: Axis, up: Axis, lines: Sequence[Line], marks: Seq
 
 
 def stacked(pictures: Sequence[str]) -> str:
-    """Images as one, side by side where the widest leaves room."""
+    """Images as one, side by side where there is room: as wide as the widest, or as two curves."""
     sizes = [tuple(float(each) for each in _between(picture, 'viewBox="', '"').split()[2:]) for picture in pictures]
-    page = max(width for width, _ in sizes)
+    page = max(2 * WIDTH if len(sizes) > 2 else 0.0, *(width for width, _ in sizes))
     body, left, top, tall = [], 0.0, 0.0, 0.0
     for picture, (width, height) in zip(pictures, sizes, strict=True):
         if left + width > page:

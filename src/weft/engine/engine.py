@@ -346,6 +346,11 @@ class Engine:
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank has waited for other stages."""
+        return self._pipeline.waited_s
+
     def local(self, batch: Batch) -> Batch:
         """This rank's part of a global batch (every tensor's dim 0 counts the plan's `batch` samples)."""
         index = part(self.whole.batch, self.whole.accumulate, self.data_rank, self.data_size)

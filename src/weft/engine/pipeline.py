@@ -84,6 +84,11 @@ class Pipeline:
         self._own = [schedule.placement[route.source] == rank for route in routes]
         self._alone = [{schedule.placement[s] for s in route.targets} == {rank} for route in routes]
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank has waited for messages of others, as the host sees it."""
+        return 0.0 if self.transport is None else self.transport.clock.exposed_s
+
     def run(
         self, work: Work, signatures: Sequence[Hashable], forward_only: bool = False, trace: list[Span] | None = None
     ) -> None:

@@ -99,6 +99,7 @@ class Remote:
             problem = "is not known to update each tensor by itself, and each worker has its own"
             raise ConfigError("optimizer.name", type(self.optimizer).__name__, problem, f"use one of {kinds}")
         self.calls = Calls()
+        self.waited_s = 0.0  # for other stages, of which it has none
         self.steps_done = 0
         self._turn, self._at = threading.Condition(), -1  # the step that this process is in
         _SERVING[:] = [self]

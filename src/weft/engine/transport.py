@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..clock import Clock
 from ..errors import CannotCut
 
 AHEAD = 3  # receives posted and not yet taken, on each channel
@@ -106,6 +107,7 @@ class Transport:
     ):  # fmt: skip
         self.device, self.dynamic_shapes = device, dynamic_shapes
         self.messages = self.bytes = 0
+        self.clock = Clock()  # of waits for messages, as the host sees them
         self._specs: dict[tuple[int, Hashable], Spec] = {}
         self._keys: list[Hashable] = []  # of each microbatch
         self._names: Sequence[str] = ()
@@ -197,7 +199,8 @@ class Transport:
             self._post(channel, True)
         work, tensor, taken = channel.posted.pop(message)
         if work is not None:
-            work.wait()
+            with self.clock.waiting():
+                work.wait()
         sent = self._sent[peer]
         while sent and sent[0].number < taken:  # gloo says that a send is done to who waits for it: this one is
             sent.popleft().work.wait()
@@ -223,7 +226,8 @@ class Transport:
             if not now:
                 return False
             work, header = channel.header
-            work.wait()
+            with self.clock.waiting():
+                work.wait()
             spec = self._specs[key] = Spec.read(header)
             channel.header = None
         channel.waiting.popleft()

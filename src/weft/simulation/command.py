@@ -10,6 +10,10 @@ from typing import cast
 import numpy as np
 
 from .. import sync as syncs
+from ..choose.command import era_of
+from ..choose.posed import posed
+from ..config import Run
+from ..cost.hardware import Cluster
 from ..errors import ConfigError
 from ..syncs import Sync
 from . import picture, replicas, scaling, stragglers
@@ -40,6 +44,18 @@ class Asked:
     every: int = 0
     scale: Mode | None = None
     to: int | None = None
+
+
+def prepared(run: Run, cluster: str, era: str | None) -> Setup:
+    """A run as its file has it, on a cluster. Raises Refusal."""
+    if run.workers:
+        raise ConfigError("workers", list(run.workers), "has no layout", "leave [workers] out")
+    where = Cluster.parse(cluster)
+    software = where.hardware.era(era_of(where, era))
+    asked = posed(run)
+    return Setup(
+        run.layout.axes, asked.work, asked.choices, where, software, asked.practice, run.train.steps, asked.sync
+    )
 
 
 def slow(text: str) -> tuple[int | None, float]:

@@ -57,7 +57,7 @@ def young_s(faults: Faults) -> float:
 
 def daly_s(faults: Faults) -> float:
     """The same to higher order: sqrt(2CM) (1 + sqrt(C/2M)/3 + (C/2M)/9) - C, and M from C = 2M on (Daly 2006, Future
-    Generation Computer Systems 22(3), equation 37)."""
+    Generation Computer Systems 22(3))."""
     share = faults.pause_s / (2 * faults.mtbf_s)
     if share >= 1:
         return faults.mtbf_s
@@ -82,7 +82,7 @@ def goodput(interval_s: Array | float, faults: Faults) -> Array:
 
         t/M exp(-(R+L)/M) / (exp((t+C)/M) - 1)
 
-    Daly's complete model (2006, equation 20), with failures also while it saves, restarts or does work again. Files
+    Daly's complete model (2006), with failures also while it saves, restarts or does work again. Files
     written beside training (L) count like a longer restart R: from one whole checkpoint to the next take t+C seconds,
     and L more after a failure, for what was done while the last one was written is done again.
     """
@@ -150,6 +150,10 @@ class Lost:
     @property
     def best(self) -> Interval:
         return max(self.intervals, key=lambda each: each.goodput)
+
+    @property
+    def best_first(self) -> list[Interval]:
+        return sorted(self.intervals, key=lambda each: each.name != "best")
 
     @property
     def planned_s(self) -> float:

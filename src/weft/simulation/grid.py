@@ -34,8 +34,7 @@ def pipelines(choices: Choices, devices: Array) -> Array:
 def place(choices: Choices, device: int) -> dict[str, int]:
     """Position of a device on each axis."""
     return {
-        axis: device // int(choices.strides[axis][0]) % int(choices.sizes[axis][0])
-        for axis in reversed(_outer_to_inner(choices))
+        axis: device // int(choices.strides[axis][0]) % int(choices.sizes[axis][0]) for axis in _outer_to_inner(choices)
     }
 
 

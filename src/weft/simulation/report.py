@@ -15,6 +15,7 @@ from typing import Any
 from rich.text import Text
 
 from .. import draw
+from ..cost.hardware import GIB
 from ..draw import look
 from ..draw.command import printed
 from ..draw.curves import Axis, Line, Mark, curves, stacked
@@ -62,6 +63,8 @@ def figures(report: Report) -> dict[str, Any]:
         "step_s": report.timeline.makespan_s,
         "estimate_s": step.estimated_s,
         "tokens_per_s": setup.tokens / report.timeline.makespan_s,
+        "memory_bytes": step.memory_bytes,
+        "fits": step.over_bytes <= 0,
         "after_s": dict(step.after),
         "pipeline": {"schedule": setup.schedule.name, **report.acted.summary()},
     }
@@ -107,11 +110,13 @@ def _step(report: Report) -> str:
     step, total = report.step, report.timeline.makespan_s
     parts = [f"pipeline {look.seconds(report.acted.makespan_s)}"]
     parts += [f"{name} {look.seconds(seconds)}" for name, seconds in step.after.items()]
-    speed = look.number(report.setup.tokens / total)
+    setup, device = report.setup, report.setup.cluster.hardware.device
+    over = f", {step.over_bytes / GIB:.1f} GiB too much: it does not fit" if step.over_bytes > 0 else ""
+    closed = f"the estimate's closed form: {look.seconds(step.estimated_s)}"
     return (
-        f"step {look.seconds(total)} = {' + '.join(parts)}\n"
-        f"{speed} tokens/s on {report.setup.devices:,} devices; the estimate's closed form: "
-        f"{look.seconds(step.estimated_s)}"
+        f"step {look.seconds(total)} = {' + '.join(parts)}; {closed}\n"
+        f"{look.number(setup.tokens / total)} tokens/s on {setup.devices:,} devices; "
+        f"{step.memory_bytes / GIB:.1f} of {device.memory_gib:g} GiB{over}"
     )
 
 
@@ -158,11 +163,11 @@ def _lost(lost: Lost, ascii_only: bool) -> str:
     )
     lines = [["save", "every", "", "goodput"]]
     for each in lost.intervals:
-        lines.append([each.name, hours(each.interval_s), f"{each.every:,} steps", look.share(each.goodput, 1)])
+        lines.append([each.name, hours(each.interval_s), f"{each.every:,} steps", f"{each.goodput:.2%}"])
     drawn, best = lost.drawn, lost.best
     bar, most = "#" if ascii_only else "█", max(1 - share for _, share in lost.curve)
     curve = [["every", "goodput", "lost"]] + [
-        [hours(interval), look.share(share, 1), bar * max(1, round(BAR * (1 - share) / most))]
+        [hours(interval), f"{share:.2%}", bar * max(1, round(BAR * (1 - share) / most))]
         for interval, share in lost.curve[::4]
     ]
     runs = f"{hours(drawn.wall_s)} +- {hours(drawn.error_s)} drawn at random, {drawn.failures:.4g} failures"
@@ -270,7 +275,7 @@ def _curves(report: Report) -> list[str]:
     found = []
     if report.lost:
         x, y = zip(*report.lost.curve)
-        marks = [Mark(f"{each.name}, {hours(each.interval_s)}", each.interval_s) for each in report.lost.intervals]
+        marks = [Mark(f"{each.name}, {hours(each.interval_s)}", each.interval_s) for each in report.lost.best_first]
         across = Axis("seconds of training between checkpoints", log=True)
         up = Axis("share of time that is training which lasts", near=True, percent=True)
         found.append(curves("Goodput", across, up, [Line("expected", x, y)], _apart(marks)))
@@ -281,7 +286,7 @@ def _curves(report: Report) -> list[str]:
         ideal = [points[0].tokens_per_s * n / devices[0] for n in devices]
         speed = [point.tokens_per_s for point in points]
         title = f"{report.mode.capitalize()} scaling"
-        named = [Line(report.setup.name[:18], devices, speed), Line("ideal", devices, ideal, dashed=True)]
+        named = [Line("estimated", devices, speed), Line("ideal", devices, ideal, dashed=True)]
         found.append(curves(title, across, Axis("tokens per second", log=True), named))
         shares = [("efficiency", [p.efficiency for p in points]), ("MFU", [p.mfu for p in points])]
         lines = [Line(name, devices, values) for name, values in shares]

@@ -24,6 +24,7 @@ from ..cost.practice import Practice
 from ..cost.work import Work
 from ..costs import Costs
 from ..errors import ConfigError
+from ..layout import DATA_AXES
 from ..schedules import Schedule
 from ..syncs import EachPeriod, Sync
 
@@ -41,12 +42,15 @@ BESIDE = {  # parts that each microbatch waits for, where they come with each ->
 @dataclass(frozen=True)
 class Step:
     """What a step is made of at one pace: `costs` of the stages; `after` the pipeline, part -> seconds; `exchange_s`,
-    of one exchange of all gradients or weights over dp, nothing hidden."""
+    of one exchange of all gradients or weights over dp, nothing hidden; as the estimate has it: `estimated_s` of the
+    step, `memory_bytes` of a device, of which `over_bytes` are more than it has."""
 
     costs: Costs
     after: Mapping[str, float]
     exchange_s: float
     estimated_s: float
+    memory_bytes: float
+    over_bytes: float
 
     @property
     def after_s(self) -> float:
@@ -67,10 +71,19 @@ class Setup:
     sync: Sync | None = None
 
     def __post_init__(self) -> None:
-        if len(self.choices) != 1 or self.devices != self.cluster.devices:
-            problem = f"has {self.devices} ranks, and {self.cluster} {self.cluster.devices} devices"
+        if self.devices != self.cluster.devices:
+            problem = f"is a layout of {self.devices}, and {self.cluster} has {self.cluster.devices} devices"
             fix = f"write --cluster {self.cluster.hardware.name}x{self.devices}"
             raise ConfigError("--layout", self.name, problem, fix)
+        samples, parts = float(self.choices.batch[0]), int(self.choices.accumulate[0])
+        ranks = int(self.choices.size(*DATA_AXES)[0])
+        if samples % (parts * ranks):
+            problem = f"{parts} microbatches over {ranks} ranks with samples of their own do not divide it"
+            fix = f"use a multiple of {parts * ranks}, or another train.accumulate"
+            raise ConfigError("train.batch", round(samples), problem, fix)
+        if self.size("pp") > max(1, self.work.depth):
+            problem = f"the model has {self.work.depth} blocks, and {self.name} {self.size('pp')} stages or more"
+            raise ConfigError("--layout", self.name, problem, "use fewer")
 
     def size(self, axis: str) -> int:
         return int(self.choices.sizes[axis][0])
@@ -154,4 +167,7 @@ class Setup:
         }
         period = self.sync.period if isinstance(self.sync, EachPeriod) else 1
         exchange = float(np.max(parts["dp exposed"].symbols["comm_s"])) * period
-        return Step(replace(costs, **more), after, exchange, float(found.step_s[0]))
+        return Step(
+            replace(costs, **more), after, exchange, float(found.step_s[0]), float(found.reserved_bytes[0]),
+            float(found.over_bytes[0]),
+        )  # fmt: skip

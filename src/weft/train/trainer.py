@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 import torch
@@ -34,6 +35,7 @@ from ..shards import Piece
 from .gates import Gates
 from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
 from .output import CHECKPOINTS, SAMPLE, check_output, checkpoints, position, put, saved_in
+from .predicted import predicted
 from .progress import Progress, short
 from .recorder import FIRST, Recorder
 from .sample import coder, sample
@@ -104,7 +106,7 @@ def _train(run: Run, resume: bool, trace: bool, again: bool, asked: Run) -> bool
     drawing = recorder.finish(folder, console.width, console.color_system is not None) if recorder is not None else None
     if drawing is not None:
         console.print(drawing, soft_wrap=True)
-    progress.table(_summary(run, loop, interrupted, time.perf_counter() - began))
+    progress.table(_summary(run, loop, interrupted, time.perf_counter() - began, rank == 0 and engine.leads))
     if text is not None and not interrupted:
         written = sample(run, engine, text, len(dataset[0]["input_ids"]))
         progress.say(f"\n{written}")
@@ -145,6 +147,8 @@ class _Loop:
     traffic: Traffic | Travel = field(init=False)
     gates: Gates = field(init=False)
     clock: Clock = field(default_factory=Clock)
+    paces: list[float] = field(default_factory=list)  # seconds of a step, of each line
+    idle_s: float = 0.0  # in steps, for other stages
 
     def __post_init__(self) -> None:
         self.first = self.engine.steps_done + 1
@@ -169,8 +173,10 @@ class _Loop:
             batch = build.cast(self.run, next(self.loader))
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
+            idle_s = self.engine.waited_s
             with self.traffic.step():
                 recent.append(self.engine.step(batch))
+            self.idle_s += self.engine.waited_s - idle_s
             if self.recorder is not None:
                 self.recorder.after()
             if self.engine.steps_done != step:
@@ -258,6 +264,7 @@ class _Loop:
     def _log(self, step: int, recent: Sequence[StepResult]) -> None:
         """Write and show a line about this step, the last of `recent`."""
         step_s = self.clock.lap() / len(recent)
+        self.paces.append(step_s)
         line: dict[str, Any] = {
             "step": step,
             **({"loss": self.loss} if self.loss is not None else {}),  # none has been taken yet
@@ -458,7 +465,7 @@ def _header(run: Run, engine: Engine | Remote, done: int, notes: Sequence[str]) 
     return rows | ({"resumed": f"after step {done}"} if done else {})
 
 
-def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float) -> dict[str, str]:
+def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float, speaks: bool) -> dict[str, str]:
     engine, (name, count) = loop.engine, loop.counted
     taken = engine.steps_done - loop.first + 1
     rows = {"steps": f"{engine.steps_done}/{run.train.steps}"}
@@ -473,12 +480,31 @@ def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float) -> dict[s
         rows["speed"] = f"{short(taken * count / loop.clock.total_s)} {name}/s"
     if wire := loop.traffic.summary():
         rows["sent"] = wire
+    if engine.whole.layout.live("pp") and loop.idle_s:
+        rows["idle"] = f"{loop.idle_s / loop.clock.total_s:.0%} of a step, waiting for other stages"
     if experts := loop.gates.summary():
         rows["experts"] = experts
     if engine.worker is not None:
         rows["staleness"] = f"{engine.worker.stalest} steps at most"
-    return rows | {
+    rows |= {
         "time": str(timedelta(seconds=round(total_s))),
         "memory": f"{decimal(highest(peak_memory_bytes(engine.mesh.device)))} at most on a rank",
-        "folder": run.output,
     }
+    if speaks and isinstance(engine, Engine) and loop.paces:
+        rows |= _expected(run, loop, engine.mesh.device)
+    return rows | {"folder": run.output}
+
+
+def _expected(run: Run, loop: _Loop, device: torch.device) -> dict[str, str]:
+    """What was to be expected, beside what was measured and stands in the rows before."""
+    found = predicted(run, device)
+    if isinstance(found, str):
+        return {"expected": found}
+    step_s = median(loop.paces[1:] or loop.paces)  # the first is slower
+    rows = {"expected": f"{found.step_s:.3g} s a step, which took {step_s:.3g} s ({found.by})"}
+    rows["on a rank"] = f"{decimal(round(found.memory_bytes))} of memory"
+    if found.sent():
+        rows["on the wire"] = f"{found.sent()} a step"
+    if found.bubble:
+        rows["in the pipe"] = f"{found.bubble:.0%} of a step idle"
+    return rows

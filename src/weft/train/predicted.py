@@ -1,0 +1,67 @@
+"""What was to be expected of a run, beside what it took: the estimate that `weft plan` gives, on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from rich.filesize import decimal
+
+from ..choose.posed import posed
+from ..config import Run
+from ..cost.estimate import estimate
+from ..cost.hardware import GIB, LOCAL, Cluster, Hardware, local_sheet, named, names
+from ..errors import Refusal
+from ..layout import Layout
+
+ERA = "eager"  # of what weft itself runs
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Of one step: seconds, bytes that a rank holds at most, bytes that it sends over each axis, and the share of the
+    step in which the pipeline is idle."""
+
+    step_s: float
+    memory_bytes: float
+    traffic: Mapping[str, float]
+    bubble: float
+    by: str
+
+    def sent(self) -> str:
+        """Bytes by axis."""
+        return ", ".join(f"{axis} {decimal(round(nbytes))}" for axis, nbytes in self.traffic.items() if nbytes >= 1)
+
+
+def sheet(device: torch.device) -> Hardware | None:
+    """This machine's own, as `weft calibrate` left it, or the one whose name is in that of the GPU."""
+    if local_sheet().exists():
+        found = named(LOCAL)
+        return found if found.kind == device.type else None
+    if device.type != "cuda":
+        return None
+    words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
+    return next((named(name) for name in names() if name in words), None)
+
+
+def predicted(run: Run, device: torch.device) -> Predicted | str:
+    """What to expect of this run on this machine, or why nothing is said."""
+    try:
+        hardware = sheet(device)
+        if hardware is None:
+            return "weft calibrate measures this machine, and what to expect of a run is said then"
+        asked = posed(run)
+        cluster = Cluster(hardware=hardware, devices=Layout.parse(run.layout.axes).world)
+        era = hardware.eras.get(ERA) or next(iter(hardware.eras.values()))
+        made = estimate(asked.work, asked.choices, cluster, era, asked.practice, asked.sync)
+    except Refusal as error:
+        return str(error)
+    parts = {part.name: float(part.value[0]) for part in made.time}
+    step_s = float(made.step_s[0])
+    outside = era.context_gib * GIB if device.type == "cpu" else 0.0  # of CUDA, what the allocator has given is counted
+    traffic = {axis: float(np.asarray(nbytes)[0]) for axis, nbytes in made.traffic.items()}
+    return Predicted(
+        step_s, float(made.peak_bytes[0]) + outside, traffic, parts.get("bubble", 0.0) / step_s, hardware.title
+    )
