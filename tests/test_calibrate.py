@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from weft import tables
 from weft.calibrate import blocks, command, compute, links, steps
+from weft.calibrate import measured as fitting
 from weft.calibrate.blocks import Decoded
 from weft.calibrate.compute import Small, Streams, Timed
 from weft.calibrate.fits import line
@@ -96,7 +97,7 @@ def decoded(dim: int, length: int) -> Decoded:
                 seconds += block.count * 3 * (flops + op.matmuls * 2e6) / 1e11
             if op.kind == "attention":
                 seconds += block.count * flops * (1 / 5e10 + 2.5 / 2.5e10)
-    return Decoded(dim, length, seconds + blocks.FRESH_BYTES * work.params / 5e9)
+    return Decoded(dim, length, seconds + blocks.FRESH_BYTES * work.params / 1.5e10)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -110,7 +111,8 @@ def test_a_sheet_has_the_constants_that_made_the_times(kind: str) -> None:
     assert era.attention * main == pytest.approx(5e10, rel=0.01)
     assert era.attention_backward * main == pytest.approx(2.5e10, rel=0.01)
     # a CPU's as a decoder has it, a GPU's as single operations have it
-    assert (device.memory_bps, era.memory) == (2e10, pytest.approx(0.25 if kind == "cpu" else 0.75, rel=0.02))
+    assert (device.memory_bps, era.memory) == (2e10, pytest.approx(0.75, rel=0.02))
+    assert era.traffic == pytest.approx(3.0 if kind == "cpu" else 1.0, rel=0.02)
     launch = (2e-5, 1.0) if kind == "cpu" else (1e-5, 0.0)
     assert (era.launch_s, era.waits) == (pytest.approx(launch[0], rel=0.02), launch[1])
     assert (tier.devices, tier.bps, tier.latency_s) == (2, pytest.approx(1e9, rel=0.01), pytest.approx(1e-4, rel=0.01))
@@ -181,3 +183,84 @@ def test_two_processes_measure_the_same_and_a_sheet_takes_it(
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["sheet"]["name"] == "local"
     assert hardware.read(path).device.flops["fp32"] > 0
+
+
+# ---- --fit -----------------------------------------------------------------------------------------------------------
+
+RUN = """
+output = "out"
+[model]
+build = "weft.models:decoder"
+dim = 64
+layers = 2
+heads = 2
+seq_len = 64
+[data]
+build = "weft.data:stdlib"
+seq_len = 64
+max_bytes = 4000
+[layout]
+axes = "dp2"
+[train]
+batch = 8
+steps = 1
+loss = "weft.losses:next_token"
+[optimizer]
+name = "adamw"
+"""
+
+
+def runs_of(folder: Path, era: hardware.Era) -> Path:
+    """What runs of this era would take, as a CSV file beside their run file."""
+    (folder / "run.toml").write_text(RUN)
+    kinds = [(layout, parts) for layout in ("dp2", "tp2", "fsdp2") for parts in (1, 1, 4, 4)]
+    lines = ["run,layout,accumulate,step_s,source"]
+    for layout, parts in kinds:
+        row = {"run": "run.toml", "layout": layout, "accumulate": str(parts)}
+        seconds = fitting._step_s(fitting._posed(folder / "runs.csv", row), hardware.Cluster.parse("h100x2"), era)
+        lines.append(f"run.toml,{layout},{parts},{seconds},{layout[:2]}")
+    (folder / "runs.csv").write_text("\n".join(lines) + "\n")
+    return folder / "runs.csv"
+
+
+def test_an_era_is_fitted_to_runs_and_tells_those_held_out(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    start = hardware.named("h100").era("eager")
+    true = start.model_copy(update={"launch_s": 6e-5, "fixed_s": 0.004})
+    runs, out = runs_of(tmp_path, true), tmp_path / "fitted.toml"
+    arguments = ["calibrate", "--fit", str(runs), "--cluster", "h100x2", "--out", str(out), "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["constants"]["fixed_s"] == pytest.approx(0.004, rel=0.05)  # others stand for each other in small runs
+    assert {name: (len(e["fitted"]), len(e["held_out"])) for name, e in found["errors"].items()} == dict.fromkeys(
+        ("dp", "tp", "fs"), (2, 2)
+    )
+    assert max(abs(e) for each in found["errors"].values() for e in each["held_out"]) < 0.03
+    assert hardware.read(out).era("eager").model_dump() == found["constants"]
+    assert set(hardware.read(out).eras) == set(hardware.named("h100").eras)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read"),
+        ("run,step_s\nrun.toml,1\n", "has 1 rows"),
+        ("run,step_s,speed\n" + "run.toml,1,2\n" * 4, "speed"),
+        ("run,layout\n" + "run.toml,dp2\n" * 4, "step_s"),
+        ("run,step_s\nrun.toml,1\nrun.toml,quick\n" + "run.toml,1\n" * 2, "line 3, step_s"),
+        ("run,step_s\n" + "none.toml,1\n" * 4, "none.toml"),
+    ],
+)
+def test_runs_that_cannot_be_fitted_are_refused(tmp_path: Path, text: str | None, said: str) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    if text is not None:
+        (tmp_path / "runs.csv").write_text(text)
+    result = CliRunner().invoke(app, ["calibrate", "--fit", str(tmp_path / "runs.csv"), "--cluster", "h100x2"])
+    assert result.exit_code == 2 and said in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--fit", "runs.csv"], ["--cluster", "h100x2"], ["--era", "eager"]])
+def test_options_of_a_fit_go_together(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["calibrate", *arguments])
+    assert result.exit_code == 2 and "--fit goes with --cluster" in result.stderr

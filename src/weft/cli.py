@@ -210,13 +210,25 @@ def calibrate(
         Path | None,
         typer.Option(metavar="FILE.toml", help="Write the sheet there: to where --cluster local reads, if left out."),
     ] = None,
+    runs: Annotated[
+        Path | None, typer.Option("--fit", metavar="RUNS.csv", help="Fit an era's constants to measured runs instead.")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="NAME", help="With --fit: the sheet, as in h100x64.")] = None,
+    era: Annotated[str | None, typer.Option(help="With --fit: the era, weft's own if left out.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure this machine, for weft plan --cluster local and for what weft train predicts."""
     with _exit_codes():
+        if (runs is None) != (cluster is None) or (runs is None and era is not None):
+            given, value = ("--fit", runs) if runs is not None else ("--cluster", cluster or era)
+            raise ConfigError(given, str(value), "--fit goes with --cluster", "write --fit RUNS.csv --cluster h100x64")
+
         from .calibrate import report
 
-        report.calibrate(out, as_json)
+        if runs is not None and cluster is not None:
+            report.fit(runs, cluster, era, out, as_json)
+        else:
+            report.calibrate(out, as_json)
 
 
 @app.command()

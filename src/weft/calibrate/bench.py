@@ -39,30 +39,31 @@ class Bench:
         own = self.device.type == "cpu" and not waits
         clock = time.thread_time if own else time.perf_counter
         work()
-        calls = max(1, math.ceil(ROUND_S / max(TICK_S, self.agreed(once(work, self.device, clock)))))
+        calls = max(1, math.ceil(ROUND_S / max(TICK_S, self.agreed(once(work, self.device, clock))[0])))
         rounds: list[tuple[float, float]] = []  # interruptions, seconds
         spent, clean = 0.0, 0
         while clean < ENOUGH and (len(rounds) < FEWEST or spent < LIMIT_S):
-            rounds.append(self._round(work, calls, clock))
-            spent += rounds[-1][1]
-            clean += rounds[-1][0] == 0
+            interrupted, seconds, wall_s = self._round(work, calls, clock)
+            rounds.append((interrupted, seconds))
+            spent += wall_s
+            clean += interrupted == 0
         return typical([seconds for _, seconds in sorted(rounds)[: max(clean, FEWEST)]]) / calls
 
-    def _round(self, work: Callable[[], object], calls: int, clock: Callable[[], float]) -> tuple[float, float]:
+    def _round(self, work: Callable[[], object], calls: int, clock: Callable[[], float]) -> list[float]:
         def all_calls() -> None:
             for _ in range(calls):
                 work()
 
         dist.barrier()
-        before = _interruptions()
+        before, since = _interruptions(), time.monotonic()
         seconds = once(all_calls, self.device, clock)
-        return self.agreed(_interruptions() - before), self.agreed(seconds)
+        return self.agreed(_interruptions() - before, seconds, time.monotonic() - since)
 
-    def agreed(self, number: float) -> float:
-        """The mean over ranks, so that all decide alike what is measured next."""
-        shared = torch.tensor(number, dtype=torch.float64)
+    def agreed(self, *numbers: float) -> list[float]:
+        """The means over ranks, so that all decide alike what is measured next."""
+        shared = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(shared)
-        return float(shared) / dist.get_world_size()
+        return (shared / dist.get_world_size()).tolist()
 
 
 def _interruptions() -> int:

@@ -52,9 +52,10 @@ def decoders() -> list[Decoded]:
 
 
 def left_over(seen: Sequence[Decoded], hardware: Hardware, era: Era) -> Line:
-    """Seconds of an operation's launch, and bytes per second, where `era` has all but these."""
+    """Seconds of an operation's launch, and bytes per second that operations move, where `era` has all but these."""
     practice, one = Practice("fp32"), Choices.of([Layout.parse("dp1")], batch=SAMPLES)
-    bare = era.model_copy(update={"launch_s": 0.0, "memory": 1.0, "fixed_s": 0.0})
+    bare = era.model_copy(update={"launch_s": 0.0, "fixed_s": 0.0})
+    rate = hardware.device.memory_bps * era.memory
     kernels, moved, rest, whole = [], [], [], []
     for each in seen:
         model, batch = _made(each.dim, each.length)
@@ -62,8 +63,8 @@ def left_over(seen: Sequence[Decoded], hardware: Hardware, era: Era) -> Line:
         parts = estimate(work, one, Cluster(hardware=hardware, devices=1), bare, practice).time
         priced = {part.name: float(part.value[0]) for part in parts}
         kernels.append(2 * sum(block.count * op.kernels for block in work.blocks for op in block.ops))
-        moved.append(priced["memory"] * hardware.device.memory_bps + FRESH_BYTES * work.params)
-        rest.append(each.seconds - priced["matmul"] - priced["attention"])
+        moved.append(priced["memory"] * rate / era.traffic)
+        rest.append(each.seconds - priced["matmul"] - priced["attention"] - FRESH_BYTES * work.params / rate)
         whole.append(each.seconds)
     return line(moved, rest, kernels, whole)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..engine.wires import on_wire
 from .bench import Bench
 
-SIZES = tuple(1 << power for power in range(10, 29, 2))  # bytes of the whole tensor
-LONGEST_S = 0.1
+SIZES = tuple(1 << power for power in range(12, 27, 2))  # bytes of the whole tensor
+LONGEST_S = 0.03
 BESIDE_BYTES = 1 << 22  # of a sum that goes on beside compute
 WIDTH = 512
 

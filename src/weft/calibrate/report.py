@@ -1,4 +1,4 @@
-"""What `weft calibrate` prints: a line while it measures, and then what it found."""
+"""What `weft calibrate` prints: a line while it measures, and then what it found; or what it fitted to runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.filesize import decimal
 
-from ..cost.hardware import GIB, Hardware
+from .. import tables
+from ..choose.command import era_of
+from ..cost.hardware import GIB, Cluster, Hardware
 from ..doctor.speed import rate
-from . import command
+from . import command, measured
 from .sheet import ERA, Measured
 
 
@@ -28,6 +30,23 @@ def calibrate(out: Path | None, as_json: bool) -> None:
     found = rows(seen, made) | {"sheet": str(path)}
     width = max(map(len, found))
     print("\n".join(f"{name.ljust(width)}  {value}" for name, value in found.items()))
+
+
+def fit(runs: Path, cluster: str, era: str | None, out: Path | None, as_json: bool) -> None:
+    """Fit an era of a cluster's sheet to measured runs, print it with its errors, and write the sheet if there is an
+    `out`. Raises Refusal."""
+    path = None if out is None else command.target(out)
+    at = Cluster.parse(cluster)
+    name = era_of(at, era)
+    found = measured.fitted(measured.read(runs), at, at.hardware.era(name))
+    if path is not None:
+        command.put(path, tables.dump(at.hardware.model_copy(update={"eras": {**at.hardware.eras, name: found.era}})))
+    if as_json:
+        errors = {source: {"fitted": train, "held_out": held} for source, (train, held) in found.errors.items()}
+        said = {"out": path and str(path), "era": name, "constants": found.era.model_dump(), "errors": errors}
+        print(json.dumps(said))
+        return
+    print("\n".join([*measured.rows(found.errors), "", f"[eras.{name}]", tables.dump(found.era).strip()]))
 
 
 @contextmanager

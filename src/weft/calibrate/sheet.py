@@ -75,7 +75,7 @@ def sheet(seen: Measured) -> Hardware:
     if not cpu:  # operations queue up, and a decoder of these sizes is all launches
         return made
     found = left_over(seen.decoders, made, era)
-    era = era.model_copy(update={"launch_s": found.fixed_s, "memory": min(1.0, found.rate / memory_bps)})
+    era = era.model_copy(update={"launch_s": found.fixed_s, "traffic": moved / found.rate})
     return made.model_copy(update={"eras": {ERA: era}})
 
 

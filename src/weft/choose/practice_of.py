@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import build
 from ..config import Run
 from ..cost.practice import Practice
 from ..parallelize import DTYPES
+from ..watch import tensors
 
 NUMEL = 1024  # of the parameter that an optimizer is tried on
 
@@ -19,7 +23,7 @@ def practice(run: Run) -> Practice:
     compute = DTYPES[run.precision.compute]
     kept = torch.float64 if compute == torch.float64 else torch.float32
     item, copy = kept.itemsize, compute.itemsize if compute.itemsize < kept.itemsize else 0
-    state = _state_bytes(run, kept)
+    state, moved = _tried(run, kept)
     return Practice(
         compute=run.precision.compute,
         weight_bytes=item,
@@ -29,17 +33,33 @@ def practice(run: Run) -> Practice:
         state_bytes=state,
         reduce_bytes=item,
         gather_bytes=item,
-        update_bytes=3 * item + 2 * state,
+        update_bytes=moved + 3 * item,  # before a step gradients are cleared, and divided by the batch's weight
+        added_bytes=3 * item,
         logit_bytes=3 * item,  # log-softmax and two gradients
         overlaps=True,
     )
 
 
-def _state_bytes(run: Run, dtype: torch.dtype) -> float:
-    """Of a parameter's element, as the optimizer itself keeps them after a step."""
+def _tried(run: Run, dtype: torch.dtype) -> tuple[float, float]:
+    """Of a parameter's element: bytes of the state that the optimizer itself keeps, and those that a step of it reads
+    and writes."""
     parameter = nn.Parameter(torch.zeros(NUMEL, dtype=dtype))
     made = build.optimizer(run)([("", parameter)])
     parameter.grad = torch.zeros_like(parameter)
-    made.step()
+    made.step()  # the first one makes the state
+    with _Moved() as seen:
+        made.step()
     state = [value for value in made.state[parameter].values() if isinstance(value, torch.Tensor)]
-    return sum(value.numel() * value.itemsize for value in state if value.numel() >= NUMEL) / NUMEL
+    return sum(value.numel() * value.itemsize for value in state if value.numel() >= NUMEL) / NUMEL, seen.total / NUMEL
+
+
+class _Moved(TorchDispatchMode):
+    """Bytes that operations read and write."""
+
+    total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for given in (tensors((args, kwargs)), tensors(out)):
+            self.total += sum(t.numel() * t.itemsize for t in {id(t): t for t in given}.values() if t.numel() >= NUMEL)
+        return out

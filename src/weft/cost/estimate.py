@@ -252,6 +252,8 @@ class Priced:
                  {"p": p, "m": m, "v": v, "message_s": self.message_s})
         )  # fmt: skip
         found += self._gradients(slow.seconds)
+        if self.practice.added_bytes:
+            found.append(self._added())
         found.append(self._update())
         found.append(Part("fixed", np.full(len(c), era.fixed_s), "fixed_s", {"fixed_s": era.fixed_s}))
         if era.jitter:
@@ -376,6 +378,13 @@ class Priced:
 
     def _sent(self, axis: str, nbytes: Array) -> None:
         self.traffic[axis] = self.traffic.get(axis, 0.0) + nbytes
+
+    def _added(self) -> Part:
+        routed, plain = held(self._stages[0], self.work, self.choices)
+        m, params, nbytes = self.choices.accumulate, routed + plain, self.practice.added_bytes
+        rate = self.cluster.hardware.device.memory_bps * self.era.memory
+        return Part("accumulation", m * params * nbytes / rate, "m x params x added_bytes / memory_bps",
+                    {"m": m, "params": params, "added_bytes": nbytes, "memory_bps": rate})  # fmt: skip
 
     def _update(self) -> Part:
         c, device = self.choices, self.cluster.hardware.device

@@ -37,7 +37,9 @@ class Era(Table):
     attention: Share = Field(default=0.5, description="of the peak, by a fused attention's forward")
     attention_backward: Share = Field(default=0.4, description="of the peak, by its backward")
     memory: Share = Field(default=0.8, description="of memory_bps, by what only moves data")
-    traffic: Count = Field(default=1.0, description="the part of elementwise traffic that fusion leaves")
+    traffic: Count = Field(
+        default=1.0, description="the part of elementwise traffic that fusion leaves; over 1, it computes too"
+    )
     launch_s: Count = Field(default=5e-6, description="the host's seconds for each kernel")
     waits: Count = Field(default=0.0, description="1: a kernel begins when it is launched (a CPU); 0: they queue up")
     link: Share = Field(default=0.78, description="of a tier's bandwidth within a node")

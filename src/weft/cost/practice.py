@@ -11,7 +11,8 @@ class Practice:
     there is one: a lasting one, which weights that fsdp gathers have none of, or, if `copies_live`, one for each
     microbatch in flight, of all that is not computed again (autocast's). `grad_bytes` of its gradient; `state_bytes` of
     the optimizer (with master weights). On the wire: `reduce_bytes` of its gradient, `gather_bytes` where sharded
-    weights are gathered. `update_bytes` that an optimizer step reads and writes.
+    weights are gathered. `update_bytes` that an optimizer step reads and writes; `added_bytes`: where a
+    microbatch's gradient is added to those before.
     `logit_bytes` at the peak, of one logit; whether these `logits_stay` through the backward, as Megatron-Core's fused
     cross-entropy leaves them. `dummy_bytes` of one block's gradients that stand in for those which a fused matmul has
     summed elsewhere (Transformer Engine).
@@ -29,6 +30,7 @@ class Practice:
     reduce_bytes: float = 4.0
     gather_bytes: float = 2.0
     update_bytes: float = 30.0
+    added_bytes: float = 0.0
     logit_bytes: float = 10.0
     logits_stay: bool = False
     dummy_bytes: float = 0.0

@@ -1,0 +1,119 @@
+"""`weft calibrate --fit`: an era's constants from runs that were measured, and how well they tell those held out.
+
+RUNS.csv has a row for each run: `run`, its run file, from the folder of RUNS.csv; `step_s`, measured; and, where the
+run file was overridden, `layout`, `batch`, `accumulate`, `recompute`. `source` says what rows belong together in what
+is reported. Every second row of a source is held out: no constant is fitted to it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from .. import config
+from ..choose.posed import Posed, posed
+from ..cost.estimate import estimate
+from ..cost.fit import fit
+from ..cost.hardware import Cluster, Era
+from ..errors import ConfigError
+
+COLUMNS = {
+    "layout": "layout.axes", "batch": "train.batch", "accumulate": "train.accumulate", "recompute": "train.recompute"
+}  # fmt: skip
+KNOWN = ("run", "step_s", "source", *COLUMNS)
+FREE = ("matmul", "memory", "traffic", "launch_s", "link", "network", "fixed_s")
+FEWEST = 4  # rows
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One row: what was run, and how long a step of it took."""
+
+    source: str
+    posed: Posed
+    step_s: float
+    held: bool
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The era, and of each source the relative errors of rows that it was fitted to, and of those held out."""
+
+    era: Era
+    errors: Mapping[str, tuple[list[float], list[float]]]
+
+
+def read(path: Path) -> list[Ran]:
+    """Raises Refusal with the row and the column that is wrong."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError("--fit", str(path), f"cannot be read ({error})", "name a CSV file") from None
+    if len(rows) < FEWEST:
+        raise ConfigError("--fit", str(path), f"has {len(rows)} rows, half of which are held out", f"give {FEWEST}")
+    for column in (*(c for c in rows[0] if c not in KNOWN), *(c for c in KNOWN[:2] if c not in rows[0])):
+        raise ConfigError("--fit", str(path), f"its columns are not those needed: {column}", f"use {', '.join(KNOWN)}")
+    seen: dict[str, int] = {}
+    found = []
+    for number, row in enumerate(rows, 2):
+        try:
+            step_s = float(row["step_s"])
+        except (TypeError, ValueError):
+            step_s = 0.0
+        if not 0 < step_s < float("inf"):
+            raise ConfigError(f"--fit line {number}, step_s", row["step_s"], "is no time", "write seconds of a step")
+        source = row.get("source") or "runs"
+        seen[source] = seen.get(source, 0) + 1
+        found.append(Ran(source, _posed(path, row), step_s, held=seen[source] % 2 == 0))
+    return found
+
+
+def fitted(runs: Sequence[Ran], cluster: Cluster, start: Era) -> Fitted:
+    """Raises ConfigError."""
+    seconds = np.array([one.step_s for one in runs])
+    kept = np.array([not one.held for one in runs])
+
+    def predict(those: Sequence[Ran]) -> Callable[[Era], np.ndarray]:
+        return lambda era: np.array([_step_s(one.posed, cluster, era) for one in those])
+
+    train = [one for one in runs if not one.held]
+    era = fit(predict(train), list(seconds[kept]), start, FREE)
+    wrong = predict(runs)(era) / seconds - 1
+    errors: dict[str, tuple[list[float], list[float]]] = {}
+    for one, error in zip(runs, wrong, strict=True):
+        errors.setdefault(one.source, ([], []))[one.held].append(float(error))
+    return Fitted(era, errors)
+
+
+def rows(errors: Mapping[str, tuple[list[float], list[float]]]) -> list[str]:
+    """A line for each source."""
+
+    def said(found: list[float]) -> str:
+        sizes = [abs(each) for each in found]
+        return f"{len(sizes)}: median {median(sizes):.1%}, worst {max(sizes):.1%}" if sizes else "none"
+
+    width = max(map(len, errors))
+    return [f"{name:<{width}}  fitted to {said(train)}; held out {said(out)}" for name, (train, out) in errors.items()]
+
+
+def _posed(path: Path, row: Mapping[str, Any]) -> Posed:
+    overrides = {key: _toml(row[column]) for column, key in COLUMNS.items() if row.get(column)}
+    return posed(config.load(path.parent / row["run"], overrides))
+
+
+def _toml(text: str) -> str:
+    return text if text.isdigit() else json.dumps(text)
+
+
+def _step_s(one: Posed, cluster: Cluster, era: Era) -> float:
+    devices = int(one.choices.world[0])
+    at = cluster.model_copy(update={"devices": devices})
+    return float(estimate(one.work, one.choices, at, era, one.practice, one.sync).step_s[0])
