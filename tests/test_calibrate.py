@@ -232,7 +232,9 @@ def test_an_era_is_fitted_to_runs_and_tells_those_held_out(tmp_path: Path) -> No
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["constants"]["fixed_s"] == pytest.approx(0.004, rel=0.05)  # others stand for each other in small runs
+    assert found["constants"]["fixed_s"] == pytest.approx(
+        0.004, rel=0.2
+    )  # constants stand for one another in small runs
     assert {name: (len(e["fitted"]), len(e["held_out"])) for name, e in found["errors"].items()} == dict.fromkeys(
         ("dp", "tp", "fs"), (2, 2)
     )

@@ -25,7 +25,7 @@ LLAMA8 = Dims(32, 4096, 32, 128256, 8192, 14336, kv_heads=8, gated=True, tied=Fa
 LLAMA70 = Dims(80, 8192, 64, 128256, 8192, 28672, kv_heads=8, gated=True, tied=False)
 SMALL = Dims(8, 1024, 16, 32000, 1024, 4096, kv_heads=8, gated=True, tied=False)
 EXPERTS = replace(SMALL, num_experts=8, top_k=2, moe_ffn=1024)
-PRACTICE = Practice("bf16", weight_bytes=2, grad_bytes=2, state_bytes=12, reduce_bytes=2, gather_bytes=2)
+PRACTICE = Practice(compute="bf16", weight_bytes=2, grad_bytes=2, state_bytes=12, reduce_bytes=2, gather_bytes=2)
 
 
 def laid(*layouts: str, batch: int = 64, **options: Any) -> Choices:

@@ -34,8 +34,14 @@ SHEETS = (  # what an accelerator's name holds -> sheet; the first that fits
     ("MI300", "mi300x"), ("TPU V5E", "tpu-v5e"),
 )  # fmt: skip
 # Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32 masters and two moments.
-MIXED = Practice("bf16", 2, 0, 4, 12, 4, 2, 36, 10.0, overlaps=False)  # in Narayanan et al. 2021: scatters
-FSDP = Practice("bf16", 4, 0, 4, 8, 4, 2, 32, 10.0)
+MIXED = Practice(
+    compute="bf16", weight_bytes=2, grad_bytes=4, state_bytes=12, reduce_bytes=4, gather_bytes=2, update_bytes=36,
+    logit_bytes=10, overlaps=False,
+)  # fmt: skip
+FSDP = Practice(
+    compute="bf16", weight_bytes=4, grad_bytes=4, state_bytes=8, reduce_bytes=4, gather_bytes=2, update_bytes=32,
+    logit_bytes=10,
+)  # fmt: skip
 
 
 class Uncovered(Exception):
