@@ -296,6 +296,25 @@ def test_formulas_give_their_values(pattern: str) -> None:
     assert held >= 8
 
 
+def test_copies_of_weights_live_as_long_as_activations() -> None:
+    """Under autocast each microbatch in flight has its own, of weights that fsdp gathers too, and none of blocks that
+    are computed again."""
+    asked = question(8, large(), batch=64)
+    asked = replace(asked, practice=Practice(copy_bytes=2.0, copies_live=True))
+    found = rows_of(asked, candidates(asked, 8, Pattern.parse("pp4+1f1b.fsdp2+zero3"), wide=True))
+    for row in found:
+        weights = next(part for part in row.memory_parts if part.name == "weights")
+        live = next(part for part in row.memory_parts if part.name == "activations").symbols["live"]
+        share = {"full": 0.0, "none": 1.0, "selective": 1.0, 2: 0.5, 3: 2 / 3}[row.recompute]
+        resting = weights.symbols["params"]
+        assert float(np.ravel(weights.value)[0]) == pytest.approx(
+            float(
+                np.ravel(4 * resting + 2 * live * share * 2 * resting)[0]
+            )  # fsdp2 rests half of what is computed with
+        )
+    assert {row.recompute for row in found} == {"none", "selective", "full", 2, 3}
+
+
 def _balanced(text: str) -> bool:
     return text.count("(") == text.count(")")
 

@@ -37,7 +37,7 @@ from runs import Run  # noqa: E402
 
 PEERS = {"calculon": "Calculon", "llm-analysis": "llm-analysis", "simumax": "SimuMax"}  # part -> name
 FOLDERS = {"simumax": "SimuMax"}  # where it is not the part's name
-NO_LIMIT_S, SEARCH_S = 1e9, 60.0
+NO_LIMIT_S, SEARCH_S = 1e9, 30.0
 FIGURES = {"median": "median error", "max": "worst error", "spearman": "Spearman", "lost": "lost by the first pick"}
 Sets = Mapping[str, Sequence[Run]]  # by source
 Said = Mapping[str, scores.Steps]  # by side
@@ -47,7 +47,7 @@ Said = Mapping[str, scores.Steps]  # by side
 
 
 def asked(part: str, folder: Path, runs: Sequence[Run], limit_s: float) -> dict[str, Any]:
-    """What this peer says of each run, or why it cannot; its commit; the seconds that it took."""
+    """What this peer says of each run, or why it cannot; its commit; the core's seconds that it took."""
     checkout = folder / FOLDERS.get(part, part)
     with tempfile.TemporaryDirectory() as scratch:
         given, out = Path(scratch, "runs.json"), Path(scratch, "out.json")
@@ -142,7 +142,7 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
         commits = [f"{name} {one['commit'][:10]}" for name, one in peers.items()]
         lines += [f"Peers as of {', '.join(commits)}.", ""]
     if "speed" in found:
-        lines += ["| layouts a second, time and memory | |", "| --- | ---: |"]
+        lines += ["| layouts a second of a core, time and memory | |", "| --- | ---: |"]
         for name, rate in found["speed"]["per_s"].items():
             lines.append(f"| {name} | {rate:,.0f} |" if rate > 10 else f"| {name} | {rate:.2g} |")
     return lines, True
@@ -244,6 +244,7 @@ def main() -> int:
             if not python.exists():
                 parser.error(f"--peers {options.peers}: {python} is not there; README.md says how")
     folder = options.peers and options.peers.resolve()
+    sys.argv = ["DIR" if given == str(options.peers) else given for given in sys.argv]  # what results tell of a command
     chosen = {"weft": weft, **{part: partial(peer, part, folder) for part in PEERS}, "speed": partial(speed, folder)}
     return parts.measure(HERE, options.parts, chosen, tables)
 

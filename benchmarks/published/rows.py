@@ -200,7 +200,9 @@ def case(row: Row) -> Case:
     group = whole(row, "shard_group", 0) or dp
     level = "3" if zero.startswith(("hsdp", "3")) else zero[:1]
     axes = [f"pp{sizes['pp']}"]
+    shards = 1
     if level in ("1", "2", "3") and group > 1:
+        shards = group * sizes["cp"]  # Megatron-LM shards over ranks of a sequence too
         sharded = min(dp, group)
         option = "" if level == "3" else f"+zero{level}"
         spread = "+ep" if sizes["ep"] > 1 else ""
@@ -223,7 +225,7 @@ def case(row: Row) -> Case:
     )
     return Case(
         row["row_id"], setting, Layout.parse(".".join(axes)), dp * mbs * accumulate, accumulate, recompute,
-        "interleaved" if chunks > 1 else "1f1b", chunks, group * sizes["cp"] if group > 1 else group,
+        "interleaved" if chunks > 1 else "1f1b", chunks, shards,
         sizes["ep"] if whole(row, "n_experts", 0) else 1,
         told=bool((row.get("recompute") or "").strip()),
     )  # fmt: skip

@@ -194,7 +194,8 @@ def _scheduled(table: _Table, names: Sequence[str]) -> Candidates:
     for axis in reversed(AXES):
         strides[axis], ranks = ranks, ranks * c[axis]
     choices = Choices(
-        sizes={axis: c[axis] for axis in AXES}, strides=strides, experts=spread_over(c), sequence=c["sequence"],
+        sizes={axis: c[axis] for axis in AXES}, strides=strides, experts=spread_over(c, of_tp=False),
+        sequence=c["sequence"],
         zero=c["zero"], shards=c["fsdp"], offload=c["offload"], schedule=c["schedule"], schedules=SCHEDULES,
         chunks=np.where(c["pp"] > 1, c["chunks"], 1), microbatch=c["microbatch"], accumulate=c["accumulate"],
         again=c["again"], selective=c["selective"],

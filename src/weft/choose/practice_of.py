@@ -19,7 +19,7 @@ NUMEL = 1024  # of the parameter that an optimizer is tried on
 
 def practice(run: Run) -> Practice:
     """Weights, gradients and optimizer state are float32, float64 under fp64, and so are sums of gradients and gathered
-    weights. bf16 and fp16 are autocast's: a copy of each weight that a matmul has used lives until its backward."""
+    weights. bf16 and fp16 are autocast's: each forward's matmuls keep a copy of their weights until its backward."""
     compute = DTYPES[run.precision.compute]
     kept = torch.float64 if compute == torch.float64 else torch.float32
     item, copy = kept.itemsize, compute.itemsize if compute.itemsize < kept.itemsize else 0
@@ -28,6 +28,7 @@ def practice(run: Run) -> Practice:
         compute=run.precision.compute,
         weight_bytes=item,
         copy_bytes=copy,
+        copies_live=True,
         grad_bytes=item,
         state_bytes=state,
         reduce_bytes=item,

@@ -43,11 +43,12 @@ def product(columns: Columns, *axes: str) -> Any:
     return found
 
 
-def spread_over(columns: Columns) -> Any:
-    """Ranks over which experts are spread."""
+def spread_over(columns: Columns, of_tp: bool = True) -> Any:
+    """Ranks over which experts are spread; without those of tp, which has as much of them if it cuts each."""
     found = columns["ep"]
     for bit, axis in enumerate(SPREADING):
-        found = found * np.where(columns["spread"] >> bit & 1, columns[axis], 1)
+        if of_tp or axis != "tp":
+            found = found * np.where(columns["spread"] >> bit & 1, columns[axis], 1)
     return found
 
 

@@ -60,22 +60,25 @@ def work(
         (Op("embedding", "memory", "sequence", moved_bytes=3 * token, saved_bytes=token),),
         (("tp", v * h), *((("whole", s * h),) if learned else ())), token, reduced_bytes=token, reductions=1,
     )  # fmt: skip
-    layers = [_layer(dims, item, flash, causal, dropout, fused, kernels, routed=False)] if not dims.num_experts else []
-    if dims.num_experts:
-        layers = [
-            _layer(dims, item, flash, causal, dropout, fused, kernels, routed=False, count=dims.dense),
-            _layer(dims, item, flash, causal, dropout, fused, kernels, routed=True, count=dims.layers - dims.dense),
-        ]
-    last = Block(
+    dense = dims.dense if dims.num_experts else dims.layers
+    layers = [
+        _layer(dims, item, flash, causal, dropout, fused, kernels, routed, count)
+        for routed, count in ((False, dense), (True, dims.layers - dense)) if count
+    ]  # fmt: skip
+    norm = Block(
+        "norm", 1,
+        (Op("norm", "memory", "sequence", moved_bytes=2 * token, saved_bytes=2 * token, backward=1.5),),
+        (("whole", h),), token,
+    )  # fmt: skip
+    head = Block(
         "head", 1,
         (
-            Op("norm", "memory", "sequence", moved_bytes=2 * token, saved_bytes=2 * token, backward=1.5),
             Op("logits", "matmul", "tp", flops=2 * s * h * v, kernels=kernels, width=v),
             Op("loss", "memory", "tp", moved_bytes=10 * s * v, backward=0.6, kernels=6 * kernels),
         ),
-        (("tp", 0 if dims.tied else v * h), ("whole", h)), 0.0, reduced_bytes=0.0,
+        (("tp", v * h),), 0.0, tied=dims.tied,
     )  # fmt: skip
-    blocks = tuple(b for b in (first, *layers, last) if b.count)
+    blocks = (first, *layers, norm, head)
     flops = 3 * sum(b.count * _model_flops(dims, b.name == "routed") for b in layers) + 6 * s * h * v
     return Work(name, blocks, s, flops, dtype, item, vocab=v)
 
@@ -97,7 +100,7 @@ def _layer(
     fused: bool,
     kernels: float,
     routed: bool,
-    count: int = 0,
+    count: int,
 ) -> Block:
     s, h, q, k = dims.seq_len, dims.hidden, dims.query, dims.keys
     token, gates = s * h * item, 2 if dims.gated else 1
@@ -163,7 +166,7 @@ def _layer(
         mlp = _mlp(dims, f, item, fused, kernels)
         params += [("tp", (gates + 1) * h * f + (0 if dims.gated else f))]
     return Block(
-        "routed" if routed else "layer", count or dims.layers, (*attention, norm, *mlp, add), tuple(params),
+        "routed" if routed else "layer", count, (*attention, norm, *mlp, add), tuple(params),
         token, reduced_bytes=2 * token, reductions=2, key_bytes=2 * s * k * item, query_bytes=2 * s * q * item,
         routed_bytes=s * dims.top_k * h * item if routed else 0.0, experts=dims.num_experts if routed else 0,
         kv_heads=dims.kv_heads or dims.heads, heads=dims.heads,

@@ -97,6 +97,8 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
     graded = np.where(many > 1, np.where(zero2, sharded, full), full)
     resting = np.where(away, 0.0, resting)
     copied = np.where((many > 1) & zero3, 0.0, full)
+    if practice.copies_live:
+        copied = live * (1 - choices.again) * full
     graded = np.where(away, 0.0, graded)
     stated = np.where(away, 0.0, np.where(many > 1, sharded, full))
     largest = np.max(

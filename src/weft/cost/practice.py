@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Practice:
-    """Bytes of one parameter: `weight_bytes` that rest, `copy_bytes` of a second copy in the dtype computed in, where
-    there is one; `grad_bytes` of its gradient; `state_bytes` of the optimizer (with master weights). On the wire:
-    `reduce_bytes` of its gradient, `gather_bytes` where sharded weights are gathered. `update_bytes` that an optimizer
-    step reads and writes; `added_bytes`: where a microbatch's gradient is added to those before.
+    """Bytes of one parameter: `weight_bytes` that rest; `copy_bytes` of a second copy in the dtype computed in, where
+    there is one: a lasting one, which weights that fsdp gathers have none of, or, if `copies_live`, one for each
+    microbatch in flight, of all that is not computed again (autocast's). `grad_bytes` of its gradient; `state_bytes` of
+    the optimizer (with master weights). On the wire: `reduce_bytes` of its gradient, `gather_bytes` where sharded
+    weights are gathered. `update_bytes` that an optimizer step reads and writes; `added_bytes`: where a
+    microbatch's gradient is added to those before.
     `logit_bytes` at the peak, of one logit; whether these `logits_stay` through the backward, as Megatron-Core's fused
     cross-entropy leaves them. `dummy_bytes` of one block's gradients that stand in for those which a fused matmul has
     summed elsewhere (Transformer Engine).
@@ -22,6 +24,7 @@ class Practice:
     compute: str = "bf16"
     weight_bytes: float = 4.0
     copy_bytes: float = 0.0
+    copies_live: bool = False
     grad_bytes: float = 4.0
     state_bytes: float = 8.0
     reduce_bytes: float = 4.0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat, zip_longest
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
@@ -23,6 +24,14 @@ class Brief(NamedTuple):
     idle_s: Array
     first: Array
     last: Array
+
+
+def crossed(idle: Array, p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Array:
+    """The idle time of schedules that part B from W, which with few microbatches is more: the first one has to go
+    through all ranks and back, and each of the others takes the time of a stage's longest action, at the least."""
+    longest = np.maximum(forward, np.maximum(backward, weight)) / v
+    alone = p * (forward + backward) + weight / v + (m - 1) * longest
+    return np.maximum(idle, alone - m * (forward + backward + weight))
 
 
 def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:

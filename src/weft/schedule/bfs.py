@@ -7,6 +7,8 @@ of a chunk are then needed in one stretch of time, which suits weights that are 
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..schedules import Schedule
 from ._parts import Array, Brief, looped, stagger, sweep
 
@@ -24,4 +26,5 @@ def build(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 
 
 def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
-    return Brief((p - 1) * (forward + backward + weight) / v, m, m)
+    rounds = (p - 1) + (v - 1) * np.maximum(p - m, 0)  # a microbatch is back at the first rank after p
+    return Brief(rounds * (forward + backward + weight) / v, m, m)

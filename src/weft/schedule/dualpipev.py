@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..schedules import Schedule
-from ._parts import Array, Brief, vee
+from ._parts import Array, Brief, crossed, vee
 
 NAME = "dualpipev"
 
@@ -41,5 +41,5 @@ def build(ranks: int, microbatches: int) -> Schedule:
 
 
 def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
-    live = np.minimum(p + 0.5, m)
-    return Brief((p - 1) * np.maximum(forward + backward - weight, 0.0) / 2, live, live)
+    idle, live = (p - 1) * np.maximum(forward + backward - weight, 0.0) / 2, np.minimum(p + 0.5, m)
+    return Brief(crossed(idle, p, m, v, forward, backward, weight), live, live)

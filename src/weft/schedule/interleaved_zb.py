@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..schedules import Schedule
-from ._parts import Array, Brief, looped, stagger, sweep
+from ._parts import Array, Brief, crossed, looped, stagger, sweep
 
 NAME = "interleaved-zb"
 
@@ -28,4 +28,5 @@ def build(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 
 
 def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
-    return Brief((p - 1) * (forward + backward - np.minimum(weight, backward)) / v, np.minimum(p, m), np.minimum(p, m))
+    idle, live = (p - 1) * (forward + backward - np.minimum(weight, backward)) / v, np.minimum(p, m)
+    return Brief(crossed(idle, p, m, v, forward, backward, weight), live, live)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..schedules import Schedule
-from ._parts import Array, Brief, looped, stagger, sweep
+from ._parts import Array, Brief, crossed, looped, stagger, sweep
 
 NAME = "zb-h1"
 
@@ -28,4 +28,5 @@ def build(ranks: int, microbatches: int) -> Schedule:
 
 def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
     idle = np.where(weight <= np.minimum(forward, backward), forward + backward - weight, np.maximum(forward, backward))
-    return Brief((p - 1) * idle, np.minimum(p, m), np.minimum(p, m))
+    live = np.minimum(p, m)
+    return Brief(crossed((p - 1) * idle, p, m, v, forward, backward, weight), live, live)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..schedules import Schedule
-from ._parts import Array, Brief, looped, stagger, sweep
+from ._parts import Array, Brief, crossed, looped, stagger, sweep
 
 NAME = "zb-h2"
 
@@ -27,5 +27,5 @@ def build(ranks: int, microbatches: int) -> Schedule:
 
 
 def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
-    live = np.minimum(2 * p - 1, m)
-    return Brief((p - 1) * np.maximum(forward, forward + backward - 2 * weight), live, live)
+    idle, live = (p - 1) * np.maximum(forward, forward + backward - 2 * weight), np.minimum(2 * p - 1, m)
+    return Brief(crossed(idle, p, m, v, forward, backward, weight), live, live)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..schedules import Schedule
-from ._parts import Array, Brief, vee
+from ._parts import Array, Brief, crossed, vee
 
 NAME = "zb-v"
 
@@ -36,4 +36,5 @@ def build(ranks: int, microbatches: int) -> Schedule:
 
 
 def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Brief:
-    return Brief((p - 1) / 2 * forward, np.minimum(p, m), np.minimum(p, m))
+    live = np.minimum(p, m)
+    return Brief(crossed((p - 1) / 2 * forward, p, m, v, forward, backward, weight), live, live)

@@ -69,7 +69,7 @@ class Paced:
         total = acted + np.interp(paces.max(axis=1), self.points, after)
         stages = range(self.setup.size("pp"))
         busy = [self._fleet.busy(rank, paces[:, self._stage == rank]).mean(axis=1) for rank in stages]
-        return total, (acted - np.mean(busy, axis=0)) / total
+        return total, np.maximum(0.0, acted - np.mean(busy, axis=0)) / total  # which may be below it by rounding
 
     def draw(self, slow: Mapping[int, float], rng: np.random.Generator) -> Array:
         """As many steps as there is time for; without jitter one."""

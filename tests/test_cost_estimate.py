@@ -1,0 +1,279 @@
+"""Laws of the estimate: its parts, how they scale, and what papers say of activations, FLOPs, parameters and ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weft.cost.choices import Choices
+from weft.cost.dims import Dims, work
+from weft.cost.estimate import Estimate, estimate, stage_costs
+from weft.cost.hardware import Cluster
+from weft.cost.memory import kept
+from weft.cost.practice import Practice
+from weft.cost.work import Work
+from weft.errors import ConfigError
+from weft.layout import Layout
+
+GPT3 = Dims(layers=96, hidden=12288, heads=96, vocab=51200, seq_len=2048, ffn=4 * 12288)
+LLAMA8 = Dims(32, 4096, 32, 128256, 8192, 14336, kv_heads=8, gated=True, tied=False)
+LLAMA70 = Dims(80, 8192, 64, 128256, 8192, 28672, kv_heads=8, gated=True, tied=False)
+SMALL = Dims(8, 1024, 16, 32000, 1024, 4096, kv_heads=8, gated=True, tied=False)
+EXPERTS = replace(SMALL, num_experts=8, top_k=2, moe_ffn=1024)
+PRACTICE = Practice("bf16", weight_bytes=2, grad_bytes=2, state_bytes=12, reduce_bytes=2, gather_bytes=2)
+
+
+def laid(*layouts: str, batch: int = 64, **options: Any) -> Choices:
+    return Choices.of([Layout.parse(text) for text in layouts], batch=batch, **options)
+
+
+def priced(choices: Choices, dims: Dims = SMALL, practice: Practice = PRACTICE, model: Work | None = None) -> Estimate:
+    cluster = Cluster.parse("h100x64")
+    return estimate(model or work(dims), choices, cluster, cluster.hardware.era("compiled"), practice)
+
+
+def parts(found: Estimate, what: str = "time", entry: int = 0) -> Mapping[str, float]:
+    return {part.name: float(np.broadcast_to(part.value, len(found.step_s))[entry]) for part in getattr(found, what)}
+
+
+def one(layout: str, what: str = "time", dims: Dims = SMALL, practice: Practice = PRACTICE, **options: Any) -> Any:
+    return parts(priced(laid(layout, **options), dims, practice), what)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+MANY = [
+    "dp64", "fsdp64", "fsdp64+zero1", "dp8.fsdp8+zero2", "tp8.dp8", "dp8.tp8+sequence", "pp4.dp2.tp8", "cp8.dp8",
+    "up8.dp8", "pp2.fsdp4.cp2.tp4+sequence", "ep8.dp8", "fsdp64+offload",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", [SMALL, EXPERTS], ids=["dense", "experts"])
+def test_parts_sum_to_the_whole_and_entries_are_apart(dims: Dims) -> None:
+    options: dict[str, Any] = {"accumulate": [1] * 6 + [4] * 6, "recompute": ["none", "full", "selective", 2] * 3}
+    found = priced(laid(*MANY, batch=256, **options), dims)
+    for i, layout in enumerate(MANY):
+        time, memory = parts(found, "time", i), parts(found, "memory", i)
+        assert sum(time.values()) == pytest.approx(found.step_s[i]), layout
+        assert sum(memory.values()) == pytest.approx(found.peak_bytes[i]), layout
+        least = -1e-12  # of what is a difference
+        assert all(least < value < np.inf for value in (*time.values(), *memory.values())), layout
+        alone = priced(laid(layout, batch=256, **{key: [value[i]] for key, value in options.items()}), dims)
+        assert alone.step_s[0] == pytest.approx(found.step_s[i]) and alone.fits[0] == found.fits[i], layout
+        assert alone.peak_bytes[0] == pytest.approx(found.peak_bytes[i]), layout
+        sent = {axis: float(np.broadcast_to(nbytes, len(MANY))[i]) for axis, nbytes in found.traffic.items()}
+        assert sent == pytest.approx({axis: float(v[0]) if np.ndim(v) else v for axis, v in alone.traffic.items()})
+
+
+def test_every_part_says_its_formula() -> None:
+    found = priced(laid(*MANY, batch=256))
+    for part in (*found.time, *found.memory):
+        assert part.formula and part.symbols, part.name
+        assert all(np.shape(value) in ((), (len(MANY),)) for value in part.symbols.values()), part.name
+
+
+# ---- how it scales ---------------------------------------------------------------------------------------------------
+
+ONCE = ("optimizer", "fixed", "dp exposed")
+
+
+def test_twice_the_microbatches_take_twice_as_long_but_for_what_is_once_a_step() -> None:
+    few, many = (one("dp8", batch=64 * m, accumulate=m) for m in (2, 4))
+    for name, value in few.items():
+        assert many[name] == pytest.approx(value * (1 if name in ONCE else 2)), name
+    assert few["matmul"] > 0 and few["optimizer"] > 0 and few["fixed"] > 0
+
+
+def test_activations_go_with_the_microbatch_and_states_do_not() -> None:
+    small, large = (one("dp8", "memory", batch=batch) for batch in (8, 16))
+    for name in ("activations", "beside"):
+        assert large[name] == pytest.approx(2 * small[name])
+    for name in ("weights", "gradients", "optimizer"):
+        assert large[name] == small[name] > 0
+
+
+def test_more_ranks_of_tp_compute_less_and_wait_more() -> None:
+    found = [one(f"tp{n}.dp8") for n in (1, 2, 4, 8)]
+    for less, more in pairwise(found):
+        assert more["matmul"] < less["matmul"] and more.get("tp exposed", 0) > less.get("tp exposed", 0)
+
+
+def test_a_microbatch_of_full_recomputation_runs_the_blocks_forward_and_tp_again() -> None:
+    plain, full = (one("dp8.tp8", recompute=mode) for mode in ("none", "full"))
+    assert full["matmul"] == plain["matmul"] and plain["recompute"] == 0
+    model, head = work(SMALL), 2 * SMALL.seq_len * SMALL.hidden * SMALL.vocab
+    matmuls = sum(b.count * op.flops for b in model.blocks for op in b.ops if op.kind == "matmul")
+    attention = sum(b.count * op.flops for b in model.blocks for op in b.ops if op.kind == "attention")
+    assert model.model_flops == 3 * (matmuls + 2 * attention), "causal: half is computed"
+    # of L blocks 2 sums each in forward, backward, and again; one more in the embedding's forward, one before the head
+    ends, blocks = 2, 2 * SMALL.layers
+    assert full["tp exposed"] / plain["tp exposed"] == pytest.approx((3 * blocks + ends) / (2 * blocks + ends))
+    assert 0.25 < full["recompute"] / (plain["matmul"] + plain["attention"] + plain["memory"]) < 0.35
+    assert matmuls > head
+
+
+@pytest.mark.parametrize(("mode", "share"), [("full", 1), (2, 1 / 2), (4, 1 / 4)])
+def test_every_kth_block_is_run_again(mode: str | int, share: float) -> None:
+    whole = one("dp8", recompute="full")["recompute"]
+    assert one("dp8", recompute=mode)["recompute"] == pytest.approx(share * whole)
+
+
+def test_fsdp_gathers_in_every_microbatch_and_zero1_once() -> None:
+    def sent(layout: str, m: int) -> float:
+        return float(priced(laid(layout, batch=64 * m, accumulate=m)).traffic["fsdp"][0])
+
+    total, ends = (count * 2 * 7 / 8 for count in (work(SMALL).params, 2 * SMALL.vocab * SMALL.hidden + SMALL.hidden))
+    for m in (1, 3):
+        assert sent("fsdp8+zero1", m) == pytest.approx(2 * total)
+        assert sent("fsdp8+zero2", m) == pytest.approx((m + 1) * total)
+        assert sent("fsdp8", m) == pytest.approx(3 * m * total - m * ends), "what no block has is gathered once"
+    assert sent("dp8", 3) == 0
+
+
+def test_hybrid_sharding_sums_shards_across_groups() -> None:
+    found = priced(laid("dp8.fsdp8", "dp64", "fsdp64"))
+    params = work(SMALL).params
+    assert found.traffic["dp"] == pytest.approx([2 * 7 / 8 * 2 * params / 8, 2 * 63 / 64 * 2 * params, 0])
+    assert found.peak_bytes[2] < found.peak_bytes[0] < found.peak_bytes[1]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "weights", "gradients", "state"), [
+    ("dp64", 2, 2, 12), ("fsdp64+zero1", 2, 2, 12 / 64), ("fsdp64+zero2", 2, 2 / 64, 12 / 64),
+    ("fsdp64", 2 / 64, 2 / 64, 12 / 64), ("dp8.fsdp8", 2 / 8, 2 / 8, 12 / 8),
+])  # fmt: skip
+def test_zeros_table(layout: str, weights: float, gradients: float, state: float) -> None:
+    """Rajbhandari et al. 2020, figure 1, with K = 12."""
+    params = 7.5e9
+    dims = Dims(1, 50_000, 100, 0, 1, (7_500_000_000 - 4 * 50_000**2) // (2 * 50_000))
+    assert work(dims).params == pytest.approx(params, rel=1e-3)
+    found = one(layout, "memory", dims)
+    exact = work(dims).params
+    assert found["weights"] == pytest.approx(weights * exact)
+    assert found["gradients"] == pytest.approx(gradients * exact)
+    assert found["optimizer"] == pytest.approx(state * exact)
+
+
+def test_the_last_stage_has_a_tied_embedding_too() -> None:
+    tied, apart = (one("pp4.dp2", "memory", replace(SMALL, tied=tied), batch=8)["weights"] for tied in (True, False))
+    assert tied == apart > one("pp8", "memory", replace(SMALL, vocab=1), batch=8)["weights"]
+    alone = [one("dp8", "memory", replace(SMALL, tied=tied), batch=8)["weights"] for tied in (True, False)]
+    assert alone[1] - alone[0] == 2 * SMALL.vocab * SMALL.hidden
+    found = priced(laid("pp4.dp2", batch=8), replace(SMALL, tied=True)).traffic["pp"][0]
+    plain = priced(laid("pp4.dp2", batch=8)).traffic["pp"][0]
+    assert found - plain == 2 * 3 / 4 * 2 * SMALL.vocab * SMALL.hidden  # over both ends and dp together
+
+
+def test_offloaded_states_are_not_on_the_device_and_take_time() -> None:
+    here, away = (one(layout, "memory") for layout in ("fsdp8", "fsdp8+offload"))
+    assert [away[n] for n in ("weights", "gradients", "optimizer")] == [0, 0, 0]
+    assert all(away[n] == here[n] for n in ("activations", "beside", "gathered weights"))
+    assert one("fsdp8+offload")["optimizer"] > 10 * one("fsdp8")["optimizer"]
+
+
+def test_experts_divide_over_the_ranks_that_have_them() -> None:
+    dims = EXPERTS
+    routed = dims.layers * dims.num_experts * 3 * dims.hidden * dims.moe_ffn
+    h, f, kv = dims.hidden, dims.moe_ffn, dims.hidden // 2
+    assert (
+        work(dims).params == dims.layers * (2 * h * h + 2 * h * kv + 3 * h * f * 8 + 8 * h + 2 * h) + 2 * 32000 * h + h
+    )
+    assert work(replace(dims, dense=3)).params == work(dims).params + 3 * (3 * h * dims.ffn - 3 * h * f * 8 - 8 * h)
+    plain = work(dims).params - routed
+    for layout, ways in (("dp8", 1), ("ep8", 8), ("dp8+ep", 8), ("ep2.dp4", 2), ("ep2.dp2.tp2", 4)):
+        found = one(layout, "memory", dims)
+        tp = 2 if "tp2" in layout else 1
+        whole = dims.layers * (2 * dims.hidden + dims.hidden * dims.num_experts) + dims.hidden
+        assert found["weights"] == pytest.approx(2 * (routed / ways + (plain - whole) / tp + whole)), layout
+    assert one("fsdp8+ep", "memory", dims)["weights"] == pytest.approx(2 * (routed / 8 + plain / 8))
+    assert one("ep2.fsdp4", "memory", dims)["weights"] == pytest.approx(2 * (routed / 8 + plain / 4))
+
+
+@pytest.mark.parametrize(("layout", "recompute", "of"), [
+    ("tp1", "none", lambda s, b, h, a, t: s * b * h * (34 + 5 * a * s / h)),
+    ("tp8", "none", lambda s, b, h, a, t: s * b * h * (10 + 24 / t + 5 * a * s / (h * t))),
+    ("tp8+sequence", "none", lambda s, b, h, a, t: s * b * h / t * (34 + 5 * a * s / h)),
+    ("tp8", "selective", lambda s, b, h, a, t: s * b * h * (10 + 24 / t)),
+    ("tp8+sequence", "selective", lambda s, b, h, a, t: 34 * s * b * h / t),
+    ("tp8", "full", lambda s, b, h, a, t: 2 * s * b * h),
+])  # fmt: skip
+def test_activations_of_korthikanti_2022(layout: str, recompute: str, of: Any) -> None:
+    """Table 2, of one layer, in fp16 without a fused attention, with dropout."""
+    dims, b = GPT3, 4
+    model = work(dims, "fp16", flash=False, dropout=True)
+    choices = laid(layout, batch=b, recompute=recompute)
+    (layer,) = [block for block in model.blocks if block.repeated]
+    want = of(dims.seq_len, b, dims.hidden, dims.heads, int(choices.sizes["tp"][0]))
+    if recompute != "full":
+        assert kept(layer, choices, recompute == "none")[0] == pytest.approx(want, rel=1e-9)
+    ends = [block for block in model.blocks if not block.repeated]
+    rest = sum(float(kept(block, choices, True)[0]) for block in ends)
+    memory = parts(priced(choices, practice=replace(PRACTICE, compute="fp16"), model=model), "memory")
+    assert memory["activations"] == pytest.approx(dims.layers * want + rest, rel=1e-9)
+
+
+# ---- FLOPs and parameters --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dims", [GPT3, replace(GPT3, layers=24, hidden=2304, heads=24, ffn=4 * 2304)])
+def test_flops_of_narayanan_2021(dims: Dims) -> None:
+    """96 B l s h^2 (1 + s/6h + V/16lh) with the forward that is run again; 72 and 12 without."""
+    layers, h, s, v, b = dims.layers, dims.hidden, dims.seq_len, dims.vocab, 8
+    plain = 72 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    assert b * work(dims).model_flops == pytest.approx(plain)
+    again = plain + 24 * b * layers * s * h**2 * (1 + s / (6 * h))
+    assert again == pytest.approx(96 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (16 * layers * h)))
+
+
+@pytest.mark.parametrize(("dims", "count"), [
+    (GPT3, 96 * (12 * 12288**2 + 13 * 12288) + (51200 + 2048 + 2) * 12288),
+    (LLAMA8, 8_030_261_248), (LLAMA70, 70_553_706_496),
+])  # fmt: skip
+def test_parameters(dims: Dims, count: int) -> None:
+    assert work(dims).params == pytest.approx(count, rel=1e-6)
+
+
+def test_mfu_and_tokens_are_those_of_the_step() -> None:
+    found = priced(laid("dp8", batch=64))
+    assert found.tokens_per_s == pytest.approx(64 * SMALL.seq_len / found.step_s)
+    assert found.mfu == pytest.approx(work(SMALL).model_flops * 64 / (found.step_s * 8 * 989e12))
+    assert 0 < found.mfu[0] < 1
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    found = priced(laid("dp8", "fsdp8", batch=8), LLAMA8, PRACTICE)
+    assert list(found.fits) == [False, True] and found.over_bytes[1] == 0
+    assert found.over_bytes[0] == pytest.approx(found.peak_bytes[0] + (1.5 - 80) * 2**30)
+
+
+# ---- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pipelines_stages_are_what_simulation_is_given() -> None:
+    choices = laid("pp4.dp2", batch=64, accumulate=8)
+    cluster = Cluster.parse("h100x8")
+    costs = stage_costs(work(SMALL), choices, 0, cluster, cluster.hardware.era("compiled"), PRACTICE)
+    forward, backward = costs.each("forward_s", 4), costs.each("backward_s", 4)
+    assert forward[1] == forward[2] and forward[3] > forward[1] and backward[1] > 0
+    found = one("pp4.dp2", batch=64, accumulate=8)
+    assert found["bubble"] > 0 and found["pp exposed"] > 0 and one("dp8")["bubble"] == 0
+
+
+def test_more_microbatches_have_a_smaller_share_of_bubble() -> None:
+    shares = []
+    for m in (4, 8, 32):
+        found = priced(laid("pp4.dp2", batch=8 * m, accumulate=m))
+        shares.append(parts(found)["bubble"] / float(found.step_s[0]))
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_a_dtype_without_a_peak_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no peak"):
+        priced(laid("dp8"), practice=replace(PRACTICE, compute="int4"))
