@@ -218,7 +218,7 @@ def runs_of(folder: Path, made: hardware.Hardware, era: hardware.Era) -> Path:
     for layout, parts in kinds:
         row = {"run": "run.toml", "layout": layout, "accumulate": str(parts)}
         seconds = fitting._step_s(
-            fitting._posed(folder / "runs.csv", row), hardware.Cluster(hardware=made, devices=2), era
+            fitting._posed(folder / "runs.csv", row, made.kind), hardware.Cluster(hardware=made, devices=2), era
         )
         lines.append(f"run.toml,{layout},{parts},{seconds},{layout[:2]}")
     (folder / "runs.csv").write_text("\n".join(lines) + "\n")

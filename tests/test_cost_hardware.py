@@ -140,6 +140,13 @@ def test_clusters_that_are_none(text: str, words: str) -> None:
     assert refused.value.value is not None and str(refused.value.value) in text and refused.value.fix
 
 
+def test_no_more_devices_than_networks_join() -> None:
+    alone = parse(RIGHT.replace("devices = 0", "devices = 64"), "here")
+    assert Cluster.of(alone, 64).devices == 64
+    with pytest.raises(ConfigError, match="its networks join 64 devices"):
+        Cluster.of(alone, 65)
+
+
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text(RIGHT, encoding="utf-8")

@@ -103,6 +103,12 @@ def test_a_whole_layout_is_priced_as_the_run_file_has_it(tmp_path: Path) -> None
     assert sum(row["memory"].values()) == pytest.approx(alone.peak_bytes[0])
 
 
+def test_a_whole_layout_keeps_its_order(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path)
+    found = json.loads(weft("plan", run, "--cluster", f"{sheet}x8", "--layout", "tp2.dp2", "--json").output)
+    assert found["best"]["layout"] == "tp2.dp2"
+
+
 def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
     run, sheet = files(tmp_path)
     said = weft("plan", run, "--cluster", f"{sheet}x2", "--explain", "fsdp2+zero1").output

@@ -51,8 +51,8 @@ class Fitted:
     errors: Mapping[str, tuple[list[float], list[float]]]
 
 
-def read(path: Path) -> list[Ran]:
-    """Raises Refusal with the row and the column that is wrong."""
+def read(path: Path, device: str) -> list[Ran]:
+    """`device`: the kind of device that they ran on. Raises Refusal with the row and the column that is wrong."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
@@ -73,7 +73,7 @@ def read(path: Path) -> list[Ran]:
             raise ConfigError(f"--fit line {number}, step_s", row["step_s"], "is no time", "write seconds of a step")
         source = row.get("source") or "runs"
         seen[source] = seen.get(source, 0) + 1
-        found.append(Ran(source, _posed(path, row), step_s, held=seen[source] % 2 == 0))
+        found.append(Ran(source, _posed(path, row, device), step_s, held=seen[source] % 2 == 0))
     return found
 
 
@@ -105,9 +105,9 @@ def rows(errors: Mapping[str, tuple[list[float], list[float]]]) -> list[str]:
     return [f"{name:<{width}}  fitted to {said(train)}; held out {said(out)}" for name, (train, out) in errors.items()]
 
 
-def _posed(path: Path, row: Mapping[str, Any]) -> Posed:
+def _posed(path: Path, row: Mapping[str, Any], device: str) -> Posed:
     overrides = {key: _toml(row[column]) for column, key in COLUMNS.items() if row.get(column)}
-    return posed(config.load(path.parent / row["run"], overrides))
+    return posed(config.load(path.parent / row["run"], overrides), device=device)
 
 
 def _toml(text: str) -> str:

@@ -38,7 +38,7 @@ def fit(runs: Path, cluster: str, era: str | None, out: Path | None, as_json: bo
     path = None if out is None else command.target(out)
     at = Cluster.parse(cluster)
     name = era_of(at, era)
-    found = measured.fitted(measured.read(runs), at, at.hardware.era(name))
+    found = measured.fitted(measured.read(runs, at.hardware.kind), at, at.hardware.era(name))
     if path is not None:
         command.put(path, tables.dump(at.hardware.model_copy(update={"eras": {**at.hardware.eras, name: found.era}})))
     if as_json:

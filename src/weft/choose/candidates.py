@@ -44,7 +44,8 @@ class Candidates:
     def layout(self, index: int) -> Layout:
         """Of one: axes and their options, less the schedule."""
         c = self.choices
-        live = [(axis, int(c.sizes[axis][index])) for axis in AXES if c.sizes[axis][index] > 1]
+        order = sorted(AXES, key=lambda axis: -c.strides[axis][index])
+        live = [(axis, int(c.sizes[axis][index])) for axis in order if c.sizes[axis][index] > 1]
         options: list[tuple[str, str]] = []
         if c.zero[index] != 3:
             options.append(("fsdp", f"zero{c.zero[index]}"))

@@ -123,8 +123,8 @@ def explain(report: Report, layout: str) -> str:
 
 
 def _on(question: Question, devices: int) -> Question:
-    """The same on so many devices."""
-    return replace(question, cluster=question.cluster.model_copy(update={"devices": devices}))
+    """The same on so many devices. Raises ConfigError."""
+    return replace(question, cluster=Cluster.of(question.cluster.hardware, devices))
 
 
 def write(run: Run, out: Path) -> None:
@@ -166,7 +166,10 @@ def _too_large(question: Question, pattern: Pattern, nearest: Row) -> ConfigErro
         away = rank(question, replace(pattern, sizes=_with_fsdp(pattern), options=(*pattern.options, OFFLOAD)))
         if away.fits:
             helps.append(f'--layout "{away.rows[0].layout.replace("+zero3", "")}.*" fits')
+    most = question.cluster.hardware.tiers[-1].devices or math.inf
     for times in MORE:
+        if times * question.cluster.devices > most:
+            break
         larger = rank(_on(question, times * question.cluster.devices), pattern)
         if larger.fits:
             helps.append(f"{times * question.cluster.devices} devices would do, with {larger.rows[0].layout}")

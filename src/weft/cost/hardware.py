@@ -138,7 +138,16 @@ class Cluster(Table):
         sheet = read(Path(name)) if own else named(name)
         if count is None and name != LOCAL and not own:
             raise ConfigError("--cluster", text, "does not say how many devices", f"write {name}x64")
-        return cls(hardware=sheet, devices=int(count) if count else sheet.node)
+        return cls.of(sheet, int(count) if count else sheet.node)
+
+    @classmethod
+    def of(cls, hardware: Hardware, devices: int) -> Self:
+        """Raises ConfigError for more devices than the sheet's networks join."""
+        most = hardware.tiers[-1].devices
+        if most and devices > most:
+            fix = f"use at most {most}, or a sheet with one more [[tiers]]"
+            raise ConfigError("--cluster", f"{hardware.name}x{devices}", f"its networks join {most} devices", fix)
+        return cls(hardware=hardware, devices=devices)
 
 
 def names() -> list[str]:

@@ -52,12 +52,14 @@ def predicted(run: Run, device: torch.device) -> Predicted | str:
         hardware = sheet(device)
         if hardware is None:
             return "weft calibrate measures this machine, and what to expect of a run is said then"
-        asked = posed(run, device=device.type)
-        cluster = Cluster(hardware=hardware, devices=Layout.parse(run.layout.axes).world)
+        cluster = Cluster.of(hardware, Layout.parse(run.layout.axes).world)
+        asked = posed(run, device=hardware.kind)
         era = hardware.eras.get(ERA) or next(iter(hardware.eras.values()))
         made = estimate(asked.work, asked.choices, cluster, era, asked.practice, asked.sync)
     except Refusal as error:
         return str(error)
+    except Exception as error:  # of the run's own model, data or optimizer: the run is done, and nothing is to undo it
+        return f"nothing is said, for asking failed ({type(error).__name__}: {error})"
     parts = {part.name: float(part.value[0]) for part in made.time}
     step_s = float(made.step_s[0])
     outside = era.context_gib * GIB if device.type == "cpu" else 0.0  # of CUDA, what the allocator has given is counted
