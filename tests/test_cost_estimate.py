@@ -25,7 +25,7 @@ LLAMA8 = Dims(32, 4096, 32, 128256, 8192, 14336, kv_heads=8, gated=True, tied=Fa
 LLAMA70 = Dims(80, 8192, 64, 128256, 8192, 28672, kv_heads=8, gated=True, tied=False)
 SMALL = Dims(8, 1024, 16, 32000, 1024, 4096, kv_heads=8, gated=True, tied=False)
 EXPERTS = replace(SMALL, num_experts=8, top_k=2, moe_ffn=1024)
-PRACTICE = Practice("bf16", weight_bytes=2, grad_bytes=2, state_bytes=12, reduce_bytes=2, gather_bytes=2)
+PRACTICE = Practice(compute="bf16", weight_bytes=2, grad_bytes=2, state_bytes=12, reduce_bytes=2, gather_bytes=2)
 
 
 def laid(*layouts: str, batch: int = 64, **options: Any) -> Choices:
@@ -61,7 +61,8 @@ def test_parts_sum_to_the_whole_and_entries_are_apart(dims: Dims) -> None:
         time, memory = parts(found, "time", i), parts(found, "memory", i)
         assert sum(time.values()) == pytest.approx(found.step_s[i]), layout
         assert sum(memory.values()) == pytest.approx(found.peak_bytes[i]), layout
-        assert all(value >= 0 and np.isfinite(value) for value in (*time.values(), *memory.values())), layout
+        least = -1e-12  # of what is a difference
+        assert all(least < value < np.inf for value in (*time.values(), *memory.values())), layout
         alone = priced(laid(layout, batch=256, **{key: [value[i]] for key, value in options.items()}), dims)
         assert alone.step_s[0] == pytest.approx(found.step_s[i]) and alone.fits[0] == found.fits[i], layout
         assert alone.peak_bytes[0] == pytest.approx(found.peak_bytes[i]), layout

@@ -35,7 +35,7 @@ from weft.verification.crossing import _parts
 from weft.verification.trace import Trace, traced
 
 BATCH, VOCAB, LENGTH, DIM, LAYERS, HEADS, KV_HEADS, HIDDEN = 16, 96, 32, 32, 4, 4, 2, 64
-WEFT = Practice("fp32", 4, 0, 4, 8, 4, 4)
+WEFT = Practice(compute="fp32", weight_bytes=4, grad_bytes=4, state_bytes=8, reduce_bytes=4, gather_bytes=4)
 FIRST = ("dp", "fsdp", "ep", "cp", "up", "tp", "pp")  # the axis by which what several sum together is counted
 
 

@@ -134,7 +134,7 @@ def priced(cluster: Cluster) -> None:
     """What is read can be planned with."""
     sheet = cluster.hardware
     era, choices = next(iter(sheet.eras.values())), Choices.of([Layout.parse("dp2.tp2")], batch=8)
-    practice = Practice(next(iter(sheet.device.flops)))
+    practice = Practice(compute=next(iter(sheet.device.flops)))
     with np.errstate(all="ignore"):  # of sizes that no machine has
         assert estimate(SMALL, choices, cluster, era, practice).step_s.shape == (1,)
 

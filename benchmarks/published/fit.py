@@ -107,8 +107,8 @@ def fitted(one: Fitted, rows: list[published.Row]) -> Era:
                 continue
         those = [(row, case) for row, case in those if case.setting.era == one.era]
         those = [(row, case) for row, case in those if source in one.everything or not published.held(row)]
-        if len(those) > 200:  # enough to say it
-            those = those[:: len(those) // 200]
+        if len(those) > 120:  # enough to say it
+            those = those[:: len(those) // 120]
         cases += [case for _, case in those]
         seconds += [float(row["d_iter_time_s"]) for row, _ in those]
         weights += [weight / len(those)] * len(those)

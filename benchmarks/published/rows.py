@@ -34,8 +34,14 @@ SHEETS = (  # what an accelerator's name holds -> sheet; the first that fits
     ("MI300", "mi300x"), ("TPU V5E", "tpu-v5e"),
 )  # fmt: skip
 # Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32 masters and two moments.
-MIXED = Practice("bf16", 2, 0, 4, 12, 4, 2, 36, 10.0, overlaps=False)  # in Narayanan et al. 2021: scatters
-FSDP = Practice("bf16", 4, 0, 4, 8, 4, 2, 32, 10.0)
+MIXED = Practice(
+    compute="bf16", weight_bytes=2, grad_bytes=4, state_bytes=12, reduce_bytes=4, gather_bytes=2, update_bytes=36,
+    logit_bytes=10, overlaps=False,
+)  # fmt: skip
+FSDP = Practice(
+    compute="bf16", weight_bytes=4, grad_bytes=4, state_bytes=8, reduce_bytes=4, gather_bytes=2, update_bytes=32,
+    logit_bytes=10,
+)  # fmt: skip
 
 
 class Uncovered(Exception):
@@ -214,7 +220,9 @@ def case(row: Row) -> Case:
     group = whole(row, "shard_group", 0) or dp
     level = "3" if zero.startswith(("hsdp", "3")) else zero[:1]
     axes = [f"pp{sizes['pp']}"]
+    shards = 1
     if level in ("1", "2", "3") and group > 1:
+        shards = group * sizes["cp"]  # Megatron-LM shards over ranks of a sequence too
         sharded = min(dp, group)
         option = "" if level == "3" else f"+zero{level}"
         spread = "+ep" if sizes["ep"] > 1 else ""
@@ -237,7 +245,7 @@ def case(row: Row) -> Case:
     )
     return Case(
         row["row_id"], setting, Layout.parse(".".join(axes)), dp * mbs * accumulate, accumulate, recompute,
-        "interleaved" if chunks > 1 else "1f1b", chunks, group * sizes["cp"] if group > 1 else group,
+        "interleaved" if chunks > 1 else "1f1b", chunks, shards,
         sizes["ep"] if whole(row, "n_experts", 0) else 1,
         told=bool((row.get("recompute") or "").strip()),
     )  # fmt: skip

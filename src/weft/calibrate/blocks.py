@@ -53,7 +53,7 @@ def decoders() -> list[Decoded]:
 
 def left_over(seen: Sequence[Decoded], hardware: Hardware, era: Era) -> Line:
     """Seconds of an operation's launch, and bytes per second that operations move, where `era` has all but these."""
-    practice, one = Practice("fp32"), Choices.of([Layout.parse("dp1")], batch=SAMPLES)
+    practice, one = Practice(compute="fp32"), Choices.of([Layout.parse("dp1")], batch=SAMPLES)
     bare = era.model_copy(update={"launch_s": 0.0, "fixed_s": 0.0})
     rate = hardware.device.memory_bps * era.memory
     kernels, moved, rest, whole = [], [], [], []

@@ -30,6 +30,7 @@ COLUMNS = {
 KNOWN = ("run", "step_s", "source", *COLUMNS)
 FREE = ("matmul", "memory", "traffic", "launch_s", "link", "network", "fixed_s")
 FEWEST = 4  # rows
+ROUNDS = 60  # of the fit: runs are few, and it is soon done
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def fitted(runs: Sequence[Ran], cluster: Cluster, start: Era) -> Fitted:
         return lambda era: np.array([_step_s(one.posed, cluster, era) for one in those])
 
     train = [one for one in runs if not one.held]
-    era = fit(predict(train), list(seconds[kept]), start, FREE)
+    era = fit(predict(train), list(seconds[kept]), start, FREE, rounds=ROUNDS)
     wrong = predict(runs)(era) / seconds - 1
     errors: dict[str, tuple[list[float], list[float]]] = {}
     for one, error in zip(runs, wrong, strict=True):

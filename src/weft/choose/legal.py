@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from ..config import Run
 from ..data import Dataset
 from ..errors import NeedsData, Refusal
 from ..layout import Layout
-from ..roles import find
+from ..roles import block_lists
 from .posed import with_choice
 from .ranking import Row
 
@@ -53,14 +54,18 @@ class Judge:
 
     def _refusal(self, row: Row) -> Refusal | None:
         there = chosen(self.run, row)
-        if row.schedule and (short := shortened(self.bare)) is not self.bare:
+        if row.schedule and self._short is not self.bare:
             layout = Layout.parse(row.layout)
             two = Layout(tuple((a, 2 if a == "pp" else n) for a, n in layout.sizes), layout.options)
             options = {**row.options, "chunks": 2} if row.options else {}
             fewer = with_choice(self.run, str(two), row.accumulate, row.recompute, row.schedule, options)
-            if self._asked(fewer, short) is None:
+            if self._asked(fewer, self._short) is None:
                 return None
         return self._asked(there, self.bare)
+
+    @cached_property
+    def _short(self) -> nn.Module:
+        return shortened(self.bare)
 
     def _alone(self, part: str) -> Refusal | None:
         """One axis, with as many samples as it has ranks."""
@@ -84,10 +89,11 @@ class Judge:
 def shortened(model: nn.Module) -> nn.Module:
     """The same model with KEPT blocks at each end of every row of equal blocks; itself where none is longer than DEEP.
     The model is not changed, and shares its modules."""
-    if not any(len(blocks) > DEEP for blocks in find(model).blocks):
+    rows = block_lists(model)
+    if not any(len(blocks) > DEEP for blocks in rows):
         return model
     made = _opened(model)
-    for blocks in find(model).blocks:
+    for blocks in rows:
         owner, _, leaf = blocks[0].rpartition(".")[0].rpartition(".")
         parent = made
         for name in filter(None, owner.split(".")):

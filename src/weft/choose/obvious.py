@@ -101,6 +101,8 @@ def why(question: Question, row: Row, best: Row) -> str:
     mine, its = shares(best), shares(row)
     axis = max(its, key=lambda name: its[name] * row.step_s - mine.get(name, 0.0) * best.step_s)
     slower = f"{times:.2g} x slower" if times >= 1.1 else f"{times - 1:.0%} slower"
+    if its.get(axis, 0.0) < 0.005:  # all of it takes longer: matrices are smaller, or a stage is
+        return slower
     return f"{slower}: {axis} {its[axis]:.0%}{_crossing(question, row, axis)}"
 
 

@@ -26,7 +26,7 @@ SLICE = 50_000  # choices that are priced at once
 RESCHEDULED = 4_000  # pipelines at most that are priced with every schedule
 LAYOUTS = 36  # that are looked at more closely
 EACH = 3  # choices of each of these
-ACTIONS = 250_000  # that are simulated, over all
+ACTIONS = 150_000  # that are simulated, over all
 TIE = 0.01  # times that differ by less are no reason to have one more axis
 
 Progress = Callable[[int, int], None]  # choices priced, of how many

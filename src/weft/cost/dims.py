@@ -79,7 +79,7 @@ def work(
         (("tp", v * h),), 0.0, tied=dims.tied,
     )  # fmt: skip
     blocks = (first, *layers, norm, head)
-    flops = 3 * sum(b.count * _model_flops(dims, b.name == "routed") for b in layers) + 6 * s * h * v
+    flops = 3.0 * sum(b.count * _model_flops(dims, b.name == "routed") for b in layers) + 6 * s * h * v
     return Work(name, blocks, s, flops, dtype, item, vocab=v)
 
 

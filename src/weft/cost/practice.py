@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Practice:
     """Bytes of one parameter: `weight_bytes` that rest; `copy_bytes` of a second copy in the dtype computed in, where
     there is one: a lasting one, which weights that fsdp gathers have none of, or, if `copies_live`, one for each

@@ -52,7 +52,7 @@ def prepared(run: Run, cluster: str, era: str | None) -> Setup:
         raise ConfigError("workers", list(run.workers), "has no layout", "leave [workers] out")
     where = Cluster.parse(cluster)
     software = where.hardware.era(era_of(where, era))
-    asked = posed(run)
+    asked = posed(run, device=where.hardware.kind)
     return Setup(
         run.layout.axes, asked.work, asked.choices, where, software, asked.practice, run.train.steps, asked.sync
     )

@@ -52,7 +52,7 @@ def predicted(run: Run, device: torch.device) -> Predicted | str:
         hardware = sheet(device)
         if hardware is None:
             return "weft calibrate measures this machine, and what to expect of a run is said then"
-        asked = posed(run)
+        asked = posed(run, device=device.type)
         cluster = Cluster(hardware=hardware, devices=Layout.parse(run.layout.axes).world)
         era = hardware.eras.get(ERA) or next(iter(hardware.eras.values()))
         made = estimate(asked.work, asked.choices, cluster, era, asked.practice, asked.sync)
