@@ -268,6 +268,15 @@ def test_a_simulation_agrees_with_the_closed_form() -> None:
         assert after.simulated and after.step_s == pytest.approx(before.step_s, rel=1e-6)
 
 
+def test_a_simulation_that_rows_share_is_of_each() -> None:
+    """What comes after the pipeline has other names with dp than with fsdp."""
+    asked = question(16, large(), batch=512, memory_gib=200.0)
+    rows = [row for row in rank(asked, Pattern.parse("pp2.tp2.*")).rows if row.simulated]
+    assert len({row.layout for row in rows}) > 4
+    for row in rows:
+        assert row.step_s == pytest.approx(simulated(asked, [row])[0].step_s, rel=1e-9), row.layout
+
+
 def test_where_nothing_fits_the_nearest_comes_first() -> None:
     found = rank(question(4, large(), batch=64, memory_gib=4.0))
     assert not found.fits and found.wide

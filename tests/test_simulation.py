@@ -41,7 +41,7 @@ def setup(axes: str, batch: int = 64, accumulate: int = 4, named: str = "1f1b", 
     choices = Choices.of([layout], batch=batch, accumulate=accumulate, schedule=named, chunks=chunks)
     cluster = Cluster.parse(f"h100x{layout.world}")
     software = cluster.hardware.era("megatron").model_copy(update=era)
-    return Setup(axes, dims.work(MODEL), choices, cluster, software, Practice(), 1000)
+    return Setup(axes, dims.work(MODEL), choices, cluster, software, Practice(added_bytes=12.0), 1000)
 
 
 def step_s(made: Setup, slow: dict[int, float]) -> float:

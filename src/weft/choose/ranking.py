@@ -17,7 +17,7 @@ from ..cost.estimate import Estimate
 from ..cost.hardware import GIB
 from ..cost.parts import Part
 from ..simulate import simulate
-from ..simulation.setup import Setup
+from ..simulation.setup import Setup, comes_after
 from .candidates import Candidates, candidates, scheduled, together
 from .patterns import ANY, Pattern
 from .question import Question
@@ -223,7 +223,7 @@ class _Pipelines:
     """Simulations of pipelines, each once: layouts that differ in their data axes mostly have the same."""
 
     def __init__(self) -> None:
-        self.left, self._known = ACTIONS, dict[tuple, tuple[float, frozenset[str]]]()
+        self.left, self._known = ACTIONS, dict[tuple, float]()
 
     def run(self, question: Question, row: Row) -> Row:
         """What no closed form of a bubble knows: the first and the last stage have other work, messages take time."""
@@ -232,7 +232,7 @@ class _Pipelines:
             if self.left <= 0:
                 return row
             self._known[key] = self._makespan(question, row)
-        return _with(row, *self._known[key])
+        return _with(row, self._known[key])
 
     def _key(self, row: Row) -> tuple:
         """All that a stage's work depends on: data axes, where experts are spread over them, or each microbatch waits
@@ -243,8 +243,8 @@ class _Pipelines:
         zero = int(c.zero[0]) if waits else 0
         return row.schedule, tuple(row.options.items()), row.accumulate, row.recompute, sizes, zero, bool(c.sequence[0])
 
-    def _makespan(self, question: Question, row: Row) -> tuple[float, frozenset[str]]:
-        """Seconds, and the parts of a step that come after. Of many microbatches a few are run: each of the others
+    def _makespan(self, question: Question, row: Row) -> float:
+        """Seconds, without what comes after a pipeline. Of many microbatches a few are run: each of the others
         takes as long as the busiest rank works on it."""
         q, c, ranks = question, row.chosen.choices, int(row.chosen.choices.sizes["pp"][0])
         few = min(row.accumulate, 2 * ranks + row.accumulate % ranks)
@@ -257,14 +257,14 @@ class _Pipelines:
         fields = (step.costs.each(name, made.stages) for name in ("forward_s", "backward_s", "weight_s"))
         for place, *seconds in zip(made.placement, *fields):
             busy[place] += sum(seconds)
-        makespan = simulate(made, step.costs).makespan_s + (row.accumulate - few) * max(busy)
-        return makespan, frozenset(step.after)
+        return simulate(made, step.costs).makespan_s + (row.accumulate - few) * max(busy)
 
 
-def _with(row: Row, makespan: float, after: frozenset[str]) -> Row:
+def _with(row: Row, makespan: float) -> Row:
     """The row with a pipeline that takes so long. Messages are in the bubble then."""
     kept = {name: value for name, value in row.time.items() if name not in ("bubble", "pp exposed")}
-    kept["bubble"] = makespan - sum(value for name, value in kept.items() if name not in after)
+    after = sum(kept.get(part.name, 0.0) for part in row.time_parts if comes_after(part))
+    kept["bubble"] = makespan - (sum(kept.values()) - after)
     step = sum(kept.values())
     change = row.step_s / step
     return replace(

@@ -20,6 +20,7 @@ from .. import schedule
 from ..cost.choices import AXES, Choices
 from ..cost.estimate import Estimate, estimate, stage_costs
 from ..cost.hardware import Cluster, Era
+from ..cost.parts import Part
 from ..cost.practice import Practice
 from ..cost.work import Work
 from ..costs import Costs
@@ -35,8 +36,13 @@ CARRIES = {  # axis -> what of a block travels over it
 AFTER = ("dp exposed", "fsdp reduce exposed", "fsdp gather exposed", "optimizer", "fixed", "stragglers")
 BESIDE = {  # parts that each microbatch waits for, where they come with each -> the action that waits
     "fsdp forward gather exposed": "forward_s", "fsdp backward gather exposed": "backward_s",
-    "fsdp reduce exposed": "backward_s",
+    "fsdp reduce exposed": "backward_s", "accumulation": "backward_s",
 }  # fmt: skip
+
+
+def comes_after(part: Part) -> bool:
+    """Whether a part of a step's time comes once, after the pipeline."""
+    return part.name in AFTER and not (part.name in BESIDE and float(np.max(part.symbols.get("times", 1))) > 1)
 
 
 @dataclass(frozen=True)
@@ -157,11 +163,10 @@ class Setup:
         stages, m = self.schedule.stages, int(self.choices.accumulate[0])
         chunks, waits, after = stages // self.schedule.ranks, {"forward_s": 0.0, "backward_s": 0.0}, {}
         for name, part in parts.items():
-            times = float(np.max(part.symbols.get("times", 1)))
-            if name in BESIDE and (times > 1 or name not in AFTER):
+            if comes_after(part):
+                after |= {name: float(part.value[0])} if part.value[0] else {}
+            elif name in BESIDE:
                 waits[BESIDE[name]] += float(part.value[0]) / m / chunks
-            elif name in AFTER and part.value[0]:
-                after[name] = float(part.value[0])
         more: dict[str, Any] = {
             field: tuple(s + wait for s in costs.each(field, stages)) for field, wait in waits.items()
         }
