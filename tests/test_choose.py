@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -276,6 +277,15 @@ def test_a_pipeline_that_several_share_is_what_each_has_by_itself() -> None:
         assert found.simulated and found.step_s == pytest.approx(simulated(asked, [row])[0].step_s), row.layout
 
 
+def test_a_simulation_that_rows_share_is_of_each() -> None:
+    """What comes after the pipeline has other names with dp than with fsdp."""
+    asked = question(16, large(), batch=512, memory_gib=200.0)
+    rows = [row for row in rank(asked, Pattern.parse("pp2.tp2.*")).rows if row.simulated]
+    assert len({row.layout for row in rows}) > 4
+    for row in rows:
+        assert row.step_s == pytest.approx(simulated(asked, [row])[0].step_s, rel=1e-9), row.layout
+
+
 def test_where_nothing_fits_the_nearest_comes_first() -> None:
     found = rank(question(4, large(), batch=64, memory_gib=4.0))
     assert not found.fits and found.wide
@@ -345,6 +355,19 @@ def test_why_the_obvious_are_not_the_best() -> None:
     assert "over nodes" not in said["tensor parallel in a node"].why
     assert {name for name, _ in patterns(asked, 64)} >= set(said)
     assert why(asked, best, best) == "as fast"
+    faster = replace(across.row, step_s=best.step_s)
+    assert {one.name: one for one in losers(asked, 64, best, [faster])}["tensor parallel over two nodes"].row is faster
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8, 16, 32])
+def test_the_obvious_have_room(devices: int) -> None:
+    """As many ranks as devices, and each of its axes more than one."""
+    for _, text in patterns(question(devices, large(), batch=512), devices):
+        sizes = [size for _, size in Pattern.parse(text).sizes]
+        left = devices // math.prod(size or 1 for size in sizes)
+        assert devices % math.prod(size or 1 for size in sizes) == 0 and 1 not in sizes
+        assert sum(size is None for size in sizes) in ((0,) if left == 1 else (1, 2)), text
+        assert sizes.count(None) < 2 or any(left % n == 0 for n in range(2, left)), text
 
 
 def test_a_bubble_is_named() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import weft
 from weft import config, dispatch
+from weft.chart import chart
 from weft.config import Run
 from weft.engine import Engine
 from weft.errors import Refusal
@@ -51,6 +52,20 @@ def hugging_face(kind: str) -> nn.Module:
         )  # fmt: skip
     model: nn.Module = t.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     return model
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
+def test_a_chart_without_data(kind: str) -> None:
+    """Whose weights are on the meta device: the same calls, of the same FLOPs, experts' too."""
+    ids = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+    with torch.device("meta"):
+        bare = hugging_face(kind)
+    model = hugging_face(kind)
+    there, here = ([(e.name, e.flops) for e in chart(one, ids).events] for one in (bare, model))
+    assert there == here
+    experts = sum(flops for name, flops in there if name.endswith("mlp.experts"))
+    active, width = 2, 48 if kind == "mixtral" else 24
+    assert experts == 2 * 2 * 16 * active * 3 * 32 * width  # layers, FLOPs of a product, tokens, and three matrices
 
 
 def subject(kind: str, recompute: Any = "none", **options: Any) -> Subject:

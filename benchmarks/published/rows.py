@@ -79,17 +79,31 @@ class Case:
     told: bool = True  # whether the row says what is recomputed
 
 
-def whole(row: Row, name: str, default: int | None = None) -> int:
-    """Raises Uncovered for a cell that is empty and has no default."""
+LARGEST = 2**40  # of a number in a row: products of several are still exact
+
+
+def number(row: Row, name: str) -> float | None:
+    """None for a cell that is empty, or 0. Raises Uncovered for one that is no size."""
     text = (row.get(name) or "").strip()
-    if not text:
+    try:
+        value = float(text or 0)
+    except ValueError:
+        raise Uncovered(f"{name} = {text!r} is no number") from None
+    if not 0 <= value <= LARGEST:
+        raise Uncovered(f"{name} = {text!r} is no size")
+    return value or None
+
+
+def whole(row: Row, name: str, default: int | None = None) -> int:
+    """Raises Uncovered for a cell that is empty, or 0, and has no default, and for one that is no whole number."""
+    value = number(row, name)
+    if value is None:
         if default is None:
             raise Uncovered(f"{name} is not known")
         return default
-    try:
-        return int(float(text))
-    except ValueError:
-        raise Uncovered(f"{name} = {text!r} is no number") from None
+    if value != int(value):
+        raise Uncovered(f"{name} = {value:g} is no whole number")
+    return int(value)
 
 
 def flag(row: Row, name: str) -> bool:
@@ -142,7 +156,7 @@ def hardware(row: Row) -> Hardware:
     if found is None:
         raise Uncovered(f"there is no sheet of {name}")
     sheet = named(found)
-    memory = float(row.get("accel_mem_gb") or 0)
+    memory = number(row, "accel_mem_gb")
     if memory:
         sheet = sheet.model_copy(update={"device": sheet.device.model_copy(update={"memory_gib": memory})})
     if "omni" in (row.get("inter_link") or "").lower():
@@ -192,9 +206,9 @@ def case(row: Row) -> Case:
     if "fp4" in dtype:
         raise Uncovered(f"{row.get('dtype')}: there are no peaks of 4 bits")
     if "fp8" in dtype:
-        if "fp8" not in sheet.device.flops:
-            raise Uncovered(f"{sheet.name} has no peak of 8 bits")
         practice = replace(practice, compute="fp8")
+    if practice.compute not in sheet.device.flops:
+        raise Uncovered(f"{sheet.name} has no peak of {practice.compute}")
     sizes = {axis: whole(row, axis, 1) for axis in ("tp", "cp", "pp", "ep")}
     n = whole(row, "n_accel", 0) or whole(row, "dp") * sizes["tp"] * sizes["cp"] * sizes["pp"]
     dp = whole(row, "dp", n // (sizes["tp"] * sizes["cp"] * sizes["pp"]))
@@ -327,8 +341,11 @@ def sites() -> dict[tuple[str, str], Era]:
 
 def read(path: Path) -> list[Row]:
     """Raises SystemExit for a file that is no table with a row_id."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [{key: text for key, text in row.items() if key} for row in csv.DictReader(file)]
+    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        raise SystemExit(f"{path} cannot be read: {problem}") from None
     if rows and "row_id" not in rows[0]:
         raise SystemExit(f"{path} has no column row_id")
     return rows

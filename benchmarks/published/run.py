@@ -16,12 +16,15 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
 import rows as published
+
+from weft.errors import Refusal
 
 HERE = Path(__file__).parent
 GIB = 2.0**30
@@ -53,10 +56,8 @@ class Predicted:
         beyond = any(word in kind for word in ("reserved", "smi", "driver", "process", "max first"))
         nbytes = estimate.reserved_bytes if beyond else estimate.peak_bytes
         self.peak_gib = float(nbytes[place]) / GIB
-        text = row.get("d_iter_time_s") or row.get("iter_time_s") or ""
-        self.measured_s = float(text) if text else None
-        peak = row.get("peak_mem_gib") or ""
-        self.measured_gib = float(peak) if peak else None
+        self.measured_s = measured(row, "d_iter_time_s") or measured(row, "iter_time_s")
+        self.measured_gib = measured(row, "peak_mem_gib")
         self.oom = (row.get("oom") or "").upper().startswith("Y")
 
     @property
@@ -66,14 +67,23 @@ class Predicted:
         return self.step_s / self.measured_s - 1
 
 
+def measured(row: published.Row, name: str) -> float | None:
+    """None for a cell that is no measurement."""
+    try:
+        return published.number(row, name)
+    except published.Uncovered as problem:
+        print(f"{row['row_id']} is not scored: {problem}", file=sys.stderr)
+        return None
+
+
 def predictions(rows: Sequence[published.Row]) -> tuple[list[Predicted], Counter[str]]:
     """Covered rows, and how many are not covered for which reason."""
     cases, kept, reasons = [], [], Counter[str]()
     for row in rows:
         try:
-            cases.append(published.case(row))
+            cases.append(replace(published.case(row), row_id=str(len(kept))))  # names of rows may repeat
             kept.append(row)
-        except (published.Uncovered, ValueError, KeyError, ZeroDivisionError) as error:
+        except (published.Uncovered, Refusal) as error:
             reasons[f"{row.get('source_id') or 'rows'}: {error}"] += 1
             print(f"{row['row_id']} is not covered: {error}", file=sys.stderr)
     found = published.predict(cases)

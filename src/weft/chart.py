@@ -29,6 +29,7 @@ from .staging import Given, Made, State, Unknown
 from .watch import (
     CHECKPOINT,
     FUNCTION,
+    GROUPED,
     METADATA,
     RANDOM,
     SIMPLE,
@@ -41,6 +42,7 @@ from .watch import (
     line,
     name_of,
     native,
+    outcome,
     read,
     rebuilt,
     storage_of,
@@ -206,9 +208,11 @@ class _Flops(TorchDispatchMode):
     total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = outcome(func, args, kwargs or {})
         packet = func._overloadpacket
-        if packet in flop_registry:
+        if packet is GROUPED:
+            self.total += 2.0 * out.numel() * args[0].shape[-1]
+        elif packet in flop_registry:
             self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
             self.total += sdpa_flop_count(*(t.shape for t in args[:3]))

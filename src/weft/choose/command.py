@@ -82,7 +82,7 @@ def plan(
     best = judge.first(found.rows)
     if best is None:
         raise judge.refused[0][1]
-    others = [] if pattern.exact else losers(question, found.devices, best)
+    others = [] if pattern.exact else losers(question, found.devices, best, found.rows)
     out = [] if pattern.exact else left_out(question, found.devices, pattern)
     took = time.perf_counter() - began
     return Report(question, found, best, others, judge.refused, out, named, took), chosen(run, best)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,9 @@ def patterns(question: Question, devices: int) -> Iterator[tuple[str, str]]:
     node, work = min(question.cluster.hardware.node, devices), question.work
     nodes = devices // node if devices % node == 0 else 1
     heads = any(block.heads for block in work.blocks)
+    if devices == 1:
+        return
+    several = any(devices % size == 0 for size in range(2, math.isqrt(devices) + 1))  # two axes have room
     yield "data parallel", f"dp{devices}"
     yield "fully sharded", f"fsdp{devices}"
     if nodes > 1:
@@ -42,25 +45,30 @@ def patterns(question: Question, devices: int) -> Iterator[tuple[str, str]]:
     if heads and node > 1:
         yield "tensor parallel in a node", f"dp*.tp{node}" if nodes > 1 else f"tp{node}"
     if heads and nodes > 1:
-        yield "tensor parallel over two nodes", f"dp*.tp{2 * node}"
-    if work.depth > 1:
+        yield "tensor parallel over two nodes", f"dp*.tp{2 * node}" if nodes > 2 else f"tp{2 * node}"
+    if work.depth > 1 and several:
         yield "pipeline and data parallel", "pp*.dp*"
-        if heads and nodes > 1:
+        if heads and nodes > 3:
             yield "3D, as Megatron has it", f"pp*.dp*.tp{node}"
     if any(block.experts for block in work.blocks):
-        yield "experts in a node", f"dp*.ep{node}"
+        if nodes > 1:
+            yield "experts in a node", f"dp*.ep{node}"
         yield "experts on all", f"ep{devices}"
 
 
-def losers(question: Question, devices: int, best: Row) -> list[Loser]:
-    """Each that is not the best layout itself."""
+def losers(question: Question, devices: int, best: Row, ranked: Sequence[Row] = ()) -> list[Loser]:
+    """Each that is not the best layout itself. One that is among the `ranked` is what it is there, unless faster."""
+    known: dict[str, Row] = {}
+    for row in ranked:
+        known.setdefault(row.layout, row)
     found = []
     for name, text in patterns(question, devices):
-        row = _best(question, devices, Pattern.parse(text))
-        if row is None:
+        first = _best(question, devices, Pattern.parse(text))
+        if first is None:
             found.append(Loser(name, text, None, _refused(question, devices, text)))
-        elif row.layout != best.layout:
-            found.append(Loser(name, text, row, why(question, row, best)))
+        elif first.layout != best.layout:
+            least = min((first, known.get(first.layout, first)), key=lambda row: (not row.fits, row.step_s))
+            found.append(Loser(name, text, least, why(question, least, best)))
     return found
 
 
@@ -85,7 +93,7 @@ def _refused(question: Question, devices: int, text: str) -> str:
     """Why the rules allow nothing of a pattern: by the sizes that it gives."""
     row = {axis: int(size) for axis, size in Pattern.parse(text).sizes if size}
     sizes = dict.fromkeys(("pp", "dp", "fsdp", "ep", "cp", "up", "tp"), 1) | row
-    return refusal(sizes, question) or f"nothing that the rules allow has {devices} ranks"
+    return refusal(sizes, question) or f"no sizes that the rules allow make {devices:,} ranks"
 
 
 def why(question: Question, row: Row, best: Row) -> str:
@@ -94,7 +102,7 @@ def why(question: Question, row: Row, best: Row) -> str:
         return f"does not fit by {_gib(row.over_bytes)} GiB"
     times = row.step_s / best.step_s
     if times < 1 / NEAR:
-        return f"{1 / times - 1:.0%} faster, and not what is asked for"
+        return f"{1 / times - 1:.0%} faster, but left out of this search"
     if times < NEAR:
         more = len(Layout.parse(row.layout).axes) > len(Layout.parse(best.layout).axes)
         return "as fast" + (", with more axes" if more else "")

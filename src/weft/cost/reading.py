@@ -33,7 +33,20 @@ from ..parallelize import DTYPES
 from ..randomness import Randomness
 from ..roles import Roles, features
 from ..routing import routed
-from ..watch import SIMPLE, intercepted, is_weight, native, others, rebuilt, storage_of, tensors, twin, without_data
+from ..watch import (
+    GROUPED,
+    SIMPLE,
+    intercepted,
+    is_weight,
+    native,
+    others,
+    outcome,
+    rebuilt,
+    storage_of,
+    tensors,
+    twin,
+    without_data,
+)
 from .work import Cut, Kind
 
 _ATTENTION = {  # fused kernels: (query, key, value, ...), and where among the arguments `is_causal` stands
@@ -43,7 +56,6 @@ _ATTENTION = {  # fused kernels: (query, key, value, ...), and where among the a
     torch.ops.aten._scaled_dot_product_cudnn_attention: 6,
 }
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_GROUPED = torch.ops.aten._grouped_mm
 _CALLED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # scaled_dot_product_attention's arguments
 _ADDED = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 _NONE: tuple[Kind, float, float, tuple[int, ...], int] = ("memory", 0.0, 0.0, (), 0)
@@ -414,7 +426,7 @@ class Reading(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.aside:
             return func(*args, **kwargs)
-        out = self._unseen(lambda: _outcome(func, args, kwargs))
+        out = self._unseen(lambda: outcome(func, args, kwargs))
         made, given = tensors(out), tensors((args, kwargs))
         if not made:
             return out
@@ -576,7 +588,7 @@ def _work(packet: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Kind, float
         place = _ATTENTION[packet]
         causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
         return "attention", full * (0.5 if causal else 1.0), full, (), 0
-    if packet is _GROUPED:
+    if packet is GROUPED:
         rows, weights = args[:2]
         flops = 2.0 * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
         return "matmul", flops, flops, tuple(sorted(weights.shape[-2:])), weights.shape[0]
@@ -588,21 +600,12 @@ def _work(packet: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Kind, float
 
 
 def _is_heavy(packet: Any) -> bool:
-    return packet in flop_registry or packet in _ATTENTION or packet in (_GROUPED, _ATTENTION_BACKWARD)
+    return packet in flop_registry or packet in _ATTENTION or packet in (GROUPED, _ATTENTION_BACKWARD)
 
 
 def _moved(given: list[tuple[Tensor, int]], made: list[tuple[Tensor, int]]) -> int:
     """Bytes that are read and written; each storage once."""
     return sum(_nbytes(t) for t in {storage: t for t, storage in (*given, *made)}.values())
-
-
-def _outcome(func: Any, args: tuple, kwargs: dict) -> Any:
-    if func._overloadpacket is _GROUPED and args[0].ndim == 2 and args[1].ndim == 3:
-        return args[0].new_empty((args[0].shape[0], args[1].shape[2]))  # torch knows its shape for bf16 alone
-    if func._overloadpacket is _GROUPED and args[0].ndim == args[1].ndim == 2:
-        offsets = args[2] if len(args) > 2 else kwargs["offs"]
-        return args[0].new_empty((len(offsets), args[0].shape[0], args[1].shape[1]))
-    return func(*args, **kwargs)
 
 
 def _nbytes(t: Tensor) -> int:
