@@ -100,6 +100,10 @@ def test_values_of_devices_lie_where_the_layout_puts_them() -> None:
 def test_without_a_pipeline_a_step_is_the_estimate(axes: str) -> None:
     made = setup(axes)
     assert step_s(made, {}) == pytest.approx(float(made.estimate().step_s[0]), rel=1e-9)
+    small = made.cluster.hardware.device.model_copy(update={"memory_gib": 1.0})
+    hardware = made.cluster.hardware.model_copy(update={"device": small})
+    step = replace(made, cluster=made.cluster.model_copy(update={"hardware": hardware})).step()
+    assert step.over_bytes == pytest.approx(step.memory_bytes - 2**30) and step.over_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ class Report:
         return "\n".join(lines)
 
     def _limit(self, row: Row) -> str:
+        if not row.fits:
+            return f"{limits(row)}; does not fit by {row.over_bytes / GIB:,.1f} GiB"
         share = row.held_bytes / self.question.memory_bytes
         return limits(row) + (f", memory {share:.0%}" if share > 0.9 else "")
 

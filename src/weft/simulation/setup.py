@@ -19,7 +19,7 @@ import numpy as np
 from .. import schedule
 from ..cost.choices import AXES, Choices
 from ..cost.estimate import Estimate, estimate, stage_costs
-from ..cost.hardware import Cluster, Era
+from ..cost.hardware import GIB, Cluster, Era
 from ..cost.parts import Part
 from ..cost.practice import Practice
 from ..cost.work import Work
@@ -174,6 +174,6 @@ class Setup:
         period = self.sync.period if isinstance(self.sync, EachPeriod) else 1
         exchange = float(np.max(parts["dp exposed"].symbols["comm_s"])) * period
         return Step(
-            replace(costs, **more), after, exchange, float(found.step_s[0]), float(found.reserved_bytes[0]),
-            float(found.over_bytes[0]),
+            replace(costs, **more), after, exchange, float(found.step_s[0]),
+            float(found.peak_bytes[0]) + slow.era.context_gib * GIB, float(found.over_bytes[0]),
         )  # fmt: skip
