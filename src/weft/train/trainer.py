@@ -490,7 +490,7 @@ def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float, speaks: b
         "time": str(timedelta(seconds=round(total_s))),
         "memory": f"{decimal(highest(peak_memory_bytes(engine.mesh.device)))} at most on a rank",
     }
-    if speaks and isinstance(engine, Engine) and loop.paces:
+    if speaks and not interrupted and isinstance(engine, Engine) and loop.paces:
         rows |= _expected(run, loop, engine.mesh.device)
     return rows | {"folder": run.output}
 
