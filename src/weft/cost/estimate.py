@@ -387,7 +387,10 @@ class Priced:
 
     def _added(self) -> Part:
         routed, plain = held(self._stages[0], self.work, self.choices)
-        m, params, nbytes = self.choices.accumulate, routed + plain, self.practice.added_bytes
+        few, many = shards(self.choices)
+        parted = (many > 1) & (self.choices.zero >= 2)  # each microbatch's is reduced, and the shard of it is added
+        params = np.where(parted, routed / few + plain / many, routed + plain)
+        m, nbytes = self.choices.accumulate, self.practice.added_bytes
         rate = self.cluster.hardware.device.memory_bps * self.era.memory
         return Part("accumulation", m * params * nbytes / rate, "m x params x added_bytes / memory_bps",
                     {"m": m, "params": params, "added_bytes": nbytes, "memory_bps": rate})  # fmt: skip

@@ -162,7 +162,8 @@ class Setup:
                     parts[part.name] = part
         costs = stage_costs(slow.work, slow.choices, 0, slow.cluster, slow.era, slow.practice)
         stages, m = self.schedule.stages, int(self.choices.accumulate[0])
-        chunks, waits, after = stages // self.schedule.ranks, {"forward_s": 0.0, "backward_s": 0.0}, {}
+        chunks, waits = stages // self.schedule.ranks, {"forward_s": 0.0, "backward_s": 0.0}
+        after: dict[str, float] = {}
         for name, part in parts.items():
             if follows(part) and part.value[0]:
                 after[name] = float(part.value[0])
