@@ -6,7 +6,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -107,9 +107,10 @@ def _owner(model: type[BaseModel], found: tuple[int | str, ...]) -> tuple[type[B
     for part in found:
         if not (isinstance(inside, type) and issubclass(inside, BaseModel)):
             tables = [a for a in get_args(inside) if isinstance(a, type) and issubclass(a, BaseModel)]
-            if not tables:
+            if not tables and get_origin(inside) is not dict:
                 break
-            model = inside = tables[0]
+            inside = tables[0] if tables else get_args(inside)[1]
+            model = tables[0] if tables else model
         else:
             model, info = inside, inside.model_fields.get(str(part))
             inside = info.annotation if info is not None else None
