@@ -54,11 +54,11 @@ def work(
     that is counted here."""
     item, s, h, v = ITEM[dtype], dims.seq_len, dims.hidden, dims.vocab
     token = s * h * item
-    learned = "positions" if not dims.gated else ""
+    learned = () if dims.gated else (("whole", s * h),)  # positions
     first = Block(
         "embedding", 1,
         (Op("embedding", "memory", "sequence", moved_bytes=3 * token, saved_bytes=token),),
-        (("tp", v * h), *((("whole", s * h),) if learned else ())), token, reduced_bytes=token, reductions=1,
+        (("tp", v * h), *learned), token, reduced_bytes=token, reductions=1,
     )  # fmt: skip
     dense = dims.dense if dims.num_experts else dims.layers
     layers = [
@@ -192,7 +192,7 @@ def _mlp(dims: Dims, width: int, item: int, fused: bool, kernels: float) -> list
             "memory",
             "tp",
             moved_bytes=inner * (gates + 1),
-            saved_bytes=inner,
+            saved_bytes=inner * (1 if fused else 2),
             backward=1.5,
             kernels=kernels,
         ),

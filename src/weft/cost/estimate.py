@@ -80,8 +80,8 @@ def stage_costs(work: Work, choices: Choices, index: int, cluster: Cluster, era:
     layers[0], layers[-1] = first.layers[0] / v, last.layers[0] / v
     total = sum(layers) or 1.0
     found = []
-    for index, share in enumerate(layers):
-        ends = (np.ones(1) * (index == 0), np.ones(1) * (index == count - 1))
+    for stage, share in enumerate(layers):
+        ends = (np.ones(1) * (stage == 0), np.ones(1) * (stage == count - 1))
         found.append(priced.rank(Stage(np.array([share / total]), *ends)).seconds)
     return Costs(
         forward_s=tuple(float(s.forward[0]) for s in found),
@@ -223,7 +223,7 @@ class Priced:
     @cached_property
     def message_s(self) -> Array:
         """Seconds of one message between stages."""
-        entry = next(block for block in self.work.blocks).output_bytes
+        entry = self.work.blocks[0].output_bytes
         tp = self.choices.sizes["tp"]
         parted = tp if self.practice.scatters else ways("sequence", self.choices)
         return self.network.send_s(entry * self._samples / parted, self.choices, "pp")
@@ -246,8 +246,7 @@ class Priced:
         share = np.where(whole > 0, (p * mean - whole) / np.where(p > 1, p - 1, 1) / np.where(whole > 0, whole, 1), 0.0)
         s = slow.seconds
         scaled = [np.maximum(share, 0.0) * value for value in (s.forward, s.backward + s.again, s.weight)]
-        idle, live = self._idle(scaled)
-        self._live = live
+        idle, self._live = self._idle(scaled)
         found.append(
             Part("bubble", idle, "what the schedule waits: its closed form over p, m, v and F, B, W of a stage",
                  {"p": p, "m": m, "v": v, "F": scaled[0], "B": scaled[1], "W": scaled[2]})

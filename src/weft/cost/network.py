@@ -15,8 +15,6 @@ import numpy as np
 from .choices import Array, Choices
 from .hardware import Cluster, Era
 
-TREE = 0.92  # of a ring's bandwidth
-
 
 @dataclass(frozen=True)
 class Group:
@@ -93,7 +91,7 @@ class Network:
         return np.where(group.size > 1, count * self.hops(group) + wire, 0.0)
 
     def reduce_s(self, nbytes: Array | float, group: Group) -> Array:
-        """An all-reduce of so many bytes: a ring's, or a tree's where that is sooner."""
+        """An all-reduce of so many bytes, at a ring's bandwidth."""
         ring = 2 * (group.size - 1) / group.size * nbytes / self.bandwidth(group)
         return np.where(group.size > 1, 2 * self.hops(group) + ring, 0.0)
 
@@ -106,15 +104,14 @@ class Network:
         return np.where(group.size > 1, self.hops(group) + slowest, 0.0)
 
     def send_s(self, nbytes: Array | float, choices: Choices, axis: str) -> Array:
-        """A message to the neighbour on this axis: over the innermost network that holds most such neighbours."""
+        """A message to the neighbour on this axis, over the innermost network that holds them all."""
         stride, size = choices.strides[axis], choices.sizes[axis]
         found = np.zeros(len(choices))
         reached = np.zeros(len(choices), bool)
         for index, tier in enumerate(self.cluster.hardware.tiers):
             rate = self._rate(index, "send")
-            holds = stride < (tier.devices or np.inf) if tier.devices else np.ones(len(choices), bool)
-            # a pipeline that fits in two of them crosses once in a while, and its slowest message sets the pace
-            holds = holds & ((stride * size <= tier.devices) if tier.devices else True)
+            # where only some neighbours are apart, their messages set the pace
+            holds = stride * size <= (tier.devices or np.inf)
             found = np.where(~reached & holds, tier.latency_s + nbytes / rate, found)
             reached |= holds
         return np.where(size > 1, found, 0.0)
