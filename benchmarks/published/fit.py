@@ -17,14 +17,14 @@ import numpy as np
 import rows as published
 
 from weft.cost.fit import fit
-from weft.cost.hardware import SHEETS, Era, named
+from weft.cost.hardware import SHEETS, Era, named, read
 
 HERE = Path(__file__).parent
 MEGATRON = ("matmul", "matmul_flops", "memory", "launch_s", "link", "network", "fixed_s", "ragged")
 SHARDED = (
-    "matmul", "matmul_flops", "attention", "attention_backward", "memory", "traffic", "launch_s", "network", "hidden",
-    "fixed_s",
+    "matmul", "matmul_flops", "attention", "attention_backward", "memory", "traffic", "network", "hidden", "fixed_s",
 )  # fmt: skip
+# launches are hidden in all of these runs, which therefore do not tell their cost
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,25 @@ class Fitted:
 
 
 MEGATRON_A100 = Era(matmul=0.78, matmul_flops=1e10, memory=0.7, launch_s=9e-5, link=0.8, network=0.7, fixed_s=0.01)
-EAGER_A100 = Era(matmul=0.8, matmul_flops=1e9, attention=0.5, attention_backward=0.3, memory=0.6, network=0.45)
+EAGER_A100 = Era(
+    matmul=0.8, matmul_flops=1e9, attention=0.5, attention_backward=0.3, memory=0.6, network=0.45, launch_s=1e-5
+)
+LIKE = (  # sheets without runs of an era, and the one whose constants stand there; their notes say so
+    ("b200", "h100", ("eager", "compiled", "megatron-core")),
+    ("gb200", "h100", ("eager", "compiled", "megatron-core")),
+    ("mi300x", "h100", ("eager", "compiled")),
+    ("tpu-v5e", "h100", ("compiled",)),
+    ("v100", "a100", ("eager", "compiled")),
+    ("v100", "h100", ("megatron-core",)),
+    ("h100", "a100", ("megatron",)),
+    ("h200", "a100", ("megatron",)),
+    ("b200", "a100", ("megatron",)),
+    ("gb200", "a100", ("megatron",)),
+    ("a100-pcie", "a100", ("megatron",)),
+    ("a100", "h100", ("megatron-core",)),
+    ("a100-40", "h100", ("megatron-core",)),
+    ("a100-pcie", "h100", ("megatron-core",)),
+)
 FITS = {
     "a100-megatron": Fitted(
         ("a100", "a100-40"), "megatron", {"vtrain": 1, "mlm_sc21_table1": 1, "korthikanti2022_table5": 1}, MEGATRON,
@@ -78,17 +96,9 @@ FITS = {
         ("matmul", "memory", "launch_s", "network", "fixed_s"), EAGER_A100, ours=False,
     ),
     "h100-core": Fitted(
-        ("h100", "h200"), "megatron-core", {"nemo_2024_h100": 1, "mlm_llama_h100_fp8": 0.3, "megatron_bridge": 0.3},
-        ("matmul", "eight", "attention", "memory", "link", "network", "hidden"), EAGER_A100,
+        ("h100", "h200"), "megatron-core", {"nemo_2024_h100": 1, "mlm_llama_h100_fp8": 0.3},
+        ("matmul", "eight", "attention", "memory", "hidden"), EAGER_A100,
         lambda row: "H100" in row["accelerator"],
-    ),
-    "b200-core": Fitted(
-        ("b200",), "megatron-core", {"megatron_bridge": 1}, ("matmul", "eight", "memory"), EAGER_A100,
-        lambda row: row["accelerator"] == "B200-SXM",
-    ),
-    "gb200-core": Fitted(
-        ("gb200",), "megatron-core", {"megatron_bridge": 1}, ("matmul", "eight", "memory"), EAGER_A100,
-        lambda row: "GB200" in row["accelerator"],
     ),
 }  # fmt: skip
 
@@ -150,6 +160,9 @@ def main() -> int:
                 put(SHEETS / f"{sheet}.toml", f"eras.{one.era}", era)
             else:
                 put(HERE / "eras.toml", f"{sheet}.{one.era}", era)
+    for sheet, like, eras in LIKE:
+        for era_name in eras:
+            put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", read(SHEETS / f"{like}.toml").eras[era_name])
     return 0
 
 
