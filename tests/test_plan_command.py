@@ -118,6 +118,12 @@ def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
     assert f"= {params} x 4 + {params} x 0\n" in said  # weights, and no copies
     assert f"= {params} x 4\n" in said  # gradients
     assert "= 0.02\n" in said
+    told = weft("plan", run, "--cluster", f"{sheet}x2", "--explain", "fsdp2+zero1", "--json").output
+    row = json.loads(told)["explained"]
+    assert row["layout"] == "fsdp2+zero1"
+    for kind, whole in (("time", row["step_s"]), ("memory", sum(row["memory"].values()))):
+        assert sum(part["value"] for part in row["parts"][kind]) == pytest.approx(whole)
+    assert all(part["formula"] for part in row["parts"]["time"])
     refused = weft("plan", run, "--cluster", f"{sheet}x2", "--explain", "tp8")
     assert refused.exit_code == 2 and "4 heads" in refused.output
 

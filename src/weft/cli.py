@@ -161,14 +161,19 @@ def plan(
         run = _load(path, settings, None, None)
 
         from .choose import command
+        from .choose.explain import explained, listed
+        from .choose.report import of_row
 
+        asked = None if explain is None else command.whole(explain)
         report, laid = command.plan(run, cluster, layout, era, memory, wide)
+        row = None if asked is None else command.found_as(report, asked)
         if out is not None:
             command.write(laid, out)
         if as_json:
-            typer.echo(json.dumps(report.json(top)))
-        elif explain is not None:
-            typer.echo(command.explain(report, explain))
+            more = {} if row is None else {"explained": of_row(row) | {"parts": listed(row)}}
+            typer.echo(json.dumps(report.json(top) | more))
+        elif row is not None:
+            typer.echo(explained(row))
         else:
             typer.echo(report.text(top))
             name = f"{path.stem}-{report.question.cluster.hardware.name}.toml"

@@ -23,15 +23,15 @@ from ..cost.hardware import GIB, Cluster
 from ..cost.work import Work
 from ..errors import ConfigError, LayoutError
 from ..layout import Layout
-from .candidates import Candidates, divisors, left_out, refusal
-from .explain import described, explained
+from .candidates import Candidates, candidates, divisors, left_out, refusal
+from .explain import described
 from .legal import Judge, chosen
 from .obvious import losers
 from .patterns import ANY, Pattern
 from .posed import choice, traced
 from .practice_of import practice
 from .question import Question
-from .ranking import Progress, Ranked, Row, rank, rows_of, simulated
+from .ranking import Progress, Ranked, Row, priced_best, rank, rows_of, simulated
 from .report import Report
 from .rules import SPREADING
 
@@ -107,19 +107,24 @@ def _alone(run: Run, question: Question, pattern: Pattern) -> Ranked:
     return Ranked(tuple(rows), rows[0].fits, 1, sum(row.simulated for row in rows), layout.world, True)
 
 
-def explain(report: Report, layout: str) -> str:
-    """One layout: as it was found, or the best way to run it. Raises LayoutError."""
+def whole(layout: str) -> Pattern:
+    """What --explain names. Raises LayoutError."""
     pattern = Pattern.parse(layout)
     if not pattern.exact:
-        raise LayoutError("--explain", layout, "is no whole layout", f"write one as in {report.best.layout}")
-    row = next((row for row in report.ranked.rows if row.layout == layout), None)
-    if row is None:
-        world = Layout.parse(layout).world
-        found = rank(_on(report.question, world), pattern, wide=True)
-        if not found.rows:
-            raise _nothing(_on(report.question, world), pattern)
-        row = found.rows[0]
-    return explained(row)
+        raise LayoutError("--explain", layout, "is no whole layout", "write one as in fsdp8.tp8")
+    return pattern
+
+
+def found_as(report: Report, pattern: Pattern) -> Row:
+    """A whole layout as it was found, or else the best way to run it. Raises LayoutError."""
+    row = next((row for row in report.ranked.rows if row.layout == pattern.text), None)
+    if row is not None:
+        return row
+    there = _on(report.question, Layout.parse(pattern.text).world)
+    found = rank(there, pattern, wide=True)
+    if not found.rows:
+        raise _nothing(there, pattern)
+    return found.rows[0]
 
 
 def _on(question: Question, devices: int) -> Question:
@@ -163,16 +168,18 @@ def _too_large(question: Question, pattern: Pattern, nearest: Row) -> ConfigErro
     )
     helps = []
     if not pattern.given("fsdp") and (pattern.more or "fsdp" in dict(pattern.sizes)):
-        away = rank(question, replace(pattern, sizes=_with_fsdp(pattern), options=(*pattern.options, OFFLOAD)))
-        if away.fits:
-            helps.append(f'--layout "{away.rows[0].layout.replace("+zero3", "")}.*" fits')
+        away = replace(pattern, sizes=_with_fsdp(pattern), options=(*pattern.options, OFFLOAD))
+        row = priced_best(question, candidates(question, question.cluster.devices, away))
+        if row is not None and row.fits:
+            helps.append(f'--layout "{row.layout}.*" fits')
     most = question.cluster.hardware.tiers[-1].devices or math.inf
     for times in MORE:
         if times * question.cluster.devices > most:
             break
-        larger = rank(_on(question, times * question.cluster.devices), pattern)
-        if larger.fits:
-            helps.append(f"{times * question.cluster.devices} devices would do, with {larger.rows[0].layout}")
+        larger = _on(question, times * question.cluster.devices)
+        row = priced_best(larger, candidates(larger, larger.cluster.devices, pattern))
+        if row is not None and row.fits:
+            helps.append(f"{larger.cluster.devices} devices would do, with {row.layout}")
             break
     fix = "; ".join(helps) or "use devices with more memory, shorter samples, or a smaller model"
     return ConfigError("--cluster", str(question.cluster), problem, fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,8 @@ from .ranking import Row
 
 def explained(row: Row) -> str:
     """Of one choice: seconds and GiB, part by part. Parts that are zero are left out."""
-    time = [part for part in row.time_parts if part.name in row.time and not (row.simulated and part.name == "bubble")]
     lines = [described(row), "", f"a step takes {row.step_s:.4g} s" + (", as simulated" if row.simulated else "")]
-    for part in time:
+    for part in _time(row):
         lines += _part(part, 1.0, "s")
     if row.simulated:
         lines += [f"  {'bubble, simulated':<28}{row.time['bubble']:>12.4g} s    messages between stages among it"]
@@ -32,11 +32,27 @@ def explained(row: Row) -> str:
     return "\n".join(lines)
 
 
+def listed(row: Row) -> dict[str, Any]:
+    """The same as one object: of each part its seconds or bytes, its formula, and the values in the formula."""
+    parts = {"time": _time(row), "memory": row.memory_parts}
+    return {kind: [_object(part) for part in found] for kind, found in parts.items()}
+
+
 def described(row: Row) -> str:
     """One choice in a line."""
     stages = f", {row.schedule}{_options(row.options)}" if row.schedule else ""
     again = f", recompute {row.recompute}" if row.recompute != "none" else ""
     return f"{row.layout}: {row.accumulate} microbatches of {row.microbatch}{stages}{again}"
+
+
+def _time(row: Row) -> list[Part]:
+    """Less those that a simulation replaced."""
+    return [part for part in row.time_parts if part.name in row.time and not (row.simulated and part.name == "bubble")]
+
+
+def _object(part: Part) -> dict[str, Any]:
+    symbols = {name: float(np.ravel(value)[0]) for name, value in part.symbols.items()}
+    return {"name": part.name, "value": float(part.value[0]), "formula": part.formula, "symbols": symbols}
 
 
 def _options(options: Mapping[str, int]) -> str:

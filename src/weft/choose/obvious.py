@@ -13,7 +13,7 @@ from ..layout import Layout
 from .candidates import candidates, refusal, scheduled, together
 from .patterns import Pattern
 from .question import Question
-from .ranking import Row, price, rows_of, simulated
+from .ranking import Row, priced_best, simulated
 
 SAID = {"matmul": "matmuls", "memory": "elementwise work"}  # in other words than an estimate's
 COMPUTE = ("matmuls", "attention", "elementwise work")
@@ -79,14 +79,8 @@ def _best(question: Question, devices: int, pattern: Pattern) -> Row | None:
     found = found.take(np.all(named, axis=0))
     if len(found):
         found = together([found, scheduled(found, question, pattern, wide=True)])
-    prices = price(question, found)
-    if not len(found):
-        return None
-    fits = prices.over_bytes <= 0
-    key = prices.step_s if fits.any() else prices.over_bytes
-    places = fits.nonzero()[0] if fits.any() else range(len(found))
-    first = min(places, key=lambda place: key[place])
-    return simulated(question, rows_of(question, found.take(np.array([first]))))[0]
+    first = priced_best(question, found)
+    return None if first is None else simulated(question, [first])[0]
 
 
 def _refused(question: Question, devices: int, text: str) -> str:

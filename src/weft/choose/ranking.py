@@ -154,6 +154,16 @@ def price(question: Question, found: Candidates, progress: Progress = lambda don
     return Prices(*(np.concatenate(each) for each in zip(*parts)))
 
 
+def priced_best(question: Question, found: Candidates) -> Row | None:
+    """Of these the fastest that fits, or else the nearest to it; none of none."""
+    if not len(found):
+        return None
+    prices = price(question, found)
+    fits = prices.over_bytes <= 0
+    first = np.where(fits, prices.step_s, np.inf).argmin() if fits.any() else prices.over_bytes.argmin()
+    return rows_of(question, found.take(np.array([first])))[0]
+
+
 def _part(parts: Sequence[Part], name: str) -> Array:
     return next(part.value for part in parts if part.name == name)
 

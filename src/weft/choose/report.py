@@ -93,13 +93,14 @@ class Report:
         wide = max(6, *(len(row.layout) for row in rows))
         names = [row.schedule + "".join(f" x{value}" for value in row.options.values()) for row in rows]
         named = max(8, *map(len, names))
-        head = f"   {'layout':<{wide}} {'schedule':<{named}} micro recompute  step s tokens/s MFU   GiB  limited by"
+        each = "tokens/s" if self.question.work.tokens > 1 else "samples/s"
+        head = f"   {'layout':<{wide}} {'schedule':<{named}} micro recompute  step s {each} MFU   GiB  limited by"
         lines = [head]
         for place, (row, name) in enumerate(zip(rows, names), 1):
             lines.append(
                 f"{place:>2} {row.layout:<{wide}} {name:<{named}} {row.microbatch:>5} {row.recompute:>9} "
-                f"{row.step_s:>7.4g} {short(row.tokens_per_s):>8} {row.mfu:>3.0%} {row.held_bytes / GIB:>5.1f}  "
-                f"{self._limit(row)}"
+                f"{row.step_s:>7.4g} {short(row.tokens_per_s):>{len(each)}} {row.mfu:>3.0%} "
+                f"{row.held_bytes / GIB:>5.1f}  {self._limit(row)}"
             )
         return "\n".join(lines)
 
