@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -135,6 +136,12 @@ def global_batch(subject: Subject, step: int) -> Batch:
 def batch_of(subject: Subject, step: int, data_rank: int, data_size: int) -> Batch:
     index = torch.tensor(part(BATCH, int(dict(subject.plan).get("accumulate", 1)), data_rank, data_size))
     return {key: value[index] for key, value in global_batch(subject, step).items()}
+
+
+def in_turn(names: Iterable[str], layouts: Sequence[str], each: int) -> list[tuple[str, str]]:
+    """Every name with so many of these layouts, and the next name with those that follow: all pairs take minutes."""
+    turns = cycle(layouts)
+    return [(name, next(turns)) for name in names for _ in range(each)]
 
 
 @cache

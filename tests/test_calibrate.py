@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from weft import tables
-from weft.calibrate import blocks, command, compute, links, steps
+from weft.calibrate import bench, blocks, command, compute, links, steps
 from weft.calibrate import measured as fitting
 from weft.calibrate.blocks import Decoded
 from weft.calibrate.compute import Small, Streams, Timed
@@ -23,9 +23,7 @@ from weft.calibrate.sheet import ERA, Machine, Measured, sheet
 from weft.calibrate.steps import Floor
 from weft.cli import app
 from weft.cost import hardware
-from weft.cost.trace import trace
 from weft.errors import ConfigError
-from weft.losses import next_token
 from weft.timing import typical
 
 AMOUNTS = [2.0**power for power in range(10, 30, 2)]
@@ -87,8 +85,7 @@ def measured(ranks: int = 2, kind: str = "cpu") -> Measured:
 @cache
 def decoded(dim: int, length: int) -> Decoded:
     """A decoder where an operation takes 20 us and memory 5 GB/s."""
-    model, batch = blocks._made(dim, length)
-    work, seconds = trace(model, batch, next_token), 0.0
+    work, seconds = blocks.work_of(dim, length), 0.0
     for block in work.blocks:
         for op in block.ops:
             flops, nbytes = blocks.SAMPLES * op.flops, blocks.SAMPLES * op.moved_bytes
@@ -161,6 +158,7 @@ def small() -> list[Any]:
     compute.ACTIVATIONS, compute.STREAM_BYTES, compute.LAYER = (64, 1024), 1 << 12, 8
     blocks.SHAPES = ((64, 8), (64, 16))  # type: ignore[assignment]
     links.SIZES, links.BESIDE_BYTES, links.WIDTH = (64, 1 << 12), 1 << 10, 16
+    bench.LIMIT_S = 0.02
     return [
         {dtype: compute.matmuls(dtype) for dtype in ("fp32", "fp64")}, compute.attention(), compute.streams(),
         compute.launches(), blocks.decoders(), compute.update(),
@@ -214,11 +212,11 @@ def runs_of(folder: Path, made: hardware.Hardware, era: hardware.Era) -> Path:
     """What runs of this era would take, as a CSV file beside their run file."""
     (folder / "run.toml").write_text(RUN)
     kinds = [(layout, parts) for layout in ("dp2", "tp2", "fsdp2") for parts in (1, 1, 4, 4)]
-    lines = ["run,layout,accumulate,step_s,source"]
+    lines, works = ["run,layout,accumulate,step_s,source"], dict[str, Any]()
     for layout, parts in kinds:
         row = {"run": "run.toml", "layout": layout, "accumulate": str(parts)}
         seconds = fitting._step_s(
-            fitting._posed(folder / "runs.csv", row, made.kind), hardware.Cluster(hardware=made, devices=2), era
+            fitting._posed(folder / "runs.csv", row, made.kind, works), hardware.Cluster(hardware=made, devices=2), era
         )
         lines.append(f"run.toml,{layout},{parts},{seconds},{layout[:2]}")
     (folder / "runs.csv").write_text("\n".join(lines) + "\n")

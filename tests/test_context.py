@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Fused, Subject, reference
+from cases import Fused, Subject, in_turn, reference
 from torch import Tensor, nn
 
 import weft
@@ -179,8 +179,11 @@ def test_as_one_device(pool: Pool, layout: str) -> None:
     holds(pool, SUBJECTS["micro"], layout)
 
 
-@pytest.mark.parametrize("layout", ["cp2", "cp2+ulysses", "cp4+gather", "cp2.up2", "cp2.tp2"])
-@pytest.mark.parametrize("name", [name for name in SUBJECTS if name != "micro"])
+OTHERS = [name for name in SUBJECTS if name != "micro"]
+GRID = [(name, "cp2") for name in OTHERS] + in_turn(OTHERS, ["cp2+ulysses", "cp4+gather", "cp2.up2", "cp2.tp2"], 2)
+
+
+@pytest.mark.parametrize(("name", "layout"), GRID)
 def test_every_model(pool: Pool, name: str, layout: str) -> None:
     holds(pool, SUBJECTS[name], layout)
 

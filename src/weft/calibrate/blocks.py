@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from ..cost.estimate import estimate
 from ..cost.hardware import Cluster, Era, Hardware
 from ..cost.practice import Practice
 from ..cost.trace import trace
+from ..cost.work import Work
 from ..layout import Layout
 from ..losses import next_token
 from ..models import decoder
@@ -58,8 +60,7 @@ def left_over(seen: Sequence[Decoded], hardware: Hardware, era: Era) -> Line:
     rate = hardware.device.memory_bps * era.memory
     kernels, moved, rest, whole = [], [], [], []
     for each in seen:
-        model, batch = _made(each.dim, each.length)
-        work = trace(model, batch, next_token)
+        work = work_of(each.dim, each.length)
         parts = estimate(work, one, Cluster(hardware=hardware, devices=1), bare, practice).time
         priced = {part.name: float(part.value[0]) for part in parts}
         kernels.append(2 * sum(block.count * op.kernels for block in work.blocks for op in block.ops))
@@ -67,6 +68,12 @@ def left_over(seen: Sequence[Decoded], hardware: Hardware, era: Era) -> Line:
         rest.append(each.seconds - priced["matmul"] - priced["attention"] - FRESH_BYTES * work.params / rate)
         whole.append(each.seconds)
     return line(moved, rest, kernels, whole)
+
+
+@cache
+def work_of(dim: int, length: int) -> Work:
+    """Of one sample of such a decoder."""
+    return trace(*_made(dim, length), next_token)
 
 
 def _made(dim: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:

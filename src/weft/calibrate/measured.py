@@ -22,6 +22,7 @@ from ..choose.posed import Posed, posed
 from ..cost.estimate import estimate
 from ..cost.fit import fit
 from ..cost.hardware import Cluster, Era
+from ..cost.work import Work
 from ..errors import ConfigError
 
 COLUMNS = {
@@ -63,6 +64,7 @@ def read(path: Path, device: str) -> list[Ran]:
     for column in (*(c for c in rows[0] if c not in KNOWN), *(c for c in KNOWN[:2] if c not in rows[0])):
         raise ConfigError("--fit", str(path), f"its columns are not those needed: {column}", f"use {', '.join(KNOWN)}")
     seen: dict[str, int] = {}
+    works: dict[str, Work] = {}  # of each run file: no column changes its model
     found = []
     for number, row in enumerate(rows, 2):
         try:
@@ -73,7 +75,7 @@ def read(path: Path, device: str) -> list[Ran]:
             raise ConfigError(f"--fit line {number}, step_s", row["step_s"], "is no time", "write seconds of a step")
         source = row.get("source") or "runs"
         seen[source] = seen.get(source, 0) + 1
-        found.append(Ran(source, _posed(path, row, device), step_s, held=seen[source] % 2 == 0))
+        found.append(Ran(source, _posed(path, row, device, works), step_s, held=seen[source] % 2 == 0))
     return found
 
 
@@ -105,9 +107,11 @@ def rows(errors: Mapping[str, tuple[list[float], list[float]]]) -> list[str]:
     return [f"{name:<{width}}  fitted to {said(train)}; held out {said(out)}" for name, (train, out) in errors.items()]
 
 
-def _posed(path: Path, row: Mapping[str, Any], device: str) -> Posed:
+def _posed(path: Path, row: Mapping[str, Any], device: str, works: dict[str, Work]) -> Posed:
     overrides = {key: _toml(row[column]) for column, key in COLUMNS.items() if row.get(column)}
-    return posed(config.load(path.parent / row["run"], overrides), device=device)
+    found = posed(config.load(path.parent / row["run"], overrides), device=device, work=works.get(row["run"]))
+    works[row["run"]] = found.work
+    return found
 
 
 def _toml(text: str) -> str:

@@ -30,11 +30,11 @@ class Posed:
     sync: Sync
 
 
-def posed(run: Run, axes: str | None = None, device: str = "cpu") -> Posed:
+def posed(run: Run, axes: str | None = None, device: str = "cpu", work: Work | None = None) -> Posed:
     """A run as its file has it, on its own layout or on these axes. `device`: the kind of device whose kernels it
-    would run, as a sheet has it. Raises Refusal."""
+    would run, as a sheet has it. `work`: its model's, where that is known. Raises Refusal."""
     there = run if axes is None else build.with_layout(run, axes)
-    work = traced(run, build.skeleton(run), build.dataset(run), device)
+    work = work or traced(run, build.skeleton(run), build.dataset(run), device)
     return Posed(work, choice(there), practice(run), build.synchronizer(run))
 
 
