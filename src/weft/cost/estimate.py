@@ -233,7 +233,7 @@ class Priced:
     def time(self) -> tuple[Part, ...]:
         c, era = self.choices, self.era
         m, p, v = c.accumulate, c.sizes["pp"], c.chunks
-        slow, mean = self._slowest
+        slow, _ = self._slowest
         found = [
             Part(kind, m * value, f"m x microbatch_s, {kind} of the slowest stage", {"m": m, "microbatch_s": value})
             for kind, value in slow.seconds.of.items()
@@ -242,15 +242,7 @@ class Priced:
             Part(f"{axis} exposed", m * value, f"m x microbatch_s, waits for {axis}", {"m": m, "microbatch_s": value})
             for axis, value in slow.waits.items()
         ]
-        whole = slow.seconds.total
-        share = np.where(whole > 0, (p * mean - whole) / np.where(p > 1, p - 1, 1) / np.where(whole > 0, whole, 1), 0.0)
-        s = slow.seconds
-        scaled = [np.maximum(share, 0.0) * value for value in (s.forward, s.backward + s.again, s.weight)]
-        idle, self._live = self._idle(scaled)
-        found.append(
-            Part("bubble", idle, "what the schedule waits: its closed form over p, m, v and F, B, W of a stage",
-                 {"p": p, "m": m, "v": v, "F": scaled[0], "B": scaled[1], "W": scaled[2]})
-        )  # fmt: skip
+        found.append(self._bubble[0])
         messages = np.where(p > 1, 2 * v * (m + p - 2), 0)
         found.append(
             Part("pp exposed", messages * self.message_s, "2 x v x (m + p - 2) x message_s",
@@ -271,17 +263,27 @@ class Priced:
         self._note_traffic()
         return tuple(found)
 
-    def _idle(self, costs: Sequence[Array]) -> tuple[Array, tuple[Array, Array]]:
-        c = self.choices
+    @cached_property
+    def _bubble(self) -> tuple[Part, tuple[Array, Array]]:
+        """What a pipeline waits; and the microbatches that its first and its last rank hold activations of at most."""
+        c, p = self.choices, self.choices.sizes["pp"]
+        slow, mean = self._slowest
+        s, whole = slow.seconds, slow.seconds.total
+        share = np.where(whole > 0, (p * mean - whole) / np.where(p > 1, p - 1, 1) / np.where(whole > 0, whole, 1), 0.0)
+        costs = [np.maximum(share, 0.0) * value for value in (s.forward, s.backward + s.again, s.weight)]
         idle, first, last = np.zeros(len(c)), np.ones(len(c)), np.ones(len(c))
         for place, name in enumerate(c.schedules):
             here = c.schedule == place
             if not here.any():
                 continue
-            brief = schedule.brief(name)(c.sizes["pp"], c.accumulate, c.chunks, *costs)
+            brief = schedule.brief(name)(p, c.accumulate, c.chunks, *costs)
             idle, first, last = (np.where(here, new, old) for new, old in zip(brief, (idle, first, last), strict=True))
-        alone = c.sizes["pp"] == 1
-        return np.where(alone, 0.0, idle), (np.where(alone, 1.0, first), np.where(alone, 1.0, last))
+        part = Part(
+            "bubble", np.where(p == 1, 0.0, idle),
+            "what the schedule waits: its closed form over p, m, v and F, B, W of a stage",
+            {"p": p, "m": c.accumulate, "v": c.chunks, "F": costs[0], "B": costs[1], "W": costs[2]},
+        )  # fmt: skip
+        return part, (np.where(p == 1, 1.0, first), np.where(p == 1, 1.0, last))
 
     def _gradients(self, slow: Seconds) -> list[Part]:
         """Sums of gradients over data axes, and gathers of sharded weights, as far as compute does not hide them."""
@@ -408,7 +410,7 @@ class Priced:
                     {"params": own, "update_bytes": self.practice.update_bytes, "memory_bps": rate})  # fmt: skip
 
     def memory(self) -> tuple[Part, ...]:
-        return peak(self.work, self.choices, self.practice, self._live)
+        return peak(self.work, self.choices, self.practice, self._bubble[1])
 
     def _note_traffic(self) -> None:
         """Bytes that a rank of the first stage sends in a step over the axes of the model."""
