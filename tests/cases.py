@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import cycle
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from weft.order import part
 from weft.verification.case import Batch, Case, in_double
 from weft.verification.reference import Reference, run_reference
 
+A, B = TypeVar("A"), TypeVar("B")
 BATCH, LENGTH, VOCAB = 8, 12, 67  # an odd vocabulary: its shards differ
 
 
@@ -138,10 +139,10 @@ def batch_of(subject: Subject, step: int, data_rank: int, data_size: int) -> Bat
     return {key: value[index] for key, value in global_batch(subject, step).items()}
 
 
-def in_turn(names: Iterable[str], layouts: Sequence[str], each: int) -> list[tuple[str, str]]:
-    """Every name with so many of these layouts, and the next name with those that follow: all pairs take minutes."""
-    turns = cycle(layouts)
-    return [(name, next(turns)) for name in names for _ in range(each)]
+def in_turn(first: Iterable[A], second: Sequence[B], each: int) -> list[tuple[A, B]]:
+    """Every one of the first with so many of the second, and the next with those that follow: all pairs take long."""
+    turns = cycle(second)
+    return [(one, next(turns)) for one in first for _ in range(each)]
 
 
 @cache

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from weft import config
+from weft.cli import app
 from weft.doctor import (
     alike,
     circle,
@@ -462,9 +464,9 @@ def test_what_is_wrong_ends_with_1_and_is_in_the_object(tmp_path: Path, run_file
 
 
 @pytest.mark.parametrize("args", ["--nodes 3", "--rdzv a:1", "--nodes 0 --rdzv a:1", "--nodes 2 --rdzv a:b"])
-def test_what_cannot_be_asked(tmp_path: Path, args: str) -> None:
-    found = doctor(tmp_path, *args.split())
-    assert (found.returncode, found.stdout) == (2, "")
+def test_what_cannot_be_asked(args: str) -> None:
+    found = CliRunner().invoke(app, ["doctor", *args.split()])
+    assert (found.exit_code, found.stdout) == (2, "")
 
 
 def with_folder(folder: Path) -> list[int]:

@@ -16,8 +16,10 @@ import pytest
 import torch
 from test_faults import Slow, ranks, steps_of, weights
 from test_trainer import RUN
+from typer.testing import CliRunner
 
 from weft import config
+from weft.cli import app
 from weft.errors import ConfigError, LayoutError
 from weft.launch.fewer import fitted, smaller
 from weft.launch.hosts import Meeting, interface, nodes
@@ -234,10 +236,9 @@ def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     ],
 )  # fmt: skip
 def test_what_several_hosts_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
-    host = Host(written(tmp_path), *arguments)
-    with ended([host]):
-        assert host.process.wait(60) == 2, host.said()
-    assert says in " ".join(host.said().split()), host.said()
+    result = CliRunner().invoke(app, ["train", str(written(tmp_path)), *arguments])
+    assert result.exit_code == 2, result.output
+    assert says in " ".join(result.output.split()), result.output
 
 
 def test_ranks_that_are_left_over_stand_by(tmp_path: Path) -> None:

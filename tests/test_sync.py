@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BATCH, SUBJECTS, Subject, laid, seeded
+from cases import BATCH, SUBJECTS, Subject, in_turn, laid, seeded
 from staged import STAGED
 from test_parity import run
 from test_trainer import lines, make, saved
@@ -106,8 +106,10 @@ ROUTES = [
 ]
 
 
-@pytest.mark.parametrize(("route", "layout", "options"), ROUTES)
-@pytest.mark.parametrize("codec", LOSSY, ids=str)
+CODED = [(codec, *route) for codec, route in in_turn(LOSSY, ROUTES, 4)]
+
+
+@pytest.mark.parametrize(("codec", "route", "layout", "options"), CODED, ids=str)
 def test_replicas_stay_equal_under_a_codec(pool: Pool, codec: Any, route: str, layout: str, options: dict) -> None:
     world = weft.Layout.parse(layout).world
     found = pool.run(trained, codec, route, layout, options, 6, world=world)
