@@ -29,7 +29,7 @@ from weft.cost import hardware  # noqa: E402
 from weft.cost.estimate import Estimate, estimate  # noqa: E402
 from weft.launch import processes  # noqa: E402
 
-ROUNDS = 3
+SHEETS, RUNS = 3, 1  # rounds
 TARGET = 0.15  # median error of a step's seconds
 
 
@@ -105,12 +105,12 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
 def main() -> int:
     names = {"sheets": None, "runs": None}
     parser = parts.parser(__doc__, names)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of calibrations and runs")
+    parser.add_argument("--rounds", type=int, help=f"{SHEETS} of calibrations and {RUNS} of runs, if left out")
     parser.add_argument("--size", choices=runs.SIZES, action="append", help="of models: all, if left out")
     options = parser.parse_args()
     made = {
-        "sheets": partial(calibrated, options.rounds),
-        "runs": partial(measured, options.size or list(runs.SIZES), options.rounds),
+        "sheets": partial(calibrated, options.rounds or SHEETS),
+        "runs": partial(measured, options.size or list(runs.SIZES), options.rounds or RUNS),
     }
     return parts.measure(HERE, options.parts, made, tables)
 
