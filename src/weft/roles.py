@@ -280,17 +280,23 @@ def _scopes(modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...]
 
     def linears(scope: str) -> list[str]:
         return [
-            n for n, m in modules.items()
-            if n.startswith(scope + ".") and is_linear(m) and not any(n.startswith(f + ".") for f in fused)
+            n for n, m in _below(scope, modules)
+            if n != scope and is_linear(m) and not any(n.startswith(f + ".") for f in fused)
         ]  # fmt: skip
 
     blocks = [block for blocks in lists for block in blocks]
     for block in blocks:
         yield block, linears(block)
-    for name, module in modules.items():
+    for name in (name for name, module in modules.items() if isinstance(module, nn.Sequential)):
         inside = any(name == b or name.startswith(b + ".") for b in blocks)
-        if isinstance(module, nn.Sequential) and not inside and not any(b.startswith(name + ".") for b in blocks):
-            yield name, [f"{name}.{c}" if name else c for c, m in module.named_children() if is_linear(m)]
+        if not inside and not any(b.startswith(name + ".") for b in blocks):
+            yield name, [f"{name}.{c}" if name else c for c, m in modules[name].named_children() if is_linear(m)]
+
+
+def _below(name: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Of these a module and all that are in it."""
+    inside = modules[name].named_modules(prefix=name, remove_duplicate=False) if name else ()
+    return ((n, m) for n, m in inside if n in modules)
 
 
 def _guess(name: str, modules: Mapping[str, nn.Module], linears: list[str], scope: str) -> str | None:
@@ -439,8 +445,8 @@ def _chain(
     linear_names = {*columns, row}
     hidden = features(modules[columns[0]])[0]
     base = region or scope
-    for name, module in modules.items():
-        if name in linear_names or not (name.startswith(base + ".") or name == base != scope):
+    for name, module in _below(base, modules):
+        if name in linear_names or name == scope:
             continue
         own = [f"{name}.{p}" for p, _ in module.named_parameters(recurse=False)]
         if not own:

@@ -269,7 +269,9 @@ def without_data(mode: FakeTensorMode, tensor: Tensor, device: torch.device | No
     with no_dispatch():  # what the mode itself would make of torch.empty_strided, in a tenth of the time
         bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         fake = FakeTensor(mode, bare, tensor.device if device is None else device)
-    return nn.Parameter(fake, tensor.requires_grad) if is_weight(tensor) else fake
+    if is_weight(tensor):
+        fake.requires_grad_(tensor.requires_grad)._is_param = True  # as nn.Parameter marks a subclass, which it copies
+    return fake
 
 
 def is_weight(tensor: Tensor) -> bool:
