@@ -4,16 +4,18 @@ before anything is measured, and a small measurement by two processes gives figu
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from weft import tables
-from weft.calibrate import bench, blocks, command, compute, links, steps
+from weft.calibrate import amid, bench, blocks, command, compute, links, steps
 from weft.calibrate import measured as fitting
 from weft.calibrate.blocks import Decoded
 from weft.calibrate.compute import Small, Streams, Timed
@@ -21,9 +23,15 @@ from weft.calibrate.fits import line
 from weft.calibrate.links import Beside, Moved
 from weft.calibrate.sheet import ERA, Machine, Measured, sheet
 from weft.calibrate.steps import Floor
+from weft.choose.practice_of import practice_in
 from weft.cli import app
 from weft.cost import hardware
+from weft.cost.choices import Choices
+from weft.cost.estimate import estimate
+from weft.cost.trace import trace
 from weft.errors import ConfigError
+from weft.layout import Layout
+from weft.losses import next_token
 from weft.timing import typical
 
 AMOUNTS = [2.0**power for power in range(10, 30, 2)]
@@ -78,6 +86,7 @@ def measured(ranks: int = 2, kind: str = "cpu") -> Measured:
         moved if ranks > 1 else [],
         Beside(1.0, 0.5, 1.2) if ranks > 1 else None,
         Floor(3e-3, int(hardware.GIB // 4)),
+        [],
         0.0,
     )
 
@@ -116,6 +125,22 @@ def test_a_sheet_has_the_constants_that_made_the_times(kind: str) -> None:
     assert tier.reaches == {"all_reduce": pytest.approx(0.4, rel=0.01), "send": 1.0}
     assert era.contention == pytest.approx(0.4)
     assert (era.fixed_s, era.context_gib, device.memory_gib) == (3e-3, 0.25, 8)
+
+
+@pytest.mark.parametrize("lost_s", [0.0, 3e-3])
+def test_what_ranks_lose_at_collectives_is_what_layouts_that_have_many_take_more(lost_s: float) -> None:
+    made = sheet(measured())
+    there = hardware.Cluster(hardware=made, devices=2)
+    true = made.eras[ERA].model_copy(update={"meet_s": lost_s})
+    ids = torch.zeros(1, amid.LENGTH, dtype=torch.int64)
+    work = trace(amid._model(), {"input_ids": ids, "labels": ids}, next_token)
+    layouts = [Layout.parse(one) for one in ("dp2", "fsdp2", "tp2")]
+    found = estimate(work, Choices.of(layouts, batch=8), there, true, practice_in("fp32", steps.adamw)).step_s
+    seen = [amid.Stepped(str(one), 1.1 * found[0] + step - found[0]) for one, step in zip(layouts, found)]
+    assert amid.meet_s(seen, made, made.eras[ERA]) == pytest.approx(lost_s)  # and not what all take more
+    assert amid.meet_s(seen[:1], made, made.eras[ERA]) == 0.0
+    more = sheet(replace(measured(), amid=seen)).eras[ERA]
+    assert more == true.model_copy(update={"meet_s": more.meet_s}) and more.meet_s == pytest.approx(lost_s)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -163,7 +188,7 @@ def small() -> list[Any]:
         {dtype: compute.matmuls(dtype) for dtype in ("fp32", "fp64")}, compute.attention(), compute.streams(),
         compute.launches(), blocks.decoders(), compute.update(),
         [moved for kind in links.KINDS for moved in links.collective(kind)],
-        links.beside(), steps.floor(),
+        links.beside(), steps.floor(), amid.steps(),
     ]  # fmt: skip
 
 
@@ -175,6 +200,7 @@ def test_two_processes_measure_the_same_and_a_sheet_takes_it(
     assert {each.kind for each in first[6]} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
     assert all(each.seconds > 0 for each in first[6])
     assert first[8].process_bytes > 1 << 25
+    assert [each.layout for each in first[9]] == ["dp2", "fsdp2", "tp2"] and first[9] == second[9]
     monkeypatch.setattr(command, "measure", lambda machine, *_: Measured(machine, *first, 0.4))
     path = tmp_path / "made" / "sheet.toml"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--json"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BATCH, LENGTH, VOCAB, Subject, images, laid, reference, seeded, tokens
+from cases import BATCH, LENGTH, VOCAB, Subject, images, in_turn, laid, reference, seeded, tokens
 from torch import Tensor, nn
 
 import weft
@@ -125,9 +125,11 @@ SUBJECTS: dict[str, Subject] = {
 }
 NO_TP = {"convnet", "unreached"}
 NO_STACK = {"perceptron", "vit"}  # nothing to cut along a sequence; attention flat in the block
-ALL = ["dp2", "fsdp2", "fsdp2+zero1", "fsdp2+zero2", "tp2", "tp2+sequence", "dp2.fsdp2", "dp2.tp2", "fsdp2.tp2"]
+ALL = ["dp2", "fsdp2", "fsdp2+zero1", "fsdp2+zero2", "dp2.fsdp2", "dp2.tp2", "fsdp2.tp2"]
 WIDE = ["dp2.fsdp2+zero1", "dp2.tp2+sequence", "fsdp2+zero2.tp2+sequence", "fsdp4", "tp4+sequence", "fsdp2+offload"]
-GRID = [(name, layout) for name in SUBJECTS for layout in ALL if not (name in NO_TP and "tp" in layout)]
+GRID = [(name, layout) for name in SUBJECTS for layout in ("tp2", "tp2+sequence")]
+GRID += in_turn(SUBJECTS, ALL, 4)
+GRID = [(name, layout) for name, layout in GRID if not (name in NO_TP and "tp" in layout)]
 GRID = [(name, layout) for name, layout in GRID if not (name in NO_STACK and "sequence" in layout)]
 GRID += [("decoder", layout) for layout in WIDE]
 GRID += [

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BATCH, Subject, laid, reference, seeded
+from cases import BATCH, Subject, in_turn, laid, reference, seeded
 from staged import STAGED
 from test_parity import run
 from torch import Tensor, nn
@@ -28,7 +28,10 @@ from weft.verification.parity import LayoutResult, check
 from weft.verification.reference import run_reference
 
 SYNCHRONOUS = ["naive", "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipev"]
-BESIDE = ["pp2+{}.tp2", "pp4+{}", "pp2+{}.dp2", "pp2+{}", "pp2+{}.fsdp2", "dp2.pp2+{}", "pp2+{}.tp2+sequence"]
+BESIDE = [
+    "pp2+{}.tp2", "pp2+{}", "pp4+{}", "pp2+{}.dp2", "pp2+{}", "pp2+{}.fsdp2", "dp2.pp2+{}", "pp2+{}",
+    "pp2+{}.tp2+sequence",
+]  # fmt: skip
 NO_TP = {"convnet", "sequential", "plain"}
 SHALLOW = {"convnet"}  # seven parts: too few for two stages on each of four ranks
 
@@ -72,9 +75,11 @@ def with_plan(name: str, **plan: Any) -> Subject:
     return replace(STAGED[name], plan=tuple({**dict(STAGED[name].plan), **plan}.items()))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full", 2])
-@pytest.mark.parametrize("layout", ["pp2.dp2", "pp2+zb-h1.tp2", "pp2+dualpipev.fsdp2"])
-def test_recompute_inside_a_stage(pool: Any, recompute: str | int, layout: str) -> None:
+AGAIN = in_turn(["pp2.dp2", "pp2+zb-h1.tp2", "pp2+dualpipev.fsdp2"], ["selective", "full", 2], 2)
+
+
+@pytest.mark.parametrize(("layout", "recompute"), AGAIN)
+def test_recompute_inside_a_stage(pool: Any, layout: str, recompute: str | int) -> None:
     result = run(pool, with_plan("deep", recompute=recompute), layout)
     assert result.passed, result
 
@@ -216,8 +221,10 @@ def frozen(*parts: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("layout", FROZEN)
-@pytest.mark.parametrize("parts", [START[:3], START, START[3:]], ids=["a part of a stage", "stages", "in the midst"])
+PARTS = [START[:3], START, START[3:]]  # a part of a stage, stages, in the midst
+
+
+@pytest.mark.parametrize(("layout", "parts"), in_turn(FROZEN, PARTS, 2))
 def test_frozen_parts(pool: Pool, layout: str, parts: tuple[str, ...]) -> None:
     subject = replace(STAGED["deep"], build=partial(frozen, *parts))
     case = replace(subject, clip=None if "pipedream" in layout else 0.5).case()

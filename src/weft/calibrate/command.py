@@ -19,7 +19,7 @@ from ..cost.hardware import Hardware
 from ..doctor import machine as doctor
 from ..errors import ConfigError
 from ..launch.processes import Backend, Pool, cores
-from . import blocks, compute, links, steps
+from . import amid, blocks, compute, links, steps
 from .others import Moment
 from .sheet import Machine, Measured, sheet
 
@@ -90,6 +90,7 @@ def measure(machine: Machine, backend: Backend, say: Say) -> Measured:
             [moved for kind in links.KINDS if several for moved in part(kind, links.collective, kind)],
             part("a sum beside compute", links.beside) if several else None,
             floor,
+            part("layouts", amid.steps) if several else [],
             max(disturbed),
         )
 

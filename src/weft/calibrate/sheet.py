@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ..cost.hardware import GIB, LOCAL, Device, Era, Hardware, Tier
+from .amid import Stepped, meet_s
 from .blocks import Decoded, left_over
 from .compute import Small, Streams, Timed
 from .fits import Line, line
@@ -41,14 +42,16 @@ class Measured:
     collectives: list[Moved]
     beside: Beside | None
     floor: Floor
+    amid: list[Stepped]
     others: float
 
 
 def sheet(seen: Measured) -> Hardware:
     """Rates of products follow rate * F / (F + half) (F: FLOPs of one); the rate of attention is the median of sizes,
     and that of a network a line's slope. What goes with operations and with bytes is, on a CPU, what a decoder's
-    products and attention leave over. The peak of the dtype that the era is fitted to is the best rate seen or fitted;
-    those of others are such that the era's share of them is what they reached."""
+    products and attention leave over, and what goes with collectives is what layouts that have many take more. The
+    peak of the dtype that the era is fitted to is the best rate seen or fitted; those of others are such that the
+    era's share of them is what they reached."""
     machine, small = seen.machine, (seen.small.forward_s + seen.small.backward_s) / 2
     cpu = machine.kind == "cpu"
     main = "fp32" if cpu or "bf16" not in seen.matmuls else "bf16"
@@ -76,6 +79,7 @@ def sheet(seen: Measured) -> Hardware:
         return made
     found = left_over(seen.decoders, made, era)
     era = era.model_copy(update={"launch_s": found.fixed_s, "traffic": moved / found.rate})
+    era = era.model_copy(update={"meet_s": meet_s(seen.amid, made, era)})
     return made.model_copy(update={"eras": {ERA: era}})
 
 

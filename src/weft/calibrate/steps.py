@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .. import losses, planner
 from ..engine import Engine
@@ -29,7 +30,8 @@ class Floor:
 def floor() -> Floor:
     """From a model of some blocks and one of twice as many: what is left when all blocks are taken away."""
     bench, ranks = Bench.here(), dist.get_world_size()
-    times = [bench(_step(bench, blocks, ranks), waits=True) for blocks in (BLOCKS, 2 * BLOCKS)]
+    models = (decoder(dim=DIM, layers=blocks, heads=2, seq_len=LENGTH) for blocks in (BLOCKS, 2 * BLOCKS))
+    times = [bench(engine_step(bench, model, f"dp{ranks}", ranks), waits=True) for model in models]
     outside = 0
     if bench.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(bench.device)
@@ -37,12 +39,13 @@ def floor() -> Floor:
     return Floor(max(0.0, 2 * times[0] - times[1]), highest(outside or peak_memory_bytes(bench.device)))
 
 
-def _step(bench: Bench, blocks: int, ranks: int) -> partial:
-    model = decoder(dim=DIM, layers=blocks, heads=2, seq_len=LENGTH)
-    plan = planner.plan(model, f"dp{ranks}", batch=ranks, loss=losses.next_token)
-    engine = Engine(
-        model, plan, optimizer=lambda named: torch.optim.AdamW([p for _, p in named]), loss=losses.next_token,
-        device=bench.device,
-    )  # fmt: skip
-    ids = torch.zeros(1, LENGTH, dtype=torch.int64)
-    return partial(engine.step, {"input_ids": ids, "labels": ids})
+def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named])
+
+
+def engine_step(bench: Bench, model: nn.Module, layout: str, batch: int) -> partial:
+    """An optimizer step of a decoder on so many samples of all ranks."""
+    plan = planner.plan(model, layout, batch=batch, loss=losses.next_token)
+    engine = Engine(model, plan, optimizer=adamw, loss=losses.next_token, device=bench.device)
+    ids = torch.zeros(batch, model.seq_len, dtype=torch.int64)
+    return partial(engine.step, engine.local({"input_ids": ids, "labels": ids}))

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import build
 from ..config import Run
 from ..cost.practice import Practice
+from ..engine.engine import Optimizers
 from ..parallelize import DTYPES
 from ..watch import tensors
 
@@ -18,14 +19,19 @@ NUMEL = 1024  # of the parameter that an optimizer is tried on
 
 
 def practice(run: Run) -> Practice:
+    """As the run file has it."""
+    return practice_in(run.precision.compute, build.optimizer(run))
+
+
+def practice_in(precision: str, optimizer: Optimizers) -> Practice:
     """Weights, gradients and optimizer state are float32, float64 under fp64, and so are sums of gradients and gathered
     weights. bf16 and fp16 are autocast's: each forward's matmuls keep a copy of their weights until its backward."""
-    compute = DTYPES[run.precision.compute]
+    compute = DTYPES[precision]
     kept = torch.float64 if compute == torch.float64 else torch.float32
     item, copy = kept.itemsize, compute.itemsize if compute.itemsize < kept.itemsize else 0
-    state, moved = _tried(run, kept)
+    state, moved = _tried(optimizer, kept)
     return Practice(
-        compute=run.precision.compute,
+        compute=precision,
         weight_bytes=item,
         copy_bytes=copy,
         copies_live=True,
@@ -40,11 +46,11 @@ def practice(run: Run) -> Practice:
     )
 
 
-def _tried(run: Run, dtype: torch.dtype) -> tuple[float, float]:
+def _tried(optimizer: Optimizers, dtype: torch.dtype) -> tuple[float, float]:
     """Of a parameter's element: bytes of the state that the optimizer itself keeps, and those that a step of it reads
     and writes."""
     parameter = nn.Parameter(torch.zeros(NUMEL, dtype=dtype))
-    made = build.optimizer(run)([("", parameter)])
+    made = optimizer([("", parameter)])
     parameter.grad = torch.zeros_like(parameter)
     made.step()  # the first one makes the state
     with _Moved() as seen:

@@ -46,6 +46,7 @@ class Era(Table):
     network: Share = Field(default=0.85, description="of that between nodes")
     hidden: Count = Field(default=0.8, le=1, description="the most of the weights' traffic that compute hides")
     contention: Count = Field(default=0.1, description="by how much what hides traffic slows down")
+    meet_s: Count = Field(default=0.0, description="seconds that ranks lose at each collective until all are there")
     fixed_s: Count = Field(default=0.02, description="seconds of each step for what goes with no size")
     jitter: Count = Field(default=0.0, description="the growth of a step with the square root of log2(nodes)")
     context_gib: Count = Field(default=1.5, description="memory that the allocator does not know of")

@@ -88,12 +88,12 @@ class Network:
     ) -> Array:
         """All-gathers, or reduce_scatters, `count` of them, of tensors of so many bytes in all."""
         wire = (group.size - 1) / group.size * nbytes / self.bandwidth(group, kind)
-        return np.where(group.size > 1, count * self.hops(group) + wire, 0.0)
+        return np.where(group.size > 1, count * (self.era.meet_s + self.hops(group)) + wire, 0.0)
 
     def reduce_s(self, nbytes: Array | float, group: Group) -> Array:
         """An all-reduce of so many bytes, at a ring's bandwidth."""
         ring = 2 * (group.size - 1) / group.size * nbytes / self.bandwidth(group)
-        return np.where(group.size > 1, 2 * self.hops(group) + ring, 0.0)
+        return np.where(group.size > 1, self.era.meet_s + 2 * self.hops(group) + ring, 0.0)
 
     def exchange_s(self, nbytes: Array | float, group: Group) -> Array:
         """An all-to-all in which each rank has so many bytes, equal parts for all: each network carries its share."""
@@ -101,7 +101,7 @@ class Network:
         for rate, before, parts, needed in self._ways(group, "all_to_all"):
             share = (before * parts - before) / group.size
             slowest = np.maximum(slowest, np.where(needed, share * nbytes / rate, 0.0))
-        return np.where(group.size > 1, self.hops(group) + slowest, 0.0)
+        return np.where(group.size > 1, self.era.meet_s + self.hops(group) + slowest, 0.0)
 
     def send_s(self, nbytes: Array | float, choices: Choices, axis: str) -> Array:
         """A message to the neighbour on this axis, over the innermost network that holds them all."""
