@@ -83,7 +83,8 @@ class Quorum:
         company, self.replica = self.company, self.company.replica
         # engines that one world makes one after the other meet at places of their own
         made = company.store.add(f"weft/engines/{company.replica}.{company.incarnation}.{self.place}", 1)
-        self._store = _meeting_place(company.store, made)
+        # by a connection of its own, so that who waits keeps nobody from asking
+        self._store = _meeting_place(company.store.clone(), made)
 
     # ---- an exchange ---------------------------------------------------------------------------------------------
 
@@ -303,8 +304,7 @@ class Quorum:
 
 
 def _meeting_place(store: dist.Store, number: int) -> dist.Store:
-    """By a connection of its own, so that who waits keeps nobody from asking."""
-    return dist.PrefixStore(f"weft/{number}", store.clone())
+    return dist.PrefixStore(f"weft/{number}", store)
 
 
 def ended(store: dist.Store, replica: int) -> None:
