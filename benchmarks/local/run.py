@@ -84,7 +84,7 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
     for row in results["runs"]["runs"]:
         case = case_of(row)
         one = predicted(case, sheet)
-        step_s, peak = float(one.step_s[0]), float(one.reserved_bytes[0])
+        step_s, peak = float(one.step_s[0]), float(one.process_bytes[0])
         sent = sum(row["sent"].values())
         told = sum(float(value[0]) for value in one.traffic.values())
         times.append(step_s / row["step_s"] - 1)

@@ -2,7 +2,7 @@
 
 It ships no A100 with NVLink. Its docs (system.md) say to copy the nearest shipped system, and to take the networks of
 the topology closest to the machine's: so this one is its a100_pcie, with its tables of operators, and the networks of
-its B200, whose nodes are built alike, at the rates of an A100's links.
+its B200, whose nodes are built alike, at the rates of an A100's links. A B200 is as it ships.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from driver import Cannot, Predict, drive, only
 
 NVLINK_GBPS, NODE = 300, 8
+A100, B200 = "A100-SXM4-80GB", "B200-SXM-180GB"
 RECOMPUTE = {"none": None, "selective": "sdp_only", "full": "full_block"}
 
 
@@ -23,12 +24,12 @@ def make(checkout: Path) -> Predict:
 
     shipped = checkout / "configs/system"
     nearest = json.loads((shipped / "a100_pcie.json").read_text())
-    alike = json.loads((shipped / "b200_bf16_ceperm.json").read_text())["networks"]
-    systems: dict[float, Any] = {}
+    newest = json.loads((shipped / "b200_bf16_ceperm.json").read_text())
+    systems: dict[Any, Any] = {B200: SystemConfig.init_from_dict(newest)}
 
     def system(nic_bps: float) -> Any:
         if nic_bps not in systems:
-            networks = json.loads(json.dumps(alike))
+            networks = json.loads(json.dumps(newest["networks"]))
             rates = {"low_intra_node": NVLINK_GBPS, "high_intra_node": NVLINK_GBPS, "inter_node": NODE * nic_bps / 1e9}
             for name, gbps in rates.items():  # between nodes, of a whole node
                 networks[name]["bandwidth"]["gbps"] = gbps
@@ -36,7 +37,7 @@ def make(checkout: Path) -> Predict:
         return systems[nic_bps]
 
     def predict(run: Any) -> tuple[float, float]:
-        only(run, accelerator=["A100-SXM4-80GB"], cp=[1], experts=[1], zero=[0, 1], dtype=["fp16", "bf16"],
+        only(run, accelerator=[A100, B200], cp=[1, 2] if run.accelerator == B200 else [1], experts=[1], zero=[0, 1], dtype=["fp16", "bf16"],
              recompute=RECOMPUTE)  # fmt: skip
         ends = None  # layers of the first and of the last stage, where the others have more
         if run.layers % (run.pp * run.chunks):
@@ -47,7 +48,7 @@ def make(checkout: Path) -> Predict:
         strategy = StrategyConfig(
             seq_len=run.seq_len, micro_batch_size=run.microbatch,
             micro_batch_num=run.batch // (run.microbatch * run.dp), dtype=run.dtype,
-            world_size=run.devices, tp_size=run.tp, pp_size=run.pp, ep_size=1, etp_size=1,
+            world_size=run.devices, tp_size=run.tp, cp_size=run.cp, pp_size=run.pp, ep_size=1, etp_size=1,
             enable_sequence_parallel=run.sequence, interleaving_size=run.chunks, pp_comm_async=run.chunks == 1,
             num_layers_in_first_pipeline_stage=ends, num_layers_in_last_pipeline_stage=ends,
             zero_state=run.zero, use_flash_sdp=run.flash, use_math_sdp=not run.flash,
@@ -59,10 +60,10 @@ def make(checkout: Path) -> Predict:
             intermediate_size=run.ffn, layer_num=run.layers, vocab_size=run.vocab, use_swiglu=run.gated,
         )  # fmt: skip
         performance = PerfLLM()
-        performance.configure(strategy_config=strategy, model_config=model, system_config=system(run.nic_bps))
+        performance.configure(strategy_config=strategy, model_config=model, system_config=systems[B200] if run.accelerator == B200 else system(run.nic_bps))
         performance.run_estimate()
         tokens_per_s = performance.analysis_cost().data["throughput_per_accelerator"] * run.devices
-        stages = performance.get_pp_stage_peak_mem(performance.analysis_mem(), "peak_mem_with_reserved", toG=True)
+        stages = performance.get_pp_stage_peak_mem(performance.analysis_mem(), "peak_mem", toG=True)
         return run.batch * run.seq_len / tokens_per_s, max(stages.values())
 
     return predict

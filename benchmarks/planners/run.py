@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 sys.path.append(str(PUBLISHED))
 
 import parts  # noqa: E402
+import peaks  # noqa: E402
 import runs as published  # noqa: E402
 import scores  # noqa: E402
 import search  # noqa: E402
@@ -38,6 +40,7 @@ from runs import Run  # noqa: E402
 PEERS = {"calculon": "Calculon", "llm-analysis": "llm-analysis", "simumax": "SimuMax"}  # part -> name
 FOLDERS = {"simumax": "SimuMax"}  # where it is not the part's name
 NO_LIMIT_S, SEARCH_S = 1e9, 30.0
+WORST = 5  # layouts that are shown
 FIGURES = {"median": "median error", "max": "worst error", "spearman": "Spearman", "lost": "lost by the first pick"}
 Sets = Mapping[str, Sequence[Run]]  # by source
 Said = Mapping[str, scores.Steps]  # by side
@@ -121,6 +124,15 @@ def speed(folder: Path) -> dict[str, Any]:
     return {"layouts": len(layouts), "limit_s": SEARCH_S, "per_s": rates}
 
 
+def memory(folder: Path) -> dict[str, Any]:
+    layouts = peaks.layouts()
+    found = asked("simumax", folder, layouts, NO_LIMIT_S)["runs"]
+    said = {run: _short(answer["peak_gib"]) for run, answer in found.items() if "peak_gib" in answer}
+    cannot = {run: answer["cannot"] for run, answer in found.items() if "cannot" in answer}
+    ours = {run: _short(gib) for run, gib in peaks.weft(layouts).items()}
+    return {"weft_gib": ours, "simumax_gib": said, "cannot": cannot}
+
+
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +153,8 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
         lines += _cannot(runs, {name: one["cannot"] for name, one in peers.items()})
         commits = [f"{name} {one['commit'][:10]}" for name, one in peers.items()]
         lines += [f"Peers as of {', '.join(commits)}.", ""]
+    if "memory" in found:
+        lines += _peaks(found["memory"]["weft_gib"], found["memory"]["simumax_gib"])
     if "speed" in found:
         lines += ["| layouts a second of a core, time and memory | |", "| --- | ---: |"]
         for name, rate in found["speed"]["per_s"].items():
@@ -162,6 +176,19 @@ def _accuracy(sets: Sets, said: Said) -> list[str]:
             if score["covered"]:
                 cells += [f"{score[key]:.1%}" for key in ("median", "mean", "max")] + [f"{score['bias']:+.1%}"]
             lines.append(_line(cells, 7))
+    return [*lines, ""]
+
+
+def _peaks(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[str]:
+    """Of those that SimuMax says, by what weft differs; the worst ones."""
+    apart = {run: ours[run] / gib - 1 for run, gib in theirs.items()}
+    sizes = sorted(map(abs, apart.values()))
+    lines = [f"Allocated on the fullest device, {len(apart)} layouts: weft differs from SimuMax by "
+             f"{statistics.median(sizes):.1%} (median), {statistics.fmean(apart.values()):+.1%} (mean, with its sign). "
+             "Most where:", "",
+             "| layout | weft, GiB | SimuMax, GiB | |", "| --- | ---: | ---: | ---: |"]  # fmt: skip
+    for run in sorted(apart, key=lambda run: -abs(apart[run]))[:WORST]:
+        lines.append(f"| {run} | {ours[run]:.1f} | {theirs[run]:.1f} | {apart[run]:+.1%} |")
     return [*lines, ""]
 
 
@@ -233,10 +260,10 @@ def _line(cells: Sequence[str], width: int) -> str:
 
 def main() -> int:
     measured: dict[str, Callable[..., Any]] = {"weft": weft, **{part: partial(peer, part) for part in PEERS}}
-    parser = parts.parser(__doc__, measured | {"speed": speed})
+    parser = parts.parser(__doc__, measured | {"memory": memory, "speed": speed})
     parser.add_argument("--peers", type=Path, metavar="DIR", help="the folder with the peers' repositories")
     options = parser.parse_args()
-    if not options.parts or {*PEERS, "speed"} & {*options.parts}:
+    if not options.parts or {*PEERS, "memory", "speed"} & {*options.parts}:
         if options.peers is None:
             parser.error("--peers DIR: the folder that has calculon, llm-analysis and SimuMax, each with a .venv")
         for part in PEERS:
@@ -245,7 +272,8 @@ def main() -> int:
                 parser.error(f"--peers {options.peers}: {python} is not there; README.md says how")
     folder = options.peers and options.peers.resolve()
     sys.argv = ["DIR" if given == str(options.peers) else given for given in sys.argv]  # what results tell of a command
-    chosen = {"weft": weft, **{part: partial(peer, part, folder) for part in PEERS}, "speed": partial(speed, folder)}
+    chosen = {"weft": weft, **{part: partial(peer, part, folder) for part in PEERS}}
+    chosen |= {"memory": partial(memory, folder), "speed": partial(speed, folder)}
     return parts.measure(HERE, options.parts, chosen, tables)
 
 

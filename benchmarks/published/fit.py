@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import rows as published
 
+from weft.cost.estimate import Estimate
 from weft.cost.fit import fit
-from weft.cost.hardware import SHEETS, Era, named, read
+from weft.cost.hardware import GIB, SHEETS, Era, named, read
 
 HERE = Path(__file__).parent
 MEGATRON = ("matmul", "matmul_flops", "memory", "launch_s", "link", "network", "fixed_s", "ragged")
@@ -34,11 +35,12 @@ class Fitted:
     sheets: tuple[str, ...]
     era: str
     sources: Mapping[str, float]
-    free: tuple[str, ...]
+    free: tuple[str, ...]  # by the seconds of steps
     start: Era = field(default_factory=Era)
     only: Callable[[published.Row], bool] = lambda row: True
     ours: bool = True  # whether it goes to weft's sheets
     everything: tuple[str, ...] = ()  # sources with so few rows that none is held out
+    kept: tuple[str, ...] = ()  # which are free by the peaks of whole processes
 
 
 MEGATRON_A100 = Era(matmul=0.78, matmul_flops=1e10, memory=0.7, launch_s=9e-5, link=0.8, network=0.7, fixed_s=0.01)
@@ -68,7 +70,7 @@ FITS = {
     ),
     "bloom": Fitted(
         ("a100-omnipath",), "megatron", {"bloom_prequel": 1},
-        ("matmul", "matmul_flops", "link", "network", "uneven", "ragged"), MEGATRON_A100, ours=False,
+        ("matmul", "matmul_flops", "link", "network", "uneven", "ragged"), MEGATRON_A100, ours=False, kept=("context_gib",),
     ),
     "v100-megatron": Fitted(
         ("v100",), "megatron", {"mlm_readme_sep2020": 1}, ("matmul", "memory"), MEGATRON_A100,
@@ -105,11 +107,22 @@ FITS = {
 
 def fitted(one: Fitted, rows: list[published.Row]) -> Era:
     """Fits on those rows of its sources that are not held out."""
-    cases, seconds, weights = [], [], []
+    era = agreed(one, rows, "d_iter_time_s", lambda made: made.step_s, one.start, one.free)
+    if one.kept:
+        era = agreed(one, rows, "peak_mem_gib", lambda made: made.process_bytes / GIB, era, one.kept)
+    return era
+
+
+def agreed(
+    one: Fitted, rows: list[published.Row], column: str, of: Callable[[Estimate], np.ndarray], start: Era,
+    free: tuple[str, ...],
+) -> Era:  # fmt: skip
+    """With these constants free, `of` an estimate agrees with this column."""
+    cases, seen, weights = [], [], []
     for source, weight in one.sources.items():
         those = []
         for row in rows:
-            if row["source_id"] != source or not row.get("d_iter_time_s") or not one.only(row):
+            if row["source_id"] != source or not row.get(column) or not one.only(row):
                 continue
             try:
                 those.append((row, published.case(row)))
@@ -120,15 +133,15 @@ def fitted(one: Fitted, rows: list[published.Row]) -> Era:
         if len(those) > 120:  # enough to say it
             those = those[:: len(those) // 120]
         cases += [case for _, case in those]
-        seconds += [float(row["d_iter_time_s"]) for row, _ in those]
+        seen += [float(row[column]) for row, _ in those]
         weights += [weight / len(those)] * len(those)
     groups = published.grouped(cases)
 
     def predict(era: Era) -> np.ndarray:
         found = published.price(groups, {(sheet, one.era): era for sheet in one.sheets})
-        return np.array([found[case.row_id][0].step_s[found[case.row_id][1]] for case in cases])
+        return np.array([of(found[case.row_id][0])[found[case.row_id][1]] for case in cases])
 
-    return fit(predict, seconds, one.start, one.free, weights)
+    return fit(predict, seen, start, free, weights)
 
 
 def section(name: str, era: Era) -> str:

@@ -116,9 +116,10 @@ def framework(row: Row) -> tuple[str, Practice]:
     zero = (row.get("zero_stage") or "0").strip()
     compiled = flag(row, "compile")
     if "zero-3" in name and "deepspeed" in name:
-        return "eager", replace(MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True)
+        return "eager", replace(MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True, messages=4)
     if "titan" in name:
-        return ("eager" if (row.get("compile") or "").upper() == "N" else "compiled"), FSDP
+        eager = (row.get("compile") or "").upper() == "N"
+        return ("eager", replace(FSDP, logit_bytes=14)) if eager else ("compiled", FSDP)
     if "fsdp" in name or zero.startswith("3") or zero == "hsdp":
         fused = 4 if "composer" in name else 10  # its cross-entropy writes the gradient over the logits
         return ("compiled" if compiled else "eager"), replace(FSDP, reduce_bytes=2, logit_bytes=fused)
@@ -143,10 +144,10 @@ def framework(row: Row) -> tuple[str, Practice]:
             MIXED, compute="bf16", overlaps=True, logit_bytes=4, logits_stay=True, dummy_bytes=2
         )
     fp16 = "bf16" not in dtype
-    return "megatron", replace(
-        MIXED, compute="fp16" if fp16 else "bf16", grad_bytes=2 if fp16 and "deepspeed" in name else 4,
-        reduce_bytes=2 if fp16 else 4, scatters="deepspeed" not in name,
-    )  # fmt: skip
+    plain = replace(MIXED, compute="fp16" if fp16 else "bf16", reduce_bytes=2 if fp16 else 4, scatters=True)
+    if "deepspeed" in name:  # whose optimizer has a float32 copy of its part of gradients, in bf16 of all that it sums
+        plain = replace(plain, grad_bytes=2 if fp16 else 6, state_bytes=16 if fp16 else 12, scatters=False)
+    return "megatron", plain
 
 
 def hardware(row: Row) -> Hardware:
@@ -222,7 +223,7 @@ def case(row: Row) -> Case:
     axes = [f"pp{sizes['pp']}"]
     shards = 1
     if level in ("1", "2", "3") and group > 1:
-        shards = group * sizes["cp"]  # Megatron-LM shards over ranks of a sequence too
+        shards = min(group, dp) * sizes["cp"]  # over ranks of a sequence too
         sharded = min(dp, group)
         option = "" if level == "3" else f"+zero{level}"
         spread = "+ep" if sizes["ep"] > 1 else ""
@@ -247,7 +248,7 @@ def case(row: Row) -> Case:
         row["row_id"], setting, Layout.parse(".".join(axes)), dp * mbs * accumulate, accumulate, recompute,
         "interleaved" if chunks > 1 else "1f1b", chunks, shards,
         sizes["ep"] if whole(row, "n_experts", 0) else 1,
-        told=bool((row.get("recompute") or "").strip()),
+        told=(row.get("recompute") or "").strip().lower() not in ("", "selective"),  # of how many blocks?
     )  # fmt: skip
 
 

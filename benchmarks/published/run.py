@@ -53,8 +53,9 @@ class Predicted:
         self.step_s = float(estimate.step_s[place])
         self.fits = bool(estimate.fits[place])
         kind = (row.get("mem_kind") or "").lower()
-        beyond = any(word in kind for word in ("reserved", "smi", "driver", "process", "max first"))
-        nbytes = estimate.reserved_bytes if beyond else estimate.peak_bytes
+        whole = any(word in kind for word in ("smi", "driver", "process", "max first"))
+        reserved = estimate.reserved_bytes if "reserved" in kind else estimate.peak_bytes
+        nbytes = estimate.process_bytes if whole else reserved
         self.peak_gib = float(nbytes[place]) / GIB
         self.measured_s = measured(row, "d_iter_time_s") or measured(row, "iter_time_s")
         self.measured_gib = measured(row, "peak_mem_gib")

@@ -43,8 +43,8 @@ class Prices(NamedTuple):
 @dataclass(frozen=True)
 class Row:
     """One choice, priced. `time`: parts, whose sum is `step_s`; `memory`: parts, whose sum, and what the driver keeps,
-    are `held_bytes`, which must fit; `reserved_bytes`: what the allocator takes where there is more. `traffic`: bytes
-    that a rank sends over each axis in a step. `chosen` is it alone."""
+    are `held_bytes`, which must fit; `process_bytes`: what is taken where there is more. `traffic`: bytes that a rank
+    sends over each axis in a step. `chosen` is it alone."""
 
     layout: str
     schedule: str
@@ -56,7 +56,7 @@ class Row:
     tokens_per_s: float
     mfu: float
     held_bytes: float
-    reserved_bytes: float
+    process_bytes: float
     over_bytes: float
     time: Mapping[str, float]
     memory: Mapping[str, float]
@@ -202,7 +202,7 @@ def _row(question: Question, made: Estimate, found: Candidates, index: int) -> R
     return Row(
         str(found.layout(index)), name, options, int(c.microbatch[index]), int(c.accumulate[index]),
         found.recompute(index), float(made.step_s[index]), float(made.tokens_per_s[index]), float(made.mfu[index]),
-        float(made.peak_bytes[index]) + question.era.context_gib * GIB, float(made.reserved_bytes[index]),
+        float(made.peak_bytes[index]) + question.era.context_gib * GIB, float(made.process_bytes[index]),
         float(made.over_bytes[index]),
         {part.name: float(part.value[index]) for part in made.time},
         {part.name: float(part.value[index]) for part in made.memory},

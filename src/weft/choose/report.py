@@ -124,7 +124,7 @@ def of_row(row: Row) -> dict[str, Any]:
     found = {name: getattr(row, name) for name in names}
     maps = {name: dict(getattr(row, name)) for name in ("options", "time", "memory", "traffic")}
     return found | {
-        "held_bytes": row.held_bytes, "reserved_bytes": row.reserved_bytes, "over_bytes": row.over_bytes,
+        "held_bytes": row.held_bytes, "process_bytes": row.process_bytes, "over_bytes": row.over_bytes,
         "simulated": row.simulated, "limited_by": limits(row), **maps,
     }  # fmt: skip
 

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Estimate:
     """Of each choice: seconds of a step and bytes of a rank's peak, in parts; `reserved_bytes`: with what the allocator
-    and the driver keep for themselves; `traffic`: bytes that a rank of the first stage sends in a step over each axis,
-    where what several axes sum together is the first one's of dp, ep, cp and up, and what travels to experts is ep's;
-    `mfu` by the model's definition; whether it fits, or by how many bytes it does not."""
+    keeps in reserve; `process_bytes`: and the driver, where memory is not short; `traffic`: bytes that a rank of the
+    first stage sends in a step over each axis, where what several axes sum together is the first one's of dp, ep, cp and
+    up, and what travels to experts is ep's; `mfu` by the model's definition; whether it fits, or by how many bytes it
+    does not."""
 
     time: tuple[Part, ...]
     memory: tuple[Part, ...]
@@ -44,6 +45,7 @@ class Estimate:
     step_s: Array
     peak_bytes: Array
     reserved_bytes: Array
+    process_bytes: Array
     fits: Array
     over_bytes: Array
     mfu: Array
@@ -59,12 +61,12 @@ def estimate(
     zero = np.zeros(len(choices))
     step = sum((part.value for part in time), zero)
     held_bytes = sum((part.value for part in memory), zero)
-    reserved = held_bytes * era.reserved + era.context_gib * GIB
+    reserved, context = held_bytes * era.reserved, era.context_gib * GIB
     # the allocator gives back what it has to spare before it fails
-    over = held_bytes + (era.context_gib - cluster.hardware.device.memory_gib) * GIB
+    over = held_bytes + context - cluster.hardware.device.memory_gib * GIB
     peak_flops = cluster.hardware.peak(practice.compute) * choices.world
     return Estimate(
-        time, memory, priced.traffic, step, held_bytes, reserved, over <= 0, np.maximum(over, 0.0),
+        time, memory, priced.traffic, step, held_bytes, reserved, reserved + context, over <= 0, np.maximum(over, 0.0),
         mfu=work.model_flops * choices.batch / (step * peak_flops), tokens_per_s=work.tokens * choices.batch / step,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Fit: the constants of an era from measured runs. Few constants, robustly, on the logarithm of the step's seconds."""
+"""Fit: the constants of an era from measured runs. Few constants, robustly, on the logarithm of what was measured."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ BOUNDS = {
     "uneven": (0.3, 1.0), "ragged": (0.03, 1.0),
     "attention": (0.2, 0.95), "attention_backward": (0.15, 0.95), "memory": (0.5, 0.95), "traffic": (0.2, 3.0),
     "launch_s": (1e-7, 2e-4), "link": (0.3, 0.95), "network": (0.2, 0.95), "hidden": (0.05, 0.99),
-    "contention": (1e-3, 1.0), "fixed_s": (1e-4, 0.1), "jitter": (1e-4, 0.2),
+    "contention": (1e-3, 1.0), "fixed_s": (1e-4, 0.1), "jitter": (1e-4, 0.2), "context_gib": (0.1, 20.0),
 }  # fmt: skip
 OUTLIER = 0.05  # relative errors beyond this count by their size, not by its square
 
 
 def fit(
-    predict: Callable[[Era], Array], measured_s: Sequence[float], start: Era, names: Sequence[str],
+    predict: Callable[[Era], Array], measured: Sequence[float], start: Era, names: Sequence[str],
     weights: Sequence[float] | None = None, rounds: int = 20,
 ) -> Era:  # fmt: skip
-    """The era that `predict`, seconds of each run, agrees with best, where it is like `start` but for these constants.
+    """The era with which `predict` agrees best with what was `measured` of each run, seconds or bytes, where it is like
+    `start` but for these constants.
 
     `weights` of runs: equal, if left out. Nonlinear least squares with a soft L1 loss, by scipy, an extra of weft's.
     Raises ConfigError for a name that is no constant, and without scipy.
@@ -37,8 +38,8 @@ def fit(
         from scipy.optimize import least_squares
     except ImportError:
         raise ConfigError("--fit", "scipy", "is not installed", 'pip install "weft[fit]"') from None
-    seconds = np.log(np.asarray(measured_s, float))
-    share = np.ones(len(seconds)) if weights is None else np.sqrt(np.asarray(weights, float))
+    seen = np.log(np.asarray(measured, float))
+    share = np.ones(len(seen)) if weights is None else np.sqrt(np.asarray(weights, float))
     low, high = (np.log([BOUNDS[name][side] for name in names]) for side in (0, 1))
     first = np.clip(np.log([max(getattr(start, name), 1e-12) for name in names]), low + 1e-3, high - 1e-3)
 
@@ -46,7 +47,7 @@ def fit(
         return start.model_copy(update=dict(zip(names, map(float, np.exp(x)), strict=True)))
 
     def residuals(x: Array) -> Array:
-        wrong = np.clip(np.log(predict(era(x))) - seconds, -2, 2) / OUTLIER
+        wrong = np.clip(np.log(predict(era(x))) - seen, -2, 2) / OUTLIER
         return np.sqrt(2 * (np.sqrt(1 + wrong**2) - 1)) * share  # soft L1 of each, whatever its weight
 
     found = least_squares(residuals, first, bounds=(low, high), diff_step=0.02, max_nfev=rounds)

@@ -106,8 +106,9 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
     ) / choices.sizes["tp"] + np.max([block.elements("expert") for block in work.blocks]) / (
         choices.sizes["tp"] * np.maximum(choices.experts, 1)
     )
+    unit = largest / practice.messages
     gathered = np.where(
-        (many > 1) & zero3, np.minimum(2 * largest, full) * practice.gather_bytes + largest * practice.reduce_bytes, 0.0
+        (many > 1) & zero3, np.minimum(2 * unit, full) * practice.gather_bytes + unit * practice.reduce_bytes, 0.0
     )
 
     samples, tp = choices.microbatch / choices.sequences, choices.sizes["tp"]
@@ -130,9 +131,9 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
              "params x weight_bytes + copied x copy_bytes",
              {"params": resting, "weight_bytes": practice.weight_bytes, "copied": copied,
               "copy_bytes": practice.copy_bytes}),
-        Part("gathered weights", gathered, 
-             "min(2 x largest, all) x gather_bytes + largest x reduce_bytes, of two blocks and one's gradient",
-             {"largest": largest, "all": full, "gather_bytes": practice.gather_bytes,
+        Part("gathered weights", gathered,
+             "min(2 x unit, all) x gather_bytes + unit x reduce_bytes, of two units gathered at once and one's gradient",
+             {"unit": unit, "all": full, "gather_bytes": practice.gather_bytes,
               "reduce_bytes": practice.reduce_bytes}),
         Part("gradients", graded * practice.grad_bytes, "params x grad_bytes",
              {"params": graded, "grad_bytes": practice.grad_bytes}),
