@@ -221,9 +221,8 @@ def case(row: Row) -> Case:
     group = whole(row, "shard_group", 0) or dp
     level = "3" if zero.startswith(("hsdp", "3")) else zero[:1]
     axes = [f"pp{sizes['pp']}"]
-    shards = 1
-    if level in ("1", "2", "3") and group > 1:
-        shards = min(group, dp) * sizes["cp"]  # over ranks of a sequence too
+    shards = min(group, dp) * sizes["cp"] if level in ("1", "2", "3") else 1  # over ranks of a sequence too
+    if shards > 1:
         sharded = min(dp, group)
         option = "" if level == "3" else f"+zero{level}"
         spread = "+ep" if sizes["ep"] > 1 else ""
