@@ -187,6 +187,14 @@ def test_zeros_table(layout: str, weights: float, gradients: float, state: float
     assert found["optimizer"] == pytest.approx(state * exact)
 
 
+def test_what_is_gathered_are_two_units_and_ones_gradient() -> None:
+    block = next(block for block in work(SMALL).blocks if block.repeated)
+    unit = block.elements("tp") + block.elements("whole")
+    for messages in (1, 4):  # in which a block is gathered
+        found = one("fsdp8", "memory", practice=replace(PRACTICE, gather_bytes=4, reduce_bytes=2, messages=messages))
+        assert found["gathered weights"] == pytest.approx((2 * 4 + 2) * unit / messages)
+
+
 def test_the_last_stage_has_a_tied_embedding_too() -> None:
     tied, apart = (one("pp4.dp2", "memory", replace(SMALL, tied=tied), batch=8)["weights"] for tied in (True, False))
     assert tied == apart > one("pp8", "memory", replace(SMALL, vocab=1), batch=8)["weights"]
@@ -277,6 +285,8 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     found = priced(laid("dp8", "fsdp8", batch=8), LLAMA8, PRACTICE)
     assert list(found.fits) == [False, True] and found.over_bytes[1] == 0
     assert found.over_bytes[0] == pytest.approx(found.peak_bytes[0] + (1.5 - 80) * 2**30)
+    assert found.process_bytes == pytest.approx(found.reserved_bytes + 1.5 * 2**30)
+    assert found.reserved_bytes == pytest.approx(1.04 * found.peak_bytes), "which it gives back before it fails"
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------

@@ -37,8 +37,9 @@ def make(checkout: Path) -> Predict:
         return systems[nic_bps]
 
     def predict(run: Any) -> tuple[float, float]:
-        only(run, accelerator=[A100, B200], cp=[1, 2] if run.accelerator == B200 else [1], experts=[1], zero=[0, 1], dtype=["fp16", "bf16"],
-             recompute=RECOMPUTE)  # fmt: skip
+        newer = run.accelerator == B200
+        only(run, accelerator=[A100, B200], cp=[1, 2] if newer else [1], experts=[1], zero=[0, 1],
+             dtype=["fp16", "bf16"], recompute=RECOMPUTE)  # fmt: skip
         ends = None  # layers of the first and of the last stage, where the others have more
         if run.layers % (run.pp * run.chunks):
             ends, odd = divmod(run.layers - -(-run.layers // run.pp) * (run.pp - 2), 2)
@@ -60,7 +61,8 @@ def make(checkout: Path) -> Predict:
             intermediate_size=run.ffn, layer_num=run.layers, vocab_size=run.vocab, use_swiglu=run.gated,
         )  # fmt: skip
         performance = PerfLLM()
-        performance.configure(strategy_config=strategy, model_config=model, system_config=systems[B200] if run.accelerator == B200 else system(run.nic_bps))
+        machine = systems[B200] if newer else system(run.nic_bps)
+        performance.configure(strategy_config=strategy, model_config=model, system_config=machine)
         performance.run_estimate()
         tokens_per_s = performance.analysis_cost().data["throughput_per_accelerator"] * run.devices
         stages = performance.get_pp_stage_peak_mem(performance.analysis_mem(), "peak_mem", toG=True)

@@ -70,7 +70,8 @@ FITS = {
     ),
     "bloom": Fitted(
         ("a100-omnipath",), "megatron", {"bloom_prequel": 1},
-        ("matmul", "matmul_flops", "link", "network", "uneven", "ragged"), MEGATRON_A100, ours=False, kept=("context_gib",),
+        ("matmul", "matmul_flops", "link", "network", "uneven", "ragged"), MEGATRON_A100, ours=False,
+        kept=("context_gib",),
     ),
     "v100-megatron": Fitted(
         ("v100",), "megatron", {"mlm_readme_sep2020": 1}, ("matmul", "memory"), MEGATRON_A100,

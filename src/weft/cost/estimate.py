@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 class Estimate:
     """Of each choice: seconds of a step and bytes of a rank's peak, in parts; `reserved_bytes`: with what the allocator
     keeps in reserve; `process_bytes`: and the driver, where memory is not short; `traffic`: bytes that a rank of the
-    first stage sends in a step over each axis, where what several axes sum together is the first one's of dp, ep, cp and
-    up, and what travels to experts is ep's; `mfu` by the model's definition; whether it fits, or by how many bytes it
-    does not."""
+    first stage sends in a step over each axis, where what several axes sum together is the first one's of dp, ep, cp
+    and up, and what travels to experts is ep's; `mfu` by the model's definition; whether it fits, or by how many bytes
+    it does not."""
 
     time: tuple[Part, ...]
     memory: tuple[Part, ...]

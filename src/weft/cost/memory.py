@@ -132,7 +132,7 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
              {"params": resting, "weight_bytes": practice.weight_bytes, "copied": copied,
               "copy_bytes": practice.copy_bytes}),
         Part("gathered weights", gathered,
-             "min(2 x unit, all) x gather_bytes + unit x reduce_bytes, of two units gathered at once and one's gradient",
+             "min(2 x unit, all) x gather_bytes + unit x reduce_bytes, of two gathered units and one's gradient",
              {"unit": unit, "all": full, "gather_bytes": practice.gather_bytes,
               "reduce_bytes": practice.reduce_bytes}),
         Part("gradients", graded * practice.grad_bytes, "params x grad_bytes",
