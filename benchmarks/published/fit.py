@@ -21,7 +21,7 @@ from weft.cost.fit import fit
 from weft.cost.hardware import GIB, SHEETS, Era, named, read
 
 HERE = Path(__file__).parent
-MEGATRON = ("matmul", "matmul_flops", "memory", "launch_s", "link", "network", "fixed_s", "ragged")
+MEGATRON = ("matmul", "matmul_flops", "memory", "launch_s", "link", "network", "meet_s", "fixed_s", "ragged")
 SHARDED = (
     "matmul", "matmul_flops", "attention", "attention_backward", "memory", "traffic", "network", "hidden", "fixed_s",
 )  # fmt: skip
@@ -43,7 +43,9 @@ class Fitted:
     kept: tuple[str, ...] = ()  # which are free by the peaks of whole processes
 
 
-MEGATRON_A100 = Era(matmul=0.78, matmul_flops=1e10, memory=0.7, launch_s=9e-5, link=0.8, network=0.7, fixed_s=0.01)
+MEGATRON_A100 = Era(
+    matmul=0.78, matmul_flops=1e10, memory=0.7, launch_s=9e-5, link=0.8, network=0.7, meet_s=1e-4, fixed_s=0.01
+)
 EAGER_A100 = Era(
     matmul=0.8, matmul_flops=1e9, attention=0.5, attention_backward=0.3, memory=0.6, network=0.45, launch_s=1e-5
 )
