@@ -83,6 +83,10 @@ FITS = {
         ("a100", "a100-40", "a100-pcie"), "eager", {"llm_foundry": 1}, SHARDED, EAGER_A100,
         lambda row: "A100" in row["accelerator"],
     ),
+    "deepspeed": Fitted(
+        ("a100",), "deepspeed", {"deepspeed_azure_zero3": 1}, ("matmul", "matmul_flops", "network", "hidden", "fixed_s"),
+        EAGER_A100, ours=False,
+    ),
     "a100-compiled": Fitted(
         ("a100", "a100-40", "a100-pcie"), "compiled", {"torchtitan": 1}, ("matmul", "network", "hidden"), EAGER_A100,
         lambda row: "A100" in row["accelerator"],

@@ -29,9 +29,9 @@ HERE = Path(__file__).parent
 GPT2 = 50257  # words of its vocabulary, where a row does not say
 
 SHEETS = (  # what an accelerator's name holds -> sheet; the first that fits
-    ("V100", "v100"), ("A100-PCIE", "a100-pcie"), ("A100", "a100"), ("GB200", "gb200"), ("GB300", "gb200"),
-    ("B200", "b200"), ("B300", "b200"), ("H200", "h200"), ("GH200", "h200"), ("H100", "h100"), ("H800", "h100"),
-    ("MI300", "mi300x"), ("TPU V5E", "tpu-v5e"),
+    ("V100", "v100"), ("A100-PCIE", "a100-pcie"), ("A100-SXM4-40", "a100-40"), ("A100", "a100"), ("GB200", "gb200"),
+    ("GB300", "gb200"), ("B200", "b200"), ("B300", "b200"), ("H200", "h200"), ("GH200", "h200"), ("H100", "h100"),
+    ("H800", "h100"), ("MI300", "mi300x"), ("TPU V5E", "tpu-v5e"),
 )  # fmt: skip
 # Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32 masters and two moments.
 MIXED = Practice(
@@ -116,7 +116,7 @@ def framework(row: Row) -> tuple[str, Practice]:
     zero = (row.get("zero_stage") or "0").strip()
     compiled = flag(row, "compile")
     if "zero-3" in name and "deepspeed" in name:
-        return "eager", replace(MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True, messages=4)
+        return "deepspeed", replace(MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True, messages=4)
     if "titan" in name:
         eager = (row.get("compile") or "").upper() == "N"
         return ("eager", replace(FSDP, logit_bytes=14)) if eager else ("compiled", FSDP)
@@ -297,7 +297,7 @@ def price(groups: Iterable[Group], eras: Mapping[tuple[str, str], Era]) -> dict[
     for group in groups:
         setting = group.setting
         sheet = setting.cluster.hardware
-        era = eras.get((sheet.name, setting.era)) or sheet.eras.get(setting.era) or Era()
+        era = eras.get((sheet.name, setting.era)) or sheet.eras.get(setting.era) or sheet.eras.get("eager") or Era()
         made = estimate(group.model, group.choices, setting.cluster, era, setting.practice)
         found.update({row: (made, place) for place, row in enumerate(group.rows)})
     return found
