@@ -326,6 +326,15 @@ def test_the_first_rank_of_a_v_has_both_ends(tied: bool) -> None:
     assert found["beside"] >= PRACTICE.logit_bytes * 32000 * 1024 * 8
 
 
+def test_what_is_sent_beside_compute_is_waited_for_where_it_fills_the_pipeline() -> None:
+    def waits(schedule: str, chunks: int, beside: bool) -> float:
+        options = {"batch": 64, "accumulate": 8, "schedule": schedule, "chunks": chunks}
+        return one("pp4.dp2", practice=replace(PRACTICE, sends_beside=beside), **options)["pp exposed"]
+
+    assert waits("interleaved", 2, True) == pytest.approx(3 / 10 * waits("interleaved", 2, False))  # 4 - 1 of 8 + 4 - 2
+    assert waits("1f1b", 1, True) == waits("1f1b", 1, False)
+
+
 def test_more_microbatches_have_a_smaller_share_of_bubble() -> None:
     shares = []
     for m in (4, 8, 32):

@@ -7,15 +7,20 @@ What a sheet of weft's is fitted from is written there; what belongs to one site
 
 from __future__ import annotations
 
+import csv
+import math
 import re
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import rows as published
 
+from weft.calibrate.fits import line
 from weft.cost.estimate import Estimate
 from weft.cost.fit import fit
 from weft.cost.hardware import GIB, SHEETS, Era, named, read
@@ -49,6 +54,10 @@ MEGATRON_A100 = Era(
 EAGER_A100 = Era(
     matmul=0.8, matmul_flops=1e9, attention=0.5, attention_backward=0.3, memory=0.6, network=0.45, launch_s=1e-5
 )
+# Of matmuls in 16 bits, which no run of its sources has, what the best shape of H100 reaches (0.8), less a tenth.
+CORE_H100 = Era(
+    matmul=0.74, matmul_flops=1e9, attention=0.5, attention_backward=0.3, memory=0.6, network=0.45, launch_s=1e-5
+)
 LIKE = (  # sheets without runs of an era, and the one whose constants stand there; their notes say so
     ("b200", "h100", ("eager", "compiled", "megatron-core")),
     ("gb200", "h100", ("eager", "compiled", "megatron-core")),
@@ -65,6 +74,8 @@ LIKE = (  # sheets without runs of an era, and the one whose constants stand the
     ("a100-40", "h100", ("megatron-core",)),
     ("a100-pcie", "h100", ("megatron-core",)),
 )
+KERNELS = {"b200": "B200-SXM", "gb200": "B200-SXM", "a100-pcie": "A100-PCIe-80GB"}  # sheet -> card of the kernels
+MOST = 1.5  # of a share
 FITS = {
     "a100-megatron": Fitted(
         ("a100", "a100-40"), "megatron", {"vtrain": 1, "mlm_sc21_table1": 1, "korthikanti2022_table5": 1}, MEGATRON,
@@ -84,8 +95,8 @@ FITS = {
         lambda row: "A100" in row["accelerator"],
     ),
     "deepspeed": Fitted(
-        ("a100",), "deepspeed", {"deepspeed_azure_zero3": 1}, ("matmul", "matmul_flops", "network", "hidden", "fixed_s"),
-        EAGER_A100, ours=False,
+        ("a100",), "deepspeed", {"deepspeed_azure_zero3": 1},
+        ("matmul", "matmul_flops", "network", "hidden", "fixed_s"), EAGER_A100, ours=False,
     ),
     "a100-compiled": Fitted(
         ("a100", "a100-40", "a100-pcie"), "compiled", {"torchtitan": 1}, ("matmul", "network", "hidden"), EAGER_A100,
@@ -106,7 +117,7 @@ FITS = {
     ),
     "h100-core": Fitted(
         ("h100", "h200"), "megatron-core", {"nemo_2024_h100": 1, "mlm_llama_h100_fp8": 0.3},
-        ("matmul", "eight", "attention", "memory", "hidden"), EAGER_A100,
+        ("eight", "attention", "traffic", "hidden"), CORE_H100,
         lambda row: "H100" in row["accelerator"],
     ),
 }  # fmt: skip
@@ -151,6 +162,28 @@ def agreed(
     return fit(predict, seen, start, free, weights)
 
 
+def kernels(card: str) -> tuple[dict[str, float], str]:
+    """What the card's kernels reach in bf16, whatever the software: constants of all its eras. And how well two of them
+    say the time of matmuls that they are not fitted to."""
+    with (HERE / "data" / "kernels.csv").open(newline="", encoding="utf-8") as file:
+        those = [row for row in csv.DictReader(file) if row["accelerator"] == card]
+    fits, other = [], []
+    for row in those:
+        if row["op"] == "matmul":
+            sizes = {name: int(size) for name, size in re.findall(r"\b([bmkn])=(\d+)", row["shape"])}
+            flops = 2.0 * math.prod(sizes.values())
+            one = flops, flops / float(row["efficiency"])  # and so long, where the peak is 1
+            (other if zlib.crc32(row["shape"].encode()) & 1 else fits).append(one)
+    found = line(*zip(*fits, strict=True))
+    errors = [abs((found.fixed_s + flops / found.rate) / took - 1) for flops, took in other]
+    # of all FLOPs, half of which a causal attention leaves out
+    ahead, back = (
+        median(float(row["efficiency"]) for row in those if row["op"] == op) / 2 for op in ("sdp_fwd", "sdp_bwd")
+    )
+    constants = {"matmul": found.rate, "matmul_flops": found.half, "attention": ahead, "attention_backward": back}
+    return constants, f"{len(other)} other matmuls: {median(errors):.1%} median error"
+
+
 def section(name: str, era: Era) -> str:
     """A table of those constants that are not as by default."""
     plain = Era().model_dump()
@@ -183,6 +216,14 @@ def main() -> int:
     for sheet, like, eras in LIKE:
         for era_name in eras:
             put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", read(SHEETS / f"{like}.toml").eras[era_name])
+    for sheet, card in KERNELS.items():
+        own, errors = kernels(card)
+        print(sheet, {key: float(f"{value:.3g}") for key, value in own.items()}, errors, flush=True)
+        hardware = read(SHEETS / f"{sheet}.toml")
+        for era_name, era in hardware.eras.items():
+            if "fp8" in hardware.device.flops:  # they reach the share that they do in that era elsewhere
+                own["eight"] = min(MOST, era.eight * era.matmul / own["matmul"])
+            put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", era.model_copy(update=own))
     return 0
 
 

@@ -137,11 +137,12 @@ def framework(row: Row) -> tuple[str, Practice]:
             logit_bytes=4,
             logits_stay=True,
             dummy_bytes=2,
+            sends_beside=True,
         )
     modern = any(word in name for word in ("core", "nemo", "bridge", "mcore", "transformerengine"))
     if modern or "fp8" in dtype:
         return "megatron-core", replace(
-            MIXED, compute="bf16", overlaps=True, logit_bytes=4, logits_stay=True, dummy_bytes=2
+            MIXED, compute="bf16", overlaps=True, logit_bytes=4, logits_stay=True, dummy_bytes=2, sends_beside=True
         )
     fp16 = "bf16" not in dtype
     plain = replace(MIXED, compute="fp16" if fp16 else "bf16", reduce_bytes=2 if fp16 else 4, scatters=True)

@@ -245,10 +245,11 @@ class Priced:
             for axis, value in slow.waits.items()
         ]
         found.append(self._bubble[0])
-        messages = np.where(p > 1, 2 * v * (m + p - 2), 0)
+        # where chunks send beside compute, what fills the pipeline is waited for all the same
+        turns = np.where(p > 1, np.where(self.practice.sends_beside & (v > 1), p - 1, m + p - 2), 0)
         found.append(
-            Part("pp exposed", messages * self.message_s, "2 x v x (m + p - 2) x message_s",
-                 {"p": p, "m": m, "v": v, "message_s": self.message_s})
+            Part("pp exposed", 2 * v * turns * self.message_s, "2 x v x turns x message_s, turns = m + p - 2 or p - 1",
+                 {"turns": turns, "v": v, "message_s": self.message_s})
         )  # fmt: skip
         found += self._gradients(slow.seconds)
         if self.practice.added_bytes:

@@ -17,8 +17,9 @@ class Practice:
     cross-entropy leaves them. `dummy_bytes` of one block's gradients that stand in for those which a fused matmul has
     summed elsewhere (Transformer Engine).
     `messages`: in how many the sharded weights of a block are gathered, or its gradients reduced. `overlaps`: whether
-    sums of gradients over data axes run beside backward. `scatters`: whether ranks of tp send a part each of what goes
-    to the next stage, and gather it there (Narayanan et al. 2021).
+    sums of gradients over data axes run beside backward; `sends_beside`: whether what the chunks of an interleaved
+    pipeline send runs beside compute, as Megatron-Core overlaps it. `scatters`: whether ranks of tp send a part each of
+    what goes to the next stage, and gather it there (Narayanan et al. 2021).
     """
 
     compute: str = "bf16"
@@ -36,4 +37,5 @@ class Practice:
     dummy_bytes: float = 0.0
     messages: float = 1.0
     overlaps: bool = True
+    sends_beside: bool = False
     scatters: bool = False
