@@ -26,7 +26,7 @@ from weft.cost.fit import fit
 from weft.cost.hardware import GIB, SHEETS, Era, named, read
 
 HERE = Path(__file__).parent
-MEGATRON = ("matmul", "matmul_flops", "memory", "launch_s", "link", "network", "meet_s", "fixed_s", "ragged")
+MEGATRON = ("matmul", "matmul_flops", "memory", "launch_s", "waits", "link", "network", "meet_s", "fixed_s", "ragged")
 SHARDED = (
     "matmul", "matmul_flops", "attention", "attention_backward", "memory", "traffic", "network", "hidden", "fixed_s",
 )  # fmt: skip
@@ -49,7 +49,15 @@ class Fitted:
 
 
 MEGATRON_A100 = Era(
-    matmul=0.78, matmul_flops=1e10, memory=0.7, launch_s=9e-5, link=0.8, network=0.7, meet_s=1e-4, fixed_s=0.01
+    matmul=0.78,
+    matmul_flops=1e10,
+    memory=0.7,
+    launch_s=9e-5,
+    link=0.8,
+    network=0.7,
+    meet_s=1e-4,
+    fixed_s=0.01,
+    waits=0.1,
 )
 EAGER_A100 = Era(
     matmul=0.8, matmul_flops=1e9, attention=0.5, attention_backward=0.3, memory=0.6, network=0.45, launch_s=1e-5
@@ -83,7 +91,7 @@ FITS = {
     ),
     "bloom": Fitted(
         ("a100-omnipath",), "megatron", {"bloom_prequel": 1},
-        ("matmul", "matmul_flops", "link", "network", "uneven", "ragged"), MEGATRON_A100, ours=False,
+        ("matmul", "matmul_flops", "waits", "link", "network", "uneven", "ragged"), MEGATRON_A100, ours=False,
         kept=("context_gib",),
     ),
     "v100-megatron": Fitted(

@@ -17,7 +17,7 @@ BOUNDS = {
     "attention": (0.2, 0.95), "attention_backward": (0.15, 0.95), "memory": (0.5, 0.95), "traffic": (0.2, 3.0),
     "launch_s": (1e-7, 2e-4), "link": (0.3, 0.95), "network": (0.2, 0.95), "hidden": (0.05, 0.99),
     "contention": (1e-3, 1.0), "fixed_s": (1e-4, 0.1), "jitter": (1e-4, 0.2), "meet_s": (1e-7, 1e-3),
-    "context_gib": (0.1, 20.0),
+    "waits": (1e-3, 1.0), "context_gib": (0.1, 20.0),
 }  # fmt: skip
 OUTLIER = 0.05  # relative errors beyond this count by their size, not by its square
 
