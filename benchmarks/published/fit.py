@@ -107,8 +107,12 @@ FITS = {
         ("matmul", "matmul_flops", "network", "hidden", "fixed_s"), EAGER_A100, ours=False,
     ),
     "a100-compiled": Fitted(
-        ("a100", "a100-40", "a100-pcie"), "compiled", {"torchtitan": 1}, ("matmul", "network", "hidden"), EAGER_A100,
-        lambda row: "A100" in row["accelerator"],
+        ("a100", "a100-40", "a100-pcie"), "compiled", {"fms_fsdp": 1}, ("matmul", "hidden"),
+        EAGER_A100.model_copy(update={"network": 0.78}), lambda row: "A100" in row["accelerator"],
+    ),
+    "titan": Fitted(
+        ("a100-titan",), "compiled", {"torchtitan": 1}, ("matmul", "network", "hidden"), EAGER_A100,
+        lambda row: "A100" in row["accelerator"], ours=False,
     ),
     "h100-eager": Fitted(
         ("h100", "h200"), "eager", {"llm_foundry": 1}, (*SHARDED, "eight"), EAGER_A100,

@@ -161,16 +161,19 @@ def hardware(row: Row) -> Hardware:
     memory = number(row, "accel_mem_gb")
     if memory:
         sheet = sheet.model_copy(update={"device": sheet.device.model_copy(update={"memory_gib": memory})})
-    if "omni" in (row.get("inter_link") or "").lower():
+    link, titan = row.get("inter_link") or "", "titan" in (row.get("framework") or "").lower()
+    if "omni" in link.lower():
         sheet = sheet.model_copy(update={"name": f"{sheet.name}-omnipath"})
+    elif titan and not link:  # it is some other network than the sheet's
+        sheet = sheet.model_copy(update={"name": f"{sheet.name}-titan"})
     if "2.4TB/s" in name:
         sheet = sheet.model_copy(update={"device": sheet.device.model_copy(update={"memory_bps": 2.4e12})})
     node = whole(row, "accel_per_node", sheet.node)
     inner, *outer = sheet.tiers
     inner = inner.model_copy(update={"devices": max(node, 72 if "NVL72" in (row.get("intra_link") or "") else node)})
-    if "EFA" in (row.get("inter_link") or ""):  # whose messages go through the host
+    if "EFA" in link:  # whose messages go through the host
         outer = [tier.model_copy(update={"latency_s": 6e-5}) for tier in outer]
-    rate = _network(row.get("inter_link") or "", node)
+    rate = _network(link, node)
     if rate and outer:
         outer = [outer[0].model_copy(update={"bps": rate})]
     return sheet.model_copy(update={"tiers": (inner, *outer)})
