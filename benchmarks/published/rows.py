@@ -111,7 +111,7 @@ def flag(row: Row, name: str) -> bool:
 
 
 def framework(row: Row) -> tuple[str, Practice]:
-    """The era of software, and how it keeps what belongs to a parameter."""
+    """The era of software, and how it keeps what belongs to a parameter: the least where a row does not state it."""
     name, dtype = (row.get("framework") or "Megatron-DeepSpeed").lower(), (row.get("dtype") or "").lower()
     zero = (row.get("zero_stage") or "0").strip()
     compiled = flag(row, "compile")
@@ -146,8 +146,10 @@ def framework(row: Row) -> tuple[str, Practice]:
         )
     fp16 = "bf16" not in dtype
     plain = replace(MIXED, compute="fp16" if fp16 else "bf16", reduce_bytes=2 if fp16 else 4, scatters=True)
-    if "deepspeed" in name:  # whose optimizer has a float32 copy of its part of gradients, in bf16 of all that it sums
-        plain = replace(plain, grad_bytes=2 if fp16 else 6, state_bytes=16 if fp16 else 12, scatters=False)
+    if "deepspeed" in name:
+        plain = replace(plain, grad_bytes=2 if fp16 else 4, scatters=False)
+        if row.get("framework"):  # its optimizers copy their part of gradients in float32, in bf16 all that they sum
+            plain = replace(plain, state_bytes=16) if fp16 else replace(plain, grad_bytes=6)
     return "megatron", plain
 
 
@@ -328,7 +330,6 @@ def own() -> list[Row]:
             **row,
             "source_id": "vtrain",
             "d_iter_time_s": row["iter_time_s"],
-            "framework": "Megatron-DeepSpeed",
             "quality": "A",
         }
         for row in read(HERE / "data" / "vtrain_single_node.csv")
