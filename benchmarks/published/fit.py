@@ -89,8 +89,8 @@ FITS = {
         ("a100", "a100-40"), "megatron", {"vtrain": 1, "mlm_sc21_table1": 1, "korthikanti2022_table5": 1}, MEGATRON,
         MEGATRON_A100, everything=("mlm_sc21_table1", "korthikanti2022_table5"),
     ),
-    "bloom": Fitted(
-        ("a100-omnipath",), "megatron", {"bloom_prequel": 1},
+    "deepspeed-3d": Fitted(
+        ("a100-omnipath", "a100", "a100-40"), "megatron-deepspeed", {"bloom_prequel": 1, "papers_misc": 0.2},
         ("matmul", "matmul_flops", "waits", "link", "network", "uneven", "ragged"), MEGATRON_A100, ours=False,
         kept=("context_gib",),
     ),
@@ -164,7 +164,7 @@ def agreed(
             those = those[:: len(those) // 120]
         cases += [case for _, case in those]
         seen += [float(row[column]) for row, _ in those]
-        weights += [weight / len(those)] * len(those)
+        weights += [weight / max(1, len(those))] * len(those)
     groups = published.grouped(cases)
 
     def predict(era: Era) -> np.ndarray:

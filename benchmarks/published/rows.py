@@ -26,6 +26,7 @@ from weft.layout import Layout
 
 Row = Mapping[str, str]
 HERE = Path(__file__).parent
+UNFUSED = ("megatron", "megatron-deepspeed")  # eras in which attention keeps its scores, unless a row says otherwise
 GPT2 = 50257  # words of its vocabulary, where a row does not say
 
 SHEETS = (  # what an accelerator's name holds -> sheet; the first that fits
@@ -148,8 +149,9 @@ def framework(row: Row) -> tuple[str, Practice]:
     plain = replace(MIXED, compute="fp16" if fp16 else "bf16", reduce_bytes=2 if fp16 else 4, scatters=True)
     if "deepspeed" in name:
         plain = replace(plain, grad_bytes=2 if fp16 else 4, scatters=False)
-        if row.get("framework"):  # its optimizers copy their part of gradients in float32, in bf16 all that they sum
-            plain = replace(plain, state_bytes=16) if fp16 else replace(plain, grad_bytes=6)
+    if row.get("framework") and ("deepspeed" in name or "neox" in name):
+        # its optimizers copy their part of gradients in float32, in bf16 all that they sum
+        return "megatron-deepspeed", replace(plain, state_bytes=16) if fp16 else replace(plain, grad_bytes=6)
     return "megatron", plain
 
 
@@ -239,7 +241,7 @@ def case(row: Row) -> Case:
     axes += [f"cp{sizes['cp']}", f"tp{sizes['tp']}" + ("+sequence" if sequence else "")]
     chunks = max(1, whole(row, "vp", 1)) if sizes["pp"] > 1 else 1
     kernel = (row.get("attn_kernel") or "").lower()
-    flash = "flash" in kernel or (era != "megatron" and "unfused" not in kernel)
+    flash = "flash" in kernel or (era not in UNFUSED and "unfused" not in kernel)
     fused = "nanotron" not in (row.get("framework") or "").lower()
     text = (row.get("recompute") or "none").lower()
     recompute: str | int = "full" if text.startswith(("full", "yes")) else "none"
@@ -303,7 +305,9 @@ def price(groups: Iterable[Group], eras: Mapping[tuple[str, str], Era]) -> dict[
     for group in groups:
         setting = group.setting
         sheet = setting.cluster.hardware
-        era = eras.get((sheet.name, setting.era)) or sheet.eras.get(setting.era) or sheet.eras.get("eager") or Era()
+        names = setting.era, setting.era.split("-")[0], "eager"
+        nearest = next((sheet.eras[name] for name in names if name in sheet.eras), Era())
+        era = eras.get((sheet.name, setting.era)) or nearest
         made = estimate(group.model, group.choices, setting.cluster, era, setting.practice)
         found.update({row: (made, place) for place, row in enumerate(group.rows)})
     return found
