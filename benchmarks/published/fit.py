@@ -82,6 +82,7 @@ LIKE = (  # sheets without runs of an era, and the one whose constants stand the
     ("a100-40", "h100", ("megatron-core",)),
     ("a100-pcie", "h100", ("megatron-core",)),
 )
+CEILINGS = {"mi300x": ("AMD MI300X", "NVIDIA H100 SXM")}  # sheet -> its card, and that of the constants it has
 KERNELS = {"b200": "B200-SXM", "gb200": "B200-SXM", "a100-pcie": "A100-PCIe-80GB"}  # sheet -> card of the kernels
 MOST = 1.5  # of a share
 FITS = {
@@ -174,6 +175,13 @@ def agreed(
     return fit(predict, seen, start, free, weights)
 
 
+def ceiling(card: str) -> float:
+    """The share of the peak that the best of its matmuls in bf16 reaches."""
+    with (HERE / "data" / "ceilings.csv").open(newline="", encoding="utf-8") as file:
+        row = next(row for row in csv.DictReader(file) if (row["accelerator"], row["dtype"]) == (card, "bf16"))
+    return float(row["MAMF_TFLOPS"]) / float(row["theory_TFLOPS"])
+
+
 def kernels(card: str) -> tuple[dict[str, float], str]:
     """What the card's kernels reach in bf16, whatever the software: constants of all its eras. And how well two of them
     say the time of matmuls that they are not fitted to."""
@@ -227,7 +235,11 @@ def main() -> int:
                 put(HERE / "eras.toml", f"{sheet}.{one.era}", era)
     for sheet, like, eras in LIKE:
         for era_name in eras:
-            put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", read(SHEETS / f"{like}.toml").eras[era_name])
+            era = read(SHEETS / f"{like}.toml").eras[era_name]
+            if sheet in CEILINGS:
+                here, there = (ceiling(card) for card in CEILINGS[sheet])
+                era = era.model_copy(update={"matmul": era.matmul * here / there})
+            put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", era)
     for sheet, card in KERNELS.items():
         own, errors = kernels(card)
         print(sheet, {key: float(f"{value:.3g}") for key, value in own.items()}, errors, flush=True)
