@@ -7,20 +7,16 @@ What a sheet of weft's is fitted from is written there; what belongs to one site
 
 from __future__ import annotations
 
-import csv
-import math
 import re
 import sys
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import rows as published
+from kernels import ceiling, kernels
 
-from weft.calibrate.fits import line
 from weft.cost.estimate import Estimate
 from weft.cost.fit import fit
 from weft.cost.hardware import GIB, SHEETS, Era, named, read
@@ -174,35 +170,6 @@ def agreed(
         return np.array([of(found[case.row_id][0])[found[case.row_id][1]] for case in cases])
 
     return fit(predict, seen, start, free, weights)
-
-
-def ceiling(card: str) -> float:
-    """The share of the peak that the best of its matmuls in bf16 reaches."""
-    with (HERE / "data" / "ceilings.csv").open(newline="", encoding="utf-8") as file:
-        row = next(row for row in csv.DictReader(file) if (row["accelerator"], row["dtype"]) == (card, "bf16"))
-    return float(row["MAMF_TFLOPS"]) / float(row["theory_TFLOPS"])
-
-
-def kernels(card: str) -> tuple[dict[str, float], str]:
-    """What the card's kernels reach in bf16, whatever the software: constants of all its eras. And how well two of them
-    say the time of matmuls that they are not fitted to."""
-    with (HERE / "data" / "kernels.csv").open(newline="", encoding="utf-8") as file:
-        those = [row for row in csv.DictReader(file) if row["accelerator"] == card]
-    fits, other = [], []
-    for row in those:
-        if row["op"] == "matmul":
-            sizes = {name: int(size) for name, size in re.findall(r"\b([bmkn])=(\d+)", row["shape"])}
-            flops = 2.0 * math.prod(sizes.values())
-            one = flops, flops / float(row["efficiency"])  # and so long, where the peak is 1
-            (other if zlib.crc32(row["shape"].encode()) & 1 else fits).append(one)
-    found = line(*zip(*fits, strict=True))
-    errors = [abs((found.fixed_s + flops / found.rate) / took - 1) for flops, took in other]
-    # of all FLOPs, half of which a causal attention leaves out
-    ahead, back = (
-        median(float(row["efficiency"]) for row in those if row["op"] == op) / 2 for op in ("sdp_fwd", "sdp_bwd")
-    )
-    constants = {"matmul": found.rate, "matmul_flops": found.half, "attention": ahead, "attention_backward": back}
-    return constants, f"{len(other)} other matmuls: {median(errors):.1%} median error"
 
 
 def section(name: str, era: Era) -> str:
