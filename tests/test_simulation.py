@@ -456,6 +456,21 @@ def simulate_cli(tmp_path: Path, *arguments: str) -> Any:
     return CliRunner().invoke(app, ["simulate", str(tmp_path / "run.toml"), "--cluster", "h100x32", *arguments])
 
 
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "tidal.py").write_text(
+        "from weft.schedule import make\n\n\ndef ebb(ranks, microbatches):\n    return make('gpipe', ranks, microbatches)\n"
+    )
+    options = ["--layout", "dp8.pp4", "--json"]
+    drawn = []
+    for name in ("tidal:ebb", "gpipe", "1f1b"):
+        found = simulate_cli(tmp_path, *options, "--set", f"pipeline.schedule={name}")
+        assert found.exit_code == 0, found.output
+        drawn.append(json.loads(found.stdout)["pipeline"])
+    assert drawn[0] == drawn[1] != drawn[2]
+    missing = simulate_cli(tmp_path, *options, "--set", "pipeline.schedule=tidal:flow")
+    assert missing.exit_code == 2 and "tidal has no flow" in missing.output
+
+
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "out.html"
     options = ["--layout", "dp4.pp4.tp2", "--slow", "1.5", "--slow", "31=2", "--slow-link", "pp=4", "--jitter", "0.02"]

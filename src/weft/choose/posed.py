@@ -63,7 +63,10 @@ def _schedule(run: Run, layout: Layout) -> tuple[str, int]:
     if not layout.live("pp"):
         return "1f1b", 1
     name = next(iter(layout.option("pp")), run.pipeline.schedule)
-    given = inspect.signature(schedule.folder()[name]).parameters if name in schedule.folder() else {}
+    if ":" in name:
+        schedule.register(build.resolve(name, run.folder, "pipeline.schedule"), name)
+    known = schedule.registry()
+    given = inspect.signature(known[name]).parameters if name in known else {}
     if "chunks" in given:
         return name, int(run.pipeline.arguments.get("chunks", given["chunks"].default))
     return name, STAGES.get(name, 1)
