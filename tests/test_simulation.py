@@ -458,7 +458,7 @@ def simulate_cli(tmp_path: Path, *arguments: str) -> Any:
 
 def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "tidal.py").write_text(
-        "from weft.schedule import make\n\n\ndef ebb(ranks, microbatches):\n    return make('gpipe', ranks, microbatches)\n"
+        "from weft.schedule import make\n\n\ndef ebb(ranks, microbatches): return make('gpipe', ranks, microbatches)\n"
     )
     options = ["--layout", "dp8.pp4", "--json"]
     drawn = []
