@@ -456,19 +456,10 @@ def simulate_cli(tmp_path: Path, *arguments: str) -> Any:
     return CliRunner().invoke(app, ["simulate", str(tmp_path / "run.toml"), "--cluster", "h100x32", *arguments])
 
 
-def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "tidal.py").write_text(
-        "from weft.schedule import make\n\n\ndef ebb(ranks, microbatches): return make('gpipe', ranks, microbatches)\n"
-    )
-    options = ["--layout", "dp8.pp4", "--json"]
-    drawn = []
-    for name in ("tidal:ebb", "gpipe", "1f1b"):
-        found = simulate_cli(tmp_path, *options, "--set", f"pipeline.schedule={name}")
-        assert found.exit_code == 0, found.output
-        drawn.append(json.loads(found.stdout)["pipeline"])
-    assert drawn[0] == drawn[1] != drawn[2]
-    missing = simulate_cli(tmp_path, *options, "--set", "pipeline.schedule=tidal:flow")
-    assert missing.exit_code == 2 and "tidal has no flow" in missing.output
+def test_a_schedule_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
+    found = simulate_cli(tmp_path, "--layout", "dp8.pp4", "--set", "pipeline.schedule=tidal:ebb")
+    assert found.exit_code == 2
+    assert "pipeline.schedule = 'tidal:ebb': is one's own" in found.output and "weft draw" in found.output
 
 
 def test_the_command(tmp_path: Path) -> None:

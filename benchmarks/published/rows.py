@@ -26,7 +26,6 @@ from weft.layout import Layout
 
 Row = Mapping[str, str]
 HERE = Path(__file__).parent
-UNFUSED = ("megatron", "megatron-deepspeed")  # eras in which attention keeps its scores, unless a row says otherwise
 GPT2 = 50257  # words of its vocabulary, where a row does not say
 
 SHEETS = (  # what an accelerator's name holds -> sheet; the first that fits
@@ -147,11 +146,10 @@ def framework(row: Row) -> tuple[str, Practice]:
         )
     fp16 = "bf16" not in dtype
     plain = replace(MIXED, compute="fp16" if fp16 else "bf16", reduce_bytes=2 if fp16 else 4, scatters=True)
-    if "deepspeed" in name:
+    if "deepspeed" in name or "neox" in name:
         plain = replace(plain, grad_bytes=2 if fp16 else 4, scatters=False)
-    if row.get("framework") and ("deepspeed" in name or "neox" in name):
-        # its optimizers copy their part of gradients in float32, in bf16 all that they sum
-        return "megatron-deepspeed", replace(plain, state_bytes=16) if fp16 else replace(plain, grad_bytes=6)
+        if row.get("framework"):  # its optimizers copy their part of gradients in float32, in bf16 all that they sum
+            plain = replace(plain, state_bytes=16) if fp16 else replace(plain, grad_bytes=6)
     return "megatron", plain
 
 
@@ -241,7 +239,7 @@ def case(row: Row) -> Case:
     axes += [f"cp{sizes['cp']}", f"tp{sizes['tp']}" + ("+sequence" if sequence else "")]
     chunks = max(1, whole(row, "vp", 1)) if sizes["pp"] > 1 else 1
     kernel = (row.get("attn_kernel") or "").lower()
-    flash = "flash" in kernel or (era not in UNFUSED and "unfused" not in kernel)
+    flash = "flash" in kernel or (era != "megatron" and "unfused" not in kernel)
     fused = "nanotron" not in (row.get("framework") or "").lower()
     text = (row.get("recompute") or "none").lower()
     recompute: str | int = "full" if text.startswith(("full", "yes")) else "none"
@@ -305,20 +303,24 @@ def price(groups: Iterable[Group], eras: Mapping[tuple[str, str], Era]) -> dict[
     for group in groups:
         setting = group.setting
         sheet = setting.cluster.hardware
-        names = setting.era, setting.era.split("-")[0], "eager"
-        nearest = next((sheet.eras[name] for name in names if name in sheet.eras), Era())
-        era = eras.get((sheet.name, setting.era)) or nearest
+        own = sheet.eras.get(setting.era) or sheet.eras.get("eager") or Era()
+        era = eras.get((sheet.name, setting.era)) or own
         made = estimate(group.model, group.choices, setting.cluster, era, setting.practice)
         found.update({row: (made, place) for place, row in enumerate(group.rows)})
     return found
 
 
 def predict(cases: Sequence[Case]) -> dict[str, tuple[Estimate, int]]:
-    """As `price`, with the constants of sites. What a row does not say is recomputed only where it must be."""
+    """As `price`, with the constants of sites."""
     eras = sites()
+    return price(grouped(settled(cases, eras)), eras)
+
+
+def settled(cases: Sequence[Case], eras: Mapping[tuple[str, str], Era]) -> list[Case]:
+    """What a row does not say is recomputed is so where it must be, to fit."""
     found = price(grouped(cases), eras)
-    silent = [one for one in cases if not one.told and not found[one.row_id][0].fits[found[one.row_id][1]]]
-    return found | price(grouped(replace(one, recompute="full") for one in silent), eras)
+    fits = {one.row_id: bool(found[one.row_id][0].fits[found[one.row_id][1]]) for one in cases}
+    return [one if one.told or fits[one.row_id] else replace(one, recompute="full") for one in cases]
 
 
 def held(row: Row) -> bool:

@@ -14,6 +14,7 @@ from ..cost.practice import Practice
 from ..cost.trace import trace
 from ..cost.work import Work
 from ..data import Dataset
+from ..errors import ConfigError
 from ..layout import Layout
 from ..syncs import Sync
 from .practice_of import practice
@@ -64,9 +65,9 @@ def _schedule(run: Run, layout: Layout) -> tuple[str, int]:
         return "1f1b", 1
     name = next(iter(layout.option("pp")), run.pipeline.schedule)
     if ":" in name:
-        schedule.register(build.resolve(name, run.folder, "pipeline.schedule"), name)
-    known = schedule.registry()
-    given = inspect.signature(known[name]).parameters if name in known else {}
+        fix = f"name one of weft's: {', '.join(schedule.folder())}; `weft draw` times one's own"
+        raise ConfigError("pipeline.schedule", name, "is one's own, and has no closed form to be priced by", fix)
+    given = inspect.signature(schedule.folder()[name]).parameters if name in schedule.folder() else {}
     if "chunks" in given:
         return name, int(run.pipeline.arguments.get("chunks", given["chunks"].default))
     return name, STAGES.get(name, 1)

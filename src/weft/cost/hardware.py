@@ -41,7 +41,10 @@ class Era(Table):
         default=1.0, description="the part of elementwise traffic that fusion leaves; over 1, it computes too"
     )
     launch_s: Count = Field(default=5e-6, description="the host's seconds for each kernel")
-    waits: Count = Field(default=0.0, description="1: a kernel begins when it is launched (a CPU); 0: they queue up")
+    waits: Count = Field(
+        default=0.0,
+        description="of launches and work, how much of the shorter adds to the longer: 1 if none queue",
+    )
     link: Share = Field(default=0.78, description="of a tier's bandwidth within a node")
     network: Share = Field(default=0.85, description="of that between nodes")
     hidden: Count = Field(default=0.8, le=1, description="the most of the weights' traffic that compute hides")
