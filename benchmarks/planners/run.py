@@ -183,8 +183,8 @@ def _peaks(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[str]:
     """Of those that SimuMax says, by what weft differs; the worst ones."""
     apart = {run: ours[run] / gib - 1 for run, gib in theirs.items()}
     sizes = sorted(map(abs, apart.values()))
-    lines = [f"Allocated on the fullest device, {len(apart)} of {len(ours)} layouts, those that SimuMax says (its heads "
-             "divide over ranks of cp): weft differs from it by "
+    lines = [f"Allocated on the fullest device, {len(apart)} of {len(ours)} layouts, those that SimuMax says (its "
+             "heads divide over ranks of cp): weft differs from it by "
              f"{statistics.median(sizes):.1%} (median), {statistics.fmean(apart.values()):+.1%} (mean, with its sign). "
              "Most where:", "",
              "| layout | weft, GiB | SimuMax, GiB | |", "| --- | ---: | ---: | ---: |"]  # fmt: skip
