@@ -3,9 +3,11 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft import build, config, tables
 from weft.errors import ConfigError, LayoutError, Refusal
@@ -270,6 +272,28 @@ def test_the_folder_of_the_run_file_is_importable(tmp_path: Path) -> None:
     assert next(made.parameters()).device.type == "cpu"
     with pytest.raises(AttributeError, match="fault of the model"):
         build.model(load(tmp_path, text.replace("width = 2\n", ""), model__build="mine_of_config_test:broken"))
+
+
+class Draws(TorchDispatchMode):
+    """How many tensors are filled at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_skeleton_draws_nothing(tmp_path: Path) -> None:
+    run = load(tmp_path)
+    with Draws() as bare:
+        shapes = [p.shape for p in build.skeleton(run).parameters()]
+    with Draws() as real:
+        model = build.model(run)
+    assert bare.count == 0 < real.count
+    assert shapes == [p.shape for p in model.parameters()]
 
 
 def test_a_module_that_fails_is_named(tmp_path: Path) -> None:

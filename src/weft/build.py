@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from . import data, planner
 from . import sync as synchronizers
@@ -81,7 +83,8 @@ def model(
     Raises ConfigError.
     """
     device = torch.device(device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+    undrawn = _Undrawn() if device.type == "meta" else nullcontext()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device, undrawn:
         torch.manual_seed(run.train.seed if seed is None else seed)
         if run.model.hf is not None:
             built: Any = _transformer(run, device)
@@ -94,6 +97,22 @@ def model(
     if dtype is not None:
         built._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # complex tables stay complex
     return built.to(device=device).train()
+
+
+class _Undrawn(TorchFunctionMode):
+    """Draws no elements for tensors that have none: torch would take a millisecond to find that out, for each."""
+
+    _DRAWS = frozenset((
+        nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_
+    ))  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._DRAWS:
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def apart(run: Run) -> list[list[int]]:
