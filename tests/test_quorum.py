@@ -19,7 +19,7 @@ import torch.distributed as dist
 from test_sync import written
 from test_trainer import Ramps, lines
 
-from weft.engine.quorum import Company, Meeting, Quorum, ended
+from weft.engine.quorum import Company, Meeting, Quorum, ended, is_left_out
 from weft.errors import Refusal, WeftError, WorkerDied
 from weft.launch import replicas
 from weft.train.trainer import train
@@ -309,6 +309,22 @@ def test_a_store_that_dies_ends_the_run() -> None:
     with pytest.raises(WeftError, match="keeps the store where replicas meet has died"):
         replicas.run(without_a_store, [[0], [1]])
     assert time.monotonic() - started < 10
+
+
+class Alone(dist.HashStore):
+    """A store to which there is one connection."""
+
+    def clone(self) -> dist.Store:
+        raise AssertionError("who watches would wait here for a store that has died")
+
+
+def test_who_watches_asks_by_the_connection_it_has() -> None:
+    store = Alone()
+    assert not is_left_out(store, 0)
+    dist.PrefixStore("weft/1", store).set("state/0", "out")
+    assert is_left_out(store, 0) and not is_left_out(store, 1)
+    ended(store, 0)
+    assert not is_left_out(store, 0)
 
 
 def test_one_that_is_needed_ends_the_run() -> None:

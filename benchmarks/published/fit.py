@@ -211,13 +211,14 @@ def main() -> int:
                 era = era.model_copy(update={"matmul": era.matmul * here / there})
             put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", era)
     for sheet, card in KERNELS.items():
-        own, errors = kernels(card)
-        print(sheet, {key: float(f"{value:.3g}") for key, value in own.items()}, errors, flush=True)
+        own, error = kernels(card)
+        print(sheet, {key: float(f"{value:.3g}") for key, value in own.items()}, f"held out: {error:.1%}", flush=True)
         hardware = read(SHEETS / f"{sheet}.toml")
         for era_name, era in hardware.eras.items():
+            eight = {}
             if "fp8" in hardware.device.flops:  # they reach the share that they do in that era elsewhere
-                own["eight"] = min(MOST, era.eight * era.matmul / own["matmul"])
-            put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", era.model_copy(update=own))
+                eight["eight"] = min(MOST, era.eight * era.matmul / own["matmul"])
+            put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", era.model_copy(update=own | eight))
     return 0
 
 

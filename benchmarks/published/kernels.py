@@ -21,9 +21,9 @@ def ceiling(card: str) -> float:
     return float(row["MAMF_TFLOPS"]) / float(row["theory_TFLOPS"])
 
 
-def kernels(card: str) -> tuple[dict[str, float], str]:
-    """What the card's kernels reach in bf16, whatever the software: constants of all its eras. And how well two of them
-    say the time of matmuls that they are not fitted to."""
+def kernels(card: str) -> tuple[dict[str, float], float]:
+    """What the card's kernels reach in bf16, whatever the software: constants of all its eras. And the median error of
+    two of them, in the times of matmuls that they are not fitted to."""
     with (DATA / "kernels.csv").open(newline="", encoding="utf-8") as file:
         those = [row for row in csv.DictReader(file) if row["accelerator"] == card]
     fits, other = [], []
@@ -40,4 +40,4 @@ def kernels(card: str) -> tuple[dict[str, float], str]:
         median(float(row["efficiency"]) for row in those if row["op"] == op) / 2 for op in ("sdp_fwd", "sdp_bwd")
     )
     constants = {"matmul": found.rate, "matmul_flops": found.half, "attention": ahead, "attention_backward": back}
-    return constants, f"{len(other)} other matmuls: {median(errors):.1%} median error"
+    return constants, median(errors)
