@@ -21,7 +21,7 @@ from weft.cost.dims import Dims, work
 from weft.cost.estimate import Estimate, estimate
 from weft.cost.hardware import Cluster, Era, Hardware, named
 from weft.cost.practice import Practice
-from weft.cost.work import Work
+from weft.cost.work import Block, Work
 from weft.layout import Layout
 
 Row = Mapping[str, str]
@@ -60,6 +60,7 @@ class Setting:
     flash: bool
     dropout: bool
     fused: bool
+    by_ops: bool
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,9 @@ def framework(row: Row) -> tuple[str, Practice]:
         return "deepspeed", replace(MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True, messages=4)
     if "titan" in name:
         eager = (row.get("compile") or "").upper() == "N"
-        return ("eager", replace(FSDP, logit_bytes=14)) if eager else ("compiled", FSDP)
+        # its blocks are compiled; its loss since April of 2025 (pull request 1033), which leaves logits and a gradient
+        late = not eager and (row.get("published") or "") >= "2025-04"
+        return "eager" if eager else "compiled", replace(FSDP, logit_bytes=6 if late else 14)
     if "fsdp" in name or zero.startswith("3") or zero == "hsdp":
         fused = 4 if "composer" in name else 10  # its cross-entropy writes the gradient over the logits
         return ("compiled" if compiled else "eager"), replace(FSDP, reduce_bytes=2, logit_bytes=fused)
@@ -247,7 +250,15 @@ def case(row: Row) -> Case:
         # torchtitan's "op" runs every second matmul again; of others, what is run again is not said
         recompute = "selective" if "core" in text else 2
     setting = Setting(
-        dims(row), Cluster(hardware=sheet, devices=n), era, practice, practice.compute, flash, not flash, fused
+        dims(row),
+        Cluster(hardware=sheet, devices=n),
+        era,
+        practice,
+        practice.compute,
+        flash,
+        not flash,
+        fused,
+        by_ops=text.startswith("selective-op"),
     )
     return Case(
         row["row_id"], setting, Layout.parse(".".join(axes)), dp * mbs * accumulate, accumulate, recompute,
@@ -267,6 +278,19 @@ class Group:
     rows: tuple[str, ...]
 
 
+def _saved_by_ops(model: Work, dims: Dims) -> Work:
+    """With layers that save so much that, where every second runs again, they keep in the mean what torchtitan's "op"
+    does: a layer's input, attention's output and what every second matmul gives."""
+    matmuls = dims.query + 2 * dims.keys + 2 * dims.hidden + (2 if dims.gated else 1) * dims.ffn
+    stays = (matmuls / 2 + dims.query + dims.hidden) * dims.seq_len * model.itemsize
+
+    def less(layer: Block) -> Block:
+        share = (2 * stays - layer.output_bytes) / sum(op.saved_bytes for op in layer.ops)
+        return replace(layer, ops=tuple(replace(op, saved_bytes=share * op.saved_bytes) for op in layer.ops))
+
+    return replace(model, blocks=tuple(less(block) if block.repeated else block for block in model.blocks))
+
+
 def grouped(cases: Iterable[Case]) -> list[Group]:
     groups: dict[str, list[Case]] = {}
     for one in cases:
@@ -274,6 +298,15 @@ def grouped(cases: Iterable[Case]) -> list[Group]:
     found = []
     for those in groups.values():
         setting = those[0].setting
+        model = work(
+            setting.dims,
+            setting.dtype,
+            flash=setting.flash,
+            dropout=setting.dropout,
+            fused=setting.fused,
+        )
+        if setting.by_ops:
+            model = _saved_by_ops(model, setting.dims)
         choices = Choices.of(
             [one.layout for one in those], batch=1, accumulate=[one.accumulate for one in those],
             recompute=[one.recompute for one in those], schedule=[one.schedule for one in those],
@@ -285,13 +318,6 @@ def grouped(cases: Iterable[Case]) -> list[Group]:
             microbatch=choices.microbatch * batch,
             shards=np.array([max(1, one.shards) for one in those]),
             experts=np.array([one.experts for one in those]),
-        )
-        model = work(
-            setting.dims,
-            setting.dtype,
-            flash=setting.flash,
-            dropout=setting.dropout,
-            fused=setting.fused,
         )
         found.append(Group(setting, model, choices, tuple(one.row_id for one in those)))
     return found
