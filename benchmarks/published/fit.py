@@ -45,14 +45,14 @@ class Fitted:
 
 MEGATRON_A100 = Era(
     matmul=0.78,
-    matmul_flops=1e10,
+    matmul_flops=3e9,
     memory=0.7,
-    launch_s=9e-5,
+    launch_s=7.5e-5,
     link=0.8,
     network=0.7,
     meet_s=1e-4,
     fixed_s=0.01,
-    waits=0.1,
+    waits=0.4,
 )
 EAGER_A100 = Era(
     matmul=0.8, matmul_flops=1e9, attention=0.5, attention_backward=0.3, memory=0.6, network=0.45, launch_s=1e-5

@@ -51,5 +51,5 @@ def fit(
         wrong = np.clip(np.log(predict(era(x))) - seen, -2, 2) / OUTLIER
         return np.sqrt(2 * (np.sqrt(1 + wrong**2) - 1)) * share  # soft L1 of each, whatever its weight
 
-    found = least_squares(residuals, first, bounds=(low, high), diff_step=0.02, max_nfev=rounds)
+    found = least_squares(residuals, first, bounds=(low, high), diff_step=0.005, max_nfev=rounds)
     return era(found.x)
