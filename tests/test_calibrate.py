@@ -265,8 +265,19 @@ def test_an_era_is_fitted_to_runs_and_tells_those_held_out(tmp_path: Path) -> No
         ("dp", "tp", "fs"), (2, 2)
     )
     assert max(abs(e) for each in found["errors"].values() for e in each["held_out"]) < 0.05
-    assert hardware.read(out).era(ERA).model_dump() == found["constants"]
+    assert hardware.read(out).era(ERA).model_dump(mode="json") == found["constants"]
     assert hardware.read(out).device == made.device
+
+
+def test_what_constants_leave_is_kept_by_the_shape_of_layers(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    made = sheet(measured(kind="cuda"))
+    slow = hardware.Layer(flops=7.34e6, samples=8, tp=2, took=4, runs=10**6)  # what a layer of RUN has on tp2
+    era = made.eras[ERA].model_copy(update={"layers": (slow,)})
+    runs = fitting.read(runs_of(tmp_path, made, era), made.kind)
+    found = fitting.fitted(runs, hardware.Cluster(hardware=made, devices=2), made.eras[ERA])
+    most = max(found.era.layers, key=lambda layer: layer.took)
+    assert (most.tp, most.samples) == (2, 8) and most.took > 2
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ import rows as published
 from kernels import ceiling, kernels
 
 from weft.cost.estimate import Estimate
-from weft.cost.fit import fit
+from weft.cost.fit import fit, learned
 from weft.cost.hardware import GIB, SHEETS, Era, named, read
+from weft.cost.layers import of_most
 
 HERE = Path(__file__).parent
 MEGATRON = ("matmul", "matmul_flops", "memory", "launch_s", "waits", "link", "network", "meet_s", "fixed_s", "ragged")
@@ -41,6 +42,7 @@ class Fitted:
     ours: bool = True  # whether it goes to weft's sheets
     everything: tuple[str, ...] = ()  # sources with so few rows that none is held out
     kept: tuple[str, ...] = ()  # which are free by the peaks of whole processes
+    layers: tuple[str, ...] = ()  # sources with many runs of each shape of a layer, which tell what constants leave
 
 
 MEGATRON_A100 = Era(
@@ -86,7 +88,7 @@ MOST = 1.5  # of a share
 FITS = {
     "a100-megatron": Fitted(
         ("a100", "a100-40"), "megatron", {"vtrain": 1, "mlm_sc21_table1": 1, "korthikanti2022_table5": 1}, MEGATRON,
-        MEGATRON_A100, everything=("mlm_sc21_table1", "korthikanti2022_table5"),
+        MEGATRON_A100, everything=("mlm_sc21_table1", "korthikanti2022_table5"), layers=("vtrain",),
     ),
     "bloom": Fitted(
         ("a100-omnipath",), "megatron", {"bloom_prequel": 1},
@@ -140,7 +142,23 @@ def fitted(one: Fitted, rows: list[published.Row]) -> Era:
     era = agreed(one, rows, "d_iter_time_s", lambda made: made.step_s, one.start, one.free)
     if one.kept:
         era = agreed(one, rows, "peak_mem_gib", lambda made: made.process_bytes / GIB, era, one.kept)
-    return era
+    return told(one, rows, era) if one.layers else era
+
+
+def runs_of(one: Fitted, source: str, rows: list[published.Row], column: str) -> list[tuple[float, published.Case]]:
+    """Those of a source that are fitted to, each with what stands in this column."""
+    found = []
+    for row in rows:
+        kept = source in one.everything or not published.held(row)
+        if row["source_id"] != source or not row.get(column) or not one.only(row) or not kept:
+            continue
+        try:
+            case = published.case(row)
+        except published.Uncovered:
+            continue
+        if case.setting.era == one.era:
+            found.append((float(row[column]), case))
+    return found
 
 
 def agreed(
@@ -150,20 +168,11 @@ def agreed(
     """With these constants free, `of` an estimate agrees with this column."""
     cases, seen, weights = [], [], []
     for source, weight in one.sources.items():
-        those = []
-        for row in rows:
-            if row["source_id"] != source or not row.get(column) or not one.only(row):
-                continue
-            try:
-                those.append((row, published.case(row)))
-            except published.Uncovered:
-                continue
-        those = [(row, case) for row, case in those if case.setting.era == one.era]
-        those = [(row, case) for row, case in those if source in one.everything or not published.held(row)]
+        those = runs_of(one, source, rows, column)
         if len(those) > 120:  # enough to say it
             those = those[:: len(those) // 120]
         cases += [case for _, case in those]
-        seen += [float(row[column]) for row, _ in those]
+        seen += [value for value, _ in those]
         weights += [weight / max(1, len(those))] * len(those)
     groups = published.grouped(published.settled(cases, published.sites()))
 
@@ -174,11 +183,25 @@ def agreed(
     return fit(predict, seen, start, free, weights)
 
 
+def told(one: Fitted, rows: list[published.Row], era: Era) -> Era:
+    """With what its runs tell of layers of each shape."""
+    those = [run for source in one.layers for run in runs_of(one, source, rows, "d_iter_time_s")]
+    groups = published.grouped(case for _, case in those)
+    found = published.price(groups, {(sheet, one.era): era for sheet in one.sheets})
+    predicted = np.array([found[case.row_id][0].step_s[found[case.row_id][1]] for _, case in those])
+    at = {row: shape for group in groups for row, shape in zip(group.rows, of_most(group.model, group.choices))}
+    return learned(predicted, [seen for seen, _ in those], np.array([at[case.row_id] for _, case in those]), era)
+
+
 def section(name: str, era: Era) -> str:
     """A table of those constants that are not as by default."""
     plain = Era().model_dump()
-    kept = {key: value for key, value in era.model_dump().items() if value != plain[key]}
-    return f"[{name}]\n" + "".join(f"{key} = {value:.4g}\n" for key, value in kept.items())
+    kept = {key: value for key, value in era.model_dump(exclude={"layers"}).items() if value != plain[key]}
+    text = f"[{name}]\n" + "".join(f"{key} = {value:.4g}\n" for key, value in kept.items())
+    if not era.layers:
+        return text
+    each = (", ".join(f"{key} = {value:.4g}" for key, value in layer.model_dump().items()) for layer in era.layers)
+    return text + "layers = [\n" + "".join(f"  {{ {layer} }},\n" for layer in each) + "]\n"
 
 
 def put(path: Path, name: str, era: Era) -> None:
@@ -205,7 +228,7 @@ def main() -> int:
                 put(HERE / "eras.toml", f"{sheet}.{one.era}", era)
     for sheet, like, eras in LIKE:
         for era_name in eras:
-            era = read(SHEETS / f"{like}.toml").eras[era_name]
+            era = read(SHEETS / f"{like}.toml").eras[era_name].model_copy(update={"layers": ()})  # runs were not there
             if sheet in CEILINGS:
                 here, there = (ceiling(card) for card in CEILINGS[sheet])
                 era = era.model_copy(update={"matmul": era.matmul * here / there})

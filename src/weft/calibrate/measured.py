@@ -20,8 +20,9 @@ import numpy as np
 from .. import config
 from ..choose.posed import Posed, posed
 from ..cost.estimate import estimate
-from ..cost.fit import fit
+from ..cost.fit import fit, learned
 from ..cost.hardware import Cluster, Era
+from ..cost.layers import of_most
 from ..cost.work import Work
 from ..errors import ConfigError
 
@@ -89,6 +90,8 @@ def fitted(runs: Sequence[Ran], cluster: Cluster, start: Era) -> Fitted:
 
     train = [one for one in runs if not one.held]
     era = fit(predict(train), list(seconds[kept]), start, FREE, rounds=ROUNDS)
+    at = np.array([of_most(one.posed.work, one.posed.choices)[0] for one in train])
+    era = learned(predict(train)(era), list(seconds[kept]), at, era)
     wrong = predict(runs)(era) / seconds - 1
     errors: dict[str, tuple[list[float], list[float]]] = {}
     for one, error in zip(runs, wrong, strict=True):

@@ -21,6 +21,7 @@ from .chain import Stage, parts, stages, vee
 from .choices import Array, Choices
 from .compute import Seconds, attention_peak, seconds, summed, ways
 from .hardware import GIB, Cluster, Era
+from .layers import shapes, times
 from .memory import held, peak, shards, tied
 from .network import Group, Network, either
 from .parts import Part
@@ -138,6 +139,8 @@ class Priced:
         }
         sides = (sum((each[side] for each in waits.values()), zero) for side in range(3))
         found = seconds(block, c, self.cluster.hardware, self.era, self.practice.compute, *sides)
+        if self.era.layers and block.repeated:
+            found = found.longer(times(self.era.layers, shapes(block, c)), "as measured")
         return Carried(found, {axis: sum(each, zero) for axis, each in waits.items()})
 
     def _exchanges(self, block: Block) -> dict[str, tuple[Array, Array]]:

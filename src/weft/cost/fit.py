@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from .choices import Array
-from .hardware import Era
+from .hardware import Era, Layer
 
 # Constant -> what it may be: outside of it, a fit has found something else than what its name says.
 BOUNDS = {
@@ -19,6 +19,7 @@ BOUNDS = {
     "contention": (1e-3, 1.0), "fixed_s": (1e-4, 0.1), "jitter": (1e-4, 0.2), "meet_s": (1e-7, 1e-3),
     "waits": (1e-3, 1.0), "context_gib": (0.1, 20.0),
 }  # fmt: skip
+LEAST = 0.01  # a relative error that is not worth a layer
 OUTLIER = 0.05  # relative errors beyond this count by their size, not by its square
 
 
@@ -53,3 +54,17 @@ def fit(
 
     found = least_squares(residuals, first, bounds=(low, high), diff_step=0.005, max_nfev=rounds)
     return era(found.x)
+
+
+def learned(predicted: Array, measured: Sequence[float], at: Array, era: Era) -> Era:
+    """`era` with `layers`: of each shape, what runs of it took over what was `predicted` by its constants, in the
+    median. `at`: the shape of each run's layers, as `layers.shapes` has it."""
+    left = np.log(np.asarray(measured, float)) - np.log(predicted)
+    kinds, which = np.unique(np.round(at, 3), axis=0, return_inverse=True)
+    found = []
+    for kind, shape in enumerate(kinds):
+        those = left[which.ravel() == kind]
+        if abs(took := float(np.median(those))) > LEAST:
+            flops, samples, tp = (float(f"{2**size:.4g}") for size in shape)
+            found.append(Layer(flops=flops, samples=samples, tp=tp, took=float(f"{np.exp(took):.4g}"), runs=len(those)))
+    return era.model_copy(update={"layers": tuple(found)})

@@ -24,6 +24,17 @@ GIB = 2.0**30
 Share = Annotated[float, Field(gt=0, le=1.5)]
 Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Tuple = BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)  # of TOML's list
+
+
+class Layer(Table):
+    """[[eras.NAME.layers]] What layers of one shape took, as runs tell, beside what the era's constants say."""
+
+    flops: Rate = Field(description="FLOPs of its forward for one sample")
+    samples: Rate = Field(description="samples of a microbatch on a rank")
+    tp: Rate = Field(description="ranks that divide it")
+    took: Rate = Field(description="times what the constants say")
+    runs: Rate = Field(description="how many runs tell it")
 
 
 class Era(Table):
@@ -54,6 +65,9 @@ class Era(Table):
     jitter: Count = Field(default=0.0, description="the growth of a step with the square root of log2(nodes)")
     context_gib: Count = Field(default=1.5, description="memory that the allocator does not know of")
     reserved: Rate = Field(default=1.04, description="what the allocator takes, over what it gives")
+    layers: Annotated[tuple[Layer, ...], Tuple] = Field(
+        default=(), description="what runs tell of layers of one shape, beyond these constants"
+    )
 
 
 class Tier(Table):
@@ -86,7 +100,7 @@ class Hardware(Table):
     kind: str = Field(description="torch's name for such a device")
     notes: str = ""
     device: Device
-    tiers: Annotated[tuple[Tier, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+    tiers: Annotated[tuple[Tier, ...], Tuple]
     eras: dict[str, Era] = Field(min_length=1)
 
     @model_validator(mode="after")
