@@ -230,6 +230,28 @@ def test_experts_divide_over_the_ranks_that_have_them() -> None:
     assert one("ep2.fsdp4", "memory", dims)["weights"] == pytest.approx(2 * (routed / 8 + plain / 4))
 
 
+def test_stand_ins_are_of_a_block_and_of_the_head() -> None:
+    model = work(SMALL)
+    block = next(b for b in model.blocks if b.repeated)
+    asked = replace(PRACTICE, dummy_bytes=2)
+    for layout, tp in (("dp64", 1), ("dp8.tp8", 8)):
+        want = 2 * (block.elements("tp") + SMALL.vocab * SMALL.hidden) / tp + 2 * block.elements("whole") / tp
+        assert one(layout, "memory", practice=asked)["stand-ins"] == pytest.approx(want)
+
+
+def test_what_a_stage_sent_stays_where_a_framework_keeps_it() -> None:
+    options: dict[str, Any] = {"batch": 128, "accumulate": 8}
+    bare, kept_too = (
+        one("pp4.dp16", "memory", GPT3, replace(PRACTICE, keeps_sent=keeps), **options) for keeps in (False, True)
+    )
+    sent = 2 * GPT3.seq_len * GPT3.hidden  # bytes of the one sample of a microbatch; four are live on the first rank
+    assert kept_too["activations"] - bare["activations"] == pytest.approx(4 * sent)
+    assert {n: v for n, v in kept_too.items() if n != "activations"} == {
+        n: v for n, v in bare.items() if n != "activations"
+    }
+    assert one("dp64", "memory", practice=replace(PRACTICE, keeps_sent=True)) == one("dp64", "memory")
+
+
 @pytest.mark.parametrize(("layout", "recompute", "of"), [
     ("tp1", "none", lambda s, b, h, a, t: s * b * h * (34 + 5 * a * s / h)),
     ("tp8", "none", lambda s, b, h, a, t: s * b * h * (10 + 24 / t + 5 * a * s / (h * t))),

@@ -128,7 +128,14 @@ def framework(row: Row) -> tuple[str, Practice]:
         return ("compiled" if compiled else "eager"), replace(FSDP, reduce_bytes=2, logit_bytes=fused)
     if "nanotron" in name:
         return "nanotron", replace(
-            MIXED, compute="bf16", overlaps=True, grad_bytes=6, state_bytes=12, logit_bytes=8, messages=9
+            MIXED,
+            compute="bf16",
+            overlaps=True,
+            grad_bytes=6,
+            state_bytes=12,
+            logit_bytes=8,
+            messages=9,
+            keeps_sent=True,
         )
     if "nemo" in name or "bridge" in name:
         return "megatron-core", replace(
@@ -148,7 +155,8 @@ def framework(row: Row) -> tuple[str, Practice]:
             MIXED, compute="bf16", overlaps=True, logit_bytes=4, logits_stay=True, dummy_bytes=2, sends_beside=True
         )
     fp16 = "bf16" not in dtype
-    plain = replace(MIXED, compute="fp16" if fp16 else "bf16", reduce_bytes=2 if fp16 else 4, scatters=True)
+    compute, reduced = ("fp16", 2) if fp16 else ("bf16", 4)
+    plain = replace(MIXED, compute=compute, reduce_bytes=reduced, scatters=True, keeps_sent=True)
     if "deepspeed" in name or "neox" in name:
         plain = replace(plain, grad_bytes=2 if fp16 else 4, scatters=False)
         if row.get("framework"):  # its optimizers copy their part of gradients in float32, in bf16 all that they sum

@@ -57,7 +57,7 @@ def work(
     learned = () if dims.gated else (("whole", s * h),)  # positions
     first = Block(
         "embedding", 1,
-        (Op("embedding", "memory", "sequence", moved_bytes=3 * token, saved_bytes=token),),
+        (Op("embedding", "memory", "sequence", moved_bytes=3 * token),),
         (("tp", v * h), *learned), token, reduced_bytes=token, reductions=1,
     )  # fmt: skip
     dense = dims.dense if dims.num_experts else dims.layers
@@ -170,7 +170,8 @@ def _layer(
         token, reduced_bytes=2 * token, reductions=2, key_bytes=2 * s * k * item, query_bytes=2 * s * q * item,
         routed_bytes=s * dims.top_k * h * item if routed else 0.0, experts=dims.num_experts if routed else 0,
         kv_heads=dims.kv_heads or dims.heads, heads=dims.heads,
-        working_bytes=2 * s * (gates + 1) * (f * (dims.top_k if routed else 1)), repeated=True,
+        # gradients of what the activation reads; that of what it gives takes the place of what it gave, if it is fused
+        working_bytes=item * s * (gates + (0 if fused else 1)) * (f * (dims.top_k if routed else 1)), repeated=True,
     )  # fmt: skip
 
 

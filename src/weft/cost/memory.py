@@ -106,13 +106,14 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
     ) / choices.sizes["tp"] + np.max([block.elements("expert") for block in work.blocks]) / (
         choices.sizes["tp"] * np.maximum(choices.experts, 1)
     )
+    head = stage.after * work.head / choices.sizes["tp"]
     unit = largest / practice.messages
     gathered = np.where(
         (many > 1) & zero3, np.minimum(2 * unit, full) * practice.gather_bytes + unit * practice.reduce_bytes, 0.0
     )
 
     samples, tp = choices.microbatch / choices.sequences, choices.sizes["tp"]
-    activations, once, working = np.zeros(len(choices)), np.zeros(len(choices)), np.zeros(len(choices))
+    activations, once, working, sent = (np.zeros(len(choices)) for _ in range(4))
     for block, count in stage.holds(work):
         whole, bare = kept(block, choices, True), kept(block, choices, False)
         each = np.where(choices.selective, bare, whole)
@@ -123,7 +124,10 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
                 once, np.where(choices.again > 0, whole - entry, np.where(choices.selective, whole - bare, 0))
             )
         activations = activations + count * each
+        if practice.keeps_sent and block.repeated:
+            sent = np.maximum(sent, np.where(count > 0, entry, 0.0))
         working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp, 0.0))
+    activations = activations + np.where(choices.sizes["pp"] > 1, 1 - stage.after, 0.0) * sent
     logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp
     busy = once + working
     return (
@@ -137,8 +141,8 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
               "reduce_bytes": practice.reduce_bytes}),
         Part("gradients", graded * practice.grad_bytes, "params x grad_bytes",
              {"params": graded, "grad_bytes": practice.grad_bytes}),
-        Part("stand-ins", largest * practice.dummy_bytes, "largest x dummy_bytes, of one block",
-             {"largest": largest, "dummy_bytes": practice.dummy_bytes}),
+        Part("stand-ins", (largest + head) * practice.dummy_bytes,
+             "(largest + head) x dummy_bytes, largest of one block", {"largest": largest, "head": head, "dummy_bytes": practice.dummy_bytes}),
         Part("optimizer", stated * practice.state_bytes, "params x state_bytes",
              {"params": stated, "state_bytes": practice.state_bytes}),
         Part("activations", live * activations, "live x microbatch_bytes, what blocks keep of one",

@@ -18,7 +18,8 @@ class Practice:
     summed elsewhere (Transformer Engine).
     `messages`: in how many the sharded weights of a block are gathered, or its gradients reduced. `overlaps`: whether
     sums of gradients over data axes run beside backward; `sends_beside`: whether what the chunks of an interleaved
-    pipeline send runs beside compute, as Megatron-Core overlaps it. `scatters`: whether ranks of tp send a part each of
+    pipeline send runs beside compute, as Megatron-Core overlaps it. `keeps_sent`: whether a stage keeps what it sent
+    until the gradient comes, which Megatron-Core does not. `scatters`: whether ranks of tp send a part each of
     what goes to the next stage, and gather it there (Narayanan et al. 2021).
     """
 
@@ -38,4 +39,5 @@ class Practice:
     messages: float = 1.0
     overlaps: bool = True
     sends_beside: bool = False
+    keeps_sent: bool = False
     scatters: bool = False

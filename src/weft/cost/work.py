@@ -99,6 +99,13 @@ class Work:
         return sum(block.count * block.elements() for block in self.blocks if not block.tied)
 
     @property
+    def head(self) -> float:
+        """Elements of the matmuls behind the repeated blocks."""
+        last = max((i for i, block in enumerate(self.blocks) if block.repeated), default=len(self.blocks))
+        behind = (b for b in self.blocks[last + 1 :] if any(op.kind == "matmul" for op in b.ops))
+        return sum(block.count * block.elements() for block in behind)
+
+    @property
     def depth(self) -> int:
         """Number of repeated blocks."""
         return sum(block.count for block in self.blocks if block.repeated)
