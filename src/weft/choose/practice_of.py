@@ -43,6 +43,7 @@ def practice_in(precision: str, optimizer: Optimizers) -> Practice:
         added_bytes=3 * item,
         logit_bytes=3 * item,  # log-softmax and two gradients
         overlaps=True,
+        keeps_sent=True,
     )
 
 

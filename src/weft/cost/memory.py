@@ -127,7 +127,7 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
         if practice.keeps_sent and block.repeated:
             sent = np.maximum(sent, np.where(count > 0, entry, 0.0))
         working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp, 0.0))
-    activations = activations + np.where(choices.sizes["pp"] > 1, 1 - stage.after, 0.0) * sent
+    activations = activations + np.where(choices.sizes["pp"] > 1, choices.chunks - stage.after, 0.0) * sent
     logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp
     busy = once + working
     return (
