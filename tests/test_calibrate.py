@@ -272,12 +272,18 @@ def test_an_era_is_fitted_to_runs_and_tells_those_held_out(tmp_path: Path) -> No
 def test_what_constants_leave_is_kept_by_the_shape_of_layers(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     made = sheet(measured(kind="cuda"))
-    slow = hardware.Layer(flops=7.34e6, samples=8, tp=2, took=4, runs=10**6)  # what a layer of RUN has on tp2
+    slow = hardware.Layer(flops=7.34e6, tokens=64, samples=8, tp=2, took=4)  # what a layer of RUN has on tp2
     era = made.eras[ERA].model_copy(update={"layers": (slow,)})
-    runs = fitting.read(runs_of(tmp_path, made, era), made.kind)
-    found = fitting.fitted(runs, hardware.Cluster(hardware=made, devices=2), made.eras[ERA])
+    path = runs_of(tmp_path, made, era)
+    header, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([header, *(line for line in lines for _ in range(3))]) + "\n")
+    runs = fitting.read(path, made.kind)
+    at = hardware.Cluster(hardware=made, devices=2)
+    found = fitting.fitted(runs, at, made.eras[ERA])
+    assert max(abs(error) for each in found.errors.values() for error in each[1]) < 0.1  # of constants alone 0.4
     most = max(found.era.layers, key=lambda layer: layer.took)
     assert (most.tp, most.samples) == (2, 8) and most.took > 2
+    assert fitting.fitted(runs, at, era).era == found.era  # layers told of what other constants left
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ def framework(row: Row) -> tuple[str, Practice]:
         return "deepspeed", replace(MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True, messages=4)
     if "titan" in name:
         eager = (row.get("compile") or "").upper() == "N"
-        # its blocks are compiled; its loss since April of 2025 (pull request 1033), which leaves logits and a gradient
+        # its blocks are compiled; its loss too in part of 2024, and since April of 2025 (pull requests 642, 755, 1033),
+        # which leaves logits and a gradient
         late = not eager and (row.get("published") or "") >= "2025-04"
         return "eager" if eager else "compiled", replace(FSDP, logit_bytes=6 if late else 14)
     if "fsdp" in name or zero.startswith("3") or zero == "hsdp":

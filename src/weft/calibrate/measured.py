@@ -82,6 +82,7 @@ def read(path: Path, device: str) -> list[Ran]:
 
 def fitted(runs: Sequence[Ran], cluster: Cluster, start: Era) -> Fitted:
     """Raises ConfigError."""
+    start = start.model_copy(update={"layers": ()})  # which tell of what other constants left
     seconds = np.array([one.step_s for one in runs])
     kept = np.array([not one.held for one in runs])
 
@@ -90,8 +91,11 @@ def fitted(runs: Sequence[Ran], cluster: Cluster, start: Era) -> Fitted:
 
     train = [one for one in runs if not one.held]
     era = fit(predict(train), list(seconds[kept]), start, FREE, rounds=ROUNDS)
-    at = np.array([of_most(one.posed.work, one.posed.choices)[0] for one in train])
-    era = learned(predict(train)(era), list(seconds[kept]), at, era)
+    shapes = [of_most(one.posed.work, one.posed.choices) for one in train]
+    layered = [one for one, at in zip(train, shapes, strict=True) if at is not None]
+    if layered:
+        at = np.concatenate([at for at in shapes if at is not None])
+        era = learned(predict(layered), [one.step_s for one in layered], at, era)
     wrong = predict(runs)(era) / seconds - 1
     errors: dict[str, tuple[list[float], list[float]]] = {}
     for one, error in zip(runs, wrong, strict=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cost.hardware import GIB
+from ..cost.layers import MEASURED
 from ..layout import Layout
 from .candidates import candidates, refusal, scheduled, together
 from .patterns import Pattern
@@ -16,7 +17,7 @@ from .question import Question
 from .ranking import Row, priced_best, simulated
 
 SAID = {"matmul": "matmuls", "memory": "elementwise work"}  # in other words than an estimate's
-COMPUTE = ("matmuls", "attention", "elementwise work")
+COMPUTE = ("matmuls", "attention", "elementwise work", MEASURED)
 NEAR = 1.02  # times as long is no loss to speak of
 
 

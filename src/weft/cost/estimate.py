@@ -21,7 +21,7 @@ from .chain import Stage, parts, stages, vee
 from .choices import Array, Choices
 from .compute import Seconds, attention_peak, seconds, summed, ways
 from .hardware import GIB, Cluster, Era
-from .layers import shapes, times
+from .layers import MEASURED, shapes, times
 from .memory import held, peak, shards, tied
 from .network import Group, Network, either
 from .parts import Part
@@ -140,7 +140,7 @@ class Priced:
         sides = (sum((each[side] for each in waits.values()), zero) for side in range(3))
         found = seconds(block, c, self.cluster.hardware, self.era, self.practice.compute, *sides)
         if self.era.layers and block.repeated:
-            found = found.longer(times(self.era.layers, shapes(block, c)), "as measured")
+            found = found.longer(times(self.era.layers, shapes(self.work, block, c)), MEASURED)
         return Carried(found, {axis: sum(each, zero) for axis, each in waits.items()})
 
     def _exchanges(self, block: Block) -> dict[str, tuple[Array, Array]]:
@@ -239,8 +239,14 @@ class Priced:
         c, era = self.choices, self.era
         m, p, v = c.accumulate, c.sizes["pp"], c.chunks
         slow, _ = self._slowest
+        said = {MEASURED: "what the era's layers took beyond its constants,"}
         found = [
-            Part(kind, m * value, f"m x microbatch_s, {kind} of the slowest stage", {"m": m, "microbatch_s": value})
+            Part(
+                kind,
+                m * value,
+                f"m x microbatch_s, {said.get(kind, kind)} of the slowest stage",
+                {"m": m, "microbatch_s": value},
+            )
             for kind, value in slow.seconds.of.items()
         ]
         found += [

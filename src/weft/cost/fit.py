@@ -19,7 +19,8 @@ BOUNDS = {
     "contention": (1e-3, 1.0), "fixed_s": (1e-4, 0.1), "jitter": (1e-4, 0.2), "meet_s": (1e-7, 1e-3),
     "waits": (1e-3, 1.0), "context_gib": (0.1, 20.0),
 }  # fmt: skip
-LEAST = 0.01  # a relative error that is not worth a layer
+SEVERAL, ALIKE = 3, 0.03  # runs that tell of a layer, where what constants leave of them differs by no more
+PASSES, ENOUGH = 6, 1e-3
 OUTLIER = 0.05  # relative errors beyond this count by their size, not by its square
 
 
@@ -56,15 +57,32 @@ def fit(
     return era(found.x)
 
 
-def learned(predicted: Array, measured: Sequence[float], at: Array, era: Era) -> Era:
-    """`era` with `layers`: of each shape, what runs of it took over what was `predicted` by its constants, in the
-    median. `at`: the shape of each run's layers, as `layers.shapes` has it."""
-    left = np.log(np.asarray(measured, float)) - np.log(predicted)
+def learned(predict: Callable[[Era], Array], measured: Sequence[float], at: Array, era: Era) -> Era:
+    """`era` with `layers`: how many times as long as its constants say layers took, for each shape of which several
+    runs agree, so that `predict` meets their median. `at`: the shape of each run's layers, as `layers.shapes` has it.
+    """
+    seen = np.log(np.asarray(measured, float))
     kinds, which = np.unique(np.round(at, 3), axis=0, return_inverse=True)
-    found = []
-    for kind, shape in enumerate(kinds):
-        those = left[which.ravel() == kind]
-        if abs(took := float(np.median(those))) > LEAST:
-            flops, samples, tp = (float(f"{2**size:.4g}") for size in shape)
-            found.append(Layer(flops=flops, samples=samples, tp=tp, took=float(f"{np.exp(took):.4g}"), runs=len(those)))
-    return era.model_copy(update={"layers": tuple(found)})
+    those = [which.ravel() == kind for kind in range(len(kinds))]
+    left = seen - np.log(predict(era))
+    told = [i for i, runs in enumerate(those) if runs.sum() >= SEVERAL and _apart(left[runs]) <= ALIKE]
+    took, share = np.zeros(len(told)), np.ones(len(told))  # a layer is a part of a step alone
+    for _ in range(PASSES):
+        wrong = np.array([np.median(left[those[i]]) for i in told])
+        took = took + wrong / share
+        era = era.model_copy(update={"layers": tuple(_layer(kinds[i], by) for i, by in zip(told, took, strict=True))})
+        left = seen - np.log(predict(era))
+        mended = wrong - [np.median(left[those[i]]) for i in told]
+        share = np.where(
+            np.abs(wrong) > ENOUGH, np.clip(share * mended / np.where(wrong == 0, 1, wrong), 0.05, 1), share
+        )
+    return era
+
+
+def _apart(left: Array) -> float:
+    return float(np.median(np.abs(left - np.median(left))))
+
+
+def _layer(shape: Array, took: float) -> Layer:
+    flops, tokens, samples, tp = (float(f"{2**size:.4g}") for size in shape)
+    return Layer(flops=flops, tokens=tokens, samples=samples, tp=tp, took=float(f"{np.exp(took):.4g}"))

@@ -31,10 +31,10 @@ class Layer(Table):
     """[[eras.NAME.layers]] What layers of one shape took, as runs tell, beside what the era's constants say."""
 
     flops: Rate = Field(description="FLOPs of its forward for one sample")
+    tokens: Rate = Field(description="tokens of one sample")
     samples: Rate = Field(description="samples of a microbatch on a rank")
     tp: Rate = Field(description="ranks that divide it")
     took: Rate = Field(description="times what the constants say")
-    runs: Rate = Field(description="how many runs tell it")
 
 
 class Era(Table):

@@ -14,26 +14,32 @@ from .choices import Array, Choices
 from .hardware import Layer
 from .work import Block, Work
 
-NEAR = 0.35  # octaves of FLOPs, of samples or of ranks, at which a layer tells three fifths of what it tells of its own
+MEASURED = "as measured"  # the part of a step that it is
+NEAR = 0.25  # octaves from a layer at which it tells three fifths of what it tells of its own shape
+LEAST = 1e-3  # of a change that is no change
 
 
-def shapes(block: Block, choices: Choices) -> Array:
-    """Of each choice the logarithms, base 2, of a forward's FLOPs for a sample, of samples that a rank has in a
-    microbatch, and of ranks of tp. Shape (choices, 3)."""
-    flops = np.full(len(choices), max(1.0, sum(op.flops for op in block.ops)))
-    return np.log2(np.stack([flops, choices.microbatch / choices.sequences, choices.sizes["tp"]], axis=1))
+def shapes(work: Work, block: Block, choices: Choices) -> Array:
+    """Of each choice the logarithms, base 2, of a forward's FLOPs for a sample, of its tokens, of samples that a rank
+    has in a microbatch, and of ranks of tp. Shape (choices, 4)."""
+    one = np.ones(len(choices))
+    flops = max(1.0, sum(op.flops for op in block.ops))
+    sizes = flops * one, work.tokens * one, choices.microbatch / choices.sequences, choices.sizes["tp"]
+    return np.log2(np.stack(sizes, axis=1))
 
 
-def of_most(work: Work, choices: Choices) -> Array:
-    """The shape of those layers that most of a model's FLOPs are of."""
-    layers = [block for block in work.blocks if block.repeated] or list(work.blocks)
-    return shapes(max(layers, key=lambda block: block.count * sum(op.flops for op in block.ops)), choices)
+def of_most(work: Work, choices: Choices) -> Array | None:
+    """The shape of those layers that most of a model's FLOPs are of; None if none of its blocks is repeated."""
+    layers = [block for block in work.blocks if block.repeated]
+    if not layers:
+        return None
+    return shapes(work, max(layers, key=lambda block: block.count * sum(op.flops for op in block.ops)), choices)
 
 
 def times(layers: Sequence[Layer], at: Array) -> Array:
     """How many times as long as constants say a layer of each shape takes: 1 far from all `layers`."""
-    there = np.log2([[one.flops, one.samples, one.tp] for one in layers])
-    runs = np.array([one.runs for one in layers])
-    apart = sum((at[:, None, dim] - there[None, :, dim]) ** 2 for dim in range(3))
-    trust = np.exp(-apart / (2 * NEAR**2)) * runs / (runs + 1)
-    return np.exp(trust @ np.log([one.took for one in layers]) / np.maximum(1.0, trust.sum(axis=1)))
+    few, which = np.unique(at, axis=0, return_inverse=True)
+    there = np.log2([[one.flops, one.tokens, one.samples, one.tp] for one in layers])
+    near = np.exp(-((few[:, None] - there) ** 2).sum(axis=2) / (2 * NEAR**2))
+    took = near @ np.log([one.took for one in layers]) / np.maximum(1.0, near.sum(axis=1))
+    return np.exp(np.where(np.abs(took) < LEAST, 0.0, took))[which.ravel()]

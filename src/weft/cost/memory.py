@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from .chain import Stage, stages
+from .chain import Stage, stages, vees
 from .choices import Array, Choices
 from .compute import ways
 from .parts import Part
@@ -127,7 +127,10 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
         if practice.keeps_sent and block.repeated:
             sent = np.maximum(sent, np.where(count > 0, entry, 0.0))
         working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp, 0.0))
-    activations = activations + np.where(choices.sizes["pp"] > 1, choices.chunks - stage.after, 0.0) * sent
+    stays = np.maximum(
+        stage.after, vees(choices)
+    )  # of a rank's chunks one ends the model, or gives to its own next one
+    activations = activations + np.where(choices.sizes["pp"] > 1, choices.chunks - stays, 0.0) * sent
     logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp
     busy = once + working
     return (

@@ -65,27 +65,17 @@ COUNTS = ("reductions", "heads", "kv_heads", "experts")
 _BACKWARD = {"matmul": 2.0, "attention": 2.5, "memory": 1.5}  # over forward; attention's after Dao et al. 2022
 
 
-class Bare:
-    """A copy of a model, in training, whose tensors have shapes and no data."""
-
-    def __init__(self, model: nn.Module):
-        """Raises CannotCut."""
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        cpu = torch.device("cpu")
-        self.module = twin(model, lambda t: self._bare(t, cpu))
-        self.module.train()
-
-    def _bare(self, t: Tensor, device: torch.device) -> Tensor:
-        return without_data(self.fake, t, device) if t.is_meta or is_weight(t) else t.clone()
-
-
 def read(
-    bare: Bare, roles: Roles, batch: dict[str, Tensor], loss: Loss, precision: str, inputs: Sequence[str],
+    model: nn.Module, roles: Roles, batch: dict[str, Tensor], loss: Loss, precision: str, inputs: Sequence[str],
     fused: bool,
 ) -> Reading:  # fmt: skip
-    """One forward of a model and `loss` on all of `batch`. `fused`: with the kernels of a GPU. Raises CannotCut."""
-    traced = bare.module
-    forward = Reading(traced, roles, bare.fake, accepts_sharded_logits(loss), fused)
+    """One forward of `model` and `loss` on all of `batch`. `fused`: with the kernels of a GPU. Raises CannotCut."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    cpu = torch.device("cpu")
+    traced = twin(model, lambda t: without_data(fake, t, cpu) if t.is_meta or is_weight(t) else t.clone())
+    if not model.training:
+        traced.train()
+    forward = Reading(traced, roles, fake, accepts_sharded_logits(loss), fused)
     cast_to = nullcontext() if precision not in ("fp16", "bf16") else torch.autocast("cpu", DTYPES[precision])
     with torch.random.fork_rng([]), torch.enable_grad(), forward.watching(), cast_to:
         try:
@@ -94,7 +84,7 @@ def read(
             loss(output, batch)
         except (DataDependentOutputException, DynamicOutputShapeException) as problem:
             raise CannotCut(
-                "model", type(traced).__name__, f"its forward reads elements of a tensor into Python ({problem})",
+                "model", type(model).__name__, f"its forward reads elements of a tensor into Python ({problem})",
                 "give its work by its dimensions instead",
             ) from problem  # fmt: skip
     return forward

@@ -17,7 +17,7 @@ from ..engine.engine import named_inputs
 from ..losses import Loss
 from ..parallelize import DTYPES
 from ..roles import find
-from .reading import BYTES, COUNTS, Bare, Part, read
+from .reading import BYTES, COUNTS, Part, read
 from .work import Block, Op, Work
 
 FEW, MANY = 2, 4  # samples of the two forwards; of one, a transposition would be free
@@ -46,8 +46,7 @@ def trace(
     found = find(model, roles)
     called = tuple(inputs) if inputs is not None else named_inputs(model)
     fused = device != "cpu"
-    bare = Bare(model)
-    few, many = (read(bare, found, _rows(batch, count), loss, precision, called, fused) for count in (FEW, MANY))
+    few, many = (read(model, found, _rows(batch, count), loss, precision, called, fused) for count in (FEW, MANY))
     chain = list(zip(few.parts(), many.parts(), strict=True))
     full = sum(two.full() - one.full() for one, two in chain) / (MANY - FEW)
     ids = [t for key in called if (t := batch.get(key)) is not None and t.ndim > 1 and not t.is_floating_point()]
