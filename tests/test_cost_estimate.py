@@ -230,6 +230,16 @@ def test_experts_divide_over_the_ranks_that_have_them() -> None:
     assert one("ep2.fsdp4", "memory", dims)["weights"] == pytest.approx(2 * (routed / 8 + plain / 4))
 
 
+def test_a_layer_keeps_what_the_embedding_gives_and_a_fused_activation_needs_its_inputs_gradients() -> None:
+    model = work(LLAMA8)
+    assert not sum(op.saved_bytes for op in model.blocks[0].ops)
+    (layer,) = [block for block in model.blocks if block.repeated]
+    inner = 2 * LLAMA8.seq_len * LLAMA8.ffn
+    assert layer.working_bytes == 2 * inner  # of the gate and of what it gates
+    (unfused,) = [block for block in work(LLAMA8, fused=False).blocks if block.repeated]
+    assert unfused.working_bytes == 3 * inner
+
+
 def test_stand_ins_are_of_a_block_and_of_the_head() -> None:
     model = work(SMALL)
     block = next(b for b in model.blocks if b.repeated)

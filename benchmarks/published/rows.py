@@ -19,7 +19,7 @@ import numpy as np
 from weft.cost.choices import Choices
 from weft.cost.dims import Dims, work
 from weft.cost.estimate import Estimate, estimate
-from weft.cost.hardware import Cluster, Era, Hardware, named
+from weft.cost.hardware import Cluster, Era, Hardware, named, names
 from weft.cost.practice import Practice
 from weft.cost.work import Block, Work
 from weft.layout import Layout
@@ -345,9 +345,19 @@ def price(groups: Iterable[Group], eras: Mapping[tuple[str, str], Era]) -> dict[
     return found
 
 
-def predict(cases: Sequence[Case]) -> dict[str, tuple[Estimate, int]]:
-    """As `price`, with the constants of sites."""
-    eras = sites()
+def constants() -> dict[tuple[str, str], Era]:
+    """(sheet, era) -> its constants alone, of those that have layers."""
+    return {
+        (sheet, name): era.model_copy(update={"layers": ()})
+        for sheet in names() for name, era in named(sheet).eras.items() if era.layers
+    }  # fmt: skip
+
+
+def predict(
+    cases: Sequence[Case], others: Mapping[tuple[str, str], Era] | None = None
+) -> dict[str, tuple[Estimate, int]]:
+    """As `price`, with the constants of sites, and with `others` in place of a sheet's."""
+    eras = {**sites(), **(others or {})}
     return price(grouped(settled(cases, eras)), eras)
 
 

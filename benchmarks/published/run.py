@@ -15,7 +15,7 @@ import csv
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import rows as published
 
+from weft.cost.hardware import Era
 from weft.errors import Refusal
 
 HERE = Path(__file__).parent
@@ -77,8 +78,10 @@ def measured(row: published.Row, name: str) -> float | None:
         return None
 
 
-def predictions(rows: Sequence[published.Row]) -> tuple[list[Predicted], Counter[str]]:
-    """Covered rows, and how many are not covered for which reason."""
+def predictions(
+    rows: Sequence[published.Row], eras: Mapping[tuple[str, str], Era] | None = None
+) -> tuple[list[Predicted], Counter[str]]:
+    """Covered rows, and how many are not covered for which reason. `eras`: (sheet, era) -> constants, not a sheet's."""
     cases, kept, reasons = [], [], Counter[str]()
     for row in rows:
         try:
@@ -87,7 +90,7 @@ def predictions(rows: Sequence[published.Row]) -> tuple[list[Predicted], Counter
         except (published.Uncovered, Refusal) as error:
             reasons[f"{row.get('source_id') or 'rows'}: {error}"] += 1
             print(f"{row['row_id']} is not covered: {error}", file=sys.stderr)
-    found = published.predict(cases)
+    found = published.predict(cases, eras)
     return [Predicted(row, *found[case.row_id]) for row, case in zip(kept, cases, strict=True)], reasons
 
 
@@ -174,6 +177,10 @@ def main() -> int:
         lines = table(asked.runs.name, {source: score(those) for source, those in by_source.items()})
         print("\n".join(lines))
     else:
+        alone, _ = predictions([one.row for one in found], published.constants())
+        for one, bare in zip(found, alone, strict=True):
+            if bare.step_s != one.step_s:
+                by_source[f"{one.source}, constants alone"].append(bare)
         classic = [one for one in found if one.source in CLASSIC and one.row["row_id"] != UNLIKE]
         parts = {"18 Megatron rows": score(classic)}
         results: dict[str, Any] = {"classic": parts}

@@ -127,9 +127,8 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
         if practice.keeps_sent and block.repeated:
             sent = np.maximum(sent, np.where(count > 0, entry, 0.0))
         working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp, 0.0))
-    stays = np.maximum(
-        stage.after, vees(choices)
-    )  # of a rank's chunks one ends the model, or gives to its own next one
+    # of a rank's chunks one may end the model, or give to the next one on the same rank
+    stays = np.maximum(stage.after, vees(choices))
     activations = activations + np.where(choices.sizes["pp"] > 1, choices.chunks - stays, 0.0) * sent
     logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp
     busy = once + working
