@@ -45,11 +45,6 @@ def vee(name: str) -> bool:
     return schedule.make(name, 2, 1).placement[:4] == (0, 1, 1, 0)
 
 
-def vees(choices: Choices) -> Array:
-    """Of which choices the schedule is such a one."""
-    return np.array([vee(name) for name in choices.schedules])[choices.schedule]
-
-
 def stages(work: Work, choices: Choices) -> tuple[Stage, Stage, Stage]:
     """The first rank of the pipeline, one between, and the last. Blocks are dealt out evenly; where they do not divide,
     the ends, which have more to do, hold one less. Of a V, the first rank has both ends of the model."""
@@ -60,7 +55,7 @@ def stages(work: Work, choices: Choices) -> tuple[Stage, Stage, Stage]:
     least = np.where(even, most, np.maximum(most - 1, 0))
     one, none, whole = np.ones(len(choices)), np.zeros(len(choices)), p == 1
     ends = np.where(whole, 1.0, least / depth)
-    folded = vees(choices)
+    folded = np.array([vee(name) for name in choices.schedules])[choices.schedule]
     return (
         Stage(ends, one, np.where(whole | folded, 1.0, 0.0)),
         Stage(np.where(whole, 1.0, most / depth), np.where(whole, 1.0, none), np.where(whole, 1.0, none)),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from .chain import Stage, stages, vees
+from .chain import Stage, stages
 from .choices import Array, Choices
 from .compute import ways
 from .parts import Part
@@ -127,9 +127,8 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
         if practice.keeps_sent and block.repeated:
             sent = np.maximum(sent, np.where(count > 0, entry, 0.0))
         working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp, 0.0))
-    # of a rank's chunks one may end the model, or give to the next one on the same rank
-    stays = np.maximum(stage.after, vees(choices))
-    activations = activations + np.where(choices.sizes["pp"] > 1, choices.chunks - stays, 0.0) * sent
+    # where a V turns, a chunk's stays there; but its first rank, which ends the model too, is the one that needs more
+    activations = activations + np.where(choices.sizes["pp"] > 1, choices.chunks - stage.after, 0.0) * sent
     logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp
     busy = once + working
     return (
