@@ -19,9 +19,13 @@ import torch.distributed as dist
 from test_sync import written
 from test_trainer import Ramps, lines
 
+import weft
+from weft import sync
+from weft.engine.outer import Outer
 from weft.engine.quorum import Company, Meeting, Quorum, ended, is_left_out
 from weft.errors import Refusal, WeftError, WorkerDied
 from weft.launch import replicas
+from weft.losses import mse
 from weft.train.trainer import train
 
 
@@ -167,6 +171,28 @@ def test_one_that_is_out_is_not_taken_for_one_that_takes_part(tmp_path: Path) ->
     of.quorums[0, 0].take_in(1, 1)  # its next process
     found = of.run(lambda q: summed(q, "c", 1.0))
     assert found == {(0, 0): ((0, 2), 2.0), (1, 0): None, (2, 0): ((0, 2), 2.0)}
+
+
+def test_who_speaks_for_all_changes_at_one_step_in_all(tmp_path: Path) -> None:
+    """An exchange may end within the step that began it, for some of the replicas: it is counted where it arrives."""
+    of, outers = Replicas(tmp_path, 2, timeout_s=0.5), []
+    for quorum in of.quorums.values():
+        model = torch.nn.Linear(2, 2)
+        plan = weft.plan(model, "dp2", batch=2, loss=mse, sync=sync.make("diloco", "identity", period=4, delay=1))
+        outers.append(Outer(plan, {name: p.detach() for name, p in model.named_parameters()}, quorum))
+    of.quorums[0, 0].leave_out(0)
+    alone = of.quorums[1, 0].run("a", lambda _: None)
+    assert alone is not None
+    of.quorums[1, 0].count(alone)
+    said = [[q.leads for q in of.quorums.values()]]
+    of.quorums[1, 0].take_in(0, 0)
+    for step in (4, 5):
+        for outer in outers:
+            outer.after(step)
+        while step == 4 and not all(outer.fragments[0].exchange.done() for outer in outers):
+            time.sleep(0.01)
+        said.append([q.leads for q in of.quorums.values()])
+    assert said == [[False, True], [False, True], [True, False]]
 
 
 def test_keys_of_old_exchanges_go(tmp_path: Path) -> None:

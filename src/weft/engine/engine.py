@@ -326,7 +326,10 @@ class Engine:
             return False
         if self.quorum.company.incarnation:
             return True
-        return self.quorum.run("begin", lambda meeting: share(meeting.group)) is None
+        meeting = self.quorum.run("begin", lambda meeting: share(meeting.group))
+        if meeting is not None:
+            self.quorum.count(meeting)
+        return meeting is None
 
     def _pipelines(self) -> tuple[Pipeline, Pipeline]:
         """The plan's schedule, and one of a single microbatch that only goes forward."""

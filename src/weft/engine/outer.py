@@ -108,8 +108,7 @@ class Outer:
             if meeting.group is not None:
                 begun(dist.all_reduce(total, group=meeting.group, async_op=True)).wait()
 
-        if self._quorum.run(f"sum/{step}/{self._summed[1]}", work) is None:
-            self.left = True
+        self._count(self._quorum.run(f"sum/{step}/{self._summed[1]}", work))
 
     def settle(self) -> None:
         """Wait for what is under way."""
@@ -132,10 +131,15 @@ class Outer:
             with self.clock.waiting():
                 meeting = fragment.exchange.result()
             fragment.exchange = None
-            if meeting is None:
-                self.left = True
-            else:
+            self._count(meeting)
+            if meeting is not None:
                 self.ended.append(meeting)
+
+    def _count(self, meeting: Meeting | None) -> None:
+        if meeting is None:
+            self.left = True
+        else:
+            self._quorum.count(meeting)
 
     def _send(self, fragment: Fragment, step: int) -> None:
         kept = []

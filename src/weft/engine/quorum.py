@@ -70,7 +70,7 @@ class Quorum:
     place: int
     places: int
     timeout_s: float
-    members: tuple[int, ...] = ()  # of the last exchange
+    members: tuple[int, ...] = ()  # of the last exchange that was counted
     _at: Who = ()  # whom the group below is of
     _group: dist.ProcessGroup | None = None
     _began: bool = False
@@ -101,7 +101,7 @@ class Quorum:
                 self._group, self._at = None, ()  # the others connect anew with whom they let in
                 return None
             meeting, who = found
-            self.members, problem = meeting.members, None
+            problem = None
             try:
                 meeting.group = self._grouped(key, meeting, who)
                 work(meeting)
@@ -116,6 +116,11 @@ class Quorum:
             if problem is not None and (failures == TRIES or not isinstance(problem, RuntimeError)):
                 raise problem
         raise AssertionError
+
+    def count(self, meeting: Meeting) -> None:
+        """From here on its members are those that take part. Each replica calls it at the same step: the exchange may
+        have ended sooner, and by that the first of the replicas, which speaks for all, would be told differently."""
+        self.members = meeting.members
 
     def _meet(self, key: str, timeout_s: float) -> tuple[Meeting, Who] | None:
         """All ranks of the replica get what its first rank has seen."""
