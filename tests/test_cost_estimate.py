@@ -212,6 +212,35 @@ def test_offloaded_states_are_not_on_the_device_and_take_time() -> None:
     assert one("fsdp8+offload")["optimizer"] > 10 * one("fsdp8")["optimizer"]
 
 
+def test_what_is_offloaded_travels_with_each_microbatch() -> None:
+    params = work(SMALL).params / 8
+    away = priced(laid("fsdp8+offload", batch=64, accumulate=4))
+    comm_s = {part.name: part for part in away.time}["host exposed"].symbols["comm_s"]
+    host_bps = Cluster.parse("h100x8").hardware.device.host_bps
+    assert comm_s == pytest.approx(params * (2 * 2 + 2) / host_bps)  # weights twice, the gradient once
+    assert "host exposed" not in one("fsdp8")
+    # an optimizer alone: weights come once a step, and what the device holds is as ever
+    some = replace(PRACTICE, offloads=("gradients", "optimizer"))
+    found = priced(laid("fsdp8+offload", batch=64, accumulate=4), practice=some)
+    comm_s = {part.name: part for part in found.time}["host exposed"].symbols["comm_s"]
+    assert comm_s == pytest.approx(params * (2 / 4 + 2) / host_bps)
+    held, plain = parts(found, "memory"), one("fsdp8", "memory", accumulate=4)
+    assert held["weights"] == plain["weights"] > 0 and held["gradients"] == held["optimizer"] == 0
+
+
+def test_inputs_of_blocks_that_run_again_may_rest_with_the_host() -> None:
+    away = replace(PRACTICE, offloads=("activations",))
+    entry = 8 * SMALL.seq_len * SMALL.hidden * 2
+    for recompute, gone, sent in (("full", 6, 8), (2, 2, 4), ("none", 0, 0)):
+        choices = laid("fsdp8+offload", batch=64, recompute=recompute)
+        here, there = (priced(choices, practice=practice) for practice in (replace(away, offloads=()), away))
+        less = parts(here, "memory")["activations"] - parts(there, "memory")["activations"]
+        assert less == pytest.approx(gone * entry), recompute
+        more = [{p.name: p for p in found.time}["host exposed"].symbols["comm_s"] for found in (here, there)]
+        host_bps = Cluster.parse("h100x8").hardware.device.host_bps
+        assert more[1] - more[0] == pytest.approx(2 * sent * entry / host_bps), recompute
+
+
 def test_experts_divide_over_the_ranks_that_have_them() -> None:
     dims = EXPERTS
     routed = dims.layers * dims.num_experts * 3 * dims.hidden * dims.moe_ffn

@@ -10,7 +10,7 @@ import csv
 import re
 import tomllib
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,11 +36,11 @@ SHEETS = (  # what an accelerator's name holds -> sheet; the first that fits
 # Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32 masters and two moments.
 MIXED = Practice(
     compute="bf16", weight_bytes=2, grad_bytes=4, state_bytes=12, reduce_bytes=4, gather_bytes=2, update_bytes=36,
-    logit_bytes=10, overlaps=False,
+    logit_bytes=10, overlaps=False, offloads=(),
 )  # fmt: skip
 FSDP = Practice(
     compute="bf16", weight_bytes=4, grad_bytes=4, state_bytes=8, reduce_bytes=4, gather_bytes=2, update_bytes=32,
-    logit_bytes=10,
+    logit_bytes=10, offloads=(),
 )  # fmt: skip
 
 
@@ -78,6 +78,7 @@ class Case:
     shards: int
     experts: int
     told: bool = True  # whether the row says what is recomputed
+    placed: bool = True  # whether it says what rests in host memory
 
 
 LARGEST = 2**40  # of a number in a row: products of several are still exact
@@ -105,6 +106,16 @@ def whole(row: Row, name: str, default: int | None = None) -> int:
     if value != int(value):
         raise Uncovered(f"{name} = {value:g} is no whole number")
     return int(value)
+
+
+def offloads(row: Row) -> tuple[str, ...]:
+    """What rests in host memory, as `Practice` names it; of an optimizer gradients too, and where no more is said, of
+    it alone."""
+    text = (row.get("offload") or "none").strip().lower()
+    if text in ("n", "no", "none"):
+        return ()
+    found = [name for word, name in (("param", "weights"), ("activation", "activations")) if word in text]
+    return (*found, *(("gradients", "optimizer") if "optim" in text or not found else ()))
 
 
 def flag(row: Row, name: str) -> bool:
@@ -226,6 +237,7 @@ def case(row: Row) -> Case:
         raise Uncovered(f"{row.get('dtype')}: there are no peaks of 4 bits")
     if "fp8" in dtype:
         practice = replace(practice, compute="fp8")
+    practice = replace(practice, offloads=offloads(row))
     if practice.compute not in sheet.device.flops:
         raise Uncovered(f"{sheet.name} has no peak of {practice.compute}")
     sizes = {axis: whole(row, axis, 1) for axis in ("tp", "cp", "pp", "ep")}
@@ -274,6 +286,7 @@ def case(row: Row) -> Case:
         "interleaved" if chunks > 1 else "1f1b", chunks, shards,
         sizes["ep"] if whole(row, "n_experts", 0) else 1,
         told=(row.get("recompute") or "").strip().lower() not in ("", "selective"),  # of how many blocks?
+        placed=era != "deepspeed" or bool((row.get("offload") or "").strip()),
     )  # fmt: skip
 
 
@@ -327,6 +340,7 @@ def grouped(cases: Iterable[Case]) -> list[Group]:
             microbatch=choices.microbatch * batch,
             shards=np.array([max(1, one.shards) for one in those]),
             experts=np.array([one.experts for one in those]),
+            offload=np.full(len(those), bool(setting.practice.offloads)),
         )
         found.append(Group(setting, model, choices, tuple(one.row_id for one in those)))
     return found
@@ -361,11 +375,30 @@ def predict(
     return price(grouped(settled(cases, eras)), eras)
 
 
+def _again(one: Case) -> Case:
+    return one if one.told else replace(one, recompute="full")
+
+
+def _away(*what: str) -> Callable[[Case], Case]:
+    def moved(one: Case) -> Case:
+        practice = replace(one.setting.practice, offloads=what)
+        return one if one.placed else replace(one, setting=replace(one.setting, practice=practice))
+
+    return moved
+
+
+# as DeepSpeed's recipes for Azure advise, and its report of those runs says (documents of 2022-07)
+REMEDIES = (_again, _away("gradients", "optimizer"), _away("gradients", "optimizer", "activations"))
+
+
 def settled(cases: Sequence[Case], eras: Mapping[tuple[str, str], Era]) -> list[Case]:
-    """What a row does not say is recomputed is so where it must be, to fit."""
-    found = price(grouped(cases), eras)
-    fits = {one.row_id: bool(found[one.row_id][0].fits[found[one.row_id][1]]) for one in cases}
-    return [one if one.told or fits[one.row_id] else replace(one, recompute="full") for one in cases]
+    """What a row does not say is recomputed, or rests in host memory, is so where it must be, to fit."""
+    found = {one.row_id: one for one in cases}
+    for remedy in REMEDIES:
+        open_ = [one for one in found.values() if not one.told or not one.placed]
+        made = price(grouped(open_), eras)
+        found.update({one.row_id: remedy(one) for one in open_ if not made[one.row_id][0].fits[made[one.row_id][1]]})
+    return [found[one.row_id] for one in cases]
 
 
 def held(row: Row) -> bool:

@@ -22,7 +22,7 @@ from .choices import Array, Choices
 from .compute import Seconds, attention_peak, seconds, summed, ways
 from .hardware import GIB, Cluster, Era
 from .layers import MEASURED, shapes, times
-from .memory import held, peak, shards, tied
+from .memory import held, inputs, peak, shards, tied
 from .network import Group, Network, either
 from .parts import Part
 from .practice import Practice
@@ -261,6 +261,8 @@ class Priced:
                  {"turns": turns, "v": v, "message_s": self.message_s})
         )  # fmt: skip
         found += self._gradients(slow.seconds)
+        if c.offload.any():
+            found.append(self._host(slow.seconds))
         if self.practice.added_bytes:
             found.append(self._added())
         found.append(self._update())
@@ -355,23 +357,46 @@ class Priced:
             waits = waits + sums.seconds
         found = []
 
-        def part(name: str, comm: Array, hides: Array, times: Array | int, text: str) -> None:
-            hidden = np.minimum(self.era.hidden * comm, hides) if practice.overlaps else zero
-            exposed = times * (comm - hidden + self.era.contention * hidden)
-            symbols = {"times": times + zero, "comm_s": comm, "hidden_s": hidden, "contention": self.era.contention}
-            found.append(Part(name, exposed, text, symbols))
+        def part(name: str, comm: Array, hides: Array, times: Array | int) -> None:
+            found.append(self._exposed(f"{name} exposed", comm, hides, times))
 
-        text = "times x (comm_s - hidden_s + contention x hidden_s)"
-        part("dp exposed", waits, back, 1, text)
+        part("dp", waits, back, 1)
         if sharded.any():
-            part("fsdp reduce exposed", scatter, back, every, text)
-            part("fsdp gather exposed", np.where(zero3, 0.0, gathered), np.where(zero3, 0.0, forth), 1, text)
+            part("fsdp reduce", scatter, back, every)
+            part("fsdp gather", np.where(zero3, 0.0, gathered), np.where(zero3, 0.0, forth), 1)
             if zero3.any():
                 per_block = 1.0 / max(1, self.work.depth)
-                part("fsdp forward gather exposed", np.where(zero3, gathered, 0.0), forth * (1 - per_block), m, text)
-                part("fsdp backward gather exposed", np.where(zero3, again * gathered, 0.0),
-                     np.maximum(back - self.era.hidden * scatter, 0.0), m, text)  # fmt: skip
+                part("fsdp forward gather", np.where(zero3, gathered, 0.0), forth * (1 - per_block), m)
+                part("fsdp backward gather", np.where(zero3, again * gathered, 0.0),
+                     np.maximum(back - self.era.hidden * scatter, 0.0), m)  # fmt: skip
         return found
+
+    def _exposed(self, name: str, comm: Array, hides: Array, times: Array | int) -> Part:
+        """What is sent so many `times`, as far as what `hides` it takes less long."""
+        hidden = np.minimum(self.era.hidden * comm, hides) if self.practice.overlaps else np.zeros(len(comm))
+        exposed = times * (comm - hidden + self.era.contention * hidden)
+        symbols = {"times": times + np.zeros(len(comm)), "comm_s": comm, "hidden_s": hidden,
+                   "contention": self.era.contention}  # fmt: skip
+        return Part(name, exposed, "times x (comm_s - hidden_s + contention x hidden_s)", symbols)
+
+    def _host(self, slow: Seconds) -> Part:
+        """What comes from the host's memory and goes there, of each microbatch."""
+        c, practice, rests = self.choices, self.practice, self.practice.offloads
+        weights = 2 if "weights" in rests else 1 / c.accumulate  # for forward and backward, or when they are updated
+        nbytes = self._own * (weights * practice.weight_bytes + practice.grad_bytes)
+        if "activations" in rests:
+            stage = self._stages[0]
+            count = stage.holds(self.work)
+            nbytes = nbytes + 2 * c.again * sum(n * inputs(block, c) for block, n in count if block.repeated)
+        comm = np.where(c.offload, nbytes / self.cluster.hardware.device.host_bps, 0.0)
+        return self._exposed("host exposed", comm, slow.total, c.accumulate)
+
+    @cached_property
+    def _own(self) -> Array:
+        """Parameters that a rank of the first stage updates."""
+        routed, plain = held(self._stages[0], self.work, self.choices)
+        few, many = shards(self.choices)
+        return np.where(many > 1, routed / few + plain / many, routed + plain)
 
     def _same_experts(self, few: Array) -> Group:
         """The ranks that have other tokens and the same part of the same experts."""
@@ -410,16 +435,10 @@ class Priced:
 
     def _update(self) -> Part:
         c, device = self.choices, self.cluster.hardware.device
-        routed, plain = held(self._stages[0], self.work, c)
-        few, many = shards(c)
-        own = np.where(many > 1, routed / few + plain / many, routed + plain)
-        rate = device.memory_bps * self.era.memory
-        there = np.where(
-            c.offload, own * (self.practice.weight_bytes + self.practice.grad_bytes) / device.host_bps, 0.0
-        )
-        took = own * self.practice.update_bytes / np.where(c.offload, device.host_bps, rate) + there
-        return Part("optimizer", took, "params x update_bytes / memory_bps, and what goes to the host and back",
-                    {"params": own, "update_bytes": self.practice.update_bytes, "memory_bps": rate})  # fmt: skip
+        away = c.offload & ("optimizer" in self.practice.offloads)
+        rate = np.where(away, device.host_bps, device.memory_bps * self.era.memory)
+        return Part("optimizer", self._own * self.practice.update_bytes / rate, "params x update_bytes / memory_bps",
+                    {"params": self._own, "update_bytes": self.practice.update_bytes, "memory_bps": rate})  # fmt: skip
 
     def memory(self) -> tuple[Part, ...]:
         return peak(self.work, self.choices, self.practice, self._bubble[1])

@@ -17,6 +17,8 @@ from .parts import Part
 from .practice import Practice
 from .work import Block, Work
 
+OFFLOADED = ("weights", "gradients", "optimizer", "activations")
+
 
 def held(stage: Stage, work: Work, choices: Choices) -> tuple[Array, Array]:
     """Parameters that a rank of this stage computes with: those of experts, and all others. A tied one that lies on
@@ -87,20 +89,25 @@ class _Either(Mapping[str, Array | float]):
         return len(self._first)
 
 
+def inputs(block: Block, choices: Choices) -> Array:
+    """Bytes that come into one block, of a microbatch."""
+    return block.output_bytes * choices.microbatch / choices.sequences / ways("sequence", choices)
+
+
 def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: Array) -> tuple[Part, ...]:
     routed, plain = held(stage, work, choices)
     few, many = shards(choices)
     full, sharded = routed + plain, routed / few + plain / many
-    away = choices.offload
+    away = {name: choices.offload & (name in practice.offloads) for name in OFFLOADED}
     zero3, zero2 = choices.zero >= 3, choices.zero >= 2
     resting = np.where(many > 1, np.where(zero3, sharded, full), full)
     graded = np.where(many > 1, np.where(zero2, sharded, full), full)
-    resting = np.where(away, 0.0, resting)
+    resting = np.where(away["weights"], 0.0, resting)
     copied = np.where((many > 1) & zero3, 0.0, full)
     if practice.copies_live:
         copied = live * (1 - choices.again) * full
-    graded = np.where(away, 0.0, graded)
-    stated = np.where(away, 0.0, np.where(many > 1, sharded, full))
+    graded = np.where(away["gradients"], 0.0, graded)
+    stated = np.where(away["optimizer"], 0.0, np.where(many > 1, sharded, full))
     largest = np.max(
         [block.elements("tp") + block.elements("whole") for block in work.blocks if block.repeated] or [0.0]
     ) / choices.sizes["tp"] + np.max([block.elements("expert") for block in work.blocks]) / (
@@ -117,9 +124,11 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
     for block, count in stage.holds(work):
         whole, bare = kept(block, choices, True), kept(block, choices, False)
         each = np.where(choices.selective, bare, whole)
-        entry = block.output_bytes * samples / ways("sequence", choices)
+        entry = inputs(block, choices)
         if block.repeated:
-            each = (1 - choices.again) * each + choices.again * entry
+            # of those that rest elsewhere, one is read while the next comes
+            here = np.where(away["activations"], np.minimum(1, 2 / np.maximum(1, choices.again * count)), 1.0)
+            each = (1 - choices.again) * each + choices.again * here * entry
             once = np.maximum(
                 once, np.where(choices.again > 0, whole - entry, np.where(choices.selective, whole - bare, 0))
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -20,7 +21,9 @@ class Practice:
     sums of gradients over data axes run beside backward; `sends_beside`: whether what the chunks of an interleaved
     pipeline send runs beside compute, as Megatron-Core overlaps it. `keeps_sent`: whether a stage keeps what it sent
     until the gradient comes, which Megatron-Core does not. `scatters`: whether ranks of tp send a part each of
-    what goes to the next stage, and gather it there (Narayanan et al. 2021).
+    what goes to the next stage, and gather it there (Narayanan et al. 2021). `offloads`: what rests in host memory
+    where a layout is offloaded, of weights, gradients, optimizer and activations (of these, inputs of blocks that run
+    again; Rajbhandari et al. 2021, ZeRO-Infinity).
     """
 
     compute: str = "bf16"
@@ -41,3 +44,4 @@ class Practice:
     sends_beside: bool = False
     keeps_sent: bool = False
     scatters: bool = False
+    offloads: Collection[str] = ("weights", "gradients", "optimizer")

@@ -1,0 +1,82 @@
+"""The contract of benchmarks/published: any file of runs is priced row by row, and what is not covered is named."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "published"
+
+GPT = {"layers": 8, "hidden": 2048, "heads": 16, "seq_len": 1024, "n_accel": 8, "gbs": 64, "mbs": 4,
+       "recompute": "none"}  # fmt: skip
+ZERO3 = {"layers": 96, "hidden": 12288, "heads": 96, "seq_len": 1024, "n_accel": 128, "gbs": 128, "mbs": 1,
+         "framework": "DeepSpeed ZeRO-3", "zero_stage": 3, "recompute": "full"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def priced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, str]], str]:
+    """Row -> its line, and what was said of rows without one."""
+    rows: dict[str, dict[str, Any]] = {
+        "plain": GPT,
+        "tp": {**GPT, "tp": 4},
+        "tp and pp": {**GPT, "tp": 2, "pp": 2, "dp": 2},
+        "too large": {**GPT, "layers": 96, "hidden": 12288, "heads": 96},
+        "not said": {**GPT, "layers": 24, "mbs": 16, "gbs": 128, "recompute": ""},
+        "said": {**GPT, "layers": 24, "mbs": 16, "gbs": 128, "recompute": "none"},
+        "zero3": ZERO3,
+        "zero3 away": {**ZERO3, "offload": "optimizer"},
+        "zero3 large": {**ZERO3, "mbs": 128, "gbs": 128 * 128},
+        "zero3 large here": {**ZERO3, "mbs": 128, "gbs": 128 * 128, "offload": "none"},
+        "tpu": {**GPT, "accelerator": "TPU v4"},
+        "uneven": {**GPT, "tp": 3, "dp": 2},
+        "no size": {**GPT, "hidden": "wide"},
+        "unknown": {**GPT, "layers": ""},
+    }
+    folder = tmp_path_factory.mktemp("published")
+    names = ["row_id", *dict.fromkeys(name for row in rows.values() for name in row)]
+    with (folder / "runs.csv").open("w", newline="") as file:
+        lines = csv.DictWriter(file, names, restval="")
+        lines.writeheader()
+        lines.writerows({"row_id": name, **row} for name, row in rows.items())
+    command = [sys.executable, FOLDER / "run.py", "--runs", folder / "runs.csv", "--out", folder / "out.csv"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with (folder / "out.csv").open() as file:
+        return {line["row_id"]: line for line in csv.DictReader(file)}, done.stderr
+
+
+def test_each_covered_row_has_a_line(priced: tuple[dict[str, dict[str, str]], str]) -> None:
+    found, said = priced
+    names = ["row_id", "predicted_iter_time_s", "predicted_peak_mem_gib", "fits"]
+    assert all(list(line) == names for line in found.values())
+    assert len(found) == 10
+    for name, why in (
+        ("tpu", "no sheet of TPU v4"), ("uneven", "not tp x cp x pp x dp"), ("no size", "'wide' is no number"),
+        ("unknown", "layers is not known"),
+    ):  # fmt: skip
+        assert name not in found and any(line.startswith(f"{name} is not covered") and why in line
+                                         for line in said.splitlines())  # fmt: skip
+    times = {name: float(line["predicted_iter_time_s"]) for name, line in found.items()}
+    assert times["plain"] < times["tp"] and times["plain"] < times["too large"]
+    peaks = {name: float(line["predicted_peak_mem_gib"]) for name, line in found.items()}
+    assert peaks["tp"] < peaks["plain"] < 80 < peaks["too large"]
+    assert found["plain"]["fits"] == "Y" and found["too large"]["fits"] == "N"
+
+
+def test_what_a_row_leaves_open_is_so_that_it_fits(priced: tuple[dict[str, dict[str, str]], str]) -> None:
+    found, _ = priced
+    peaks = {name: float(line["predicted_peak_mem_gib"]) for name, line in found.items()}
+    assert found["said"]["fits"] == "N" and found["not said"]["fits"] == "Y"
+    assert peaks["not said"] < 0.5 * peaks["said"]
+    # states of the optimizer and gradients, 14 bytes a parameter
+    params = 96 * 12 * 12288**2
+    assert peaks["zero3"] - peaks["zero3 away"] == pytest.approx(14 * params / 128 / 2**30, rel=0.02)
+    assert found["zero3 large here"]["fits"] == "N" and found["zero3 large"]["fits"] == "Y"
+    inputs = 94 * 128 * 1024 * 12288 * 2  # of all but two layers
+    less = peaks["zero3 large here"] - peaks["zero3 large"] - (peaks["zero3"] - peaks["zero3 away"])
+    assert less == pytest.approx(inputs / 2**30, rel=0.01)
