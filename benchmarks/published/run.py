@@ -55,7 +55,8 @@ class Predicted:
         self.fits = bool(estimate.fits[place])
         kind = (row.get("mem_kind") or "").lower()
         whole = any(word in kind for word in ("smi", "driver", "process", "max first"))
-        reserved = estimate.reserved_bytes if "reserved" in kind else estimate.peak_bytes
+        # nanotron restarts the peak of what is allocated after each of the first batches: what it prints is reserved
+        reserved = estimate.reserved_bytes if "reserved" in kind or "nanotron" in kind else estimate.peak_bytes
         nbytes = estimate.process_bytes if whole else reserved
         self.peak_gib = float(nbytes[place]) / GIB
         self.measured_s = measured(row, "d_iter_time_s") or measured(row, "iter_time_s")
