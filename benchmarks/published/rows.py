@@ -168,7 +168,10 @@ def framework(row: Row) -> tuple[str, Practice]:
         )
     fp16 = "bf16" not in dtype
     compute, reduced = ("fp16", 2) if fp16 else ("bf16", 4)
-    plain = replace(MIXED, compute=compute, reduce_bytes=reduced, scatters=True, keeps_sent=True)
+    added = 0 if fp16 else 12  # in bf16 each microbatch's gradient is added to a sum in float32, and then is zero
+    plain = replace(
+        MIXED, compute=compute, reduce_bytes=reduced, added_bytes=added, scatters=True, keeps_sent=True
+    )  # fmt: skip
     if "deepspeed" in name or "neox" in name:
         plain = replace(plain, grad_bytes=2 if fp16 else 4, scatters=False)
         if row.get("framework"):  # its optimizers copy their part of gradients in float32, in bf16 all that they sum
