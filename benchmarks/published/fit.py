@@ -133,7 +133,7 @@ FITS = {
     ),
     "h100-core": Fitted(
         ("h100", "h200"), "megatron-core", {"nemo_2024_h100": 1, "mlm_llama_h100_fp8": 0.3},
-        ("eight", "attention", "traffic", "hidden"), CORE_H100,
+        ("eight", "attention", "traffic", "hidden", "network"), CORE_H100,
         lambda row: "H100" in row["accelerator"],
     ),
 }  # fmt: skip
