@@ -116,7 +116,7 @@ def test_candidates_are_the_choices_of_the_layouts_that_they_name(routed: bool) 
         assert (found.choices.sizes[axis] == again.sizes[axis]).all(), axis
         live = again.sizes[axis] > 1
         assert (found.choices.strides[axis][live] == again.strides[axis][live]).all(), axis
-    for name in ("experts", "sequence", "zero", "shards", "offload", "microbatch", "again", "selective"):
+    for name in ("experts", "sequence", "gather", "zero", "shards", "offload", "microbatch", "again", "selective"):
         assert (getattr(found.choices, name) == getattr(again, name)).all(), name
 
 
@@ -124,7 +124,7 @@ def test_no_candidate_comes_twice() -> None:
     found = everything(question(8, work(True)), 8, wide=True)
     c = found.choices
     columns = [*(c.sizes[axis] for axis in AXES), found.spread, c.sequence, c.zero, c.offload, c.schedule, c.chunks]
-    columns += [c.microbatch, c.again, c.selective]
+    columns += [c.microbatch, c.again, c.selective, c.gather]
     assert len(np.unique(np.stack(columns, 1), axis=0)) == len(found)
 
 
@@ -149,7 +149,7 @@ def test_rules_allow_what_weft_lays(routed: bool, world: int, without: str) -> N
 
 def _layouts(world: int, routed: bool) -> list[str]:
     """As the search writes them: each axis with each of its options that is not its default, experts or not."""
-    own = {"fsdp": ("", "+zero1", "+zero2"), "tp": ("", "+sequence")}
+    own = {"fsdp": ("", "+zero1", "+zero2"), "tp": ("", "+sequence"), "cp": ("", "+gather")}
     choices = []
     for axis in AXES:
         spread = ("", "+ep") if routed and axis not in ("pp", "ep") else ("",)
@@ -172,6 +172,8 @@ def test_options_of_patterns_are_those_of_the_parallelisms() -> None:
         ("fsdp2+zero2.*", lambda layout: layout.size("fsdp") == 2 and layout.option("fsdp") == ("zero2",)),
         ("dp*.tp2", lambda layout: set(layout.axes) <= {"dp", "tp"} and layout.size("tp") == 2),
         ("tp*+sequence.*", lambda layout: layout.option("tp") == ("sequence",)),
+        ("cp*+gather.*", lambda layout: layout.option("cp") == ("gather",)),
+        ("cp2+ring.*", lambda layout: layout.size("cp") == 2 and not layout.option("cp")),
         ("fsdp*+offload.*", lambda layout: "offload" in layout.option("fsdp")),
         ("pp*+gpipe.*", lambda layout: layout.size("pp") > 1),
     ],
@@ -189,11 +191,23 @@ def test_what_a_pattern_fixes(pattern: str, holds: Any) -> None:
         assert not len(scheduled(found, asked, parsed, wide=True))
 
 
+def test_keys_are_gathered_where_that_is_asked_or_the_size_is() -> None:
+    asked = question(8, large())
+    for pattern, wide, methods in (
+        ("*", False, {False}), ("*", True, {False, True}), ("cp2.*", False, {False, True}),
+        ("cp*+gather.*", False, {True}), ("cp*+ring.*", True, {False}),
+    ):  # fmt: skip
+        found = candidates(asked, 8, Pattern.parse(pattern), wide)
+        assert set(found.choices.gather[found.choices.sizes["cp"] > 1].tolist()) == methods, pattern
+        habit = "keys of cp round a ring"
+        assert (habit in found.habits) == (pattern == "*" and not wide)
+
+
 @pytest.mark.parametrize(
     ("pattern", "problem"),
     [
         ("xp4.*", "there is no axis 'xp'"), ("tp.*", "is not an axis with a size"), ("tp4+zero1.*", "no option"),
-        ("tp2.tp4", "stands twice"), ("tp0.*", "has size 0"), ("cp2+gather.*", "no option 'gather' of cp"),
+        ("tp2.tp4", "stands twice"), ("tp0.*", "has size 0"), ("cp2+ulysses.*", "Write up2, which"),
     ],
 )  # fmt: skip
 def test_patterns_that_cannot_be(pattern: str, problem: str) -> None:

@@ -135,7 +135,8 @@ DENSE = [
     "dp2", "dp4", "fsdp2", "fsdp2+zero1", "fsdp2+zero2", "dp2.fsdp2", "dp2.fsdp2+zero1", "tp2", "tp4",
     "tp2+sequence", "cp2", "cp4", "up2", "pp2", "pp4", "dp2.tp2", "fsdp2.tp2", "pp2.tp2", "cp2.tp2", "dp2.cp2",
     "cp2.up2", "up2.tp2", "fsdp2.cp2", "dp2.fsdp2.cp2", "dp2.fsdp2.tp2+sequence", "pp2.dp2", "pp2.fsdp2",
-    "pp2.fsdp2+zero2", "pp2.tp2+sequence", "pp2.dp2.tp2",
+    "pp2.fsdp2+zero2", "pp2.tp2+sequence", "pp2.dp2.tp2", "cp2+gather", "cp4+gather", "cp2+gather.tp2",
+    "cp2+gather.up2",
 ]  # fmt: skip
 
 

@@ -53,6 +53,8 @@ class Candidates:
             options.append(("fsdp", "offload"))
         if c.sequence[index]:
             options.append(("tp", "sequence"))
+        if c.gather[index]:
+            options.append(("cp", "gather"))
         options += [(axis, "ep") for bit, axis in enumerate(SPREADING) if self.spread[index] >> bit & 1]
         return Layout(tuple(live) or (("dp", 1),), tuple(options))
 
@@ -75,7 +77,7 @@ class Candidates:
     def kinds(self) -> Array:
         """A number for each: the same for those of one layout."""
         c = self.choices
-        columns = [*(c.sizes[axis] for axis in AXES), c.zero, c.offload, c.sequence, self.spread]
+        columns = [*(c.sizes[axis] for axis in AXES), c.zero, c.offload, c.sequence, c.gather, self.spread]
         return np.unique(np.stack(columns, 1), axis=0, return_inverse=True)[1].reshape(-1)
 
 
@@ -86,9 +88,10 @@ def together(parts: Sequence[Candidates]) -> Candidates:
     def joined(get: Any) -> Array:
         return np.concatenate([get(part) for part in parts])
 
-    names = ("experts", "sequence", "zero", "shards", "offload", "schedule", "chunks", "microbatch", "accumulate")
+    names = ("experts", "sequence", "gather", "zero", "shards", "offload", "schedule", "chunks", "microbatch")
     flat: dict[str, Any] = {
-        name: joined(lambda part, name=name: getattr(part.choices, name)) for name in (*names, "again", "selective")
+        name: joined(lambda part, name=name: getattr(part.choices, name))
+        for name in (*names, "accumulate", "again", "selective")
     }
     for name in ("sizes", "strides"):
         flat[name] = {a: joined(lambda part, a=a, name=name: getattr(part.choices, name)[a]) for a in AXES}
@@ -130,8 +133,14 @@ class _Table:
 
 
 def rules(pattern: Pattern, wide: bool) -> tuple[Rule, ...]:
-    """Those that a search asks. Habits are not asked of an axis whose size is given, and of none where it is `wide`."""
-    return (*LEGAL, *(rule for rule in HABITS if not (wide or (rule.about and pattern.fixes(rule.about)))))
+    """Those that a search asks. Habits are not asked of an axis whose size is given, of an option that is, and of none
+    where it is `wide`."""
+
+    def given(about: str) -> bool:
+        axis, _, option = about.partition("+")
+        return pattern.fixes(axis) or option in pattern.given(axis)
+
+    return (*LEGAL, *(rule for rule in HABITS if not (wide or given(rule.about))))
 
 
 def candidates(question: Question, devices: int, pattern: Pattern = ANY, wide: bool = False) -> Candidates:
@@ -152,6 +161,9 @@ def candidates(question: Question, devices: int, pattern: Pattern = ANY, wide: b
     elif not wide:
         folds = [bits for bits in folds if bits == asked or bits.bit_count() <= 2]
     table.cross({"sequence": np.array(sequence)})
+    methods = [option == "gather" for option in pattern.given("cp") if option != "ep"]
+    table.cross({"gather": np.array(methods or [False, True])})
+    table.keep((table.columns["cp"] > 1) | ~table.columns["gather"])
     table.cross({"spread": np.array(folds)})
     offload = "offload" in pattern.given("fsdp")
     table.cross({"zero": np.repeat(levels or [1, 2, 3], 1), "offload": np.repeat(offload, len(levels) or 3)})
@@ -170,7 +182,7 @@ def scheduled(found: Candidates, question: Question, pattern: Pattern = ANY, wid
     """The pipelines among these, with every other schedule that the rules allow."""
     c = found.choices
     table = _Table(question, rules(pattern, wide))
-    names = ("zero", "offload", "sequence", "microbatch", "accumulate", "again", "selective")
+    names = ("zero", "offload", "sequence", "gather", "microbatch", "accumulate", "again", "selective")
     table.columns = {**c.sizes, **{name: getattr(c, name) for name in names}, "spread": found.spread}
     table.keep(c.sizes["pp"] > 1)
     return _scheduled(table, [] if pattern.given("pp") else SCHEDULES[1:])
@@ -196,7 +208,7 @@ def _scheduled(table: _Table, names: Sequence[str]) -> Candidates:
         strides[axis], ranks = ranks, ranks * c[axis]
     choices = Choices(
         sizes={axis: c[axis] for axis in AXES}, strides=strides, experts=spread_over(c, of_tp=False),
-        sequence=c["sequence"],
+        sequence=c["sequence"], gather=c["gather"],
         zero=c["zero"], shards=c["fsdp"], offload=c["offload"], schedule=c["schedule"], schedules=SCHEDULES,
         chunks=np.where(c["pp"] > 1, c["chunks"], 1), microbatch=c["microbatch"], accumulate=c["accumulate"],
         again=c["again"], selective=c["selective"],

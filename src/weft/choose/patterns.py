@@ -16,7 +16,7 @@ from ..errors import LayoutError, nearest
 
 OPTIONS = {
     "pp": tuple(schedule.folder()), "dp": ("ep",), "fsdp": ("zero1", "zero2", "zero3", "offload", "ep"), "ep": (),
-    "cp": ("ring", "ep"), "up": ("ep",), "tp": ("sequence", "ep"),
+    "cp": ("ring", "gather", "ep"), "up": ("ep",), "tp": ("sequence", "ep"),
 }  # fmt: skip
 _PART = re.compile(r"([a-z]+)([0-9]+|\*)((?:\+[a-z0-9][a-z0-9-]*)*)")
 
@@ -55,6 +55,8 @@ class Pattern:
                 if "*" in text and option not in OPTIONS[axis]:
                     known = OPTIONS[axis]
                     fix = nearest(option, known) if known else f"write {axis} without an option"
+                    if (axis, option) == ("cp", "ulysses"):
+                        fix = f"write up{size}, which is the same"
                     problem = f"the search knows no option {option!r} of {axis}"
                     raise LayoutError("--layout", text, problem, fix)
                 options.append((axis, option))

@@ -27,7 +27,7 @@ SPREADING = ("dp", "fsdp", "cp", "up", "tp")  # bit i of `spread`: axis i also s
 @dataclass(frozen=True)
 class Rule:
     """`holds` for which rows, once the columns that it `needs` are there; `reason` where it does not, of one row.
-    `about`: an axis; where its size is given, a rule of HABITS is not asked."""
+    `about`: an axis, or an option of it; where its size is given, or the option, a rule of HABITS is not asked."""
 
     needs: tuple[str, ...]
     holds: Callable[[Columns, Question], Array]
@@ -252,6 +252,7 @@ HABITS = (
         lambda c, q: f"at least {LEAST_POSITIONS:,} positions on a rank of cp or up",
         about="cp",
     ),
+    Rule(("cp", "gather"), lambda c, q: ~c["gather"], lambda c, q: "keys of cp round a ring", about="cp+gather"),
     Rule(
         ("pp",),
         lambda c, q: (c["pp"] == 1) | (c["pp"] <= max(q.work.depth, 2)),

@@ -21,8 +21,8 @@ class Choices:
 
     `sizes` of each axis in AXES, 1 where a layout lacks it; `strides`: ranks from one to its neighbour on that axis.
     `experts`: ranks over which experts are spread, those of tp apart: a rank has as much of them if tp parts them as if
-    it cuts each. `sequence`: that option of tp. `zero`: 1, 2 or 3, of fsdp, over
-    `shards` ranks.
+    it cuts each. `sequence`: that option of tp; `gather`: that of cp, whose keys else travel round a ring. `zero`: 1, 2
+    or 3, of fsdp, over `shards` ranks.
     `schedule`: place in `schedules`; `chunks`: stages of a rank. A rank has `microbatch` samples in each of
     `accumulate` microbatches. `again`: the share of repeated blocks that recomputation runs again; `selective`: its
     attention's core.
@@ -32,6 +32,7 @@ class Choices:
     strides: Mapping[str, Array]
     experts: Array
     sequence: Array
+    gather: Array
     zero: Array
     shards: Array
     offload: Array
@@ -103,6 +104,7 @@ class Choices:
             sizes, strides,
             experts=np.array([one.size(EXPERTS) // _spread_over_tp(one) for one in layouts]),
             sequence=np.array(["sequence" in one.option("tp") for one in layouts]),
+            gather=np.array(["gather" in one.option("cp") for one in layouts]),
             zero=np.array([level[0] for level in levels]), shards=sizes["fsdp"],
             offload=np.array(["offload" in one.option("fsdp") for one in layouts]),
             schedule=np.array([known.index(name) for name in names]), schedules=known, chunks=np.array(each(chunks)),

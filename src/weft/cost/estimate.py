@@ -22,7 +22,7 @@ from .choices import Array, Choices
 from .compute import Seconds, attention_peak, seconds, summed, ways
 from .hardware import GIB, Cluster, Era
 from .layers import MEASURED, shapes, times
-from .memory import held, inputs, peak, shards, tied
+from .memory import held, inputs, keys, peak, shards, tied
 from .network import Group, Network, either
 from .parts import Part
 from .practice import Practice
@@ -158,13 +158,7 @@ class Priced:
             found["tp"] = (once * (ahead > 0), once * (back > 0))
         share = self._samples / tp
         if block.key_bytes and (c.sizes["cp"] > 1).any():
-            size = c.sizes["cp"]
-            turn = net.send_s(block.key_bytes * share, c, "cp")
-            attention = sum(op.flops for op in block.ops if op.kind == "attention") * share
-            rate = attention_peak(self.cluster.hardware, self.practice.compute) * self.era.attention
-            steps = size - 1
-            forward = steps * np.maximum(0.0, turn - attention / size / rate) + np.where(size > 1, 0.1 * turn, 0.0)
-            found["cp"] = (forward, 2 * forward)
+            found["cp"] = self._keys(block)
         if block.key_bytes and (c.sizes["up"] > 1).any():
             once = net.exchange_s((block.query_bytes + block.key_bytes) * share, net.group(c, "up"))
             found["up"] = (once, once)
@@ -172,6 +166,24 @@ class Priced:
             once = 2 * net.exchange_s(block.routed_bytes * self._samples, self._experts())
             found["ep"] = (once, once)
         return found
+
+    def _keys(self, block: Block) -> tuple[Array, Array]:
+        """Seconds that attention's forward waits for keys and values of other ranks of cp, and its backward: round a
+        ring beside it, or gathered before it, and gradients brought home."""
+        c, net, share = self.choices, self.network, self._samples / self.choices.sizes["tp"]
+        size = c.sizes["cp"]
+        turn = net.send_s(block.key_bytes * share, c, "cp")
+        attention = sum(op.flops for op in block.ops if op.kind == "attention") * share
+        rate = attention_peak(self.cluster.hardware, self.practice.compute) * self.era.attention
+        steps = size - 1
+        forward = steps * np.maximum(0.0, turn - attention / size / rate) + np.where(size > 1, 0.1 * turn, 0.0)
+        if not c.gather.any():
+            return forward, 2 * forward
+        item, group, both = self.work.itemsize, net.group(c, "cp"), 2  # keys, and values
+        whole = keys(block, c)
+        once = net.gather_s(whole, group, count=both)
+        home = net.gather_s(whole * max(4, item) / item, group, "reduce_scatter", both)
+        return np.where(c.gather, once, forward), np.where(c.gather, once + home, 2 * forward)
 
     def _reduced(self, block: Block) -> tuple[float, float]:
         """Bytes of activations that tp sums in a block's forward, and in its backward: tokens, which an embedding
@@ -457,11 +469,12 @@ class Priced:
             self._sent("tp", passes * share * (tp - 1) / tp * ((1 + again) * ahead + back))
             # keys and values go round, again in backward, and their gradients home, in float32 at least
             heads = block.kv_heads or 1
-            keys = share * block.key_bytes / np.minimum(tp, heads)
-            self._sent("cp", keys * np.where(cp > 1, (2 + core) * (cp - 1) + cp * max(4, item) / item, 0.0))
+            own = share * block.key_bytes / np.minimum(tp, heads)
+            home = np.where(c.gather, cp - 1, cp) * max(4, item) / item
+            self._sent("cp", own * np.where(cp > 1, (2 + core) * (cp - 1) + home, 0.0))
             # where ranks are more than key heads, each head goes to several
-            keys = keys * np.maximum(1.0, up * np.minimum(tp, heads) / heads)
-            crossing = (2 + core) * (keys + share / tp * block.query_bytes)
+            own = own * np.maximum(1.0, up * np.minimum(tp, heads) / heads)
+            crossing = (2 + core) * (own + share / tp * block.query_bytes)
             unused = np.where(c.selective, share / tp * block.query_bytes / 2, 0.0)  # what the core gives
             self._sent("up", (up - 1) / up * (crossing - unused))
             self._sent("ep", 2 * (2 + again) * share * (experts - 1) / experts * block.routed_bytes)

@@ -94,6 +94,12 @@ def inputs(block: Block, choices: Choices) -> Array:
     return block.output_bytes * choices.microbatch / choices.sequences / ways("sequence", choices)
 
 
+def keys(block: Block, choices: Choices) -> Array:
+    """Bytes of the keys and values of all ranks of cp, of a microbatch, for the heads of a rank."""
+    samples = choices.microbatch / choices.sizes["up"]
+    return block.key_bytes * samples / np.minimum(choices.sizes["tp"], block.kv_heads or 1)
+
+
 def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: Array) -> tuple[Part, ...]:
     routed, plain = held(stage, work, choices)
     few, many = shards(choices)
@@ -135,7 +141,9 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
         activations = activations + count * each
         if practice.keeps_sent and block.repeated:
             sent = np.maximum(sent, np.where(count > 0, entry, 0.0))
-        working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp, 0.0))
+        # gathered keys and values, and their gradients in float32
+        whole = np.where(choices.gather, (1 + max(4, work.itemsize) / work.itemsize) * keys(block, choices), 0.0)
+        working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp + whole, 0.0))
     # where a V turns, a chunk's stays there; but its first rank, which ends the model too, is the one that needs more
     activations = activations + np.where(choices.sizes["pp"] > 1, choices.chunks - stage.after, 0.0) * sent
     logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp
