@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.losses import classification, mse, next_token
 from weft.models import convnet, decoder
+from weft.schedules import Action, Schedule
 
 DEPTH = 7
 
@@ -128,3 +129,13 @@ STAGED: dict[str, Subject] = {
     "bert": Subject(partial(transformer, "bert"), padded, next_token, PLAN),
     "t5": Subject(partial(transformer, "t5"), translated, next_token, PLAN),
 }
+
+
+def own_gpipe(ranks: int, microbatches: int, *, back: bool = False) -> Schedule:
+    """As one's own schedule may be: GPipe, whose backwards may run the other way round."""
+    turns = range(microbatches)
+    order = [
+        [*(Action("F", rank, m) for m in turns), *(Action("B", rank, m) for m in (turns[::-1] if back else turns))]
+        for rank in range(ranks)
+    ]
+    return Schedule("own", tuple(range(ranks)), tuple(map(tuple, order)))

@@ -195,7 +195,7 @@ def test_keys_are_gathered_where_that_is_asked_or_the_size_is() -> None:
     asked = question(8, large())
     for pattern, wide, methods in (
         ("*", False, {False}), ("*", True, {False, True}), ("cp2.*", False, {False, True}),
-        ("cp*+gather.*", False, {True}), ("cp*+ring.*", True, {False}),
+        ("cp*+gather.*", False, {True}), ("cp*+ring.*", True, {False}), ("dp*.tp2", False, set()),
     ):  # fmt: skip
         found = candidates(asked, 8, Pattern.parse(pattern), wide)
         assert set(found.choices.gather[found.choices.sizes["cp"] > 1].tolist()) == methods, pattern
@@ -291,6 +291,15 @@ def test_a_pipeline_that_several_share_is_what_each_has_by_itself() -> None:
         assert found.simulated and found.step_s == pytest.approx(simulated(asked, [row])[0].step_s), row.layout
 
 
+def test_rings_and_gathers_have_simulations_of_their_own() -> None:
+    asked = question(16, large(), batch=64)
+    rows = rows_of(asked, candidates(asked, 16, Pattern.parse("pp2.cp8.*")))
+    rows = [row for row in rows if row.microbatch == 1 and row.recompute == "none"]
+    assert {row.layout for row in rows} == {"pp2.cp8", "pp2.cp8+gather"}
+    alone = [simulated(asked, [row])[0].step_s for row in rows]
+    assert [row.step_s for row in simulated(asked, rows)] == alone and alone[0] != alone[1]
+
+
 def test_a_simulation_that_rows_share_is_of_each() -> None:
     """What comes after the pipeline has other names with dp than with fsdp."""
     asked = question(16, large(), batch=512, memory_gib=200.0)
@@ -323,7 +332,7 @@ def test_formulas_give_their_values(pattern: str) -> None:
         ends = [i for i, letter in enumerate(part.formula) if letter == "," and _balanced(part.formula[:i])]
         text = part.formula[: ends[0] if ends else None].replace(" x ", " * ")
         if part.name == "bubble" or not part.value[0]:
-            continue  # words, what is not shown, and what words add
+            continue  # words, and what is not shown
         assert eval(text, {"max": max, "min": min}, values) == pytest.approx(float(part.value[0])), part.formula
         held += 1
     assert held >= 8

@@ -219,6 +219,14 @@ def test_what_is_offloaded_travels_with_each_microbatch() -> None:
     host_bps = Cluster.parse("h100x8").hardware.device.host_bps
     assert comm_s == pytest.approx(params * (2 * 2 + 2) / host_bps)  # weights twice, the gradient once
     assert "host exposed" not in one("fsdp8")
+    for level, weights, gradients in (("zero2", 0.25, 1), ("zero1", 0.25, 0.25)):  # gathered, or reduced, once
+        found = priced(laid(f"fsdp8+{level}+offload", batch=64, accumulate=4))
+        comm_s = {part.name: part for part in found.time}["host exposed"].symbols["comm_s"]
+        assert comm_s == pytest.approx(params * 2 * (weights + gradients) / host_bps), level
+        here = one(f"fsdp8+{level}", "memory", accumulate=4)
+        held = parts(found, "memory")
+        assert held["weights"] == here["weights"] > 0 == held["optimizer"]
+        assert held["gradients"] == (0 if level == "zero2" else here["gradients"])
     # an optimizer alone: weights come once a step, and what the device holds is as ever
     some = replace(PRACTICE, offloads=("gradients", "optimizer"))
     found = priced(laid("fsdp8+offload", batch=64, accumulate=4), practice=some)
@@ -238,7 +246,7 @@ def test_inputs_of_blocks_that_run_again_may_rest_with_the_host() -> None:
         assert less == pytest.approx(gone * entry), recompute
         more = [{p.name: p for p in found.time}["host exposed"].symbols["comm_s"] for found in (here, there)]
         host_bps = Cluster.parse("h100x8").hardware.device.host_bps
-        assert more[1] - more[0] == pytest.approx(2 * sent * entry / host_bps), recompute
+        assert more[0] == 0 and more[1] == pytest.approx(2 * sent * entry / host_bps), recompute
 
 
 def test_experts_divide_over_the_ranks_that_have_them() -> None:

@@ -9,6 +9,7 @@ import pytest
 from test_schedules import BUBBLES, VARIANTS, Three, bubble
 
 from weft import schedule
+from weft.cost.walked import walked
 from weft.costs import Costs
 from weft.schedule._parts import Brief
 from weft.schedules import Schedule, peak_live
@@ -75,6 +76,21 @@ def test_live_microbatches(name: str) -> None:
             else:
                 least = [one - 1e-9 for one in want]
                 assert least[0] <= brief.first <= microbatches and least[1] <= brief.last <= microbatches
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1)])
+def test_what_has_no_closed_form_is_walked_through(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "_registered", {})
+    options = {"chunks": chunks} if chunks > 1 else {}
+    schedule.register(lambda ranks, microbatches: schedule.make(name, ranks, microbatches, **options), "own")
+    p, m = np.array([2, 4, 4, 1]), np.array([4, 8, 16, 8])
+    v, times = np.full(4, float(chunks)), [np.full(4, each) for each in (1.0, 1.5, 0.5)]
+    there = p > 1
+    found, want = walked("own", there, p, m, v, *times), schedule.brief(name)(p, m, v, *times)
+    assert schedule.brief("own") is None
+    for each, closed in zip(found, want, strict=True):
+        assert each[there] == pytest.approx(np.broadcast_to(closed, 4)[there])
+    assert (found.idle_s[3], found.first[3], found.last[3]) == (0, 1, 1)
 
 
 def test_arrays_are_priced_at_once() -> None:

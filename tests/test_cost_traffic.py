@@ -54,6 +54,7 @@ def llama() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder": own, "tied": partial(own, tied=True), "mixture": partial(own, experts=4, active=2, shared=1),
+    "one key": partial(decoder, VOCAB, DIM, LAYERS, HEADS, 1, HIDDEN, seq_len=LENGTH),
     "llama": llama,
 }  # fmt: skip
 
@@ -153,6 +154,7 @@ def test_bytes_are_the_plans(layout: str) -> None:
 @pytest.mark.parametrize(("name", "layout"), [
     *(("llama", layout) for layout in ("dp2", "fsdp2", "tp2", "tp2+sequence", "cp2", "up2", "pp2", "pp2.fsdp2.tp2")),
     *(("tied", layout) for layout in ("tp2", "fsdp2", "pp2", "pp2.dp2", "pp2.tp2")),
+    *(("one key", layout) for layout in ("up2", "cp2.up2", "cp2+gather.up2")),
     *(("mixture", layout) for layout in (
         "dp2", "tp2", "fsdp2", "ep2", "ep4", "dp2+ep", "fsdp2+ep", "cp2+ep", "ep2.tp2", "ep2.tp2+sequence", "ep2.fsdp2",
         "dp2.ep2", "ep2.cp2", "pp2.ep2", "tp2+sequence+ep",

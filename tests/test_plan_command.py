@@ -103,6 +103,19 @@ def test_a_whole_layout_is_priced_as_the_run_file_has_it(tmp_path: Path) -> None
     assert sum(row["memory"].values()) == pytest.approx(alone.peak_bytes[0])
 
 
+def test_a_schedule_of_ones_own_keeps_its_arguments(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path, pipeline__schedule="staged:own_gpipe", pipeline__back=True)
+    asked = ("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2", "--json", "--out", tmp_path / "out.toml")
+    found = weft(*asked)
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.output)["best"]["schedule"] == "staged:own_gpipe"
+    written = config.load(tmp_path / "out.toml").pipeline
+    assert (written.schedule, written.arguments) == ("staged:own_gpipe", {"back": True})
+    run, _ = files(tmp_path, pipeline__schedule="staged:own_gpipe", pipeline__bak=True)
+    found = weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2")
+    assert found.exit_code == 2 and 'Did you mean "back"' in found.output
+
+
 def test_a_whole_layout_keeps_its_order(tmp_path: Path) -> None:
     run, sheet = files(tmp_path)
     found = json.loads(weft("plan", run, "--cluster", f"{sheet}x8", "--layout", "tp2.dp2", "--json").output)
@@ -153,7 +166,7 @@ def test_what_would_help_where_nothing_fits(tmp_path: Path) -> None:
     run, sheet = files(tmp_path)
     whole = build.skeleton(loaded(run))
     state = sum(p.numel() for p in whole.parameters()) * 16 / 2**30
-    result = weft("plan", run, "--cluster", f"{sheet}x2", "--max-memory", str(state / 2.5))
+    result = weft("plan", run, "--cluster", f"{sheet}x2", "--max-memory", str(state / 2.3))
     assert result.exit_code == 2
     said = " ".join(result.output.split())
     assert "no layout fits: " in said and "too many" in said

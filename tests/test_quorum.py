@@ -195,6 +195,34 @@ def test_who_speaks_for_all_changes_at_one_step_in_all(tmp_path: Path) -> None:
     assert said == [[False, True], [False, True], [True, False]]
 
 
+def test_the_exchange_that_was_sent_last_says_who_takes_part(tmp_path: Path) -> None:
+    """Several are under way, one fragment's began later than that of the one after it, and all arrive for a checkpoint.
+    Meanwhile one replica gives all that it has to another."""
+    of, outers = Replicas(tmp_path, 3, timeout_s=1.0), []
+    for quorum in of.quorums.values():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        made = sync.make("diloco", "identity", period=8, delay=6, fragments=2)
+        plan = weft.plan(model, "dp3", batch=3, loss=mse, sync=made)
+        outers.append(Outer(plan, {name: p.detach() for name, p in model.named_parameters()}, quorum))
+    of.quorums[0, 0].leave_out(0)
+    for (replica, _), meeting in of.run(lambda q: q.run("begin", lambda _: None), 1, 2).items():
+        of.quorums[replica, 0].count(meeting)
+    leaders = []
+    for step in range(1, 19):
+        for replica, outer in enumerate(outers):
+            if replica or step > 10:
+                outer.after(step)
+        if step == 10:  # the exchange of step 4 has arrived, and that of step 8 is under way
+            assert list(outers[2].kept(step))
+            assert all(any(fragment.exchange for fragment in outer.fragments) for outer in outers[1:])
+            of.quorums[0, 0].take_in(0, 0)
+        if step == 12:
+            for outer in outers:
+                outer.settle()
+        leaders.append([replica for (replica, _), quorum in of.quorums.items() if quorum.leads])
+    assert leaders == [[1]] * 11 + [[0]] * 7
+
+
 def test_keys_of_old_exchanges_go(tmp_path: Path) -> None:
     of = Replicas(tmp_path, 2)
     counts = []

@@ -96,7 +96,10 @@ def test_values_of_devices_lie_where_the_layout_puts_them() -> None:
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", ["dp8", "tp8", "dp4.fsdp2+zero2", "fsdp8", "dp2.fsdp4.tp2+sequence", "cp2.dp4"])
+@pytest.mark.parametrize("axes", [
+    "dp8", "tp8", "dp4.fsdp2+zero2", "fsdp8", "dp2.fsdp4.tp2+sequence", "cp2.dp4", "cp2+gather.dp4", "fsdp8+offload",
+    "fsdp8+zero1+offload",
+])  # fmt: skip
 def test_without_a_pipeline_a_step_is_the_estimate(axes: str) -> None:
     made = setup(axes)
     assert step_s(made, {}) == pytest.approx(float(made.estimate().step_s[0]), rel=1e-9)
@@ -113,6 +116,7 @@ def test_without_a_pipeline_a_step_is_the_estimate(axes: str) -> None:
         ("dp4.pp2.tp2", "gpipe", 1),
         ("pp2.tp2", "interleaved", 2),
         ("pp2.fsdp4", "interleaved", 2),
+        ("pp2.fsdp4+offload", "1f1b", 1),
     ],
 )
 def test_a_pipeline_is_the_estimate_but_for_what_messages_overlap(axes: str, name: str, chunks: int) -> None:
@@ -456,10 +460,15 @@ def simulate_cli(tmp_path: Path, *arguments: str) -> Any:
     return CliRunner().invoke(app, ["simulate", str(tmp_path / "run.toml"), "--cluster", "h100x32", *arguments])
 
 
-def test_a_schedule_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
-    found = simulate_cli(tmp_path, "--layout", "dp8.pp4", "--set", "pipeline.schedule=tidal:ebb")
-    assert found.exit_code == 2
-    assert "pipeline.schedule = 'tidal:ebb': is one's own" in found.output and "weft draw" in found.output
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    found = [
+        json.loads(simulate_cli(tmp_path, "--layout", "dp8.pp4", "--json", "--set", f"pipeline.schedule={name}").stdout)
+        for name in ("gpipe", "staged:own_gpipe")
+    ]
+    assert [each.pop("pipeline")["schedule"] for each in found] == ["gpipe", "own"]
+    assert found[0] == found[1]
+    other = simulate_cli(tmp_path, "--layout", "dp8.pp4", "--set", "pipeline.schedule=staged:none")
+    assert other.exit_code == 2 and "'staged:none': staged has no none" in other.output
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def offloads(row: Row) -> tuple[str, ...]:
     """What rests in host memory, as `Practice` names it; of an optimizer gradients too, and where no more is said, of
     it alone."""
     text = (row.get("offload") or "none").strip().lower()
-    if text in ("n", "no", "none"):
+    if text in ("n", "no", "none", "0", "false", "off", "-"):
         return ()
     found = [name for word, name in (("param", "weights"), ("activation", "activations")) if word in text]
     return (*found, *(("gradients", "optimizer") if "optim" in text or not found else ()))
@@ -396,12 +396,12 @@ REMEDIES = (_again, _away("gradients", "optimizer"), _away("gradients", "optimiz
 
 def settled(cases: Sequence[Case], eras: Mapping[tuple[str, str], Era]) -> list[Case]:
     """What a row does not say is recomputed, or rests in host memory, is so where it must be, to fit."""
-    found = {one.row_id: one for one in cases}
+    found = list(cases)
     for remedy in REMEDIES:
-        open_ = [one for one in found.values() if not one.told or not one.placed]
-        made = price(grouped(open_), eras)
-        found.update({one.row_id: remedy(one) for one in open_ if not made[one.row_id][0].fits[made[one.row_id][1]]})
-    return [found[one.row_id] for one in cases]
+        made = price(grouped(one for one in found if not one.told or not one.placed), eras)
+        short = {row for row, (estimate, place) in made.items() if not estimate.fits[place]}
+        found = [remedy(one) if one.row_id in short else one for one in found]
+    return found
 
 
 def held(row: Row) -> bool:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
-from .. import build, schedule
+from .. import build, schedule, stages
 from ..config import Pipeline, Run
 from ..cost.choices import Choices
 from ..cost.practice import Practice
 from ..cost.trace import trace
 from ..cost.work import Work
 from ..data import Dataset
-from ..errors import ConfigError
 from ..layout import Layout
 from ..syncs import Sync
 from .practice_of import practice
@@ -64,10 +64,14 @@ def _schedule(run: Run, layout: Layout) -> tuple[str, int]:
     if not layout.live("pp"):
         return "1f1b", 1
     name = next(iter(layout.option("pp")), run.pipeline.schedule)
-    if ":" in name:
-        fix = f"name one of weft's: {', '.join(schedule.folder())}; `weft draw` times one's own"
-        raise ConfigError("pipeline.schedule", name, "is one's own, and has no closed form to be priced by", fix)
-    given = inspect.signature(schedule.folder()[name]).parameters if name in schedule.folder() else {}
+    if name not in schedule.folder():
+        arguments = run.pipeline.arguments
+        own = build.resolve(name, run.folder, "pipeline.schedule") if ":" in name else name
+        made = stages.choose(layout, run.train.accumulate, own, arguments)
+        if not isinstance(own, str):
+            schedule.register(partial(own, **arguments), name)
+        return name, made.stages // made.ranks
+    given = inspect.signature(schedule.folder()[name]).parameters
     if "chunks" in given:
         return name, int(run.pipeline.arguments.get("chunks", given["chunks"].default))
     return name, STAGES.get(name, 1)
@@ -79,5 +83,6 @@ def with_choice(run: Run, axes: str, accumulate: int, recompute: str | int, name
     pipeline = run.pipeline
     if name:
         cut = pipeline.cut if isinstance(pipeline.cut, str) else "flops"  # modules are named for other stages
-        pipeline = Pipeline(schedule=name, cut=cut, dynamic_shapes=pipeline.dynamic_shapes, **options)
+        arguments = (pipeline.arguments if name == pipeline.schedule else {}) | options
+        pipeline = Pipeline(schedule=name, cut=cut, dynamic_shapes=pipeline.dynamic_shapes, **arguments)
     return build.with_layout(run.model_copy(update={"train": train, "pipeline": pipeline}), axes)

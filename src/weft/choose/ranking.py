@@ -248,11 +248,11 @@ class _Pipelines:
         """All that a stage's work depends on: data axes, where experts are spread over them, or each microbatch waits
         for what they share. What follows the pipeline is no part of it."""
         c = row.chosen.choices
-        waits = c.experts[0] > 1 or (c.sizes["fsdp"][0] > 1 and c.zero[0] > 1)
+        waits = c.experts[0] > 1 or c.offload[0] or (c.sizes["fsdp"][0] > 1 and c.zero[0] > 1)
         sizes = tuple(int(c.sizes[axis][0]) for axis in AXES if waits or axis not in ("dp", "fsdp"))
         zero = int(c.zero[0]) if waits else 0
-        experts, sequence = int(c.experts[0]), bool(c.sequence[0])
-        return row.schedule, tuple(row.options.items()), row.accumulate, row.recompute, sizes, zero, experts, sequence
+        others = int(c.experts[0]), bool(c.sequence[0]), bool(c.gather[0]), bool(c.offload[0])
+        return row.schedule, tuple(row.options.items()), row.accumulate, row.recompute, sizes, zero, others
 
     def _makespan(self, question: Question, row: Row) -> float:
         """Seconds of the pipeline. Of many microbatches a few are run: each of the others takes as long as the busiest

@@ -252,7 +252,12 @@ HABITS = (
         lambda c, q: f"at least {LEAST_POSITIONS:,} positions on a rank of cp or up",
         about="cp",
     ),
-    Rule(("cp", "gather"), lambda c, q: ~c["gather"], lambda c, q: "keys of cp round a ring", about="cp+gather"),
+    Rule(
+        ("cp", "gather"),
+        lambda c, q: ~c["gather"] | (c["cp"] == 1),
+        lambda c, q: "keys of cp round a ring",
+        about="cp+gather",
+    ),
     Rule(
         ("pp",),
         lambda c, q: (c["pp"] == 1) | (c["pp"] <= max(q.work.depth, 2)),

@@ -26,6 +26,7 @@ from .memory import held, inputs, keys, peak, shards, tied
 from .network import Group, Network, either
 from .parts import Part
 from .practice import Practice
+from .walked import walked
 from .work import Block, Work
 
 if TYPE_CHECKING:
@@ -170,17 +171,16 @@ class Priced:
     def _keys(self, block: Block) -> tuple[Array, Array]:
         """Seconds that attention's forward waits for keys and values of other ranks of cp, and its backward: round a
         ring beside it, or gathered before it, and gradients brought home."""
-        c, net, share = self.choices, self.network, self._samples / self.choices.sizes["tp"]
-        size = c.sizes["cp"]
-        turn = net.send_s(block.key_bytes * share, c, "cp")
-        attention = sum(op.flops for op in block.ops if op.kind == "attention") * share
+        c, net, size = self.choices, self.network, self.choices.sizes["cp"]
+        whole = keys(block, c)
+        turn = net.send_s(whole / size, c, "cp")
+        attention = sum(op.flops for op in block.ops if op.kind == "attention") * self._samples / c.sizes["tp"]
         rate = attention_peak(self.cluster.hardware, self.practice.compute) * self.era.attention
         steps = size - 1
         forward = steps * np.maximum(0.0, turn - attention / size / rate) + np.where(size > 1, 0.1 * turn, 0.0)
         if not c.gather.any():
             return forward, 2 * forward
         item, group, both = self.work.itemsize, net.group(c, "cp"), 2  # keys, and values
-        whole = keys(block, c)
         once = net.gather_s(whole, group, count=both)
         home = net.gather_s(whole * max(4, item) / item, group, "reduce_scatter", both)
         return np.where(c.gather, once, forward), np.where(c.gather, once + home, 2 * forward)
@@ -302,7 +302,8 @@ class Priced:
             here = c.schedule == place
             if not here.any():
                 continue
-            brief = schedule.brief(name)(p, c.accumulate, c.chunks, *costs)
+            closed, asked = schedule.brief(name), (p, c.accumulate, c.chunks, *costs)
+            brief = closed(*asked) if closed is not None else walked(name, here & (p > 1), *asked)
             idle, first, last = (np.where(here, new, old) for new, old in zip(brief, (idle, first, last), strict=True))
         part = Part(
             "bubble", np.where(p == 1, 0.0, idle),
@@ -394,8 +395,12 @@ class Priced:
     def _host(self, slow: Seconds) -> Part:
         """What comes from the host's memory and goes there, of each microbatch."""
         c, practice, rests = self.choices, self.practice, self.practice.offloads
-        weights = 2 if "weights" in rests else 1 / c.accumulate  # for forward and backward, or when they are updated
-        nbytes = self._own * (weights * practice.weight_bytes + practice.grad_bytes)
+        once, nbytes = 1 / c.accumulate, np.zeros(len(c))
+        if "weights" in rests or "optimizer" in rests:  # for forward and backward, or when they are updated
+            weights = np.where(c.zero >= 3, 2.0, once) if "weights" in rests else once
+            nbytes = nbytes + self._own * weights * practice.weight_bytes
+        if "gradients" in rests or "optimizer" in rests:
+            nbytes = nbytes + self._own * np.where(c.zero >= 2, 1.0, once) * practice.grad_bytes
         if "activations" in rests:
             stage = self._stages[0]
             count = stage.holds(self.work)
@@ -468,12 +473,9 @@ class Priced:
             passes = 2.0 if block.repeated else np.where(c.sequence, 3, 2)  # as in `_exchanges`
             self._sent("tp", passes * share * (tp - 1) / tp * ((1 + again) * ahead + back))
             # keys and values go round, again in backward, and their gradients home, in float32 at least
-            heads = block.kv_heads or 1
-            own = share * block.key_bytes / np.minimum(tp, heads)
+            own = m * count * keys(block, c) / cp
             home = np.where(c.gather, cp - 1, cp) * max(4, item) / item
             self._sent("cp", own * np.where(cp > 1, (2 + core) * (cp - 1) + home, 0.0))
-            # where ranks are more than key heads, each head goes to several
-            own = own * np.maximum(1.0, up * np.minimum(tp, heads) / heads)
             crossing = (2 + core) * (own + share / tp * block.query_bytes)
             unused = np.where(c.selective, share / tp * block.query_bytes / 2, 0.0)  # what the core gives
             self._sent("up", (up - 1) / up * (crossing - unused))

@@ -95,9 +95,9 @@ def inputs(block: Block, choices: Choices) -> Array:
 
 
 def keys(block: Block, choices: Choices) -> Array:
-    """Bytes of the keys and values of all ranks of cp, of a microbatch, for the heads of a rank."""
-    samples = choices.microbatch / choices.sizes["up"]
-    return block.key_bytes * samples / np.minimum(choices.sizes["tp"], block.kv_heads or 1)
+    """Bytes of the keys and values of all ranks of cp, of a microbatch, for the heads of a rank. Where the ranks of tp
+    and up are more than key heads, each head goes to several."""
+    return block.key_bytes * choices.microbatch / np.minimum(choices.size("tp", "up"), block.kv_heads or 1)
 
 
 def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: Array) -> tuple[Part, ...]:
@@ -108,11 +108,11 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
     zero3, zero2 = choices.zero >= 3, choices.zero >= 2
     resting = np.where(many > 1, np.where(zero3, sharded, full), full)
     graded = np.where(many > 1, np.where(zero2, sharded, full), full)
-    resting = np.where(away["weights"], 0.0, resting)
+    resting = np.where(away["weights"] & zero3, 0.0, resting)  # else they stay here for a step as they were gathered
     copied = np.where((many > 1) & zero3, 0.0, full)
     if practice.copies_live:
         copied = live * (1 - choices.again) * full
-    graded = np.where(away["gradients"], 0.0, graded)
+    graded = np.where(away["gradients"] & zero2, 0.0, graded)  # else they are added up here, and then reduced
     stated = np.where(away["optimizer"], 0.0, np.where(many > 1, sharded, full))
     largest = np.max(
         [block.elements("tp") + block.elements("whole") for block in work.blocks if block.repeated] or [0.0]
@@ -142,8 +142,8 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
         if practice.keeps_sent and block.repeated:
             sent = np.maximum(sent, np.where(count > 0, entry, 0.0))
         # gathered keys and values, and their gradients in float32
-        whole = np.where(choices.gather, (1 + max(4, work.itemsize) / work.itemsize) * keys(block, choices), 0.0)
-        working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp + whole, 0.0))
+        both = np.where(choices.gather, (1 + max(4, work.itemsize) / work.itemsize) * keys(block, choices), 0.0)
+        working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp + both, 0.0))
     # where a V turns, a chunk's stays there; but its first rank, which ends the model too, is the one that needs more
     activations = activations + np.where(choices.sizes["pp"] > 1, choices.chunks - stage.after, 0.0) * sent
     logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp

@@ -54,6 +54,7 @@ class Fragment:
     offset: int  # it sends in steps that leave this remainder by the period
     messages: list[Message] = field(default_factory=list)
     exchange: Future[Meeting | None] | None = None  # the one under way
+    sent_at: int = 0  # the step after which it began
 
 
 class Outer:
@@ -111,9 +112,16 @@ class Outer:
         self._count(self._quorum.run(f"sum/{step}/{self._summed[1]}", work))
 
     def settle(self) -> None:
-        """Wait for what is under way."""
-        for fragment in self.fragments:
+        """Wait for what is under way. All replicas that take part do so at the same step."""
+        for fragment in sorted(self.fragments, key=lambda each: each.sent_at):  # the last one counts
             self._arrive(fragment)
+
+    def wait(self) -> None:
+        """Wait for what is under way, which counts later, as in other replicas."""
+        for fragment in self.fragments:
+            if fragment.exchange is not None:
+                with self.clock.waiting():
+                    self.left |= fragment.exchange.result() is None
 
     def agree(self) -> None:
         """All replicas have the same weights now."""
@@ -162,7 +170,7 @@ class Outer:
 
         self.clock.begin()
         name = f"step/{step}/{self.fragments.index(fragment)}"
-        fragment.exchange = self._thread.submit(self._quorum.run, name, work)
+        fragment.exchange, fragment.sent_at = self._thread.submit(self._quorum.run, name, work), step
 
     def _message_bytes(self, message: Message, peers: Peers) -> float:
         """On the wire of this rank."""
@@ -193,7 +201,10 @@ class Outer:
 
     def kept(self, step: int | None) -> Iterator[tuple[str, str, Tensor]]:
         """What a checkpoint of this step holds, or may hold: (parameter, what, tensor)."""
-        self.settle()
+        if step is None:
+            self.settle()
+        else:
+            self.wait()
         for fragment, message in ((f, m) for f in self.fragments for m in f.messages):
             flats = [("anchor", message.anchor)]
             if message.momentum is not None:

@@ -62,14 +62,15 @@ def make(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
     return made
 
 
-def brief(name: str) -> Callable[..., Brief]:
-    """The closed form of a schedule: of one that has none, 1F1B's, which to a planner is as good a first guess as any.
+def brief(name: str) -> Callable[..., Brief] | None:
+    """The closed form of a schedule; None of one that was registered. Of a solved one it is 1F1B's, which to a planner
+    is as good a first guess as any.
 
     Raises ConfigError for an unknown name."""
     known = registry()
     if name not in known:
         raise ConfigError("pipeline.schedule", name, "not a schedule", nearest(name, known))
-    return _briefs().get(name, one_f_one_b.brief)
+    return _briefs().get(name, one_f_one_b.brief) if name in folder() else None
 
 
 @cache

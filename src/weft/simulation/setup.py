@@ -36,7 +36,7 @@ CARRIES = {  # axis -> what of a block travels over it
 AFTER = ("dp exposed", "fsdp reduce exposed", "fsdp gather exposed", "optimizer", "fixed", "stragglers")
 BESIDE = {  # parts that each microbatch waits for, where they come with each -> the action that waits
     "fsdp forward gather exposed": "forward_s", "fsdp backward gather exposed": "backward_s",
-    "fsdp reduce exposed": "backward_s", "accumulation": "backward_s",
+    "fsdp reduce exposed": "backward_s", "accumulation": "backward_s", "host exposed": "backward_s",
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ class Setup:
     def schedule(self) -> Schedule:
         one = self.choices
         name, chunks = one.schedules[int(one.schedule[0])], int(one.chunks[0])
-        takes = inspect.signature(schedule.registry()[name]).parameters if name in schedule.registry() else {}
+        takes = inspect.signature(schedule.folder()[name]).parameters if name in schedule.folder() else {}
         options = {"chunks": chunks} if "chunks" in takes else {}
         return schedule.make(name, self.size("pp"), int(one.accumulate[0]), **options)
 

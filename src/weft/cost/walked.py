@@ -1,0 +1,29 @@
+"""Walked: what one's own schedule comes to, which has no closed form, by running through it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import schedule
+from ..costs import Costs
+from ..schedule import Brief
+from ..schedules import peak_live
+from ..simulate import simulate
+from .choices import Array
+
+
+def walked(
+    name: str, where: Array, p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+) -> Brief:
+    """As a closed form (`schedule.brief`), of the entries where this mask is true; 1 microbatch at once elsewhere.
+
+    Raises ConfigError for what `schedule.make` does not make."""
+    idle, first, last = np.zeros(len(where)), np.ones(len(where)), np.ones(len(where))
+    for i in np.flatnonzero(where):
+        ranks, microbatches, chunks = int(p[i]), int(m[i]), int(v[i])
+        made, of_rank = schedule.make(name, ranks, microbatches), [float(x[i]) for x in (forward, backward, weight)]
+        took = simulate(made, Costs(*(seconds / chunks for seconds in of_rank))).makespan_s
+        live = peak_live(made)
+        idle[i] = took - microbatches * sum(of_rank)
+        first[i], last[i] = live[0], live[-1]
+    return Brief(idle, first, last)
