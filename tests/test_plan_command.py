@@ -114,6 +114,17 @@ def test_a_schedule_of_ones_own_keeps_its_arguments(tmp_path: Path) -> None:
     run, _ = files(tmp_path, pipeline__schedule="staged:own_gpipe", pipeline__bak=True)
     found = weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2")
     assert found.exit_code == 2 and 'Did you mean "back"' in found.output
+    run, _ = files(tmp_path, pipeline__schedule="staged:broken")
+    found = weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2")
+    assert found.exit_code == 2 and "'broken': raises KeyError: 'tide' (line " in found.output, found.output
+
+
+def test_a_layout_that_does_not_fit_is_written_as_such(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path, memory_gib=1e-5)
+    asked = ("plan", run, "--cluster", f"{sheet}x2", "--layout", "dp2")
+    said = weft(*asked, "--out", tmp_path / "out.toml").output
+    assert said.endswith("out.toml, which does not fit\n") and "does not fit by" in said
+    assert "weft train" not in said and "weft train" not in weft(*asked).output
 
 
 def test_a_whole_layout_keeps_its_order(tmp_path: Path) -> None:

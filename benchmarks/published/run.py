@@ -167,6 +167,8 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.runs is not None and not asked.runs.is_file():
         parser.error(f"--runs {asked.runs}: there is no such file")
+    if asked.out is not None and not asked.out.resolve().parent.is_dir():
+        parser.error(f"--out {asked.out}: there is no such folder")
     rows = published.own() if asked.runs is None else published.read(asked.runs)
     found, reasons = predictions(rows)
     if asked.out is not None:

@@ -179,8 +179,11 @@ def plan(
         else:
             typer.echo(report.text(top))
             name = f"{path.stem}-{report.question.cluster.hardware.name}.toml"
-            again = f"to train so: the same with --out {name}, then weft train {name}"
-            typer.echo(f"\n{again if out is None else f'written: {out}; now weft train {out}'}")
+            fits = report.best.fits
+            again = f"to train so: the same with --out {name}, then weft train {name}" if fits else ""
+            written = f"written: {out}{f'; now weft train {out}' if fits else ', which does not fit'}"
+            if said := again if out is None else written:
+                typer.echo(f"\n{said}")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -107,7 +108,14 @@ def _call(build: Callable[..., Schedule], ranks: int, microbatches: int, options
     """A user's own."""
     name = build.__name__ if inspect.isfunction(build) else str(build)
     schedules.hold_options(name, build, options)
-    made = build(ranks, microbatches, **options)
+    try:
+        made = build(ranks, microbatches, **options)
+    except ConfigError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"raises {type(error).__name__}: {error} (line {last.lineno} of {last.filename})"
+        raise ConfigError("pipeline.schedule", name, problem, f"correct it for {ranks} ranks") from error
     if not isinstance(made, Schedule):
         problem = f"returns {type(made).__name__}"
         raise ConfigError("pipeline.schedule", name, problem, "return a weft.schedules.Schedule")

@@ -153,6 +153,9 @@ class Cluster(Table):
             raise ConfigError("--cluster", text, "names no hardware", "write it as in h100x64")
         name, count = match.groups()
         own = name.endswith(".toml")
+        first, _, rest = name.rpartition("x")
+        if count is None and (first in names() or first.endswith(".toml")):
+            raise ConfigError("--cluster", text, f"{rest!r} is no number of devices", f"write {first}x64")
         sheet = read(Path(name)) if own else named(name)
         if count is None and name != LOCAL and not own:
             raise ConfigError("--cluster", text, "does not say how many devices", f"write {name}x64")
@@ -185,7 +188,7 @@ def named(name: str) -> Hardware:
             raise ConfigError("--cluster", name, "this machine has not been measured", "run weft calibrate first")
         return read(local_sheet())
     if name not in names():
-        raise ConfigError("--cluster", name, "there is no such sheet", nearest(name, [*names(), LOCAL]))
+        raise ConfigError("--cluster", name, "there is no such sheet", nearest(name.lower(), [*names(), LOCAL]))
     return _shipped(name)
 
 
