@@ -130,7 +130,7 @@ def test_no_tiers_and_no_eras() -> None:
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("h100", "h100x64"), ("h10x64", "h100"), ("x64", "no such sheet"), ("", "h100x64"), ("h100x0", "is no number of devices"),
+    ("h100", "h100x64"), ("h10x64", "h100"), ("x64", "no such sheet"), ("", "h100x64"), ("h100x0", "is no number"),
     ("h100x-1", "is no number"), ("h100x1e3", "is no number"), ("h100x9999999999", "is no number"),
     ("none.toml", "cannot be read"), ("../h100x4", "no such sheet"),
 ])  # fmt: skip
