@@ -12,7 +12,7 @@ from test_choose import cluster
 from test_trainer import RUN
 from typer.testing import CliRunner
 
-from weft import build, config, tables
+from weft import build, config, schedule, tables
 from weft.choose import command
 from weft.choose.legal import Judge, chosen
 from weft.choose.posed import posed
@@ -103,7 +103,8 @@ def test_a_whole_layout_is_priced_as_the_run_file_has_it(tmp_path: Path) -> None
     assert sum(row["memory"].values()) == pytest.approx(alone.peak_bytes[0])
 
 
-def test_a_schedule_of_ones_own_keeps_its_arguments(tmp_path: Path) -> None:
+def test_a_schedule_of_ones_own_keeps_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "_registered", {})
     run, sheet = files(tmp_path, pipeline__schedule="staged:own_gpipe", pipeline__back=True)
     asked = ("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2", "--json", "--out", tmp_path / "out.toml")
     found = weft(*asked)

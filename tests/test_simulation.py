@@ -460,7 +460,8 @@ def simulate_cli(tmp_path: Path, *arguments: str) -> Any:
     return CliRunner().invoke(app, ["simulate", str(tmp_path / "run.toml"), "--cluster", "h100x32", *arguments])
 
 
-def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+def test_a_schedule_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "_registered", {})
     found = [
         json.loads(simulate_cli(tmp_path, "--layout", "dp8.pp4", "--json", "--set", f"pipeline.schedule={name}").stdout)
         for name in ("gpipe", "staged:own_gpipe")

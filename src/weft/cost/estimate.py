@@ -402,9 +402,8 @@ class Priced:
         if "gradients" in rests or "optimizer" in rests:
             nbytes = nbytes + self._own * np.where(c.zero >= 2, 1.0, once) * practice.grad_bytes
         if "activations" in rests:
-            stage = self._stages[0]
-            count = stage.holds(self.work)
-            nbytes = nbytes + 2 * c.again * sum(n * inputs(block, c) for block, n in count if block.repeated)
+            blocks = self._stages[0].holds(self.work)
+            nbytes = nbytes + 2 * c.again * sum(count * inputs(block, c) for block, count in blocks if block.repeated)
         comm = np.where(c.offload, nbytes / self.cluster.hardware.device.host_bps, 0.0)
         return self._exposed("host exposed", comm, slow.total, c.accumulate)
 
