@@ -7,6 +7,7 @@ does not cover is refused with the reason.
 from __future__ import annotations
 
 import csv
+import inspect
 import re
 import tomllib
 import zlib
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from weft import schedule
+from weft.choose.rules import STAGES
 from weft.cost.choices import Choices
 from weft.cost.dims import Dims, work
 from weft.cost.estimate import Estimate, estimate
@@ -81,6 +84,9 @@ class Case:
     placed: bool = True  # whether it says what rests in host memory
 
 
+DTYPES = ("bf16", "bfloat16", "fp16", "float16", "fp8", "fp4")
+LEVELS = ("0", "1", "2", "3", "hsdp")
+RECOMPUTED = ("none", "full", "yes", "selective")
 LARGEST = 2**40  # of a number in a row: products of several are still exact
 
 
@@ -101,7 +107,7 @@ def whole(row: Row, name: str, default: int | None = None) -> int:
     value = number(row, name)
     if value is None:
         if default is None:
-            raise Uncovered(f"{name} is not known")
+            raise Uncovered(f"{name} = 0 is no size" if (row.get(name) or "").strip() else f"{name} is not known")
         return default
     if value != int(value):
         raise Uncovered(f"{name} = {value:g} is no whole number")
@@ -122,10 +128,44 @@ def flag(row: Row, name: str) -> bool:
     return (row.get(name) or "").strip().upper().startswith("Y")
 
 
+def known(row: Row, name: str, default: str, words: Sequence[str]) -> str:
+    """A cell in lower case, or the default for an empty one. Raises Uncovered for one with none of these words."""
+    text = (row.get(name) or "").strip().lower() or default
+    if not any(word in text for word in words):
+        raise Uncovered(f"{name} = {row[name]!r} has no price: it is none of {', '.join(words)}")
+    return text
+
+
+def dtype(row: Row) -> str:
+    return known(row, "dtype", "fp16", DTYPES).replace("bfloat", "bf").replace("float", "fp")
+
+
+def zero(row: Row) -> str:
+    """The level of ZeRO: "0" to "3"."""
+    text = known(row, "zero_stage", "0", LEVELS)
+    return "3" if "hsdp" in text else next(level for level in text if level in LEVELS)
+
+
+def stages(row: Row) -> tuple[str, int]:
+    """The schedule as `weft.schedule` names it, and stages of a rank."""
+    name, chunks = (row.get("schedule") or "1f1b").strip().lower(), max(1, whole(row, "vp", 1))
+    if whole(row, "pp", 1) == 1:
+        return "1f1b", 1
+    if name in ("1f1b", "interleaved-1f1b", "interleaved"):
+        return ("interleaved" if chunks > 1 else "1f1b"), chunks
+    makers = schedule.folder()
+    if name not in makers:
+        raise Uncovered(f"schedule = {row['schedule']!r} has no price: it is none of {', '.join(makers)}")
+    if "chunks" in inspect.signature(makers[name]).parameters:
+        return name, chunks
+    if chunks not in (1, STAGES.get(name, 1)):
+        raise Uncovered(f"vp = {chunks} is not what {name} has: {STAGES.get(name, 1)}")
+    return name, STAGES.get(name, 1)
+
+
 def framework(row: Row) -> tuple[str, Practice]:
     """The era of software, and how it keeps what belongs to a parameter: the least where a row does not state it."""
-    name, dtype = (row.get("framework") or "Megatron-DeepSpeed").lower(), (row.get("dtype") or "").lower()
-    zero = (row.get("zero_stage") or "0").strip()
+    name, kind, level = (row.get("framework") or "Megatron-DeepSpeed").lower(), dtype(row), zero(row)
     compiled = flag(row, "compile")
     if "zero-3" in name and "deepspeed" in name:
         return "deepspeed", replace(MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True, messages=4)
@@ -135,7 +175,7 @@ def framework(row: Row) -> tuple[str, Practice]:
         # which leaves logits and a gradient
         late = not eager and (row.get("published") or "") >= "2025-04"
         return "eager" if eager else "compiled", replace(FSDP, logit_bytes=6 if late else 14)
-    if "fsdp" in name or zero.startswith("3") or zero == "hsdp":
+    if "fsdp" in name or level == "3":
         fused = 4 if "composer" in name else 10  # its cross-entropy writes the gradient over the logits
         return ("compiled" if compiled else "eager"), replace(FSDP, reduce_bytes=2, logit_bytes=fused)
     if "nanotron" in name:
@@ -162,11 +202,11 @@ def framework(row: Row) -> tuple[str, Practice]:
             sends_beside=True,
         )
     modern = any(word in name for word in ("core", "nemo", "bridge", "mcore", "transformerengine"))
-    if modern or "fp8" in dtype:
+    if modern or "fp8" in kind:
         return "megatron-core", replace(
             MIXED, compute="bf16", overlaps=True, logit_bytes=4, logits_stay=True, dummy_bytes=2, sends_beside=True
         )
-    fp16 = "bf16" not in dtype
+    fp16 = "bf16" not in kind
     compute, reduced = ("fp16", 2) if fp16 else ("bf16", 4)
     added = 0 if fp16 else 12  # in bf16 each microbatch's gradient is added to a sum in float32, and then is zero
     plain = replace(
@@ -234,11 +274,11 @@ def dims(row: Row) -> Dims:
 def case(row: Row) -> Case:
     """Raises Uncovered."""
     era, practice = framework(row)
-    dtype = (row.get("dtype") or "fp16").lower()
+    kind = dtype(row)
     sheet = hardware(row)
-    if "fp4" in dtype:
+    if "fp4" in kind:
         raise Uncovered(f"{row.get('dtype')}: there are no peaks of 4 bits")
-    if "fp8" in dtype:
+    if "fp8" in kind:
         practice = replace(practice, compute="fp8")
     practice = replace(practice, offloads=offloads(row))
     if practice.compute not in sheet.device.flops:
@@ -247,14 +287,13 @@ def case(row: Row) -> Case:
     n = whole(row, "n_accel", 0) or whole(row, "dp") * sizes["tp"] * sizes["cp"] * sizes["pp"]
     dp = whole(row, "dp", n // (sizes["tp"] * sizes["cp"] * sizes["pp"]))
     if dp * sizes["tp"] * sizes["cp"] * sizes["pp"] != n:
-        raise Uncovered(f"{n} accelerators are not tp x cp x pp x dp")
+        laid = " x ".join(f"{axis}{size}" for axis, size in ({"dp": dp} | sizes).items() if axis != "ep")
+        raise Uncovered(f"{n} accelerators are not {laid}")
     batch, mbs = whole(row, "gbs"), whole(row, "mbs")
     accumulate = max(1, round(batch / (dp * mbs)))
-    zero = (row.get("zero_stage") or "0").strip().lower()
-    group = whole(row, "shard_group", 0) or dp
-    level = "3" if zero.startswith(("hsdp", "3")) else zero[:1]
+    group, level = whole(row, "shard_group", 0) or dp, zero(row)
     axes = [f"pp{sizes['pp']}"]
-    shards = min(group, dp) * sizes["cp"] if level in ("1", "2", "3") else 1  # over ranks of a sequence too
+    shards = min(group, dp) * sizes["cp"] if level != "0" else 1  # over ranks of a sequence too
     if shards > 1:
         sharded = min(dp, group)
         option = "" if level == "3" else f"+zero{level}"
@@ -264,11 +303,11 @@ def case(row: Row) -> Case:
         axes += [f"dp{dp}" + ("+ep" if sizes["ep"] > 1 else "")]
     sequence = flag(row, "sp") and sizes["tp"] > 1
     axes += [f"cp{sizes['cp']}", f"tp{sizes['tp']}" + ("+sequence" if sequence else "")]
-    chunks = max(1, whole(row, "vp", 1)) if sizes["pp"] > 1 else 1
+    name, chunks = stages(row)
     kernel = (row.get("attn_kernel") or "").lower()
     flash = "flash" in kernel or (era != "megatron" and "unfused" not in kernel)
     fused = "nanotron" not in (row.get("framework") or "").lower()
-    text = (row.get("recompute") or "none").lower()
+    text = known(row, "recompute", "none", RECOMPUTED)
     recompute: str | int = "full" if text.startswith(("full", "yes")) else "none"
     if text.startswith("selective"):
         # torchtitan's "op" runs every second matmul again; of others, what is run again is not said
@@ -286,7 +325,7 @@ def case(row: Row) -> Case:
     )
     return Case(
         row["row_id"], setting, Layout.parse(".".join(axes)), dp * mbs * accumulate, accumulate, recompute,
-        "interleaved" if chunks > 1 else "1f1b", chunks, shards,
+        name, chunks, shards,
         sizes["ep"] if whole(row, "n_experts", 0) else 1,
         told=(row.get("recompute") or "").strip().lower() not in ("", "selective"),  # of how many blocks?
         placed=era != "deepspeed" or bool((row.get("offload") or "").strip()),
@@ -438,6 +477,8 @@ def read(path: Path) -> list[Row]:
             rows = [{key: text for key, text in row.items() if key} for row in csv.DictReader(file)]
     except (OSError, UnicodeDecodeError, csv.Error) as problem:
         raise SystemExit(f"{path} cannot be read: {problem}") from None
-    if rows and "row_id" not in rows[0]:
+    if not rows:
+        raise SystemExit(f"{path} has no rows")
+    if "row_id" not in rows[0]:
         raise SystemExit(f"{path} has no column row_id")
     return rows

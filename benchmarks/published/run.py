@@ -141,8 +141,8 @@ def write(found: Sequence[Predicted], path: Path) -> None:
 def table(name: str, scores: dict[str, dict[str, Any]]) -> list[str]:
     lines = [
         f"**{name}**", "",
-        "| source | rows | median | mean | worst | bias | Spearman | regret | groups | peak, median | peak, bias | ran, but called impossible | out of memory, found |",  # noqa: E501
-        "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
+        "| source | rows | timed | median | mean | worst | bias | Spearman | regret | groups | peak, median | peak, bias | ran, but called impossible | out of memory, found |",  # noqa: E501
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
     ]  # fmt: skip
 
     def cell(value: float | None, signed: bool = False) -> str:
@@ -152,9 +152,9 @@ def table(name: str, scores: dict[str, dict[str, Any]]) -> list[str]:
         spearman = f"{s['spearman']:.2f}" if "spearman" in s else ""
         oom = f"{s['oom_found']} of {s['oom']}" if s.get("oom") else ""
         lines.append(
-            f"| {source} | {s['rows']} | {cell(s.get('median'))} | {cell(s.get('mean'))} | {cell(s.get('worst'))} "
-            f"| {cell(s.get('bias'), True)} | {spearman} | {cell(s.get('regret'))} | {s.get('groups', '')} "
-            f"| {cell(s.get('peak_median'))} | {cell(s.get('peak_bias'), True)} "
+            f"| {source} | {s['rows']} | {s['timed']} | {cell(s.get('median'))} | {cell(s.get('mean'))} "
+            f"| {cell(s.get('worst'))} | {cell(s.get('bias'), True)} | {spearman} | {cell(s.get('regret'))} "
+            f"| {s.get('groups', '')} | {cell(s.get('peak_median'))} | {cell(s.get('peak_bias'), True)} "
             f"| {s.get('fit_called_impossible', '')} | {oom} |"
         )
     return [*lines, ""]
