@@ -128,6 +128,32 @@ def test_a_layout_that_does_not_fit_is_written_as_such(tmp_path: Path) -> None:
     assert "weft train" not in said and "weft train" not in weft(*asked).output
 
 
+def test_a_layout_that_does_not_fit_as_it_is_run(tmp_path: Path) -> None:
+    """In as many microbatches as can be, it would."""
+    run, sheet = files(tmp_path, train__accumulate=1, train__batch=64)
+    few = json.loads(weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "dp2", "--json").output)
+    more = ("--set", "train.accumulate=32", "--set", 'train.recompute="full"')
+    many = json.loads(weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "dp2", "--json", *more).output)
+    least, most = many["best"]["held_bytes"], few["best"]["held_bytes"]
+    assert few["notes"] == many["notes"] == [] and least < most
+
+    def noted(memory_bytes: float) -> str:
+        limit = ("--max-memory", str(memory_bytes / 2**30))
+        found = weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "dp2", *limit).output
+        assert "does not fit by" in found
+        return found
+
+    assert "note     it would fit as dp2: " in noted((least + most) / 2)
+    assert "note" not in noted(least * 0.9)
+
+
+def test_a_search_says_that_it_has_its_own_schedules(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path, pipeline__schedule="staged:own_gpipe")
+    said = weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2.*").output
+    assert "note     staged:own_gpipe is not searched: a whole --layout is priced with it" in said
+    assert "is not searched" not in weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "dp2.*").output
+
+
 def test_a_whole_layout_keeps_its_order(tmp_path: Path) -> None:
     run, sheet = files(tmp_path)
     found = json.loads(weft("plan", run, "--cluster", f"{sheet}x8", "--layout", "tp2.dp2", "--json").output)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from .. import build, tables
+from .. import build, schedule, tables
 from ..config import Run
 from ..cost.choices import AXES
 from ..cost.hardware import GIB, Cluster
@@ -85,7 +85,20 @@ def plan(
     others = [] if pattern.exact else losers(question, found.devices, best, found.rows)
     out = [] if pattern.exact else left_out(question, found.devices, pattern)
     took = time.perf_counter() - began
-    return Report(question, found, best, others, judge.refused, out, named, took), chosen(run, best)
+    said = notes(run, question, pattern, found)
+    return Report(question, found, best, others, judge.refused, out, named, took, said), chosen(run, best)
+
+
+def notes(run: Run, question: Question, pattern: Pattern, found: Ranked) -> list[str]:
+    """What a layout that does not fit would need; that a search has its own schedules."""
+    if not pattern.exact:
+        name = run.pipeline.schedule
+        own = name not in schedule.folder() and any(row.schedule for row in found.rows)
+        return [f"{name} is not searched: a whole --layout is priced with it"] if own else []
+    if found.fits:
+        return []
+    other = rank(_on(question, found.devices), pattern, wide=True)
+    return [f"it would fit as {described(other.rows[0])}"] if other.fits and other.rows else []
 
 
 def question_of(run: Run, where: Cluster, era: str, work: Work | None = None) -> Question:

@@ -14,11 +14,11 @@ from ..layout import Layout
 from .candidates import candidates, refusal, scheduled, together
 from .patterns import Pattern
 from .question import Question
-from .ranking import Row, priced_best, simulated
+from .ranking import TIE, Row, priced_best, simulated
 
 SAID = {"matmul": "matmuls", "memory": "elementwise work"}  # in other words than an estimate's
 COMPUTE = ("matmuls", "attention", "elementwise work", MEASURED)
-NEAR = 1.02  # times as long is no loss to speak of
+NEAR = 1 + TIE  # times as long is no loss to speak of
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ WIDTH = 120
 @dataclass(frozen=True)
 class Report:
     """`best`: the first row that weft itself would lay so; `refused`: those before it; `left_out` by the rules.
-    `took_s`: seconds of the search. `era`: what the software is priced as."""
+    `took_s`: seconds of the search. `era`: what the software is priced as. `notes`: what else is to be known."""
 
     question: Question
     ranked: Ranked
@@ -29,6 +29,7 @@ class Report:
     left_out: Sequence[LeftOut]
     era: str
     took_s: float
+    notes: Sequence[str] = ()
 
     def rows(self) -> list[Row]:
         """The best first, then as ranked, without those refused."""
@@ -68,6 +69,7 @@ class Report:
             "refused": [{"layout": row.layout, "why": str(problem)} for row, problem in self.refused],
             "left_out": [{"axis": one.axis, "sizes": one.sizes, "why": one.why} for one in self.left_out],
             "habits": sorted(self.ranked.habits),
+            "notes": list(self.notes),
         }
 
     # ---- text --------------------------------------------------------------------------------------------------------
@@ -87,6 +89,8 @@ class Report:
             lines += wrapped("only", [*sorted(found.habits), "see --wide"])
         if self.left_out:
             lines += wrapped("without", [said(one) for one in self.left_out])
+        for note in self.notes:
+            lines += wrapped("note", [note])
         return "\n".join(lines)
 
     def _table(self, rows: Sequence[Row]) -> str:

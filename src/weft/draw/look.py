@@ -121,6 +121,8 @@ def share(part: float, whole: float) -> str:
 
 
 def figures(timeline: Timeline) -> str:
-    """One line: makespan, ideal, bubble."""
+    """One line: makespan, ideal, bubble, and the rest of the makespan, where something follows the last action."""
     bubble = f"{seconds(timeline.bubble_s)} ({share(timeline.bubble_s, timeline.makespan_s)})"
-    return f"makespan {seconds(timeline.makespan_s)}, ideal {seconds(timeline.ideal_s)}, bubble {bubble}"
+    after = timeline.makespan_s - timeline.acted_s
+    rest = f", then {seconds(after)}" if after > 0 else ""
+    return f"makespan {seconds(timeline.makespan_s)}, ideal {seconds(timeline.ideal_s)}, bubble {bubble}{rest}"

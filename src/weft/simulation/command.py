@@ -45,6 +45,24 @@ class Asked:
     scale: Mode | None = None
     to: int | None = None
 
+    def __post_init__(self) -> None:
+        if (self.scale is None) != (self.to is None):
+            name, value = ("--scale", self.scale) if self.to is None else ("--to", self.to)
+            raise ConfigError(name, value, "one goes with the other", "write --scale weak --to 4096")
+        given = {"--mtbf": self.mtbf_h, "--node-mtbf": self.node_mtbf_h, "--storage": self.storage_gbps}
+        for name, number in given.items():
+            if number is not None and not (math.isfinite(number) and number > 0):
+                raise ConfigError(name, number, "cannot be", "write a number above 0")
+        if self.fails and (self.checkpoint_s is None) == (self.storage_gbps is None):
+            problem = "is not said" if self.checkpoint_s is None else "is said by --storage too"
+            fix = "write either --checkpoint 20 (seconds) or --storage 100 (GB per second of all ranks together)"
+            raise ConfigError("--checkpoint", self.checkpoint_s, f"what a checkpoint takes {problem}", fix)
+
+    @property
+    def fails(self) -> bool:
+        """Whether failures are asked for."""
+        return self.mtbf_h is not None or self.node_mtbf_h is not None
+
 
 def prepared(run: Run, cluster: str, era: str | None) -> Setup:
     """A run as its file has it, on a cluster. Raises Refusal."""
@@ -87,9 +105,7 @@ def mode(text: str | None) -> Mode | None:
 
 def simulated(setup: Setup, asked: Asked) -> Report:
     """All that was asked for. Raises Refusal."""
-    faults = _faults(setup, asked)
-    if (asked.scale is None) != (asked.to is None):
-        raise ConfigError("--scale", asked.scale, "goes with --to", "write --scale weak --to 4096")
+    faults = _faults(setup, asked) if asked.fails else None
     step = setup.step()
     acted = picture.pipeline(setup, step)
     timeline = picture.whole(acted, step)
@@ -118,20 +134,10 @@ def _ways(setup: Setup) -> dict[str, Sync]:
     return found
 
 
-def _faults(setup: Setup, asked: Asked) -> Faults | None:
-    if asked.mtbf_h is None and asked.node_mtbf_h is None:
-        return None
-    given = {"--mtbf": asked.mtbf_h, "--node-mtbf": asked.node_mtbf_h, "--storage": asked.storage_gbps}
-    for name, value in given.items():
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ConfigError(name, value, "cannot be", "write a number above 0")
+def _faults(setup: Setup, asked: Asked) -> Faults:
     mtbf = mtbf_of_all(
         setup.devices, 3600 * (asked.mtbf_h or math.inf), setup.cluster.nodes, 3600 * (asked.node_mtbf_h or math.inf)
     )
-    if (asked.checkpoint_s is None) == (asked.storage_gbps is None):
-        problem = "is not said" if asked.checkpoint_s is None else "is said by --storage too"
-        fix = "write either --checkpoint 20 (seconds) or --storage 100 (GB per second of all ranks together)"
-        raise ConfigError("--checkpoint", asked.checkpoint_s, f"what a checkpoint takes {problem}", fix)
     if asked.checkpoint_s is not None:
         return Faults(mtbf, asked.checkpoint_s, asked.restart_s)
     assert asked.storage_gbps is not None

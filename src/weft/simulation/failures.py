@@ -99,7 +99,7 @@ def drawn(faults: Faults, steps: int, step_s: float, every: int, runs: int = 400
     that would hardly end.
     """
     if float(goodput(every * step_s, faults)) < LEAST:
-        raise ConfigError("--mtbf", faults.mtbf_s / 3600, *hopeless(faults))
+        raise hopeless(faults)
     rng, mtbf, part_s = np.random.default_rng(seed), faults.mtbf_s, every * step_s + faults.pause_s
     wall, failures = np.zeros(runs), np.zeros(runs)
     whole = np.zeros(runs, int)  # checkpoints that are
@@ -119,10 +119,11 @@ def drawn(faults: Faults, steps: int, step_s: float, every: int, runs: int = 400
     return Drawn(wall.mean(), wall.std(ddof=1) / math.sqrt(runs), failures.mean())
 
 
-def hopeless(faults: Faults) -> tuple[str, str]:
-    """What is said of a cluster on which a run hardly gets on, and what would work."""
-    problem = f"all devices together fail every {faults.mtbf_s:.3g} s, a checkpoint takes {faults.pause_s:.3g} s and"
-    return f"{problem} a restart {faults.restart_s:.3g} s", "use fewer devices, or save and restart in less time"
+def hopeless(faults: Faults) -> ConfigError:
+    """Of a cluster on which a run hardly gets on."""
+    problem = f"a checkpoint takes {faults.pause_s:.3g} s and a restart {faults.restart_s:.3g} s"
+    fix = "use fewer devices, or save and restart in less time"
+    return ConfigError("--mtbf", f"{faults.mtbf_s:.3g} s of all devices together", problem, fix)
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def lost(faults: Faults, steps: int, step_s: float, every: int = 0, seed: int = 
         choices.append(at("run file", every))
     best = max(choices[:3], key=lambda each: each.goodput)
     if best.goodput < LEAST:
-        raise ConfigError("--mtbf", faults.mtbf_s / 3600, *hopeless(faults))
+        raise hopeless(faults)
     spans = [each.interval_s for each in choices]
     intervals = np.geomspace(min(best.interval_s / 20, *spans), max(best.interval_s * 20, *spans), 41)
     curve = tuple(zip(intervals.tolist(), goodput(intervals, faults).tolist()))

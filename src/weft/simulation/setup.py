@@ -80,7 +80,7 @@ class Setup:
     def __post_init__(self) -> None:
         if self.devices != self.cluster.devices:
             problem = f"is a layout of {self.devices}, and {self.cluster} has {self.cluster.devices} devices"
-            fix = f"write --cluster {self.cluster.hardware.name}x{self.devices}"
+            fix = f"give --layout with {self.cluster.devices} ranks, or --cluster with {self.devices} devices"
             raise ConfigError("--layout", self.name, problem, fix)
         samples, parts = float(self.choices.batch[0]), int(self.choices.accumulate[0])
         ranks = int(self.choices.size(*DATA_AXES)[0])
