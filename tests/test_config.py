@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -391,6 +392,22 @@ def test_what_transformers_cannot_build(llama: Path, key: str, value: str, field
         build.model(config.load(write(llama, HF), {key: value}))
     assert caught.value.field == field
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ({}, "it has no model_type"),
+        ({"model_type": "lama"}, "no model_type 'lama'"),
+        ({"model_type": "zzzzzzzzzzzz"}, "known: "),
+    ],
+)
+def test_a_kind_of_model_that_is_not_known(tmp_path: Path, written: dict[str, str], says: str) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ConfigError) as caught:
+        build.model(load(tmp_path, HF))
+    assert says in str(caught.value) and len(str(caught.value)) < 200
 
 
 def test_pickled_weights_are_not_read(llama: Path, tmp_path: Path) -> None:

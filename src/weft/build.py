@@ -439,6 +439,11 @@ def _transformer(run: Run, device: torch.device) -> nn.Module:
     attention = overrides.pop("attn_implementation", None)
     try:
         keys, _ = transformers.PreTrainedConfig.get_config_dict(file, local_files_only=True)
+        called = keys.get("model_type")
+        if called not in transformers.CONFIG_MAPPING:
+            fix = nearest(str(called), transformers.CONFIG_MAPPING) if called else 'write one, as in "llama"'
+            problem = f"transformers has no model_type {called!r}" if called else "it has no model_type"
+            raise ConfigError("model.hf", run.model.hf, problem, fix)
         written = transformers.AutoConfig.for_model(**keys)
         names = written.attribute_map  # such as GPT-2's hidden_size for n_embd
         known = {*written.to_dict(), *names, "num_labels", "attn_implementation"} - _FIXED

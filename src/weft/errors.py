@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+MANY = 100  # words that nobody reads
 STOPPED = 75  # sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue
 
 
@@ -84,10 +85,14 @@ class WorkerDied(WeftError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for an unknown word: `did you mean "steps"?`, or the list of known words."""
+    """A hint for an unknown word: `did you mean "steps"?`, or the known words; of very many those most like it."""
     words = sorted(known)
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return f'did you mean "{close[0]}"?' if close else "known: " + ", ".join(words)
+    if close:
+        return f'did you mean "{close[0]}"?'
+    if len(words) > MANY:
+        return f"of {len(words)} known: " + ", ".join(difflib.get_close_matches(word, words, n=5, cutoff=0))
+    return "known: " + ", ".join(words)
 
 
 def hold(field: str, value: object, kind: type, fits: Callable[..., bool], wanted: str) -> None:

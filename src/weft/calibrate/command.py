@@ -23,6 +23,7 @@ from . import amid, blocks, compute, links, steps
 from .others import Moment
 from .sheet import Machine, Measured, sheet
 
+ALONE = 7  # parts of one process, beside the matrices of each dtype
 LIMIT_S = 300.0  # for any one part, which takes some seconds
 TRIES, AGAIN_S = 2, 40.0  # at each, as long as all have not taken so many seconds
 QUIET = 0.05  # of the processors' time: what others may have had, for a part not to be tried again
@@ -63,12 +64,14 @@ def measure(machine: Machine, backend: Backend, say: Say) -> Measured:
     with Pool(machine.ranks, threads=None, backend=backend) as pool:
         disturbed: list[float] = []
         began = time.monotonic()
+        several = machine.ranks > 1
+        parts = ALONE + len(compute.DTYPES) + (2 + len(links.KINDS) if several else 0)
 
         def part(name: str, function: Callable[..., Any], *args: Any) -> Any:
             """As it was when other programs did least."""
             tries: list[tuple[float, int, Any]] = []
             while not tries or (len(tries) < TRIES and min(tries)[0] > QUIET and time.monotonic() - began < AGAIN_S):
-                say(f"{name}, again" if tries else name)
+                say(f"{name}{', again' if tries else ''} ({len(disturbed) + 1} of {parts})")
                 since, before = Moment.now(), time.process_time()
                 told = pool.run(_timed, function, *args, timeout=LIMIT_S)
                 own_s = sum(own for _, own in told) + time.process_time() - before
@@ -78,10 +81,11 @@ def measure(machine: Machine, backend: Backend, say: Say) -> Measured:
             return found
 
         floor = part("a step and a process", steps.floor)  # first: what a process has held at most never shrinks
-        several = machine.ranks > 1
+        dtypes = part("dtypes", compute.dtypes)
+        parts -= len(compute.DTYPES) - len(dtypes)
         return Measured(
             machine,
-            {dtype: part(f"matrices, {dtype}", compute.matmuls, dtype) for dtype in part("dtypes", compute.dtypes)},
+            {dtype: part(f"matrices, {dtype}", compute.matmuls, dtype) for dtype in dtypes},
             part("attention", compute.attention),
             part("memory", compute.streams),
             part("small operations", compute.launches),
