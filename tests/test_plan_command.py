@@ -117,7 +117,7 @@ def test_a_schedule_of_ones_own_keeps_its_arguments(tmp_path: Path, monkeypatch:
     assert found.exit_code == 2 and 'Did you mean "back"' in found.output
     run, _ = files(tmp_path, pipeline__schedule="staged:broken")
     found = weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2")
-    assert found.exit_code == 2 and "'broken': raises KeyError: 'tide' (line " in found.output, found.output
+    assert found.exit_code == 2 and "'staged:broken': raises KeyError: 'tide' (line " in found.output, found.output
 
 
 def test_a_layout_that_does_not_fit_is_written_as_such(tmp_path: Path) -> None:

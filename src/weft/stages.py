@@ -106,7 +106,7 @@ def choose(
 
 def _call(build: Callable[..., Schedule], ranks: int, microbatches: int, options: Mapping[str, Any]) -> Schedule:
     """A user's own."""
-    name = build.__name__ if inspect.isfunction(build) else str(build)
+    name = f"{build.__module__}:{build.__name__}" if inspect.isfunction(build) else str(build)
     schedules.hold_options(name, build, options)
     try:
         made = build(ranks, microbatches, **options)
