@@ -1,7 +1,8 @@
-"""What all tests share: one thread, and one pool of processes for the whole session."""
+"""What all tests share: one thread, one pool of processes for the whole session, and how many cases of a grid run."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,31 @@ import torch
 from weft.launch.processes import Pool
 
 torch.set_num_threads(1)
+OFTEN = 1
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="every pair of a model and a layout in every grid")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test of models on layouts in processes, so many cases that each value stands in OFTEN of them."""
+    if config.getoption("--all-cases"):
+        return
+    had, left = Counter[tuple[str, str, str]](), []
+    for item in items:
+        case = getattr(item, "callspec", None)
+        if case is None or "pool" not in item.fixturenames:  # type: ignore[attr-defined]
+            continue
+        values = [
+            (item.originalname, name, part) for name, value in case.params.items() for part in repr(value).split(".")
+        ]
+        if all(had[value] >= OFTEN for value in values):
+            left.append(item)
+        else:
+            had.update(values)
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_faults import Slow, ranks, steps_of, weights
+from commands import Command, children
+from test_faults import Slow, steps_of, weights
 from test_trainer import RUN
 from typer.testing import CliRunner
 
@@ -25,7 +24,7 @@ from weft.launch.fewer import fitted, smaller
 from weft.launch.hosts import Meeting, interface, nodes
 from weft.layout import Layout
 
-STEPS = 120
+STEPS = 72
 
 
 class Slower(Slow):
@@ -50,21 +49,13 @@ class Host:
     """`weft train` as one of several hosts, all of which are this one."""
 
     def __init__(self, run: Path, *arguments: str):
-        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-        clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        self.log = run.parent / f"log-{time.monotonic_ns()}"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "weft", "train", str(run), "--output", str(run.parent / "out"), *arguments],
-                env={**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log,
-            )  # fmt: skip
-
-    def said(self) -> str:
-        return self.log.read_text()
+        log = run.parent / f"log-{time.monotonic_ns()}"
+        self.process = Command(log, "train", str(run), "--output", str(run.parent / "out"), *arguments)
+        self.said = self.process.said
 
     def vanish(self) -> None:
         """As a host that loses its power: nothing is said, and nothing is left."""
-        gone = [*ranks(self.process), self.process.pid]
+        gone = [*children(self.process.pid), self.process.pid]
         for process in gone:
             os.kill(process, signal.SIGKILL)
         self.process.wait()
@@ -136,7 +127,7 @@ def test_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
 
 def test_a_host_that_is_told_to_stop(tmp_path: Path) -> None:
     """With a fixed number of hosts all save and end; the same command goes on."""
-    run, common = written(tmp_path, 40), ("--layout", "dp2", "--nodes", "2", "--auto-resume")
+    run, common = written(tmp_path, 24), ("--layout", "dp2", "--nodes", "2", "--auto-resume")
     for stops in (True, False):
         meeting = ("--rdzv", f"file://{tmp_path}/meeting")  # the same each time
         hosts = [Host(run, *common, *meeting) for _ in range(2)]
@@ -145,12 +136,12 @@ def test_a_host_that_is_told_to_stop(tmp_path: Path) -> None:
                 until(lambda: at(tmp_path) >= 6, "no steps", hosts)
                 hosts[1].process.send_signal(signal.SIGUSR1)
             assert [host.process.wait(120) for host in hosts] == [75 if stops else 0] * 2, hosts[0].said()
-    assert steps_of(tmp_path) == list(range(1, 41))
+    assert steps_of(tmp_path) == list(range(1, 25))
     assert "resumed" in "".join(host.said() for host in hosts)
 
 
 def test_hosts_with_other_settings_do_not_run_together(tmp_path: Path) -> None:
-    run = written(tmp_path, 40)
+    run = written(tmp_path, 24)
     common = ("--layout", "dp2", "--nodes", "2", "--rdzv", f"file://{tmp_path}/meeting")
     hosts = [Host(run, *common), Host(run, *common, "--set", "train.clip=0.7")]
     with ended(hosts):
@@ -249,7 +240,7 @@ def test_ranks_that_are_left_over_stand_by(tmp_path: Path) -> None:
     with ended(hosts):
         until(lambda: at(tmp_path) >= 6, "no steps", hosts)
         at_work = next(host for host in hosts if "step 6/24" in host.said())
-        os.kill(ranks(at_work.process)[0], signal.SIGKILL)
+        os.kill(children(at_work.process.pid)[0], signal.SIGKILL)
         assert [host.process.wait(120) for host in hosts] == [0, 0], "".join(host.said() for host in hosts)
     said = "".join(host.said() for host in hosts)
     assert "2 ranks are here, 1 of them to stand by: layout dp1, of dp1 as asked" in said

@@ -7,8 +7,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Command, children, launched
 from test_trainer import RUN, Ramps
 
 from weft import checkpoint
@@ -25,7 +24,7 @@ from weft.launch.restarts import survive
 from weft.shards import whole
 from weft.train.watchdog import Where, report
 
-STEPS = 60
+STEPS = 24
 
 
 class Slow(Ramps):
@@ -37,38 +36,18 @@ class Slow(Ramps):
 
 
 @contextmanager
-def begun(folder: Path, axes: str, *more: str, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.Popen]:
+def begun(folder: Path, axes: str, *more: str, launcher: tuple[str, ...] = ()) -> Iterator[Any]:
     folder.mkdir(parents=True, exist_ok=True)
     text = RUN.replace("test_trainer:Ramps", "test_faults:Slow").replace("steps = 6", f"steps = {STEPS}")
     (folder / "run.toml").write_text(text)
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    command = [
-        sys.executable,
-        "-m",
-        *launcher,
-        "weft",
-        "train",
-        str(folder / "run.toml"),
-        "--output",
-        str(folder / "out"),
-    ]
-    command += ["--layout", axes, "--set", "checkpoint.every=2", "--set", "checkpoint.restarts=9", *more]
-    process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    asked = ["train", str(folder / "run.toml"), "--output", str(folder / "out"), "--layout", axes]
+    asked += ["--set", "checkpoint.every=2", "--set", "checkpoint.restarts=9", *more]
+    process = launched(launcher, *asked) if launcher else Command(folder / "log", *asked)
     try:
         yield process
     finally:
         process.kill()
         process.wait()
-
-
-def ranks(process: subprocess.Popen) -> list[int]:
-    """The processes that this one has started."""
-    try:
-        return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
-    except FileNotFoundError:  # it has ended
-        return []
 
 
 def weights(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
@@ -88,21 +67,21 @@ def steps_of(folder: Path) -> list[int]:
 def test_ranks_that_are_killed_cost_nothing_but_time(tmp_path: Path, axes: str) -> None:
     """At moments drawn at random, while checkpoints are written too."""
     with begun(tmp_path / "whole", axes) as process:
-        assert process.wait(120) == 0, process.stdout and process.stdout.read()
+        assert process.wait(120) == 0, process.said()
     moments = random.Random(axes)
     with begun(tmp_path / "killed", axes) as process:
-        for _ in range(3):
+        for _ in range(2):
             at = (steps_of(tmp_path / "killed") or [0])[-1]
             while process.poll() is None and (steps_of(tmp_path / "killed") or [0])[-1] < at + 4:
                 time.sleep(0.01)
             time.sleep(moments.random() * 0.1)
-            alive = ranks(process)
+            alive = children(process.pid)
             if alive:
                 os.kill(moments.choice(alive), signal.SIGKILL)
             time.sleep(1.0)  # it is started anew meanwhile
         output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
-    assert output.count("going on from step") == 3, output
+    assert output.count("going on from step") == 2, output
     assert steps_of(tmp_path / "killed") == list(range(1, STEPS + 1))
     once, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
     assert once.keys() == other.keys() and all(torch.equal(once[name], other[name]) for name in once)
@@ -129,7 +108,7 @@ def test_a_rank_that_stops_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     with begun(tmp_path, "dp2", "--set", "train.hang_s=2") as process:
         while len(steps_of(tmp_path)) < 5:
             time.sleep(0.01)
-        os.kill(ranks(process)[1], signal.SIGSTOP)
+        os.kill(children(process.pid)[1], signal.SIGSTOP)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "no progress for 2 s: of rank 1 nothing is heard" in output
@@ -181,7 +160,7 @@ def test_what_torchrun_starts_anew_goes_on(tmp_path: Path) -> None:
     with begun(tmp_path, "dp2", launcher=torchrun) as process:
         while len(steps_of(tmp_path)) < 5:
             time.sleep(0.01)
-        os.kill(ranks(process)[1], signal.SIGKILL)
+        os.kill(children(process.pid)[1], signal.SIGKILL)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert output.count("resumed") == 1 and steps_of(tmp_path) == list(range(1, STEPS + 1))

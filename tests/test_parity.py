@@ -21,7 +21,7 @@ from weft.losses import classification, mse, next_token
 from weft.models import convnet, decoder
 from weft.verification.parity import LayoutResult, check
 
-STEPS = 3
+STEPS = 2
 
 
 class Perceptron(nn.Module):

@@ -6,7 +6,6 @@ import faulthandler
 import os
 import signal
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import BATCH, SUBJECTS, VOCAB, Subject, global_batch, laid, reference, seeded
+from commands import Command, children, launched
 from staged import STAGED
 from test_engine import sgd, weighed
-from test_faults import ranks, steps_of, weights
+from test_faults import STEPS, steps_of, weights
 from test_refusals import weft_ as cli
 from test_trainer import RUN, curve, lines, make, saved
 from torch import Tensor, nn
@@ -449,31 +449,18 @@ def test_workers_need_no_data(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(run)] == [1, 2]
 
 
-def begun(folder: Path, *more: str, launcher: Sequence[str] = (), data: str = "test_faults:Slow") -> subprocess.Popen:
+def begun(folder: Path, *more: str, launcher: tuple[str, ...] = (), data: str = "test_faults:Slow") -> Any:
     folder.mkdir()
-    (folder / "run.toml").write_text(TOML.replace("test_trainer:Ramps", data).replace("steps = 6", "steps = 60"))
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    command = [
-        sys.executable,
-        "-m",
-        *launcher,
-        "weft",
-        "train",
-        str(folder / "run.toml"),
-        "--output",
-        str(folder / "out"),
-    ]
-    return subprocess.Popen(
-        [*command, "--set", "checkpoint.every=2", *more],
-        env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    (folder / "run.toml").write_text(TOML.replace("test_trainer:Ramps", data).replace("steps = 6", f"steps = {STEPS}"))
+    asked = ["train", str(folder / "run.toml"), "--output", str(folder / "out"), "--set", "checkpoint.every=2", *more]
+    return launched(launcher, *asked) if launcher else Command(folder / "log", *asked)
 
 
-def killed(process: subprocess.Popen, folder: Path, index: int) -> str:
+def killed(process: Command, folder: Path, index: int) -> str:
     """What a run says whose process of this number is killed after some steps."""
     while process.poll() is None and (steps_of(folder) or [0])[-1] < 7:
         time.sleep(0.01)
-    os.kill(ranks(process)[index], signal.SIGKILL)
+    os.kill(children(process.pid)[index], signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     return str(output)
 

@@ -1,0 +1,85 @@
+"""`weft ...` as a process of its own: forked from the tests, which have imported already what it takes seconds to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from weft.cli import main
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+class Command:
+    """As `subprocess.Popen` has it; what it says goes to a file."""
+
+    def __init__(self, log: Path, *arguments: str):
+        self.log = log
+        self._process = CONTEXT.Process(target=_run, args=(log, arguments))
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("weft", timeout or 0.0, self.said())
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        return self.said(), None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def children(self) -> list[int]:
+        """The processes that it has started."""
+        return children(self.pid)
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    except FileNotFoundError:  # it has ended
+        return []
+
+
+def launched(launcher: tuple[str, ...], *arguments: str) -> subprocess.Popen[str]:
+    """By another program than weft, such as torchrun: in a new interpreter."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return subprocess.Popen(
+        [sys.executable, "-m", *launcher, "weft", *arguments], env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def _run(log: Path, arguments: tuple[str, ...]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for standard in (1, 2):
+        os.dup2(file, standard)
+    sys.argv = ["weft", *arguments]
+    with os.fdopen(1, "w", 1, closefd=False) as sys.stdout, os.fdopen(2, "w", 1, closefd=False) as sys.stderr:
+        main()
