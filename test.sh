@@ -9,4 +9,4 @@ export OMP_NUM_THREADS=1 # the tests run several processes on the same cores
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy
-exec .venv/bin/python -m pytest --cov --cov-report=term "$@"
+exec .venv/bin/python -m pytest "$@"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -11,18 +10,17 @@ import torch
 from weft.launch.processes import Pool
 
 torch.set_num_threads(1)
-OFTEN = 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-cases", action="store_true", help="every pair of a model and a layout in every grid")
+    parser.addoption("--all-cases", action="store_true", help="every case of every grid that runs in processes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test of models on layouts in processes, so many cases that each value stands in OFTEN of them."""
+    """Of a grid that runs in processes, the cases that have a value, or an axis in one, that none before them has."""
     if config.getoption("--all-cases"):
         return
-    had, left = Counter[tuple[str, str, str]](), []
+    had, left = set[tuple[str, str, str]](), []
     for item in items:
         case = getattr(item, "callspec", None)
         if case is None or "pool" not in item.fixturenames:  # type: ignore[attr-defined]
@@ -30,10 +28,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         values = [
             (item.originalname, name, part) for name, value in case.params.items() for part in repr(value).split(".")
         ]
-        if all(had[value] >= OFTEN for value in values):
+        if had.issuperset(values):
             left.append(item)
-        else:
-            had.update(values)
+        had.update(values)
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in set(left)]
 

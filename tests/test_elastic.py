@@ -20,11 +20,19 @@ from typer.testing import CliRunner
 from weft import config
 from weft.cli import app
 from weft.errors import ConfigError, LayoutError
+from weft.launch import agent
 from weft.launch.fewer import fitted, smaller
 from weft.launch.hosts import Meeting, interface, nodes
 from weft.layout import Layout
 
 STEPS = 72
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hosts are this one: none takes long to come, or to hear of the end."""
+    monkeypatch.setattr(agent, "MORE_S", 4.0)
+    monkeypatch.setattr(agent, "LINGER_S", 1.0)
 
 
 class Slower(Slow):
