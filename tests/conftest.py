@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if case is None or "pool" not in item.fixturenames:  # type: ignore[attr-defined]
             continue
         values = [
-            (item.originalname, name, part) for name, value in case.params.items() for part in repr(value).split(".")
+            (item.originalname, name, part) for name, value in case.params.items() for part in str(value).split(".")
         ]
         if had.issuperset(values):
             left.append(item)
