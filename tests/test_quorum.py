@@ -276,7 +276,7 @@ class Failing(Ramps):
 
 
 def failing(
-    folder: Path, axes: str, how: str, replica: int, sync: dict[str, Any], steps: int = 60, seconds: int = 8
+    folder: Path, axes: str, how: str, replica: int, sync: dict[str, Any], steps: int = 60, seconds: int = 9
 ) -> Any:
     settings = {f"sync__{key}": value for key, value in sync.items()}
     settings |= {"train__steps": steps, "train__accumulate": 1, "train__batch": 12}
@@ -291,7 +291,7 @@ def failing(
     return run.model_copy(update={"data": data})
 
 
-PERIODIC = {"name": "diloco", "period": 4, "fragments": 2, "delay": 1, "timeout_s": 2.0}
+PERIODIC = {"name": "diloco", "period": 4, "fragments": 2, "delay": 1, "timeout_s": 3.0}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import numpy as np
 
 from .. import config
 from ..choose.posed import Posed, posed
+from ..cost.choices import Array, Choices
 from ..cost.estimate import estimate
 from ..cost.fit import fit, learned
 from ..cost.hardware import Cluster, Era
@@ -37,8 +38,9 @@ ROUNDS = 60  # of the fit: runs are few, and it is soon done
 
 @dataclass(frozen=True)
 class Ran:
-    """One row: what was run, and how long a step of it took."""
+    """One row: what was run, of which run file, and how long a step of it took."""
 
+    file: str
     source: str
     posed: Posed
     step_s: float
@@ -76,7 +78,7 @@ def read(path: Path, device: str) -> list[Ran]:
             raise ConfigError(f"--fit line {number}, step_s", row["step_s"], "is no time", "write seconds of a step")
         source = row.get("source") or "runs"
         seen[source] = seen.get(source, 0) + 1
-        found.append(Ran(source, _posed(path, row, device, works), step_s, held=seen[source] % 2 == 0))
+        found.append(Ran(row["run"], source, _posed(path, row, device, works), step_s, held=seen[source] % 2 == 0))
     return found
 
 
@@ -86,17 +88,14 @@ def fitted(runs: Sequence[Ran], cluster: Cluster, start: Era) -> Fitted:
     seconds = np.array([one.step_s for one in runs])
     kept = np.array([not one.held for one in runs])
 
-    def predict(those: Sequence[Ran]) -> Callable[[Era], np.ndarray]:
-        return lambda era: np.array([_step_s(one.posed, cluster, era) for one in those])
-
     train = [one for one in runs if not one.held]
-    era = fit(predict(train), list(seconds[kept]), start, FREE, rounds=ROUNDS)
+    era = fit(_predict(train, cluster), list(seconds[kept]), start, FREE, rounds=ROUNDS)
     shapes = [of_most(one.posed.work, one.posed.choices) for one in train]
     layered = [one for one, at in zip(train, shapes, strict=True) if at is not None]
     if layered:
         at = np.concatenate([at for at in shapes if at is not None])
-        era = learned(predict(layered), [one.step_s for one in layered], at, era)
-    wrong = predict(runs)(era) / seconds - 1
+        era = learned(_predict(layered, cluster), [one.step_s for one in layered], at, era)
+    wrong = _predict(runs, cluster)(era) / seconds - 1
     errors: dict[str, tuple[list[float], list[float]]] = {}
     for one, error in zip(runs, wrong, strict=True):
         errors.setdefault(one.source, ([], []))[one.held].append(float(error))
@@ -125,7 +124,21 @@ def _toml(text: str) -> str:
     return text if text.isdigit() else json.dumps(text)
 
 
-def _step_s(one: Posed, cluster: Cluster, era: Era) -> float:
-    devices = int(one.choices.world[0])
-    at = cluster.model_copy(update={"devices": devices})
-    return float(estimate(one.work, one.choices, at, era, one.practice, one.sync).step_s[0])
+def _predict(runs: Sequence[Ran], cluster: Cluster) -> Callable[[Era], Array]:
+    """Era -> seconds of a step of each. Those of one file on as many devices are priced at once."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for place, one in enumerate(runs):
+        groups.setdefault((one.file, int(one.posed.choices.world[0])), []).append(place)
+    priced = [
+        (places, cluster.model_copy(update={"devices": devices}), runs[places[0]].posed,
+         Choices.joined([runs[place].posed.choices for place in places]))
+        for (_, devices), places in groups.items()
+    ]  # fmt: skip
+
+    def predict(era: Era) -> Array:
+        found = np.zeros(len(runs))
+        for places, at, one, choices in priced:
+            found[places] = estimate(one.work, choices, at, era, one.practice, one.sync).step_s
+        return found
+
+    return predict

@@ -82,21 +82,10 @@ class Candidates:
 
 
 def together(parts: Sequence[Candidates]) -> Candidates:
-    """All of these, one after the other. Their schedules are those of SCHEDULES."""
-    first = parts[0].choices
-
-    def joined(get: Any) -> Array:
-        return np.concatenate([get(part) for part in parts])
-
-    names = ("experts", "sequence", "gather", "zero", "shards", "offload", "schedule", "chunks", "microbatch")
-    flat: dict[str, Any] = {
-        name: joined(lambda part, name=name: getattr(part.choices, name))
-        for name in (*names, "accumulate", "again", "selective")
-    }
-    for name in ("sizes", "strides"):
-        flat[name] = {a: joined(lambda part, a=a, name=name: getattr(part.choices, name)[a]) for a in AXES}
+    """All of these, one after the other."""
     habits = frozenset[str]().union(*(part.habits for part in parts))
-    return Candidates(replace(first, **flat), joined(lambda part: part.spread), habits)
+    spread = np.concatenate([part.spread for part in parts])
+    return Candidates(Choices.joined([part.choices for part in parts]), spread, habits)
 
 
 # ---- enumerating -----------------------------------------------------------------------------------------------------

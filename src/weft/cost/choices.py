@@ -78,6 +78,20 @@ class Choices:
         return replace(self, **found)
 
     @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """All of these, one after the other."""
+        known = tuple(dict.fromkeys(name for part in parts for name in part.schedules))
+        found: dict[str, Any] = {}
+        for each in fields(cls):
+            values = [getattr(part, each.name) for part in parts]
+            if isinstance(values[0], Mapping):
+                found[each.name] = {axis: np.concatenate([value[axis] for value in values]) for axis in values[0]}
+            elif each.name != "schedules":
+                found[each.name] = np.concatenate(values)
+        places = [np.array([known.index(name) for name in part.schedules])[part.schedule] for part in parts]
+        return cls(**found | {"schedules": known, "schedule": np.concatenate(places)})
+
+    @classmethod
     def of(
         cls,
         layouts: Sequence[Layout],
