@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from weft.cli import main
 
 CONTEXT = multiprocessing.get_context("fork")
+PATH = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # of interpreters that a command starts
 
 
 class Command:
@@ -21,6 +24,7 @@ class Command:
         self.log = log
         self._process = CONTEXT.Process(target=_run, args=(log, arguments))
         self._process.start()
+        atexit.register(self.kill)  # before those that are left would be waited for
         self.pid = self._process.pid or 0
 
     def said(self) -> str:
@@ -33,13 +37,15 @@ class Command:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("weft", timeout or 0.0, self.said())
-        return self._process.exitcode
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("weft", timeout, self.said())
+            time.sleep(0.02)
+        return code
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+    def communicate(self, timeout: float) -> tuple[str, None]:
         self.wait(timeout)
         return self.said(), None
 
@@ -67,9 +73,8 @@ def children(pid: int) -> list[int]:
 
 def launched(launcher: tuple[str, ...], *arguments: str) -> subprocess.Popen[str]:
     """By another program than weft, such as torchrun: in a new interpreter."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     return subprocess.Popen(
-        [sys.executable, "-m", *launcher, "weft", *arguments], env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-m", *launcher, "weft", *arguments], env={**os.environ, "PYTHONPATH": PATH},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -80,6 +85,7 @@ def _run(log: Path, arguments: tuple[str, ...]) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
         os.dup2(file, standard)
+    os.environ["PYTHONPATH"] = PATH
     sys.argv = ["weft", *arguments]
     with os.fdopen(1, "w", 1, closefd=False) as sys.stdout, os.fdopen(2, "w", 1, closefd=False) as sys.stderr:
         main()

@@ -25,7 +25,7 @@ from weft.launch.fewer import fitted, smaller
 from weft.launch.hosts import Meeting, interface, nodes
 from weft.layout import Layout
 
-STEPS = 72
+STEPS = 90
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ class Host:
         gone = [*children(self.process.pid), self.process.pid]
         for process in gone:
             os.kill(process, signal.SIGKILL)
-        self.process.wait()
+        self.process.wait(10)
 
 
 @contextmanager
@@ -246,7 +246,7 @@ def test_ranks_that_are_left_over_stand_by(tmp_path: Path) -> None:
     common = ("--layout", "dp1", "--nodes", "1:2", "--rdzv", f"file://{tmp_path}/meeting")
     hosts = [Host(run, *common) for _ in range(2)]
     with ended(hosts):
-        until(lambda: at(tmp_path) >= 6, "no steps", hosts)
+        until(lambda: any("step 6/24" in host.said() for host in hosts), "no steps", hosts)
         at_work = next(host for host in hosts if "step 6/24" in host.said())
         os.kill(children(at_work.process.pid)[0], signal.SIGKILL)
         assert [host.process.wait(120) for host in hosts] == [0, 0], "".join(host.said() for host in hosts)

@@ -24,7 +24,7 @@ from weft.launch.restarts import survive
 from weft.shards import whole
 from weft.train.watchdog import Where, report
 
-STEPS = 24
+STEPS = 40
 
 
 class Slow(Ramps):
@@ -47,7 +47,7 @@ def begun(folder: Path, axes: str, *more: str, launcher: tuple[str, ...] = ()) -
         yield process
     finally:
         process.kill()
-        process.wait()
+        process.wait(10)
 
 
 def weights(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:

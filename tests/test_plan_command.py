@@ -145,6 +145,11 @@ def test_a_layout_that_does_not_fit_as_it_is_run(tmp_path: Path) -> None:
 
     assert "note     it would fit as dp2: " in noted((least + most) / 2)
     assert "note" not in noted(least * 0.9)
+    for layout in ("pp2+solved", "cp2+ulysses", "tp2.dp2"):  # which no search has, or has in another order
+        limit = ("--max-memory", str((least + most) / 2 / 2**30))
+        found = weft("plan", run, "--cluster", f"{sheet}x4", "--layout", layout, *limit)
+        said = layout.replace("cp2+ulysses", "up2").removesuffix("+solved")
+        assert found.exit_code == 0 and f"it would fit as {said}: " in found.output, found.output
 
 
 def test_a_search_says_that_it_has_its_own_schedules(tmp_path: Path) -> None:

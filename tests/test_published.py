@@ -43,7 +43,9 @@ def priced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str
         "no schedule": {**GPT, "schedule": "wavefront", "pp": 2},
         "no chunks": {**GPT, "schedule": "gpipe", "pp": 2, "vp": 2},
         "no recompute": {**GPT, "recompute": "sometimes"},
-        "no level": {**GPT, "zero_stage": 9},
+        "no level": {**GPT, "zero_stage": 10},
+        "no, in words": {**GPT, "recompute": "No", "zero_stage": "none", "dtype": "float16", "offload": "-"},
+        "interleaved": {**GPT, "schedule": "interleaved-1F1B", "pp": 2, "tp": 2, "zero_stage": 1, "dtype": "bf16"},
     }
     folder = tmp_path_factory.mktemp("published")
     names = ["row_id", *dict.fromkeys(name for row in rows.values() for name in row)]
@@ -62,19 +64,20 @@ def test_each_covered_row_has_a_line(priced: tuple[dict[str, dict[str, str]], st
     found, said = priced
     names = ["row_id", "predicted_iter_time_s", "predicted_peak_mem_gib", "fits"]
     assert all(list(line) == names for line in found.values())
-    assert len(found) == 12
+    assert len(found) == 14
     for name, why in (
         ("tpu", "no sheet of TPU v4"), ("uneven", "8 accelerators are not dp2 x tp3 x cp1 x pp1"),
         ("no size", "'wide' is no number"), ("unknown", "layers is not known"), ("nothing", "mbs = 0 is no size"),
         ("no dtype", "dtype = 'posit8' has no price"), ("no schedule", "schedule = 'wavefront' has no price"),
         ("no chunks", "vp = 2 is not what gpipe has: 1"), ("no recompute", "recompute = 'sometimes' has no price"),
-        ("no level", "zero_stage = '9' has no price"),
+        ("no level", "zero_stage = '10' has no price"),
     ):  # fmt: skip
         assert name not in found and any(line.startswith(f"{name} is not covered") and why in line
                                          for line in said.splitlines())  # fmt: skip
     times = {name: float(line["predicted_iter_time_s"]) for name, line in found.items()}
     assert times["plain"] < times["tp"] and times["plain"] < times["too large"]
-    assert times["words"] < times["its own 1F1B"]  # whose bubble is larger
+    assert times["words"] < times["its own 1F1B"] > times["interleaved"]  # whose bubble is larger
+    assert times["no, in words"] == times["plain"]
     peaks = {name: float(line["predicted_peak_mem_gib"]) for name, line in found.items()}
     assert peaks["tp"] < peaks["plain"] < 80 < peaks["too large"]
     assert found["plain"]["fits"] == "Y" and found["too large"]["fits"] == "N"

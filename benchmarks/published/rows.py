@@ -84,9 +84,8 @@ class Case:
     placed: bool = True  # whether it says what rests in host memory
 
 
-DTYPES = ("bf16", "bfloat16", "fp16", "float16", "fp8", "fp4")
-LEVELS = ("0", "1", "2", "3", "hsdp")
-RECOMPUTED = ("none", "full", "yes", "selective")
+DTYPES = ("bf16", "fp16", "fp8", "fp4")
+NOT = ("", "n", "no", "none", "0", "false", "off", "-")  # what stands for nothing of a kind
 LARGEST = 2**40  # of a number in a row: products of several are still exact
 
 
@@ -117,8 +116,8 @@ def whole(row: Row, name: str, default: int | None = None) -> int:
 def offloads(row: Row) -> tuple[str, ...]:
     """What rests in host memory, as `Practice` names it; of an optimizer gradients too, and where no more is said, of
     it alone."""
-    text = (row.get("offload") or "none").strip().lower()
-    if text in ("n", "no", "none", "0", "false", "off", "-"):
+    text = (row.get("offload") or "").strip().lower()
+    if text in NOT:
         return ()
     found = [name for word, name in (("param", "weights"), ("activation", "activations")) if word in text]
     return (*found, *(("gradients", "optimizer") if "optim" in text or not found else ()))
@@ -128,37 +127,52 @@ def flag(row: Row, name: str) -> bool:
     return (row.get(name) or "").strip().upper().startswith("Y")
 
 
-def known(row: Row, name: str, default: str, words: Sequence[str]) -> str:
-    """A cell in lower case, or the default for an empty one. Raises Uncovered for one with none of these words."""
-    text = (row.get(name) or "").strip().lower() or default
-    if not any(word in text for word in words):
-        raise Uncovered(f"{name} = {row[name]!r} has no price: it is none of {', '.join(words)}")
-    return text
+def unpriced(row: Row, name: str, words: Iterable[str]) -> Uncovered:
+    return Uncovered(f"{name} = {row[name]!r} has no price: it is none of {', '.join(words)}")
 
 
 def dtype(row: Row) -> str:
-    return known(row, "dtype", "fp16", DTYPES).replace("bfloat", "bf").replace("float", "fp")
+    """In lower case. Raises Uncovered for one whose matmuls no sheet knows."""
+    text = (row.get("dtype") or "").strip().lower().replace("bfloat", "bf").replace("float", "fp") or "fp16"
+    if not any(word in text for word in DTYPES):
+        raise unpriced(row, "dtype", DTYPES)
+    return text
 
 
 def zero(row: Row) -> str:
     """The level of ZeRO: "0" to "3"."""
-    text = known(row, "zero_stage", "0", LEVELS)
-    return "3" if "hsdp" in text else next(level for level in text if level in LEVELS)
+    text = (row.get("zero_stage") or "").strip().lower()
+    match = re.match(r"(?:zero[ -]?)?([0-3])(?![0-9])", text)
+    if match is None and text not in NOT and not text.startswith("hsdp"):
+        raise unpriced(row, "zero_stage", ("0", "1", "2", "3", "hsdp"))
+    return match[1] if match else "0" if text in NOT else "3"
+
+
+def recomputed(row: Row) -> str:
+    """ "none", "full", or what begins with "selective"."""
+    text = (row.get("recompute") or "").strip().lower().rstrip("?")
+    if text.startswith("selective"):
+        return text
+    if text in NOT or text.startswith(("full", "yes")):
+        return "none" if text in NOT else "full"
+    raise unpriced(row, "recompute", ("none", "full", "selective"))
 
 
 def stages(row: Row) -> tuple[str, int]:
     """The schedule as `weft.schedule` names it, and stages of a rank."""
-    name, chunks = (row.get("schedule") or "1f1b").strip().lower(), max(1, whole(row, "vp", 1))
+    name, chunks = (row.get("schedule") or "1f1b").strip().lower(), whole(row, "vp", 0)
     if whole(row, "pp", 1) == 1:
         return "1f1b", 1
     if name in ("1f1b", "interleaved-1f1b", "interleaved"):
+        chunks = chunks or (1 if name == "1f1b" else 2)
         return ("interleaved" if chunks > 1 else "1f1b"), chunks
     makers = schedule.folder()
     if name not in makers:
-        raise Uncovered(f"schedule = {row['schedule']!r} has no price: it is none of {', '.join(makers)}")
-    if "chunks" in inspect.signature(makers[name]).parameters:
-        return name, chunks
-    if chunks not in (1, STAGES.get(name, 1)):
+        raise unpriced(row, "schedule", makers)
+    given = inspect.signature(makers[name]).parameters
+    if "chunks" in given:
+        return name, chunks or given["chunks"].default
+    if chunks not in (0, 1, STAGES.get(name, 1)):
         raise Uncovered(f"vp = {chunks} is not what {name} has: {STAGES.get(name, 1)}")
     return name, STAGES.get(name, 1)
 
@@ -307,8 +321,8 @@ def case(row: Row) -> Case:
     kernel = (row.get("attn_kernel") or "").lower()
     flash = "flash" in kernel or (era != "megatron" and "unfused" not in kernel)
     fused = "nanotron" not in (row.get("framework") or "").lower()
-    text = known(row, "recompute", "none", RECOMPUTED)
-    recompute: str | int = "full" if text.startswith(("full", "yes")) else "none"
+    text = recomputed(row)
+    recompute: str | int = "full" if text == "full" else "none"
     if text.startswith("selective"):
         # torchtitan's "op" runs every second matmul again; of others, what is run again is not said
         recompute = "selective" if "core" in text else 2

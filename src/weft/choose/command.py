@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from rich.progress import Progress as Bar
 
 from .. import build, schedule, tables
 from ..config import Run
-from ..cost.choices import AXES
+from ..cost.choices import AXES, Choices
 from ..cost.hardware import GIB, Cluster
 from ..cost.work import Work
-from ..errors import ConfigError, LayoutError
+from ..errors import ConfigError, LayoutError, Refusal
 from ..layout import Layout
 from .candidates import Candidates, candidates, divisors, left_out, refusal
 from .explain import described
@@ -31,12 +31,13 @@ from .patterns import ANY, Pattern
 from .posed import choice, traced
 from .practice_of import practice
 from .question import Question
-from .ranking import Progress, Ranked, Row, priced_best, rank, rows_of, simulated
+from .ranking import Progress, Ranked, Row, price, priced_best, rank, rows_of, simulated
 from .report import Report
 from .rules import SPREADING
 
 LONG = 200_000  # choices from which on a search shows how far it is
 OFFLOAD = ("fsdp", "offload")
+AGAIN, TRIED = ("none", "selective", "full"), 8  # recomputation, and how many weft's planner is asked about
 MORE = (2, 4, 8, 16, 32, 64)  # times as many devices, where none fits
 
 
@@ -85,20 +86,36 @@ def plan(
     others = [] if pattern.exact else losers(question, found.devices, best, found.rows)
     out = [] if pattern.exact else left_out(question, found.devices, pattern)
     took = time.perf_counter() - began
-    said = notes(run, question, pattern, found)
+    said = notes(question, pattern, found, Judge(run, bare, held))
     return Report(question, found, best, others, judge.refused, out, named, took, said), chosen(run, best)
 
 
-def notes(run: Run, question: Question, pattern: Pattern, found: Ranked) -> list[str]:
+def notes(question: Question, pattern: Pattern, found: Ranked, judge: Judge) -> list[str]:
     """What a layout that does not fit would need; that a search has its own schedules."""
     if not pattern.exact:
-        name = run.pipeline.schedule
+        name = judge.run.pipeline.schedule
         own = name not in schedule.folder() and any(row.schedule for row in found.rows)
         return [f"{name} is not searched: a whole --layout is priced with it"] if own else []
-    if found.fits:
-        return []
-    other = rank(_on(question, found.devices), pattern, wide=True)
-    return [f"it would fit as {described(other.rows[0])}"] if other.fits and other.rows else []
+    other = None if found.fits else _otherwise(question, found.rows[0], judge)
+    return [] if other is None else [f"it would fit as {described(other)}"]
+
+
+def _otherwise(question: Question, row: Row, judge: Judge) -> Row | None:
+    """The same layout and schedule with other microbatches and recomputation: the fastest that fits, if one does."""
+    asked = build.with_layout(judge.run, row.layout)
+    ways = []
+    for parts in divisors(asked.train.batch):
+        for again in AGAIN:
+            train = asked.train.model_copy(update={"accumulate": parts, "recompute": again})
+            with suppress(Refusal):
+                ways.append(choice(asked.model_copy(update={"train": train})))
+    choices = Choices.joined(ways)
+    choices = choices.take(choices.microbatch % 1 == 0)
+    tried = Candidates(choices, np.repeat(row.chosen.spread, len(choices)))
+    prices = price(question, tried)
+    order = np.argsort(prices.step_s)
+    fitting = order[prices.over_bytes[order] <= 0]
+    return judge.first(tuple(rows_of(question, tried.take(fitting[:TRIED]))))
 
 
 def question_of(run: Run, where: Cluster, era: str, work: Work | None = None) -> Question:

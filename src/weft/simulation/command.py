@@ -117,7 +117,7 @@ def simulated(setup: Setup, asked: Asked) -> Report:
     return Report(
         setup, step, acted, timeline, rows, agreed,
         lost(faults, setup.steps, timeline.makespan_s, asked.every, asked.seed) if faults else None,
-        scaling.curve(setup, asked.scale, asked.to) if asked.scale and asked.to else (), asked.scale or "",
+        scaling.curve(setup, asked.scale, asked.to) if asked.scale and asked.to is not None else (), asked.scale or "",
     )  # fmt: skip
 
 
