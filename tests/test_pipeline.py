@@ -37,10 +37,10 @@ SHALLOW = {"convnet"}  # seven parts: too few for two stages on each of four ran
 
 
 def _grid() -> list[tuple[str, str]]:
-    """Every model with every third schedule, and the next two with the others."""
+    """Every model with every fifth schedule, and the next four with the others."""
     found, turns = [], cycle(BESIDE)
     for number, name in enumerate(STAGED):
-        for kind in SYNCHRONOUS[number % 3 :: 3]:
+        for kind in SYNCHRONOUS[number % 5 :: 5]:
             layout = next(turns)
             while (name in NO_TP and "tp2" in layout) or (name in SHALLOW and "pp4" in layout):
                 layout = next(turns)
