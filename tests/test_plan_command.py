@@ -150,6 +150,7 @@ def test_a_layout_that_does_not_fit_as_it_is_run(tmp_path: Path) -> None:
         found = weft("plan", run, "--cluster", f"{sheet}x4", "--layout", layout, *limit)
         said = layout.replace("cp2+ulysses", "up2").removesuffix("+solved")
         assert found.exit_code == 0 and f"it would fit as {said}: " in found.output, found.output
+        assert ("solved" in layout) == (", solved" in found.output)
 
 
 def test_a_search_says_that_it_has_its_own_schedules(tmp_path: Path) -> None:

@@ -96,13 +96,13 @@ def notes(question: Question, pattern: Pattern, found: Ranked, judge: Judge) -> 
         name = judge.run.pipeline.schedule
         own = name not in schedule.folder() and any(row.schedule for row in found.rows)
         return [f"{name} is not searched: a whole --layout is priced with it"] if own else []
-    other = None if found.fits else _otherwise(question, found.rows[0], judge)
+    other = None if found.fits else _otherwise(question, pattern, found.rows[0], judge)
     return [] if other is None else [f"it would fit as {described(other)}"]
 
 
-def _otherwise(question: Question, row: Row, judge: Judge) -> Row | None:
+def _otherwise(question: Question, pattern: Pattern, row: Row, judge: Judge) -> Row | None:
     """The same layout and schedule with other microbatches and recomputation: the fastest that fits, if one does."""
-    asked = build.with_layout(judge.run, row.layout)
+    asked = build.with_layout(judge.run, pattern.text)
     ways = []
     for parts in divisors(asked.train.batch):
         for again in AGAIN:
