@@ -160,6 +160,13 @@ def test_a_search_says_that_it_has_its_own_schedules(tmp_path: Path) -> None:
     assert "is not searched" not in weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "dp2.*").output
 
 
+def test_more_stages_than_blocks(tmp_path: Path) -> None:
+    """What stands before and behind the two blocks may be stages, too."""
+    run, sheet = files(tmp_path)
+    result = weft("plan", run, "--cluster", f"{sheet}x8")
+    assert result.exit_code == 0 and "pp4.dp2" in result.output, result.output
+
+
 def test_a_whole_layout_keeps_its_order(tmp_path: Path) -> None:
     run, sheet = files(tmp_path)
     found = json.loads(weft("plan", run, "--cluster", f"{sheet}x8", "--layout", "tp2.dp2", "--json").output)
@@ -181,8 +188,33 @@ def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
     for kind, whole in (("time", row["step_s"]), ("memory", sum(row["memory"].values()))):
         assert sum(part["value"] for part in row["parts"][kind]) == pytest.approx(whole)
     assert all(part["formula"] for part in row["parts"]["time"])
-    refused = weft("plan", run, "--cluster", f"{sheet}x2", "--explain", "tp8")
-    assert refused.exit_code == 2 and "4 heads" in refused.output
+    refused = weft("plan", run, "--cluster", f"{sheet}x8", "--explain", "tp8")
+    assert refused.exit_code == 2 and "--explain = 'tp8'" in refused.output and "4 heads" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("pp2+interleaved.tp2", "pp2.tp2: 1 microbatches of 8, interleaved, 2 chunks"),
+        ("pp2+solved.dp2", "pp2.dp2: 1 microbatches of 4, solved"),
+        ("tp2.dp2", "tp2.dp2: 1 microbatches of 4"),
+        ("tp2+sequence.dp2", "tp2+sequence.dp2: 1 microbatches of 4"),
+        ("dp2.fsdp2", "dp2.fsdp2: 1 microbatches of 2"),
+        ("cp2+ulysses.dp2", "up2.dp2: 1 microbatches of 4"),
+        ("cp4+gather", "cp4+gather: 1 microbatches of 8"),
+    ],
+)
+def test_what_is_explained_is_what_was_asked_for(tmp_path: Path, asked: str, found: str) -> None:
+    """Nothing is added to it, its axes keep their order, and a schedule that it names is its own."""
+    run, sheet = files(tmp_path)
+    said = weft("plan", run, "--cluster", f"{sheet}x4", "--explain", asked).output
+    assert said.splitlines()[0] == found
+    whole = weft("plan", run, "--cluster", f"{sheet}x4", "--explain", asked, "--layout", asked, "--json").output
+    told = json.loads(whole)
+    assert told["explained"].items() >= told["best"].items()
+    little = ("--max-memory", str(told["best"]["held_bytes"] / 2**30 * 0.9))
+    short = weft("plan", run, "--cluster", f"{sheet}x4", "--explain", asked, "--layout", asked, *little).output
+    assert " GiB, which does not fit by " in short
 
 
 @pytest.mark.parametrize(
@@ -195,6 +227,9 @@ def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
         (("--cluster", "{sheet}x2", "--layout", "dp4"), "has 4 ranks, and sheet.tomlx2 2 devices"),
         (("--cluster", "{sheet}x2", "--max-memory", "90"), "at most 80 GiB"),
         (("--cluster", "{sheet}x2", "--explain", "dp*"), "is no whole layout"),
+        (("--cluster", "{sheet}x2", "--explain", "dq2"), "--explain = 'dq2': there is no axis 'dq'"),
+        (("--cluster", "{sheet}x2", "--explain", "dp4"), "--explain = 'dp4': has 4 ranks"),
+        (("--cluster", "{sheet}x4", "--explain", "tp3"), "--explain = 'tp3': 4 heads. Sizes that work: tp2, tp4"),
         (("--cluster", "{sheet}x2", "--out", "/nowhere/at/all.toml"), "cannot be written"),
     ],
 )

@@ -166,9 +166,8 @@ def plan(
         from .choose.explain import explained, listed
         from .choose.report import of_row
 
-        asked = None if explain is None else command.whole(explain)
-        report, laid = command.plan(run, cluster, layout, era, memory, wide)
-        row = None if asked is None else command.found_as(report, asked)
+        report, laid = command.plan(run, cluster, layout, era, memory, wide, explain)
+        row = report.explained
         if out is not None:
             command.write(laid, out)
         if as_json:

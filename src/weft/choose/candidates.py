@@ -158,39 +158,72 @@ def candidates(question: Question, devices: int, pattern: Pattern = ANY, wide: b
     table.cross({"zero": np.repeat(levels or [1, 2, 3], 1), "offload": np.repeat(offload, len(levels) or 3)})
     if not levels and offload:  # what a pattern asks for is not dropped for what it does not name
         table.keep(table.columns["fsdp"] > 1)
-    table.cross({"microbatch": np.array(divisors(question.batch), dtype=np.int64)})
-    data = np.prod([table.columns[axis] for axis in DATA_AXES], axis=0)
-    table.columns["accumulate"] = question.batch // (data * table.columns["microbatch"])
-    table.held(["accumulate"])
-    again, selective = zip(*RECOMPUTE)
-    table.cross({"again": np.array(again), "selective": np.array(selective)})
+    _parted(table)
     return _scheduled(table, pattern.given("pp") or SCHEDULES[:1])
 
 
 def scheduled(found: Candidates, question: Question, pattern: Pattern = ANY, wide: bool = False) -> Candidates:
     """The pipelines among these, with every other schedule that the rules allow."""
-    c = found.choices
     table = _Table(question, rules(pattern, wide))
-    names = ("zero", "offload", "sequence", "gather", "microbatch", "accumulate", "again", "selective")
-    table.columns = {**c.sizes, **{name: getattr(c, name) for name in names}, "spread": found.spread}
-    table.keep(c.sizes["pp"] > 1)
+    table.columns = _columns(found)
+    table.keep(found.choices.sizes["pp"] > 1)
     return _scheduled(table, [] if pattern.given("pp") else SCHEDULES[1:])
 
 
-def _scheduled(table: _Table, names: Sequence[str]) -> Candidates:
-    """Rows with each of these schedules, and where it has that option, with all sensible numbers of stages."""
-    pairs = [
-        (SCHEDULES.index(name), chunks)
-        for name in names
-        for chunks in (range(2, MOST_CHUNKS + 1) if name in WITH_CHUNKS else (STAGES[name],))
-    ]
+def ways(one: Candidates, question: Question, schedules: Sequence[tuple[str, int]]) -> Candidates:
+    """One layout as it is, with every number of microbatches and all recomputation that the rules allow, and each of
+    these schedules with so many stages of a rank."""
+    table = _Table(question, LEGAL)
+    open_ = ("microbatch", "accumulate", "again", "selective")
+    table.columns = {name: column for name, column in _columns(one).items() if name not in open_}
+    table.held(tuple(table.columns))
+    _parted(table)
+    known = tuple(dict.fromkeys(name for name, _ in schedules))
+    _staged(table, [(known.index(name), chunks) for name, chunks in schedules])
+    c = table.columns
+    same = one.take(np.zeros(len(table), dtype=np.int64))
+    chosen: Any = {name: c[name] for name in (*open_, "schedule")}
+    chunks = np.where(c["pp"] > 1, c["chunks"], 1)
+    return replace(same, choices=replace(same.choices, schedules=known, chunks=chunks, **chosen))
+
+
+def staged(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Each of these schedules with the numbers of stages of a rank that it may have."""
+    several = range(2, MOST_CHUNKS + 1)
+    return [(name, chunks) for name in names for chunks in (several if name in WITH_CHUNKS else (STAGES[name],))]
+
+
+def _columns(found: Candidates) -> dict[str, Array]:
+    """All that rules ask of a choice, less its schedule."""
+    c = found.choices
+    names = ("zero", "offload", "sequence", "gather", "microbatch", "accumulate", "again", "selective")
+    return {**c.sizes, **{name: getattr(c, name) for name in names}, "spread": found.spread}
+
+
+def _parted(table: _Table) -> None:
+    """Rows with every number of microbatches, and all recomputation."""
+    table.cross({"microbatch": np.array(divisors(table.question.batch), dtype=np.int64)})
+    data = np.prod([table.columns[axis] for axis in DATA_AXES], axis=0)
+    table.columns["accumulate"] = table.question.batch // (data * table.columns["microbatch"])
+    table.held(["accumulate"])
+    again, selective = zip(*RECOMPUTE)
+    table.cross({"again": np.array(again), "selective": np.array(selective)})
+
+
+def _staged(table: _Table, pairs: Sequence[tuple[int, int]]) -> None:
+    """Rows with each of these schedules and stages of a rank: where there are several, as far as they are sensible."""
     depth = table.question.work.depth
     kinds, chunks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     table.cross({"schedule": kinds, "chunks": chunks})
     c = table.columns
-    even = (depth % (c["pp"] * c["chunks"]) == 0) | (c["chunks"] & (c["chunks"] - 1) == 0)
-    one = c["schedule"] == int(pairs[0][0]) if pairs else even
-    table.keep(even & ((c["pp"] > 1) | one))
+    even = (depth % (c["pp"] * c["chunks"]) == 0) | (c["chunks"] & (c["chunks"] - 1) == 0) | (len(pairs) == 1)
+    first = (c["schedule"] == pairs[0][0]) & (c["chunks"] == pairs[0][1]) if pairs else even
+    table.keep(np.where(c["pp"] > 1, even, first))
+
+
+def _scheduled(table: _Table, names: Sequence[str]) -> Candidates:
+    """Rows with each of these schedules."""
+    _staged(table, [(SCHEDULES.index(name), chunks) for name, chunks in staged(names)])
     c = table.columns
     ranks, strides = np.ones(len(table), dtype=np.int64), {}
     for axis in reversed(AXES):

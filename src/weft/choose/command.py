@@ -6,8 +6,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from rich.progress import Progress as Bar
 
 from .. import build, schedule, tables
 from ..config import Run
-from ..cost.choices import AXES, Choices
+from ..cost.choices import AXES
 from ..cost.hardware import GIB, Cluster
 from ..cost.work import Work
-from ..errors import ConfigError, LayoutError, Refusal
+from ..errors import ConfigError, LayoutError
 from ..layout import Layout
-from .candidates import Candidates, candidates, divisors, left_out, refusal
+from .candidates import Candidates, candidates, divisors, left_out, refusal, staged, ways
 from .explain import described
 from .legal import Judge, chosen
 from .obvious import losers
@@ -33,11 +33,11 @@ from .practice_of import practice
 from .question import Question
 from .ranking import Progress, Ranked, Row, price, priced_best, rank, rows_of, simulated
 from .report import Report
-from .rules import SPREADING
+from .rules import SCHEDULES, SPREADING
 
 LONG = 200_000  # choices from which on a search shows how far it is
 OFFLOAD = ("fsdp", "offload")
-AGAIN, TRIED = ("none", "selective", "full"), 8  # recomputation, and how many weft's planner is asked about
+TRIED = 8  # ways to run one layout that are simulated, and that weft's planner is asked about
 MORE = (2, 4, 8, 16, 32, 64)  # times as many devices, where none fits
 
 
@@ -62,14 +62,22 @@ def limited(cluster: Cluster, memory_gib: float | None) -> Cluster:
 
 
 def plan(
-    run: Run, cluster: str, layout: str | None, era: str | None, memory_gib: float | None, wide: bool
+    run: Run,
+    cluster: str,
+    layout: str | None,
+    era: str | None,
+    memory_gib: float | None,
+    wide: bool,
+    explain: str | None = None,
 ) -> tuple[Report, Run]:
-    """What was found, and the run as it is best laid. Raises Refusal."""
+    """What was found, and the run as it is best laid. `explain`: a whole layout that is looked at beside. Raises
+    Refusal."""
     if run.workers:
         raise ConfigError("workers", list(run.workers), "has no layout to choose", "leave [workers] out")
     where = limited(Cluster.parse(cluster), memory_gib)
     named = era_of(where, era)
     pattern = ANY if layout is None else Pattern.parse(layout)
+    asked = None if explain is None else whole(explain)
     bare, held = build.skeleton(run), build.dataset(run)
     question = question_of(run, where, named, traced(run, bare, held, where.hardware.kind))
     began = time.perf_counter()
@@ -87,7 +95,10 @@ def plan(
     out = [] if pattern.exact else left_out(question, found.devices, pattern)
     took = time.perf_counter() - began
     said = notes(question, pattern, found, Judge(run, bare, held))
-    return Report(question, found, best, others, judge.refused, out, named, took, said), chosen(run, best)
+    report = Report(question, found, best, others, judge.refused, out, named, took, said)
+    if asked is not None:
+        report = replace(report, explained=_explained(report, asked, Judge(run, bare, held)))
+    return report, chosen(run, best)
 
 
 def notes(question: Question, pattern: Pattern, found: Ranked, judge: Judge) -> list[str]:
@@ -102,20 +113,19 @@ def notes(question: Question, pattern: Pattern, found: Ranked, judge: Judge) -> 
 
 def _otherwise(question: Question, pattern: Pattern, row: Row, judge: Judge) -> Row | None:
     """The same layout and schedule with other microbatches and recomputation: the fastest that fits, if one does."""
-    asked = build.with_layout(judge.run, pattern.text)
-    ways = []
-    for parts in divisors(asked.train.batch):
-        for again in AGAIN:
-            train = asked.train.model_copy(update={"accumulate": parts, "recompute": again})
-            with suppress(Refusal):
-                ways.append(choice(asked.model_copy(update={"train": train})))
-    choices = Choices.joined(ways)
-    choices = choices.take(choices.microbatch % 1 == 0)
-    tried = Candidates(choices, np.repeat(row.chosen.spread, len(choices)))
+    one = _written(judge.run, pattern)
+    found = _best_way(question, one, [_stages(one)], judge)
+    return found if found is not None and found.fits else None
+
+
+def _best_way(question: Question, one: Candidates, schedules: Sequence[tuple[str, int]], judge: Judge) -> Row | None:
+    """The fastest way to run a layout with one of these schedules that fits, or else the nearest to it, of those that
+    weft would run; none, if there is none."""
+    tried = ways(one, question, schedules)
     prices = price(question, tried)
-    order = np.argsort(prices.step_s)
-    fitting = order[prices.over_bytes[order] <= 0]
-    return judge.first(tuple(rows_of(question, tried.take(fitting[:TRIED]))))
+    order = np.lexsort((prices.step_s, np.maximum(prices.over_bytes, 0)))[:TRIED]
+    rows = simulated(question, rows_of(question, tried.take(order)))
+    return judge.first(tuple(sorted(rows, key=lambda row: (max(row.over_bytes, 0), row.step_s))))
 
 
 def question_of(run: Run, where: Cluster, era: str, work: Work | None = None) -> Question:
@@ -126,35 +136,55 @@ def question_of(run: Run, where: Cluster, era: str, work: Work | None = None) ->
 
 def _alone(run: Run, question: Question, pattern: Pattern) -> Ranked:
     """A layout that is given whole, with the microbatches, recomputation and schedule of the run file."""
-    there = build.with_layout(run, pattern.text)
-    layout = Layout.parse(there.layout.axes)
-    if layout.world > question.cluster.devices:
-        problem = f"has {layout.world} ranks, and {question.cluster} {question.cluster.devices} devices"
-        raise LayoutError("--layout", pattern.text, problem, "use a smaller layout, or a larger cluster")
-    choices = choice(there)
+    _check_room(question, "--layout", pattern)
+    one = _written(run, pattern)
+    rows = simulated(question, rows_of(question, one))
+    world = int(one.choices.world[0])
+    return Ranked(tuple(rows), rows[0].fits, 1, sum(row.simulated for row in rows), world, True)
+
+
+def _written(run: Run, pattern: Pattern) -> Candidates:
+    """A whole layout, with the rest as the run file has it."""
+    layout = Layout.parse(pattern.text)
     spread = sum(1 << bit for bit, axis in enumerate(SPREADING) if "ep" in layout.option(axis))
-    rows = simulated(question, rows_of(question, Candidates(choices, np.array([spread]))))
-    return Ranked(tuple(rows), rows[0].fits, 1, sum(row.simulated for row in rows), layout.world, True)
+    return Candidates(choice(build.with_layout(run, pattern.text)), np.array([spread]))
+
+
+def _stages(one: Candidates) -> tuple[str, int]:
+    """Its schedule, and stages of a rank."""
+    return one.choices.schedules[0], int(one.choices.chunks[0])
+
+
+def _check_room(question: Question, field: str, pattern: Pattern) -> None:
+    """A whole layout has a device for each rank. Raises LayoutError."""
+    world, devices = Layout.parse(pattern.text).world, question.cluster.devices
+    if world > devices:
+        problem = f"has {world} ranks, and {question.cluster} {devices} devices"
+        raise LayoutError(field, pattern.text, problem, "use a smaller layout, or a larger cluster")
 
 
 def whole(layout: str) -> Pattern:
     """What --explain names. Raises LayoutError."""
-    pattern = Pattern.parse(layout)
+    pattern = Pattern.parse(layout, "--explain")
     if not pattern.exact:
         raise LayoutError("--explain", layout, "is no whole layout", "write one as in fsdp8.tp8")
     return pattern
 
 
-def found_as(report: Report, pattern: Pattern) -> Row:
-    """A whole layout as it was found, or else the best way to run it. Raises LayoutError."""
-    row = next((row for row in report.ranked.rows if row.layout == pattern.text), None)
-    if row is not None:
+def _explained(report: Report, pattern: Pattern, judge: Judge) -> Row:
+    """A whole layout as it was found, or else the best way to run it. Raises Refusal."""
+    question, named = report.question, pattern.given("pp")
+    _check_room(question, "--explain", pattern)
+    one = _written(judge.run, pattern)
+    layout = str(one.layout(0))
+    known = (row for row in report.rows() if row.layout == layout and row.schedule in (named or (row.schedule,)))
+    if (row := next(known, None)) is not None:
         return row
-    there = _on(report.question, Layout.parse(pattern.text).world)
-    found = rank(there, pattern, wide=True)
-    if not found.rows:
-        raise _nothing(there, pattern)
-    return found.rows[0]
+    searched = set(named) <= set(SCHEDULES)
+    row = _best_way(question, one, staged(named or SCHEDULES) if searched else [_stages(one)], judge)
+    if row is None:
+        raise judge.refused[0][1] if judge.refused else _nothing(question, pattern, "--explain")
+    return row
 
 
 def _on(question: Question, devices: int) -> Question:
@@ -174,19 +204,19 @@ def write(run: Run, out: Path) -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def _nothing(question: Question, pattern: Pattern) -> LayoutError:
+def _nothing(question: Question, pattern: Pattern, field: str = "--layout") -> LayoutError:
     """The rules allow no choice of a pattern."""
     sizes = {axis: size for axis, size in pattern.sizes if size is not None}
     devices = question.cluster.devices
-    if devices % math.prod(sizes.values()):
+    if not pattern.exact and devices % math.prod(sizes.values()):
         problem = f"{math.prod(sizes.values())} ranks do not divide {devices} devices"
-        return LayoutError("--layout", pattern.text, problem, "use sizes whose product divides the devices")
+        return LayoutError(field, pattern.text, problem, "use sizes whose product divides the devices")
     problem = refusal(dict.fromkeys(AXES, 1) | sizes, question) or "no layout of it keeps to the rules"
     allowed = [
         f"{axis}{size}" for axis in sizes for size in divisors(devices)
         if size > 1 and not refusal(dict.fromkeys(AXES, 1) | {axis: size}, question)
     ]  # fmt: skip
-    return LayoutError("--layout", pattern.text, problem, f"sizes that work: {', '.join(allowed) or 'none'}")
+    return LayoutError(field, pattern.text, problem, f"sizes that work: {', '.join(allowed) or 'none'}")
 
 
 def _too_large(question: Question, pattern: Pattern, nearest: Row) -> ConfigError:

@@ -20,7 +20,8 @@ def explained(row: Row) -> str:
         lines += _part(part, 1.0, "s")
     if row.simulated:
         lines += [f"  {'bubble, simulated':<28}{row.time['bubble']:>12.4g} s    messages between stages among it"]
-    lines += ["", f"a rank holds {row.held_bytes / GIB:.4g} GiB"]
+    over = "" if row.fits else f", which does not fit by {row.over_bytes / GIB:,.1f} GiB"
+    lines += ["", f"a rank holds {row.held_bytes / GIB:.4g} GiB{over}"]
     for part in row.memory_parts:
         lines += _part(part, GIB, "GiB")
     context = row.held_bytes - sum(row.memory.values())

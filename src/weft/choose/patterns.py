@@ -31,8 +31,8 @@ class Pattern:
     more: bool = True
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Raises LayoutError."""
+    def parse(cls, text: str, field: str = "--layout") -> Self:
+        """`field`: where it stands. Raises LayoutError."""
         sizes: dict[str, int | None] = {}
         options: list[tuple[str, str]] = []
         parts = text.strip().split(".")
@@ -42,14 +42,14 @@ class Pattern:
             match = _PART.fullmatch(part)
             if match is None:
                 fix = 'write axes as in "tp8.*" or "pp*.dp*.tp8+sequence"'
-                raise LayoutError("--layout", text, f"{part!r} is not an axis with a size", fix)
+                raise LayoutError(field, text, f"{part!r} is not an axis with a size", fix)
             axis, size, flags = match.groups()
             if axis not in AXES:
-                raise LayoutError("--layout", text, f"there is no axis {axis!r}", nearest(axis, AXES))
+                raise LayoutError(field, text, f"there is no axis {axis!r}", nearest(axis, AXES))
             if axis in sizes:
-                raise LayoutError("--layout", text, f"axis {axis} stands twice", "name each axis once")
+                raise LayoutError(field, text, f"axis {axis} stands twice", "name each axis once")
             if size == "0":
-                raise LayoutError("--layout", text, f"axis {axis} has size 0", "sizes start at 1")
+                raise LayoutError(field, text, f"axis {axis} has size 0", "sizes start at 1")
             sizes[axis] = None if size == "*" else int(size)
             for option in flags.split("+")[1:]:
                 if "*" in text and option not in OPTIONS[axis]:
@@ -58,7 +58,7 @@ class Pattern:
                     if (axis, option) == ("cp", "ulysses"):
                         fix = f"write up{size}, which is the same"
                     problem = f"the search knows no option {option!r} of {axis}"
-                    raise LayoutError("--layout", text, problem, fix)
+                    raise LayoutError(field, text, problem, fix)
                 options.append((axis, option))
         return cls(text.strip(), tuple(sizes.items()), tuple(options), "*" in parts)
 

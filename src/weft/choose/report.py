@@ -19,7 +19,8 @@ WIDTH = 120
 @dataclass(frozen=True)
 class Report:
     """`best`: the first row that weft itself would lay so; `refused`: those before it; `left_out` by the rules.
-    `took_s`: seconds of the search. `era`: what the software is priced as. `notes`: what else is to be known."""
+    `took_s`: seconds of the search. `era`: what the software is priced as. `notes`: what else is to be known.
+    `explained`: what was asked about."""
 
     question: Question
     ranked: Ranked
@@ -30,6 +31,7 @@ class Report:
     era: str
     took_s: float
     notes: Sequence[str] = ()
+    explained: Row | None = None
 
     def rows(self) -> list[Row]:
         """The best first, then as ranked, without those refused."""

@@ -93,10 +93,6 @@ def _pieces(c: Columns) -> Any:
     return product(c, *SEQUENCE_AXES) * np.where(np.asarray(c["cp"]) > 1, 2, 1)
 
 
-def _chain(work: Work) -> int:
-    return sum(block.count for block in work.blocks)
-
-
 def _plural(count: float, what: str) -> str:
     return f"{count:,.0f} {what}" + ("" if count == 1 else "s")
 
@@ -201,8 +197,8 @@ LEGAL = (
     ),
     Rule(
         ("pp", "chunks"),
-        lambda c, q: c["pp"] * c["chunks"] <= _chain(q.work),
-        lambda c, q: f"the model has {_plural(_chain(q.work), 'part')} for {c['pp'] * c['chunks']} stages",
+        lambda c, q: c["pp"] * c["chunks"] <= q.work.parts,
+        lambda c, q: f"the model has {_plural(q.work.parts, 'part')} for {c['pp'] * c['chunks']} stages",
     ),
 )
 

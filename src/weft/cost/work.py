@@ -109,3 +109,8 @@ class Work:
     def depth(self) -> int:
         """Number of repeated blocks."""
         return sum(block.count for block in self.blocks if block.repeated)
+
+    @property
+    def parts(self) -> int:
+        """Number of all blocks: as many stages there can be."""
+        return sum(block.count for block in self.blocks)

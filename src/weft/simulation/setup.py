@@ -88,8 +88,9 @@ class Setup:
             problem = f"{parts} microbatches over {ranks} ranks with samples of their own do not divide it"
             fix = f"use a multiple of {parts * ranks}, or another train.accumulate"
             raise ConfigError("train.batch", round(samples), problem, fix)
-        if self.size("pp") > max(1, self.work.depth):
-            problem = f"the model has {self.work.depth} blocks, and {self.name} {self.size('pp')} stages or more"
+        stages = self.size("pp") * int(self.choices.chunks[0])
+        if stages > max(1, self.work.parts):
+            problem = f"the model has {self.work.parts} parts, and {self.name} {stages} stages"
             raise ConfigError("--layout", self.name, problem, "use fewer")
 
     def size(self, axis: str) -> int:
