@@ -46,6 +46,28 @@ def priced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str
         "no level": {**GPT, "zero_stage": 10},
         "no, in words": {**GPT, "recompute": "No", "zero_stage": "none", "dtype": "float16", "offload": "-"},
         "interleaved": {**GPT, "schedule": "interleaved-1F1B", "pp": 2, "tp": 2, "zero_stage": 1, "dtype": "bf16"},
+        "yes, in words": {**GPT, "sp": "true", "tp": 2, "gated_mlp": "1", "tied_emb": "No", "compile": "False"},
+        "Y": {**GPT, "sp": "Y(reduce-scatter mode)", "tp": 2, "gated_mlp": "Y", "tied_emb": "N", "compile": "N"},
+        "perhaps": {**GPT, "sp": "perhaps"},
+        "no flash": {**GPT, "attn_kernel": "no flash"},
+        "flash": {**GPT, "attn_kernel": "SDPA flash"},
+        "small card": {**GPT, "accelerator": "A100-40GB", "layers": 20, "mbs": 8},
+        "large card": {**GPT, "accelerator": "A100-80GB", "layers": 20, "mbs": 8},
+        "smaller yet": {**GPT, "accelerator": "A100-SXM4-80GB", "accel_mem_gb": 16, "layers": 20, "mbs": 8},
+        "other card": {**GPT, "accelerator": "H100 PCIe"},
+        "no NVLink": {**GPT, "accelerator": "V100-32GB", "intra_link": "PCIe 3"},
+        "PCIe": {**GPT, "accelerator": "A100-80GB", "intra_link": "PCIe 4", "tp": 4},
+        "in bytes": {**GPT, "n_accel": 16, "inter_link": "25 GB/s per GPU"},
+        "in bits": {**GPT, "n_accel": 16, "inter_link": "8x200Gb/s"},
+        "slower": {**GPT, "n_accel": 16, "inter_link": "100 Gbps"},
+        "no rate": {**GPT, "n_accel": 16, "inter_link": "HDR"},
+        "other software": {**GPT, "framework": "Loom 3"},
+        "odd batch": {**GPT, "gbs": 66},
+        "few heads": {**GPT, "tp": 8, "heads": 4},
+        "few layers": {**GPT, "pp": 8, "layers": 2},
+        "few experts": {**GPT, "n_experts": 4, "top_k": 2, "moe_ffn": 1024, "ep": 8},
+        "how many experts": {**GPT, "n_experts": 8, "ep": 8},
+        "experts": {**GPT, "n_experts": 8, "top_k": 2, "ep": 8, "ffn": 4096},
     }
     folder = tmp_path_factory.mktemp("published")
     names = ["row_id", *dict.fromkeys(name for row in rows.values() for name in row)]
@@ -64,13 +86,16 @@ def test_each_covered_row_has_a_line(priced: tuple[dict[str, dict[str, str]], st
     found, said = priced
     names = ["row_id", "predicted_iter_time_s", "predicted_peak_mem_gib", "fits"]
     assert all(list(line) == names for line in found.values())
-    assert len(found) == 14
+    assert len(found) == 29
     for name, why in (
         ("tpu", "no sheet of TPU v4"), ("uneven", "8 accelerators are not dp2 x tp3 x cp1 x pp1"),
         ("no size", "'wide' is no number"), ("unknown", "layers is not known"), ("nothing", "mbs = 0 is no size"),
         ("no dtype", "dtype = 'posit8' has no price"), ("no schedule", "schedule = 'wavefront' has no price"),
         ("no chunks", "vp = 2 is not what gpipe has: 1"), ("no recompute", "recompute = 'sometimes' has no price"),
-        ("no level", "zero_stage = '10' has no price"),
+        ("no level", "zero_stage = '10' has no price"), ("perhaps", "sp = 'perhaps' has no price"),
+        ("other card", "no sheet of H100 PCIe over PCIe"), ("no NVLink", "no sheet of V100-32GB over PCIe"),
+        ("few heads", "4 heads do not divide over tp8"), ("few layers", "2 layers are too few for 8 stages"),
+        ("few experts", "4 experts do not divide over ep8"), ("how many experts", "top_k is not known"),
     ):  # fmt: skip
         assert name not in found and any(line.startswith(f"{name} is not covered") and why in line
                                          for line in said.splitlines())  # fmt: skip
@@ -81,6 +106,20 @@ def test_each_covered_row_has_a_line(priced: tuple[dict[str, dict[str, str]], st
     peaks = {name: float(line["predicted_peak_mem_gib"]) for name, line in found.items()}
     assert peaks["tp"] < peaks["plain"] < 80 < peaks["too large"]
     assert found["plain"]["fits"] == "Y" and found["too large"]["fits"] == "N"
+
+
+def test_what_a_row_says_in_other_words(priced: tuple[dict[str, dict[str, str]], str]) -> None:
+    found, said = priced
+    times = {name: float(line["predicted_iter_time_s"]) for name, line in found.items()}
+    assert times["yes, in words"] == times["Y"] != times["plain"]
+    assert times["no flash"] == times["plain"] != times["flash"]  # which Megatron's era had without
+    assert [found[name]["fits"] for name in ("small card", "large card", "smaller yet")] == ["N", "Y", "N"]
+    assert times["small card"] > times["large card"] == times["smaller yet"]  # its memory is slower, too
+    assert times["in bytes"] == times["in bits"] == times["no rate"] < times["slower"] and times["PCIe"] > times["tp"]
+    assert times["odd batch"] == times["other software"] == times["plain"]
+    assert "1 rows: inter_link 'HDR' names no rate: priced with InfiniBand HDR, 8 x 200 Gb/s a node" in said
+    assert "1 rows: framework 'Loom 3' is priced as megatron" in said
+    assert "1 rows: gbs 66 is no multiple of dp x mbs: priced as 64" in said
 
 
 def test_what_a_row_leaves_open_is_so_that_it_fits(priced: tuple[dict[str, dict[str, str]], str]) -> None:

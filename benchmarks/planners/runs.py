@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import rows as published
+from cells import flag, whole
 
 SINGLE_NODE = "vtrain"
 CLASSIC = "the 18"  # Table 1 of SC'21 (2104.04473) and Table 5 of 2205.05198, but for the run named in its text alone
@@ -80,7 +81,7 @@ def grouped(runs: Iterable[Run]) -> dict[tuple[object, ...], list[Run]]:
 
 def _run(row: published.Row) -> Run:
     def number(name: str, default: int) -> int:
-        return published.whole(row, name, default)
+        return whole(row, name, default)
 
     dims, tp, pp, cp = published.dims(row), number("tp", 1), number("pp", 1), number("cp", 1)
     devices, recompute = number("n_accel", 0), row.get("recompute") or "none"
@@ -91,7 +92,7 @@ def _run(row: published.Row) -> Run:
         accelerator=row.get("accelerator") or "A100-SXM4-80GB", devices=devices,
         dtype=re.split(r"[ (]", row.get("dtype") or "fp16")[0], flash="flash" in (row.get("attn_kernel") or ""),
         tp=tp, cp=cp, pp=pp, chunks=number("vp", 1), dp=number("dp", devices // (tp * pp * cp)),
-        zero=int((row.get("zero_stage") or "0")[0]), sequence=published.flag(row, "sp"),
+        zero=int((row.get("zero_stage") or "0")[0]), sequence=bool(flag(row, "sp")),
         microbatch=number("mbs", 1), batch=number("gbs", 1),
         recompute="selective" if recompute == "selective(core attention)" else recompute,
         nic_bps=published.hardware(row).tiers[1].bps, held=published.held(row), time_s=float(row["d_iter_time_s"]),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import rows as published
+from cells import Uncovered
 from kernels import ceiling, kernels
 
 from weft.cost.estimate import Estimate
@@ -156,7 +157,7 @@ def runs_of(one: Fitted, source: str, rows: list[published.Row], column: str) ->
             continue
         try:
             case = published.case(row)
-        except published.Uncovered:
+        except Uncovered:
             continue
         if case.setting.era == one.era:
             found.append((float(row[column]), case))

@@ -16,6 +16,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from cells import (
+    Row,
+    Uncovered,
+    dtype,
+    flag,
+    fused_attention,
+    memory,
+    network,
+    offloads,
+    recomputed,
+    unpriced,
+    whole,
+    zero,
+)  # fmt: skip
 
 from weft import schedule
 from weft.choose.rules import STAGES
@@ -27,15 +41,19 @@ from weft.cost.practice import Practice
 from weft.cost.work import Block, Work
 from weft.layout import Layout
 
-Row = Mapping[str, str]
 HERE = Path(__file__).parent
 GPT2 = 50257  # words of its vocabulary, where a row does not say
 
 SHEETS = (  # what an accelerator's name holds -> sheet; the first that fits
-    ("V100", "v100"), ("A100-PCIE", "a100-pcie"), ("A100-SXM4-40", "a100-40"), ("A100", "a100"), ("GB200", "gb200"),
-    ("GB300", "gb200"), ("B200", "b200"), ("B300", "b200"), ("H200", "h200"), ("GH200", "h200"), ("H100", "h100"),
-    ("H800", "h100"), ("MI300", "mi300x"), ("TPU V5E", "tpu-v5e"),
+    ("V100", "v100"), ("A100", "a100"), ("GB200", "gb200"), ("GB300", "gb200"), ("B200", "b200"), ("B300", "b200"),
+    ("H200", "h200"), ("GH200", "h200"), ("H100", "h100"), ("H800", "h100"), ("MI300", "mi300x"),
+    ("TPU V5E", "tpu-v5e"),
 )  # fmt: skip
+PCIE = {"a100": "a100-pcie"}  # sheet -> that of the same card without NVLink
+# The GB that a card is sold with, taken for GiB, are about so much more than its driver gives: whether a run fits is
+# asked of them, for the estimate is no nearer than that.
+SOLD = 1.01
+FRAMEWORKS = ("megatron", "deepspeed", "neox", "titan", "fsdp", "composer", "nanotron", "nemo", "bridge", "core")
 # Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32 masters and two moments.
 MIXED = Practice(
     compute="bf16", weight_bytes=2, grad_bytes=4, state_bytes=12, reduce_bytes=4, gather_bytes=2, update_bytes=36,
@@ -45,10 +63,6 @@ FSDP = Practice(
     compute="bf16", weight_bytes=4, grad_bytes=4, state_bytes=8, reduce_bytes=4, gather_bytes=2, update_bytes=32,
     logit_bytes=10, offloads=(),
 )  # fmt: skip
-
-
-class Uncovered(Exception):
-    """Why a row is not priced."""
 
 
 @dataclass(frozen=True)
@@ -82,80 +96,7 @@ class Case:
     experts: int
     told: bool = True  # whether the row says what is recomputed
     placed: bool = True  # whether it says what rests in host memory
-
-
-DTYPES = ("bf16", "fp16", "fp8", "fp4")
-NOT = ("", "n", "no", "none", "0", "false", "off", "-")  # what stands for nothing of a kind
-LARGEST = 2**40  # of a number in a row: products of several are still exact
-
-
-def number(row: Row, name: str) -> float | None:
-    """None for a cell that is empty, or 0. Raises Uncovered for one that is no size."""
-    text = (row.get(name) or "").strip()
-    try:
-        value = float(text or 0)
-    except ValueError:
-        raise Uncovered(f"{name} = {text!r} is no number") from None
-    if not 0 <= value <= LARGEST:
-        raise Uncovered(f"{name} = {text!r} is no size")
-    return value or None
-
-
-def whole(row: Row, name: str, default: int | None = None) -> int:
-    """Raises Uncovered for a cell that is empty, or 0, and has no default, and for one that is no whole number."""
-    value = number(row, name)
-    if value is None:
-        if default is None:
-            raise Uncovered(f"{name} = 0 is no size" if (row.get(name) or "").strip() else f"{name} is not known")
-        return default
-    if value != int(value):
-        raise Uncovered(f"{name} = {value:g} is no whole number")
-    return int(value)
-
-
-def offloads(row: Row) -> tuple[str, ...]:
-    """What rests in host memory, as `Practice` names it; of an optimizer gradients too, and where no more is said, of
-    it alone."""
-    text = (row.get("offload") or "").strip().lower()
-    if text in NOT:
-        return ()
-    found = [name for word, name in (("param", "weights"), ("activation", "activations")) if word in text]
-    return (*found, *(("gradients", "optimizer") if "optim" in text or not found else ()))
-
-
-def flag(row: Row, name: str) -> bool:
-    return (row.get(name) or "").strip().upper().startswith("Y")
-
-
-def unpriced(row: Row, name: str, words: Iterable[str]) -> Uncovered:
-    return Uncovered(f"{name} = {row[name]!r} has no price: it is none of {', '.join(words)}")
-
-
-def dtype(row: Row) -> str:
-    """In lower case. Raises Uncovered for one whose matmuls no sheet knows."""
-    text = (row.get("dtype") or "").strip().lower().replace("bfloat", "bf").replace("float", "fp") or "fp16"
-    if not any(word in text for word in DTYPES):
-        raise unpriced(row, "dtype", DTYPES)
-    return text
-
-
-def zero(row: Row) -> str:
-    """The level of ZeRO: "0" to "3"."""
-    text = (row.get("zero_stage") or "").strip().lower()
-    match = re.match(r"(?:zero[ -]?)?([0-3])(?![0-9])", text)
-    if match is None and text not in NOT and not text.startswith("hsdp"):
-        raise unpriced(row, "zero_stage", ("0", "1", "2", "3", "hsdp"))
-    return match[1] if match else "0" if text in NOT else "3"
-
-
-def recomputed(row: Row) -> str:
-    """ "none", "full", or what begins with "selective"."""
-    text = (row.get("recompute") or "").strip().lower().rstrip("?")
-    if text.startswith("selective"):
-        return text
-    if text in NOT or text.startswith(("full", "yes")):
-        return "none" if text in NOT else "full"
-    raise unpriced(row, "recompute", ("none", "full", "selective"))
+    notes: tuple[str, ...] = ()  # what was taken for what the row says
 
 
 def stages(row: Row) -> tuple[str, int]:
@@ -180,11 +121,11 @@ def stages(row: Row) -> tuple[str, int]:
 def framework(row: Row) -> tuple[str, Practice]:
     """The era of software, and how it keeps what belongs to a parameter: the least where a row does not state it."""
     name, kind, level = (row.get("framework") or "Megatron-DeepSpeed").lower(), dtype(row), zero(row)
-    compiled = flag(row, "compile")
+    compiled = flag(row, "compile")  # None where it is not said
     if "zero-3" in name and "deepspeed" in name:
         return "deepspeed", replace(MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True, messages=4)
     if "titan" in name:
-        eager = (row.get("compile") or "").upper() == "N"
+        eager = compiled is False
         # its blocks are compiled; its loss too in part of 2024, and since April of 2025 (pull requests 642, 755, 1033),
         # which leaves logits and a gradient
         late = not eager and (row.get("published") or "") >= "2025-04"
@@ -236,13 +177,16 @@ def framework(row: Row) -> tuple[str, Practice]:
 def hardware(row: Row) -> Hardware:
     """The sheet of the row's accelerator, with the networks that the row names."""
     name = (row.get("accelerator") or "A100-SXM4-80GB").strip()
-    found = next((sheet for word, sheet in SHEETS if word in name.upper()), None)
+    found, sold = next((sheet for word, sheet in SHEETS if word in name.upper()), None), memory(row, name)
+    if "PCI" in name.upper() or "PCI" in (row.get("intra_link") or "").upper() or re.search(r"\bNVL\b", name.upper()):
+        found, name = PCIE.get(found or ""), f"{name} over PCIe"
     if found is None:
         raise Uncovered(f"there is no sheet of {name}")
+    if found == "a100" and sold == 40:
+        found = "a100-40"
     sheet = named(found)
-    memory = number(row, "accel_mem_gb")
-    if memory:
-        sheet = sheet.model_copy(update={"device": sheet.device.model_copy(update={"memory_gib": memory})})
+    device = sheet.device.model_copy(update={"memory_gib": sold or SOLD * sheet.device.memory_gib})
+    sheet = sheet.model_copy(update={"device": device})
     link, titan = row.get("inter_link") or "", "titan" in (row.get("framework") or "").lower()
     if "omni" in link.lower():
         sheet = sheet.model_copy(update={"name": f"{sheet.name}-omnipath"})
@@ -253,35 +197,28 @@ def hardware(row: Row) -> Hardware:
     node = whole(row, "accel_per_node", sheet.node)
     inner, *outer = sheet.tiers
     inner = inner.model_copy(update={"devices": max(node, 72 if "NVL72" in (row.get("intra_link") or "") else node)})
+    if "H800" in name.upper():  # an H100 with less of NVLink
+        inner = inner.model_copy(update={"bps": 200e9})
     if "EFA" in link:  # whose messages go through the host
         outer = [tier.model_copy(update={"latency_s": 6e-5}) for tier in outer]
-    rate = _network(link, node)
+    rate = network(row, node)
     if rate and outer:
         outer = [outer[0].model_copy(update={"bps": rate})]
     return sheet.model_copy(update={"tiers": (inner, *outer)})
 
 
-def _network(text: str, node: int) -> float | None:
-    """Bytes per second of one device, each way, of a link such as `8x200Gb/s HDR IB` or `400Gb/s per node`."""
-    match = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(G|T)b(?:/s|ps)", text)
-    if match is None:
-        return None
-    count, rate, unit = int(match[1] or 1), float(match[2]), match[3]
-    total = count * rate * (1e12 if unit == "T" else 1e9) / 8
-    return total if "per GPU" in text else total / node
-
-
 def dims(row: Row) -> Dims:
-    hidden, gated = whole(row, "hidden"), flag(row, "gated_mlp")
-    heads, tp = whole(row, "heads"), whole(row, "tp", 1)
+    hidden, gated = whole(row, "hidden"), bool(flag(row, "gated_mlp"))
+    heads, tp, experts = whole(row, "heads"), whole(row, "tp", 1), whole(row, "n_experts", 0)
     vocab = whole(row, "vocab", GPT2)
     if tp > 1:  # as Megatron pads it
         vocab = -(-vocab // (128 * tp)) * 128 * tp
     return Dims(
         layers=whole(row, "layers"), hidden=hidden, heads=heads, vocab=vocab,
         seq_len=whole(row, "seq_len"), ffn=whole(row, "ffn", 4 * hidden), kv_heads=whole(row, "kv_heads", heads),
-        head_dim=whole(row, "head_dim", 0), gated=gated, tied=(row.get("tied_emb") or "Y").upper() != "N",
-        num_experts=whole(row, "n_experts", 0), top_k=whole(row, "top_k", 0), moe_ffn=whole(row, "moe_ffn", 0),
+        head_dim=whole(row, "head_dim", 0), gated=gated, tied=flag(row, "tied_emb") is not False,
+        num_experts=experts, top_k=whole(row, "top_k") if experts else 0,
+        moe_ffn=whole(row, "moe_ffn", whole(row, "ffn", 0) or None) if experts else 0,
     )  # fmt: skip
 
 
@@ -315,19 +252,21 @@ def case(row: Row) -> Case:
         axes += [f"dp{dp // sharded}", f"fsdp{sharded}{option}{spread}"]
     else:
         axes += [f"dp{dp}" + ("+ep" if sizes["ep"] > 1 else "")]
-    sequence = flag(row, "sp") and sizes["tp"] > 1
+    sequence = bool(flag(row, "sp")) and sizes["tp"] > 1
     axes += [f"cp{sizes['cp']}", f"tp{sizes['tp']}" + ("+sequence" if sequence else "")]
     name, chunks = stages(row)
-    kernel = (row.get("attn_kernel") or "").lower()
-    flash = "flash" in kernel or (era != "megatron" and "unfused" not in kernel)
+    told = fused_attention(row)
+    flash = era != "megatron" if told is None else told
     fused = "nanotron" not in (row.get("framework") or "").lower()
     text = recomputed(row)
     recompute: str | int = "full" if text == "full" else "none"
     if text.startswith("selective"):
         # torchtitan's "op" runs every second matmul again; of others, what is run again is not said
         recompute = "selective" if "core" in text else 2
+    model = dims(row)
+    _check(model, sizes, chunks, n)
     setting = Setting(
-        dims(row),
+        model,
         Cluster(hardware=sheet, devices=n),
         era,
         practice,
@@ -343,7 +282,35 @@ def case(row: Row) -> Case:
         sizes["ep"] if whole(row, "n_experts", 0) else 1,
         told=(row.get("recompute") or "").strip().lower() not in ("", "selective"),  # of how many blocks?
         placed=era != "deepspeed" or bool((row.get("offload") or "").strip()),
+        notes=tuple(_notes(row, era, sheet, n, batch, dp * mbs * accumulate)),
     )  # fmt: skip
+
+
+def _check(model: Dims, sizes: Mapping[str, int], chunks: int, n: int) -> None:
+    """Raises Uncovered for what no software could lay so."""
+    tp, pp, ep, keys = sizes["tp"], sizes["pp"], sizes["ep"], model.kv_heads or model.heads
+    problems = (
+        (model.heads % tp, f"{model.heads} heads do not divide over tp{tp}"),
+        (keys % tp and tp % keys, f"{keys} key heads do not divide over tp{tp}"),
+        (not model.head_dim and model.hidden % model.heads, f"hidden {model.hidden} is no multiple of the heads"),
+        (pp * chunks > model.layers + 2, f"{model.layers} layers are too few for {pp * chunks} stages"),
+        (model.num_experts and model.num_experts % ep, f"{model.num_experts} experts do not divide over ep{ep}"),
+        (model.num_experts and n // pp % ep, f"the {n // pp} ranks of a stage do not divide by ep{ep}"),
+    )
+    for wrong, problem in problems:
+        if wrong:
+            raise Uncovered(problem)
+
+
+def _notes(row: Row, era: str, sheet: Hardware, n: int, batch: int, priced: int) -> Iterable[str]:
+    """What of a row is taken for something else, or for nothing."""
+    name, link = row.get("framework") or "", row.get("inter_link") or ""
+    if name and not any(word in name.lower() for word in FRAMEWORKS):
+        yield f"framework {name!r} is priced as {era}"
+    if link and n > sheet.tiers[0].devices and "omni" not in link.lower() and network(row, 1) is None:
+        yield f"inter_link {link!r} names no rate: priced with {sheet.tiers[-1].name}"
+    if batch != priced:
+        yield f"gbs {batch} is no multiple of dp x mbs: priced as {priced}"
 
 
 @dataclass(frozen=True)

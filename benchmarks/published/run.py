@@ -15,7 +15,7 @@ import csv
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import rows as published
+from cells import Uncovered, flag, number
 
 from weft.cost.hardware import Era
 from weft.errors import Refusal
@@ -61,7 +62,7 @@ class Predicted:
         self.peak_gib = float(nbytes[place]) / GIB
         self.measured_s = measured(row, "d_iter_time_s") or measured(row, "iter_time_s")
         self.measured_gib = measured(row, "peak_mem_gib")
-        self.oom = (row.get("oom") or "").upper().startswith("Y")
+        self.oom = bool(measured(row, "oom", flag))
 
     @property
     def error(self) -> float:
@@ -70,11 +71,11 @@ class Predicted:
         return self.step_s / self.measured_s - 1
 
 
-def measured(row: published.Row, name: str) -> float | None:
+def measured(row: published.Row, name: str, read: Callable[[published.Row, str], Any] = number) -> Any:
     """None for a cell that is no measurement."""
     try:
-        return published.number(row, name)
-    except published.Uncovered as problem:
+        return read(row, name)
+    except Uncovered as problem:
         print(f"{row['row_id']} is not scored: {problem}", file=sys.stderr)
         return None
 
@@ -88,9 +89,11 @@ def predictions(
         try:
             cases.append(replace(published.case(row), row_id=str(len(kept))))  # names of rows may repeat
             kept.append(row)
-        except (published.Uncovered, Refusal) as error:
+        except (Uncovered, Refusal) as error:
             reasons[f"{row.get('source_id') or 'rows'}: {error}"] += 1
             print(f"{row['row_id']} is not covered: {error}", file=sys.stderr)
+    for note, count in Counter(note for one in cases for note in one.notes).items():
+        print(f"{count} rows: {note}", file=sys.stderr)
     found = published.predict(cases, eras)
     return [Predicted(row, *found[case.row_id]) for row, case in zip(kept, cases, strict=True)], reasons
 

@@ -85,7 +85,7 @@ class Tier(Table):
 class Device(Table):
     """[device]"""
 
-    memory_gib: Rate = Field(description="GiB of one device")
+    memory_gib: Rate = Field(description="GiB of one device, as its driver gives them")
     memory_bps: Rate = Field(description="bytes per second that one device reads and writes")
     host_bps: Rate = Field(description="bytes per second to the host's memory, each way")
     flops: dict[str, Rate] = Field(min_length=1, description="dtype -> peak per second, dense")
