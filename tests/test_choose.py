@@ -401,6 +401,16 @@ def test_a_bubble_is_named() -> None:
     assert " bubble " in why(asked, row, best)
 
 
+def test_what_computes_longer_is_said_to() -> None:
+    """All kinds of it together: a kind may take longer because there is less of another."""
+    asked = question(64, large(), batch=512)
+    best = rank(asked).rows[0]
+    taken = sum(best.time[name] for name in ("matmul", "attention", "memory"))
+    time = {**best.time, "memory": best.time["memory"] + taken / 2, "optimizer": best.time["optimizer"] + taken / 9}
+    row = replace(best, time=time, step_s=sum(time.values()))
+    assert why(asked, row, best).endswith(" slower: computes 1.5 x as long")
+
+
 # ---- weft's own planner ----------------------------------------------------------------------------------------------
 
 

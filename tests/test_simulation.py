@@ -26,7 +26,7 @@ from weft.costs import Costs
 from weft.errors import ConfigError
 from weft.layout import Layout
 from weft.simulate import simulate
-from weft.simulation import agree, command, failures, grid, report, scaling, stragglers
+from weft.simulation import agree, command, failures, grid, replicas, report, scaling, stragglers
 from weft.simulation.failures import Faults
 from weft.simulation.fleet import Fleet
 from weft.simulation.setup import Setup
@@ -42,6 +42,18 @@ def setup(axes: str, batch: int = 64, accumulate: int = 4, named: str = "1f1b", 
     cluster = Cluster.parse(f"h100x{layout.world}")
     software = cluster.hardware.era("megatron").model_copy(update=era)
     return Setup(axes, dims.work(MODEL), choices, cluster, software, Practice(added_bytes=12.0), 1000)
+
+
+PLAIN = sync.make("allreduce")
+assert isinstance(PLAIN, EachStep)
+
+
+def period(steps: int, fragments: int = 1, delay: int = 0) -> EachPeriod:
+    return EachPeriod("mine", PLAIN.codec, steps, fragments=fragments, delay=delay)
+
+
+def any_time(staleness: int | None) -> AnyTime:
+    return AnyTime("mine", PLAIN.codec, 1, staleness)
 
 
 def step_s(made: Setup, slow: dict[int, float]) -> float:
@@ -168,6 +180,36 @@ def test_a_slow_link(axis: str) -> None:
     assert planned.step_s < slow[0] < slow[1]
 
 
+@pytest.mark.parametrize("axis", ["dp", "fsdp", "pp", "tp"])
+def test_a_slow_link_in_company(axis: str) -> None:
+    """With a device that is hardly slower a step takes what it takes with the first link alone, and so it does where
+    replicas agree each step; with a slow device of the same stage more than with either."""
+    made = setup("dp2.fsdp2.pp2.tp2", 64, 8, launch_s=0.0)
+    alone = stragglers.table(made, {}, {axis: 8.0}, 0.0, 0)[1].step_s
+    *_, both = stragglers.table(made, {0: 1 + 1e-9}, {axis: 8.0}, 0.0, 0)
+    assert both.name == "all together" and both.step_s == pytest.approx(alone, rel=1e-6)
+    [agreed] = replicas.table(made, {"each step": PLAIN}, {}, {axis: 8.0}, 0.0, 0)
+    assert agreed.met_s == pytest.approx(alone, rel=1e-9) and agreed.planned_s == pytest.approx(step_s(made, {}))
+    *_, more = stragglers.table(made, {None: 1.5}, {axis: 8.0}, 0.0, 0)
+    assert more.name == "all together, x1.5 on device 0" and more.step_s > max(alone, step_s(made, {0: 1.5}))
+    assert stragglers.devices({None: 1.5, 0: 2.0}) == {1: 1.5, 0: 2.0}
+
+
+def test_who_waits_for_a_slow_link_between_replicas() -> None:
+    """All, where they agree each step; all, once a period; one, where it comes and goes by itself."""
+    made = setup("dp8", 64, 8, launch_s=0.0)
+    ways = {"each": PLAIN, "period": period(10), "any": any_time(None)}
+    each, periods, any_ = replicas.table(made, ways, {}, {"dp": 50.0}, 0.0, 0)
+    longer = {one.name: one.met_s - one.planned_s for one in (each, periods, any_)}
+    exchange = [replace(made, sync=period(10)).step(links={"dp": by}).exchange_s for by in (1.0, 50.0)]
+    assert longer["period"] == pytest.approx((exchange[1] - exchange[0]) / 10)
+    assert longer["each"] > 5 * longer["period"]
+    turn = [replace(made, sync=any_time(None)).step(links={"dp": by}).exchange_s / 7 for by in (1.0, 50.0)]
+    assert 0 < longer["any"] < turn[1] - turn[0], "seven of eight do not go over it"
+    with pytest.raises(ValueError):
+        agree.ends(any_time(None), np.ones((4, 3)), np.ones(2))
+
+
 def test_jitter_is_the_highest_of_so_many_draws() -> None:
     """Of replicas of one device each, whose step is their own work: E max of n normals, by integration."""
     made, sigma = setup("dp512", 512, 1, fixed_s=0.0), 0.03
@@ -184,9 +226,6 @@ def test_jitter_is_the_highest_of_so_many_draws() -> None:
 
 # ---- replicas --------------------------------------------------------------------------------------------------------
 
-PLAIN = sync.make("allreduce")
-assert isinstance(PLAIN, EachStep)
-
 
 def own(steps: int = 240, replicas: int = 32, jitter: float = 0.1) -> Any:
     return np.exp(jitter * np.random.default_rng(5).standard_normal((steps, replicas)))
@@ -194,14 +233,6 @@ def own(steps: int = 240, replicas: int = 32, jitter: float = 0.1) -> Any:
 
 def rate(how: Any, seconds: Any, exchange_s: float = 0.0) -> float:
     return agree.step_s(how, agree.ends(how, seconds, exchange_s))
-
-
-def period(steps: int, fragments: int = 1, delay: int = 0) -> EachPeriod:
-    return EachPeriod("mine", PLAIN.codec, steps, fragments=fragments, delay=delay)
-
-
-def any_time(staleness: int | None) -> AnyTime:
-    return AnyTime("mine", PLAIN.codec, 1, staleness)
 
 
 def test_a_period_of_one_step_is_synchronous() -> None:
@@ -311,6 +342,22 @@ def test_more_failures_cost_more() -> None:
         failures.lost(Faults(10.0, 60.0, 300.0), 1000, 1.0)
 
 
+def test_a_run_that_is_shorter_than_its_best_interval_never_saves() -> None:
+    """And takes what it takes without a checkpoint, but for failures, after which it begins anew."""
+    faults = Faults(3000.0, 60.0, 200.0)
+    short, long = (failures.lost(faults, steps, 5.0, every=1000) for steps in (100, 1000))
+    assert failures.best_s(faults) > 500 and short.best.every == 100 and long.best.every < 1000
+    assert all(each.every == 100 for each in short.intervals)
+    anew = (3000 + 200) * math.expm1(500 / 3000)  # of independent tries, a restart beside each but the first
+    assert short.expected_s == pytest.approx(anew, rel=0.07)
+    assert abs(short.drawn.wall_s - short.expected_s) < 5 * short.drawn.error_s
+    assert max(interval for interval, _ in short.curve) == pytest.approx(500)
+    [own] = [each for each in long.intervals if each.name == "run file"]
+    assert own.every == 1000 and own.goodput == pytest.approx(
+        float(failures.goodput(5000.0, replace(faults, pause_s=1e-9)))
+    )
+
+
 # ---- scaling ---------------------------------------------------------------------------------------------------------
 
 
@@ -404,6 +451,9 @@ def test_text(everything: report.Report) -> None:
         ({"links": {"cp": 4.0}}, "--slow-link = 'cp': is no axis of .* Write one of pp, dp, tp"),
         ({"links": {"tp": 0.5}}, "--slow-link = 0.5"),
         ({"jitter": 3.0}, "--jitter = 3.0"),
+        ({"checkpoint_s": 3.0}, "--checkpoint = 3.0: is of failures, and none are asked for"),
+        ({"storage_gbps": 3.0}, "--storage = 3.0: is of failures"),
+        ({"restart_s": 3.0}, "--restart = 3.0: is of failures"),
         ({"mtbf_h": 100.0}, "--checkpoint = None: what a checkpoint takes is not said"),
         ({"mtbf_h": 100.0, "checkpoint_s": 3.0, "storage_gbps": 3.0}, "--checkpoint = 3.0"),
         ({"mtbf_h": -1.0, "checkpoint_s": 3.0}, "--mtbf = -1.0"),

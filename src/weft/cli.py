@@ -329,7 +329,9 @@ def simulate(
         float | None,
         typer.Option(metavar="GB/S", help="Or at which all ranks together write one, beside training, from a copy."),
     ] = None,
-    restart: Annotated[float, typer.Option(metavar="SECONDS", help="From a failure until training goes on.")] = 300.0,
+    restart: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="From a failure until training goes on: 300, if left out.")
+    ] = None,
     scale: Annotated[
         str | None, typer.Option(metavar="weak|strong", help="More replicas: the batch grows with them, or stays.")
     ] = None,

@@ -24,7 +24,7 @@ from ..cost.work import Work
 from ..errors import ConfigError, LayoutError
 from ..layout import Layout
 from .candidates import Candidates, candidates, divisors, left_out, refusal, staged, ways
-from .explain import described
+from .explain import described, over
 from .legal import Judge, chosen
 from .obvious import losers
 from .patterns import ANY, Pattern
@@ -107,15 +107,13 @@ def notes(question: Question, pattern: Pattern, found: Ranked, judge: Judge) -> 
         name = judge.run.pipeline.schedule
         own = name not in schedule.folder() and any(row.schedule for row in found.rows)
         return [f"{name} is not searched: a whole --layout is priced with it"] if own else []
-    other = None if found.fits else _otherwise(question, pattern, found.rows[0], judge)
-    return [] if other is None else [f"it would fit as {described(other)}"]
-
-
-def _otherwise(question: Question, pattern: Pattern, row: Row, judge: Judge) -> Row | None:
-    """The same layout and schedule with other microbatches and recomputation: the fastest that fits, if one does."""
     one = _written(judge.run, pattern)
-    found = _best_way(question, one, [_stages(one)], judge)
-    return found if found is not None and found.fits else None
+    other = None if found.fits else _best_way(question, one, [_stages(one)], judge)
+    if other is None:
+        return []
+    if other.fits:
+        return [f"it would fit as {described(other)}"]
+    return [f"it fits with no microbatches and no recomputation: the nearest, {described(other)}, {over(other)}"]
 
 
 def _best_way(question: Question, one: Candidates, schedules: Sequence[tuple[str, int]], judge: Judge) -> Row | None:

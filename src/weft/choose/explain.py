@@ -20,8 +20,8 @@ def explained(row: Row) -> str:
         lines += _part(part, 1.0, "s")
     if row.simulated:
         lines += [f"  {'bubble, simulated':<28}{row.time['bubble']:>12.4g} s    messages between stages among it"]
-    over = "" if row.fits else f", which does not fit by {row.over_bytes / GIB:,.1f} GiB"
-    lines += ["", f"a rank holds {row.held_bytes / GIB:.4g} GiB{over}"]
+    held = f"a rank holds {row.held_bytes / GIB:.4g} GiB"
+    lines += ["", held if row.fits else f"{held}, which {over(row)}"]
     for part in row.memory_parts:
         lines += _part(part, GIB, "GiB")
     context = row.held_bytes - sum(row.memory.values())
@@ -44,6 +44,11 @@ def described(row: Row) -> str:
     stages = f", {row.schedule}{_options(row.options)}" if row.schedule else ""
     again = f", recompute {row.recompute}" if row.recompute != "none" else ""
     return f"{row.layout}: {row.accumulate} microbatches of {row.microbatch}{stages}{again}"
+
+
+def over(row: Row) -> str:
+    """By how much one is too large."""
+    return f"does not fit by {row.over_bytes / GIB:,.1f} GiB"
 
 
 def _time(row: Row) -> list[Part]:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cost.hardware import GIB
 from ..cost.layers import MEASURED
 from ..layout import Layout
 from .candidates import candidates, refusal, scheduled, together
+from .explain import over
 from .patterns import Pattern
 from .question import Question
 from .ranking import TIE, Row, priced_best, simulated
 
 SAID = {"matmul": "matmuls", "memory": "elementwise work"}  # in other words than an estimate's
+COMPUTING = "computing"
 COMPUTE = ("matmuls", "attention", "elementwise work", MEASURED)
 NEAR = 1 + TIE  # times as long is no loss to speak of
 
@@ -94,19 +95,28 @@ def _refused(question: Question, devices: int, text: str) -> str:
 def why(question: Question, row: Row, best: Row) -> str:
     """Why a choice is not as good as the best."""
     if not row.fits:
-        return f"does not fit by {_gib(row.over_bytes)} GiB"
+        return over(row)
     times = row.step_s / best.step_s
     if times < 1 / NEAR:
         return f"{1 / times - 1:.0%} faster, but left out of this search"
     if times < NEAR:
         more = len(Layout.parse(row.layout).axes) > len(Layout.parse(best.layout).axes)
         return "as fast" + (", with more axes" if more else "")
-    mine, its = shares(best), shares(row)
-    axis = max(its, key=lambda name: its[name] * row.step_s - mine.get(name, 0.0) * best.step_s)
+    mine, its = _seconds(best), _seconds(row)
+    part = max(its, key=lambda name: its[name] - mine.get(name, 0.0))
     slower = f"{times:.2g} x slower" if times >= 1.1 else f"{times - 1:.0%} slower"
-    if its.get(axis, 0.0) < 0.005:  # all of it takes longer: matrices are smaller, or a stage is
-        return slower
-    return f"{slower}: {axis} {its[axis]:.0%}{_crossing(question, row, axis)}"
+    if part == COMPUTING:  # matrices are smaller, or a stage has more of them
+        return f"{slower}: computes {its[part] / mine[part]:.2g} x as long"
+    return f"{slower}: {part} {its[part] / row.step_s:.0%}{_crossing(question, row, part)}"
+
+
+def _seconds(row: Row) -> dict[str, float]:
+    """Of each part, all that is computed as one."""
+    found = {COMPUTING: 0.0}
+    for name, share in shares(row).items():
+        name = COMPUTING if name in COMPUTE else name
+        found[name] = found.get(name, 0.0) + share * row.step_s
+    return found
 
 
 def shares(row: Row) -> dict[str, float]:
@@ -132,7 +142,3 @@ def _crossing(question: Question, row: Row, axis: str) -> str:
         return ""
     inner = layout.sizes[layout.axes.index(axis) :]
     return ", over nodes" if math.prod(size for _, size in inner) > node else ""
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:,.1f}"

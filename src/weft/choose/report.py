@@ -9,6 +9,7 @@ from typing import Any
 from ..cost.hardware import GIB
 from ..errors import Refusal
 from .candidates import LeftOut
+from .explain import over
 from .obvious import Loser, limits
 from .question import Question
 from .ranking import Ranked, Row
@@ -112,7 +113,7 @@ class Report:
 
     def _limit(self, row: Row) -> str:
         if not row.fits:
-            return f"{limits(row)}; does not fit by {row.over_bytes / GIB:,.1f} GiB"
+            return f"{limits(row)}; {over(row)}"
         share = row.held_bytes / self.question.memory_bytes
         return limits(row) + (f", memory {share:.0%}" if share > 0.9 else "")
 

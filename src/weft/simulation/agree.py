@@ -15,15 +15,16 @@ from ..cost.choices import Array
 from ..syncs import AnyTime, EachPeriod, EachStep, Sync
 
 
-def ends(sync: Sync, own: Array, exchange_s: float = 0.0) -> Array:
+def ends(sync: Sync, own: Array, exchange_s: Array | float = 0.0) -> Array:
     """When each replica ends each step. `exchange_s`: what an exchange of all gradients, or weights, adds: to each
-    step; to each period, over all fragments; or of a push and a pull, when no other replica is at the servers."""
+    step; to each period, over all fragments; or of a push and a pull, when no other replica is at the servers, which
+    may be another number for each replica."""
     match sync:
         case EachStep():
             steps = np.cumsum(own.max(axis=1) + exchange_s)
             return np.broadcast_to(steps[:, None], own.shape)
         case EachPeriod():
-            return _by_period(sync, own, exchange_s)
+            return _by_period(sync, own, float(exchange_s))
         case AnyTime():
             return _any_time(sync, own, exchange_s)
 
@@ -62,8 +63,8 @@ def _by_period(sync: EachPeriod, own: Array, exchange_s: float) -> Array:
     return found
 
 
-def _any_time(sync: AnyTime, own: Array, exchange_s: float) -> Array:
-    """Servers take replicas in the order in which they come, each for half of `exchange_s`, and read while they write.
+def _any_time(sync: AnyTime, own: Array, exchange_s: Array | float) -> Array:
+    """Servers take replicas in the order in which they come, each for half of its exchange, and read while they write.
     Weights for its next step go to a replica that is at most `staleness` steps ahead of the slowest (stale synchronous
     parallel, Ho et al. 2013)."""
     steps, replicas = own.shape
@@ -71,14 +72,14 @@ def _any_time(sync: AnyTime, own: Array, exchange_s: float) -> Array:
     takes: list[list[float]] = own.T.tolist()
     found: list[list[float]] = [[] for _ in takes]  # lists: one number at a time
     at = [replicas] + [0] * steps  # how many have done so many steps
-    slowest, free, half = 0, 0.0, exchange_s / 2
+    slowest, free, halves = 0, 0.0, np.broadcast_to(np.asarray(exchange_s) / 2, replicas).tolist()
     ahead: list[int] = []  # who waits for the slowest
     coming = [(times[0], r) for r, times in enumerate(takes)]
     heapq.heapify(coming)
     while coming:
         ready, r = heapq.heappop(coming)
-        free = max(free, ready) + half
-        now = free + half
+        free = max(free, ready) + halves[r]
+        now = free + halves[r]
         done = found[r]
         at[len(done)] -= 1
         done.append(now)

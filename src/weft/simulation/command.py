@@ -22,6 +22,7 @@ from .report import Report
 from .scaling import Mode
 from .setup import Setup
 
+RESTART_S = 300.0  # where it is not said
 LOCAL_STEPS, STALENESS = 10, 4  # of the ways to agree that are shown beside all-reduce
 GB = 1e9
 
@@ -30,7 +31,8 @@ GB = 1e9
 class Asked:
     """`slow`: device -> factor, None for one device anywhere. `mtbf_h`, `node_mtbf_h`: hours, of one device or node.
     A checkpoint stops training for `checkpoint_s`; or, with `storage_gbps` (GB per second of all ranks together), for a
-    copy to host memory, and is written beside training. `every`: the run's own steps between checkpoints."""
+    copy to host memory, and is written beside training. `restart_s`, or RESTART_S. `every`: the run's own steps
+    between checkpoints."""
 
     slow: Mapping[int | None, float] = field(default_factory=dict)
     links: Mapping[str, float] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class Asked:
     node_mtbf_h: float | None = None
     checkpoint_s: float | None = None
     storage_gbps: float | None = None
-    restart_s: float = 300.0
+    restart_s: float | None = None
     every: int = 0
     scale: Mode | None = None
     to: int | None = None
@@ -49,6 +51,11 @@ class Asked:
         if (self.scale is None) != (self.to is None):
             name, value = ("--scale", self.scale) if self.to is None else ("--to", self.to)
             raise ConfigError(name, value, "one goes with the other", "write --scale weak --to 4096")
+        takes = {"--checkpoint": self.checkpoint_s, "--storage": self.storage_gbps, "--restart": self.restart_s}
+        for name, number in takes.items():
+            if number is not None and not self.fails:
+                fix = "write --mtbf HOURS or --node-mtbf HOURS too, or leave it out"
+                raise ConfigError(name, number, "is of failures, and none are asked for", fix)
         given = {"--mtbf": self.mtbf_h, "--node-mtbf": self.node_mtbf_h, "--storage": self.storage_gbps}
         for name, number in given.items():
             if number is not None and not (math.isfinite(number) and number > 0):
@@ -109,11 +116,12 @@ def simulated(setup: Setup, asked: Asked) -> Report:
     step = setup.step()
     acted = picture.pipeline(setup, step)
     timeline = picture.whole(acted, step)
-    varies = bool(asked.slow or asked.jitter)
+    varies = bool(asked.slow or asked.links or asked.jitter)
     rows = stragglers.table(setup, asked.slow, asked.links, asked.jitter, asked.seed)
     agreed = []
     if varies and setup.size("dp") > 1:
-        agreed = replicas.table(setup, _ways(setup), stragglers.devices(asked.slow), asked.jitter, asked.seed)
+        factors = stragglers.devices(asked.slow)
+        agreed = replicas.table(setup, _ways(setup), factors, asked.links, asked.jitter, asked.seed)
     return Report(
         setup, step, acted, timeline, rows, agreed,
         lost(faults, setup.steps, timeline.makespan_s, asked.every, asked.seed) if faults else None,
@@ -138,13 +146,12 @@ def _faults(setup: Setup, asked: Asked) -> Faults:
     mtbf = mtbf_of_all(
         setup.devices, 3600 * (asked.mtbf_h or math.inf), setup.cluster.nodes, 3600 * (asked.node_mtbf_h or math.inf)
     )
+    restart = RESTART_S if asked.restart_s is None else asked.restart_s
     if asked.checkpoint_s is not None:
-        return Faults(mtbf, asked.checkpoint_s, asked.restart_s)
+        return Faults(mtbf, asked.checkpoint_s, restart)
     assert asked.storage_gbps is not None
     own, everything = checkpoint_bytes(setup)
-    return Faults(
-        mtbf, own / setup.cluster.hardware.device.host_bps, asked.restart_s, everything / (asked.storage_gbps * GB)
-    )
+    return Faults(mtbf, own / setup.cluster.hardware.device.host_bps, restart, everything / (asked.storage_gbps * GB))
 
 
 def checkpoint_bytes(setup: Setup) -> tuple[float, float]:

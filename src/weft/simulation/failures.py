@@ -8,13 +8,14 @@ beside training. All times are in seconds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..cost.choices import Array
 from ..errors import ConfigError
 
+LEAST_S = 1e-9  # of what takes time
 LEAST = 1e-3  # of goodput: with less a run hardly ever gets from one checkpoint to the next
 
 
@@ -29,7 +30,7 @@ class Faults:
 
     def __post_init__(self) -> None:
         for name, value, least in (
-            ("mtbf", self.mtbf_s, 1e-9), ("checkpoint", self.pause_s, 1e-9),
+            ("mtbf", self.mtbf_s, LEAST_S), ("checkpoint", self.pause_s, LEAST_S),
             ("restart", self.restart_s, 0.0), ("storage", self.written_s, 0.0),
         ):  # fmt: skip
             if not math.isfinite(value) or value < least:
@@ -128,7 +129,8 @@ def hopeless(faults: Faults) -> ConfigError:
 
 @dataclass(frozen=True)
 class Interval:
-    """One way to choose how often to save: `every` steps, which take `interval_s`; the goodput that follows."""
+    """One way to choose how often to save: `every` steps, which take `interval_s`; the goodput that follows. As many
+    steps as the run has: it never saves."""
 
     name: str
     every: int
@@ -174,7 +176,9 @@ def lost(faults: Faults, steps: int, step_s: float, every: int = 0, seed: int = 
     hardly end."""
 
     def at(name: str, count: int) -> Interval:
-        return Interval(name, count, count * step_s, float(goodput(count * step_s, faults)))
+        never = replace(faults, pause_s=LEAST_S, written_s=0.0)
+        found = goodput(count * step_s, faults) if count < steps else goodput(steps * step_s, never)
+        return Interval(name, min(count, steps), min(count, steps) * step_s, float(found))
 
     def whole(interval_s: float) -> int:  # one is written before the next
         return max(1, round(interval_s / step_s), math.ceil(faults.written_s / step_s))
@@ -187,6 +191,7 @@ def lost(faults: Faults, steps: int, step_s: float, every: int = 0, seed: int = 
     if best.goodput < LEAST:
         raise hopeless(faults)
     spans = [each.interval_s for each in choices]
-    intervals = np.geomspace(min(best.interval_s / 20, *spans), max(best.interval_s * 20, *spans), 41)
+    longest = min(max(best.interval_s * 20, *spans), steps * step_s)
+    intervals = np.geomspace(min(best.interval_s / 20, *spans), longest, 41)
     curve = tuple(zip(intervals.tolist(), goodput(intervals, faults).tolist()))
     return Lost(faults, steps, step_s, tuple(choices), drawn(faults, steps, step_s, best.every, seed=seed), curve)

@@ -11,7 +11,7 @@ from ..cost.choices import Array
 from ..syncs import AnyTime, EachPeriod, Sync
 from . import agree, grid
 from .setup import Setup
-from .stragglers import Paced, paces
+from .stragglers import Paced
 
 TURNS, TOGETHER = 200_000, 4_000_000  # steps of single replicas, simulated one by one, and all at once
 LEAST, MOST = 25, 400  # steps
@@ -19,30 +19,37 @@ LEAST, MOST = 25, 400  # steps
 
 @dataclass(frozen=True)
 class Agreed:
-    """Seconds of a step on average, `planned` where all devices are equal, `met` with the slow and varying ones."""
+    """Seconds of a step on average, `planned` where all devices are equal, `met` with slow and varying ones and slow
+    links."""
 
     name: str
     planned_s: float
     met_s: float
 
 
-def table(setup: Setup, syncs: Mapping[str, Sync], slow: Mapping[int, float], jitter: float, seed: int) -> list[Agreed]:
+def table(
+    setup: Setup, syncs: Mapping[str, Sync], slow: Mapping[int, float], links: Mapping[str, float], jitter: float,
+    seed: int,
+) -> list[Agreed]:  # fmt: skip
     """Each of these ways, under its name."""
-    rng, paced, found = np.random.default_rng(seed), Paced(setup, tuple(slow.values()), jitter), []
-    cases = [paces(setup, {}), paced.draw(slow, rng)]
-    alone = [paced.alone_s(drawn) for drawn in cases]
-    known = [grid.place(setup.choices, device)["dp"] for device in slow]
+    rng, found = np.random.default_rng(seed), []
+    cases = []
+    for factors, varies, on in (({}, 0.0, {}), (slow, jitter, links)):
+        paced = Paced(setup, tuple(factors.values()), varies, on)
+        drawn = paced.draw(factors, rng)
+        cases.append((paced.alone_s(drawn), paced.points, drawn, on))
+    known = [*(grid.place(setup.choices, device)["dp"] for device in slow), *([0] if links else [])]
     for name, sync in syncs.items():
         own_way = replace(setup, sync=sync)
         seconds = []
-        for own, drawn in zip(alone, cases):
-            exchange_s = _exchange_s(own_way, paced.points, drawn)
+        for own, points, drawn, on in cases:
+            exchange_s = _exchange_s(own_way, points, drawn, on)
             seconds.append(_step_s(sync, own, exchange_s, known, rng))
         found.append(Agreed(name, *seconds))
     return found
 
 
-def _step_s(sync: Sync, own: Array, exchange_s: float, known: Sequence[int], rng: np.random.Generator) -> float:
+def _step_s(sync: Sync, own: Array, exchange_s: Array, known: Sequence[int], rng: np.random.Generator) -> float:
     """`own`: [draws, replicas] seconds of a step by itself; `known`: replicas that are not like others."""
     replicas, single = own.shape[1], isinstance(sync, AnyTime)
     steps = int(np.clip((TURNS if single else TOGETHER) // replicas, LEAST, MOST))
@@ -50,17 +57,20 @@ def _step_s(sync: Sync, own: Array, exchange_s: float, known: Sequence[int], rng
         steps = sync.period * max(4, steps // sync.period)
     elif single and steps * replicas > TURNS:  # some stand for all, and take as long at the servers as these
         some = np.unique([*known, *np.linspace(0, replicas - 1, TURNS // steps - len(known), dtype=int)])
-        own, exchange_s = own[:, some], exchange_s * replicas / len(some)
+        own, exchange_s = own[:, some], exchange_s[some] * replicas / len(some)
     mixed = np.take_along_axis(own, rng.integers(len(own), size=(steps, own.shape[1])), axis=0)
     return agree.step_s(sync, agree.ends(sync, mixed, exchange_s))
 
 
-def _exchange_s(setup: Setup, points: Sequence[float], drawn: Array) -> float:
-    """What `agree.ends` adds for an exchange: what backward does not hide of it; all; or one replica's turn."""
+def _exchange_s(setup: Setup, points: Sequence[float], drawn: Array, links: Mapping[str, float]) -> Array:
+    """What `agree.ends` adds for an exchange: what backward does not hide of it; all; or each replica's turn, of which
+    the first's goes over the slow link."""
     match setup.sync:
         case EachPeriod():
-            return setup.step().exchange_s
+            return np.array(setup.step(links=links).exchange_s)
         case AnyTime():
-            return setup.step().exchange_s / max(1, setup.size("dp") - 1)
-    exposed = [setup.step(pace).after.get("dp exposed", 0.0) for pace in points]
-    return float(np.interp(drawn.max(axis=1), points, exposed).mean())
+            turns = np.full(setup.size("dp"), setup.step().exchange_s)
+            turns[0] = setup.step(links=links).exchange_s
+            return turns / max(1, len(turns) - 1)
+    exposed = [setup.step(pace, links).after.get("dp exposed", 0.0) for pace in points]
+    return np.interp(drawn.max(axis=1), points, exposed).mean()

@@ -143,7 +143,7 @@ def _few(rows: Sequence[Row]) -> list[Row]:
 
 
 def _replicas(rows: Sequence[Agreed]) -> str:
-    lines = [["how replicas agree", "step as planned", "with these devices", "throughput"]]
+    lines = [["how replicas agree", "step as planned", "with all of these", "throughput"]]
     first = rows[0].met_s
     for row in rows:
         lines.append([row.name, look.seconds(row.planned_s), look.seconds(row.met_s), f"x{first / row.met_s:.3f}"])
@@ -163,8 +163,14 @@ def _lost(lost: Lost, ascii_only: bool) -> str:
     )
     lines = [["save", "every", "", "goodput"]]
     for each in lost.intervals:
-        lines.append([each.name, hours(each.interval_s), f"{each.every:,} steps", f"{each.goodput:.2%}"])
+        every = ("never", "") if each.every == lost.steps else (hours(each.interval_s), f"{each.every:,} steps")
+        lines.append([each.name, *every, f"{each.goodput:.2%}"])
     drawn, best = lost.drawn, lost.best
+    often = (
+        "never saved, for they end before that is worth it"
+        if best.every == lost.steps
+        else f"saved every {best.every:,}"
+    )
     bar, most = "#" if ascii_only else "█", max(1 - share for _, share in lost.curve)
     curve = [["every", "goodput", "lost"]] + [
         [hours(interval), f"{share:.2%}", bar * max(1, round(BAR * (1 - share) / most))]
@@ -174,7 +180,7 @@ def _lost(lost: Lost, ascii_only: bool) -> str:
     return "\n".join(
         [
             head, table(lines),
-            f"{lost.steps:,} steps, saved every {best.every:,}: {hours(lost.expected_s)} in place of "
+            f"{lost.steps:,} steps, {often}: {hours(lost.expected_s)} in place of "
             f"{hours(lost.planned_s)}, {hours(lost.lost_s)} lost ({runs})", "", table(curve, left=(2,)),
         ]
     )  # fmt: skip

@@ -113,6 +113,13 @@ class Setup:
         options = {"chunks": chunks} if "chunks" in takes else {}
         return schedule.make(name, self.size("pp"), int(one.accumulate[0]), **options)
 
+    def staged(self, what: str, rank: int) -> str:
+        """What is on one rank of a pipeline, with the stages that it holds."""
+        if self.size("pp") == 1:
+            return what
+        held = [stage for stage, on in enumerate(self.schedule.placement) if on == rank]
+        return f"{what}, stage{'s' * (len(held) > 1)} {' and '.join(map(str, held))}"
+
     def estimate(self, pace: float = 1.0) -> Estimate:
         """Of the one choice."""
         slow = self.at(pace)
@@ -151,15 +158,15 @@ class Setup:
         more = {field: factor * getattr(practice, field) for field in ("reduce_bytes", "gather_bytes")}
         return replace(self, practice=replace(practice, **more))
 
-    def step(self, pace: float = 1.0, slow_link: tuple[str, float] | None = None) -> Step:
-        """Raises Refusal. `slow_link`: the axis, and by how much slower every link of it is."""
-        slow = self.at(pace)
-        found = slow.estimate()
+    def step(self, pace: float = 1.0, links: Mapping[str, float] | None = None) -> Step:
+        """Raises Refusal. `links`: axis -> by how much slower every link of it is."""
+        planned = slow = self.at(pace)
+        found = planned.estimate()
         parts = {part.name: part for part in found.time}
-        if slow_link is not None:
-            slow = slow.behind(*slow_link)
-            for part in slow.estimate().time:  # others travel over the same dtypes, and not over the same links
-                if part.name.startswith(slow_link[0]):
+        for axis, factor in (links or {}).items():
+            slow = slow.behind(axis, factor)
+            for part in planned.behind(axis, factor).estimate().time:
+                if part.name.startswith(axis):  # others travel over the same dtypes, and not over the same links
                     parts[part.name] = part
         costs = stage_costs(slow.work, slow.choices, 0, slow.cluster, slow.era, slow.practice)
         stages, m = self.schedule.stages, int(self.choices.accumulate[0])
