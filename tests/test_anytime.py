@@ -157,7 +157,7 @@ def test_a_worker_that_dies_stops_nobody(tmp_path: Path, how: str, replica: int)
     replicas.run(train, [[0], [1], [2]], run, False, threads=1, needed={0})
     counts = [int(line["replicas"]) for line in lines(run) if "replicas" in line]
     assert lines(run)[-1]["step"] == 60
-    assert re.match("3+.*2.*3", "".join(map(str, counts))), counts  # at the end some are done before others
+    assert re.match("3+2+3+", "".join(map(str, counts))), counts  # at the end some are done before others
 
 
 def test_a_server_that_dies_stops_the_run_and_a_checkpoint_goes_on(tmp_path: Path) -> None:

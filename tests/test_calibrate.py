@@ -4,6 +4,7 @@ before anything is measured, and a small measurement by two processes gives figu
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -190,6 +191,34 @@ def small() -> list[Any]:
         [moved for kind in links.KINDS for moved in links.collective(kind)],
         links.beside(), steps.floor(), amid.steps(),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_part_is_measured_once_and_counted(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Of dtypes that the machine turns out not to know there is no part."""
+    ran: list[Any] = []
+
+    class Here:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def __enter__(self) -> Here:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+        def run(self, _: Any, function: Any, *args: Any, timeout: float) -> list[Any]:
+            ran.append((function.__name__, *args))
+            value = {"fp32": 1.0, "bf16": 2.0} if function.__name__ == "dtypes" else [(function.__name__, *args)]
+            return [(value, 0.0)]
+
+    monkeypatch.setattr(command, "Pool", Here)
+    monkeypatch.setattr(command, "QUIET", 1.0)  # whatever others do meanwhile
+    said: list[str] = []
+    found = command.measure(Machine(ranks, 1, "cpu", "a machine", 2**30), "gloo", said.append)
+    counted = [re.search(r"\((\d+) of (\d+)\)$", line) for line in said]
+    places, wholes = zip(*((int(one[1]), int(one[2])) for one in counted if one))
+    assert places == tuple(range(1, len(said) + 1)) and set(wholes[2:]) == {len(said)} and wholes[0] > len(said)
+    assert len(set(ran)) == len(ran) == len(said) == (9 if ranks == 1 else 11 + len(found.collectives))
+    assert list(found.matmuls) == ["fp32", "bf16"] and found.matmuls["bf16"] == [("matmuls", "bf16")]
+    assert found.floor == [("floor",)] and (found.amid == [("steps",)]) == (ranks == 2)
 
 
 def test_two_processes_measure_the_same_and_a_sheet_takes_it(

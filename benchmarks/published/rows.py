@@ -113,9 +113,10 @@ def stages(row: Row) -> tuple[str, int]:
     given = inspect.signature(makers[name]).parameters
     if "chunks" in given:
         return name, chunks or given["chunks"].default
-    if chunks not in (0, 1, STAGES.get(name, 1)):
-        raise Uncovered(f"vp = {chunks} is not what {name} has: {STAGES.get(name, 1)}")
-    return name, STAGES.get(name, 1)
+    own = STAGES.get(name, 1)
+    if chunks not in (0, 1, own):
+        raise Uncovered(f"vp = {chunks} is not what {name} has: {own}")
+    return name, own
 
 
 def framework(row: Row) -> tuple[str, Practice]:

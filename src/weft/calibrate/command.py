@@ -6,7 +6,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from . import amid, blocks, compute, links, steps
 from .others import Moment
 from .sheet import Machine, Measured, sheet
 
-ALONE = 7  # parts of one process, beside the matrices of each dtype
 LIMIT_S = 300.0  # for any one part, which takes some seconds
 TRIES, AGAIN_S = 2, 40.0  # at each, as long as all have not taken so many seconds
 QUIET = 0.05  # of the processors' time: what others may have had, for a part not to be tried again
@@ -59,44 +58,69 @@ def here() -> tuple[Machine, Backend]:
     return Machine(ranks, 1, "cpu", f"{_processor()}, {ranks} cores", memory / ranks), "gloo"
 
 
+Part = tuple[str, Callable[..., Any], tuple[Any, ...]]
+FIRST: tuple[Part, ...] = (  # what a process has held at most never shrinks
+    ("a step and a process", steps.floor, ()),
+    ("dtypes", compute.dtypes, ()),
+)
+
+
+def rest(dtypes: Iterable[str], ranks: int) -> list[Part]:
+    """What is measured of so many processes that know these dtypes, in turn."""
+    alone: list[Part] = [
+        *((f"matrices, {dtype}", compute.matmuls, (dtype,)) for dtype in dtypes),
+        ("attention", compute.attention, ()),
+        ("memory", compute.streams, ()),
+        ("small operations", compute.launches, ()),
+        ("a decoder", blocks.decoders, ()),
+        ("optimizer", compute.update, ()),
+    ]
+    together: list[Part] = [
+        *((kind, links.collective, (kind,)) for kind in links.KINDS),
+        ("a sum beside compute", links.beside, ()),
+        ("layouts", amid.steps, ()),
+    ]
+    return alone + (together if ranks > 1 else [])
+
+
 def measure(machine: Machine, backend: Backend, say: Say) -> Measured:
     """Every part in turn. Raises WorkerDied."""
     with Pool(machine.ranks, threads=None, backend=backend) as pool:
+        found: dict[str, Any] = {}
         disturbed: list[float] = []
         began = time.monotonic()
-        several = machine.ranks > 1
-        parts = ALONE + len(compute.DTYPES) + (2 + len(links.KINDS) if several else 0)
 
-        def part(name: str, function: Callable[..., Any], *args: Any) -> Any:
+        def take(name: str, function: Callable[..., Any], args: Sequence[Any], parts: int) -> None:
             """As it was when other programs did least."""
             tries: list[tuple[float, int, Any]] = []
             while not tries or (len(tries) < TRIES and min(tries)[0] > QUIET and time.monotonic() - began < AGAIN_S):
-                say(f"{name}{', again' if tries else ''} ({len(disturbed) + 1} of {parts})")
+                say(f"{name}{', again' if tries else ''} ({len(found) + 1} of {parts})")
                 since, before = Moment.now(), time.process_time()
                 told = pool.run(_timed, function, *args, timeout=LIMIT_S)
                 own_s = sum(own for _, own in told) + time.process_time() - before
                 tries.append((since.others(own_s), len(tries), told[0][0]))
-            others, _, found = min(tries)
-            disturbed.append(others)
-            return found
+            least, _, found[name] = min(tries)
+            disturbed.append(least)
 
-        floor = part("a step and a process", steps.floor)  # first: what a process has held at most never shrinks
-        dtypes = part("dtypes", compute.dtypes)
-        parts -= len(compute.DTYPES) - len(dtypes)
-        return Measured(
-            machine,
-            {dtype: part(f"matrices, {dtype}", compute.matmuls, dtype) for dtype in dtypes},
-            part("attention", compute.attention),
-            part("memory", compute.streams),
-            part("small operations", compute.launches),
-            part("a decoder", blocks.decoders),
-            part("optimizer", compute.update),
-            [moved for kind in links.KINDS if several for moved in part(kind, links.collective, kind)],
-            part("a sum beside compute", links.beside) if several else None,
-            floor,
-            part("layouts", amid.steps) if several else [],
-            max(disturbed),
-        )
+        for part in FIRST:
+            take(*part, len(FIRST) + len(rest(compute.DTYPES, machine.ranks)))
+        left = rest(found["dtypes"], machine.ranks)
+        for part in left:
+            take(*part, len(FIRST) + len(left))
+    return Measured(
+        machine,
+        {dtype: found[f"matrices, {dtype}"] for dtype in found["dtypes"]},
+        found["attention"],
+        found["memory"],
+        found["small operations"],
+        found["a decoder"],
+        found["optimizer"],
+        [moved for kind in links.KINDS for moved in found.get(kind, [])],
+        found.get("a sum beside compute"),
+        found["a step and a process"],
+        found.get("layouts", []),
+        max(disturbed),
+    )
 
 
 def _timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
