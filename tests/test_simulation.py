@@ -26,7 +26,7 @@ from weft.costs import Costs
 from weft.errors import ConfigError
 from weft.layout import Layout
 from weft.simulate import simulate
-from weft.simulation import agree, command, failures, grid, replicas, report, scaling, stragglers
+from weft.simulation import agree, command, failures, grid, links, replicas, report, scaling, stragglers
 from weft.simulation.failures import Faults
 from weft.simulation.fleet import Fleet
 from weft.simulation.setup import Setup
@@ -180,11 +180,11 @@ def test_a_slow_link(axis: str) -> None:
     assert planned.step_s < slow[0] < slow[1]
 
 
-@pytest.mark.parametrize("axis", ["dp", "fsdp", "pp", "tp"])
-def test_a_slow_link_in_company(axis: str) -> None:
+@pytest.mark.parametrize("axis, zero", [("dp", ""), ("fsdp", ""), ("fsdp", "+zero1"), ("pp", ""), ("tp", "")])
+def test_a_slow_link_in_company(axis: str, zero: str) -> None:
     """With a device that is hardly slower a step takes what it takes with the first link alone, and so it does where
     replicas agree each step; with a slow device of the same stage more than with either."""
-    made = setup("dp2.fsdp2.pp2.tp2", 64, 8, launch_s=0.0)
+    made = setup(f"dp2.fsdp2{zero}.pp2.tp2", 64, 8, launch_s=0.0)
     alone = stragglers.table(made, {}, {axis: 8.0}, 0.0, 0)[1].step_s
     *_, both = stragglers.table(made, {0: 1 + 1e-9}, {axis: 8.0}, 0.0, 0)
     assert both.name == "all together" and both.step_s == pytest.approx(alone, rel=1e-6)
@@ -193,6 +193,12 @@ def test_a_slow_link_in_company(axis: str) -> None:
     *_, more = stragglers.table(made, {None: 1.5}, {axis: 8.0}, 0.0, 0)
     assert more.name == "all together, x1.5 on device 0" and more.step_s > max(alone, step_s(made, {0: 1.5}))
     assert stragglers.devices({None: 1.5, 0: 2.0}) == {1: 1.5, 0: 2.0}
+
+
+def test_slow_links_of_one_pipeline_are_worse_together() -> None:
+    made = setup("dp2.pp2.tp2", 64, 8, launch_s=0.0)
+    tp, pp, both = (links.added_s(made, dict.fromkeys(axes, 8.0)) for axes in (("tp",), ("pp",), ("tp", "pp")))
+    assert 0 < pp < tp and max(tp, pp) < both == links.added_s(made, {"pp": 8.0, "tp": 8.0})
 
 
 def test_who_waits_for_a_slow_link_between_replicas() -> None:
