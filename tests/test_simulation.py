@@ -26,7 +26,7 @@ from weft.costs import Costs
 from weft.errors import ConfigError
 from weft.layout import Layout
 from weft.simulate import simulate
-from weft.simulation import agree, command, failures, grid, links, replicas, report, scaling, stragglers
+from weft.simulation import agree, command, failures, grid, replicas, report, scaling, stragglers
 from weft.simulation.failures import Faults
 from weft.simulation.fleet import Fleet
 from weft.simulation.setup import Setup
@@ -195,10 +195,25 @@ def test_a_slow_link_in_company(axis: str, zero: str) -> None:
     assert stragglers.devices({None: 1.5, 0: 2.0}) == {1: 1.5, 0: 2.0}
 
 
-def test_slow_links_of_one_pipeline_are_worse_together() -> None:
-    made = setup("dp2.pp2.tp2", 64, 8, launch_s=0.0)
-    tp, pp, both = (links.added_s(made, dict.fromkeys(axes, 8.0)) for axes in (("tp",), ("pp",), ("tp", "pp")))
-    assert 0 < pp < tp and max(tp, pp) < both == links.added_s(made, {"pp": 8.0, "tp": 8.0})
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_slow_in_one_pipeline_is_simulated_together(stage: int) -> None:
+    """A device of one stage, a link within the first, and the one after it."""
+    made, slow = setup("dp2.pp4.tp2", 64, 8, launch_s=0.0), {"tp": 8.0, "pp": 200.0}
+    *_, together = stragglers.table(made, {2 * stage: 2.0}, slow, 0.0, 0)
+    steps = [made.step(2.0 if at == stage else 1.0, {"tp": 8.0} if at == 0 else None).costs for at in range(4)]
+    parts = {field: [one.each(field, 4)[at] for at, one in enumerate(steps)] for field in TIMES if field != "comm_s"}
+    comm = [made.step(links={"pp": 200.0}).costs.each("comm_s", 3)[0], *made.step().costs.each("comm_s", 3)[1:]]
+    acted = simulate(made.schedule, replace(steps[0], **parts, comm_s=comm))
+    assert together.step_s == pytest.approx(acted.makespan_s + made.step(2.0).after_s, rel=1e-9)
+
+
+def test_a_slow_link_is_one_replicas() -> None:
+    """Others go on without it, where they may."""
+    made = setup("dp4.pp2.tp2", 64, 8, launch_s=0.0)
+    [free] = replicas.table(made, {"free": any_time(None)}, {}, {"tp": 8.0}, 0.0, 0)
+    alone = stragglers.table(made, {}, {"tp": 8.0}, 0.0, 0)[1].step_s
+    even = stragglers.table(made, {}, {}, 0.0, 0)[0].step_s
+    assert free.met_s / free.planned_s == pytest.approx(4 / (3 + even / alone), rel=0.03)
 
 
 def test_who_waits_for_a_slow_link_between_replicas() -> None:
@@ -301,9 +316,9 @@ def test_young_and_daly() -> None:
     assert failures.daly_s(Faults(100.0, 200.0)) == 100.0, "no shorter than what a checkpoint takes"
     for mtbf, pause in [(HOUR, 5.0), (24 * HOUR, 60.0), (HOUR, 60.0)]:
         faults = Faults(mtbf, pause, restart_s=200.0, written_s=20.0)
-        tried = np.linspace(0.1, 4, 40001) * failures.young_s(faults)
-        best = tried[np.argmax(failures.goodput(tried, faults))]
-        assert failures.best_s(faults) == pytest.approx(best, rel=1e-3)
+        steps, step_s = 10**9, failures.young_s(faults) / 10_000
+        tried = np.arange(1000, 40_000)
+        best = tried[failures.expected_s(faults, steps, step_s, tried).argmin()] * step_s
         assert failures.daly_s(faults) == pytest.approx(best, rel=0.01)
         assert failures.young_s(faults) > failures.daly_s(faults)
 
@@ -328,7 +343,7 @@ def test_the_intervals_that_daly_printed(mtbf_s: float, minutes: float) -> None:
 @pytest.mark.parametrize("every", [40, 100])
 def test_runs_drawn_at_random_take_as_long_as_the_formula_says(faults: Faults, every: int) -> None:
     drawn = failures.drawn(faults, 40_000, 5.0, every, runs=300, seed=1)
-    expected = 200_000 / float(failures.goodput(every * 5.0, faults))
+    expected = float(failures.expected_s(faults, 40_000, 5.0, every))
     assert abs(drawn.wall_s - expected) < 4 * drawn.error_s
     assert drawn.error_s < 0.01 * expected
 
@@ -336,7 +351,7 @@ def test_runs_drawn_at_random_take_as_long_as_the_formula_says(faults: Faults, e
 def test_without_failures_only_checkpoints_cost() -> None:
     faults = Faults(1e15, 7.0)
     assert failures.drawn(faults, 100, 2.0, 30).wall_s == 200 + 3 * 7.0
-    assert float(failures.goodput(60.0, faults)) == pytest.approx(60 / 67)
+    assert float(failures.expected_s(faults, 100, 2.0, 30)) == pytest.approx(200 + 3 * 7.0)
 
 
 def test_more_failures_cost_more() -> None:
@@ -348,20 +363,21 @@ def test_more_failures_cost_more() -> None:
         failures.lost(Faults(10.0, 60.0, 300.0), 1000, 1.0)
 
 
-def test_a_run_that_is_shorter_than_its_best_interval_never_saves() -> None:
-    """And takes what it takes without a checkpoint, but for failures, after which it begins anew."""
-    faults = Faults(3000.0, 60.0, 200.0)
-    short, long = (failures.lost(faults, steps, 5.0, every=1000) for steps in (100, 1000))
-    assert failures.best_s(faults) > 500 and short.best.every == 100 and long.best.every < 1000
-    assert all(each.every == 100 for each in short.intervals)
-    anew = (3000 + 200) * math.expm1(500 / 3000)  # of independent tries, a restart beside each but the first
-    assert short.expected_s == pytest.approx(anew, rel=0.07)
-    assert abs(short.drawn.wall_s - short.expected_s) < 5 * short.drawn.error_s
-    assert max(interval for interval, _ in short.curve) == pytest.approx(500)
-    [own] = [each for each in long.intervals if each.name == "run file"]
-    assert own.every == 1000 and own.goodput == pytest.approx(
-        float(failures.goodput(5000.0, replace(faults, pause_s=1e-9)))
-    )
+@pytest.mark.parametrize("faults", [Faults(3000.0, 60.0, 200.0), Faults(3000.0, 60.0, 200.0, 150.0), Faults(9e3, 9e4)])
+@pytest.mark.parametrize("steps", [100, 150, 200, 700])
+def test_short_runs(faults: Faults, steps: int) -> None:
+    """They save as often as is best for them, which may be never; by all ways that there are, and as drawn."""
+    found = failures.lost(faults, steps, 5.0, every=1000)
+    every = np.arange(max(1, math.ceil(faults.written_s / 5.0)), steps + 1)
+    wanted = failures.expected_s(faults, steps, 5.0, every)
+    assert found.expected_s == pytest.approx(wanted.min(), rel=1e-4)
+    assert abs(found.drawn.wall_s - found.expected_s) < 5 * found.drawn.error_s
+    assert (found.best.every == steps) == (every[wanted.argmin()] == steps)
+    assert found.best.every == steps or (faults.pause_s < 1e4 and steps > 100)
+    [own] = [each for each in found.intervals if each.name == "run file"]
+    anew = faults.mtbf_s * math.exp(faults.restart_s / faults.mtbf_s) * math.expm1(5 * steps / faults.mtbf_s)
+    assert own.every == steps and 5 * steps / own.goodput == pytest.approx(anew), "it never saves"
+    assert max(interval for interval, _ in found.curve) == pytest.approx(5 * steps)
 
 
 # ---- scaling ---------------------------------------------------------------------------------------------------------
@@ -454,6 +470,7 @@ def test_text(everything: report.Report) -> None:
     [
         ({"slow": {16: 2.0}}, "--slow = 16: h100x16 has no such device"),
         ({"slow": {0: 0.0}}, "--slow = 0.0"),
+        ({"slow": {None: 1.5, **dict.fromkeys(range(16), 2.0)}}, "--slow = 1.5: is one device anywhere"),
         ({"links": {"cp": 4.0}}, "--slow-link = 'cp': is no axis of .* Write one of pp, dp, tp"),
         ({"links": {"tp": 0.5}}, "--slow-link = 0.5"),
         ({"jitter": 3.0}, "--jitter = 3.0"),

@@ -166,7 +166,7 @@ def plan(
         from .choose.explain import explained, listed
         from .choose.report import of_row
 
-        report, laid = command.plan(run, cluster, layout, era, memory, wide, explain)
+        report, laid = command.plan(run, cluster, layout, era, memory, wide, explain, top)
         row = report.explained
         if out is not None:
             command.write(laid, out)

@@ -15,7 +15,7 @@ from .chart import Chart, candidates, chart
 from .cutting import cut
 from .engine.engine import named_inputs
 from .engine.work import arguments_of
-from .errors import CannotCut, ConfigError, nearest
+from .errors import CannotCut, ConfigError, LayoutError, nearest
 from .layout import Layout
 from .partition import partition
 from .routing import with_loss
@@ -83,14 +83,22 @@ def whole(blocks: Sequence[str], points: Sequence[str]) -> list[str]:
     return [block for block in blocks if not any(point.startswith(block + ".") for point in points)]
 
 
+def named(layout: Layout) -> str | None:
+    """The schedule that a layout names. Raises LayoutError."""
+    found = layout.option("pp")
+    if len(found) > 1:
+        raise LayoutError("layout", str(layout), f"{' and '.join(found)} at once", "choose one schedule")
+    if found and found[0] not in schedules.folder():
+        problem = f"axis pp has no option {found[0]!r}"
+        raise LayoutError("layout", str(layout), problem, nearest(found[0], schedules.folder()))
+    return found[0] if found else None
+
+
 def choose(
     layout: Layout, microbatches: int, schedule: str | Schedule | Callable[..., Schedule], options: Mapping[str, Any]
 ) -> Schedule:
     """The schedule over `pp`."""
-    ranks, named = layout.size("pp"), layout.option("pp")
-    if len(named) > 1:
-        raise ConfigError("layout", str(layout), f"{' and '.join(named)} at once", "choose one schedule")
-    schedule = named[0] if named else schedule
+    ranks, schedule = layout.size("pp"), named(layout) or schedule
     if isinstance(schedule, str):
         return schedules.make(schedule, ranks, microbatches, **options)
     if isinstance(schedule, Schedule) and options:

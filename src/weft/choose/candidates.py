@@ -179,7 +179,7 @@ def ways(one: Candidates, question: Question, schedules: Sequence[tuple[str, int
     table.held(tuple(table.columns))
     _parted(table)
     known = tuple(dict.fromkeys(name for name, _ in schedules))
-    _staged(table, [(known.index(name), chunks) for name, chunks in schedules])
+    _with_schedules(table, [(known.index(name), chunks) for name, chunks in schedules])
     c = table.columns
     same = one.take(np.zeros(len(table), dtype=np.int64))
     chosen: Any = {name: c[name] for name in (*open_, "schedule")}
@@ -187,7 +187,7 @@ def ways(one: Candidates, question: Question, schedules: Sequence[tuple[str, int
     return replace(same, choices=replace(same.choices, schedules=known, chunks=chunks, **chosen))
 
 
-def staged(names: Iterable[str]) -> list[tuple[str, int]]:
+def variants(names: Iterable[str]) -> list[tuple[str, int]]:
     """Each of these schedules with the numbers of stages of a rank that it may have."""
     several = range(2, MOST_CHUNKS + 1)
     return [(name, chunks) for name in names for chunks in (several if name in WITH_CHUNKS else (STAGES[name],))]
@@ -210,7 +210,7 @@ def _parted(table: _Table) -> None:
     table.cross({"again": np.array(again), "selective": np.array(selective)})
 
 
-def _staged(table: _Table, pairs: Sequence[tuple[int, int]]) -> None:
+def _with_schedules(table: _Table, pairs: Sequence[tuple[int, int]]) -> None:
     """Rows with each of these schedules and stages of a rank: where there are several, as far as they are sensible."""
     depth = table.question.work.depth
     kinds, chunks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
@@ -223,7 +223,7 @@ def _staged(table: _Table, pairs: Sequence[tuple[int, int]]) -> None:
 
 def _scheduled(table: _Table, names: Sequence[str]) -> Candidates:
     """Rows with each of these schedules."""
-    _staged(table, [(SCHEDULES.index(name), chunks) for name, chunks in staged(names)])
+    _with_schedules(table, [(SCHEDULES.index(name), chunks) for name, chunks in variants(names)])
     c = table.columns
     ranks, strides = np.ones(len(table), dtype=np.int64), {}
     for axis in reversed(AXES):

@@ -16,19 +16,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from .. import build, schedule, tables
-from ..config import Run
+from .. import build, schedule, stages, tables
+from ..config import Pipeline, Run
 from ..cost.choices import AXES
 from ..cost.hardware import GIB, Cluster
 from ..cost.work import Work
 from ..errors import ConfigError, LayoutError
 from ..layout import Layout
-from .candidates import Candidates, candidates, divisors, left_out, refusal, staged, ways
+from .candidates import Candidates, candidates, divisors, left_out, refusal, variants, ways
 from .explain import described, over
 from .legal import Judge, chosen
 from .obvious import losers
 from .patterns import ANY, Pattern
-from .posed import choice, traced
+from .posed import choice, plain, traced
 from .practice_of import practice
 from .question import Question
 from .ranking import Progress, Ranked, Row, price, priced_best, rank, rows_of, simulated
@@ -69,9 +69,10 @@ def plan(
     memory_gib: float | None,
     wide: bool,
     explain: str | None = None,
+    top: int = 10,
 ) -> tuple[Report, Run]:
-    """What was found, and the run as it is best laid. `explain`: a whole layout that is looked at beside. Raises
-    Refusal."""
+    """What was found, and the run as it is best laid. `explain`: a whole layout that is looked at beside,
+    as it is among the `top` or the obvious ones, if it is. Raises Refusal."""
     if run.workers:
         raise ConfigError("workers", list(run.workers), "has no layout to choose", "leave [workers] out")
     where = limited(Cluster.parse(cluster), memory_gib)
@@ -80,14 +81,14 @@ def plan(
     asked = None if explain is None else whole(explain)
     bare, held = build.skeleton(run), build.dataset(run)
     question = question_of(run, where, named, traced(run, bare, held, where.hardware.kind))
+    judge = Judge(run, bare, held)
     began = time.perf_counter()
     with _bar() as progress:
-        found = _alone(run, question, pattern) if pattern.exact else rank(question, pattern, wide, progress)
+        found = _alone(judge, question, pattern) if pattern.exact else rank(question, pattern, wide, progress)
     if not found.rows:
         raise _nothing(question, pattern)
     if not found.fits and not pattern.exact:
         raise _too_large(question, pattern, found.rows[0])
-    judge = Judge(run, bare, held)
     best = judge.first(found.rows)
     if best is None:
         raise judge.refused[0][1]
@@ -97,7 +98,7 @@ def plan(
     said = notes(question, pattern, found, Judge(run, bare, held))
     report = Report(question, found, best, others, judge.refused, out, named, took, said)
     if asked is not None:
-        report = replace(report, explained=_explained(report, asked, Judge(run, bare, held)))
+        report = replace(report, explained=_explained(report, asked, Judge(run, bare, held), top))
     return report, chosen(run, best)
 
 
@@ -108,7 +109,7 @@ def notes(question: Question, pattern: Pattern, found: Ranked, judge: Judge) -> 
         own = name not in schedule.folder() and any(row.schedule for row in found.rows)
         return [f"{name} is not searched: a whole --layout is priced with it"] if own else []
     one = _written(judge.run, pattern)
-    other = None if found.fits else _best_way(question, one, [_stages(one)], judge)
+    other = None if found.fits else _best_way(question, one, [_schedule(one)], judge)
     if other is None:
         return []
     if other.fits:
@@ -132,10 +133,12 @@ def question_of(run: Run, where: Cluster, era: str, work: Work | None = None) ->
     return Question(work, run.train.batch, where, where.hardware.era(era), practice(run), build.synchronizer(run))
 
 
-def _alone(run: Run, question: Question, pattern: Pattern) -> Ranked:
+def _alone(judge: Judge, question: Question, pattern: Pattern) -> Ranked:
     """A layout that is given whole, with the microbatches, recomputation and schedule of the run file."""
     _check_room(question, "--layout", pattern)
-    one = _written(run, pattern)
+    if (problem := judge.written(pattern.text)) is not None:
+        raise LayoutError("--layout", pattern.text, problem.problem, problem.fix)
+    one = _written(judge.run, pattern)
     rows = simulated(question, rows_of(question, one))
     world = int(one.choices.world[0])
     return Ranked(tuple(rows), rows[0].fits, 1, sum(row.simulated for row in rows), world, True)
@@ -143,12 +146,12 @@ def _alone(run: Run, question: Question, pattern: Pattern) -> Ranked:
 
 def _written(run: Run, pattern: Pattern) -> Candidates:
     """A whole layout, with the rest as the run file has it."""
-    layout = Layout.parse(pattern.text)
+    layout = plain(pattern.text)
     spread = sum(1 << bit for bit, axis in enumerate(SPREADING) if "ep" in layout.option(axis))
     return Candidates(choice(build.with_layout(run, pattern.text)), np.array([spread]))
 
 
-def _stages(one: Candidates) -> tuple[str, int]:
+def _schedule(one: Candidates) -> tuple[str, int]:
     """Its schedule, and stages of a rank."""
     return one.choices.schedules[0], int(one.choices.chunks[0])
 
@@ -169,18 +172,26 @@ def whole(layout: str) -> Pattern:
     return pattern
 
 
-def _explained(report: Report, pattern: Pattern, judge: Judge) -> Row:
-    """A whole layout as it was found, or else the best way to run it. Raises Refusal."""
-    question, named = report.question, pattern.given("pp")
+def _explained(report: Report, pattern: Pattern, judge: Judge, top: int) -> Row:
+    """A whole layout as the report shows it, or else the best way to run it. Raises Refusal."""
+    question, named = report.question, stages.named(Layout.parse(pattern.text))
     _check_room(question, "--explain", pattern)
-    one = _written(judge.run, pattern)
+    if refusal(dict.fromkeys(AXES, 1) | dict(pattern.sizes), question):
+        raise _nothing(question, pattern, "--explain")
+    if (problem := judge.written(pattern.text)) is not None:
+        raise LayoutError("--explain", pattern.text, problem.problem, problem.fix)
+    run = judge.run if named else judge.run.model_copy(update={"pipeline": Pipeline()})
+    one = _written(run, pattern)
+    shown = [*report.rows()[:top], *(each.row for each in report.losers if each.row is not None)]
     layout = str(one.layout(0))
-    known = (row for row in report.rows() if row.layout == layout and row.schedule in (named or (row.schedule,)))
+    known = (row for row in shown if row.layout == layout and named in (None, row.schedule))
     if (row := next(known, None)) is not None:
         return row
-    searched = set(named) <= set(SCHEDULES)
-    row = _best_way(question, one, staged(named or SCHEDULES) if searched else [_stages(one)], judge)
+    searched = named is None or named in SCHEDULES
+    schedules = variants([named] if named else SCHEDULES) if searched else [_schedule(one)]
+    row = _best_way(question, one, schedules, judge)
     if row is None:
+        judge.first(tuple(rows_of(question, one)))
         raise judge.refused[0][1] if judge.refused else _nothing(question, pattern, "--explain")
     return row
 

@@ -52,6 +52,10 @@ class Judge:
                 barred |= {part for part in parts if self._alone(part) is not None}
         return None
 
+    def written(self, axes: str) -> Refusal | None:
+        """Why weft would not lay the model so, whatever the microbatches and stages."""
+        return self._with_room(str(Layout.parse(axes).without("pp")))
+
     def _refusal(self, row: Row) -> Refusal | None:
         there = chosen(self.run, row)
         if row.schedule and self._short is not self.bare:
@@ -68,11 +72,15 @@ class Judge:
         return shortened(self.bare)
 
     def _alone(self, part: str) -> Refusal | None:
-        """One axis, with as many samples as it has ranks."""
-        ranks = Layout.parse(part).world
-        train = self.run.train.model_copy(update={"batch": ranks * self.run.train.batch, "accumulate": 1})
-        alone = build.with_layout(self.run.model_copy(update={"train": train}), part)
-        return None if part.startswith("pp") else self._asked(alone, self.bare)
+        """Of one axis."""
+        return None if part.startswith("pp") else self._with_room(part)
+
+    def _with_room(self, axes: str) -> Refusal | None:
+        """With as many samples as there are ranks."""
+        train = self.run.train.model_copy(
+            update={"batch": Layout.parse(axes).world * self.run.train.batch, "accumulate": 1}
+        )
+        return self._asked(build.with_layout(self.run.model_copy(update={"train": train}), axes), self.bare)
 
     def _asked(self, run: Run, model: nn.Module) -> Refusal | None:
         """A pipeline of a model that would have to be loaded, and is large, is asked about without its stages."""

@@ -106,7 +106,7 @@ def why(question: Question, row: Row, best: Row) -> str:
     part = max(its, key=lambda name: its[name] - mine.get(name, 0.0))
     slower = f"{times:.2g} x slower" if times >= 1.1 else f"{times - 1:.0%} slower"
     if part == COMPUTING:  # matrices are smaller, or a stage has more of them
-        return f"{slower}: computes {its[part] / mine[part]:.2g} x as long"
+        return f"{slower}: computes {its[part] / mine[part]:.3g} x as long"
     return f"{slower}: {part} {its[part] / row.step_s:.0%}{_crossing(question, row, part)}"
 
 

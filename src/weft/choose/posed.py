@@ -49,21 +49,27 @@ def traced(run: Run, bare: nn.Module, held: Dataset, device: str) -> Work:
 
 def choice(run: Run) -> Choices:
     """The layout of a run, with its microbatches, recomputation and schedule. Raises Refusal."""
-    layout = Layout.parse(run.layout.axes)
-    name, chunks = _schedule(run, layout)
-    if "ulysses" in layout.option("cp"):  # which is what up is
-        layout = Layout.parse(str(layout).replace("cp", "up").replace("+ulysses", ""))
+    name, chunks = _schedule(run, Layout.parse(run.layout.axes))
     return Choices.of(
-        [layout], batch=run.train.batch, accumulate=run.train.accumulate, recompute=run.train.recompute,
+        [plain(run.layout.axes)], batch=run.train.batch, accumulate=run.train.accumulate, recompute=run.train.recompute,
         schedule=name, chunks=chunks,
     )  # fmt: skip
+
+
+def plain(axes: str) -> Layout:
+    """A layout as estimates have it: less what has one rank, and as `up` what `cp+ulysses` is."""
+    layout = Layout.parse(axes)
+    layout = layout.without(*(axis for axis, size in layout.sizes if size == 1))
+    if "ulysses" in layout.option("cp"):
+        layout = Layout.parse(str(layout).replace("cp", "up").replace("+ulysses", ""))
+    return layout
 
 
 def _schedule(run: Run, layout: Layout) -> tuple[str, int]:
     """Its name, and stages of a rank."""
     if not layout.live("pp"):
         return "1f1b", 1
-    name = next(iter(layout.option("pp")), run.pipeline.schedule)
+    name = stages.named(layout) or run.pipeline.schedule
     if name not in schedule.folder():
         arguments = run.pipeline.arguments
         own = build.resolve(name, run.folder, "pipeline.schedule") if ":" in name else name

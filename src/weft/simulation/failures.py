@@ -8,7 +8,7 @@ beside training. All times are in seconds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from ..cost.choices import Array
 from ..errors import ConfigError
 
 LEAST_S = 1e-9  # of what takes time
+TRIED = 100_000  # numbers of checkpoints, of which the best is taken
 LEAST = 1e-3  # of goodput: with less a run hardly ever gets from one checkpoint to the next
 
 
@@ -65,41 +66,31 @@ def daly_s(faults: Faults) -> float:
     return young_s(faults) * (1 + math.sqrt(share) / 3 + share / 9) - faults.pause_s
 
 
-def best_s(faults: Faults) -> float:
-    """The interval with the highest `goodput`, where t/M = 1 - exp(-(t+C)/M). By bisection: no closed form without
-    Lambert's W."""
-    low, high = 0.0, faults.mtbf_s
-    for _ in range(100):
-        middle = (low + high) / 2
-        if middle < -faults.mtbf_s * math.expm1(-(middle + faults.pause_s) / faults.mtbf_s):
-            low = middle
-        else:
-            high = middle
-    return high
+def expected_s(faults: Faults, steps: int, step_s: float, every: Array | int) -> Array:
+    """Seconds that a run of so many steps takes, in expectation, if it saves after `every` of them, and not at its end:
 
+        M exp((R+L)/M) (n (exp((t+C)/M) - 1) + exp(u/M) - 1)
 
-def goodput(interval_s: Array | float, faults: Faults) -> Array:
-    """The share of a long run's time that is training which lasts, if it saves every `interval_s` of training:
-
-        t/M exp(-(R+L)/M) / (exp((t+C)/M) - 1)
-
-    Daly's complete model (2006), with failures also while it saves, restarts or does work again. Files
-    written beside training (L) count like a longer restart R: from one whole checkpoint to the next take t+C seconds,
-    and L more after a failure, for what was done while the last one was written is done again.
+    of n parts of t seconds between checkpoints, and u after the last. Daly's complete model (2006), with failures also
+    while it saves, restarts or does work again. Files written beside training (L) count like a longer restart R: what
+    was done while the last one was written is done again. Before the first L is 0.
     """
-    interval = np.asarray(interval_s, float)
-    with np.errstate(over="ignore"):
-        tries = np.expm1((interval + faults.pause_s) / faults.mtbf_s)
-        return interval / faults.mtbf_s * math.exp(-(faults.restart_s + faults.written_s) / faults.mtbf_s) / tries
+    mtbf, every = faults.mtbf_s, np.asarray(every)
+    saves = (steps - 1) // every
+    with np.errstate(over="ignore", invalid="ignore"):
+        part = np.expm1((every * step_s + faults.pause_s) / mtbf)
+        last = np.expm1((steps - saves * every) * step_s / mtbf)
+        later = np.exp(faults.written_s / mtbf)
+        parts = np.where(saves > 0, part + later * ((saves - 1) * part + last), last)
+        return mtbf * np.exp(faults.restart_s / mtbf) * np.where(np.isnan(parts), np.inf, parts)
 
 
 def drawn(faults: Faults, steps: int, step_s: float, every: int, runs: int = 400, seed: int = 0) -> Drawn:
     """`runs` runs of `steps` steps that save after every `every` of them, failure by failure.
 
-    What the formula leaves out is here: whole steps, an end, and no checkpoint after it. Raises ConfigError for runs
-    that would hardly end.
+    Raises ConfigError for runs that would hardly end.
     """
-    if float(goodput(every * step_s, faults)) < LEAST:
+    if steps * step_s < LEAST * expected_s(faults, steps, step_s, every):
         raise hopeless(faults)
     rng, mtbf, part_s = np.random.default_rng(seed), faults.mtbf_s, every * step_s + faults.pause_s
     wall, failures = np.zeros(runs), np.zeros(runs)
@@ -140,8 +131,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Lost:
-    """What failures make of a run: `intervals` to choose from, of which `best` has the highest goodput; the run drawn
-    at random with it; (interval_s, goodput) of a `curve`."""
+    """What failures make of a run: `intervals` to choose from, the `best` among them; the run drawn at random with it;
+    (interval_s, goodput) of a `curve`."""
 
     faults: Faults
     steps: int
@@ -152,7 +143,7 @@ class Lost:
 
     @property
     def best(self) -> Interval:
-        return max(self.intervals, key=lambda each: each.goodput)
+        return next(each for each in self.intervals if each.name == "best")
 
     @property
     def best_first(self) -> list[Interval]:
@@ -176,22 +167,26 @@ def lost(faults: Faults, steps: int, step_s: float, every: int = 0, seed: int = 
     hardly end."""
 
     def at(name: str, count: int) -> Interval:
-        never = replace(faults, pause_s=LEAST_S, written_s=0.0)
-        found = goodput(count * step_s, faults) if count < steps else goodput(steps * step_s, never)
-        return Interval(name, min(count, steps), min(count, steps) * step_s, float(found))
+        count = min(count, steps)
+        return Interval(name, count, count * step_s, share(count))
 
-    def whole(interval_s: float) -> int:  # one is written before the next
-        return max(1, round(interval_s / step_s), math.ceil(faults.written_s / step_s))
+    def share(count: int) -> float:
+        return steps * step_s / float(expected_s(faults, steps, step_s, count))
 
-    ways = {"Young": young_s, "Daly": daly_s, "best": best_s}
-    choices = [at(name, whole(way(faults))) for name, way in ways.items()]
-    if every:
-        choices.append(at("run file", every))
-    best = max(choices[:3], key=lambda each: each.goodput)
+    least = max(1, math.ceil(min(steps, faults.written_s / step_s)))  # one is written before the next
+    ways = {"Young": young_s, "Daly": daly_s}
+    choices = [at(name, max(least, round(way(faults) / step_s))) for name, way in ways.items()]
+    tried = -(-steps // _spaced(1, steps // least, TRIED))  # of so many parts, as equal as can be
+    best = at("best", int(tried[expected_s(faults, steps, step_s, tried).argmin()]))
+    choices += [best, *([at("run file", every)] if every else [])]
     if best.goodput < LEAST:
         raise hopeless(faults)
-    spans = [each.interval_s for each in choices]
-    longest = min(max(best.interval_s * 20, *spans), steps * step_s)
-    intervals = np.geomspace(min(best.interval_s / 20, *spans), longest, 41)
-    curve = tuple(zip(intervals.tolist(), goodput(intervals, faults).tolist()))
+    counts = [each.every for each in choices]
+    shown = _spaced(max(1, min(best.every // 20, *counts)), min(max(best.every * 20, *counts), steps), 41)
+    curve = tuple((count * step_s, share(count)) for count in shown.tolist())
     return Lost(faults, steps, step_s, tuple(choices), drawn(faults, steps, step_s, best.every, seed=seed), curve)
+
+
+def _spaced(low: int, high: int, number: int) -> Array:
+    """Whole numbers from one to the other, each so many times the one before."""
+    return np.unique(np.geomspace(low, high, number).round().astype(int))

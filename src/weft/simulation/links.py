@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ def each(setup: Setup, axis: str, factor: float) -> Iterator[tuple[str, float, f
     elif slow.costs == planned.costs:
         places = [(name, -1)]
     else:
-        places = [(setup.staged(name, rank), rank) for rank in range(ranks)]
+        places = [(setup.on_stages(name, rank), rank) for rank in range(ranks)]
     busy = sum(lane.work_s for lane in simulate(setup.schedule, planned.costs).lanes) / ranks
     for title, place in places:
         acted = simulate(setup.schedule, _mixed(setup, planned.costs, slow, axis, place)).makespan_s
@@ -29,13 +29,12 @@ def each(setup: Setup, axis: str, factor: float) -> Iterator[tuple[str, float, f
         yield title, total, (acted - busy) / total
 
 
-def added_s(setup: Setup, links: Mapping[str, float]) -> float:
-    """Seconds by which a pipeline is longer whose first link of each of these axes is so much slower."""
-    planned = setup.step().costs
-    costs, slow = planned, setup.step(links=links)
-    for axis in sorted(links, key="pp".__eq__):
+def first(setup: Setup, planned: Step, slow: Step, axes: Iterable[str]) -> Costs:
+    """The costs of a pipeline whose first link of each of these axes is slow: in or after its first stage."""
+    costs = planned.costs
+    for axis in axes:
         costs = _mixed(setup, costs, slow, axis, 0)
-    return simulate(setup.schedule, costs).makespan_s - simulate(setup.schedule, planned).makespan_s
+    return costs
 
 
 def _mixed(setup: Setup, costs: Costs, slow: Step, axis: str, place: int) -> Costs:

@@ -57,7 +57,8 @@ def _step_s(sync: Sync, own: Array, exchange_s: Array, known: Sequence[int], rng
         steps = sync.period * max(4, steps // sync.period)
     elif single and steps * replicas > TURNS:  # some stand for all, and take as long at the servers as these
         some = np.unique([*known, *np.linspace(0, replicas - 1, TURNS // steps - len(known), dtype=int)])
-        own, exchange_s = own[:, some], exchange_s[some] * replicas / len(some)
+        base = exchange_s.min()  # a longer turn is one's own
+        own, exchange_s = own[:, some], exchange_s[some] - base + base * replicas / len(some)
     mixed = np.take_along_axis(own, rng.integers(len(own), size=(steps, own.shape[1])), axis=0)
     return agree.step_s(sync, agree.ends(sync, mixed, exchange_s))
 

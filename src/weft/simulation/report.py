@@ -21,7 +21,7 @@ from ..draw.command import printed
 from ..draw.curves import Axis, Line, Mark, curves, stacked
 from ..errors import ConfigError
 from ..timeline import Timeline
-from .failures import Lost
+from .failures import Interval, Lost
 from .replicas import Agreed
 from .scaling import Point
 from .setup import Setup, Step
@@ -154,6 +154,11 @@ def hours(value: float) -> str:
     return f"{value / 3600:,.4g} h" if value >= 3600 else look.seconds(value)
 
 
+def _often(lost: Lost, each: Interval) -> tuple[str, str]:
+    """How often it saves: in time, and in steps."""
+    return ("never", "") if each.every == lost.steps else (hours(each.interval_s), f"{each.every:,} steps")
+
+
 def _lost(lost: Lost, ascii_only: bool) -> str:
     faults = lost.faults
     later = f", whole {look.seconds(faults.written_s)} later" if faults.written_s else ""
@@ -163,14 +168,9 @@ def _lost(lost: Lost, ascii_only: bool) -> str:
     )
     lines = [["save", "every", "", "goodput"]]
     for each in lost.intervals:
-        every = ("never", "") if each.every == lost.steps else (hours(each.interval_s), f"{each.every:,} steps")
-        lines.append([each.name, *every, f"{each.goodput:.2%}"])
+        lines.append([each.name, *_often(lost, each), f"{each.goodput:.2%}"])
     drawn, best = lost.drawn, lost.best
-    often = (
-        "never saved, for they end before that is worth it"
-        if best.every == lost.steps
-        else f"saved every {best.every:,}"
-    )
+    often = "never saved, which takes least" if best.every == lost.steps else f"saved every {best.every:,}"
     bar, most = "#" if ascii_only else "█", max(1 - share for _, share in lost.curve)
     curve = [["every", "goodput", "lost"]] + [
         [hours(interval), f"{share:.2%}", bar * max(1, round(BAR * (1 - share) / most))]
@@ -281,7 +281,8 @@ def _curves(report: Report) -> list[str]:
     found = []
     if report.lost:
         x, y = zip(*report.lost.curve)
-        marks = [Mark(f"{each.name}, {hours(each.interval_s)}", each.interval_s) for each in report.lost.best_first]
+        often = [(each, _often(report.lost, each)[0]) for each in report.lost.best_first]
+        marks = [Mark(f"{each.name}, {every}", each.interval_s) for each, every in often]
         across = Axis("seconds of training between checkpoints", log=True)
         up = Axis("share of time that is training which lasts", near=True, percent=True)
         found.append(curves("Goodput", across, up, [Line("expected", x, y)], _apart(marks)))

@@ -113,8 +113,8 @@ class Setup:
         options = {"chunks": chunks} if "chunks" in takes else {}
         return schedule.make(name, self.size("pp"), int(one.accumulate[0]), **options)
 
-    def staged(self, what: str, rank: int) -> str:
-        """What is on one rank of a pipeline, with the stages that it holds."""
+    def on_stages(self, what: str, rank: int) -> str:
+        """What is on one rank of a pipeline, with the names of the stages that it holds."""
         if self.size("pp") == 1:
             return what
         held = [stage for stage, on in enumerate(self.schedule.placement) if on == rank]

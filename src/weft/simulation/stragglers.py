@@ -51,8 +51,12 @@ class Paced:
         self.points = sorted({by * factor for by in spread for factor in (1.0, *slow)})
         self._planned = [setup.step(pace) for pace in self.points]
         self.steps = [setup.step(pace, slow_links) for pace in self.points] if slow_links else self._planned
-        self._added_s = links.added_s(setup, slow_links) if slow_links else 0.0
         self._fleet = Fleet(setup.schedule, {pace: step.costs for pace, step in zip(self.points, self._planned)})
+        self._behind = self._fleet
+        if slow_links:
+            each = zip(self.points, self._planned, self.steps)
+            priced = {pace: links.first(setup, step, slow, slow_links) for pace, step, slow in each}
+            self._behind = Fleet(setup.schedule, priced)
         self._stage = grid.stage_of(setup.choices)
 
     def pipelines_s(self, paces: Array) -> Array:
@@ -60,7 +64,8 @@ class Paced:
         shaped = grid.pipelines(self.setup.choices, paces)
         ends = self._fleet.ends(shaped.reshape(-1, shaped.shape[-1])).max(axis=1)
         ends = ends.reshape(shaped.shape[:-1])
-        ends[:, 0, 0] += self._added_s
+        if self._behind is not self._fleet:
+            ends[:, 0, 0] = self._behind.ends(shaped[:, 0, 0]).max(axis=1)
         return ends.max(axis=2)
 
     def alone_s(self, paces: Array) -> Array:
@@ -111,6 +116,9 @@ def hold(setup: Setup, slow: Mapping[int | None, float], slow_links: Mapping[str
             raise ConfigError("--slow", device, f"{setup.cluster} has no such device", fix)
         if not 0.1 <= factor <= 1000:
             raise ConfigError("--slow", factor, "is no factor of time", "write 1.5 for half as long again")
+    if None in slow and len(slow) > setup.devices:
+        fix = "leave it out, or name fewer"
+        raise ConfigError("--slow", slow[None], "is one device anywhere, and all are named", fix)
     for axis, factor in slow_links.items():
         setup.behind(axis, factor)
         if not 1 <= factor <= 1e6:
@@ -132,7 +140,7 @@ def table(
             continue
         for rank in range(setup.size("pp")):
             first = rank * int(setup.choices.strides["pp"][0])
-            cases[setup.staged(f"a device x{factor:g}", rank)] = {first: factor}
+            cases[setup.on_stages(f"a device x{factor:g}", rank)] = {first: factor}
     steps, idle = Paced(setup, tuple(slow.values())).step(paces(setup, *cases.values()))
     found = [Row(*row) for row in zip(cases, steps.tolist(), idle.tolist())]
     for axis, factor in slow_links.items():
