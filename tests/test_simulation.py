@@ -372,7 +372,6 @@ def test_short_runs(faults: Faults, steps: int) -> None:
     wanted = failures.expected_s(faults, steps, 5.0, every)
     assert found.expected_s == pytest.approx(wanted.min(), rel=1e-4)
     assert abs(found.drawn.wall_s - found.expected_s) < 5 * found.drawn.error_s
-    assert (found.best.every == steps) == (every[wanted.argmin()] == steps)
     assert found.best.every == steps or (faults.pause_s < 1e4 and steps > 100)
     [own] = [each for each in found.intervals if each.name == "run file"]
     anew = faults.mtbf_s * math.exp(faults.restart_s / faults.mtbf_s) * math.expm1(5 * steps / faults.mtbf_s)
