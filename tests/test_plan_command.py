@@ -161,6 +161,34 @@ def test_a_search_says_that_it_has_its_own_schedules(tmp_path: Path) -> None:
     assert "is not searched" not in weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "dp2.*").output
 
 
+def test_a_schedule_that_is_not_named_is_the_best_there_is(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path, model__layers=16, model__dim=512, train__batch=64)
+
+    def explained(asked: str) -> dict[str, Any]:
+        return json.loads(weft("plan", run, "--cluster", f"{sheet}x4", "--explain", asked, "--json").output)[
+            "explained"
+        ]
+
+    names = ("1f1b", "gpipe", "interleaved", "interleaved-zb", "zb-h1", "zb-v")
+    named = {name: explained(f"pp4+{name}") for name in names}
+    best = explained("pp4")
+    assert all(row["schedule"] == name and row["simulated"] for name, row in named.items())
+    assert best["step_s"] == pytest.approx(min(row["step_s"] for row in named.values()), rel=0.02)
+    assert best["step_s"] < 0.95 * named["1f1b"]["step_s"]
+
+
+def test_what_is_shown_is_explained_as_it_is_shown(tmp_path: Path) -> None:
+    """In the table, and among what is not the best."""
+    run, sheet = files(tmp_path)
+    asked = ("plan", run, "--cluster", f"{sheet}x8", "--json")
+    found = json.loads(weft(*asked, "--top", "3").output)
+    shown = [*found["rows"], *(one["row"] for one in found["losers"] if one["row"])]
+    assert len({row["layout"] for row in shown}) >= 4
+    for row in shown:
+        told = json.loads(weft(*asked, "--top", "3", "--explain", row["layout"]).output)["explained"]
+        assert told.items() >= next(each for each in shown if each["layout"] == row["layout"]).items()
+
+
 def test_more_stages_than_blocks(tmp_path: Path) -> None:
     """What stands before and behind the two blocks may be stages, too."""
     run, sheet = files(tmp_path)
@@ -203,13 +231,14 @@ def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
         ("dp2.fsdp2", "dp2.fsdp2: 1 microbatches of 2"),
         ("cp2+ulysses.dp2", "up2.dp2: 1 microbatches of 4"),
         ("cp4+gather", "cp4+gather: 1 microbatches of 8"),
+        ("tp1+sequence.dp2", "dp2: 1 microbatches of 4"),
     ],
 )
 def test_what_is_explained_is_what_was_asked_for(tmp_path: Path, asked: str, found: str) -> None:
     """Nothing is added to it, its axes keep their order, and a schedule that it names is its own."""
     run, sheet = files(tmp_path)
     said = weft("plan", run, "--cluster", f"{sheet}x4", "--explain", asked).output
-    assert said.splitlines()[0] == found
+    assert said.splitlines()[0] == found and ("pp" in asked) == ("as simulated" in said)
     whole = weft("plan", run, "--cluster", f"{sheet}x4", "--explain", asked, "--layout", asked, "--json").output
     told = json.loads(whole)
     assert told["explained"].items() >= told["best"].items()
@@ -230,6 +259,10 @@ def test_what_is_explained_is_what_was_asked_for(tmp_path: Path, asked: str, fou
         (("--cluster", "{sheet}x2", "--explain", "dp*"), "is no whole layout"),
         (("--cluster", "{sheet}x2", "--explain", "dq2"), "--explain = 'dq2': there is no axis 'dq'"),
         (("--cluster", "{sheet}x2", "--explain", "dp4"), "--explain = 'dp4': has 4 ranks"),
+        (("--cluster", "{sheet}x4", "--explain", "fsdp2.dp2"), "--explain = 'fsdp2.dp2': fsdp outside dp"),
+        (("--cluster", "{sheet}x4", "--layout", "dp2+much"), "--layout = 'dp2+much': axis dp has no option 'much'"),
+        (("--cluster", "{sheet}x4", "--explain", "pp2+1f1b+gpipe"), "'pp2+1f1b+gpipe': 1f1b and gpipe at once"),
+        (("--cluster", "{sheet}x4", "--explain", "pp4+interleaved"), "parts for 8 stages. Sizes that work: pp2"),
         (("--cluster", "{sheet}x4", "--explain", "tp3"), "--explain = 'tp3': 4 heads. Sizes that work: tp2, tp4"),
         (("--cluster", "{sheet}x2", "--out", "/nowhere/at/all.toml"), "cannot be written"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,73 @@ def test_what_a_row_says_in_other_words(priced: tuple[dict[str, dict[str, str]],
     assert "1 rows: inter_link 'HDR' names no rate: priced with InfiniBand HDR, 8 x 200 Gb/s a node" in said
     assert "1 rows: framework 'Loom 3' is priced as megatron" in said
     assert "1 rows: gbs 66 is no multiple of dp x mbs: priced as 64" in said
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("rows")
+
+
+def text(row: dict[str, Any]) -> dict[str, str]:
+    return {"row_id": "one", **{name: str(value) for name, value in row.items()}}
+
+
+@pytest.mark.parametrize(
+    ("cell", "found"),
+    [
+        ({"accelerator": "H200"}, ("h200", 1.01 * 139.8)),
+        ({"accelerator": "A100-SXM4-40"}, ("a100-40", 40)),
+        ({"accelerator": "A100", "accel_mem_gb": 64}, ("a100", 64)),
+        ({"accelerator": "GB200 NVL 72"}, ("gb200", 1.01 * 184)),
+        ({"accelerator": "H100-SXM5-96GB(HBM2e 2.4TB/s, 500W cap)"}, ("h100", 96)),
+        ({"accelerator": "A100", "intra_link": "NVLink3 (host PCIe 4)"}, ("a100", 1.01 * 79.1)),
+        ({"accelerator": "A100 80GB PCIe"}, ("a100-pcie", 80)),
+    ],
+)
+def test_the_card_of_a_row(rows: Any, cell: dict[str, Any], found: tuple[str, float]) -> None:
+    sheet = rows.hardware(text({**GPT, **cell}))
+    assert (sheet.name, sheet.device.memory_gib) == (found[0], pytest.approx(found[1]))
+
+
+def test_links_of_a_row(rows: Any) -> None:
+    inner = [rows.hardware(text({**GPT, "accelerator": name})).tiers[0].bps for name in ("H100", "H800")]
+    assert inner == [450e9, 200e9]
+    rates = {
+        "8x200Gb/s HDR IB": 25e9, "200 GBit/s per GPU": 25e9, "25 Gbyte/s per device": 25e9, "25GBps per GPU": 25e9,
+        "1.6 Tbps RoCE": 25e9, "400Gb/s per node": 6.25e9, "HDR": None,
+    }  # fmt: skip
+    assert {link: rows.network({"inter_link": link}, 8) for link in rates} == rates
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        ({"tp": 8, "kv_heads": 6}, "6 key heads do not divide over tp8"),
+        ({"hidden": 2050}, "hidden 2050 is no multiple of the heads"),
+        ({"n_experts": 16, "top_k": 2, "moe_ffn": 64, "ep": 16}, "the 8 ranks of a stage do not divide by ep16"),
+        ({"accelerator": "H100 NVL"}, "no sheet of H100 NVL over PCIe"),
+    ],
+)
+def test_what_no_software_could_lay(rows: Any, cell: dict[str, Any], says: str) -> None:
+    rows.case(text(GPT))
+    with pytest.raises(rows.Uncovered, match=says):
+        rows.case(text({**GPT, **cell}))
+    rows.case(text({**GPT, "layers": 2, "pp": 4, "tp": 2}))  # what stands before and behind the layers are stages
+
+
+def test_words_of_a_row(rows: Any) -> None:
+    said = {"Y": True, "yes": True, "n": False, "N/A": None, "-": False, "?": None, "": None, "0": False}
+    assert {word: rows.flag({"compile": word}, "compile") for word in said} == said
+    kernels = {"flash (no dropout)": True, "no-flash": False, "unfused (flash off)": False, "cuDNN/TE": None}
+    assert {word: rows.fused_attention({"attn_kernel": word}) for word in kernels} == kernels
+    titan = {**GPT, "framework": "torchtitan", "zero_stage": 3, "dtype": "bf16"}
+    eras = [rows.case(text({**titan, "compile": word})).setting.era for word in ("N", "Y", "N/A", "")]
+    assert eras == ["eager", "compiled", "compiled", "compiled"]
+    assert [rows.dims(text({**GPT, "tied_emb": word})).tied for word in ("N", "Y", "")] == [False, True, True]
+    routed = {**GPT, "n_experts": 8, "top_k": 2}
+    assert rows.dims(text({**routed, "ffn": 64})).moe_ffn == 64 == rows.dims(text({**routed, "moe_ffn": 64})).moe_ffn
+    assert not rows.case(text({**GPT, "framework": "TransformerEngine"})).notes
 
 
 def test_what_a_row_leaves_open_is_so_that_it_fits(priced: tuple[dict[str, dict[str, str]], str]) -> None:

@@ -425,8 +425,25 @@ def test_figures_agree_with_one_another(everything: report.Report) -> None:
     faults, params = found["failures"]["faults"], everything.setup.work.params
     assert faults["written_s"] == pytest.approx(params * 12 / 20e9), "weights and two moments"
     assert faults["pause_s"] == pytest.approx(params / 4 * 12 / 55e9, rel=0.05), "a rank of pp2.tp2 copies its part"
+    assert faults["restart_s"] == 300
     assert found["failures"]["expected_s"] == pytest.approx(found["failures"]["drawn"]["wall_s"], rel=0.1)
     assert [point["devices"] for point in found["scaling"]["points"]] == [16, 32, 64]
+
+
+def test_a_slow_link_alone_is_shown_where_replicas_agree() -> None:
+    found = command.simulated(setup("dp4.tp2"), command.Asked(links={"dp": 9.0}))
+    assert [row.name for row in found.stragglers] == ["as planned", "a link of dp x9"]
+    assert found.replicas[0].met_s == pytest.approx(found.stragglers[1].step_s)
+
+
+def test_a_slow_turn_is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether each of many replicas is simulated, or some in place of all."""
+    made, way = setup("dp512", 512, 1, launch_s=0.0), {"any": any_time(None)}
+    [every] = replicas.table(made, way, {}, {"dp": 300.0}, 0.0, 0)
+    monkeypatch.setattr(replicas, "TURNS", 2000)
+    [some] = replicas.table(made, way, {}, {"dp": 300.0}, 0.0, 0)
+    assert some.planned_s == pytest.approx(every.planned_s, rel=0.05)
+    assert some.met_s == pytest.approx(every.met_s, rel=0.05) and every.met_s > 1.2 * every.planned_s
 
 
 def test_ways_to_agree_cost_their_exchanges(everything: report.Report) -> None:

@@ -15,6 +15,7 @@ class Uncovered(Exception):
 DTYPES = ("bf16", "fp16", "fp8", "fp4")
 NO = ("n", "no", "none", "0", "false", "f", "off", "-")
 YES = ("y", "yes", "1", "true", "t", "on")
+UNKNOWN = ("", "?", "n/a", "na", "nan", "unknown")
 NOT = ("", *NO)  # what stands for nothing of a kind
 LARGEST = 2**40  # of a number in a row: products of several are still exact
 
@@ -57,8 +58,10 @@ def flag(row: Row, name: str) -> bool | None:
     """Y or N, in any words for them; None where a cell is empty. Raises Uncovered."""
     text = (row.get(name) or "").strip().lower()
     word = re.match(r"\w*", text)[0]  # type: ignore[index]
-    if word in YES or text in ("", *NO) or word in NO:
-        return None if not text else word in YES
+    if text in UNKNOWN:
+        return None
+    if word in YES or word in NO or text in NO:
+        return word in YES
     raise unpriced(row, name, ("Y", "N"))
 
 
@@ -97,26 +100,25 @@ def network(row: Row, node: int) -> float | None:
     """Bytes per second of one device, each way, of a link such as `8x200Gb/s HDR IB`, `400Gb/s per node` or `25 GB/s
     per GPU`; None where no rate is named."""
     text = row.get("inter_link") or ""
-    match = re.search(
-        r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([GT])(?:([bB])(?:its?|ytes?)?(?:/s|ps)|(bit|byte)s?/s)", text
-    )
+    rate = r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([GT])((?i:bytes?)|(?i:bits?)|[bB])(?:/s|ps)"
+    match = re.search(rate, text)
     if match is None:
         return None
-    count, each, unit = int(match[1] or 1), float(match[2]), match[3]
-    total = count * each * (1e12 if unit == "T" else 1e9) / (1 if match[4] == "B" or match[5] == "byte" else 8)
+    count, each = int(match[1] or 1), float(match[2]) * (1e12 if match[3] == "T" else 1e9)
+    total = count * each / (1 if match[4] == "B" or match[4].lower().startswith("byte") else 8)
     return total if re.search(r"per (gpu|device|accelerator)", text, re.IGNORECASE) else total / node
 
 
 def memory(row: Row, accelerator: str) -> float | None:
     """GB of an accelerator, by their own cell or by its name, as in A100-40GB."""
-    named = re.search(r"(\d+)\s*GB(?!/)", accelerator.upper())
-    return number(row, "accel_mem_gb") or (float(named[1]) if named else None)
+    named = re.search(r"(\d+)\s*GB(?!/)|(?<!NVL)-(\d{2,3})$", accelerator.upper())
+    return number(row, "accel_mem_gb") or (float(named[1] or named[2]) if named else None)
 
 
 def fused_attention(row: Row) -> bool | None:
     """Whether attention keeps no scores; None where a row does not say."""
     text = (row.get("attn_kernel") or "").lower()
     words = set(re.findall(r"[a-z]+", text))
-    if words & {"unfused", "no", "not", "non", "without", "math", "naive", "eager", "none"}:
+    if words & {"unfused", "math", "naive", "none"} or re.search(r"\b(no|not|non|without)[ -]+flash", text):
         return False
     return True if "flash" in text else None

@@ -53,7 +53,10 @@ PCIE = {"a100": "a100-pcie"}  # sheet -> that of the same card without NVLink
 # The GB that a card is sold with, taken for GiB, are about so much more than its driver gives: whether a run fits is
 # asked of them, for the estimate is no nearer than that.
 SOLD = 1.01
-FRAMEWORKS = ("megatron", "deepspeed", "neox", "titan", "fsdp", "composer", "nanotron", "nemo", "bridge", "core")
+FRAMEWORKS = (
+    "megatron", "deepspeed", "neox", "titan", "fsdp", "composer", "nanotron", "nemo", "bridge", "core",
+    "transformerengine",
+)  # fmt: skip
 # Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32 masters and two moments.
 MIXED = Practice(
     compute="bf16", weight_bytes=2, grad_bytes=4, state_bytes=12, reduce_bytes=4, gather_bytes=2, update_bytes=36,
@@ -179,7 +182,9 @@ def hardware(row: Row) -> Hardware:
     """The sheet of the row's accelerator, with the networks that the row names."""
     name = (row.get("accelerator") or "A100-SXM4-80GB").strip()
     found, sold = next((sheet for word, sheet in SHEETS if word in name.upper()), None), memory(row, name)
-    if "PCI" in name.upper() or "PCI" in (row.get("intra_link") or "").upper() or re.search(r"\bNVL\b", name.upper()):
+    inside = (row.get("intra_link") or "").upper()
+    pcie = "PCI" in name.upper() or ("PCI" in inside and "NVL" not in inside)
+    if pcie or (found == "h100" and re.search(r"\bNVL\b", name.upper())):
         found, name = PCIE.get(found or ""), f"{name} over PCIe"
     if found is None:
         raise Uncovered(f"there is no sheet of {name}")
@@ -294,7 +299,7 @@ def _check(model: Dims, sizes: Mapping[str, int], chunks: int, n: int) -> None:
         (model.heads % tp, f"{model.heads} heads do not divide over tp{tp}"),
         (keys % tp and tp % keys, f"{keys} key heads do not divide over tp{tp}"),
         (not model.head_dim and model.hidden % model.heads, f"hidden {model.hidden} is no multiple of the heads"),
-        (pp * chunks > model.layers + 2, f"{model.layers} layers are too few for {pp * chunks} stages"),
+        (pp * chunks > work(model).parts, f"{model.layers} layers are too few for {pp * chunks} stages"),
         (model.num_experts and model.num_experts % ep, f"{model.num_experts} experts do not divide over ep{ep}"),
         (model.num_experts and n // pp % ep, f"the {n // pp} ranks of a stage do not divide by ep{ep}"),
     )

@@ -62,13 +62,18 @@ class Predicted:
         self.peak_gib = float(nbytes[place]) / GIB
         self.measured_s = measured(row, "d_iter_time_s") or measured(row, "iter_time_s")
         self.measured_gib = measured(row, "peak_mem_gib")
-        self.oom = bool(measured(row, "oom", flag))
+        self.oom = measured(row, "oom", labelled)
 
     @property
     def error(self) -> float:
         """Relative, of the step's seconds."""
         assert self.measured_s is not None
         return self.step_s / self.measured_s - 1
+
+
+def labelled(row: published.Row, name: str) -> bool:
+    """Whether a row says that it ran out of memory."""
+    return bool(flag(row, name))
 
 
 def measured(row: published.Row, name: str, read: Callable[[published.Row, str], Any] = number) -> Any:
@@ -120,11 +125,11 @@ def score(found: Sequence[Predicted]) -> dict[str, Any]:
     held = [one.peak_gib / one.measured_gib - 1 for one in found if one.measured_gib]
     if held:
         made |= {"peaks": len(held), "peak_median": median(map(abs, held)), "peak_bias": median(held)}
-    labelled = [one for one in found if one.oom or one.measured_s is not None]
-    if labelled:
-        made["fit_called_impossible"] = sum(not one.fits and not one.oom for one in labelled)
-        made["oom"] = sum(one.oom for one in labelled)
-        made["oom_found"] = sum(one.oom and not one.fits for one in labelled)
+    told = [one for one in found if one.oom or (one.oom is False and one.measured_s is not None)]
+    if told:
+        made["fit_called_impossible"] = sum(not one.fits and not one.oom for one in told)
+        made["oom"] = sum(one.oom for one in told)
+        made["oom_found"] = sum(one.oom and not one.fits for one in told)
     return made
 
 

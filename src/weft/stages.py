@@ -87,7 +87,7 @@ def named(layout: Layout) -> str | None:
     """The schedule that a layout names. Raises LayoutError."""
     found = layout.option("pp")
     if len(found) > 1:
-        raise LayoutError("layout", str(layout), f"{' and '.join(found)} at once", "choose one schedule")
+        raise ConfigError("layout", str(layout), f"{' and '.join(found)} at once", "choose one schedule")
     if found and found[0] not in schedules.folder():
         problem = f"axis pp has no option {found[0]!r}"
         raise LayoutError("layout", str(layout), problem, nearest(found[0], schedules.folder()))

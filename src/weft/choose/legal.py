@@ -52,9 +52,11 @@ class Judge:
                 barred |= {part for part in parts if self._alone(part) is not None}
         return None
 
-    def written(self, axes: str) -> Refusal | None:
-        """Why weft would not lay the model so, whatever the microbatches and stages."""
-        return self._with_room(str(Layout.parse(axes).without("pp")))
+    def hold(self, axes: str) -> None:
+        """Raises Refusal for a layout in which weft would not lay the model, whatever the microbatches and stages."""
+        problem = self._with_room(str(Layout.parse(axes).without("pp")))
+        if problem is not None:
+            raise problem
 
     def _refusal(self, row: Row) -> Refusal | None:
         there = chosen(self.run, row)

@@ -88,7 +88,8 @@ def with_choice(run: Run, axes: str, accumulate: int, recompute: str | int, name
     train = run.train.model_copy(update={"accumulate": accumulate, "recompute": recompute})
     pipeline = run.pipeline
     if name:
-        cut = pipeline.cut if isinstance(pipeline.cut, str) else "flops"  # modules are named for other stages
+        same = (name, axes) == (pipeline.schedule, run.layout.axes)  # modules are named for so many stages
+        cut = pipeline.cut if isinstance(pipeline.cut, str) or same else "flops"
         arguments = (pipeline.arguments if name == pipeline.schedule else {}) | options
         pipeline = Pipeline(schedule=name, cut=cut, dynamic_shapes=pipeline.dynamic_shapes, **arguments)
     return build.with_layout(run.model_copy(update={"train": train, "pipeline": pipeline}), axes)

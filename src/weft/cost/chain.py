@@ -39,6 +39,15 @@ def parts(work: Work) -> tuple[list[Block], list[Block], list[Block]]:
     return list(work.blocks[:first]), list(work.blocks[first : last + 1]), list(work.blocks[last + 1 :])
 
 
+def runs_again(work: Work, choices: Choices) -> tuple[Array, Array]:
+    """The share of a rank's repeated blocks that run again, where every k-th of the model does: the most that a stage
+    has of them, and the least."""
+    p, chunks = choices.sizes["pp"], choices.chunks
+    each = np.maximum(1.0, max(1, work.depth) * stages(work, choices)[1].layers / np.where(p > 1, chunks, 1))
+    most = np.minimum(1.0, np.ceil(each * choices.again - 1e-9) / each)
+    return most, np.where(p > 1, np.floor(each * choices.again + 1e-9) / each, most)
+
+
 @cache
 def vee(name: str) -> bool:
     """Whether stages of this schedule go down the ranks and come back. Raises ConfigError for an unknown name."""

@@ -17,7 +17,7 @@ from .. import schedule
 from ..costs import Costs
 from ..layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES
 from .agreement import agreement
-from .chain import Stage, parts, stages, vee
+from .chain import Stage, parts, runs_again, stages, vee
 from .choices import Array, Choices
 from .compute import Seconds, attention_peak, seconds, summed, ways
 from .hardware import GIB, Cluster, Era
@@ -120,7 +120,8 @@ class Priced:
     """The pieces of an estimate; each is worked out once."""
 
     def __init__(self, work: Work, choices: Choices, cluster: Cluster, era: Era, practice: Practice, sync: Sync | None):
-        self.work, self.choices, self.cluster = work, choices, cluster
+        again, self._again_least = runs_again(work, choices)
+        self.work, self.choices, self.cluster = work, replace(choices, again=again), cluster
         self.era, self.practice, self.sync = era, practice, sync
         self.network = Network(cluster, era)
         self.traffic: dict[str, Array] = {}
@@ -457,7 +458,8 @@ class Priced:
                     {"params": self._own, "update_bytes": self.practice.update_bytes, "memory_bps": rate})  # fmt: skip
 
     def memory(self) -> tuple[Part, ...]:
-        return peak(self.work, self.choices, self.practice, self._bubble[1])
+        least = replace(self.choices, again=self._again_least)
+        return peak(self.work, least, self.practice, self._bubble[1])
 
     def _note_traffic(self) -> None:
         """Bytes that a rank of the first stage sends in a step over the axes of the model."""

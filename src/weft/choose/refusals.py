@@ -1,0 +1,73 @@
+"""Refusals: why a search finds nothing, by how much the nearest misses, and what would help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..cost.choices import AXES
+from ..cost.hardware import GIB, Cluster
+from ..errors import ConfigError, LayoutError
+from .candidates import candidates, divisors, refusal
+from .explain import described
+from .patterns import Pattern
+from .question import Question
+from .ranking import Row, priced_best
+
+OFFLOAD = ("fsdp", "offload")
+MORE = (2, 4, 8, 16, 32, 64)  # times as many devices, where none fits
+
+
+def nothing(
+    question: Question, pattern: Pattern, field: str = "--layout", more: Mapping[str, Any] | None = None
+) -> LayoutError:
+    """The rules allow no choice of a pattern. `more` columns that they are asked of."""
+    one = dict.fromkeys(AXES, 1) | dict(more or {})
+    sizes = {axis: size for axis, size in pattern.sizes if size is not None}
+    devices = question.cluster.devices
+    if not pattern.exact and devices % math.prod(sizes.values()):
+        problem = f"{math.prod(sizes.values())} ranks do not divide {devices} devices"
+        return LayoutError(field, pattern.text, problem, "use sizes whose product divides the devices")
+    problem = refusal(one | sizes, question) or "no layout of it keeps to the rules"
+    allowed = [
+        f"{axis}{size}" for axis in sizes for size in divisors(devices)
+        if size > 1 and not refusal(one | {axis: size}, question)
+    ]  # fmt: skip
+    return LayoutError(field, pattern.text, problem, f"sizes that work: {', '.join(allowed) or 'none'}")
+
+
+def too_large(question: Question, pattern: Pattern, nearest: Row) -> ConfigError:
+    """Nothing fits: by how much the best misses, and what would help."""
+    device, gib = question.cluster.hardware.device, nearest.held_bytes / GIB
+    problem = (
+        f"no layout fits: {described(nearest)}, the nearest, takes {gib:,.1f} GiB of {device.memory_gib:g}, "
+        f"{nearest.over_bytes / GIB:,.1f} too many"
+    )
+    helps = []
+    if not pattern.given("fsdp") and (pattern.more or "fsdp" in dict(pattern.sizes)):
+        away = replace(pattern, sizes=_with_fsdp(pattern), options=(*pattern.options, OFFLOAD))
+        row = priced_best(question, candidates(question, question.cluster.devices, away))
+        if row is not None and row.fits:
+            helps.append(f'--layout "{row.layout}.*" fits')
+    most = question.cluster.hardware.tiers[-1].devices or math.inf
+    for times in MORE:
+        if times * question.cluster.devices > most:
+            break
+        larger = _on(question, times * question.cluster.devices)
+        row = priced_best(larger, candidates(larger, larger.cluster.devices, pattern))
+        if row is not None and row.fits:
+            helps.append(f"{larger.cluster.devices} devices would do, with {row.layout}")
+            break
+    fix = "; ".join(helps) or "use devices with more memory, shorter samples, or a smaller model"
+    return ConfigError("--cluster", str(question.cluster), problem, fix)
+
+
+def _with_fsdp(pattern: Pattern) -> tuple[tuple[str, int | None], ...]:
+    return pattern.sizes if "fsdp" in dict(pattern.sizes) else (*pattern.sizes, ("fsdp", None))
+
+
+def _on(question: Question, devices: int) -> Question:
+    """The same on so many devices. Raises ConfigError."""
+    return replace(question, cluster=Cluster.of(question.cluster.hardware, devices))
