@@ -316,9 +316,15 @@ def test_where_nothing_fits_the_nearest_comes_first() -> None:
     assert over[0] == min(over) > 0
 
 
-def test_a_divisor_where_all_devices_cannot_be_used() -> None:
-    found = rank(question(14, batch=4))
-    assert found.fits and found.devices == 2
+@pytest.mark.parametrize("devices", [14, 19, 67])
+def test_fewer_where_all_devices_cannot_be_used(devices: int) -> None:
+    """As fast as on any number of them, of all that weft could use, a hundredth apart."""
+    asked = question(devices, large(), batch=64)
+    found = rank(asked)
+    every = [len(candidates(asked, count)) and rank(question(count, large(), batch=64)).rows[0].step_s
+             for count in range(devices // 2, devices + 1)]  # fmt: skip
+    assert found.fits and found.devices <= devices
+    assert found.rows[0].step_s < 1.02 * min(step_s for step_s in every if step_s)
 
 
 @pytest.mark.parametrize("pattern", ["pp2+1f1b.fsdp2.tp2.*", "dp8", "fsdp8+zero3+offload", "up2.cp2.fsdp2+zero2"])
@@ -347,7 +353,7 @@ def test_copies_of_weights_live_as_long_as_activations() -> None:
     for row in found:
         weights = next(part for part in row.memory_parts if part.name == "weights")
         live = next(part for part in row.memory_parts if part.name == "activations").symbols["live"]
-        share = {"full": 0.0, "none": 1.0, "selective": 1.0, 2: 0.5, 3: 2 / 3}[row.recompute]
+        share = {"full": 0.0, "none": 1.0, "selective": 1.0, 2: 0.5, 3: 6 / 8}[row.recompute]  # of eight
         resting = weights.symbols["params"]
         assert float(np.ravel(weights.value)[0]) == pytest.approx(
             float(

@@ -196,6 +196,17 @@ def test_more_stages_than_blocks(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "pp4.dp2" in result.output, result.output
 
 
+def test_cuts_of_ones_own_are_kept_where_there_are_as_many_stages(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path, pipeline__cut=["blocks.1"])
+    asked = ("plan", run, "--cluster", f"{sheet}x4", "--out", tmp_path / "out.toml", "--layout")
+    said = weft(*asked, "pp2.dp2").output
+    assert "note     pipeline.cut names where stages begin: they are priced as if they were even" in said
+    assert config.load(tmp_path / "out.toml").pipeline.cut == ("blocks.1",)
+    refused = weft(*asked, "pp4")
+    assert refused.exit_code == 2 and "1f1b over pp4 has 4 stages" in refused.output
+    assert weft(*asked, "pp4.*").exit_code == 0 and config.load(tmp_path / "out.toml").pipeline.cut == "flops"
+
+
 def test_a_whole_layout_keeps_its_order(tmp_path: Path) -> None:
     run, sheet = files(tmp_path)
     found = json.loads(weft("plan", run, "--cluster", f"{sheet}x8", "--layout", "tp2.dp2", "--json").output)
@@ -257,6 +268,8 @@ def test_what_is_explained_is_what_was_asked_for(tmp_path: Path, asked: str, fou
         (("--cluster", "{sheet}x2", "--layout", "dp4"), "has 4 ranks, and sheet.tomlx2 2 devices"),
         (("--cluster", "{sheet}x2", "--max-memory", "90"), "at most 80 GiB"),
         (("--cluster", "{sheet}x2", "--explain", "dp*"), "is no whole layout"),
+        (("--cluster", "{sheet}x2", "--set", "pipeline.schedule=wave"), "pipeline.schedule = 'wave': there is no such"),
+        (("--cluster", "{sheet}x16", "--layout", "pp16.*"), "parts for 16 stages. Sizes that work: pp2, pp4"),
         (("--cluster", "{sheet}x2", "--explain", "dq2"), "--explain = 'dq2': there is no axis 'dq'"),
         (("--cluster", "{sheet}x2", "--explain", "dp4"), "--explain = 'dp4': has 4 ranks"),
         (("--cluster", "{sheet}x4", "--explain", "fsdp2.dp2"), "--explain = 'fsdp2.dp2': fsdp outside dp"),

@@ -166,6 +166,11 @@ def test_links_of_a_row(rows: Any) -> None:
         ({"tp": 8, "kv_heads": 6}, "6 key heads do not divide over tp8"),
         ({"hidden": 2050}, "hidden 2050 is no multiple of the heads"),
         ({"n_experts": 16, "top_k": 2, "moe_ffn": 64, "ep": 16}, "the 8 ranks of a stage do not divide by ep16"),
+        ({"kv_heads": 3, "tp": 1}, "16 heads do not divide over 3 key heads"),
+        ({"n_experts": 8, "top_k": 9, "moe_ffn": 64}, "there are no 9 of 8 experts"),
+        ({"ep": 8}, "ep8 has no experts"),
+        ({"shard_group": 5, "zero_stage": 3}, "dp8 is not parted into groups of 5"),
+        ({"offload": "banana"}, "offload = 'banana' has no price"),
         ({"accelerator": "H100 NVL"}, "no sheet of H100 NVL over PCIe"),
     ],
 )
@@ -188,6 +193,8 @@ def test_words_of_a_row(rows: Any) -> None:
     routed = {**GPT, "n_experts": 8, "top_k": 2}
     assert rows.dims(text({**routed, "ffn": 64})).moe_ffn == 64 == rows.dims(text({**routed, "moe_ffn": 64})).moe_ffn
     assert not rows.case(text({**GPT, "framework": "TransformerEngine"})).notes
+    assert rows.case(text({**GPT, "gbs": "", "grad_accum": 3})).batch == 3 * 8 * 4
+    assert "grad_accum 3 is not" in rows.case(text({**GPT, "grad_accum": 3})).notes[0]
 
 
 def test_what_a_row_leaves_open_is_so_that_it_fits(priced: tuple[dict[str, dict[str, str]], str]) -> None:

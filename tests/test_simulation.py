@@ -436,6 +436,27 @@ def test_a_slow_link_alone_is_shown_where_replicas_agree() -> None:
     assert found.replicas[0].met_s == pytest.approx(found.stragglers[1].step_s)
 
 
+def test_links_of_stages_on_one_rank_are_none() -> None:
+    """Of a V: the fourth and the fifth stage are on the last rank."""
+    rows = stragglers.table(setup("pp4.dp2", 64, 8, "zb-v", 2), {}, {"pp": 50.0}, 0.0, 0)
+    assert [int(row.name.split()[-1]) for row in rows[1:]] == [0, 1, 2, 4, 5, 6]
+    assert all(row.step_s > 1.01 * rows[0].step_s for row in rows[1:])
+
+
+def test_no_interval_is_shorter_than_writing() -> None:
+    found = failures.lost(Faults(3000.0, 1.0, 10.0, 400.0), 1000, 5.0, every=10)
+    assert [each.every >= 80 for each in found.intervals] == [True] * 4 and found.curve[0][0] >= 400
+    assert found.intervals[-1].name == "run file, as writing lets it"
+
+
+def test_each_is_named_once() -> None:
+    assert command.once([command.slow("1.5"), command.slow("3=2")], "--slow") == {None: 1.5, 3: 2.0}
+    with pytest.raises(ConfigError, match=r"--slow = 4\.0: 3 is given twice"):
+        command.once(map(command.slow, ("3=2", "3=4")), "--slow")
+    with pytest.raises(ConfigError, match="a device anywhere is given twice"):
+        command.once(map(command.slow, ("3", "4")), "--slow")
+
+
 def test_a_slow_turn_is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether each of many replicas is simulated, or some in place of all."""
     made, way = setup("dp512", 512, 1, launch_s=0.0), {"any": any_time(None)}
@@ -584,6 +605,11 @@ def test_the_command(tmp_path: Path) -> None:
     [
         (["--layout", "dp4"], "--layout = 'dp4': is a layout of 4"),
         (["--layout", "dp32", "--slow", "x=3"], "--slow = 'x=3': is neither a factor nor"),
+        (["--layout", "dp16+much.tp2"], "axis dp has no option 'much'"),
+        (["--layout", "fsdp32", "--set", "sync.name=parameter_server"], "sync.name = 'parameter_server'"),
+        (["--layout", "dp8.pp4", "--set", "pipeline.cut=bogus"], "pipeline.cut = 'bogus': not a way to cut"),
+        (["--layout", "dp8.pp4", "--set", 'pipeline.cut=["blocks.2"]'], "1f1b over dp8.pp4 has 4 stages"),
+        (["--layout", "dp32", "--slow", "2", "--slow", "3"], "--slow = 3.0: a device anywhere is given twice"),
         (["--layout", "dp32", "--slow-link", "dp"], "--slow-link = 'dp': is not an axis and a factor"),
         (["--layout", "dp16.tp2", "--scale", "up", "--to", "64"], "--scale = 'up'"),
         (["--layout", "dp16.tp2", "--era", "none"], "--era = 'none'"),

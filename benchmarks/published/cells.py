@@ -12,6 +12,7 @@ class Uncovered(Exception):
     """Why a row is not priced."""
 
 
+OFFLOADED = ("optimizer", "param", "activation", "cpu")
 DTYPES = ("bf16", "fp16", "fp8", "fp4")
 NO = ("n", "no", "none", "0", "false", "f", "off", "-")
 YES = ("y", "yes", "1", "true", "t", "on")
@@ -46,10 +47,12 @@ def whole(row: Row, name: str, default: int | None = None) -> int:
 
 def offloads(row: Row) -> tuple[str, ...]:
     """What rests in host memory, as `Practice` names it; of an optimizer gradients too, and where no more is said, of
-    it alone."""
+    it alone. Raises Uncovered."""
     text = (row.get("offload") or "").strip().lower()
     if text in NOT:
         return ()
+    if not any(word in text for word in OFFLOADED) and text not in YES:
+        raise unpriced(row, "offload", ("none", *OFFLOADED))
     found = [name for word, name in (("param", "weights"), ("activation", "activations")) if word in text]
     return (*found, *(("gradients", "optimizer") if "optim" in text or not found else ()))
 

@@ -246,7 +246,8 @@ def case(row: Row) -> Case:
     if dp * sizes["tp"] * sizes["cp"] * sizes["pp"] != n:
         laid = " x ".join(f"{axis}{size}" for axis, size in ({"dp": dp} | sizes).items() if axis != "ep")
         raise Uncovered(f"{n} accelerators are not {laid}")
-    batch, mbs = whole(row, "gbs"), whole(row, "mbs")
+    mbs = whole(row, "mbs")
+    batch = whole(row, "gbs", dp * mbs * whole(row, "grad_accum", 0) or None)
     accumulate = max(1, round(batch / (dp * mbs)))
     group, level = whole(row, "shard_group", 0) or dp, zero(row)
     axes = [f"pp{sizes['pp']}"]
@@ -271,6 +272,8 @@ def case(row: Row) -> Case:
         recompute = "selective" if "core" in text else 2
     model = dims(row)
     _check(model, sizes, chunks, n)
+    if dp % group and group % dp:
+        raise Uncovered(f"dp{dp} is not parted into groups of {group} that shard")
     setting = Setting(
         model,
         Cluster(hardware=sheet, devices=n),
@@ -300,6 +303,9 @@ def _check(model: Dims, sizes: Mapping[str, int], chunks: int, n: int) -> None:
         (keys % tp and tp % keys, f"{keys} key heads do not divide over tp{tp}"),
         (not model.head_dim and model.hidden % model.heads, f"hidden {model.hidden} is no multiple of the heads"),
         (pp * chunks > work(model).parts, f"{model.layers} layers are too few for {pp * chunks} stages"),
+        (model.heads % keys, f"{model.heads} heads do not divide over {keys} key heads"),
+        (model.top_k > model.num_experts, f"there are no {model.top_k} of {model.num_experts} experts"),
+        (not model.num_experts and ep > 1, f"ep{ep} has no experts"),
         (model.num_experts and model.num_experts % ep, f"{model.num_experts} experts do not divide over ep{ep}"),
         (model.num_experts and n // pp % ep, f"the {n // pp} ranks of a stage do not divide by ep{ep}"),
     )
@@ -315,6 +321,13 @@ def _notes(row: Row, era: str, sheet: Hardware, n: int, batch: int, priced: int)
         yield f"framework {name!r} is priced as {era}"
     if link and n > sheet.tiers[0].devices and "omni" not in link.lower() and network(row, 1) is None:
         yield f"inter_link {link!r} names no rate: priced with {sheet.tiers[-1].name}"
+    parts = whole(row, "grad_accum", 0)
+    if (
+        parts
+        and parts * whole(row, "mbs") * (n // whole(row, "tp", 1) // whole(row, "cp", 1) // whole(row, "pp", 1))
+        != batch
+    ):
+        yield f"grad_accum {parts} is not gbs / (dp x mbs): priced as gbs has it"
     if batch != priced:
         yield f"gbs {batch} is no multiple of dp x mbs: priced as {priced}"
 

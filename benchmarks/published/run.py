@@ -51,7 +51,7 @@ class Predicted:
     """One covered row beside its measurement, where it has one."""
 
     def __init__(self, row: published.Row, estimate: Any, place: int):
-        self.row, self.source = row, row.get("source_id") or "vtrain"
+        self.row, self.source = row, row.get("source_id") or "rows"
         self.step_s = float(estimate.step_s[place])
         self.fits = bool(estimate.fits[place])
         kind = (row.get("mem_kind") or "").lower()

@@ -349,7 +349,8 @@ def simulate(
         from .simulation import command, report
 
         asked = command.Asked(
-            slow=dict(map(command.slow, slow or [])), links=dict(map(command.link, slow_link or [])), jitter=jitter,
+            slow=command.once(map(command.slow, slow or []), "--slow"),
+            links=command.once(map(command.link, slow_link or []), "--slow-link"), jitter=jitter,
             seed=seed, mtbf_h=mtbf, node_mtbf_h=node_mtbf, checkpoint_s=checkpoint, storage_gbps=storage,
             restart_s=restart, every=run.checkpoint.every, scale=command.mode(scale), to=to,
         )  # fmt: skip

@@ -65,16 +65,12 @@ def stage(
             "a gate adds a loss of its own, and each stage would have to know what counts in a microbatch",
             "balance by a bias instead, or use a synchronous schedule such as 1f1b",
         )  # fmt: skip
+    hold_cut(where, made.stages, f"{made.name} over {layout}")
     points = _points(recorded, made, where, blocks)
     if where == "time" and dist.is_initialized():  # every rank has measured times of its own
         agreed = [points]
         dist.broadcast_object_list(agreed, src=0)
         points = agreed[0]
-    if len(points) != made.stages - 1:
-        raise ConfigError(
-            "pipeline.cut", list(points), f"{made.name} over {layout} has {made.stages} stages",
-            "name the module with which each but the first begins",
-        )  # fmt: skip
     return cut(recorded, points, whole([*blocks, *counted], points)), made
 
 
@@ -130,12 +126,20 @@ def _call(build: Callable[..., Schedule], ranks: int, microbatches: int, options
     return made
 
 
+def hold_cut(where: str | Sequence[str], stages: int, who: str) -> None:
+    """Raises ConfigError for what is no way to cut a model for `who`, which has so many stages."""
+    if not isinstance(where, str):
+        if len(where) != stages - 1:
+            fix = "name the module with which each but the first begins"
+            raise ConfigError("pipeline.cut", list(where), f"{who} has {stages} stages", fix)
+    elif where not in CUTS:
+        fix = f"choose one of {', '.join(CUTS)}, or name modules; {nearest(where, CUTS)}"
+        raise ConfigError("pipeline.cut", where, "not a way to cut", fix)
+
+
 def _points(recorded: Chart, made: Schedule, where: str | Sequence[str], blocks: Sequence[str]) -> tuple[str, ...]:
     if not isinstance(where, str):
         return tuple(where)
-    if where not in CUTS:
-        fix = f"choose one of {', '.join(CUTS)}, or name modules; {nearest(where, CUTS)}"
-        raise ConfigError("pipeline.cut", where, "not a way to cut", fix)
     atoms = candidates(recorded, blocks)
     if len(atoms) < made.stages:  # then blocks are cut too
         atoms = candidates(recorded)

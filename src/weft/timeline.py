@@ -130,8 +130,10 @@ class Timeline:
 
     @property
     def bubble_s(self) -> float:
-        """What the busiest rank waits until the last action is done; what follows that is no bubble."""
-        return self.acted_s - self.ideal_s
+        """What the busiest rank waits until the last action is done, 0 for what is less than rounding; what follows
+        that is no bubble."""
+        waits = self.acted_s - self.ideal_s
+        return waits if abs(waits) > 1e-9 * self.acted_s else 0.0
 
     @property
     def bubble_fraction(self) -> float:

@@ -238,6 +238,30 @@ def _scheduled(table: _Table, names: Sequence[str]) -> Candidates:
     return Candidates(choices, c["spread"], frozenset(table.habits))
 
 
+def fewer(question: Question, pattern: Pattern, devices: int, most: int) -> list[int]:
+    """The largest numbers of ranks below this that are products of sizes which the rules allow alone, and of these the
+    largest that fills nodes."""
+    none, node = dict.fromkeys(AXES, 1) | {"chunks": 1}, question.cluster.hardware.node
+    found = {1}
+    for axis in AXES:
+        sizes = [size for size in pattern.of(axis, list(range(1, devices + 1))) if size <= devices]
+        allowed = _allowed(none, axis, np.array(sizes, dtype=np.int64), question)
+        found = {ranks * size for ranks in found for size in allowed if ranks * size < devices}
+    ordered = sorted(found, reverse=True)
+    full = [count for count in ordered if count % node == 0]
+    return sorted({*ordered[:most], *full[:1]}, reverse=True)
+
+
+def _allowed(none: Mapping[str, int], axis: str, sizes: Array, question: Question) -> list[int]:
+    """Those of these sizes that no rule forbids alone."""
+    columns = {name: np.full(len(sizes), value) for name, value in none.items()} | {axis: sizes}
+    mask = np.ones(len(sizes), dtype=bool)
+    for rule in LEGAL:
+        if set(rule.needs) <= set(columns):
+            mask &= np.broadcast_to(np.asarray(rule.holds(columns, question)), len(sizes))
+    return sizes[mask].tolist()
+
+
 def divisors(number: int) -> list[int]:
     """From 1 to the number itself."""
     found = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]

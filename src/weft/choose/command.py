@@ -18,7 +18,7 @@ from .. import build, schedule, tables
 from ..config import Run
 from ..cost.hardware import Cluster
 from ..cost.work import Work
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 from . import whole
 from .candidates import left_out
 from .legal import Judge, chosen
@@ -30,7 +30,9 @@ from .question import Question
 from .ranking import Progress, Ranked, rank
 from .refusals import nothing, too_large
 from .report import Report
+from .rules import SCHEDULES
 
+SEARCHED = set(SCHEDULES) - {"naive"}
 LONG = 200_000  # choices from which on a search shows how far it is
 
 
@@ -72,6 +74,7 @@ def plan(
     named = era_of(where, era)
     pattern = ANY if layout is None else Pattern.parse(layout)
     asked = None if explain is None else whole.parsed(explain)
+    hold_schedule(run)
     bare, held = build.skeleton(run), build.dataset(run)
     question = question_of(run, where, named, traced(run, bare, held, where.hardware.kind))
     judge = Judge(run, bare, held)
@@ -95,13 +98,23 @@ def plan(
     return report, chosen(run, best)
 
 
+def hold_schedule(run: Run) -> None:
+    """Raises ConfigError for a schedule that is none."""
+    name, known = run.pipeline.schedule, schedule.folder()
+    if ":" not in name and name not in known:
+        raise ConfigError("pipeline.schedule", name, "there is no such schedule", nearest(name, known))
+
+
 def notes(question: Question, pattern: Pattern, found: Ranked, judge: Judge) -> list[str]:
     """What a layout that does not fit would need; that a search has its own schedules."""
     if not pattern.exact:
         name = judge.run.pipeline.schedule
-        own = name not in schedule.folder() and any(row.schedule for row in found.rows)
+        own = name not in SEARCHED and not pattern.given("pp") and any(row.schedule for row in found.rows)
         return [f"{name} is not searched: a whole --layout is priced with it"] if own else []
-    return [] if found.fits else whole.otherwise(question, pattern, judge)
+    said = [] if found.fits else whole.otherwise(question, pattern, judge)
+    if found.rows[0].schedule and not isinstance(judge.run.pipeline.cut, str):
+        said.append("pipeline.cut names where stages begin: they are priced as if they were even")
+    return said
 
 
 def question_of(run: Run, where: Cluster, era: str, work: Work | None = None) -> Question:

@@ -98,7 +98,7 @@ def why(question: Question, row: Row, best: Row) -> str:
         return over(row)
     times = row.step_s / best.step_s
     if times < 1 / NEAR:
-        return f"{1 / times - 1:.0%} faster, but left out of this search"
+        return f"{1 / times - 1:.0%} faster in microbatches of {row.microbatch}, but left out of this search"
     if times < NEAR:
         more = len(Layout.parse(row.layout).axes) > len(Layout.parse(best.layout).axes)
         return "as fast" + (", with more axes" if more else "")

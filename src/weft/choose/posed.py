@@ -49,7 +49,10 @@ def traced(run: Run, bare: nn.Module, held: Dataset, device: str) -> Work:
 
 def choice(run: Run) -> Choices:
     """The layout of a run, with its microbatches, recomputation and schedule. Raises Refusal."""
-    name, chunks = _schedule(run, Layout.parse(run.layout.axes))
+    layout = Layout.parse(run.layout.axes)
+    name, chunks = _schedule(run, layout)
+    if layout.live("pp"):
+        stages.hold_cut(run.pipeline.cut, layout.size("pp") * chunks, f"{name} over {layout}")
     return Choices.of(
         [plain(run.layout.axes)], batch=run.train.batch, accumulate=run.train.accumulate, recompute=run.train.recompute,
         schedule=name, chunks=chunks,
@@ -88,8 +91,9 @@ def with_choice(run: Run, axes: str, accumulate: int, recompute: str | int, name
     train = run.train.model_copy(update={"accumulate": accumulate, "recompute": recompute})
     pipeline = run.pipeline
     if name:
-        same = (name, axes) == (pipeline.schedule, run.layout.axes)  # modules are named for so many stages
-        cut = pipeline.cut if isinstance(pipeline.cut, str) or same else "flops"
+        count = Layout.parse(axes).size("pp") * options.get("chunks", STAGES.get(name, 1))
+        same = isinstance(pipeline.cut, str) or len(pipeline.cut) == count - 1  # modules are named for so many stages
+        cut = pipeline.cut if same else "flops"
         arguments = (pipeline.arguments if name == pipeline.schedule else {}) | options
         pipeline = Pipeline(schedule=name, cut=cut, dynamic_shapes=pipeline.dynamic_shapes, **arguments)
     return build.with_layout(run.model_copy(update={"train": train, "pipeline": pipeline}), axes)

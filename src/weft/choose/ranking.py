@@ -18,7 +18,7 @@ from ..cost.hardware import GIB
 from ..cost.parts import Part
 from ..simulate import simulate
 from ..simulation.setup import Setup, follows
-from .candidates import Candidates, candidates, scheduled, together
+from .candidates import Candidates, candidates, fewer, scheduled, together
 from .patterns import ANY, Pattern
 from .question import Question
 
@@ -27,6 +27,7 @@ RESCHEDULED = 4_000  # pipelines at most that are priced with every schedule
 LAYOUTS = 36  # that are looked at more closely
 EACH = 3  # choices of each of these
 ACTIONS = 150_000  # that are simulated, over all
+COUNTS = 8  # numbers of devices that are tried where not all can be used
 TIE = 0.01  # times that differ by less are no reason to have one more axis
 
 Progress = Callable[[int, int], None]  # choices priced, of how many
@@ -89,17 +90,31 @@ class Ranked:
 def rank(
     question: Question, pattern: Pattern = ANY, wide: bool = False, progress: Progress = lambda done, of: None
 ) -> Ranked:
-    """The best layouts of a pattern. If none fits, those that habits leave out are looked at too; if the rules allow
-    none on all devices, on the largest divisor of them on which they do. No rows: they allow none at all."""
-    devices = question.cluster.devices
-    for count in (n for n in range(devices, 0, -1) if devices % n == 0):
-        for far in (False, True) if not wide else (True,):
-            found = _ranked(question, pattern, count, far, progress)
-            if found.fits:
-                return found
-        if found.rows:
-            return found
+    """The best layouts of a pattern. If none fits, those that habits leave out are looked at too. If the rules allow
+    none on all devices, or these fill no nodes, the fastest of what they allow on a few fewer. No rows: they allow none
+    at all."""
+    devices, node = question.cluster.devices, question.cluster.hardware.node
+    found = _looked(question, pattern, devices, wide, progress)
+    if found.rows and (devices <= node or devices % node == 0):
+        return found
+    for count in fewer(question, pattern, devices, COUNTS):
+        other = _looked(question, pattern, count, wide, progress)
+        if other.rows and (not found.rows or _better(other, found)):
+            found = other
     return found
+
+
+def _looked(question: Question, pattern: Pattern, devices: int, wide: bool, progress: Progress) -> Ranked:
+    """On so many devices; with what habits leave out, if without it nothing fits."""
+    found = _ranked(question, pattern, devices, wide, progress)
+    return found if found.fits or wide else _ranked(question, pattern, devices, True, progress)
+
+
+def _better(one: Ranked, other: Ranked) -> bool:
+    """Whether fewer devices are to be preferred."""
+    if one.fits and other.fits:
+        return one.rows[0].step_s * (1 + TIE) < other.rows[0].step_s
+    return one.fits > other.fits or one.rows[0].over_bytes < other.rows[0].over_bytes
 
 
 def _ranked(question: Question, pattern: Pattern, devices: int, wide: bool, progress: Progress) -> Ranked:

@@ -24,7 +24,7 @@ def nothing(
     question: Question, pattern: Pattern, field: str = "--layout", more: Mapping[str, Any] | None = None
 ) -> LayoutError:
     """The rules allow no choice of a pattern. `more` columns that they are asked of."""
-    one = dict.fromkeys(AXES, 1) | dict(more or {})
+    one = dict.fromkeys(AXES, 1) | {"chunks": 1} | dict(more or {})
     sizes = {axis: size for axis, size in pattern.sizes if size is not None}
     devices = question.cluster.devices
     if not pattern.exact and devices % math.prod(sizes.values()):

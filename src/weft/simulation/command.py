@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
+from .. import build
 from .. import sync as syncs
 from ..choose.command import era_of
-from ..choose.posed import posed
+from ..choose.legal import Judge
+from ..choose.posed import posed, traced
 from ..config import Run
 from ..cost.hardware import Cluster
 from ..errors import ConfigError
@@ -77,7 +79,9 @@ def prepared(run: Run, cluster: str, era: str | None) -> Setup:
         raise ConfigError("workers", list(run.workers), "has no layout", "leave [workers] out")
     where = Cluster.parse(cluster)
     software = where.hardware.era(era_of(where, era))
-    asked = posed(run, device=where.hardware.kind)
+    bare, held = build.skeleton(run), build.dataset(run)
+    Judge(run, bare, held).hold(run.layout.axes)
+    asked = posed(run, work=traced(run, bare, held, where.hardware.kind))
     return Setup(
         run.layout.axes, asked.work, asked.choices, where, software, asked.practice, run.train.steps, asked.sync
     )
@@ -101,6 +105,17 @@ def link(text: str) -> tuple[str, float]:
     except ValueError:
         fix = "write tp=4 for a quarter of the bandwidth"
         raise ConfigError("--slow-link", text, "is not an axis and a factor", fix) from None
+
+
+def once(pairs: Iterable[tuple[Any, float]], field: str) -> dict[Any, float]:
+    """Raises ConfigError where one stands twice."""
+    found: dict[Any, float] = {}
+    for name, factor in pairs:
+        if name in found:
+            what = "a device anywhere" if name is None else f"{name}"
+            raise ConfigError(field, factor, f"{what} is given twice", "name each once")
+        found[name] = factor
+    return found
 
 
 def mode(text: str | None) -> Mode | None:

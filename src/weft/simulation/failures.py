@@ -113,7 +113,8 @@ def drawn(faults: Faults, steps: int, step_s: float, every: int, runs: int = 400
 
 def hopeless(faults: Faults) -> ConfigError:
     """Of a cluster on which a run hardly gets on."""
-    problem = f"a checkpoint takes {faults.pause_s:.3g} s and a restart {faults.restart_s:.3g} s"
+    written = f", is whole {faults.written_s:.3g} s later," if faults.written_s else ""
+    problem = f"a checkpoint takes {faults.pause_s:.3g} s{written} and a restart {faults.restart_s:.3g} s"
     fix = "use fewer devices, or save and restart in less time"
     return ConfigError("--mtbf", f"{faults.mtbf_s:.3g} s of all devices together", problem, fix)
 
@@ -178,11 +179,14 @@ def lost(faults: Faults, steps: int, step_s: float, every: int = 0, seed: int = 
     choices = [at(name, max(least, round(way(faults) / step_s))) for name, way in ways.items()]
     tried = -(-steps // _spaced(1, steps // least, TRIED))  # of so many parts, as equal as can be
     best = at("best", int(tried[expected_s(faults, steps, step_s, tried).argmin()]))
-    choices += [best, *([at("run file", every)] if every else [])]
+    if every:
+        name = "run file" if every >= least else "run file, as writing lets it"
+        choices.append(at(name, max(every, least)))
+    choices.insert(2, best)
     if best.goodput < LEAST:
         raise hopeless(faults)
     counts = [each.every for each in choices]
-    shown = _spaced(max(1, min(best.every // 20, *counts)), min(max(best.every * 20, *counts), steps), 41)
+    shown = _spaced(max(least, min(best.every // 20, *counts)), min(max(best.every * 20, *counts), steps), 41)
     curve = tuple((count * step_s, share(count)) for count in shown.tolist())
     return Lost(faults, steps, step_s, tuple(choices), drawn(faults, steps, step_s, best.every, seed=seed), curve)
 

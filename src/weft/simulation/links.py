@@ -17,7 +17,9 @@ def each(setup: Setup, axis: str, factor: float) -> Iterator[tuple[str, float, f
     planned, slow = setup.step(), setup.step(links={axis: factor})
     name, ranks = f"a link of {axis} x{factor:g}", setup.size("pp")
     if axis == "pp":
-        places = [(f"{name}, after stage {i}", i) for i in range(setup.schedule.stages - 1)]
+        on = setup.schedule.placement
+        ends = [i for i in range(setup.schedule.stages - 1) if on[i] != on[i + 1]]
+        places = [(f"{name}, after stage {i}", i) for i in ends]
     elif slow.costs == planned.costs:
         places = [(name, -1)]
     else:

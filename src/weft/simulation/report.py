@@ -123,11 +123,13 @@ def _step(report: Report) -> str:
 def _stragglers(rows: Sequence[Row]) -> str:
     planned = rows[0]
     lines = [["stragglers", "step", "longer", "idle"]]
-    for row in _few(rows):
+    few = _few(rows)
+    for row in few:
         error = f" +- {look.seconds(row.error_s)}" if row.error_s else ""
         longer = "" if row is planned else look.share(row.step_s - planned.step_s, planned.step_s)
         lines.append([row.name, look.seconds(row.step_s) + error, longer, look.share(row.idle, 1)])
-    return table(lines)
+    left = "" if len(few) == len(rows) else f"\nof more than {STAGES} places the cheapest and the dearest"
+    return table(lines) + left
 
 
 def _few(rows: Sequence[Row]) -> list[Row]:
