@@ -295,7 +295,7 @@ def test_what_would_help_where_nothing_fits(tmp_path: Path) -> None:
     result = weft("plan", run, "--cluster", f"{sheet}x2", "--max-memory", str(state / 2.3))
     assert result.exit_code == 2
     said = " ".join(result.output.split())
-    assert "no layout fits: " in said and "too many" in said
+    assert "--max-memory = " in said and "no layout fits: " in said and "too many" in said
     assert "4 devices would do, with " in said and "+offload" in said
 
 

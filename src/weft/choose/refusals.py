@@ -38,8 +38,8 @@ def nothing(
     return LayoutError(field, pattern.text, problem, f"sizes that work: {', '.join(allowed) or 'none'}")
 
 
-def too_large(question: Question, pattern: Pattern, nearest: Row) -> ConfigError:
-    """Nothing fits: by how much the best misses, and what would help."""
+def too_large(question: Question, pattern: Pattern, nearest: Row, limit_gib: float | None = None) -> ConfigError:
+    """Nothing fits: by how much the best misses, and what would help. `limit_gib`: what was allowed of a device."""
     device, gib = question.cluster.hardware.device, nearest.held_bytes / GIB
     problem = (
         f"no layout fits: {described(nearest)}, the nearest, takes {gib:,.1f} GiB of {device.memory_gib:g}, "
@@ -60,7 +60,10 @@ def too_large(question: Question, pattern: Pattern, nearest: Row) -> ConfigError
         if row is not None and row.fits:
             helps.append(f"{larger.cluster.devices} devices would do, with {row.layout}")
             break
-    fix = "; ".join(helps) or "use devices with more memory, shorter samples, or a smaller model"
+    more = "use devices with more memory" if limit_gib is None else "allow more"
+    fix = "; ".join(helps) or f"{more}, shorter samples, or a smaller model"
+    if limit_gib is not None:
+        return ConfigError("--max-memory", limit_gib, problem, fix)
     return ConfigError("--cluster", str(question.cluster), problem, fix)
 
 
