@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from weft.cost.chain import runs_again
 from weft.cost.choices import Choices
 from weft.cost.dims import Dims, work
 from weft.cost.estimate import Estimate, estimate, stage_costs
@@ -149,6 +150,25 @@ def test_of_every_kth_block_a_stage_may_have_more_or_less(
     assert of("recompute", mode) == pytest.approx(most * of("recompute", "full"))
     none, full = of("activations", "none"), of("activations", "full")
     assert of("activations", mode) == pytest.approx(none + least * (full - none))
+
+
+@pytest.mark.parametrize(("depth", "ranks", "chunks", "name"), [
+    (32, 4, 8, "interleaved"), (32, 4, 2, "interleaved"), (16, 2, 2, "zb-v"), (24, 4, 2, "zb-v"), (12, 1, 1, "1f1b")
+])  # fmt: skip
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_what_chunks_of_a_rank_run_again_adds_up(depth: int, ranks: int, chunks: int, name: str, every: int) -> None:
+    """Counted block by block."""
+    again, kept = [0] * ranks, [0] * ranks
+    for block in range(depth):
+        stage = block * ranks * chunks // depth
+        rank = stage % ranks if name != "zb-v" or stage < ranks else 2 * ranks - 1 - stage
+        again[rank] += block % every == 0
+        kept[rank] += block % every > 0
+    model = work(replace(SMALL, layers=depth))
+    choices = laid(f"pp{ranks}", schedule=name, chunks=chunks, accumulate=8, recompute=every)
+    most, least = runs_again(model, choices)
+    assert most[0] * depth / ranks == pytest.approx(max(again))
+    assert (1 - least[0]) * depth / ranks == pytest.approx(max(kept))
 
 
 COMPUTED = ("matmul", "attention", "memory", "recompute", "launch")

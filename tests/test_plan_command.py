@@ -243,6 +243,7 @@ def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
         ("cp2+ulysses.dp2", "up2.dp2: 1 microbatches of 4"),
         ("cp4+gather", "cp4+gather: 1 microbatches of 8"),
         ("tp1+sequence.dp2", "dp2: 1 microbatches of 4"),
+        ("cp4+ulysses", "up4: 1 microbatches of 8"),
     ],
 )
 def test_what_is_explained_is_what_was_asked_for(tmp_path: Path, asked: str, found: str) -> None:
@@ -263,7 +264,7 @@ def test_what_is_explained_is_what_was_asked_for(tmp_path: Path, asked: str, fou
     [
         (("--cluster", "h10x8"), "there is no such sheet"),
         (("--cluster", "{sheet}x2", "--era", "steam"), "has no such era"),
-        (("--cluster", "{sheet}x2", "--layout", "tp3.*"), "3 ranks do not divide 2 devices"),
+        (("--cluster", "{sheet}x2", "--layout", "tp3.*"), "3 ranks are more than 2 devices"),
         (("--cluster", "{sheet}x16", "--layout", "tp8.*"), "4 heads. Sizes that work: tp2, tp4"),
         (("--cluster", "{sheet}x2", "--layout", "dp4"), "has 4 ranks, and sheet.tomlx2 2 devices"),
         (("--cluster", "{sheet}x2", "--max-memory", "90"), "at most 80 GiB"),

@@ -154,7 +154,8 @@ def test_links_of_a_row(rows: Any) -> None:
     inner = [rows.hardware(text({**GPT, "accelerator": name})).tiers[0].bps for name in ("H100", "H800")]
     assert inner == [450e9, 200e9]
     rates = {
-        "8x200Gb/s HDR IB": 25e9, "200 GBit/s per GPU": 25e9, "25 Gbyte/s per device": 25e9, "25GBps per GPU": 25e9,
+        "8x200Gb/s HDR IB": 25e9, "8 × 200Gb/s": 25e9,
+        "200 GBit/s per GPU": 25e9, "25 Gbyte/s per device": 25e9, "25GBps per GPU": 25e9,
         "1.6 Tbps RoCE": 25e9, "400Gb/s per node": 6.25e9, "HDR": None,
     }  # fmt: skip
     assert {link: rows.network({"inter_link": link}, 8) for link in rates} == rates
@@ -182,9 +183,26 @@ def test_what_no_software_could_lay(rows: Any, cell: dict[str, Any], says: str) 
 
 
 def test_words_of_a_row(rows: Any) -> None:
-    said = {"Y": True, "yes": True, "n": False, "N/A": None, "-": False, "?": None, "": None, "0": False}
+    said = {
+        "Y": True,
+        "yes": True,
+        "n": False,
+        "N/A": None,
+        "n/a (not stated)": None,
+        "-": False,
+        "?": None,
+        "": None,
+        "0": False,
+    }
     assert {word: rows.flag({"compile": word}, "compile") for word in said} == said
-    kernels = {"flash (no dropout)": True, "no-flash": False, "unfused (flash off)": False, "cuDNN/TE": None}
+    kernels = {
+        "flash (no dropout)": True,
+        "no-flash": False,
+        "unfused (flash off)": False,
+        "eager": False,
+        "non fused": False,
+        "cuDNN/TE": None,
+    }
     assert {word: rows.fused_attention({"attn_kernel": word}) for word in kernels} == kernels
     titan = {**GPT, "framework": "torchtitan", "zero_stage": 3, "dtype": "bf16"}
     eras = [rows.case(text({**titan, "compile": word})).setting.era for word in ("N", "Y", "N/A", "")]

@@ -437,10 +437,21 @@ def test_a_slow_link_alone_is_shown_where_replicas_agree() -> None:
 
 
 def test_links_of_stages_on_one_rank_are_none() -> None:
-    """Of a V: the fourth and the fifth stage are on the last rank."""
+    """Of a V: the fourth and the fifth stage are on the last rank, and others' links carry two ways."""
     rows = stragglers.table(setup("pp4.dp2", 64, 8, "zb-v", 2), {}, {"pp": 50.0}, 0.0, 0)
-    assert [int(row.name.split()[-1]) for row in rows[1:]] == [0, 1, 2, 4, 5, 6]
+    assert [row.name for row in rows[1:]] == [f"a link of pp x50, after stages {i} and {6 - i}" for i in range(3)]
     assert all(row.step_s > 1.01 * rows[0].step_s for row in rows[1:])
+
+
+def test_the_best_of_every_interval_that_there_is() -> None:
+    rng = random.Random(2)
+    for _ in range(40):
+        faults = Faults(10 ** rng.uniform(3, 5), 10 ** rng.uniform(-3, 2), 300.0, 10 ** rng.uniform(0, 3))
+        steps = rng.randrange(1, 2000)
+        found = failures.lost(faults, steps, 5.0)
+        every = np.arange(min(steps, max(1, math.ceil(faults.written_s / 5.0))), steps + 1)
+        assert found.expected_s == pytest.approx(failures.expected_s(faults, steps, 5.0, every).min(), rel=1e-9)
+    assert failures.lost(Faults(1e300, 1e9), 10, 5.0).best.every == 10
 
 
 def test_no_interval_is_shorter_than_writing() -> None:

@@ -61,7 +61,7 @@ def flag(row: Row, name: str) -> bool | None:
     """Y or N, in any words for them; None where a cell is empty. Raises Uncovered."""
     text = (row.get(name) or "").strip().lower()
     word = re.match(r"\w*", text)[0]  # type: ignore[index]
-    if text in UNKNOWN:
+    if text in UNKNOWN or text.startswith(("n/a", "n.a")):
         return None
     if word in YES or word in NO or text in NO:
         return word in YES
@@ -103,7 +103,7 @@ def network(row: Row, node: int) -> float | None:
     """Bytes per second of one device, each way, of a link such as `8x200Gb/s HDR IB`, `400Gb/s per node` or `25 GB/s
     per GPU`; None where no rate is named."""
     text = row.get("inter_link") or ""
-    rate = r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([GT])((?i:bytes?)|(?i:bits?)|[bB])(?:/s|ps)"
+    rate = r"(?:(\d+)\s*[xX×]\s*)?(\d+(?:\.\d+)?)\s*([GT])((?i:bytes?)|(?i:bits?)|[bB])(?:/s|ps)"
     match = re.search(rate, text)
     if match is None:
         return None
@@ -122,6 +122,8 @@ def fused_attention(row: Row) -> bool | None:
     """Whether attention keeps no scores; None where a row does not say."""
     text = (row.get("attn_kernel") or "").lower()
     words = set(re.findall(r"[a-z]+", text))
-    if words & {"unfused", "math", "naive", "none"} or re.search(r"\b(no|not|non|without)[ -]+flash", text):
+    if words & {"unfused", "math", "naive", "eager", "none"} or re.search(
+        r"\b(no|not|non|without)[ -]+(flash|fused)", text
+    ):
         return False
     return True if "flash" in text else None

@@ -84,7 +84,7 @@ def plan(
     if not found.rows:
         raise nothing(question, pattern)
     if not found.fits and not pattern.exact:
-        raise too_large(question, pattern, found.rows[0], memory_gib)
+        raise too_large(question, pattern, found, memory_gib)
     best = judge.first(found.rows)
     if best is None:
         raise judge.refused[0][1]

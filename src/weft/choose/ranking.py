@@ -91,11 +91,11 @@ def rank(
     question: Question, pattern: Pattern = ANY, wide: bool = False, progress: Progress = lambda done, of: None
 ) -> Ranked:
     """The best layouts of a pattern. If none fits, those that habits leave out are looked at too. If the rules allow
-    none on all devices, or these fill no nodes, the fastest of what they allow on a few fewer. No rows: they allow none
-    at all."""
+    none on all devices, or these neither fill nodes nor part one evenly, the fastest of what they allow on a few fewer.
+    No rows: they allow none at all."""
     devices, node = question.cluster.devices, question.cluster.hardware.node
     found = _looked(question, pattern, devices, wide, progress)
-    if found.rows and (devices <= node or devices % node == 0):
+    if found.rows and (node % devices == 0 or devices % node == 0):
         return found
     for count in fewer(question, pattern, devices, COUNTS):
         other = _looked(question, pattern, count, wide, progress)

@@ -14,7 +14,7 @@ from .candidates import candidates, divisors, refusal
 from .explain import described
 from .patterns import Pattern
 from .question import Question
-from .ranking import Row, priced_best
+from .ranking import Ranked, priced_best
 
 OFFLOAD = ("fsdp", "offload")
 MORE = (2, 4, 8, 16, 32, 64)  # times as many devices, where none fits
@@ -27,9 +27,9 @@ def nothing(
     one = dict.fromkeys(AXES, 1) | {"chunks": 1} | dict(more or {})
     sizes = {axis: size for axis, size in pattern.sizes if size is not None}
     devices = question.cluster.devices
-    if not pattern.exact and devices % math.prod(sizes.values()):
-        problem = f"{math.prod(sizes.values())} ranks do not divide {devices} devices"
-        return LayoutError(field, pattern.text, problem, "use sizes whose product divides the devices")
+    if math.prod(sizes.values()) > devices:
+        problem = f"{math.prod(sizes.values())} ranks are more than {devices} devices"
+        return LayoutError(field, pattern.text, problem, "use smaller sizes, or a larger cluster")
     problem = refusal(one | sizes, question) or "no layout of it keeps to the rules"
     allowed = [
         f"{axis}{size}" for axis in sizes for size in divisors(devices)
@@ -38,8 +38,9 @@ def nothing(
     return LayoutError(field, pattern.text, problem, f"sizes that work: {', '.join(allowed) or 'none'}")
 
 
-def too_large(question: Question, pattern: Pattern, nearest: Row, limit_gib: float | None = None) -> ConfigError:
+def too_large(question: Question, pattern: Pattern, found: Ranked, limit_gib: float | None = None) -> ConfigError:
     """Nothing fits: by how much the best misses, and what would help. `limit_gib`: what was allowed of a device."""
+    nearest = found.rows[0]
     device, gib = question.cluster.hardware.device, nearest.held_bytes / GIB
     problem = (
         f"no layout fits: {described(nearest)}, the nearest, takes {gib:,.1f} GiB of {device.memory_gib:g}, "
@@ -48,14 +49,14 @@ def too_large(question: Question, pattern: Pattern, nearest: Row, limit_gib: flo
     helps = []
     if not pattern.given("fsdp") and (pattern.more or "fsdp" in dict(pattern.sizes)):
         away = replace(pattern, sizes=_with_fsdp(pattern), options=(*pattern.options, OFFLOAD))
-        row = priced_best(question, candidates(question, question.cluster.devices, away))
+        row = priced_best(question, candidates(question, found.devices, away))
         if row is not None and row.fits:
             helps.append(f'--layout "{row.layout}.*" fits')
     most = question.cluster.hardware.tiers[-1].devices or math.inf
     for times in MORE:
-        if times * question.cluster.devices > most:
+        if times * found.devices > most:
             break
-        larger = _on(question, times * question.cluster.devices)
+        larger = _on(question, times * found.devices)
         row = priced_best(larger, candidates(larger, larger.cluster.devices, pattern))
         if row is not None and row.fits:
             helps.append(f"{larger.cluster.devices} devices would do, with {row.layout}")

@@ -60,7 +60,7 @@ def _check(question: Question, pattern: Pattern, judge: Judge, field: str) -> No
     if world > devices:
         problem = f"has {world} ranks, and {question.cluster} {devices} devices"
         raise LayoutError(field, pattern.text, problem, "use a smaller layout, or a larger cluster")
-    if refusal(dict.fromkeys(AXES, 1) | dict(pattern.sizes), question):
+    if refusal(dict.fromkeys(AXES, 1) | dict(plain(pattern.text).sizes), question):
         raise nothing(question, pattern, field)
     try:
         stages.named(Layout.parse(pattern.text))

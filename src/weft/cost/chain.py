@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -40,12 +41,40 @@ def parts(work: Work) -> tuple[list[Block], list[Block], list[Block]]:
 
 
 def runs_again(work: Work, choices: Choices) -> tuple[Array, Array]:
-    """The share of a rank's repeated blocks that run again, where every k-th of the model does: the most that a stage
-    has of them, and the least."""
-    p, chunks = choices.sizes["pp"], choices.chunks
-    each = np.maximum(1.0, max(1, work.depth) * stages(work, choices)[1].layers / np.where(p > 1, chunks, 1))
-    most = np.minimum(1.0, np.ceil(each * choices.again - 1e-9) / each)
-    return most, np.where(p > 1, np.floor(each * choices.again + 1e-9) / each, most)
+    """Of a rank's repeated blocks the share that runs again, where every k-th of the model does: of the rank that has
+    the most of these; and so that what is left is what the rank keeps that keeps the most."""
+    again = choices.again
+    some = (again > 0) & (again < 1) & (work.depth > 0)
+    if not some.any():
+        return again, again
+    p, v = choices.sizes["pp"], np.where(choices.sizes["pp"] > 1, choices.chunks, 1)
+    folded = np.array([vee(name) for name in choices.schedules])[choices.schedule] & (p > 1)
+    every = np.rint(1 / np.where(some, again, 1)).astype(np.int64)
+    keys = (((p.astype(np.int64) << 16) + v.astype(np.int64) << 16) + every << 1) + folded
+    found, place = np.unique(keys[some], return_inverse=True)
+    counts = [_dealt(k >> 33, (k >> 17) & 0xFFFF, (k >> 1) & 0xFFFF, bool(k & 1), work.depth) for k in found.tolist()]
+    repeated, kept = np.array(counts, dtype=float)[place].T
+    first, between, _ = stages(work, choices)
+    layers = work.depth * np.where(p > 2, between.layers, first.layers)[some]
+    most, least = again.astype(float), again.astype(float)
+    most[some] = np.minimum(1.0, repeated / np.maximum(layers, 1.0))
+    least[some] = np.maximum(0.0, 1.0 - kept / np.maximum(work.depth * first.layers[some], 1.0))
+    return most, least
+
+
+@cache
+def _dealt(ranks: int, chunks: int, every: int, folded: bool, depth: int) -> tuple[int, int]:
+    """Of blocks dealt out evenly to all stages, the most that one rank runs again, and the most that one keeps."""
+    count = ranks * chunks
+    bounds = [stage * depth // count for stage in range(count + 1)]
+    again, kept = [0] * ranks, [0] * ranks
+    for stage, (begin, end) in enumerate(pairwise(bounds)):
+        chunk, rank = divmod(stage, ranks)
+        rank = ranks - 1 - rank if folded and chunk % 2 else rank
+        several = -(-end // every) - -(-begin // every)
+        again[rank] += several
+        kept[rank] += end - begin - several
+    return max(again), max(kept)
 
 
 @cache

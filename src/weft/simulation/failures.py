@@ -176,8 +176,9 @@ def lost(faults: Faults, steps: int, step_s: float, every: int = 0, seed: int = 
 
     least = max(1, math.ceil(min(steps, faults.written_s / step_s)))  # one is written before the next
     ways = {"Young": young_s, "Daly": daly_s}
-    choices = [at(name, max(least, round(way(faults) / step_s))) for name, way in ways.items()]
-    tried = -(-steps // _spaced(1, steps // least, TRIED))  # of so many parts, as equal as can be
+    choices = [at(name, max(least, round(min(way(faults), steps * step_s) / step_s))) for name, way in ways.items()]
+    even = -(-steps // _spaced(1, -(-steps // least), TRIED))  # of so many parts, as equal as can be
+    tried = np.unique(np.maximum(least, np.append(even, _spaced(least, steps, TRIED))))
     best = at("best", int(tried[expected_s(faults, steps, step_s, tried).argmin()]))
     if every:
         name = "run file" if every >= least else "run file, as writing lets it"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from ..costs import Costs
@@ -17,13 +18,12 @@ def each(setup: Setup, axis: str, factor: float) -> Iterator[tuple[str, float, f
     planned, slow = setup.step(), setup.step(links={axis: factor})
     name, ranks = f"a link of {axis} x{factor:g}", setup.size("pp")
     if axis == "pp":
-        on = setup.schedule.placement
-        ends = [i for i in range(setup.schedule.stages - 1) if on[i] != on[i + 1]]
-        places = [(f"{name}, after stage {i}", i) for i in ends]
+        places = [(f"{name}, after stage{'s' * (len(ends) > 1)} {' and '.join(map(str, ends))}", ends)
+                  for ends in _between(setup)]  # fmt: skip
     elif slow.costs == planned.costs:
-        places = [(name, -1)]
+        places = [(name, ())]
     else:
-        places = [(setup.on_stages(name, rank), rank) for rank in range(ranks)]
+        places = [(setup.on_stages(name, rank), (rank,)) for rank in range(ranks)]
     busy = sum(lane.work_s for lane in simulate(setup.schedule, planned.costs).lanes) / ranks
     for title, place in places:
         acted = simulate(setup.schedule, _mixed(setup, planned.costs, slow, axis, place)).makespan_s
@@ -35,16 +35,25 @@ def first(setup: Setup, planned: Step, slow: Step, axes: Iterable[str]) -> Costs
     """The costs of a pipeline whose first link of each of these axes is slow: in or after its first stage."""
     costs = planned.costs
     for axis in axes:
-        costs = _mixed(setup, costs, slow, axis, 0)
+        costs = _mixed(setup, costs, slow, axis, _between(setup)[0] if axis == "pp" else (0,))
     return costs
 
 
-def _mixed(setup: Setup, costs: Costs, slow: Step, axis: str, place: int) -> Costs:
-    """The costs of a pipeline of which one place, a boundary of pp or else a rank, has those of `slow`."""
+def _between(setup: Setup) -> list[tuple[int, ...]]:
+    """Of each two ranks that are neighbours in the pipeline, the stages after which messages travel between them."""
+    found: dict[frozenset[int], tuple[int, ...]] = {}
+    for stage, pair in enumerate(pairwise(setup.schedule.placement)):
+        if len(set(pair)) > 1:
+            found[frozenset(pair)] = (*found.get(frozenset(pair), ()), stage)
+    return list(found.values())
+
+
+def _mixed(setup: Setup, costs: Costs, slow: Step, axis: str, where: Sequence[int]) -> Costs:
+    """The costs of a pipeline of which these places, boundaries of pp or else ranks, have those of `slow`."""
     messages = axis == "pp"
     places = range(setup.schedule.stages - 1) if messages else setup.schedule.placement
     mixed: dict[str, Any] = {}
     for field in ("comm_s",) if messages else ("forward_s", "backward_s", "weight_s"):
         pairs = zip(costs.each(field, len(places)), slow.costs.each(field, len(places)))
-        mixed[field] = tuple(b if at == place else a for at, (a, b) in zip(places, pairs))
+        mixed[field] = tuple(b if at in where else a for at, (a, b) in zip(places, pairs))
     return replace(costs, **mixed)
