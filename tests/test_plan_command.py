@@ -271,6 +271,10 @@ def test_what_is_explained_is_what_was_asked_for(tmp_path: Path, asked: str, fou
         (("--cluster", "{sheet}x2", "--explain", "dp*"), "is no whole layout"),
         (("--cluster", "{sheet}x2", "--set", "pipeline.schedule=wave"), "pipeline.schedule = 'wave': there is no such"),
         (("--cluster", "{sheet}x16", "--layout", "pp16.*"), "parts for 16 stages. Sizes that work: pp2, pp4"),
+        (
+            ("--cluster", "{sheet}x8", "--layout", "cp8+ulysses"),
+            "heads of a rank do not divide over up8. Sizes that work: up2, up4",
+        ),
         (("--cluster", "{sheet}x2", "--explain", "dq2"), "--explain = 'dq2': there is no axis 'dq'"),
         (("--cluster", "{sheet}x2", "--explain", "dp4"), "--explain = 'dp4': has 4 ranks"),
         (("--cluster", "{sheet}x4", "--explain", "fsdp2.dp2"), "--explain = 'fsdp2.dp2': fsdp outside dp"),

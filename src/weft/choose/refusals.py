@@ -13,6 +13,7 @@ from ..errors import ConfigError, LayoutError
 from .candidates import candidates, divisors, refusal
 from .explain import described
 from .patterns import Pattern
+from .posed import plain
 from .question import Question
 from .ranking import Ranked, priced_best
 
@@ -25,7 +26,8 @@ def nothing(
 ) -> LayoutError:
     """The rules allow no choice of a pattern. `more` columns that they are asked of."""
     one = dict.fromkeys(AXES, 1) | {"chunks": 1} | dict(more or {})
-    sizes = {axis: size for axis, size in pattern.sizes if size is not None}
+    named = plain(pattern.text).sizes if pattern.exact else pattern.sizes
+    sizes = {axis: size for axis, size in named if size is not None}
     devices = question.cluster.devices
     if math.prod(sizes.values()) > devices:
         problem = f"{math.prod(sizes.values())} ranks are more than {devices} devices"
