@@ -243,19 +243,21 @@ def test_who_is_alone_and_left_out_says_so(tmp_path: Path) -> None:
 
 
 class Failing(Ramps):
-    """One replica's process ends, or stands still for a while, when it reads a sample for the `at`-th time."""
+    """One replica's process ends, or stands still for a while, when it reads a sample for the `at`-th time. One that is
+    started in its place reads when the others have read 20 samples without it: more than two steps of each."""
 
     def __init__(
         self, split: str = "train", at: int = 0, replica: int = 1, how: str = "", mark: str = "", seconds: int = 4
     ):
         super().__init__(split)
         self.at, self.replica, self.how, self.mark, self.seconds = at, replica, how, Path(mark), seconds
+        self.without = 0  # samples read since that one ended
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         from weft.launch.processes import company
 
         found = super().__getitem__(index)
-        here, back = company(), self.mark.with_suffix(".back")
+        here, back, alone = company(), self.mark.with_suffix(".back"), self.mark.with_suffix(".alone")
         if self.shift or here is None:
             return found
         mine = here.replica == self.replica
@@ -269,7 +271,13 @@ class Failing(Ramps):
             else:
                 raise ValueError("the tea is cold")
         elif mine and self.mark.exists():
+            while here.incarnation and not alone.exists():
+                time.sleep(0.01)
             back.touch()
+        elif self.mark.exists():
+            self.without += 1
+            if self.without == 20:
+                alone.touch()
         waits = self.mark.exists() and not back.exists()  # the others are not to be done before it is back,
         time.sleep(min(0.05 + 0.002 * (self.reads - self.at), 0.2) if waits else 0.01)  # however slow the machine
         return found
