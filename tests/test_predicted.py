@@ -12,7 +12,7 @@ from test_trainer import RUN
 
 from weft import config, tables
 from weft.cost import hardware
-from weft.train.predicted import Predicted, predicted
+from weft.train.predicted import Predicted, of_card, predicted
 
 CPU = torch.device("cpu")
 
@@ -46,6 +46,19 @@ def test_what_was_to_be_expected(tmp_path: Path, at: Path) -> None:
     assert isinstance(found, Predicted) and found.step_s > 0 and found.traffic["dp"] > 0 and not found.bubble
     at.write_text(sheet("cuda"))
     assert "weft calibrate" in str(predicted(run(tmp_path), CPU)), "the sheet of another machine"
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA A100-PCIE-80GB", "a100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GB200", "gb200"),
+        ("NVIDIA H20", "h20"), ("NVIDIA L40S", "l40s"), ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla V100-SXM2-32GB", "v100"), ("AMD Instinct MI300X", "mi300x"), ("NVIDIA GeForce GTX 1080", None),
+    ],
+)  # fmt: skip
+def test_the_sheet_of_a_card(title: str, name: str | None) -> None:
+    assert of_card(title) == name
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import importlib
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +35,7 @@ def priced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str
         "zero3 away": {**ZERO3, "offload": "optimizer"},
         "zero3 large": {**ZERO3, "mbs": 128, "gbs": 128 * 128},
         "zero3 large here": {**ZERO3, "mbs": 128, "gbs": 128 * 128, "offload": "none"},
-        "tpu": {**GPT, "accelerator": "TPU v4"},
+        "tpu": {**GPT, "accelerator": "TPU v3"},
         "uneven": {**GPT, "tp": 3, "dp": 2},
         "no size": {**GPT, "hidden": "wide"},
         "unknown": {**GPT, "layers": ""},
@@ -55,7 +57,7 @@ def priced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str
         "small card": {**GPT, "accelerator": "A100-40GB", "layers": 20, "mbs": 8},
         "large card": {**GPT, "accelerator": "A100-80GB", "layers": 20, "mbs": 8},
         "smaller yet": {**GPT, "accelerator": "A100-SXM4-80GB", "accel_mem_gb": 16, "layers": 20, "mbs": 8},
-        "other card": {**GPT, "accelerator": "H100 PCIe"},
+        "other card": {**GPT, "accelerator": "H200 PCIe"},
         "no NVLink": {**GPT, "accelerator": "V100-32GB", "intra_link": "PCIe 3"},
         "PCIe": {**GPT, "accelerator": "A100-80GB", "intra_link": "PCIe 4", "tp": 4},
         "in bytes": {**GPT, "n_accel": 16, "inter_link": "25 GB/s per GPU"},
@@ -89,12 +91,12 @@ def test_each_covered_row_has_a_line(priced: tuple[dict[str, dict[str, str]], st
     assert all(list(line) == names for line in found.values())
     assert len(found) == 29
     for name, why in (
-        ("tpu", "no sheet of TPU v4"), ("uneven", "8 accelerators are not dp2 x tp3 x cp1 x pp1"),
+        ("tpu", "no sheet of TPU v3"), ("uneven", "8 accelerators are not dp2 x tp3 x cp1 x pp1"),
         ("no size", "'wide' is no number"), ("unknown", "layers is not known"), ("nothing", "mbs = 0 is no size"),
         ("no dtype", "dtype = 'posit8' has no price"), ("no schedule", "schedule = 'wavefront' has no price"),
         ("no chunks", "vp = 2 is not what gpipe has: 1"), ("no recompute", "recompute = 'sometimes' has no price"),
         ("no level", "zero_stage = '10' has no price"), ("perhaps", "sp = 'perhaps' has no price"),
-        ("other card", "no sheet of H100 PCIe over PCIe"), ("no NVLink", "no sheet of V100-32GB over PCIe"),
+        ("other card", "no sheet of H200 PCIe over PCIe"), ("no NVLink", "no sheet of V100-32GB over PCIe"),
         ("few heads", "4 heads do not divide over tp8"), ("few layers", "2 layers are too few for 8 stages"),
         ("few experts", "4 experts do not divide over ep8"), ("how many experts", "top_k is not known"),
     ):  # fmt: skip
@@ -143,11 +145,23 @@ def text(row: dict[str, Any]) -> dict[str, str]:
         ({"accelerator": "H100-SXM5-96GB(HBM2e 2.4TB/s, 500W cap)"}, ("h100", 96)),
         ({"accelerator": "A100", "intra_link": "NVLink3 (host PCIe 4)"}, ("a100", 1.01 * 79.1)),
         ({"accelerator": "A100 80GB PCIe"}, ("a100-pcie", 80)),
+        ({"accelerator": "H100-PCIe", "accel_mem_gb": 80}, ("h100-pcie", 80)),
+        ({"accelerator": "H20"}, ("h20", 1.01 * 95.2)),
+        ({"accelerator": "L40S", "intra_link": "PCIe 4"}, ("l40s", 1.01 * 44.4)),
+        ({"accelerator": "RTX 4090 PCIe"}, ("rtx-4090", 1.01 * 23.6)),
+        ({"accelerator": "TPU v4"}, ("tpu-v4", 1.01 * 30.75)),
     ],
 )
 def test_the_card_of_a_row(rows: Any, cell: dict[str, Any], found: tuple[str, float]) -> None:
     sheet = rows.hardware(text({**GPT, **cell}))
     assert (sheet.name, sheet.device.memory_gib) == (found[0], pytest.approx(found[1]))
+
+
+def test_what_xla_lays_out_is_cut_over_the_axis_of_the_model(rows: Any) -> None:
+    row = {**GPT, "accelerator": "TPU v4", "tp": 4, "zero_stage": 3, "dtype": "bf16", "sp": "N"}
+    jax, other = (rows.case(text({**row, "framework": name})) for name in ("T5X/JAX", "PyTorch FSDP"))
+    assert jax.setting.era == "compiled" and other.setting.era == "eager"
+    assert ["tp4+sequence" in str(one.layout) for one in (jax, other)] == [True, False]
 
 
 def test_links_of_a_row(rows: Any) -> None:
@@ -172,7 +186,7 @@ def test_links_of_a_row(rows: Any) -> None:
         ({"ep": 8}, "ep8 has no experts"),
         ({"shard_group": 5, "zero_stage": 3}, "dp8 is not parted into groups of 5"),
         ({"offload": "banana"}, "offload = 'banana' has no price"),
-        ({"accelerator": "H100 NVL"}, "no sheet of H100 NVL over PCIe"),
+        ({"accelerator": "H100 NVL"}, "no sheet of H100 NVL"),
     ],
 )
 def test_what_no_software_could_lay(rows: Any, cell: dict[str, Any], says: str) -> None:
@@ -227,3 +241,21 @@ def test_what_a_row_leaves_open_is_so_that_it_fits(priced: tuple[dict[str, dict[
     inputs = 94 * 128 * 1024 * 12288 * 2  # of all but two layers
     less = peaks["zero3 large here"] - peaks["zero3 large"] - (peaks["zero3"] - peaks["zero3 away"])
     assert less == pytest.approx(inputs / 2**30, rel=0.01)
+
+
+def test_a_fit_writes_what_an_era_has_beyond_the_one_that_it_is_like(
+    rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = importlib.import_module("fit")
+    folder = tmp_path / "hardware"
+    shutil.copytree(fit.SHEETS, folder)
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    for sheet in ("b200", "mi300x"):  # what kernels tell of them comes back
+        path = folder / f"{sheet}.toml"
+        path.write_text(re.sub(r"^(matmul|eight|attention)\w* = .*\n", "", path.read_text(), flags=re.MULTILINE))
+    monkeypatch.setattr(fit, "SHEETS", folder)
+    monkeypatch.setattr(sys, "argv", ["fit.py", "none of the fits"])
+    assert fit.main() == 0
+    assert {path.name: path.read_text() for path in folder.iterdir()} == before
+    fit.put(folder / "h200.toml", "eras.eager", fit.basis("h100", "eager").model_copy(update={"memory": 0.25}))
+    assert '[eras.eager]\nlike = "h100"\nmemory = 0.25\n\n[eras.compiled]' in (folder / "h200.toml").read_text()

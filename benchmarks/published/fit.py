@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,24 +70,8 @@ HALF_HIDDEN = EAGER_A100.model_copy(update={"hidden": 0.5})
 CORE_H100 = Era(
     matmul=0.74, matmul_flops=1e9, attention=0.5, attention_backward=0.3, memory=0.6, network=0.45, launch_s=1e-5
 )
-LIKE = (  # sheets without runs of an era, and the one whose constants stand there; their notes say so
-    ("b200", "h100", ("eager", "compiled", "megatron-core")),
-    ("gb200", "h100", ("eager", "compiled", "megatron-core")),
-    ("mi300x", "h100", ("eager", "compiled")),
-    ("tpu-v5e", "h100", ("compiled",)),
-    ("v100", "a100", ("eager", "compiled")),
-    ("v100", "h100", ("megatron-core",)),
-    ("h100", "a100", ("megatron",)),
-    ("h200", "a100", ("megatron",)),
-    ("b200", "a100", ("megatron",)),
-    ("gb200", "a100", ("megatron",)),
-    ("a100-pcie", "a100", ("megatron",)),
-    ("a100", "h100", ("megatron-core",)),
-    ("a100-40", "h100", ("megatron-core",)),
-    ("a100-pcie", "h100", ("megatron-core",)),
-)
 CEILINGS = {"mi300x": ("AMD MI300X", "NVIDIA H100 SXM")}  # sheet -> its card, and that of the constants it has
-KERNELS = {"b200": "B200-SXM", "gb200": "B200-SXM", "a100-pcie": "A100-PCIe-80GB"}  # sheet -> card of the kernels
+KERNELS = {"b200": "B200-SXM", "a100-pcie": "A100-PCIe-80GB"}  # sheet -> card of the kernels
 MOST = 1.5  # of a share
 FITS = {
     "a100-megatron": Fitted(
@@ -199,11 +184,23 @@ def told(one: Fitted, rows: list[published.Row], era: Era) -> Era:
     return learned(predict, [seen for seen, _ in those], np.array([at[case.row_id] for _, case in those]), era)
 
 
-def section(name: str, era: Era) -> str:
-    """A table of those constants that are not as by default."""
-    plain = Era().model_dump()
+def basis(like: str, name: str) -> Era:
+    """What stands in this sheet's era, but for layers: runs told of them."""
+    return read(SHEETS / f"{like}.toml").eras[name].model_copy(update={"layers": ()})
+
+
+def likes(sheet: str) -> dict[str, str]:
+    """Era of a sheet -> the sheet that it is like, of those that are."""
+    tables = tomllib.loads((SHEETS / f"{sheet}.toml").read_text(encoding="utf-8"))["eras"]
+    return {name: table["like"] for name, table in tables.items() if "like" in table}
+
+
+def section(name: str, era: Era, like: str | None) -> str:
+    """A table of those constants that are not as by default, or as in the sheet that it is like."""
+    plain = (basis(like, name.rpartition(".")[2]) if like else Era()).model_dump()
     kept = {key: value for key, value in era.model_dump(exclude={"layers"}).items() if value != plain[key]}
-    text = f"[{name}]\n" + "".join(f"{key} = {value:.4g}\n" for key, value in kept.items())
+    text = f"[{name}]\n" + (f'like = "{like}"\n' if like else "")
+    text += "".join(f"{key} = {value:.4g}\n" for key, value in kept.items())
     if not era.layers:
         return text
     each = (", ".join(f"{key} = {value:.4g}" for key, value in layer.model_dump().items()) for layer in era.layers)
@@ -211,10 +208,11 @@ def section(name: str, era: Era) -> str:
 
 
 def put(path: Path, name: str, era: Era) -> None:
-    """Replaces that table of the file, or adds it."""
+    """Replaces that table of the file, or adds it. What it is like stays."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
+    like = likes(path.stem).get(name.rpartition(".")[2]) if path.parent == SHEETS else None
     pattern = re.compile(rf"^\[{re.escape(name)}\]\n(?:(?!\[).*\n?)*", re.MULTILINE)
-    new = section(name, era)
+    new = section(name, era, like)
     text = pattern.sub(new + "\n", text) if pattern.search(text) else text.rstrip("\n") + "\n\n" + new
     path.write_text(re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n", encoding="utf-8")
 
@@ -232,20 +230,21 @@ def main() -> int:
                 put(SHEETS / f"{sheet}.toml", f"eras.{one.era}", era)
             else:
                 put(HERE / "eras.toml", f"{sheet}.{one.era}", era)
-    for sheet, like, eras in LIKE:
-        for era_name in eras:
-            era = read(SHEETS / f"{like}.toml").eras[era_name].model_copy(update={"layers": ()})  # runs were not there
-            if sheet in CEILINGS:
-                here, there = (ceiling(card) for card in CEILINGS[sheet])
-                era = era.model_copy(update={"matmul": era.matmul * here / there})
-            put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", era)
+    for sheet, cards in CEILINGS.items():
+        here, there = map(ceiling, cards)
+        for era_name, like in likes(sheet).items():
+            era = basis(like, era_name)
+            put(
+                SHEETS / f"{sheet}.toml",
+                f"eras.{era_name}",
+                era.model_copy(update={"matmul": era.matmul * here / there}),
+            )
     for sheet, card in KERNELS.items():
         own, error = kernels(card)
         print(sheet, {key: float(f"{value:.3g}") for key, value in own.items()}, f"held out: {error:.1%}", flush=True)
-        hardware = read(SHEETS / f"{sheet}.toml")
-        for era_name, era in hardware.eras.items():
-            eight = {}
-            if "fp8" in hardware.device.flops:  # they reach the share that they do in that era elsewhere
+        for era_name, like in likes(sheet).items():
+            era, eight = basis(like, era_name), {}
+            if "fp8" in named(sheet).device.flops:  # they reach the share that they do in that era elsewhere
                 eight["eight"] = min(MOST, era.eight * era.matmul / own["matmul"])
             put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", era.model_copy(update=own | eight))
     return 0

@@ -46,16 +46,18 @@ GPT2 = 50257  # words of its vocabulary, where a row does not say
 
 SHEETS = (  # what an accelerator's name holds -> sheet; the first that fits
     ("V100", "v100"), ("A100", "a100"), ("GB200", "gb200"), ("GB300", "gb200"), ("B200", "b200"), ("B300", "b200"),
-    ("H200", "h200"), ("GH200", "h200"), ("H100", "h100"), ("H800", "h100"), ("MI300", "mi300x"),
-    ("TPU V5E", "tpu-v5e"),
+    ("H200", "h200"), ("GH200", "h200"), ("H100", "h100"), ("H800", "h100"), ("H20", "h20"), ("MI300", "mi300x"),
+    ("MI325", "mi325x"), ("L40S", "l40s"), ("4090", "rtx-4090"), ("TPU V4", "tpu-v4"), ("TPU V5E", "tpu-v5e"),
 )  # fmt: skip
-PCIE = {"a100": "a100-pcie"}  # sheet -> that of the same card without NVLink
+PCIE = {"a100": "a100-pcie", "h100": "h100-pcie"}  # sheet -> that of the same card without NVLink
+PLAIN = ("l40s", "rtx-4090")  # cards that have no other
 # The GB that a card is sold with, taken for GiB, are about so much more than its driver gives: whether a run fits is
 # asked of them, for the estimate is no nearer than that.
 SOLD = 1.01
+XLA = ("jax", "t5x", "maxtext", "paxml")
 FRAMEWORKS = (
     "megatron", "deepspeed", "neox", "titan", "fsdp", "composer", "nanotron", "nemo", "bridge", "core",
-    "transformerengine",
+    "transformerengine", *XLA,
 )  # fmt: skip
 # Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32 masters and two moments.
 MIXED = Practice(
@@ -134,9 +136,10 @@ def framework(row: Row) -> tuple[str, Practice]:
         # which leaves logits and a gradient
         late = not eager and (row.get("published") or "") >= "2025-04"
         return "eager" if eager else "compiled", replace(FSDP, logit_bytes=6 if late else 14)
-    if "fsdp" in name or level == "3":
+    if "fsdp" in name or level == "3" or by_xla(row):
         fused = 4 if "composer" in name else 10  # its cross-entropy writes the gradient over the logits
-        return ("compiled" if compiled else "eager"), replace(FSDP, reduce_bytes=2, logit_bytes=fused)
+        eager = not (compiled or by_xla(row))
+        return ("eager" if eager else "compiled"), replace(FSDP, reduce_bytes=2, logit_bytes=fused)
     if "nanotron" in name:
         return "nanotron", replace(
             MIXED,
@@ -178,13 +181,20 @@ def framework(row: Row) -> tuple[str, Practice]:
     return "megatron", plain
 
 
+def by_xla(row: Row) -> bool:
+    """Whether XLA lays the run out: what is between layers is cut over the model's axis too."""
+    return any(word in (row.get("framework") or "").lower() for word in XLA)
+
+
 def hardware(row: Row) -> Hardware:
     """The sheet of the row's accelerator, with the networks that the row names."""
     name = (row.get("accelerator") or "A100-SXM4-80GB").strip()
     found, sold = next((sheet for word, sheet in SHEETS if word in name.upper()), None), memory(row, name)
     inside = (row.get("intra_link") or "").upper()
     pcie = "PCI" in name.upper() or ("PCI" in inside and "NVL" not in inside)
-    if pcie or (found == "h100" and re.search(r"\bNVL\b", name.upper())):
+    if found == "h100" and re.search(r"\bNVL\b", name.upper()):
+        found = None
+    elif pcie and found not in PLAIN:
         found, name = PCIE.get(found or ""), f"{name} over PCIe"
     if found is None:
         raise Uncovered(f"there is no sheet of {name}")
@@ -203,7 +213,7 @@ def hardware(row: Row) -> Hardware:
     node = whole(row, "accel_per_node", sheet.node)
     inner, *outer = sheet.tiers
     inner = inner.model_copy(update={"devices": max(node, 72 if "NVL72" in (row.get("intra_link") or "") else node)})
-    if "H800" in name.upper():  # an H100 with less of NVLink
+    if "H800" in name.upper() and not pcie:  # an H100 with less of NVLink
         inner = inner.model_copy(update={"bps": 200e9})
     if "EFA" in link:  # whose messages go through the host
         outer = [tier.model_copy(update={"latency_s": 6e-5}) for tier in outer]
@@ -259,7 +269,7 @@ def case(row: Row) -> Case:
         axes += [f"dp{dp // sharded}", f"fsdp{sharded}{option}{spread}"]
     else:
         axes += [f"dp{dp}" + ("+ep" if sizes["ep"] > 1 else "")]
-    sequence = bool(flag(row, "sp")) and sizes["tp"] > 1
+    sequence = (bool(flag(row, "sp")) or by_xla(row)) and sizes["tp"] > 1
     axes += [f"cp{sizes['cp']}", f"tp{sizes['tp']}" + ("+sequence" if sequence else "")]
     name, chunks = stages(row)
     told = fused_attention(row)

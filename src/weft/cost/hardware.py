@@ -1,7 +1,7 @@
 """Hardware: a data sheet (TOML) of one accelerator, its networks, and what software reaches of it. Pure data; no torch.
 
 Sheets lie in `hardware/`; the one of this machine is what `weft calibrate` writes. Of `--cluster h100x64`, `h100` names
-the sheet.
+the sheet. An era of which no runs are known is `like` that of another sheet, but for what it states itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
@@ -211,7 +211,25 @@ def parse(text: str, where: str) -> Hardware:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError("hardware", where, f"is not TOML: {error}", "correct that line") from None
+    eras = table.get("eras")
+    if isinstance(eras, dict):
+        table["eras"] = {name: _borrowed(name, era, where) for name, era in eras.items()}
     try:
         return Hardware.model_validate(table)
     except ValidationError as error:
         raise refusal(error, Hardware, f"sheet ({where})") from None
+
+
+def _borrowed(name: str, era: Any, where: str) -> Any:
+    """An era with what it does not state as the sheet has it that it is `like`; but layers, which runs told of."""
+    if not isinstance(era, dict) or "like" not in era:
+        return era
+    like, field = era["like"], f"eras.{name}.like"
+    if like not in names():
+        raise ConfigError(field, like, f"there is no such sheet ({where})", nearest(str(like), names()))
+    theirs = tomllib.loads((SHEETS / f"{like}.toml").read_text(encoding="utf-8"))["eras"]
+    if name not in theirs:
+        raise ConfigError(field, like, f"that sheet has no era {name} ({where})", f"it has {', '.join(theirs)}")
+    found = {**_borrowed(name, theirs[name], where), "layers": [], **era}
+    del found["like"]
+    return found

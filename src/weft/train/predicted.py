@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -42,8 +43,14 @@ def sheet(device: torch.device) -> Hardware | None:
         return found if found.kind == device.type else None
     if device.type != "cuda":
         return None
-    words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
-    return next((named(name) for name in names() if name in words), None)
+    card = of_card(torch.cuda.get_device_name(device))
+    return named(card) if card else None
+
+
+def of_card(title: str) -> str | None:
+    """The sheet whose words are all among those of a card's name, as a driver gives it; of several, the one of most."""
+    words = re.sub(r"(\d)gb\b", r"\1", title.lower().replace("-", " ")).split()
+    return max((name for name in names() if set(name.split("-")) <= set(words)), key=len, default=None)
 
 
 def predicted(run: Run, device: torch.device) -> Predicted | str:
