@@ -487,6 +487,32 @@ def test_ways_to_agree_cost_their_exchanges(everything: report.Report) -> None:
     assert any_time.planned_s == pytest.approx(alone + served / 3, rel=1e-3), "they come in turns"
 
 
+@pytest.mark.parametrize("way", [
+    period(8), period(8, 2), period(8, 2, 1), period(8, 4, 2), period(8, 2, 4), period(8, 4, 3), period(6, 1, 5),
+    any_time(None), any_time(4),
+])  # fmt: skip
+@pytest.mark.parametrize("slower", [1.0, 30.0, 200.0, 2000.0])
+def test_the_closed_form_waits_for_others_as_they_do_in_turn(way: Any, slower: float) -> None:
+    """On networks where exchanges are hidden, or cost some of a step, or all of it."""
+    made = setup("dp8", contention=0.0)
+    practice = made.practice
+    made = made_with(replace(made, practice=replace(practice, reduce_bytes=slower * practice.reduce_bytes)), way)
+    alone = made_with(made, None).estimate()
+    own = float(alone.step_s[0] - next(part.value for part in alone.time if part.name == "dp exposed")[0])
+    steps = np.full((480, 8), own)
+    turns = made.step().exchange_s / (7 if isinstance(way, AnyTime) else 1)
+    found = agree.step_s(way, agree.ends(way, steps, turns))
+    assert float(made.estimate().step_s[0]) == pytest.approx(found, rel=0.01)
+
+
+def test_ranks_of_a_sequence_agree_in_each_step_all_the_same() -> None:
+    apart, alone = (
+        next(part for part in one.estimate().time if part.name == "dp exposed").value[0]
+        for one in (made_with(setup("dp4.cp2"), period(10**9)), setup("cp2", batch=16))
+    )
+    assert apart == pytest.approx(alone, rel=1e-6) and alone > 0
+
+
 def made_with(one: Setup, how: Any) -> Setup:
     return replace(one, sync=how)
 

@@ -50,6 +50,37 @@ def agreement(network: Network, group: Group, elements: Array, item: float, sync
     return Sent(seconds / period, sent / period)
 
 
+def by_itself(sync: Sync | None) -> bool:
+    """Whether each replica steps by itself: what it waits for is no part of a backward."""
+    if sync is None or sync.plain:
+        return False
+    from ..syncs import EachStep
+
+    return not isinstance(sync, EachStep)
+
+
+def waited(
+    sync: Sync, exchange_s: Array, replicas: Array, rest_s: Array, contention: float
+) -> tuple[Array, str, dict[str, Array | float]]:
+    """Seconds that a replica which steps by itself waits in a step of which the rest takes `rest_s`, the formula and
+    what is in it. `exchange_s`: of exchanges, in the mean of a step. Replicas are equally fast, and what they wait for
+    is as `weft.simulation.agree` has it."""
+    from ..syncs import EachPeriod
+
+    if isinstance(sync, EachPeriod):
+        # a fragment has `delay` steps to arrive, and all of a period are sent one after the other
+        share = np.full_like(rest_s, min(1.0, sync.fragments * sync.delay / sync.period))
+        late = np.maximum(0.0, exchange_s - share * rest_s)
+        values = {"late": late, "meanwhile": share, "rest_s": rest_s, "contention": contention}
+        text = "late + contention x (exchange_s - late), late = max(0, exchange_s - meanwhile x rest_s)"
+        return late + contention * (exchange_s - late), text, values
+    # a turn is of one replica, and for half of it no other is served
+    turn = exchange_s / np.maximum(1, replicas - 1)
+    found = np.maximum(turn, replicas * turn / 2 - rest_s)
+    text = "max(turn, replicas x turn / 2 - rest_s), turn = exchange_s / (replicas - 1)"
+    return found, text, {"turn": turn, "replicas": replicas, "rest_s": rest_s}
+
+
 def _shares(sync: Sync, size: int, item: int) -> dict[str, float]:
     """Kind of exchange -> bytes of a rank's messages, over those of the plain tensor; what goes to owners apart."""
     from ..syncs import AnyTime, EachStep

@@ -16,7 +16,7 @@ import numpy as np
 from .. import schedule
 from ..costs import Costs
 from ..layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES
-from .agreement import agreement
+from .agreement import agreement, by_itself, waited
 from .chain import Stage, parts, runs_again, stages, vee
 from .choices import Array, Choices
 from .compute import Seconds, attention_peak, seconds, summed, ways
@@ -273,13 +273,17 @@ class Priced:
             Part("pp exposed", 2 * v * turns * self.message_s, "2 x v x turns x message_s, turns = m + p - 2 or p - 1",
                  {"turns": turns, "v": v, "message_s": self.message_s})
         )  # fmt: skip
-        found += self._gradients(slow.seconds)
+        gradients = self._gradients(slow.seconds)
+        found += gradients
         if c.offload.any():
             found.append(self._host(slow.seconds))
         if self.practice.added_bytes:
             found.append(self._added())
         found.append(self._update())
         found.append(Part("fixed", np.full(len(c), era.fixed_s), "fixed_s", {"fixed_s": era.fixed_s}))
+        if by_itself(self.sync):
+            rest_s = sum((part.value for part in found), np.zeros(len(c)))
+            found[found.index(gradients[0])] = self._agreed(gradients[0], rest_s)
         if era.jitter:
             total = sum((part.value for part in found), np.zeros(len(c)))
             nodes = np.maximum(1, c.world / self.cluster.hardware.node)
@@ -355,15 +359,15 @@ class Priced:
         sums = agreement(net, others, parted, item, None)
         self._sent_over(("ep", *SEQUENCE_AXES), np.where(apart, sums.sent_bytes, 0.0))
         self._sent_over(("dp", "ep", *SEQUENCE_AXES), np.where(apart, 0.0, sums.sent_bytes))
-        waits = sums.seconds
+        waits, agreed = sums.seconds, zero
         if apart.any():
             sums = agreement(net, either(apart, net.group(c, "dp"), alone), parted, item, self.sync)
             self._sent("dp", sums.sent_bytes)
-            waits = waits + sums.seconds
+            agreed = agreed + sums.seconds
         if routed.any():
             sums = agreement(net, self._same_experts(few), routed / few, item, self.sync)
             self._sent_over(("dp", *SEQUENCE_AXES), sums.sent_bytes)
-            waits = waits + np.where(routed > 0, sums.seconds, 0.0)
+            agreed = agreed + np.where(routed > 0, sums.seconds, 0.0)
         if second.any():
             both = either(second > 0, self._ends().beside(either(apart, alone, others)), alone)
             sums = agreement(net, both, second, item, None)
@@ -374,6 +378,10 @@ class Priced:
         def part(name: str, comm: Array, hides: Array, times: Array | int) -> None:
             found.append(self._exposed(f"{name} exposed", comm, hides, times))
 
+        if by_itself(self.sync):
+            self._agreed_s = agreed
+        else:
+            waits = waits + agreed
         part("dp", waits, back, 1)
         if sharded.any():
             part("fsdp reduce", scatter, back, every)
@@ -392,6 +400,14 @@ class Priced:
         symbols = {"times": times + np.zeros(len(comm)), "comm_s": comm, "hidden_s": hidden,
                    "contention": self.era.contention}  # fmt: skip
         return Part(name, exposed, "times x (comm_s - hidden_s + contention x hidden_s)", symbols)
+
+    def _agreed(self, summed: Part, rest_s: Array) -> Part:
+        """What a replica that steps by itself waits for others, and for gradients `summed` within it."""
+        assert self.sync is not None
+        replicas, exchange_s = self.network.group(self.choices, "dp").size, self._agreed_s
+        waits, formula, values = waited(self.sync, exchange_s, replicas, rest_s, self.era.contention)
+        symbols = {"summed_s": summed.value, "exchange_s": exchange_s, **values}
+        return Part(summed.name, summed.value + waits, f"summed_s + {formula}", symbols)
 
     def _host(self, slow: Seconds) -> Part:
         """What comes from the host's memory and goes there, of each microbatch."""

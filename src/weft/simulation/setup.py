@@ -181,7 +181,8 @@ class Setup:
             field: tuple(s + wait for s in costs.each(field, stages)) for field, wait in waits.items()
         }
         period = self.sync.period if isinstance(self.sync, EachPeriod) else 1
-        exchange = float(np.max(parts["dp exposed"].symbols["comm_s"])) * period
+        dp = parts["dp exposed"].symbols
+        exchange = float(np.max(dp["exchange_s"] if "exchange_s" in dp else dp["comm_s"])) * period
         return Step(
             replace(costs, **more), after, exchange, float(found.step_s[0]),
             float(found.peak_bytes[0]) + slow.era.context_gib * GIB, float(found.over_bytes[0]),
