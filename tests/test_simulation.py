@@ -483,25 +483,28 @@ def test_ways_to_agree_cost_their_exchanges(everything: report.Report) -> None:
     step = everything.step
     alone = each_step.planned_s - step.after["dp exposed"]
     assert periods.planned_s == pytest.approx(alone + step.exchange_s / 10)
-    served = made_with(everything.setup, sync.make("parameter_server", staleness=4, servers=4)).step().exchange_s
-    assert any_time.planned_s == pytest.approx(alone + served / 3, rel=1e-3), "they come in turns"
+    served = made_with(everything.setup, sync.make("parameter_server", staleness=4, servers=4)).step()
+    assert served.after["optimizer"] == pytest.approx(step.after["optimizer"] / 4), "each server updates its part"
+    alone += served.after["optimizer"] - step.after["optimizer"]
+    assert any_time.planned_s == pytest.approx(alone + served.exchange_s / 3, rel=1e-3), "they come in turns"
 
 
 @pytest.mark.parametrize("way", [
     period(8), period(8, 2), period(8, 2, 1), period(8, 4, 2), period(8, 2, 4), period(8, 4, 3), period(6, 1, 5),
     any_time(None), any_time(4),
 ])  # fmt: skip
-@pytest.mark.parametrize("slower", [1.0, 30.0, 200.0, 2000.0])
-def test_the_closed_form_waits_for_others_as_they_do_in_turn(way: Any, slower: float) -> None:
-    """On networks where exchanges are hidden, or cost some of a step, or all of it."""
+@pytest.mark.parametrize(("slower", "update"), [(1.0, 1.0), (30.0, 1.0), (200.0, 1.0), (2000.0, 1.0), (1.0, 99.0)])
+def test_the_closed_form_waits_for_others_as_they_do_in_turn(way: Any, slower: float, update: float) -> None:
+    """On networks where exchanges are hidden, or cost some of a step, or all of it; and where updates do."""
     made = setup("dp8", contention=0.0)
-    practice = made.practice
-    made = made_with(replace(made, practice=replace(practice, reduce_bytes=slower * practice.reduce_bytes)), way)
+    more = {"reduce_bytes": slower * made.practice.reduce_bytes, "update_bytes": update * made.practice.update_bytes}
+    made = made_with(replace(made, practice=replace(made.practice, **more)), way)
     alone = made_with(made, None).estimate()
     own = float(alone.step_s[0] - next(part.value for part in alone.time if part.name == "dp exposed")[0])
     steps = np.full((480, 8), own)
-    turns = made.step().exchange_s / (7 if isinstance(way, AnyTime) else 1)
-    found = agree.step_s(way, agree.ends(way, steps, turns))
+    step = made.step()
+    turns = step.exchange_s / (7 if isinstance(way, AnyTime) else 1)
+    found = agree.step_s(way, agree.ends(way, steps, turns, step.after["optimizer"]))
     assert float(made.estimate().step_s[0]) == pytest.approx(found, rel=0.01)
 
 

@@ -34,18 +34,13 @@ def agreement(network: Network, group: Group, elements: Array, item: float, sync
     if sync is None or sync.plain:
         nbytes = elements * item
         return Sent(network.reduce_s(nbytes, group), np.where(alone, 0.0, 2 * (n - 1) / n * nbytes))
-    from ..syncs import AnyTime, EachPeriod, EachStep  # with torch, which whoever has a synchroniser has loaded
+    from ..syncs import EachPeriod  # with torch, which whoever has a synchroniser has loaded
 
-    seconds, sent, period, servers = np.zeros_like(n), np.zeros_like(n), 1, 0
-    match sync:
-        case EachPeriod():
-            period = sync.period
-        case AnyTime() | EachStep(route="owners"):
-            servers = sync.servers
+    seconds, sent, period = np.zeros_like(n), np.zeros_like(n), sync.period if isinstance(sync, EachPeriod) else 1
     for size in np.unique(n[~alone]):
         here = n == size
         for kind, share in _shares(sync, int(size), int(item)).items():
-            took, given = _priced(network, group, kind, elements * item * share, servers)
+            took, given = _priced(network, group, kind, elements * item * share, servers(sync))
             seconds, sent = seconds + np.where(here, took, 0.0), sent + np.where(here, given, 0.0)
     return Sent(seconds / period, sent / period)
 
@@ -59,12 +54,21 @@ def by_itself(sync: Sync | None) -> bool:
     return not isinstance(sync, EachStep)
 
 
+def servers(sync: Sync | None) -> int:
+    """Replicas that update parameters, each its own part, for all; 0: every replica updates all."""
+    if sync is None or sync.plain:
+        return 0
+    from ..syncs import EachPeriod
+
+    return 0 if isinstance(sync, EachPeriod) else sync.servers
+
+
 def waited(
-    sync: Sync, exchange_s: Array, replicas: Array, rest_s: Array, contention: float
+    sync: Sync, exchange_s: Array, replicas: Array, rest_s: Array, update_s: Array, contention: float
 ) -> tuple[Array, str, dict[str, Array | float]]:
-    """Seconds that a replica which steps by itself waits in a step of which the rest takes `rest_s`, the formula and
-    what is in it. `exchange_s`: of exchanges, in the mean of a step. Replicas are equally fast, and what they wait for
-    is as `weft.simulation.agree` has it."""
+    """Seconds that a replica which steps by itself waits in a step of which the rest takes `rest_s`, an update of
+    `update_s` in it, the formula and what is in it. `exchange_s`: of exchanges, in the mean of a step. Replicas are
+    equally fast, and what they wait for is as `weft.simulation.agree` has it."""
     from ..syncs import EachPeriod
 
     if isinstance(sync, EachPeriod):
@@ -74,11 +78,11 @@ def waited(
         values = {"late": late, "meanwhile": share, "rest_s": rest_s, "contention": contention}
         text = "late + contention x (exchange_s - late), late = max(0, exchange_s - meanwhile x rest_s)"
         return late + contention * (exchange_s - late), text, values
-    # a turn is of one replica, and for half of it no other is served
+    # a turn is of one replica, and for half of it, and its update, no other is served
     turn = exchange_s / np.maximum(1, replicas - 1)
-    found = np.maximum(turn, replicas * turn / 2 - rest_s)
-    text = "max(turn, replicas x turn / 2 - rest_s), turn = exchange_s / (replicas - 1)"
-    return found, text, {"turn": turn, "replicas": replicas, "rest_s": rest_s}
+    found = np.where(replicas > 1, np.maximum(turn, replicas * (turn / 2 + update_s) - rest_s), 0.0)
+    text = "max(turn, replicas x (turn / 2 + update_s) - rest_s), turn = exchange_s / (replicas - 1)"
+    return found, text, {"turn": turn, "replicas": replicas, "rest_s": rest_s, "update_s": update_s}
 
 
 def _shares(sync: Sync, size: int, item: int) -> dict[str, float]:
@@ -96,7 +100,7 @@ def _shares(sync: Sync, size: int, item: int) -> dict[str, float]:
     return found
 
 
-def _priced(network: Network, group: Group, kind: str, nbytes: Array, servers: int) -> tuple[Array, Array]:
+def _priced(network: Network, group: Group, kind: str, nbytes: Array, owners: int) -> tuple[Array, Array]:
     """`nbytes` is what a rank gives: of "gather" its message, of "scatter" one for each rank; to
     owners and from them together."""
     n = group.size
@@ -108,5 +112,5 @@ def _priced(network: Network, group: Group, kind: str, nbytes: Array, servers: i
     if kind == "scatter":
         return network.exchange_s(nbytes * n, group), (n - 1) * nbytes
     # to owners and back: a server's link carries what all others send to it, and what they get; a rank in the mean
-    share = (n - 1) * nbytes / max(1, servers)
+    share = (n - 1) * nbytes / max(1, owners)
     return 2 * network.hops(group) + share / network.bandwidth(group), (n - 1) / n * nbytes

@@ -16,7 +16,7 @@ import numpy as np
 from .. import schedule
 from ..costs import Costs
 from ..layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES
-from .agreement import agreement, by_itself, waited
+from .agreement import agreement, by_itself, servers, waited
 from .chain import Stage, parts, runs_again, stages, vee
 from .choices import Array, Choices
 from .compute import Seconds, attention_peak, seconds, summed, ways
@@ -279,11 +279,12 @@ class Priced:
             found.append(self._host(slow.seconds))
         if self.practice.added_bytes:
             found.append(self._added())
-        found.append(self._update())
+        update = self._update()
+        found.append(update)
         found.append(Part("fixed", np.full(len(c), era.fixed_s), "fixed_s", {"fixed_s": era.fixed_s}))
         if by_itself(self.sync):
             rest_s = sum((part.value for part in found), np.zeros(len(c)))
-            found[found.index(gradients[0])] = self._agreed(gradients[0], rest_s)
+            found[found.index(gradients[0])] = self._agreed(gradients[0], rest_s, update.value)
         if era.jitter:
             total = sum((part.value for part in found), np.zeros(len(c)))
             nodes = np.maximum(1, c.world / self.cluster.hardware.node)
@@ -401,11 +402,11 @@ class Priced:
                    "contention": self.era.contention}  # fmt: skip
         return Part(name, exposed, "times x (comm_s - hidden_s + contention x hidden_s)", symbols)
 
-    def _agreed(self, summed: Part, rest_s: Array) -> Part:
+    def _agreed(self, summed: Part, rest_s: Array, update_s: Array) -> Part:
         """What a replica that steps by itself waits for others, and for gradients `summed` within it."""
         assert self.sync is not None
         replicas, exchange_s = self.network.group(self.choices, "dp").size, self._agreed_s
-        waits, formula, values = waited(self.sync, exchange_s, replicas, rest_s, self.era.contention)
+        waits, formula, values = waited(self.sync, exchange_s, replicas, rest_s, update_s, self.era.contention)
         symbols = {"summed_s": summed.value, "exchange_s": exchange_s, **values}
         return Part(summed.name, summed.value + waits, f"summed_s + {formula}", symbols)
 
@@ -470,8 +471,10 @@ class Priced:
         c, device = self.choices, self.cluster.hardware.device
         away = c.offload & ("optimizer" in self.practice.offloads)
         rate = np.where(away, device.host_bps, device.memory_bps * self.era.memory)
-        return Part("optimizer", self._own * self.practice.update_bytes / rate, "params x update_bytes / memory_bps",
-                    {"params": self._own, "update_bytes": self.practice.update_bytes, "memory_bps": rate})  # fmt: skip
+        # of servers, each updates its part
+        params = self._own / np.where(c.sizes["dp"] > 1, max(1, servers(self.sync)), 1)
+        return Part("optimizer", params * self.practice.update_bytes / rate, "params x update_bytes / memory_bps",
+                    {"params": params, "update_bytes": self.practice.update_bytes, "memory_bps": rate})  # fmt: skip
 
     def memory(self) -> tuple[Part, ...]:
         least = replace(self.choices, again=self._again_least)

@@ -15,10 +15,10 @@ from ..cost.choices import Array
 from ..syncs import AnyTime, EachPeriod, EachStep, Sync
 
 
-def ends(sync: Sync, own: Array, exchange_s: Array | float = 0.0) -> Array:
+def ends(sync: Sync, own: Array, exchange_s: Array | float = 0.0, update_s: float = 0.0) -> Array:
     """When each replica ends each step. `exchange_s`: what an exchange of all gradients, or weights, adds: to each
     step; to each period, over all fragments; or of a push and a pull, when no other replica is at the servers, which
-    may be another number for each replica."""
+    may be another number for each replica. `update_s`: of `own`, what servers do."""
     match sync:
         case EachStep():
             steps = np.cumsum(own.max(axis=1) + exchange_s)
@@ -26,7 +26,7 @@ def ends(sync: Sync, own: Array, exchange_s: Array | float = 0.0) -> Array:
         case EachPeriod():
             return _by_period(sync, own, float(exchange_s))
         case AnyTime():
-            return _any_time(sync, own, exchange_s)
+            return _any_time(sync, own - update_s, exchange_s, update_s)
 
 
 def step_s(sync: Sync, found: Array) -> float:
@@ -63,10 +63,10 @@ def _by_period(sync: EachPeriod, own: Array, exchange_s: float) -> Array:
     return found
 
 
-def _any_time(sync: AnyTime, own: Array, exchange_s: Array | float) -> Array:
-    """Servers take replicas in the order in which they come, each for half of its exchange, and read while they write.
-    Weights for its next step go to a replica that is at most `staleness` steps ahead of the slowest (stale synchronous
-    parallel, Ho et al. 2013)."""
+def _any_time(sync: AnyTime, own: Array, exchange_s: Array | float, update_s: float) -> Array:
+    """Servers take replicas in the order in which they come, each for half of its exchange and an update, and read
+    while they write. Weights for its next step go to a replica that is at most `staleness` steps ahead of the slowest
+    (stale synchronous parallel, Ho et al. 2013)."""
     steps, replicas = own.shape
     bound = steps if sync.staleness is None else sync.staleness
     takes: list[list[float]] = own.T.tolist()
@@ -78,7 +78,7 @@ def _any_time(sync: AnyTime, own: Array, exchange_s: Array | float) -> Array:
     heapq.heapify(coming)
     while coming:
         ready, r = heapq.heappop(coming)
-        free = max(free, ready) + halves[r]
+        free = max(free, ready) + halves[r] + update_s
         now = free + halves[r]
         done = found[r]
         at[len(done)] -= 1
