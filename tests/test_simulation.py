@@ -503,9 +503,17 @@ def test_the_closed_form_waits_for_others_as_they_do_in_turn(way: Any, slower: f
     own = float(alone.step_s[0] - next(part.value for part in alone.time if part.name == "dp exposed")[0])
     steps = np.full((480, 8), own)
     step = made.step()
-    turns = step.exchange_s / (7 if isinstance(way, AnyTime) else 1)
-    found = agree.step_s(way, agree.ends(way, steps, turns, step.after["optimizer"]))
+    turns, update_s = step.exchange_s, 0.0
+    if isinstance(way, AnyTime):
+        turns, update_s = turns / 7, step.after["optimizer"]
+    found = agree.step_s(way, agree.ends(way, steps - update_s, turns, update_s))
     assert float(made.estimate().step_s[0]) == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize("way", [period(8), period(8, 2, 1), sync.make("parameter_server", staleness=4, servers=4)])
+def test_one_replica_waits_for_nobody(way: Any) -> None:
+    made = setup("tp8")
+    assert made_with(made, way).estimate().step_s[0] == pytest.approx(made.estimate().step_s[0])
 
 
 def test_ranks_of_a_sequence_agree_in_each_step_all_the_same() -> None:

@@ -80,7 +80,7 @@ def waited(
         return late + contention * (exchange_s - late), text, values
     # a turn is of one replica, and for half of it, and its update, no other is served
     turn = exchange_s / np.maximum(1, replicas - 1)
-    found = np.where(replicas > 1, np.maximum(turn, replicas * (turn / 2 + update_s) - rest_s), 0.0)
+    found = np.maximum(turn, replicas * (turn / 2 + update_s) - rest_s)
     text = "max(turn, replicas x (turn / 2 + update_s) - rest_s), turn = exchange_s / (replicas - 1)"
     return found, text, {"turn": turn, "replicas": replicas, "rest_s": rest_s, "update_s": update_s}
 

@@ -18,7 +18,7 @@ from ..syncs import AnyTime, EachPeriod, EachStep, Sync
 def ends(sync: Sync, own: Array, exchange_s: Array | float = 0.0, update_s: float = 0.0) -> Array:
     """When each replica ends each step. `exchange_s`: what an exchange of all gradients, or weights, adds: to each
     step; to each period, over all fragments; or of a push and a pull, when no other replica is at the servers, which
-    may be another number for each replica. `update_s`: of `own`, what servers do."""
+    may be another number for each replica. `update_s`: what servers do for each, beside `own`."""
     match sync:
         case EachStep():
             steps = np.cumsum(own.max(axis=1) + exchange_s)
@@ -26,7 +26,7 @@ def ends(sync: Sync, own: Array, exchange_s: Array | float = 0.0, update_s: floa
         case EachPeriod():
             return _by_period(sync, own, float(exchange_s))
         case AnyTime():
-            return _any_time(sync, own - update_s, exchange_s, update_s)
+            return _any_time(sync, own, exchange_s, update_s)
 
 
 def step_s(sync: Sync, found: Array) -> float:

@@ -44,8 +44,9 @@ def table(
         seconds = []
         for own, points, drawn, on in cases:
             exchange_s = _exchange_s(own_way, points, drawn, on)
-            update_s = own_way.step().after["optimizer"]
-            own_s = own + update_s - setup.step().after["optimizer"]
+            update_s, own_s = own_way.step().after["optimizer"], own - setup.step().after["optimizer"]
+            if not isinstance(sync, AnyTime):  # whose servers do that
+                update_s, own_s = 0.0, own_s + update_s
             seconds.append(_step_s(sync, own_s, exchange_s, update_s, known, rng))
         found.append(Agreed(name, *seconds))
     return found
@@ -54,8 +55,8 @@ def table(
 def _step_s(
     sync: Sync, own: Array, exchange_s: Array, update_s: float, known: Sequence[int], rng: np.random.Generator
 ) -> float:
-    """`own`: [draws, replicas] seconds of a step by itself, an update in it; `known`: replicas that are not like
-    others."""
+    """`own`: [draws, replicas] seconds of a step by itself; `update_s`: of servers, for each; `known`: replicas that
+    are not like others."""
     replicas, single = own.shape[1], isinstance(sync, AnyTime)
     steps = int(np.clip((TURNS if single else TOGETHER) // replicas, LEAST, MOST))
     if isinstance(sync, EachPeriod):
@@ -64,8 +65,7 @@ def _step_s(
         some = np.unique([*known, *np.linspace(0, replicas - 1, TURNS // steps - len(known), dtype=int)])
         base = exchange_s.min()  # a longer turn is one's own
         more = replicas / len(some)
-        own, exchange_s = own[:, some] + (more - 1) * update_s, exchange_s[some] - base + base * more
-        update_s *= more
+        own, exchange_s, update_s = own[:, some], exchange_s[some] - base + base * more, update_s * more
     mixed = np.take_along_axis(own, rng.integers(len(own), size=(steps, own.shape[1])), axis=0)
     return agree.step_s(sync, agree.ends(sync, mixed, exchange_s, update_s))
 
