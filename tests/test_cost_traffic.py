@@ -25,6 +25,7 @@ from weft.engine.engine import named_inputs
 from weft.engine.functions import Functions
 from weft.engine.wires import on_wire
 from weft.engine.work import arguments_of
+from weft.launch.processes import Pool
 from weft.layout import EXPERTS, Layout
 from weft.losses import next_token
 from weft.models import decoder
@@ -236,3 +237,58 @@ def test_what_rests_on_a_rank_is_what_the_plan_says(name: str, layout: str) -> N
     for what, each, least in (("weights", 4, 3), ("gradients", 4, 2), ("optimizer", 8, 1)):
         # of the end of a pipeline that needs more
         assert sizes[what] in [pytest.approx(each * rests(rank, level >= least), rel=0.005) for rank in ends], what
+
+
+def kept(layout: str, options: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes of what a rank has to agree with others after a step, and of its optimizer's state."""
+    torch.manual_seed(0)
+    model, sync = own(), weft.sync.make(**options)
+    plan = weft.plan(model, layout, batch=BATCH, loss=next_token, sample=tokens(2), sync=sync)
+    kind = torch.optim.SGD if options.get("codec") == "dgc" else torch.optim.AdamW
+    engine = weft.Engine(model, plan, optimizer=partial(kind, lr=1e-3), loss=next_token, sample=tokens(2), device="cpu")
+    engine.step(engine.local(tokens(BATCH)))
+    tensors, states = [], [*(engine.reducer.exchange.states if engine.reducer.exchange else []),
+                           *(scatter.state for scatter in engine._scatters.values())]  # fmt: skip
+    optimizer = engine.optimizer
+    if engine.outer is not None:
+        for message in engine.outer.messages:
+            tensors += [message.anchor, message.sent, message.mean]
+            tensors += [] if message.momentum is None else [message.momentum]
+        states += [*engine.outer.states(), *engine.outer.states()]  # as it was, too, until others have answered
+    if engine.worker is not None:
+        tensors += [link.got for link in engine.worker._links.values()]
+    if engine.server is not None:
+        tensors.append(engine.server._flat)
+        optimizer = engine.server._optimizer
+        assert all(p.grad is None for p in engine.server._params)
+    tensors += [value for state in states for value in state.values()]
+    moments = [v for s in optimizer.state.values() for v in s.values()]
+    found = {"agreement": tensors, "optimizer": moments}
+    plain = {what: [getattr(v, "_local_tensor", v) for v in each] for what, each in found.items()}
+    engine.close()
+    return {what: float(sum(v.numel() * v.itemsize for v in each if v.numel() > 1)) for what, each in plain.items()}
+
+
+@pytest.mark.parametrize(("layout", "options"), [
+    *(("dp2", {"name": "allreduce", "codec": codec}) for codec in ("bf16", "topk", "dgc", "sign")),
+    ("dp2.fsdp2", {"name": "allreduce", "codec": "topk"}), ("fsdp2", {"name": "allreduce", "codec": "sign"}),
+    ("dp2.tp2", {"name": "ring", "codec": "topk"}), ("dp4", {"name": "parameter_server", "servers": 4}),
+    ("dp2", {"name": "local_sgd", "period": 4}), ("dp2", {"name": "diloco", "period": 4}),
+    ("dp2.fsdp2", {"name": "diloco", "period": 4, "fragments": 2, "codec": "topk"}),
+    ("dp2", {"name": "parameter_server", "staleness": 2}),
+    ("dp2.tp2", {"name": "parameter_server", "staleness": 2}),
+    ("dp4", {"name": "parameter_server", "staleness": 2, "servers": 2}),
+], ids=str)  # fmt: skip
+def test_what_is_kept_to_agree_is_what_an_engine_has(pool: Pool, layout: str, options: dict[str, Any]) -> None:
+    sizes = Layout.parse(layout)
+    found = pool.run(kept, layout, options, world=sizes.world)
+    parts = {part.name: float(part.value[0]) for part in estimated("decoder", layout, weft.sync.make(**options)).memory}
+    held = max(each["agreement"] for each in found)
+    if "staleness" in options:  # what is under way: a worker's gradients, and at the servers all replicas', and weights
+        held += (1 + 2 * sizes.size("dp")) * parts["gradients"] / options.get("servers", 1)
+    assert parts["agreement"] == pytest.approx(held, rel=0.02 if options.get("servers", 1) == 1 else 0.3)
+    most = max(each["optimizer"] for each in found)
+    if options.get("codec") == "dgc":  # which has the momentum
+        assert not most
+        return
+    assert parts["optimizer"] == pytest.approx(most, rel=0.02 if options.get("servers", 1) == 1 else 0.3)

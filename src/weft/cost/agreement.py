@@ -1,4 +1,5 @@
-"""Agreement: what replicas send each other in a step so that they stay, or come, together; of any synchroniser."""
+"""Agreement: what replicas send each other in a step so that they stay, or come, together, what they wait for it, and
+what they keep for it; of any synchroniser."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from ..syncs import Sync
 
 
-SAMPLE = 2**20  # elements of a bucket that a codec is asked about, as the matrix that some want
+ROWS, SAMPLE = 2**10, 2**20  # of a bucket that a codec is asked about, as the matrix that some want; its elements
 SETTLED = 10**9  # a step after which a codec that starts gently has come to its own
 
 
@@ -85,13 +86,34 @@ def waited(
     return found, text, {"turn": turn, "replicas": replicas, "rest_s": rest_s, "update_s": update_s}
 
 
+def kept_bytes(sync: Sync | None, item: float, replicas: Array) -> tuple[Array, float]:
+    """Bytes that a rank keeps for each element that it trains, which has `item` bytes, beside weight, gradient and
+    optimizer state: where there are replicas, the most of any of them; and what the codec itself keeps of it."""
+    if sync is None or sync.plain:
+        return np.zeros_like(replicas), 0.0
+    import torch
+
+    from ..syncs import AnyTime, EachPeriod
+
+    like = torch.zeros(SAMPLE, dtype=torch.float64 if item == 8 else torch.float32)
+    state = sync.codec.state([(ROWS, SAMPLE // ROWS)], like)
+    own = sum(value.numel() * value.itemsize for value in state.values() if value.numel() > 1) / SAMPLE
+    match sync:
+        case EachPeriod():  # the weights last agreed on, those sent, the mean; and the state before, to send again
+            found = np.full_like(replicas, (3 + bool(sync.momentum)) * item + 2 * own)
+        case AnyTime():  # weights that come; gradients that go; the servers' own, and what each replica sends and gets
+            found = item + own + (2 * item + replicas * (2 * item + own)) / sync.servers
+        case _:
+            found = np.full_like(replicas, own)
+    return np.where(replicas > 1, found, 0.0), own
+
+
 def _shares(sync: Sync, size: int, item: int) -> dict[str, float]:
     """Kind of exchange -> bytes of a rank's messages, over those of the plain tensor; what goes to owners apart."""
     from ..syncs import AnyTime, EachStep
 
     found: dict[str, float] = {}
-    rows = 2**10
-    asks = sync.codec.asks([(rows, SAMPLE // rows)], sync.peers(size), item, SETTLED)
+    asks = sync.codec.asks([(ROWS, SAMPLE // ROWS)], sync.peers(size), item, SETTLED)
     if isinstance(sync, AnyTime) or (isinstance(sync, EachStep) and sync.route == "owners"):
         # what is not yet the last goes back as it came, and then the weights, which no codec makes small
         return {"owners": 1 + sum(a.nbytes * (1 if a.final else 2) for a in asks) / (SAMPLE * item)}

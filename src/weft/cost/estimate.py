@@ -478,7 +478,7 @@ class Priced:
 
     def memory(self) -> tuple[Part, ...]:
         least = replace(self.choices, again=self._again_least)
-        return peak(self.work, least, self.practice, self._bubble[1])
+        return peak(self.work, least, self.practice, self._bubble[1], self.sync)
 
     def _note_traffic(self) -> None:
         """Bytes that a rank of the first stage sends in a step over the axes of the model."""

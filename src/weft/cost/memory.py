@@ -7,15 +7,20 @@ after Korthikanti et al. 2022, from what each op keeps; the loss's logits; what 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .agreement import kept_bytes, servers
 from .chain import Stage, stages
 from .choices import Array, Choices
 from .compute import ways
 from .parts import Part
 from .practice import Practice
 from .work import Block, Work
+
+if TYPE_CHECKING:
+    from ..syncs import Sync
 
 OFFLOADED = ("weights", "gradients", "optimizer", "activations")
 
@@ -60,11 +65,13 @@ def kept(block: Block, choices: Choices, core: bool) -> Array:
     return found
 
 
-def peak(work: Work, choices: Choices, practice: Practice, live: tuple[Array, Array]) -> tuple[Part, ...]:
+def peak(
+    work: Work, choices: Choices, practice: Practice, live: tuple[Array, Array], sync: Sync | None
+) -> tuple[Part, ...]:
     """`live`: microbatches whose activations the first and the last rank of a pipeline hold at once. Of both, the rank
     that needs more."""
     first, _, last = stages(work, choices)
-    ends = [_rank(stage, work, choices, practice, count) for stage, count in zip((first, last), live)]
+    ends = [_rank(stage, work, choices, practice, count, sync) for stage, count in zip((first, last), live)]
     needs = [sum((part.value for part in end), np.zeros(len(choices))) for end in ends]
     early = needs[0] >= needs[1]
     return tuple(
@@ -100,7 +107,9 @@ def keys(block: Block, choices: Choices) -> Array:
     return block.key_bytes * choices.microbatch / np.minimum(choices.size("tp", "up"), block.kv_heads or 1)
 
 
-def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: Array) -> tuple[Part, ...]:
+def _rank(
+    stage: Stage, work: Work, choices: Choices, practice: Practice, live: Array, sync: Sync | None
+) -> tuple[Part, ...]:
     routed, plain = held(stage, work, choices)
     few, many = shards(choices)
     full, sharded = routed + plain, routed / few + plain / many
@@ -113,7 +122,13 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
     if practice.copies_live:
         copied = live * (1 - choices.again) * full
     graded = np.where(away["gradients"] & zero2, 0.0, graded)  # else they are added up here, and then reduced
-    stated = np.where(away["optimizer"], 0.0, np.where(many > 1, sharded, full))
+    trained, replicas = np.where(many > 1, sharded, full), choices.sizes["dp"]
+    # of servers, each has the state of its part
+    stated = np.where(away["optimizer"], 0.0, trained / np.where(replicas > 1, max(1, servers(sync)), 1))
+    agreed, coded = kept_bytes(sync, practice.reduce_bytes, replicas)
+    # a codec of fsdp's reduce-scatters keeps what it does of gradients that are not sharded
+    alone = (replicas == 1) & (choices.sizes["fsdp"] > 1)
+    agreed, of = np.where(alone, coded, agreed), np.where(alone, full, trained)
     largest = np.max(
         [block.elements("tp") + block.elements("whole") for block in work.blocks if block.repeated] or [0.0]
     ) / choices.sizes["tp"] + np.max([block.elements("expert") for block in work.blocks]) / (
@@ -164,6 +179,8 @@ def _rank(stage: Stage, work: Work, choices: Choices, practice: Practice, live: 
              {"largest": largest, "head": head, "dummy_bytes": practice.dummy_bytes}),
         Part("optimizer", stated * practice.state_bytes, "params x state_bytes",
              {"params": stated, "state_bytes": practice.state_bytes}),
+        Part("agreement", of * agreed, "params x kept_bytes, what replicas keep to agree",
+             {"params": of, "kept_bytes": agreed}),
         Part("activations", live * activations, "live x microbatch_bytes, what blocks keep of one",
              {"live": live, "microbatch_bytes": activations}),
         Part("beside", np.maximum(logits, busy + (logits if practice.logits_stay else 0.0)),

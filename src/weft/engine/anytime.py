@@ -125,7 +125,9 @@ class Server:
                 peers = sync.peers(2, 0)  # the server itself has nothing to add
                 with torch.no_grad(), _messages():
                     through(sync.codec.reduce(grad, codec, self._part.shapes, peers), wire, None)
-                self._reply(worker, ticket, group, self._step(worker, ticket, grad, ask[1:].tolist()))
+                behind = self._step(worker, ticket, grad, ask[1:].tolist())
+                del grad  # as large as the part, and this worker computes now
+                self._reply(worker, ticket, group, behind)
             elif kind == DONE:
                 with self._changed:
                     self._done.add(worker)
@@ -176,6 +178,7 @@ class Server:
             for p, view, reached in zip(self._params, views, told[len(self._params) :], strict=True):
                 p.grad = view if reached else None
             self._optimizer.step()
+            self._optimizer.zero_grad()
             behind = max(self._given.get(w, 0) for w in self._clocks) - self._given[worker]
             self._clocks[worker] += 1
             self._release((worker, ticket))
