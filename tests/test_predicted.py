@@ -55,6 +55,7 @@ def test_what_was_to_be_expected(tmp_path: Path, at: Path) -> None:
         ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GB200", "gb200"),
         ("NVIDIA H20", "h20"), ("NVIDIA L40S", "l40s"), ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("Tesla V100-SXM2-32GB", "v100"), ("AMD Instinct MI300X", "mi300x"), ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA A100-PCIE-40GB", None), ("NVIDIA H100 NVL", None),
     ],
 )  # fmt: skip
 def test_the_sheet_of_a_card(title: str, name: str | None) -> None:

@@ -65,7 +65,7 @@ def servers(sync: Sync | None) -> int:
 
 
 def waited(
-    sync: Sync, exchange_s: Array, replicas: Array, rest_s: Array, update_s: Array, contention: float
+    sync: Sync, exchange_s: Array, replicas: Array, rest_s: Array, update_s: Array
 ) -> tuple[Array, str, dict[str, Array | float]]:
     """Seconds that a replica which steps by itself waits in a step of which the rest takes `rest_s`, an update of
     `update_s` in it, the formula and what is in it. `exchange_s`: of exchanges, in the mean of a step. Replicas are
@@ -75,15 +75,14 @@ def waited(
     if isinstance(sync, EachPeriod):
         # a fragment has `delay` steps to arrive, and all of a period are sent one after the other
         share = np.full_like(rest_s, min(1.0, sync.fragments * sync.delay / sync.period))
-        late = np.maximum(0.0, exchange_s - share * rest_s)
-        values = {"late": late, "meanwhile": share, "rest_s": rest_s, "contention": contention}
-        text = "late + contention x (exchange_s - late), late = max(0, exchange_s - meanwhile x rest_s)"
-        return late + contention * (exchange_s - late), text, values
-    # a turn is of one replica, and for half of it, and its update, no other is served
+        found = np.maximum(0.0, exchange_s - share * rest_s)
+        return found, "max(0, exchange_s - meanwhile x rest_s)", {"meanwhile": share, "rest_s": rest_s}
+    # a turn is of one replica at one server, of which it takes one at each; for half of it no other is served
     turn = exchange_s / np.maximum(1, replicas - 1)
-    found = np.maximum(turn, replicas * (turn / 2 + update_s) - rest_s)
-    text = "max(turn, replicas x (turn / 2 + update_s) - rest_s), turn = exchange_s / (replicas - 1)"
-    return found, text, {"turn": turn, "replicas": replicas, "rest_s": rest_s, "update_s": update_s}
+    found = np.maximum(sync.servers * turn, replicas * (turn / 2 + update_s) - rest_s)
+    text = "max(servers x turn, replicas x (turn / 2 + update_s) - rest_s), turn = exchange_s / max(1, replicas - 1)"
+    values = {"servers": float(sync.servers), "turn": turn, "replicas": replicas, "rest_s": rest_s}
+    return found, text, {**values, "update_s": update_s}
 
 
 def kept_bytes(sync: Sync | None, item: float, replicas: Array) -> tuple[Array, float]:

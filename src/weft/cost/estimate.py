@@ -365,7 +365,14 @@ class Priced:
             sums = agreement(net, either(apart, net.group(c, "dp"), alone), parted, item, self.sync)
             self._sent("dp", sums.sent_bytes)
             agreed = agreed + sums.seconds
-        if routed.any():
+        if routed.any() and by_itself(self.sync):  # none of whose experts are in another replica
+            sums = agreement(net, self._same_experts(few, within=True), routed / few, item, None)
+            self._sent_over(SEQUENCE_AXES, sums.sent_bytes)
+            waits = waits + np.where(routed > 0, sums.seconds, 0.0)
+            sums = agreement(net, net.group(c, "dp"), routed / few, item, self.sync)
+            self._sent("dp", sums.sent_bytes)
+            agreed = agreed + np.where(routed > 0, sums.seconds, 0.0)
+        elif routed.any():
             sums = agreement(net, self._same_experts(few), routed / few, item, self.sync)
             self._sent_over(("dp", *SEQUENCE_AXES), sums.sent_bytes)
             agreed = agreed + np.where(routed > 0, sums.seconds, 0.0)
@@ -406,7 +413,7 @@ class Priced:
         """What a replica that steps by itself waits for others, and for gradients `summed` within it."""
         assert self.sync is not None
         replicas, exchange_s = self.network.group(self.choices, "dp").size, self._agreed_s
-        waits, formula, values = waited(self.sync, exchange_s, replicas, rest_s, update_s, self.era.contention)
+        waits, formula, values = waited(self.sync, exchange_s, replicas, rest_s, update_s)
         symbols = {"summed_s": summed.value, "exchange_s": exchange_s, **values}
         return Part(summed.name, summed.value + waits, f"summed_s + {formula}", symbols)
 
@@ -432,9 +439,10 @@ class Priced:
         few, many = shards(self.choices)
         return np.where(many > 1, routed / few + plain / many, routed + plain)
 
-    def _same_experts(self, few: Array) -> Group:
-        """The ranks that have other tokens and the same part of the same experts."""
-        everyone, spread = self.network.group(self.choices, *TOKEN_AXES), self._experts()
+    def _same_experts(self, few: Array, within: bool = False) -> Group:
+        """The ranks that have other tokens and the same part of the same experts: all, or those `within` a replica."""
+        axes = [axis for axis in TOKEN_AXES if not (within and axis == "dp")]
+        everyone, spread = self.network.group(self.choices, *axes), self._experts()
         parts = np.maximum(spread.size, 1) * few
         inside = tuple(np.maximum(1, all_ / near) for all_, near in zip(everyone.inside, spread.inside, strict=True))
         size = np.maximum(1, everyone.size / parts)
@@ -471,10 +479,17 @@ class Priced:
         c, device = self.choices, self.cluster.hardware.device
         away = c.offload & ("optimizer" in self.practice.offloads)
         rate = np.where(away, device.host_bps, device.memory_bps * self.era.memory)
-        # of servers, each updates its part
-        params = self._own / np.where(c.sizes["dp"] > 1, max(1, servers(self.sync)), 1)
-        return Part("optimizer", params * self.practice.update_bytes / rate, "params x update_bytes / memory_bps",
-                    {"params": params, "update_bytes": self.practice.update_bytes, "memory_bps": rate})  # fmt: skip
+        symbols: dict[str, Array | float] = {
+            "params": self._own,
+            "update_bytes": self.practice.update_bytes,
+            "memory_bps": rate,
+        }
+        seconds, count = self._own * self.practice.update_bytes / rate, servers(self.sync)
+        if count < 2:
+            return Part("optimizer", seconds, "params x update_bytes / memory_bps", symbols)
+        parts = np.where(c.sizes["dp"] > 1, count, 1.0)  # each server updates its own
+        text = "params / servers x update_bytes / memory_bps"
+        return Part("optimizer", seconds / parts, text, {**symbols, "servers": parts})
 
     def memory(self) -> tuple[Part, ...]:
         least = replace(self.choices, again=self._again_least)

@@ -65,8 +65,9 @@ def _by_period(sync: EachPeriod, own: Array, exchange_s: float) -> Array:
 
 def _any_time(sync: AnyTime, own: Array, exchange_s: Array | float, update_s: float) -> Array:
     """Servers take replicas in the order in which they come, each for half of its exchange and an update, and read
-    while they write. Weights for its next step go to a replica that is at most `staleness` steps ahead of the slowest
-    (stale synchronous parallel, Ho et al. 2013)."""
+    while they write. A replica has one link, over which it sends to one server after the other. Weights for its next
+    step go to a replica that is at most `staleness` steps ahead of the slowest (stale synchronous parallel, Ho et al.
+    2013)."""
     steps, replicas = own.shape
     bound = steps if sync.staleness is None else sync.staleness
     takes: list[list[float]] = own.T.tolist()
@@ -78,8 +79,9 @@ def _any_time(sync: AnyTime, own: Array, exchange_s: Array | float, update_s: fl
     heapq.heapify(coming)
     while coming:
         ready, r = heapq.heappop(coming)
+        link_s = sync.servers * halves[r]
         free = max(free, ready) + halves[r] + update_s
-        now = free + halves[r]
+        now = max(free, ready + link_s + update_s) + link_s
         done = found[r]
         at[len(done)] -= 1
         done.append(now)

@@ -44,7 +44,8 @@ def table(
         seconds = []
         for own, points, drawn, on in cases:
             exchange_s = _exchange_s(own_way, points, drawn, on)
-            update_s, own_s = own_way.step().after["optimizer"], own - setup.step().after["optimizer"]
+            step, without_s = own_way.step(), own - setup.step().after.get("optimizer", 0.0)
+            update_s, own_s = step.after.get("optimizer", 0.0), without_s + step.summed_s
             if not isinstance(sync, AnyTime):  # whose servers do that
                 update_s, own_s = 0.0, own_s + update_s
             seconds.append(_step_s(sync, own_s, exchange_s, update_s, known, rng))

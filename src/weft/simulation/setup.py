@@ -49,12 +49,14 @@ def follows(part: Part) -> bool:
 @dataclass(frozen=True)
 class Step:
     """What a step is made of at one pace: `costs` of the stages; `after` the pipeline, part -> seconds; `exchange_s`,
-    of one exchange of all gradients or weights over dp, nothing hidden; as the estimate has it: `estimated_s` of the
+    of one exchange of all gradients or weights over dp, nothing hidden, and `summed_s` of what a replica which steps by
+    itself sums within; as the estimate has it: `estimated_s` of the
     step, `memory_bytes` of a device, of which `over_bytes` are more than it has."""
 
     costs: Costs
     after: Mapping[str, float]
     exchange_s: float
+    summed_s: float
     estimated_s: float
     memory_bytes: float
     over_bytes: float
@@ -184,6 +186,6 @@ class Setup:
         dp = parts["dp exposed"].symbols
         exchange = float(np.max(dp["exchange_s"] if "exchange_s" in dp else dp["comm_s"])) * period
         return Step(
-            replace(costs, **more), after, exchange, float(found.step_s[0]),
+            replace(costs, **more), after, exchange, float(np.max(dp.get("summed_s", 0.0))), float(found.step_s[0]),
             float(found.peak_bytes[0]) + slow.era.context_gib * GIB, float(found.over_bytes[0]),
         )  # fmt: skip

@@ -18,6 +18,7 @@ from ..errors import Refusal
 from ..layout import Layout
 
 ERA = "eager"  # of what weft itself runs
+KIN = {"laptop", "d", "nvl", "3e"}  # in the name of a card that is unlike the one of the rest of its name
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,12 @@ def sheet(device: torch.device) -> Hardware | None:
 
 
 def of_card(title: str) -> str | None:
-    """The sheet whose words are all among those of a card's name, as a driver gives it; of several, the one of most."""
-    words = re.sub(r"(\d)gb\b", r"\1", title.lower().replace("-", " ")).split()
-    return max((name for name in names() if set(name.split("-")) <= set(words)), key=len, default=None)
+    """The sheet whose words are all among those of a card's name, as a driver gives it: the one of most of them. None
+    for a card that is another one's kin, or two sheets' alike."""
+    words = set(re.sub(r"(\d)gb\b", r"\1", title.lower().replace("-", " ")).split())
+    known = {name: len(name.split("-")) for name in names() if set(name.split("-")) <= words}
+    best = [name for name, count in known.items() if count == max(known.values())]
+    return best[0] if len(best) == 1 and not words & KIN else None
 
 
 def predicted(run: Run, device: torch.device) -> Predicted | str:
