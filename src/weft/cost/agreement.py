@@ -87,7 +87,8 @@ def waited(
 
 def kept_bytes(sync: Sync | None, item: float, replicas: Array) -> tuple[Array, float]:
     """Bytes that a rank keeps for each element that it trains, which has `item` bytes, beside weight, gradient and
-    optimizer state: where there are replicas, the most of any of them; and what the codec itself keeps of it."""
+    optimizer state: where there are replicas, the most of any of them; and what a codec of fsdp's sums keeps of it,
+    where replicas do not step by themselves."""
     if sync is None or sync.plain:
         return np.zeros_like(replicas), 0.0
     import torch
@@ -99,11 +100,12 @@ def kept_bytes(sync: Sync | None, item: float, replicas: Array) -> tuple[Array, 
     own = sum(value.numel() * value.itemsize for value in state.values() if value.numel() > 1) / SAMPLE
     match sync:
         case EachPeriod():  # the weights last agreed on, those sent, the mean; and the state before, to send again
-            found = np.full_like(replicas, (3 + bool(sync.momentum)) * item + 2 * own)
+            found, own = np.full(len(replicas), (3 + bool(sync.momentum)) * item + 2 * own), 0.0
         case AnyTime():  # weights that come; gradients that go; the servers' own, and what each replica sends and gets
             found = item + own + (2 * item + replicas * (2 * item + own)) / sync.servers
+            own = 0.0
         case _:
-            found = np.full_like(replicas, own)
+            found = np.full(len(replicas), own)
     return np.where(replicas > 1, found, 0.0), own
 
 
