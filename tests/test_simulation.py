@@ -512,6 +512,23 @@ def test_the_closed_form_waits_for_others_as_they_do_in_turn(way: Any, slower: f
         assert float(closed.step_s[0]) == pytest.approx(by_hand, rel=1e-3)
 
 
+def test_servers_take_an_update_out_of_a_step_at_the_pace_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, original = [], agree.ends
+
+    def ends(sync: Any, own: Any, *rest: Any) -> Any:
+        seen.append(own)
+        return original(sync, own, *rest)
+
+    monkeypatch.setattr(agree, "ends", ends)
+    made = setup("dp8")
+    for times in (1, 300):
+        practice = replace(made.practice, update_bytes=times * made.practice.update_bytes)
+        replicas.table(replace(made, practice=practice), {"any": any_time(None)}, {3: 0.1}, {}, 0.0, 0)
+    short, short_slow, long, long_slow = seen
+    assert long == pytest.approx(short) and long_slow == pytest.approx(short_slow), "however long updates are"
+    assert short_slow[0, 3] < 0.5 * short[0, 3]
+
+
 def test_checkpoints_are_of_all_that_servers_hold() -> None:
     made = setup("dp8")
     served = made_with(made, sync.make("parameter_server", staleness=4, servers=8))

@@ -226,7 +226,7 @@ def _borrowed(name: str, era: Any, where: str) -> Any:
         return era
     like, field = era["like"], f"eras.{name}.like"
     if like not in names():
-        raise ConfigError(field, like, f"there is no such sheet ({where})", nearest(str(like), names()))
+        raise ConfigError(field, like, f"there is no such sheet ({where})", nearest(str(like).lower(), names()))
     theirs = tomllib.loads((SHEETS / f"{like}.toml").read_text(encoding="utf-8"))["eras"]
     if name not in theirs:
         raise ConfigError(field, like, f"that sheet has no era {name} ({where})", f"it has {', '.join(theirs)}")

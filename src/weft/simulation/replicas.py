@@ -37,18 +37,18 @@ def table(
     for factors, varies, on in (({}, 0.0, {}), (slow, jitter, links)):
         paced = Paced(setup, tuple(factors.values()), varies, on)
         drawn = paced.draw(factors, rng)
-        cases.append((paced.alone_s(drawn), paced.points, drawn, on))
+        cases.append((paced, drawn, on))
+    whole_s = setup.step().after.get("optimizer", 0.0)
     known = [*(grid.place(setup.choices, device)["dp"] for device in slow), *([0] if links else [])]
     for name, sync in syncs.items():
-        own_way = replace(setup, sync=sync)
-        seconds = []
-        for own, points, drawn, on in cases:
-            exchange_s = _exchange_s(own_way, points, drawn, on)
-            step, without_s = own_way.step(), own - setup.step().after.get("optimizer", 0.0)
-            update_s, own_s = step.after.get("optimizer", 0.0), without_s + step.summed_s
-            if not isinstance(sync, AnyTime):  # whose servers do that
-                update_s, own_s = 0.0, own_s + update_s
-            seconds.append(_step_s(sync, own_s, exchange_s, update_s, known, rng))
+        own_way, served = replace(setup, sync=sync), isinstance(sync, AnyTime)
+        step, seconds = own_way.step(), []
+        update_s = step.after.get("optimizer", 0.0)
+        updates = 0.0 if served or not update_s else update_s / whole_s  # of a replica itself
+        for paced, drawn, on in cases:
+            exchange_s = _exchange_s(own_way, paced.points, drawn, on)
+            own_s = paced.alone_s(drawn, updates) + step.summed_s
+            seconds.append(_step_s(sync, own_s, exchange_s, update_s if served else 0.0, known, rng))
         found.append(Agreed(name, *seconds))
     return found
 

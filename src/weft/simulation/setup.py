@@ -50,8 +50,8 @@ def follows(part: Part) -> bool:
 class Step:
     """What a step is made of at one pace: `costs` of the stages; `after` the pipeline, part -> seconds; `exchange_s`,
     of one exchange of all gradients or weights over dp, nothing hidden, and `summed_s` of what a replica which steps by
-    itself sums within; as the estimate has it: `estimated_s` of the
-    step, `memory_bytes` of a device, of which `over_bytes` are more than it has."""
+    itself sums within; as the estimate has it: `estimated_s` of the step, `memory_bytes` of a device, of which
+    `over_bytes` are more than it has."""
 
     costs: Costs
     after: Mapping[str, float]

@@ -68,11 +68,12 @@ class Paced:
             ends[:, 0, 0] = self._behind.ends(shaped[:, 0, 0]).max(axis=1)
         return ends.max(axis=2)
 
-    def alone_s(self, paces: Array) -> Array:
-        """[draws, replicas] seconds of a step by itself: pipelines and optimizer, without exchanges over dp."""
+    def alone_s(self, paces: Array, updates: float = 1.0) -> Array:
+        """[draws, replicas] seconds of a step by itself: pipelines and this share of the optimizer, without exchanges
+        over dp."""
         slowest = grid.pipelines(self.setup.choices, paces).max(axis=(2, 3))
-        after = np.interp(slowest, self.points, [_own_s(step) for step in self._planned])
-        after[:, 0] = np.interp(slowest[:, 0], self.points, [_own_s(step) for step in self.steps])
+        after = np.interp(slowest, self.points, [_own_s(step, updates) for step in self._planned])
+        after[:, 0] = np.interp(slowest[:, 0], self.points, [_own_s(step, updates) for step in self.steps])
         return self.pipelines_s(paces) + after
 
     def step(self, paces: Array) -> tuple[Array, Array]:
@@ -94,9 +95,9 @@ class Paced:
         return drawn * paces(self.setup, slow)
 
 
-def _own_s(step: Step) -> float:
-    """What of a step follows the pipeline, without the exchanges over dp."""
-    return step.after_s - step.after.get("dp exposed", 0.0)
+def _own_s(step: Step, updates: float) -> float:
+    """What of a step follows the pipeline, without the exchanges over dp, and with this share of the optimizer."""
+    return step.after_s - step.after.get("dp exposed", 0.0) - (1 - updates) * step.after.get("optimizer", 0.0)
 
 
 def paces(setup: Setup, *slow: Mapping[int, float]) -> Array:
