@@ -12,7 +12,7 @@ from pathlib import Path
 
 import datasets
 
-from weft.text import train_bpe
+from weft.train.tokenizer import train_bpe
 
 VOCAB = 1024  # as in llama/config.json
 MAX_BYTES = 2_000_000

@@ -19,10 +19,10 @@ from cases import Subject, reference
 
 import weft
 from weft.verification.case import Case
-from weft.verification.delayed import run_delayed
-from weft.verification.parity import LayoutResult, check
+from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.delayed_reference import run_delayed
 from weft.verification.reference import Reference
-from weft.verification.report import Report
+from weft.verification.report import VerifyReport
 
 Fault = Callable[[Case], AbstractContextManager[Case]]
 STEPS = 2
@@ -74,14 +74,14 @@ def held_to(subject: Subject, layout: str) -> Reference:
 def under(fault: Fault, case: Case, layout: str, clean: Reference) -> LayoutResult:
     """What verify says in this process group, with the bug in."""
     with fault(case) as broken:
-        return check(broken, layout, clean)
+        return check_layout(broken, layout, clean)
 
 
 def assert_caught(result: LayoutResult, where: str, says: str) -> None:
     assert not result.passed, "the bug was not seen"
     assert re.match(says, str(getattr(result, where))), result
     if where == "first":
-        assert f"first difference  {result.first}" in Report((result,), STEPS).text()
+        assert f"first difference  {result.first}" in VerifyReport((result,), STEPS).text()
 
 
 def assert_clean(result: LayoutResult) -> None:

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
-from weft.losses import classification, cross_entropy, next_token
-from weft.models import convnet, decoder
-from weft.order import part
-from weft.verification.case import Batch, Case, in_double
+from weft.core.data_order import data_rank_indices
+from weft.nn.losses import classification, cross_entropy, next_token
+from weft.nn.models import convnet, decoder
+from weft.verification.case import Batch, Case, to_float64
 from weft.verification.reference import Reference, run_reference
 
 A, B = TypeVar("A"), TypeVar("B")
@@ -125,7 +125,7 @@ def laid(subject: Subject, model: nn.Module, layout: str) -> weft.Plan:
     arguments = dict(subject.plan)
     if layout == "dp1":
         arguments.pop("recompute", None)
-    sample = {key: value[:2] for key, value in in_double(global_batch(subject, 0)).items()}
+    sample = {key: value[:2] for key, value in to_float64(global_batch(subject, 0)).items()}
     return weft.plan(model, layout, batch=BATCH, loss=subject.loss, precision="fp64", sample=sample, **arguments)
 
 
@@ -135,7 +135,7 @@ def global_batch(subject: Subject, step: int) -> Batch:
 
 
 def batch_of(subject: Subject, step: int, data_rank: int, data_size: int) -> Batch:
-    index = torch.tensor(part(BATCH, int(dict(subject.plan).get("accumulate", 1)), data_rank, data_size))
+    index = torch.tensor(data_rank_indices(BATCH, int(dict(subject.plan).get("accumulate", 1)), data_rank, data_size))
     return {key: value[index] for key, value in global_batch(subject, step).items()}
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from weft.cli import main
+from weft.cli.app import main
 
 CONTEXT = multiprocessing.get_context("fork")
 PATH = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # of interpreters that a command starts

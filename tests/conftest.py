@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from weft.launch.processes import Pool
+from weft.launch.local_workers import Pool
 
 torch.set_num_threads(1)
 

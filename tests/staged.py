@@ -9,9 +9,9 @@ import torch
 from cases import BATCH, LENGTH, VOCAB, Fused, Subject, images, tokens
 from torch import Tensor, nn
 
-from weft.losses import classification, mse, next_token
-from weft.models import convnet, decoder
-from weft.schedules import Action, Schedule
+from weft.core.schedule import Action, Schedule
+from weft.nn.losses import classification, mse, next_token
+from weft.nn.models import convnet, decoder
 
 DEPTH = 7
 

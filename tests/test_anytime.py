@@ -18,20 +18,21 @@ from test_sync import written
 from test_trainer import lines, saved
 
 import weft
-from weft import build, sync
-from weft.config import Sync
-from weft.engine import anytime
-from weft.errors import Refusal, WorkerDied
-from weft.launch import replicas
-from weft.launch.processes import Pool
-from weft.syncs import AnyTime, EachStep
+from weft import sync
+from weft.core.errors import Refusal, WorkerDied
+from weft.core.run_config import SyncConfig
+from weft.core.sync import AsyncServers, SyncEveryStep
+from weft.engine.replica_sync import async_parameter_server
+from weft.launch import replica_workers
+from weft.launch.local_workers import Pool
+from weft.train import build
 from weft.train.trainer import train
 
 
-def servers(staleness: int | None, count: int = 1, codec: str = "identity", timeout_s: float = 30.0) -> AnyTime:
-    made = sync.make("parameter_server", codec, servers=count, staleness=1, timeout_s=timeout_s)
-    assert isinstance(made, AnyTime)
-    return AnyTime(made.name, made.codec, count, staleness, timeout_s)
+def servers(staleness: int | None, count: int = 1, codec: str = "identity", timeout_s: float = 30.0) -> AsyncServers:
+    made = sync.make_sync("parameter_server", codec, servers=count, staleness=1, timeout_s=timeout_s)
+    assert isinstance(made, AsyncServers)
+    return AsyncServers(made.name, made.codec, count, staleness, timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -90,27 +91,27 @@ def test_the_bound_is_held_by_the_server(pool: Pool) -> None:
 
 
 def without_gate() -> dict[str, Any]:
-    original = anytime.Server._may_go_on
-    anytime.Server._may_go_on = lambda self, worker: True  # type: ignore[method-assign]
+    original = async_parameter_server.ParameterServer._may_go_on
+    async_parameter_server.ParameterServer._may_go_on = lambda self, worker: True  # type: ignore[method-assign]
     try:
         return stepped("even", servers(1, 2), "dp4", 25, SGD, 6)
     finally:
-        anytime.Server._may_go_on = original  # type: ignore[method-assign]
+        async_parameter_server.ParameterServer._may_go_on = original  # type: ignore[method-assign]
 
 
 def broken_server() -> None:
-    original = anytime.Server._step
+    original = async_parameter_server.ParameterServer._step
 
-    def fails(self: anytime.Server, worker: int, *rest: Any) -> int:
+    def fails(self: async_parameter_server.ParameterServer, worker: int, *rest: Any) -> int:
         if worker == 0:
             raise ValueError("the tea is cold")
         return original(self, worker, *rest)
 
-    anytime.Server._step = fails  # type: ignore[method-assign]
+    async_parameter_server.ParameterServer._step = fails  # type: ignore[method-assign]
     try:
         stepped("even", servers(None), "dp2", 5, SGD)
     finally:
-        anytime.Server._step = original  # type: ignore[method-assign]
+        async_parameter_server.ParameterServer._step = original  # type: ignore[method-assign]
 
 
 def test_what_goes_wrong_in_a_server_is_said(pool: Pool) -> None:
@@ -154,7 +155,7 @@ ASYNC = {"name": "parameter_server", "staleness": 2, "timeout_s": 3.0}
 @pytest.mark.parametrize(("how", "replica"), [("dies", 1), ("stalls", 2)])
 def test_a_worker_that_dies_stops_nobody(tmp_path: Path, how: str, replica: int) -> None:
     run = failing(tmp_path, "dp3", how, replica, ASYNC)
-    replicas.run(train, [[0], [1], [2]], run, False, threads=1, needed={0})
+    replica_workers.run_replicas(train, [[0], [1], [2]], run, False, threads=1, needed={0})
     counts = [int(line["replicas"]) for line in lines(run) if "replicas" in line]
     assert lines(run)[-1]["step"] == 60
     assert re.match("3+2+3+", "".join(map(str, counts))), counts  # at the end some are done before others
@@ -163,8 +164,8 @@ def test_a_worker_that_dies_stops_nobody(tmp_path: Path, how: str, replica: int)
 def test_a_server_that_dies_stops_the_run_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
     run = failing(tmp_path, "dp2", "dies", 0, ASYNC, steps=20)
     with pytest.raises(WorkerDied, match="killed by SIGKILL"):
-        replicas.run(train, [[0], [1]], run, False, threads=1, needed={0})
-    replicas.run(train, [[0], [1]], run, True, threads=1, needed={0})
+        replica_workers.run_replicas(train, [[0], [1]], run, False, threads=1, needed={0})
+    replica_workers.run_replicas(train, [[0], [1]], run, True, threads=1, needed={0})
     assert lines(run)[-1]["step"] == 20
 
 
@@ -180,13 +181,13 @@ def test_a_server_that_dies_stops_the_run_and_a_checkpoint_goes_on(tmp_path: Pat
     ],
 )
 def test_what_is_refused(tmp_path: Path, table: dict, says: str) -> None:
-    run = written(tmp_path, "dp2", {}).model_copy(update={"sync": Sync(name="parameter_server", **table)})
+    run = written(tmp_path, "dp2", {}).model_copy(update={"sync": SyncConfig(name="parameter_server", **table)})
     with pytest.raises(Refusal, match=says):
-        build.check(run)
+        build.check_run(run)
 
 
 def test_the_synchronous_server_is_another() -> None:
-    assert isinstance(sync.make("parameter_server"), EachStep)
-    unbounded = sync.make("parameter_server", staleness="none")
-    assert isinstance(unbounded, AnyTime)
+    assert isinstance(sync.make_sync("parameter_server"), SyncEveryStep)
+    unbounded = sync.make_sync("parameter_server", staleness="none")
+    assert isinstance(unbounded, AsyncServers)
     assert unbounded.staleness is None

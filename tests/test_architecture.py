@@ -28,15 +28,15 @@ LEVELS = (
 )  # fmt: skip
 LEVEL_OF = {part: level for level, (_, parts) in enumerate(LEVELS) for part in parts.split()}
 WITHOUT_TORCH = (
-    *("weft.errors", "weft.layout", "weft.order", "weft.schedules", "weft.delays", "weft.correct", "weft.costs"),
-    *("weft.timeline", "weft.partition", "weft.simulate", "weft.draw", "weft.schedule"),
-    *("weft.tables", "weft.cost.hardware", "weft.cost.work"),
+    *("weft.core.errors", "weft.core.layout", "weft.core.data_order", "weft.core.schedule", "weft.pipeline.weight_versions", "weft.pipeline.validate", "weft.pipeline.action_costs"),
+    *("weft.pipeline.timeline", "weft.pipeline.balance", "weft.pipeline.simulator", "weft.pipeline.draw", "weft.pipeline.schedules"),
+    *("weft.core.toml", "weft.planner.cost.hardware", "weft.planner.cost.model_work"),
 )
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, `torch.nn` or `weft.layout`; `at_once` if importing the importer imports it too."""
+    """One imported module, `torch.nn` or `weft.core.layout`; `at_once` if importing the importer imports it too."""
 
     target: str
     line: int
@@ -173,11 +173,11 @@ SOUND = {
     "models/decoder.py": "from torch import nn",
     "parallel/__init__.py": "",
     "parallel/data.py": "from ..plans import Step",
-    "parallel/tensor.py": "from weft.plans import Step",
+    "parallel/tensor.py": "from weft.core.plan import Step",
     "engine/__init__.py": "from .step import Engine",
     "engine/step.py": "from ..mesh import Mesh",
     "mesh.py": "from .layout import Layout",
-    "planner.py": "import weft.parallel.data\nfrom .parallel import tensor",
+    "planner.py": "import weft.parallel.strategies.data\nfrom .parallel import tensor",
 }
 
 
@@ -198,20 +198,20 @@ def test_a_sound_package_passes(tmp_path: Path) -> None:
     ("changed", "expected"),
     [
         ({"planet": ""}, "weft.planet is in no level: add 'planet' to LEVELS in tests/test_architecture.py"),
-        ({"errors": "from . import mesh"}, "weft.errors, line 1, imports weft.mesh: upward, from nouns"),
+        ({"errors": "from . import mesh"}, "weft.core.errors, line 1, imports weft.parallel.mesh: upward, from nouns"),
         ({"engine__step": "import weft"}, "weft.engine.step, line 1, imports weft: upward, from interpreters to door"),
-        ({"plans": "def f():\n  from .planner import plan"}, "weft.plans, line 2, imports weft.planner: upward"),
-        ({"parallel__data": "from .tensor import steps"}, "weft.parallel.tensor: strategies do not import one another"),
+        ({"plans": "def f():\n  from .planner import plan"}, "weft.core.plan, line 2, imports weft.parallel.make_plan: upward"),
+        ({"parallel__data": "from .tensor import steps"}, "weft.parallel.strategies.tensor: strategies do not import one another"),
         ({"parallel__data": "from ..engine.step import Engine"}, "upward, from strategies to interpreters"),
-        ({"mesh": "from .parallel import data"}, "weft.parallel.data: an interpreter knows no strategy"),
-        ({"engine__step": "from .. import parallel"}, "weft.parallel: an interpreter knows no strategy"),
+        ({"mesh": "from .parallel import data"}, "weft.parallel.strategies.data: an interpreter knows no strategy"),
+        ({"engine__step": "from .. import parallel"}, "weft.parallel.strategies: an interpreter knows no strategy"),
         (
             {"models__decoder": "from ..layout import Layout"},
-            "weft.layout: a model imports nothing of weft but masks and routing",
+            "weft.core.layout: a model imports nothing of weft but masks and routing",
         ),
-        ({"mesh": "from .engine.step import Engine"}, "cycle: weft.engine.step -> weft.mesh -> weft.engine.step"),
-        ({"layout": "import torch.nn"}, "importing weft.layout imports torch: weft.layout -> torch.nn"),
-        ({"order": "from .plans import Plan"}, "importing weft.order imports torch: weft.order -> weft.plans -> torch"),
+        ({"mesh": "from .engine.step import Engine"}, "cycle: weft.engine.step -> weft.parallel.mesh -> weft.engine.step"),
+        ({"layout": "import torch.nn"}, "importing weft.core.layout imports torch: weft.core.layout -> torch.nn"),
+        ({"order": "from .plans import Plan"}, "importing weft.core.data_order imports torch: weft.core.data_order -> weft.core.plan -> torch"),
     ],
 )
 def test_a_breach_is_named(tmp_path: Path, changed: dict[str, str], expected: str) -> None:

@@ -14,26 +14,34 @@ import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
+from weft.cli.app import app
 
-from weft import tables
-from weft.calibrate import amid, bench, blocks, command, compute, links, steps
-from weft.calibrate import measured as fitting
-from weft.calibrate.blocks import Decoded
-from weft.calibrate.compute import Small, Streams, Timed
-from weft.calibrate.fits import line
-from weft.calibrate.links import Beside, Moved
-from weft.calibrate.sheet import ERA, Machine, Measured, sheet
-from weft.calibrate.steps import Floor
-from weft.choose.practice_of import practice_in
-from weft.cli import app
-from weft.cost import hardware
-from weft.cost.choices import Choices
-from weft.cost.estimate import estimate
-from weft.cost.trace import trace
-from weft.errors import ConfigError
-from weft.layout import Layout
-from weft.losses import next_token
-from weft.timing import typical
+from weft.core import toml
+from weft.core.device_timer import typical_time
+from weft.core.errors import ConfigError
+from weft.core.layout import Layout
+from weft.nn.losses import next_token
+from weft.planner.calibrate import (
+    collective_skew,
+    collectives as links,
+    compute,
+    decoder_blocks,
+    fit_runs,
+    fixed_overhead,
+    measure as command,
+    rank_timer,
+)
+from weft.planner.calibrate.collectives import CollectiveTiming, OverlapSample
+from weft.planner.calibrate.compute import MemoryBandwidth, SmallOpTiming, TimedWork
+from weft.planner.calibrate.decoder_blocks import DecoderTiming
+from weft.planner.calibrate.fixed_overhead import FixedOverhead
+from weft.planner.calibrate.robust_fit import fit_line
+from weft.planner.calibrate.sheet import ERA, Machine, Measurements, sheet
+from weft.planner.cost import hardware
+from weft.planner.cost.estimate import estimate
+from weft.planner.cost.layout_batch import LayoutBatch
+from weft.planner.cost.profile import profile_model
+from weft.planner.search.run_precision import precision_policy
 
 AMOUNTS = [2.0**power for power in range(10, 30, 2)]
 
@@ -45,66 +53,66 @@ def test_a_line_is_found_through_noise_and_a_few_disturbed_times(fixed_s: float,
     times = [(fixed_s + each / rate) * noise.uniform(0.98, 1.02) for each in amounts]
     for disturbed in (3, 11, 17, 29):
         times[disturbed] *= 6
-    found = line(amounts, times)
+    found = fit_line(amounts, times)
     assert found.rate == pytest.approx(rate, rel=0.03)
     assert found.fixed_s == pytest.approx(fixed_s, rel=0.05, abs=0.02 * (fixed_s + min(amounts) / rate))
 
 
 def test_a_line_never_begins_below_zero_and_never_falls() -> None:
-    faster = line([1e6, 1e7, 1e8], [1e-3, 2e-2, 3e-1])  # small ones run better
+    faster = fit_line([1e6, 1e7, 1e8], [1e-3, 2e-2, 3e-1])  # small ones run better
     assert faster.fixed_s == 0 and 3e8 < faster.rate <= 1e9
-    flat = line([1e3, 1e4], [1e-3, 1e-3])
+    flat = fit_line([1e3, 1e4], [1e-3, 1e-3])
     assert flat.fixed_s == pytest.approx(1e-3) and flat.rate > 1e9
-    assert line([100.0], [2.0]) == (0, 50)
+    assert fit_line([100.0], [2.0]) == (0, 50)
 
 
 def test_what_is_typical_is_not_moved_by_pauses() -> None:
-    assert typical([1.0, 1.1, 0.9, 50.0, 1.0, 60.0, 1.0]) == 1.0
-    assert typical([2.0]) == 2.0
+    assert typical_time([1.0, 1.1, 0.9, 50.0, 1.0, 60.0, 1.0]) == 1.0
+    assert typical_time([2.0]) == 2.0
 
 
-def measured(ranks: int = 2, kind: str = "cpu") -> Measured:
+def measured(ranks: int = 2, kind: str = "cpu") -> Measurements:
     """What a machine of known constants would give."""
     launch_s, rate, half = 1e-5, 1e11, 2e6
     waits = launch_s if kind == "cpu" else 0.0
 
-    def timed(rate: float, half: float = 0.0) -> list[Timed]:
-        return [Timed(each, waits + (each + half) / rate) for each in AMOUNTS]
+    def timed(rate: float, half: float = 0.0) -> list[TimedWork]:
+        return [TimedWork(each, waits + (each + half) / rate) for each in AMOUNTS]
 
     moved = [
-        Moved(kind, int(each), each, hops, hops * 1e-4 + each / rate_s)
+        CollectiveTiming(kind, int(each), each, hops, hops * 1e-4 + each / rate_s)
         for kind, hops, rate_s in (("all_reduce", 2, 4e8), ("send", 1, 1e9))
         for each in AMOUNTS
     ]
-    return Measured(
+    return Measurements(
         Machine(ranks, 1, kind, "a machine", 8 * hardware.GIB),
         {"fp32": timed(rate, half), "bf16": timed(4 * rate, half), "fp64": timed(rate / 2, half)},
-        ([Timed(1e9, 0.02)] * 3, [Timed(1e9, 0.04)] * 3),
-        Streams(2e10, timed(1.5e10), 1e10),
-        Small(launch_s / 2, 3 * launch_s / 2),
+        ([TimedWork(1e9, 0.02)] * 3, [TimedWork(1e9, 0.04)] * 3),
+        MemoryBandwidth(2e10, timed(1.5e10), 1e10),
+        SmallOpTiming(launch_s / 2, 3 * launch_s / 2),
         [decoded(dim, length) for dim in (64, 128, 256) for length in (16, 64, 128)],
-        Timed(1e6, 5e-3),
+        TimedWork(1e6, 5e-3),
         moved if ranks > 1 else [],
-        Beside(1.0, 0.5, 1.2) if ranks > 1 else None,
-        Floor(3e-3, int(hardware.GIB // 4)),
+        OverlapSample(1.0, 0.5, 1.2) if ranks > 1 else None,
+        FixedOverhead(3e-3, int(hardware.GIB // 4)),
         [],
         0.0,
     )
 
 
 @cache
-def decoded(dim: int, length: int) -> Decoded:
+def decoded(dim: int, length: int) -> DecoderTiming:
     """A decoder where an operation takes 20 us and memory 5 GB/s."""
-    work, seconds = blocks.work_of(dim, length), 0.0
+    work, seconds = decoder_blocks.work_of(dim, length), 0.0
     for block in work.blocks:
         for op in block.ops:
-            flops, nbytes = blocks.SAMPLES * op.flops, blocks.SAMPLES * op.moved_bytes
+            flops, nbytes = decoder_blocks.SAMPLES * op.flops, decoder_blocks.SAMPLES * op.moved_bytes
             seconds += block.count * (2 * op.kernels * 2e-5 + nbytes * (1 + op.backward) / 5e9)
             if op.kind == "matmul":
                 seconds += block.count * 3 * (flops + op.matmuls * 2e6) / 1e11
             if op.kind == "attention":
                 seconds += block.count * flops * (1 / 5e10 + 2.5 / 2.5e10)
-    return Decoded(dim, length, seconds + blocks.FRESH_BYTES * work.params / 1.5e10)
+    return DecoderTiming(dim, length, seconds + decoder_blocks.FRESH_BYTES * work.params / 1.5e10)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -133,13 +141,13 @@ def test_what_ranks_lose_at_collectives_is_what_layouts_that_have_many_take_more
     made = sheet(measured())
     there = hardware.Cluster(hardware=made, devices=2)
     true = made.eras[ERA].model_copy(update={"meet_s": lost_s})
-    ids = torch.zeros(1, amid.LENGTH, dtype=torch.int64)
-    work = trace(amid._model(), {"input_ids": ids, "labels": ids}, next_token)
+    ids = torch.zeros(1, collective_skew.LENGTH, dtype=torch.int64)
+    work = profile_model(collective_skew._model(), {"input_ids": ids, "labels": ids}, next_token)
     layouts = [Layout.parse(one) for one in ("dp2", "fsdp2", "tp2")]
-    found = estimate(work, Choices.of(layouts, batch=8), there, true, practice_in("fp32", steps.adamw)).step_s
-    seen = [amid.Stepped(str(one), 1.1 * found[0] + step - found[0]) for one, step in zip(layouts, found)]
-    assert amid.meet_s(seen, made, made.eras[ERA]) == pytest.approx(lost_s)  # and not what all take more
-    assert amid.meet_s(seen[:1], made, made.eras[ERA]) == 0.0
+    found = estimate(work, LayoutBatch.of(layouts, batch=8), there, true, precision_policy("fp32", fixed_overhead.adamw)).step_s
+    seen = [collective_skew.LayoutTiming(str(one), 1.1 * found[0] + step - found[0]) for one, step in zip(layouts, found)]
+    assert collective_skew.skew_s(seen, made, made.eras[ERA]) == pytest.approx(lost_s)  # and not what all take more
+    assert collective_skew.skew_s(seen[:1], made, made.eras[ERA]) == 0.0
     more = sheet(replace(measured(), amid=seen)).eras[ERA]
     assert more == true.model_copy(update={"meet_s": more.meet_s}) and more.meet_s == pytest.approx(lost_s)
 
@@ -147,8 +155,8 @@ def test_what_ranks_lose_at_collectives_is_what_layouts_that_have_many_take_more
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sheet_that_is_written_reads_back(tmp_path: Path, ranks: int) -> None:
     made, path = sheet(measured(ranks)), tmp_path / "sheet.toml"
-    command.put(path, tables.dump(made))
-    assert hardware.read(path) == made
+    command.put_sheet(path, toml.dump_toml(made))
+    assert hardware.read_sheet(path) == made
     assert hardware.Cluster.parse(str(path)).devices == ranks
     assert [each.name for each in tmp_path.iterdir()] == ["sheet.toml"]
 
@@ -174,7 +182,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(
 def test_a_file_that_cannot_be_written_in_the_end_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "sheet.toml").mkdir()
     with pytest.raises(ConfigError, match="cannot be written"):
-        command.put(tmp_path / "sheet.toml", "")
+        command.put_sheet(tmp_path / "sheet.toml", "")
     assert [each.name for each in tmp_path.iterdir()] == ["sheet.toml"]
 
 
@@ -182,14 +190,14 @@ def small() -> list[Any]:
     """Every part, as small as it goes."""
     compute.TOKENS, compute.WIDTHS, compute.SEQUENCES = (8,), (16, 32), (16, 32)  # type: ignore[assignment]
     compute.ACTIVATIONS, compute.STREAM_BYTES, compute.LAYER = (64, 1024), 1 << 12, 8
-    blocks.SHAPES = ((64, 8), (64, 16))  # type: ignore[assignment]
+    decoder_blocks.SHAPES = ((64, 8), (64, 16))  # type: ignore[assignment]
     links.SIZES, links.BESIDE_BYTES, links.WIDTH = (64, 1 << 12), 1 << 10, 16
-    bench.LIMIT_S = 0.02
+    rank_timer.LIMIT_S = 0.02
     return [
         {dtype: compute.matmuls(dtype) for dtype in ("fp32", "fp64")}, compute.attention(), compute.streams(),
-        compute.launches(), blocks.decoders(), compute.update(),
-        [moved for kind in links.KINDS for moved in links.collective(kind)],
-        links.beside(), steps.floor(), amid.steps(),
+        compute.launches(), decoder_blocks.time_decoders(), compute.update(),
+        [moved for kind in links.KINDS for moved in links.time_collective(kind)],
+        links.time_overlap(), fixed_overhead.measure_overhead(), collective_skew.steps(),
     ]  # fmt: skip
 
 
@@ -230,12 +238,12 @@ def test_two_processes_measure_the_same_and_a_sheet_takes_it(
     assert all(each.seconds > 0 for each in first[6])
     assert first[8].process_bytes > 1 << 25
     assert [each.layout for each in first[9]] == ["dp2", "fsdp2", "tp2"] and first[9] == second[9]
-    monkeypatch.setattr(command, "measure", lambda machine, *_: Measured(machine, *first, 0.4))
+    monkeypatch.setattr(command, "measure", lambda machine, *_: Measurements(machine, *first, 0.4))
     path = tmp_path / "made" / "sheet.toml"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["sheet"]["name"] == "local"
-    assert hardware.read(path).device.flops["fp32"] > 0
+    assert hardware.read_sheet(path).device.flops["fp32"] > 0
 
 
 # ---- --fit -----------------------------------------------------------------------------------------------------------
@@ -270,7 +278,7 @@ def runs_of(folder: Path, made: hardware.Hardware, era: hardware.Era) -> Path:
     lines, works = ["run,layout,accumulate,step_s,source"], dict[str, Any]()
     for layout, parts in kinds:
         row = {"run": "run.toml", "layout": layout, "accumulate": str(parts)}
-        one = fitting._posed(folder / "runs.csv", row, made.kind, works)
+        one = fit_runs._posed(folder / "runs.csv", row, made.kind, works)
         at = hardware.Cluster(hardware=made, devices=2)
         seconds = estimate(one.work, one.choices, at, era, one.practice, one.sync).step_s[0]
         lines.append(f"run.toml,{layout},{parts},{seconds},{layout[:2]}")
@@ -281,7 +289,7 @@ def runs_of(folder: Path, made: hardware.Hardware, era: hardware.Era) -> Path:
 def test_an_era_is_fitted_to_runs_and_tells_those_held_out(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     made, at, out = sheet(measured(kind="cuda")), tmp_path / "machine.toml", tmp_path / "fitted.toml"
-    command.put(at, tables.dump(made))
+    command.put_sheet(at, toml.dump_toml(made))
     true = made.eras[ERA].model_copy(update={"launch_s": 6e-5, "fixed_s": 0.012, "matmul": 0.7, "link": 0.8})
     runs = runs_of(tmp_path, made, true)
     result = CliRunner().invoke(
@@ -294,25 +302,25 @@ def test_an_era_is_fitted_to_runs_and_tells_those_held_out(tmp_path: Path) -> No
         ("dp", "tp", "fs"), (2, 2)
     )
     assert max(abs(e) for each in found["errors"].values() for e in each["held_out"]) < 0.05
-    assert hardware.read(out).era(ERA).model_dump(mode="json") == found["constants"]
-    assert hardware.read(out).device == made.device
+    assert hardware.read_sheet(out).era(ERA).model_dump(mode="json") == found["constants"]
+    assert hardware.read_sheet(out).device == made.device
 
 
 def test_what_constants_leave_is_kept_by_the_shape_of_layers(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     made = sheet(measured(kind="cuda"))
-    slow = hardware.Layer(flops=7.34e6, tokens=64, samples=8, tp=2, took=4)  # what a layer of RUN has on tp2
+    slow = hardware.LayerTiming(flops=7.34e6, tokens=64, samples=8, tp=2, took=4)  # what a layer of RUN has on tp2
     era = made.eras[ERA].model_copy(update={"layers": (slow,)})
     path = runs_of(tmp_path, made, era)
     header, *lines = path.read_text().splitlines()
     path.write_text("\n".join([header, *(line for line in lines for _ in range(3))]) + "\n")
-    runs = fitting.read(path, made.kind)
+    runs = fit_runs.read_runs(path, made.kind)
     at = hardware.Cluster(hardware=made, devices=2)
-    found = fitting.fitted(runs, at, made.eras[ERA])
+    found = fit_runs.fit_runs_to_era(runs, at, made.eras[ERA])
     assert max(abs(error) for each in found.errors.values() for error in each[1]) < 0.1  # of constants alone 0.4
     most = max(found.era.layers, key=lambda layer: layer.took)
     assert (most.tp, most.samples) == (2, 8) and most.took > 2
-    assert fitting.fitted(runs, at, era).era == found.era  # layers told of what other constants left
+    assert fit_runs.fit_runs_to_era(runs, at, era).era == found.era  # layers told of what other constants left
 
 
 @pytest.mark.parametrize(

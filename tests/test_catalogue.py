@@ -23,14 +23,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
-from weft import batchnorm, collectives, losses, parallelize
-from weft.engine import engine, reducer, work
-from weft.losses import next_token
-from weft.plans import COPY, SUM, Boundary, Cut, Param, Plan, Step
-from weft.randomness import Randomness, mix
-from weft.schedules import Action
+from weft.core.plan import COPY, SUM, Boundary, DimShard, Param, Plan, Step
+from weft.core.schedule import Action
+from weft.engine import engine, grad_buckets
+from weft.engine.pipeline import stage_compute
+from weft.nn import batchnorm, losses
+from weft.nn.dropout_rng import Randomness, mix_key
+from weft.nn.losses import next_token
+from weft.parallel import apply as parallelize, collectives
 from weft.verification.case import Case
-from weft.verification.report import Report
+from weft.verification.report import VerifyReport
 
 CATALOGUE = Catalogue(SUBJECTS)
 bug = CATALOGUE.bug
@@ -109,20 +111,20 @@ def gathered_output_sums_in_backward(case: Case) -> Iterator[Case]:
 @bug("decoder", "fsdp2", r"gradient of embedding\.weight \(module embedding\)")
 def reduce_scatter_drops_the_tail(case: Case) -> Iterator[Case]:
     """Rows beyond a multiple of the ranks are reduced by no one."""
-    right = reducer.Reducer.finish
+    right = grad_buckets.GradReducer.finish
 
-    def finish(self: reducer.Reducer) -> list:
+    def finish(self: grad_buckets.GradReducer) -> list:
         if dist.get_rank() == dist.get_world_size() - 1:
             for p in self.every:  # type: ignore[attr-defined]
                 if p.shape[0] % dist.get_world_size():
-                    reducer.local(p.grad)[-1].zero_()
+                    grad_buckets.local_tensor(p.grad)[-1].zero_()
         return right(self)
 
-    def begin(self: reducer.Reducer, plan: Plan, named: dict, mesh: Any, init: Any = reducer.Reducer.__init__) -> None:
+    def begin(self: grad_buckets.GradReducer, plan: Plan, named: dict, mesh: Any, init: Any = grad_buckets.GradReducer.__init__) -> None:
         init(self, plan, named, mesh)
         self.every = list(named.values())  # type: ignore[attr-defined]
 
-    with patched(case, (reducer.Reducer, "finish", finish), (reducer.Reducer, "__init__", begin)):
+    with patched(case, (grad_buckets.GradReducer, "finish", finish), (grad_buckets.GradReducer, "__init__", begin)):
         yield case
 
 
@@ -160,9 +162,9 @@ def gradient_not_divided_by_accumulation(case: Case) -> Iterator[Case]:
 @bug("decoder", "dp2", r"all_reduce over dp: 3 ran .*, predicted were 2 ", where="stray")
 def reduction_on_every_microbatch(case: Case) -> Iterator[Case]:
     """What earlier microbatches left is summed over the ranks again with each later one."""
-    right = work.Training.before
+    right = stage_compute.TrainingCompute.before
 
-    def before(self: work.Training, action: Action) -> None:
+    def before(self: stage_compute.TrainingCompute, action: Action) -> None:
         right(self, action)
         for bucket in self.reducer.buckets if action.kind == "B" else ():
             if bucket.work is not None:
@@ -171,7 +173,7 @@ def reduction_on_every_microbatch(case: Case) -> Iterator[Case]:
         if action.kind == "B":
             self.reducer.arm(action.stage)
 
-    with patched(case, (work.Training, "before", before)):
+    with patched(case, (stage_compute.TrainingCompute, "before", before)):
         yield case
 
 
@@ -179,11 +181,11 @@ def reduction_on_every_microbatch(case: Case) -> Iterator[Case]:
 def gradient_averaged_twice(case: Case) -> Iterator[Case]:
     """The sum over the ranks, already divided by the global weight, is divided by the ranks again."""
 
-    def launch(self: reducer.Reducer, bucket: reducer.Bucket, right: Any = reducer.Reducer._launch) -> None:
+    def launch(self: grad_buckets.GradReducer, bucket: grad_buckets.FilledBucket, right: Any = grad_buckets.GradReducer._launch) -> None:
         bucket.flat /= dist.get_world_size(bucket.group)
         right(self, bucket)
 
-    with patched(case, (reducer.Reducer, "_launch", launch)):
+    with patched(case, (grad_buckets.GradReducer, "_launch", launch)):
         yield case
 
 
@@ -253,16 +255,16 @@ def row_bias_added_by_every_rank(case: Case) -> Iterator[Case]:
 @bug("decoder", "tp4", r"output of blocks\.0\.attention\.wo")
 def wrong_key_head(case: Case) -> Iterator[Case]:
     """Two key heads on four ranks: rank 1, whose query head belongs to key head 0, takes key head 1."""
-    right = Cut.intervals
+    right = DimShard.intervals
 
-    def intervals(self: Cut, index: int, size: int) -> tuple[tuple[int, int], ...]:
+    def intervals(self: DimShard, index: int, size: int) -> tuple[tuple[int, int], ...]:
         if not self.shared(size):
             return right(self, index, size)
         ((length, units),) = zip(self.parts, self.units, strict=True)
         width = length // units
         return ((index % units * width, (index % units + 1) * width),)
 
-    with patched(case, (Cut, "intervals", intervals)):
+    with patched(case, (DimShard, "intervals", intervals)):
         yield case
 
 
@@ -273,7 +275,7 @@ def fused_qkv_cut_as_one_block(case: Case) -> Iterator[Case]:
     def change(p: Param) -> Param:
         if p.cut is None or "qkv" not in p.name:
             return p
-        return replace(p, cut=Cut(0, (sum(p.cut.parts),), (sum(p.cut.units),)))
+        return replace(p, cut=DimShard(0, (sum(p.cut.parts),), (sum(p.cut.units),)))
 
     yield planned(case, partial(params, change))
 
@@ -306,9 +308,9 @@ def gathered_in_the_wrong_order(case: Case) -> Iterator[Case]:
 @bug("decoder", "tp2", r"output of blocks\.0\.attention\.wq")
 def cut_in_the_wrong_order(case: Case) -> Iterator[Case]:
     """Rank 0 takes the second half of the query heads."""
-    right = parallelize.pick
+    right = parallelize.shard_of
 
-    def pick(tensor: Tensor, cut: Cut, index: int, size: int) -> Tensor:
+    def pick(tensor: Tensor, cut: DimShard, index: int, size: int) -> Tensor:
         return right(tensor, cut, size - 1 - index if (cut.dim, cut.units) == (0, (4,)) else index, size)
 
     with patched(case, (parallelize, "pick", pick)):
@@ -318,15 +320,15 @@ def cut_in_the_wrong_order(case: Case) -> Iterator[Case]:
 @bug("decoder", "tp2", r"output of embedding")
 def cut_drops_the_tail(case: Case) -> Iterator[Case]:
     """An odd vocabulary, rounded down: its last word lies on no rank."""
-    right = Cut.intervals
+    right = DimShard.intervals
 
-    def intervals(self: Cut, index: int, size: int) -> tuple[tuple[int, int], ...]:
+    def intervals(self: DimShard, index: int, size: int) -> tuple[tuple[int, int], ...]:
         if self.units != (VOCAB,):
             return right(self, index, size)
         each = VOCAB // size
         return ((index * each, (index + 1) * each),)
 
-    with patched(case, (Cut, "intervals", intervals)):
+    with patched(case, (DimShard, "intervals", intervals)):
         yield case
 
 
@@ -382,7 +384,7 @@ def different_dropout_on_copies(case: Case) -> Iterator[Case]:
     right = Randomness.site
 
     def site(self: Randomness) -> int:
-        return mix(right(self), self.index) if self.index else right(self)
+        return mix_key(right(self), self.index) if self.index else right(self)
 
     with patched(case, (Randomness, "site", site)):
         yield case
@@ -536,7 +538,7 @@ def test_a_bug_that_numbers_do_not_show_is_seen_in_the_collectives(pool: Any) ->
     result = CATALOGUE.run(pool, all_reduce_run_twice, "decoder", "tp2")
     assert max(result.loss_rel_err, result.grad_rel_err, result.param_rel_err) < 1e-9
     assert result.first is None and result.problem is None
-    report = Report((result,), 2)
+    report = VerifyReport((result,), 2)
     assert re.search(r"all_reduce +tp .* <- differ", report.text())
     (layout,) = json.loads(report.json())["layouts"]
     assert layout["passed"] is False and layout["first_difference"] == result.stray

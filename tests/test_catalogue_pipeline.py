@@ -19,18 +19,19 @@ from cases import Subject, seeded
 from staged import STAGED
 from torch import Tensor, nn
 
-from weft import delays
-from weft.engine import engine, pipeline, reducer, split, transport, versions, work
-from weft.plans import Plan
-from weft.randomness import Randomness
-from weft.schedule import make
-from weft.schedules import Schedule
+from weft.core.plan import Plan
+from weft.core.schedule import Schedule
+from weft.engine import engine, grad_buckets
+from weft.engine.pipeline import p2p, runner, split_backward, stage_compute, weight_stash
+from weft.nn.dropout_rng import Randomness
+from weft.pipeline import weight_versions
+from weft.pipeline.schedules import make_schedule
 from weft.verification.case import Case
 
 
 def pipedream(kind: str) -> Subject:
     """A chain of layers, its weights kept in this way; two microbatches, so that no third shows what the first did."""
-    plan = ("accumulate", 2), ("schedule", partial(make, "pipedream", versions=kind))
+    plan = ("accumulate", 2), ("schedule", partial(make_schedule, "pipedream", versions=kind))
     return replace(STAGED["sequential"], plan=plan)
 
 
@@ -49,43 +50,43 @@ bug = CATALOGUE.bug
 @bug("sequential", "pp2", r"output of 4\.1 \(rank 1\)")
 def microbatches_swapped_between_stages(case: Case) -> Iterator[Case]:
     """Two receives are posted in another order than their sends: a stage computes on another microbatch's samples."""
-    right = transport.Transport.begin
+    right = p2p.PipelineTransport.begin
 
-    def begin(self: transport.Transport, incoming: Mapping[int, Sequence[transport.Incoming]], *rest: Any) -> None:
-        def order(messages: Sequence[transport.Incoming]) -> list[transport.Incoming]:
+    def begin(self: p2p.PipelineTransport, incoming: Mapping[int, Sequence[p2p.IncomingMessage]], *rest: Any) -> None:
+        def order(messages: Sequence[p2p.IncomingMessage]) -> list[p2p.IncomingMessage]:
             first, second, *later = messages
             return [second, first, *later] if first.message.kind == "F" else [first, second, *later]
 
         right(self, {peer: order(messages) for peer, messages in incoming.items()}, *rest)
 
-    with patched(case, (transport.Transport, "begin", begin)):
+    with patched(case, (p2p.PipelineTransport, "begin", begin)):
         yield case
 
 
 @bug("sequential", "pp2", r"gradient of the output of 4\.0, where .*backward begins \(rank 0\)")
 def received_tensor_detached(case: Case) -> Iterator[Case]:
     """In one microbatch, what a stage receives does not take part in its graph: earlier stages get zeros from it."""
-    right, calls = work.Stages.__call__, count()
+    right, calls = stage_compute.StageModel.__call__, count()
 
-    def call(self: work.Stages, stage: int, batch: work.Batch, received: dict[int, Tensor]) -> Any:
+    def call(self: stage_compute.StageModel, stage: int, batch: stage_compute.Batch, received: dict[int, Tensor]) -> Any:
         apart = next(calls) % 4 == 0
         return right(self, stage, batch, {v: x.detach() if apart else x for v, x in received.items()})
 
-    with patched(case, (work.Stages, "__call__", call)):
+    with patched(case, (stage_compute.StageModel, "__call__", call)):
         yield case
 
 
 @bug("plain", "pp4", r"gradient of the output of enter, after that of side agreed \(rank 0\)")
 def gradient_of_a_skip_dropped(case: Case) -> Iterator[Case]:
     """Stage 0's first value is used by stage 2 as well; the gradient that comes from there is received, and lost."""
-    right = pipeline._Run.take
+    right = runner._PipelineRun.take
 
-    def take(self: pipeline._Run, message: transport.Message, peer: int) -> None:
+    def take(self: runner._PipelineRun, message: p2p.PipelineMessage, peer: int) -> None:
         right(self, message, peer)
         if message.kind == "B" and message.value == 0:
             self.grads[0, message.microbatch][-1] = None
 
-    with patched(case, (pipeline._Run, "take", take)):
+    with patched(case, (runner._PipelineRun, "take", take)):
         yield case
 
 
@@ -95,26 +96,26 @@ def gradient_of_a_skip_dropped(case: Case) -> Iterator[Case]:
 @bug("sequential", "pp2+zb-h1", r"gradient of 0\.weight \(module 0\) at step 0; 16 of 16 gradients differ \(rank 0\)")
 def w_left_out_for_a_microbatch(case: Case) -> Iterator[Case]:
     """One of four microbatches gives its inputs' gradients, and none to the weights."""
-    right, calls = split.Deferred.run, count()
+    right, calls = split_backward.DeferredWeightGrad.run, count()
 
-    def run(self: split.Deferred) -> None:
+    def run(self: split_backward.DeferredWeightGrad) -> None:
         if next(calls) % 4 != 2:
             right(self)
 
-    with patched(case, (split.Deferred, "run", run)):
+    with patched(case, (split_backward.DeferredWeightGrad, "run", run)):
         yield case
 
 
 @bug("sequential", "pp2+zb-h1", r"every gradient of step 0 is 2 times")
 def weights_get_gradients_in_b_and_in_w(case: Case) -> Iterator[Case]:
     """B is a whole backward, and W comes as well."""
-    right = split.backward_inputs
+    right = split_backward.backward_inputs
 
     def both(roots: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Any:
         torch.autograd.backward(roots, grads, retain_graph=True)
         return right(roots, grads, inputs)
 
-    with patched(case, (pipeline, "backward_inputs", both)):
+    with patched(case, (runner, "backward_inputs", both)):
         yield case
 
 
@@ -149,28 +150,28 @@ def norm_counts_tied_weights_twice(case: Case) -> Iterator[Case]:
 @bug("sequential", "pp2+zb-v.dp2", r"gradient of 0\.weight \(module 0\)")
 def reduced_when_another_stage_ends(case: Case) -> Iterator[Case]:
     """A rank's gradients are all summed over replicas as soon as one of its two stages has ended."""
-    right = reducer.Reducer.close
+    right = grad_buckets.GradReducer.close
 
-    def close(self: reducer.Reducer, stage: int) -> None:
+    def close(self: grad_buckets.GradReducer, stage: int) -> None:
         for bucket in self.buckets:
             bucket.stage = stage
         right(self, stage)
         for bucket in self.buckets:
             bucket.work.wait()  # type: ignore[union-attr]
 
-    with patched(case, (reducer.Reducer, "close", close)):
+    with patched(case, (grad_buckets.GradReducer, "close", close)):
         yield case
 
 
 @bug("sequential", "pp2", r"gradient of the output of 8, where backward begins \(rank 1\)")
 def loss_divided_by_microbatches_again(case: Case) -> Iterator[Case]:
     """The loss that is differentiated is a mean over microbatches, of what is divided by all samples anyway."""
-    right = work.Training.begin
+    right = stage_compute.TrainingCompute.begin
 
-    def begin(self: work.Training, step: int, micros: Sequence[work.Batch], scale: float) -> None:
+    def begin(self: stage_compute.TrainingCompute, step: int, micros: Sequence[stage_compute.Batch], scale: float) -> None:
         right(self, step, micros, scale / len(micros))
 
-    with patched(case, (work.Training, "begin", begin)):
+    with patched(case, (stage_compute.TrainingCompute, "begin", begin)):
         yield case
 
 
@@ -252,15 +253,15 @@ def dropout_counted_from_the_start_of_a_stage(case: Case) -> Iterator[Case]:
 @bug("stash", "pp2", r"gradient of the output of 3\.3, after that of 4\.0 agreed \(rank 0\)")
 def backward_with_the_newest_weights(case: Case) -> Iterator[Case]:
     """A version is no copy: backward multiplies by weights that have been updated since its forward."""
-    right = versions.Versions._keep
+    right = weight_stash.WeightStash._keep
 
-    def keep(self: versions.Versions, stage: int) -> None:
+    def keep(self: weight_stash.WeightStash, stage: int) -> None:
         right(self, stage)
         for leaves in self._kept.values():
             for name, leaf in leaves.items():
                 leaf.data = self._params[name].data
 
-    with patched(case, (versions.Versions, "_keep", keep)):
+    with patched(case, (weight_stash.WeightStash, "_keep", keep)):
         yield case
 
 
@@ -269,9 +270,9 @@ def vertical_sync_ignored(case: Case) -> Iterator[Case]:
     """Each stage takes the newest weights that it has, and not those that the first one took."""
 
     def used(schedule: Schedule) -> dict[tuple[int, int], int]:
-        return delays.versions_used(replace(schedule, versions="stash"))
+        return weight_versions.versions_used(replace(schedule, versions="stash"))
 
-    with patched(case, (versions, "versions_used", used)):
+    with patched(case, (weight_stash, "versions_used", used)):
         yield case
 
 
@@ -282,7 +283,7 @@ def update_not_divided_by_its_microbatches(case: Case) -> Iterator[Case]:
     def shares(schedule: Schedule) -> dict[int, int]:
         return dict.fromkeys(range(schedule.microbatches), 1)
 
-    with patched(case, (versions, "shares", shares)):
+    with patched(case, (weight_stash, "shares", shares)):
         yield case
 
 
@@ -290,10 +291,10 @@ def update_not_divided_by_its_microbatches(case: Case) -> Iterator[Case]:
 def update_divided_per_replica(case: Case) -> Iterator[Case]:
     """Each replica divides by the tokens of its own half of a microbatch."""
 
-    def divisor(self: versions.Versions, weight: Tensor, microbatch: int) -> Tensor:
+    def divisor(self: weight_stash.WeightStash, weight: Tensor, microbatch: int) -> Tensor:
         return 1.0 / (weight * self._shared[microbatch])
 
-    with patched(case, (versions.Versions, "divisor", divisor)):
+    with patched(case, (weight_stash.WeightStash, "divisor", divisor)):
         yield case
 
 

@@ -15,15 +15,15 @@ import torch
 from bugs import Catalogue, Fault, assert_caught, assert_clean, clean, documented, patched
 from test_catalogue import params, planned
 from test_context import SUBJECTS as CONTEXT
-from test_experts import GATES
-from test_experts import subject as experts
+from test_experts import GATES, subject as experts
 from torch import Tensor
 
-from weft import dispatch, parallelize
-from weft.engine import Engine, attention, functions, sequence
-from weft.masks import Pattern
-from weft.plans import COPY, SUM, Param, Step
-from weft.routing import shares, within_capacity
+from weft.core.plan import COPY, SUM, Param, Step
+from weft.engine import Engine, function_overrides
+from weft.engine.context_parallel import ring_attention, sequence
+from weft.nn.attention_masks import AttentionPattern
+from weft.nn.moe_routing import expert_shares, within_capacity
+from weft.parallel import apply, expert_dispatch
 from weft.verification.case import Case
 
 SUBJECTS = {
@@ -42,19 +42,19 @@ bug = CATALOGUE.bug
 def positions_from_zero(case: Case) -> Iterator[Case]:
     """Each rank counts the positions of its part from 0."""
 
-    def cut(self: sequence.SharedSequence, batch: Any, right: Any = sequence.SharedSequence.cut) -> Any:
+    def cut(self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut) -> Any:
         found = right(self, batch)
         key = sequence.MADE + "position_ids"
         return {**found, key: torch.arange(found[key].shape[1]).expand_as(found[key])}
 
-    with patched(case, (sequence.SharedSequence, "cut", cut)):
+    with patched(case, (sequence.ContextParallel, "cut", cut)):
         yield case
 
 
 @bug("decoder", "cp2", r"output of blocks\.0\.attention\.wo")
 def every_block_causal(case: Case) -> Iterator[Case]:
     """Keys of another stretch are masked as those of the own one are."""
-    with patched(case, (Pattern, "between", lambda *_: None), (attention.Blocks, "causal", lambda *_: True)):
+    with patched(case, (AttentionPattern, "between", lambda *_: None), (ring_attention.KeyBlocks, "causal", lambda *_: True)):
         yield case
 
 
@@ -62,10 +62,10 @@ def every_block_causal(case: Case) -> Iterator[Case]:
 def future_seen(case: Case) -> Iterator[Case]:
     """Later stretches are not left out."""
 
-    def between(self: Pattern, queries: Any, keys: Any, device: Any, right: Any = Pattern.between) -> Any:
+    def between(self: AttentionPattern, queries: Any, keys: Any, device: Any, right: Any = AttentionPattern.between) -> Any:
         return right(self, queries, keys, device) or True if queries != keys else None
 
-    with patched(case, (Pattern, "between", between)):
+    with patched(case, (AttentionPattern, "between", between)):
         yield case
 
 
@@ -73,18 +73,18 @@ def future_seen(case: Case) -> Iterator[Case]:
 def blocks_averaged(case: Case) -> Iterator[Case]:
     """Blocks are merged as if their scores had one sum."""
 
-    def forward(*args: Any, right: Any = attention._forward) -> tuple[Tensor, Tensor]:
+    def forward(*args: Any, right: Any = ring_attention._forward) -> tuple[Tensor, Tensor]:
         out, logs = right(*args)
         return out, torch.zeros_like(logs)
 
-    with patched(case, (attention, "_forward", forward)):
+    with patched(case, (ring_attention, "_forward", forward)):
         yield case
 
 
 @bug("decoder", "cp2", r"gradient of the output of blocks\.1\.attention\.w[vk]")
 def gradients_of_keys_stay(case: Case) -> Iterator[Case]:
     """A rank keeps the gradients of the keys that it last had, and they do not go home."""
-    with patched(case, (attention._Around, "home", lambda self: self._sums.wait() and self._sums._sent)):
+    with patched(case, (ring_attention._RingPasses, "home", lambda self: self._sums.wait() and self._sums._sent)):
         yield case
 
 
@@ -94,12 +94,12 @@ def softmax_of_a_block_in_backward(case: Case) -> Iterator[Case]:
 
     def backward(
         grad: Tensor, out: Tensor, logs: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any,
-        right: Any = attention._backward,
+        right: Any = ring_attention._backward,
     ) -> Any:  # fmt: skip
-        own, _ = attention._forward(q, k, v, *rest), None
+        own, _ = ring_attention._forward(q, k, v, *rest), None
         return right(grad, out, own[1].masked_fill(own[1] == -torch.inf, 0.0), q, k, v, *rest)
 
-    with patched(case, (attention, "_backward", backward)):
+    with patched(case, (ring_attention, "_backward", backward)):
         yield case
 
 
@@ -107,11 +107,11 @@ def softmax_of_a_block_in_backward(case: Case) -> Iterator[Case]:
 def labels_shifted_in_parts(case: Case) -> Iterator[Case]:
     """The last position of each stretch has no next one."""
 
-    def cut(self: sequence.SharedSequence, batch: Any, right: Any = sequence.SharedSequence.cut) -> Any:
+    def cut(self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut) -> Any:
         found = right(self, batch)
         return {key: value for key, value in found.items() if key != "labels"}
 
-    with patched(case, (sequence.SharedSequence, "cut", cut)):
+    with patched(case, (sequence.ContextParallel, "cut", cut)):
         yield case
 
 
@@ -125,12 +125,12 @@ def gradients_of_a_part(case: Case) -> Iterator[Case]:
 def same_dropout_on_all_parts(case: Case) -> Iterator[Case]:
     """Each rank draws the masks of the first positions."""
 
-    def begin(self: sequence.SharedSequence, micro: Any, right: Any = sequence.SharedSequence.begin) -> None:
+    def begin(self: sequence.ContextParallel, micro: Any, right: Any = sequence.ContextParallel.begin) -> None:
         right(self, micro)
         if self:
             self.randomness.rows = torch.arange(len(self.randomness.rows))
 
-    with patched(case, (sequence.SharedSequence, "begin", begin)):
+    with patched(case, (sequence.ContextParallel, "begin", begin)):
         yield case
 
 
@@ -145,10 +145,10 @@ def documents_see_each_other(case: Case) -> Iterator[Case]:
 def padding_seen(case: Case) -> Iterator[Case]:
     """Padding on the left is attended to."""
 
-    def cut(self: sequence.SharedSequence, batch: Any, right: Any = sequence.SharedSequence.cut) -> Any:
+    def cut(self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut) -> Any:
         return {key: value for key, value in right(self, batch).items() if key != sequence.VALID}
 
-    with patched(case, (sequence.SharedSequence, "cut", cut)):
+    with patched(case, (sequence.ContextParallel, "cut", cut)):
         yield case
 
 
@@ -182,11 +182,11 @@ def expert_summed_with_others(case: Case) -> Iterator[Case]:
 def tokens_back_in_another_order(case: Case) -> Iterator[Case]:
     """What comes back is taken in the order of tokens, and not of their experts."""
 
-    def dispatched(*args: Any, right: Any = dispatch.dispatched, **named: Any) -> Tensor:
+    def dispatched(*args: Any, right: Any = expert_dispatch.dispatch_tokens, **named: Any) -> Tensor:
         *front, tokens, index, weights = args
         return right(*front, tokens.flip(0), index, weights, **named)
 
-    with patched(case, (dispatch, "dispatched", dispatched)):
+    with patched(case, (expert_dispatch, "dispatched", dispatched)):
         yield case
 
 
@@ -197,7 +197,7 @@ def gradients_of_tokens_stay(case: Case) -> Iterator[Case]:
     def backward(ctx: Any, token: Tensor) -> Any:
         return torch.zeros_like(ctx.trip.wait()), None
 
-    with patched(case, (dispatch._SetOut, "backward", staticmethod(backward))):
+    with patched(case, (expert_dispatch._StartAllToAll, "backward", staticmethod(backward))):
         yield case
 
 
@@ -205,18 +205,18 @@ def gradients_of_tokens_stay(case: Case) -> Iterator[Case]:
 def weights_of_a_part_of_an_expert(case: Case) -> Iterator[Case]:
     """The gradients of a gate's weights are of the features that a rank has."""
 
-    def cross(x: Tensor, boundary: Any, *rest: Any, right: Any = parallelize.cross) -> Tensor:
+    def cross(x: Tensor, boundary: Any, *rest: Any, right: Any = apply.cross) -> Tensor:
         weights = boundary.every and x.is_floating_point() and x.shape[-1] == 2
         return x if weights else right(x, boundary, *rest)
 
-    with patched(case, (parallelize, "cross", cross)):
+    with patched(case, (apply, "cross", cross)):
         yield case
 
 
 @bug("balanced", "dp2", r"gradient of the output of blocks\.1\.mlp\.gate")
 def shares_of_own_tokens(case: Case) -> Iterator[Case]:
     """Each rank balances the load by the shares that its own tokens have."""
-    with patched(case, (functions.Functions, "_shares", lambda self, *asked: shares(*asked))):
+    with patched(case, (function_overrides.FunctionOverrides, "_shares", lambda self, *asked: expert_shares(*asked))):
         yield case
 
 
@@ -224,11 +224,11 @@ def shares_of_own_tokens(case: Case) -> Iterator[Case]:
 def capacity_of_a_part(case: Case) -> Iterator[Case]:
     """An expert has room for what comes of each part of a sequence."""
 
-    def within(self: functions.Functions, *asked: Any) -> Tensor:
+    def within(self: function_overrides.FunctionOverrides, *asked: Any) -> Tensor:
         self.routed = True
         return within_capacity(*asked)
 
-    with patched(case, (functions.Functions, "_within_capacity", within)):
+    with patched(case, (function_overrides.FunctionOverrides, "_within_capacity", within)):
         yield case
 
 

@@ -17,10 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft import checkpoint
-from weft.checkpoint import Keep
-from weft.errors import CheckpointError, WeftError
-from weft.shards import Piece, chunks, cut_segments, fsdp_rows, take, whole
+from weft.checkpoint import store
+from weft.checkpoint.store import Retention
+from weft.core.errors import CheckpointError, WeftError
+from weft.core.shards import (
+    LocalShard,
+    chunks_of,
+    cut_segments,
+    fsdp_rows,
+    take_segments,
+    whole_shard,
+)
 
 # ---- a small state under several arrangements ------------------------------------------------------------------------
 
@@ -73,7 +80,7 @@ def fused_then_rows(name, shape, rank, world):
     else:
         segments = cut_segments([fsdp_rows(shape[0], 2, t)])
     rows = sum(length for _, _, length in segments)
-    own = take(segments, *fsdp_rows(rows, world // 2, f))
+    own = take_segments(segments, *fsdp_rows(rows, world // 2, f))
     return [own, *[cut_segments([(0, size)]) for size in shape[1:]]]
 
 
@@ -116,7 +123,7 @@ def arrange(state, arrangement, rank, world, fill=True):
         if fill:
             live.copy_(local)
         writer = rank == 0 if not cut or arrangement is replicated else True
-        pieces.append(Piece(name, live, shape, chunks(dims), writer))
+        pieces.append(LocalShard(name, live, shape, chunks_of(dims), writer))
     return pieces
 
 
@@ -168,10 +175,10 @@ def _save_and_reload_all(rank, world, folder):
     state = make_state()
     for step, arrangement in enumerate(ARRANGEMENTS):
         pieces = arrange(state, arrangement, rank, world)
-        checkpoint.save(folder, step, pieces, {"step": step}, {"layout": arrangement.__name__}, keep=Keep(99))
+        store.save_checkpoint(folder, step, pieces, {"step": step}, {"layout": arrangement.__name__}, keep=Retention(99))
         for other in ARRANGEMENTS:
             fresh = arrange(state, other, rank, world, fill=False)
-            assert checkpoint.load(folder, step, fresh) == {"step": step}
+            assert store.load_checkpoint(folder, step, fresh) == {"step": step}
             assert_arranged(state, other, rank, world, fresh)
 
 
@@ -180,19 +187,19 @@ def _load_all(rank, world, folder):
     for step in range(len(ARRANGEMENTS)):
         for other in ARRANGEMENTS:
             fresh = arrange(state, other, rank, world, fill=False)
-            checkpoint.load(folder, step, fresh)
+            store.load_checkpoint(folder, step, fresh)
             assert_arranged(state, other, rank, world, fresh)
 
 
 @pytest.mark.parametrize("written_by,read_by", [(4, 2), (2, 4)])
 def test_every_arrangement_is_read_under_every_other(tmp_path, written_by, read_by, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 1000)  # several files a rank
+    monkeypatch.setattr(store, "FILE_BYTES", 1000)  # several files a rank
     ranks(tmp_path, written_by, _save_and_reload_all, tmp_path / "c")
     assert len(list((tmp_path / "c" / "step-000000").glob("rank-00000-*.safetensors"))) > 1
     ranks(tmp_path, read_by, _load_all, tmp_path / "c")
     for step in range(len(ARRANGEMENTS)):  # and by one process without a process group
         fresh = arrange(make_state(), replicated, 0, 1, fill=False)
-        checkpoint.load(tmp_path / "c", step, fresh)
+        store.load_checkpoint(tmp_path / "c", step, fresh)
         assert_arranged(make_state(), replicated, 0, 1, fresh)
 
 
@@ -202,7 +209,7 @@ def _save_with_one_failing(rank, world, folder, bad_rank):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     try:
-        checkpoint.save(folder, 2, arrange(state, row_cut, rank, world), {}, {}, keep=Keep(1))
+        store.save_checkpoint(folder, 2, arrange(state, row_cut, rank, world), {}, {}, keep=Retention(1))
     except CheckpointError as error:
         return str(error)
 
@@ -211,24 +218,24 @@ def _save_with_one_failing(rank, world, folder, bad_rank):
 def test_a_rank_that_cannot_write_fails_all_and_harms_nothing(tmp_path, bad_rank):
     folder = tmp_path / "c"
     state = make_state()
-    checkpoint.save(folder, 1, arrange(state, replicated, 0, 1), {"n": 1}, {}, keep=Keep(1))
+    store.save_checkpoint(folder, 1, arrange(state, replicated, 0, 1), {"n": 1}, {}, keep=Retention(1))
     messages = ranks(tmp_path, 3, _save_with_one_failing, folder, bad_rank)
     assert len(set(messages)) == 1
     assert f"rank {bad_rank} failed: OSError" in messages[0] and "File too large" in messages[0]
     assert [path.name for path in folder.iterdir()] == ["step-000001"]
-    assert checkpoint.load(folder, None, arrange(state, replicated, 0, 1, fill=False)) == {"n": 1}
+    assert store.load_checkpoint(folder, None, arrange(state, replicated, 0, 1, fill=False)) == {"n": 1}
 
 
 def _load_with_one_unlike(rank, world, folder):
     live = torch.zeros(3 if rank == 1 else 4)
     try:
-        checkpoint.load(folder, None, [whole("w", live)])
+        store.load_checkpoint(folder, None, [whole_shard("w", live)])
     except CheckpointError as error:
         return str(error), live.tolist()
 
 
 def test_a_rank_that_cannot_load_fails_all_before_anything_changes(tmp_path):
-    checkpoint.save(tmp_path / "c", 1, [whole("w", torch.ones(4))], {}, {}, keep=Keep(1))
+    store.save_checkpoint(tmp_path / "c", 1, [whole_shard("w", torch.ones(4))], {}, {}, keep=Retention(1))
     (first, a), (second, b) = ranks(tmp_path, 2, _load_with_one_unlike, tmp_path / "c")
     assert first == second and "(3,)" in first and "(4,)" in first and "'w'" in first
     assert a == [0] * 4 and b == [0] * 3
@@ -236,16 +243,16 @@ def test_a_rank_that_cannot_load_fails_all_before_anything_changes(tmp_path):
 
 def _save_wrongly(rank, world, folder, how):
     full, rows = torch.arange(8.0), (rank * 4, rank * 4 + 4)
-    good = Piece("w", full[slice(*rows)], (8,), chunks([cut_segments([rows])]), True)
+    good = LocalShard("w", full[slice(*rows)], (8,), chunks_of([cut_segments([rows])]), True)
     bad = {
-        "nobody writes": [Piece("w", full, (8,), chunks([cut_segments([(0, 8)])]), False)],
-        "both write": [whole("w", full)],
+        "nobody writes": [LocalShard("w", full, (8,), chunks_of([cut_segments([(0, 8)])]), False)],
+        "both write": [whole_shard("w", full)],
         "a hole": [good] if rank == 0 else [],
-        "shapes differ": [whole("w", full[: 8 - rank])],
+        "shapes differ": [whole_shard("w", full[: 8 - rank])],
         "twice": [good, good],
     }
     try:
-        checkpoint.save(folder, 1, bad[how], {}, {}, keep=Keep(1))
+        store.save_checkpoint(folder, 1, bad[how], {}, {}, keep=Retention(1))
     except CheckpointError as error:
         return str(error)
 
@@ -263,7 +270,7 @@ def _save_wrongly(rank, world, folder, how):
 def test_what_is_not_written_exactly_once_is_not_saved(tmp_path, how, message):
     messages = ranks(tmp_path, 2, _save_wrongly, tmp_path / "c", how)
     assert messages[0] == messages[1] and message in messages[0] and "'w'" in messages[0]
-    assert checkpoint.latest(tmp_path / "c") is None
+    assert store.latest_step(tmp_path / "c") is None
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
@@ -272,8 +279,8 @@ def test_what_is_not_written_exactly_once_is_not_saved(tmp_path, how, message):
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "checkpoints"
-    checkpoint.save(
-        folder, 100, [whole("w", torch.arange(6.0).reshape(2, 3)), whole("b", torch.ones(3))], {}, {}, Keep(3)
+    store.save_checkpoint(
+        folder, 100, [whole_shard("w", torch.arange(6.0).reshape(2, 3)), whole_shard("b", torch.ones(3))], {}, {}, Retention(3)
     )
     return folder
 
@@ -282,7 +289,7 @@ def refused(folder, step=None, pieces=None):
     """The message of the refusal; the live tensors must be as they were."""
     live = [torch.full((2, 3), -1.0), torch.full((3,), -1.0)]
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(folder, step, [whole("w", live[0]), whole("b", live[1])] if pieces is None else pieces)
+        store.load_checkpoint(folder, step, [whole_shard("w", live[0]), whole_shard("b", live[1])] if pieces is None else pieces)
     assert all((tensor == -1).all() for tensor in live)
     assert caught.value.exit_code == 2
     return str(caught.value)
@@ -291,27 +298,27 @@ def refused(folder, step=None, pieces=None):
 def test_loads_into_parameters_and_views_in_place(folder):
     flat = torch.zeros(9)
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
-    checkpoint.load(folder, 100, [whole("w", parameter), whole("b", flat[3:6])])
+    store.load_checkpoint(folder, 100, [whole_shard("w", parameter), whole_shard("b", flat[3:6])])
     assert parameter.requires_grad and parameter.is_leaf and parameter.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert flat.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
 
 
 def test_tensors_that_share_memory_are_saved(tmp_path):
     flat = torch.arange(8.0)
-    checkpoint.save(tmp_path, 1, [whole("a", flat[:6]), whole("b", flat[2:]), whole("c", flat)], {}, {}, Keep(1))
+    store.save_checkpoint(tmp_path, 1, [whole_shard("a", flat[:6]), whole_shard("b", flat[2:]), whole_shard("c", flat)], {}, {}, Retention(1))
     live = torch.zeros(6)
-    checkpoint.load(tmp_path, 1, [whole("b", live)])  # a part of the names will do
+    store.load_checkpoint(tmp_path, 1, [whole_shard("b", live)])  # a part of the names will do
     assert live.tolist() == [2, 3, 4, 5, 6, 7]
 
 
 def test_scalars_and_inspect(tmp_path):
     state = make_state()
     scalars = {"steps_done": 100, "loss_scale": 65536.0, "lr": 0.1 + 0.2, "nested": {"seen": [1, 2]}, "best": None}
-    checkpoint.save(
-        tmp_path, 100, arrange(state, replicated, 0, 1), scalars, {"layout": "dp2.tp2", "ü": "é"}, keep=Keep(2)
+    store.save_checkpoint(
+        tmp_path, 100, arrange(state, replicated, 0, 1), scalars, {"layout": "dp2.tp2", "ü": "é"}, keep=Retention(2)
     )
-    assert checkpoint.load(tmp_path, None, []) == scalars
-    contents = checkpoint.inspect(tmp_path)
+    assert store.load_checkpoint(tmp_path, None, []) == scalars
+    contents = store.read_index(tmp_path)
     assert contents.step == 100 and contents.meta == {"layout": "dp2.tp2", "ü": "é"} and contents.scalars == scalars
     assert {name: (t.shape, t.dtype) for name, t in contents.tensors.items()} == {
         name: (tuple(t.shape), t.dtype) for name, t in state.items()
@@ -321,25 +328,25 @@ def test_scalars_and_inspect(tmp_path):
 
 def test_scalars_that_are_not_json_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="not JSON serializable"):
-        checkpoint.save(tmp_path / "c", 1, [], {"loss": torch.tensor(1.0)}, {}, keep=Keep(1))
+        store.save_checkpoint(tmp_path / "c", 1, [], {"loss": torch.tensor(1.0)}, {}, keep=Retention(1))
     assert not (tmp_path / "c").exists()
 
 
 def test_keep_the_last_ones(tmp_path):
     for step in (1, 2, 10, 20):
-        checkpoint.save(tmp_path, step, [whole("w", torch.tensor(step))], {}, {}, keep=Keep(2))
+        store.save_checkpoint(tmp_path, step, [whole_shard("w", torch.tensor(step))], {}, {}, keep=Retention(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000020"]
-    checkpoint.save(tmp_path, 5, [whole("w", torch.tensor(5))], {}, {}, keep=Keep(1))  # never the one just written
+    store.save_checkpoint(tmp_path, 5, [whole_shard("w", torch.tensor(5))], {}, {}, keep=Retention(1))  # never the one just written
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
-    checkpoint.save(tmp_path, 1234567, [], {}, {}, keep=Keep(5))
-    assert checkpoint.latest(tmp_path) == 1234567
+    store.save_checkpoint(tmp_path, 1234567, [], {}, {}, keep=Retention(5))
+    assert store.latest_step(tmp_path) == 1234567
     with pytest.raises(CheckpointError, match="keep = 0"):
-        checkpoint.save(tmp_path, 6, [], {}, {}, keep=Keep(0))
+        store.save_checkpoint(tmp_path, 6, [], {}, {}, keep=Retention(0))
 
 
 def test_the_same_step_is_replaced(folder):
-    checkpoint.save(folder, 100, [whole("new", torch.ones(2))], {"again": True}, {}, keep=Keep(3))
-    assert list(checkpoint.inspect(folder).tensors) == ["new"]
+    store.save_checkpoint(folder, 100, [whole_shard("new", torch.ones(2))], {"again": True}, {}, keep=Retention(3))
+    assert list(store.read_index(folder).tensors) == ["new"]
     assert [path.name for path in folder.iterdir()] == ["step-000100"]
 
 
@@ -350,18 +357,18 @@ def _dies(folder, step, moment):
         os._exit(9)
 
     setattr(*moment, die)
-    checkpoint.save(folder, step, [whole("w", torch.ones(2, 3))], {}, {}, keep=Keep(1))
+    store.save_checkpoint(folder, step, [whole_shard("w", torch.ones(2, 3))], {}, {}, keep=Retention(1))
 
 
 @pytest.mark.parametrize(
     "step,moment,left",
     [
-        (200, (checkpoint, "_write_file"), ["step-000100"]),
-        (200, (checkpoint, "_write_index"), ["step-000100"]),
-        (200, (checkpoint, "_fsync"), ["step-000100"]),
-        (200, (checkpoint, "_hide"), ["step-000100", "step-000200"]),  # published, before the old one is removed
-        (200, (checkpoint.shutil, "rmtree"), ["step-000200"]),  # while the old one is removed
-        (100, (checkpoint.shutil, "rmtree"), ["step-000100"]),  # while a replaced one is removed
+        (200, (store, "_write_file"), ["step-000100"]),
+        (200, (store, "_write_index"), ["step-000100"]),
+        (200, (store, "_fsync"), ["step-000100"]),
+        (200, (store, "_hide"), ["step-000100", "step-000200"]),  # published, before the old one is removed
+        (200, (store.shutil, "rmtree"), ["step-000200"]),  # while the old one is removed
+        (100, (store.shutil, "rmtree"), ["step-000100"]),  # while a replaced one is removed
     ],
 )
 def test_a_crash_is_never_seen_and_swept_at_the_next_save(folder, step, moment, left):
@@ -371,10 +378,10 @@ def test_a_crash_is_never_seen_and_swept_at_the_next_save(folder, step, moment, 
     assert child.exitcode == 9
     assert sorted(path.name for path in folder.glob("step-*")) == left
     assert any(path.name.startswith(".") for path in folder.iterdir()) or len(left) == 2
-    assert checkpoint.latest(folder) == int(left[-1][-3:])
-    checkpoint.load(folder, None, [whole("w", torch.zeros(2, 3))])
+    assert store.latest_step(folder) == int(left[-1][-3:])
+    store.load_checkpoint(folder, None, [whole_shard("w", torch.zeros(2, 3))])
     for again in (step, 300):
-        checkpoint.save(folder, again, [whole("w", torch.ones(2, 3))], {}, {}, keep=Keep(9))
+        store.save_checkpoint(folder, again, [whole_shard("w", torch.ones(2, 3))], {}, {}, keep=Retention(9))
     expected = {*left, f"step-{step:06d}", "step-000300"}
     assert {path.name for path in folder.iterdir()} == expected
 
@@ -399,7 +406,7 @@ def test_a_flipped_byte_anywhere_is_refused(folder):
         message = refused(folder)
         assert path.name in message and "checksum" in message
     path.write_bytes(good)
-    checkpoint.load(folder, None, [whole("w", torch.zeros(2, 3))])
+    store.load_checkpoint(folder, None, [whole_shard("w", torch.zeros(2, 3))])
 
 
 def test_every_flipped_byte_of_the_index_is_refused(folder):
@@ -440,7 +447,7 @@ def test_a_later_version_a_path_out_of_the_folder_and_a_hole_are_refused(folder)
     path = folder / "step-000100" / "index.json"
     good = path.read_text()
     sign(path, lambda index, head: None)
-    checkpoint.load(folder, None, [])  # the forger signs well
+    store.load_checkpoint(folder, None, [])  # the forger signs well
 
     sign(path, lambda index, head: head.update(version=2))
     assert "version 2" in refused(folder)
@@ -459,7 +466,7 @@ def test_a_later_version_a_path_out_of_the_folder_and_a_hole_are_refused(folder)
 
 
 def test_a_folder_without_checkpoints_and_a_step_that_is_absent(folder, tmp_path):
-    assert checkpoint.latest(tmp_path / "nowhere") is None
+    assert store.latest_step(tmp_path / "nowhere") is None
     assert "no complete checkpoint" in refused(tmp_path / "nowhere")
     message = refused(folder, step=7)
     assert "step 7" in message and "[100]" in message
@@ -467,16 +474,16 @@ def test_a_folder_without_checkpoints_and_a_step_that_is_absent(folder, tmp_path
     assert "step 100" in refused(folder)
     (folder / "step-000101" / "index.json").unlink()
     (folder / "step-best").mkdir()
-    assert checkpoint.latest(folder) == 100
+    assert store.latest_step(folder) == 100
 
 
 def test_names_shapes_and_dtypes_that_differ_are_refused(folder):
     live = torch.full((2, 3), -1.0)
-    first = whole("w", live)
-    assert "'missing'" in refused(folder, None, [first, whole("missing", torch.zeros(1))])
-    message = refused(folder, None, [first, whole("b", torch.zeros(4))])
+    first = whole_shard("w", live)
+    assert "'missing'" in refused(folder, None, [first, whole_shard("missing", torch.zeros(1))])
+    message = refused(folder, None, [first, whole_shard("b", torch.zeros(4))])
     assert "'b'" in message and "(4,)" in message and "(3,)" in message
-    message = refused(folder, None, [first, whole("b", torch.zeros(3, dtype=torch.float64))])
+    message = refused(folder, None, [first, whole_shard("b", torch.zeros(3, dtype=torch.float64))])
     assert "torch.float64" in message and "torch.float32" in message
     assert (live == -1).all()
 
@@ -490,48 +497,48 @@ def test_nothing_is_pickled(folder):
 
 def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
     """Training goes on in the same memory while files are written; errors come with the next call."""
-    go, write = threading.Event(), checkpoint._write
+    go, write = threading.Event(), store._write
 
     def slow(*args):
         assert go.wait(10)
         return write(*args)
 
-    monkeypatch.setattr(checkpoint, "_write", slow)
-    saver, weight = checkpoint.Saver(), torch.ones(3)
+    monkeypatch.setattr(store, "_write", slow)
+    saver, weight = store.AsyncCheckpointer(), torch.ones(3)
     for step in (1, 2):
         go.clear()
         threading.Timer(0.2, go.set).start()  # the second save waits for the first one
-        saver.save(tmp_path, step, [whole("w", weight)], {}, {}, Keep(5))
-        assert checkpoint.latest(tmp_path) == (step - 1 or None)
+        saver.save(tmp_path, step, [whole_shard("w", weight)], {}, {}, Retention(5))
+        assert store.latest_step(tmp_path) == (step - 1 or None)
         weight += 1.0
     saver.wait()
     for step in (1, 2):
         found = torch.zeros(3)
-        checkpoint.load(tmp_path, step, [whole("w", found)])
+        store.load_checkpoint(tmp_path, step, [whole_shard("w", found)])
         assert found.tolist() == [step] * 3
-    saver.save(tmp_path, 3, [whole("w", weight)], {}, {}, Keep(5), unless=lambda pieces: "no good")
+    saver.save(tmp_path, 3, [whole_shard("w", weight)], {}, {}, Retention(5), unless=lambda pieces: "no good")
     with pytest.raises(WeftError, match="no good"):
         saver.wait()
-    saver.save(tmp_path / "x", 3, [whole("w", weight)], {}, {}, Keep(0))
+    saver.save(tmp_path / "x", 3, [whole_shard("w", weight)], {}, {}, Retention(0))
     with pytest.raises(CheckpointError, match="keep at least 1"):
-        saver.save(tmp_path, 4, [whole("w", weight)], {}, {}, Keep(5))
-    assert checkpoint.latest(tmp_path) == 2
+        saver.save(tmp_path, 4, [whole_shard("w", weight)], {}, {}, Retention(5))
+    assert store.latest_step(tmp_path) == 2
 
 
 def test_some_are_kept_beside_the_last_ones(tmp_path):
     for step in range(1, 11):
-        checkpoint.save(tmp_path, step, [], {}, {}, Keep(2, every=4))
-    assert checkpoint.steps(tmp_path) == [4, 8, 9, 10]
+        store.save_checkpoint(tmp_path, step, [], {}, {}, Retention(2, every=4))
+    assert store.saved_steps(tmp_path) == [4, 8, 9, 10]
 
 
 def beside(rank, world, folder):
-    saver, weight = checkpoint.Saver(), torch.full((2,), float(rank))
-    pieces = [Piece("w", weight, (2 * world,), (((slice(0, 2),), (slice(2 * rank, 2 * rank + 2),)),), True)]
-    saver.save(folder, 1, pieces, {}, {}, Keep(1))
+    saver, weight = store.AsyncCheckpointer(), torch.full((2,), float(rank))
+    pieces = [LocalShard("w", weight, (2 * world,), (((slice(0, 2),), (slice(2 * rank, 2 * rank + 2),)),), True)]
+    saver.save(folder, 1, pieces, {}, {}, Retention(1))
     for _ in range(20):  # collectives of training meanwhile, in no order with those of the save
         dist.all_reduce(weight)
     saver.wait()
-    saver.save(folder, 2, pieces, {}, {}, Keep(2), unless=lambda held: "rank 1 says no" if rank == 1 else None)
+    saver.save(folder, 2, pieces, {}, {}, Retention(2), unless=lambda held: "rank 1 says no" if rank == 1 else None)
     with pytest.raises(WeftError, match="rank 1 says no"):
         saver.wait()
 
@@ -539,5 +546,5 @@ def beside(rank, world, folder):
 def test_ranks_save_together_beside_collectives_of_training(tmp_path):
     ranks(tmp_path, 4, beside, tmp_path / "saved")
     found = torch.zeros(8)
-    checkpoint.load(tmp_path / "saved", None, [whole("w", found)])
+    store.load_checkpoint(tmp_path / "saved", None, [whole_shard("w", found)])
     assert found.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -14,24 +14,32 @@ import torch
 from torch import nn
 
 import weft
-from weft import build, parallel
-from weft.choose import ranking
-from weft.choose.candidates import Candidates, candidates, left_out, refusal, scheduled, together
-from weft.choose.legal import shortened
-from weft.choose.obvious import losers, patterns, why
-from weft.choose.patterns import ANY, OPTIONS, Pattern
-from weft.choose.question import Question
-from weft.choose.ranking import TIE, price, rank, rows_of, simulated
-from weft.choose.rules import SCHEDULES
-from weft.cost.choices import AXES, Choices
-from weft.cost.hardware import GIB, Cluster, Device, Era, Hardware, Tier
-from weft.cost.practice import Practice
-from weft.cost.trace import trace
-from weft.cost.work import Work
-from weft.errors import LayoutError, Refusal
-from weft.layout import Layout
-from weft.losses import next_token
-from weft.models import decoder
+from weft.core.errors import LayoutError, Refusal
+from weft.core.layout import Layout
+from weft.nn.losses import next_token
+from weft.nn.models import decoder
+from weft.parallel import strategies as parallel
+from weft.planner.cost.hardware import GIB, Cluster, Device, Era, Hardware, Tier
+from weft.planner.cost.layout_batch import AXES, LayoutBatch
+from weft.planner.cost.model_work import ModelWork
+from weft.planner.cost.precision_policy import PrecisionPolicy
+from weft.planner.cost.profile import profile_model
+from weft.planner.search import ranking
+from weft.planner.search.baselines import baseline_patterns, baselines, why_slower
+from weft.planner.search.candidates import (
+    Candidates,
+    find_candidates,
+    find_left_out,
+    join_candidates,
+    refusal,
+    with_schedules,
+)
+from weft.planner.search.constraints import SCHEDULES
+from weft.planner.search.feasibility import shorten_model
+from weft.planner.search.layout_pattern import ANY, OPTIONS, LayoutPattern
+from weft.planner.search.query import PlanQuery
+from weft.planner.search.ranking import TIE, price, rank, rows_of, simulate_rows
+from weft.train import build
 
 BATCH, LENGTH = 8, 12
 DENSE: dict[str, Any] = {"heads": 4, "kv_heads": 2}
@@ -63,29 +71,29 @@ def sample() -> dict[str, torch.Tensor]:
 
 
 @cache
-def work(routed: bool = False, **arguments: Any) -> Work:
-    return trace(bare(**(ROUTED if routed else {}), **arguments), sample(), next_token)
+def work(routed: bool = False, **arguments: Any) -> ModelWork:
+    return profile_model(bare(**(ROUTED if routed else {}), **arguments), sample(), next_token)
 
 
-def question(devices: int, what: Work | None = None, batch: int = BATCH, **where: Any) -> Question:
-    return Question(what or work(), batch, cluster(devices, **where), Era(), Practice(compute="fp32"))
+def question(devices: int, what: ModelWork | None = None, batch: int = BATCH, **where: Any) -> PlanQuery:
+    return PlanQuery(what or work(), batch, cluster(devices, **where), Era(), PrecisionPolicy(compute="fp32"))
 
 
-def large(layers: int = 32, tokens: float = 8192) -> Work:
+def large(layers: int = 32, tokens: float = 8192) -> ModelWork:
     """A model of 8e9 parameters, of numbers."""
-    from weft.cost import dims
+    from weft.planner.cost import transformer_work
 
-    return dims.work(
-        dims.Dims(
+    return transformer_work.transformer_work(
+        transformer_work.TransformerDims(
             layers=layers, hidden=4096, heads=32, kv_heads=8, vocab=128256, seq_len=int(tokens), ffn=14336, gated=True,
             tied=False,
         )
     )  # fmt: skip
 
 
-def everything(asked: Question, devices: int, wide: bool = False, pattern: Pattern = ANY) -> Candidates:
-    found = candidates(asked, devices, pattern, wide)
-    return together([found, scheduled(found, asked, pattern, wide)])
+def everything(asked: PlanQuery, devices: int, wide: bool = False, pattern: LayoutPattern = ANY) -> Candidates:
+    found = find_candidates(asked, devices, pattern, wide)
+    return join_candidates([found, with_schedules(found, asked, pattern, wide)])
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------------
@@ -108,7 +116,7 @@ def test_candidates_are_the_choices_of_the_layouts_that_they_name(routed: bool) 
     places = np.random.default_rng(0).permutation(len(found))[:300]
     found = found.take(places)
     names = [found.schedule(i)[0] or "1f1b" for i in range(len(found))]
-    again = Choices.of(
+    again = LayoutBatch.of(
         [found.layout(i) for i in range(len(found))], batch=BATCH, accumulate=found.choices.accumulate.tolist(),
         recompute=[found.recompute(i) for i in range(len(found))], schedule=names, chunks=found.choices.chunks.tolist(),
     )  # fmt: skip
@@ -133,7 +141,7 @@ def test_rules_allow_what_weft_lays(routed: bool, world: int, without: str) -> N
     """Every layout of so many ranks: what weft's planner takes is among the candidates, and what it refuses is not."""
     asked = question(world, work(routed))
     model = decoder(vocab=64, dim=32, layers=2, seq_len=LENGTH, **ROUTED) if routed else bare()
-    found = candidates(asked, world, wide=True)
+    found = find_candidates(asked, world, wide=True)
     named = {str(found.layout(i)) for i in range(len(found)) if found.layout(i).size(without) == 1}
     taken, refused = set(), {}
     for text in (text for text in _layouts(world, routed) if Layout.parse(text).size(without) == 1):
@@ -179,16 +187,16 @@ def test_options_of_patterns_are_those_of_the_parallelisms() -> None:
     ],
 )
 def test_what_a_pattern_fixes(pattern: str, holds: Any) -> None:
-    parsed, asked = Pattern.parse(pattern), question(8, work(layers=4))
-    found = candidates(asked, 8, parsed, wide=True)
-    free = candidates(asked, 8, wide=True)
+    parsed, asked = LayoutPattern.parse(pattern), question(8, work(layers=4))
+    found = find_candidates(asked, 8, parsed, wide=True)
+    free = find_candidates(asked, 8, wide=True)
     named = {str(found.layout(i)) for i in range(len(found))}
     assert named and all(holds(Layout.parse(text)) for text in named)
     if "offload" not in pattern:  # which no search looks at unasked
         assert named == {text for i in range(len(free)) if holds(Layout.parse(text := str(free.layout(i))))}
     if "gpipe" in pattern:
         assert {found.schedule(i)[0] for i in range(len(found))} == {"gpipe"}
-        assert not len(scheduled(found, asked, parsed, wide=True))
+        assert not len(with_schedules(found, asked, parsed, wide=True))
 
 
 def test_keys_are_gathered_where_that_is_asked_or_the_size_is() -> None:
@@ -197,7 +205,7 @@ def test_keys_are_gathered_where_that_is_asked_or_the_size_is() -> None:
         ("*", False, {False}), ("*", True, {False, True}), ("cp2.*", False, {False, True}),
         ("cp*+gather.*", False, {True}), ("cp*+ring.*", True, {False}), ("dp*.tp2", False, set()),
     ):  # fmt: skip
-        found = candidates(asked, 8, Pattern.parse(pattern), wide)
+        found = find_candidates(asked, 8, LayoutPattern.parse(pattern), wide)
         assert set(found.choices.gather[found.choices.sizes["cp"] > 1].tolist()) == methods, pattern
         habit = "keys of cp round a ring"
         assert (habit in found.habits) == (pattern == "*" and not wide)
@@ -212,11 +220,11 @@ def test_keys_are_gathered_where_that_is_asked_or_the_size_is() -> None:
 )  # fmt: skip
 def test_patterns_that_cannot_be(pattern: str, problem: str) -> None:
     with pytest.raises(LayoutError, match=problem):
-        Pattern.parse(pattern)
+        LayoutPattern.parse(pattern)
 
 
 def test_what_the_rules_leave_out_is_said() -> None:
-    said = {(one.axis, one.sizes): one.why for one in left_out(question(16), 16)}
+    said = {(one.axis, one.sizes): one.why for one in find_left_out(question(16), 16)}
     assert said[("tp", (8, 16))] == "4 heads"
     assert said[("ep", (2, 4, 8))] == "the model has no experts"
     assert said[("dp", (16,))] == "a batch of 8 does not divide over 16 data ranks"
@@ -238,10 +246,10 @@ def test_every_schedule_is_tried_where_it_is_of_use() -> None:
 
 def test_pipelines_that_are_not_priced_with_every_schedule_would_not_have_won(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best of all choices, each priced, is the best that the search finds, and so are those of the next layouts."""
-    monkeypatch.setattr(ranking, "simulated", lambda question, rows: rows)
+    monkeypatch.setattr(ranking, "simulate_rows", lambda question, rows: rows)
     monkeypatch.setattr(ranking, "TIE", 1e-12)
     asked = question(32, large(), batch=64)
-    pattern = Pattern.parse("pp4.*")
+    pattern = LayoutPattern.parse("pp4.*")
     every = everything(asked, 32, pattern=pattern)
     prices = price(asked, every)
     fits = prices.over_bytes <= 0
@@ -275,38 +283,38 @@ def test_a_simulation_agrees_with_the_closed_form() -> None:
     fast = hardware.model_copy(update={"tiers": tiers})
     blocks = tuple(block for block in asked.work.blocks if block.repeated)
     asked = replace(asked, work=replace(asked.work, blocks=blocks, vocab=0), cluster=Cluster(hardware=fast, devices=8))
-    found = candidates(asked, 8, Pattern.parse("pp4.dp2"))
+    found = find_candidates(asked, 8, LayoutPattern.parse("pp4.dp2"))
     rows = [row for row in rows_of(asked, found) if row.accumulate > 12]
     assert rows
-    for before, after in zip(rows, simulated(asked, rows)):
+    for before, after in zip(rows, simulate_rows(asked, rows)):
         assert after.simulated and after.step_s == pytest.approx(before.step_s, rel=1e-6)
 
 
 def test_a_pipeline_that_several_share_is_what_each_has_by_itself() -> None:
     asked = question(16, large(), batch=64)
-    rows = rows_of(asked, candidates(asked, 16, Pattern.parse("pp4.*")))
+    rows = rows_of(asked, find_candidates(asked, 16, LayoutPattern.parse("pp4.*")))
     rows = [row for row in rows if row.microbatch == 1 and row.recompute == "none"]
     assert {"pp4.dp4", "pp4.fsdp4+zero1", "pp4.dp2.fsdp2+zero1", "pp4.fsdp4"} <= {row.layout for row in rows}
-    for row, found in zip(rows, simulated(asked, rows)):
-        assert found.simulated and found.step_s == pytest.approx(simulated(asked, [row])[0].step_s), row.layout
+    for row, found in zip(rows, simulate_rows(asked, rows)):
+        assert found.simulated and found.step_s == pytest.approx(simulate_rows(asked, [row])[0].step_s), row.layout
 
 
 def test_rings_and_gathers_have_simulations_of_their_own() -> None:
     asked = question(16, large(), batch=64)
-    rows = rows_of(asked, candidates(asked, 16, Pattern.parse("pp2.cp8.*")))
+    rows = rows_of(asked, find_candidates(asked, 16, LayoutPattern.parse("pp2.cp8.*")))
     rows = [row for row in rows if row.microbatch == 1 and row.recompute == "none"]
     assert {row.layout for row in rows} == {"pp2.cp8", "pp2.cp8+gather"}
-    alone = [simulated(asked, [row])[0].step_s for row in rows]
-    assert [row.step_s for row in simulated(asked, rows)] == alone and alone[0] != alone[1]
+    alone = [simulate_rows(asked, [row])[0].step_s for row in rows]
+    assert [row.step_s for row in simulate_rows(asked, rows)] == alone and alone[0] != alone[1]
 
 
 def test_a_simulation_that_rows_share_is_of_each() -> None:
     """What comes after the pipeline has other names with dp than with fsdp."""
     asked = question(16, large(), batch=512, memory_gib=200.0)
-    rows = [row for row in rank(asked, Pattern.parse("pp2.tp2.*")).rows if row.simulated]
+    rows = [row for row in rank(asked, LayoutPattern.parse("pp2.tp2.*")).rows if row.simulated]
     assert len({row.layout for row in rows}) > 4
     for row in rows:
-        assert row.step_s == pytest.approx(simulated(asked, [row])[0].step_s, rel=1e-9), row.layout
+        assert row.step_s == pytest.approx(simulate_rows(asked, [row])[0].step_s, rel=1e-9), row.layout
 
 
 def test_where_nothing_fits_the_nearest_comes_first() -> None:
@@ -321,7 +329,7 @@ def test_fewer_where_all_devices_cannot_be_used(devices: int) -> None:
     """As fast as on any number of them, of all that weft could use, a hundredth apart."""
     asked = question(devices, large(), batch=64)
     found = rank(asked)
-    every = [len(candidates(asked, count)) and rank(question(count, large(), batch=64)).rows[0].step_s
+    every = [len(find_candidates(asked, count)) and rank(question(count, large(), batch=64)).rows[0].step_s
              for count in range(devices // 2, devices + 1)]  # fmt: skip
     assert found.fits and found.devices <= devices
     assert found.rows[0].step_s < 1.02 * min(step_s for step_s in every if step_s)
@@ -331,7 +339,7 @@ def test_fewer_where_all_devices_cannot_be_used(devices: int) -> None:
 def test_formulas_give_their_values(pattern: str) -> None:
     """Every formula, of the values beside it: what follows its first comma is words."""
     asked = question(8, large(), batch=64)
-    rows = rows_of(asked, candidates(asked, 8, Pattern.parse(pattern), wide=True))
+    rows = rows_of(asked, find_candidates(asked, 8, LayoutPattern.parse(pattern), wide=True))
     row, held = max(rows, key=lambda row: row.held_bytes), 0
     for part in (*row.time_parts, *row.memory_parts):
         values = {name: float(np.ravel(value)[0]) for name, value in part.symbols.items()}
@@ -348,8 +356,8 @@ def test_copies_of_weights_live_as_long_as_activations() -> None:
     """Under autocast each microbatch in flight has its own, of weights that fsdp gathers too, and none of blocks that
     are computed again."""
     asked = question(8, large(), batch=64)
-    asked = replace(asked, practice=Practice(copy_bytes=2.0, copies_live=True))
-    found = rows_of(asked, candidates(asked, 8, Pattern.parse("pp4+1f1b.fsdp2+zero3"), wide=True))
+    asked = replace(asked, practice=PrecisionPolicy(copy_bytes=2.0, copies_live=True))
+    found = rows_of(asked, find_candidates(asked, 8, LayoutPattern.parse("pp4+1f1b.fsdp2+zero3"), wide=True))
     for row in found:
         weights = next(part for part in row.memory_parts if part.name == "weights")
         live = next(part for part in row.memory_parts if part.name == "activations").symbols["live"]
@@ -372,9 +380,9 @@ def _balanced(text: str) -> bool:
 
 def test_why_the_obvious_are_not_the_best() -> None:
     asked = question(64, large(), batch=512)
-    asked = replace(asked, practice=Practice())
+    asked = replace(asked, practice=PrecisionPolicy())
     best = rank(asked).rows[0]
-    said = {one.name: one for one in losers(asked, 64, best)}
+    said = {one.name: one for one in baselines(asked, 64, best)}
     copies = said["data parallel"]
     assert copies.row is not None and copies.row.over_bytes > 0
     assert copies.why == f"does not fit by {copies.row.over_bytes / GIB:,.1f} GiB"
@@ -382,17 +390,17 @@ def test_why_the_obvious_are_not_the_best() -> None:
     assert across.row is not None and across.row.step_s > 1.5 * best.step_s
     assert "x slower: tp " in across.why and across.why.endswith(", over nodes")
     assert "over nodes" not in said["tensor parallel in a node"].why
-    assert {name for name, _ in patterns(asked, 64)} >= set(said)
-    assert why(asked, best, best) == "as fast"
+    assert {name for name, _ in baseline_patterns(asked, 64)} >= set(said)
+    assert why_slower(asked, best, best) == "as fast"
     faster = replace(across.row, step_s=best.step_s)
-    assert {one.name: one for one in losers(asked, 64, best, [faster])}["tensor parallel over two nodes"].row is faster
+    assert {one.name: one for one in baselines(asked, 64, best, [faster])}["tensor parallel over two nodes"].row is faster
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8, 16, 32])
 def test_the_obvious_have_room(devices: int) -> None:
     """As many ranks as devices, and each of its axes more than one."""
-    for _, text in patterns(question(devices, large(), batch=512), devices):
-        sizes = [size for _, size in Pattern.parse(text).sizes]
+    for _, text in baseline_patterns(question(devices, large(), batch=512), devices):
+        sizes = [size for _, size in LayoutPattern.parse(text).sizes]
         left = devices // math.prod(size or 1 for size in sizes)
         assert devices % math.prod(size or 1 for size in sizes) == 0 and 1 not in sizes
         assert sum(size is None for size in sizes) in ((0,) if left == 1 else (1, 2)), text
@@ -402,9 +410,9 @@ def test_the_obvious_have_room(devices: int) -> None:
 def test_a_bubble_is_named() -> None:
     """Four microbatches through sixteen stages."""
     asked = question(16, large(tokens=1024), batch=4)
-    row = simulated(asked, rows_of(asked, candidates(asked, 16, Pattern.parse("pp16+1f1b.*"), wide=True)))[0]
+    row = simulate_rows(asked, rows_of(asked, find_candidates(asked, 16, LayoutPattern.parse("pp16+1f1b.*"), wide=True)))[0]
     best = rank(asked).rows[0]
-    assert " bubble " in why(asked, row, best)
+    assert " bubble " in why_slower(asked, row, best)
 
 
 def test_what_computes_longer_is_said_to() -> None:
@@ -414,7 +422,7 @@ def test_what_computes_longer_is_said_to() -> None:
     taken = sum(best.time[name] for name in ("matmul", "attention", "memory"))
     time = {**best.time, "memory": best.time["memory"] + taken / 2, "optimizer": best.time["optimizer"] + taken / 9}
     row = replace(best, time=time, step_s=sum(time.values()))
-    assert why(asked, row, best).endswith(" slower: computes 1.5 x as long")
+    assert why_slower(asked, row, best).endswith(" slower: computes 1.5 x as long")
 
 
 # ---- weft's own planner ----------------------------------------------------------------------------------------------
@@ -425,7 +433,7 @@ def test_what_computes_longer_is_said_to() -> None:
 )
 def test_a_shortened_model_is_laid_as_the_whole_one(layout: str) -> None:
     whole = bare(layers=20)
-    short = shortened(whole)
+    short = shorten_model(whole)
     assert len(short.blocks) == 4 and len(whole.blocks) == 20  # type: ignore[arg-type]
     answers = []
     for model in (whole, short):
@@ -440,6 +448,6 @@ def test_a_shortened_model_is_laid_as_the_whole_one(layout: str) -> None:
 def test_a_shortened_model_keeps_each_kind_of_block() -> None:
     model = bare(layers=24)
     model.blocks[9] = bare(hidden=64).blocks[0]  # type: ignore[operator, index]
-    kept = list(shortened(model).blocks)  # type: ignore[arg-type]
+    kept = list(shorten_model(model).blocks)  # type: ignore[arg-type]
     assert len(kept) == 4 + 5 and model.blocks[9] in kept and model.blocks[-1] in kept  # type: ignore[index]
-    assert shortened(small := bare(layers=4)) is small
+    assert shorten_model(small := bare(layers=4)) is small

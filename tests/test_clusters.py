@@ -20,11 +20,11 @@ import yaml
 from test_trainer import RUN, Ramps, curve, make, saved
 from torch import Tensor
 from typer.testing import CliRunner, Result
+from weft.cli.app import app
 
-from weft.cli import app
-from weft.errors import ConfigError, LayoutError
-from weft.launch import kubernetes, processes, slurm
-from weft.launch.clusters import Job
+from weft.core.errors import ConfigError, LayoutError
+from weft.launch import kubernetes, local_workers, slurm
+from weft.launch.job import Job
 from weft.train.trainer import train
 
 AWKWARD = ("--set", 'train.prompt=it\'s "$(date)" `id` $$HOME $(PET_NNODES) \\ ü\n#', "--output", "/data/my run")
@@ -157,24 +157,24 @@ def options(script: str) -> list[str]:
 def test_a_job_that_was_stopped_goes_back_to_the_queue(
     tmp_path: Path, hosts: str, codes: str, left: str, code: int, again: bool
 ) -> None:
-    assert ran(tmp_path / "bin", slurm.script(job(tmp_path, hosts)), codes, left)[:2] == (code, again)
+    assert ran(tmp_path / "bin", slurm.slurm_script(job(tmp_path, hosts)), codes, left)[:2] == (code, again)
 
 
 @pytest.mark.parametrize("hosts", ["2", "1:2"])
 def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path, hosts: str) -> None:
-    script = slurm.script(job(tmp_path, hosts))
+    script = slurm.slurm_script(job(tmp_path, hosts))
     for number, left in enumerate(("n1 n2", "n2")):
         assert not ran(tmp_path / f"bin{number}", script, "75 75", left, state="COMPLETING")[1]
 
 
 @pytest.mark.parametrize(("codes", "again"), [("0 0", False), ("75 75", True)])
 def test_where_srun_says_what_those_that_are_left_say_it_is_believed(tmp_path: Path, codes: str, again: bool) -> None:
-    text = slurm.script(job(tmp_path, "1:2"))
+    text = slurm.slurm_script(job(tmp_path, "1:2"))
     assert ran(tmp_path / "bin", text, codes, "n1", lost="")[:2] == (int(codes[:2]), again)  # SLURM 22.05
 
 
 def test_a_job_runs_weft_once_on_each_host_with_what_it_was_given(tmp_path: Path) -> None:
-    text = slurm.script(job(tmp_path, "1:2", given=AWKWARD))
+    text = slurm.slurm_script(job(tmp_path, "1:2", given=AWKWARD))
     (tmp_path / "job.sh").write_text(text, encoding="utf-8")
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
     code, _, words = ran(tmp_path / "bin", text)
@@ -189,22 +189,22 @@ def test_a_job_runs_weft_once_on_each_host_with_what_it_was_given(tmp_path: Path
 
 
 def test_a_job_says_what_it_needs(tmp_path: Path) -> None:
-    asked = options(slurm.script(job(tmp_path, "2:4"), "1-12:00:00", "long", "me", gpus=1, cpus=8))
+    asked = options(slurm.slurm_script(job(tmp_path, "2:4"), "1-12:00:00", "long", "me", gpus=1, cpus=8))
     assert asked == [
         *("job-name=run", "nodes=2-4", "cpus-per-task=8", "gpus-per-node=1", "time=1-12:00:00", "partition=long"),
         *("account=me", "signal=TERM@120", "open-mode=append", "requeue", "no-kill"),
     ]
-    assert options(slurm.script(job(tmp_path))) == [
+    assert options(slurm.slurm_script(job(tmp_path))) == [
         *("job-name=run", "nodes=2", "cpus-per-task=2", "signal=TERM@120", "open-mode=append", "requeue"),
     ]
 
 
 def test_times_are_read_as_slurm_reads_them() -> None:
     read = {"90": 5400, "90:30": 5430, "12:00:01": 43201, "2-12": 216000, "1-1:30": 91800, "1-0:0:5": 86405}
-    assert {text: slurm.seconds(text) for text in read} == read
+    assert {text: slurm.slurm_seconds(text) for text in read} == read
     for text in ("", "12h", "1:2:3:4", "1-", "-1", "1:"):
         with pytest.raises(ConfigError, match="is no time of SLURM's"):
-            slurm.seconds(text)
+            slurm.slurm_seconds(text)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_times_are_read_as_slurm_reads_them() -> None:
 )
 def test_slurm_refuses(tmp_path: Path, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        slurm.script(job(tmp_path), **given)
+        slurm.slurm_script(job(tmp_path), **given)
 
 
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ FULL: dict[str, Any] = {
 
 def manifest(folder: Path, hosts: str = "2", given: tuple[str, ...] = (), **options: Any) -> Any:
     run = job(folder, hosts, given=given, output="/data/runs/run")
-    return yaml.safe_load(kubernetes.manifest(run, **{"image": "weft:1", "volumes": ["training:/data"], **options}))
+    return yaml.safe_load(kubernetes.kubernetes_manifest(run, **{"image": "weft:1", "volumes": ["training:/data"], **options}))
 
 
 def faults(value: Any, kind: str, at: str = "") -> Iterator[str]:
@@ -374,8 +374,8 @@ def test_any_text_is_read_back_from_yaml() -> None:
     words += ["yes", "No", "on", "OFF", "true", "False", "NULL"]
     words += ["".join(draw.choices(letters, k=draw.randrange(1, 7))) for _ in range(2000)]
     for word in words:
-        assert yaml.safe_load(f"- a: {kubernetes.scalar(word)}\n  b: 1\n") == [{"a": word, "b": 1}], repr(word)
-    assert [kubernetes.scalar(word) for word in ("a/b.toml", "--nodes", "2:4", 3)] == [
+        assert yaml.safe_load(f"- a: {kubernetes.yaml_scalar(word)}\n  b: 1\n") == [{"a": word, "b": 1}], repr(word)
+    assert [kubernetes.yaml_scalar(word) for word in ("a/b.toml", "--nodes", "2:4", 3)] == [
         "a/b.toml",
         "--nodes",
         '"2:4"',
@@ -457,7 +457,7 @@ def test_without_ray_a_run_by_ray_is_refused(file: Path, monkeypatch: pytest.Mon
 
 def test_a_run_by_ray_goes_on_when_a_worker_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    from weft.launch import raytrain
+    from weft.cli import launch_ray
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # what Ray's workers import
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
@@ -467,13 +467,13 @@ def test_a_run_by_ray_goes_on_when_a_worker_has_died(tmp_path: Path, monkeypatch
     settings = {"data__build": "test_clusters:Killed", "data__file": str(killer)}
     settings |= {"train__steps": 9, "train__threads": 1}
     whole, killed = (make(tmp_path / name, "dp2", **settings) for name in ("whole", "ray"))
-    processes.run(train, 2, whole, False, threads=1)
+    local_workers.run_workers(train, 2, whole, False, threads=1)
     killer.write_text(str(kept))
-    raytrain.run(killed, resume=False)
+    launch_ray.run_on_ray(killed, resume=False)
     assert killer.read_text() == str(kept.stat().st_ino)  # it was killed, and did not begin anew
     assert curve(killed) == curve(whole)
     here, there = saved(killed, 9), saved(whole, 9)
     assert here.keys() == there.keys()
     assert all(torch.equal(here[name], there[name]) for name in here)
     with pytest.raises(ConfigError, match="holds the checkpoints of a run"):
-        raytrain.run(killed, resume=False)
+        launch_ray.run_on_ray(killed, resume=False)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft import build, config, tables
-from weft.errors import ConfigError, LayoutError, Refusal
-from weft.train.schedule import lr_factor
+from weft.core import run_config, toml
+from weft.core.errors import ConfigError, LayoutError, Refusal
+from weft.train import build
+from weft.train.lr_schedule import lr_factor
 
 RUN = """
 [model]
@@ -35,8 +36,8 @@ def write(tmp_path: Path, text: str = RUN, name: str = "small.toml") -> Path:
     return path
 
 
-def load(tmp_path: Path, text: str = RUN, **overrides: str) -> config.Run:
-    return config.load(write(tmp_path, text), {key.replace("__", "."): value for key, value in overrides.items()})
+def load(tmp_path: Path, text: str = RUN, **overrides: str) -> run_config.RunConfig:
+    return run_config.load_run(write(tmp_path, text), {key.replace("__", "."): value for key, value in overrides.items()})
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def test_overrides_are_toml_values_or_else_text(tmp_path: Path) -> None:
 
 
 def test_an_override_names_a_role_in_quotes(tmp_path: Path) -> None:
-    run = config.load(write(tmp_path), {'roles."blocks.*.up"': "column"})
+    run = run_config.load_run(write(tmp_path), {'roles."blocks.*.up"': "column"})
     assert run.roles == {"blocks.*.up": "column"}
 
 
@@ -82,7 +83,7 @@ def test_dump_and_load_are_inverse(tmp_path: Path) -> None:
     run = load(tmp_path, text, train__clip="1.0", train__recompute="2", output="elsewhere/it")
     other = tmp_path / "runs" / "deep"
     other.mkdir(parents=True)
-    again = config.load(write(other, tables.dump(run), "run.toml"))
+    again = run_config.load_run(write(other, toml.dump_toml(run), "run.toml"))
     assert again == run
     assert (again.folder, again.output) == (str(tmp_path), "elsewhere/it")
     assert type(again.train.clip) is float
@@ -157,48 +158,48 @@ def test_a_layout_that_does_not_parse(tmp_path: Path) -> None:
 def test_a_missing_file_and_bad_toml(tmp_path: Path) -> None:
     write(tmp_path)
     with pytest.raises(ConfigError, match=r'Did you mean "small\.toml"'):
-        config.load(tmp_path / "smal.toml")
+        run_config.load_run(tmp_path / "smal.toml")
     with pytest.raises(ConfigError, match="no such file"):
-        config.load(tmp_path / "nowhere" / "x.toml")
+        run_config.load_run(tmp_path / "nowhere" / "x.toml")
     with pytest.raises(ConfigError, match="cannot be read"):
-        config.load(tmp_path)
+        run_config.load_run(tmp_path)
     with pytest.raises(ConfigError, match="line 3"):
-        config.load(write(tmp_path, "[model]\n\nbuild = oops\n", "bad.toml"))
+        run_config.load_run(write(tmp_path, "[model]\n\nbuild = oops\n", "bad.toml"))
 
 
 @pytest.mark.parametrize(("key", "says"), [("train..batch", "no dotted key"), ("train.batch.x", "batch is a value")])
 def test_an_override_of_no_key(tmp_path: Path, key: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        config.load(write(tmp_path), {key: "1"})
+        run_config.load_run(write(tmp_path), {key: "1"})
     assert caught.value.value == key
 
 
 def test_an_override_sets_one_value_only(tmp_path: Path) -> None:
-    run = config.load(write(tmp_path), {"train.prompt": "1\nsteps = 5"})
+    run = run_config.load_run(write(tmp_path), {"train.prompt": "1\nsteps = 5"})
     assert (run.train.prompt, run.train.steps) == ("1\nsteps = 5", 20)
 
 
 # ---- what a run names ----------------------------------------------------------------------------------------------
 
 
-def refused(run: config.Run) -> Refusal:
+def refused(run: run_config.RunConfig) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        build.check(run)
+        build.check_run(run)
     return caught.value
 
 
 def test_a_run_is_built(tmp_path: Path) -> None:
     run = load(tmp_path, model__heads="2", data__max_bytes="200000", train__eval_every="5", layout__axes="dp2")
-    first, second = build.model(run), build.model(run)
+    first, second = build.build_model(run), build.build_model(run)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    other = build.model(run, seed=7, dtype=torch.float64)
+    other = build.build_model(run, seed=7, dtype=torch.float64)
     assert {p.dtype for p in other.parameters()} == {torch.float64}
     assert not torch.equal(next(other.parameters()), next(first.parameters()).double())
-    assert {p.device.type for p in build.model(run, "meta").parameters()} == {"meta"}
-    assert len(build.dataset(run, "train")) > len(build.dataset(run, "val")) > 0
-    [plan] = build.check(run)
+    assert {p.device.type for p in build.build_model(run, "meta").parameters()} == {"meta"}
+    assert len(build.build_dataset(run, "train")) > len(build.build_dataset(run, "val")) > 0
+    [plan] = build.check_run(run)
     assert (str(plan.layout), plan.batch) == ("dp2", 8)
-    made = build.optimizer(run)(list(first.named_parameters()))
+    made = build.build_optimizer(run)(list(first.named_parameters()))
     assert isinstance(made, torch.optim.AdamW)
     assert made.defaults["lr"] == 1e-3
 
@@ -208,7 +209,7 @@ def test_building_a_model_leaves_the_random_state_alone(tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    build.model(run)
+    build.build_model(run)
     assert torch.equal(torch.rand(2), expected)
 
 
@@ -236,7 +237,7 @@ def test_building_a_model_leaves_the_random_state_alone(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_built_is_named(tmp_path: Path, key: str, value: str, field: str, says: str) -> None:
-    run = config.load(
+    run = run_config.load_run(
         write(tmp_path, RUN + "\n[layout]\n"), {"model.heads": "2", "data.max_bytes": "100000", key: value}
     )
     error = refused(run)
@@ -263,16 +264,16 @@ def test_the_folder_of_the_run_file_is_importable(tmp_path: Path) -> None:
         '[data]\nbuild = "mine_of_config_test:Rows"\nrows = 9\n[train]\nbatch = 8\nsteps = 2\n'
     )
     run = load(tmp_path, text)
-    assert build.model(run)(torch.zeros(4, 3)).shape == (4, 2)
+    assert build.build_model(run)(torch.zeros(4, 3)).shape == (4, 2)
     assert "called with input, and a sample holds x, label" in str(refused(run))
     assert "model.width" in str(refused(load(tmp_path, text.replace("width = 2\n", ""))))
     assert "cannot be called" in str(refused(load(tmp_path, text, model__build="mine_of_config_test:number")))
     assert "no split 'val'" in str(refused(load(tmp_path, text, train__eval_every="1")))
     # numbers() computes with values while it is made, which the meta device has not
-    made = build.skeleton(load(tmp_path, text, model__build="mine_of_config_test:numbers", model__depth="3"))
+    made = build.build_skeleton(load(tmp_path, text, model__build="mine_of_config_test:numbers", model__depth="3"))
     assert next(made.parameters()).device.type == "cpu"
     with pytest.raises(AttributeError, match="fault of the model"):
-        build.model(load(tmp_path, text.replace("width = 2\n", ""), model__build="mine_of_config_test:broken"))
+        build.build_model(load(tmp_path, text.replace("width = 2\n", ""), model__build="mine_of_config_test:broken"))
 
 
 class Draws(TorchDispatchMode):
@@ -290,9 +291,9 @@ class Draws(TorchDispatchMode):
 def test_a_skeleton_draws_nothing(tmp_path: Path) -> None:
     run = load(tmp_path)
     with Draws() as bare:
-        shapes = [p.shape for p in build.skeleton(run).parameters()]
+        shapes = [p.shape for p in build.build_skeleton(run).parameters()]
     with Draws() as real:
-        model = build.model(run)
+        model = build.build_model(run)
     assert bare.count == 0 < real.count
     assert shapes == [p.shape for p in model.parameters()]
 
@@ -310,7 +311,7 @@ def test_text_is_found_beside_the_run_file(tmp_path: Path) -> None:
     for i in range(3):
         (tmp_path / "corpus" / f"{i}.txt").write_text("weft and warp " * 200)
     text = RUN.replace('build = "weft.data:stdlib"', 'text = ["corpus/*.txt"]')
-    assert len(build.dataset(load(tmp_path, text))) > 100
+    assert len(build.build_dataset(load(tmp_path, text))) > 100
     error = refused(load(tmp_path, text, data__text='["corpus/*.md"]', model__heads="2"))
     assert (error.field, error.value) == ("text", "corpus/*.md")
 
@@ -351,27 +352,27 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_directory_gives_its_weights(llama: Path) -> None:
     from safetensors.torch import load_file
 
-    model = build.model(load(llama, HF))
+    model = build.build_model(load(llama, HF))
     stored = load_file(llama / "tiny" / "model.safetensors")
     assert torch.equal(model.get_parameter("model.norm.weight"), stored["model.norm.weight"])
     assert torch.equal(model.get_parameter("lm_head.weight"), stored["lm_head.weight"])
     assert (model.config.use_cache, model.config._attn_implementation) == (False, "sdpa")
     assert next(model.parameters()).dtype == torch.float32
-    assert len(build.check(load(llama, HF))) == 1
+    assert len(build.check_run(load(llama, HF))) == 1
 
 
 def test_a_configuration_gives_fresh_weights_by_seed(llama: Path) -> None:
     run = load(llama, HF, model__hf="tiny/config.json", model__num_hidden_layers="2")
-    first, second = build.model(run), build.model(run, seed=9)
+    first, second = build.build_model(run), build.build_model(run, seed=9)
     assert len(first.model.layers) == 2
     assert next(first.parameters()).dtype == torch.float32  # not the configuration's own bfloat16
-    assert torch.equal(next(first.parameters()), next(build.model(run).parameters()))
+    assert torch.equal(next(first.parameters()), next(build.build_model(run).parameters()))
     assert not torch.equal(next(first.parameters()), next(second.parameters()))
 
 
 def test_another_head(llama: Path) -> None:
     run = load(llama, HF, model__auto="sequence-classification", model__num_labels="3")
-    model = build.model(run)
+    model = build.build_model(run)
     assert type(model).__name__ == "LlamaForSequenceClassification"
     assert model.score.out_features == 3
 
@@ -389,7 +390,7 @@ def test_another_head(llama: Path) -> None:
 )
 def test_what_transformers_cannot_build(llama: Path, key: str, value: str, field: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build.model(config.load(write(llama, HF), {key: value}))
+        build.build_model(run_config.load_run(write(llama, HF), {key: value}))
     assert caught.value.field == field
     assert says in str(caught.value)
 
@@ -406,7 +407,7 @@ def test_a_kind_of_model_that_is_not_known(tmp_path: Path, written: dict[str, st
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(written))
     with pytest.raises(ConfigError) as caught:
-        build.model(load(tmp_path, HF))
+        build.build_model(load(tmp_path, HF))
     assert says in str(caught.value) and len(str(caught.value)) < 200
 
 
@@ -415,14 +416,14 @@ def test_pickled_weights_are_not_read(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "tiny" / "config.json").write_bytes((llama / "tiny" / "config.json").read_bytes())
     (tmp_path / "tiny" / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match="pickled"):
-        build.model(load(tmp_path, HF))
+        build.build_model(load(tmp_path, HF))
 
 
 # ---- the schedule --------------------------------------------------------------------------------------------------
 
 
 def test_the_learning_rate_rises_and_falls(tmp_path: Path) -> None:
-    factor = build.lr_factor(load(tmp_path, train__warmup="4", train__decay="cosine", train__min_lr_ratio="0.1"))
+    factor = build.build_lr_factor(load(tmp_path, train__warmup="4", train__decay="cosine", train__min_lr_ratio="0.1"))
     values = [factor(step) for step in range(21)]
     assert values[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert all(a > b for a, b in itertools.pairwise(values[4:]))

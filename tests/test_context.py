@@ -14,16 +14,16 @@ from cases import Fused, Subject, in_turn, reference
 from torch import Tensor, nn
 
 import weft
-from weft.engine import attention
-from weft.engine.attention import Blocks, attend
-from weft.errors import Refusal, WorkerDied
-from weft.launch.processes import Pool
-from weft.losses import cross_entropy, next_token, positionwise
-from weft.masks import Pattern, causal_mask, documents_of, within
-from weft.models import decoder
-from weft.order import zigzag
-from weft.verification.delayed import run_delayed
-from weft.verification.parity import check
+from weft.core.data_order import zigzag_spans
+from weft.core.errors import Refusal, WorkerDied
+from weft.engine.context_parallel import ring_attention
+from weft.engine.context_parallel.ring_attention import KeyBlocks, attend_blocks
+from weft.launch.local_workers import Pool
+from weft.nn.attention_masks import AttentionPattern, causal_mask, documents_of, window_rule
+from weft.nn.losses import cross_entropy, next_token, positionwise
+from weft.nn.models import decoder
+from weft.verification.compare import check_layout
+from weft.verification.delayed_reference import run_delayed
 from weft.verification.reference import run_reference
 
 LENGTH, VOCAB = 16, 67
@@ -169,7 +169,7 @@ BESIDE = [
 
 def holds(pool: Pool, subject: Subject, layout: str) -> None:
     world = weft.Layout.parse(layout).world
-    result = pool.run(check, subject.case(), layout, reference(subject), world=world)[0]
+    result = pool.run(check_layout, subject.case(), layout, reference(subject), world=world)[0]
     assert result.passed, (result.first, result.stray, result.problem, result)
     assert result.comms_seen
 
@@ -190,14 +190,14 @@ def test_every_model(pool: Pool, name: str, layout: str) -> None:
 
 def test_flash_attention_is_called_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on CUDA in bf16, on tensors without data: the right operators, arguments and shapes."""
-    monkeypatch.setattr(attention, "_kernel", lambda *_: "flash")
+    monkeypatch.setattr(ring_attention, "_kernel", lambda *_: "flash")
     query = torch.empty(2, 4, 8, 16, dtype=torch.bfloat16, device="meta")
     key = torch.empty(2, 4, 6, 16, dtype=torch.bfloat16, device="meta")
-    blocks = Blocks(Pattern(causal=True), [[(0, 8)]], 0, None, 0.25)
+    blocks = KeyBlocks(AttentionPattern(causal=True), [[(0, 8)]], 0, None, 0.25)
     rest = query, key, key, blocks, (0, 8), (0, 6), None
-    out, logs = attention._forward(*rest)
+    out, logs = ring_attention._forward(*rest)
     assert out.shape == query.shape and logs.shape == (2, 4, 8) and logs.dtype == torch.float32
-    found = attention._backward(out, out, logs, *rest)
+    found = ring_attention._backward(out, out, logs, *rest)
     assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
 
 
@@ -221,7 +221,7 @@ class Windows(nn.Module):
 def test_documents_of_a_pipeline_without_a_flush(pool: Pool) -> None:
     """Their positions are the batch's, which each rank knows whole: nothing is gathered, and nothing predicted."""
     case = replace(SUBJECTS["packed"].case(), clip=None)
-    result = pool.run(check, case, "pp2+pipedream.cp2", run_delayed(case, "pp2+pipedream.cp2", 2), world=4)[0]
+    result = pool.run(check_layout, case, "pp2+pipedream.cp2", run_delayed(case, "pp2+pipedream.cp2", 2), world=4)[0]
     assert result.passed, (result.first, result.stray, result.problem)
 
 
@@ -238,26 +238,26 @@ def test_only_named_inputs_reach_the_model(pool: Pool) -> None:
     """Entries for the loss alone are not what the model is called with."""
     made = subject(partial(hugging_face, "llama"), packed=True, padded=True)
     case = replace(made.case(), inputs=("input_ids",))
-    result = pool.run(check, case, "cp2", run_reference(case, 2), world=2)[0]
+    result = pool.run(check_layout, case, "cp2", run_reference(case, 2), world=2)[0]
     assert result.passed, (result.first, result.stray, result.problem, result)
 
 
 # ---- the core --------------------------------------------------------------------------------------------------------
 
 
-def mask_of(pattern: Pattern, length: int) -> Tensor:
+def mask_of(pattern: AttentionPattern, length: int) -> Tensor:
     return pattern._mask((0, length), (0, length), torch.device("cpu"))
 
 
 PATTERNS = {
-    "causal": Pattern(True),
-    "both": Pattern(False),
-    "window": Pattern(True, within(5)),
-    "documents": Pattern(
+    "causal": AttentionPattern(True),
+    "both": AttentionPattern(False),
+    "window": AttentionPattern(True, window_rule(5)),
+    "documents": AttentionPattern(
         True, None, documents_of(torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3]] * 2))
     ),
-    "padding": Pattern(True, None, None, (torch.arange(16) > torch.tensor([[3], [9]]))),
-    "both, padding": Pattern(False, None, None, (torch.arange(16) != torch.tensor([[3], [9]]))),
+    "padding": AttentionPattern(True, None, None, (torch.arange(16) > torch.tensor([[3], [9]]))),
+    "both, padding": AttentionPattern(False, None, None, (torch.arange(16) != torch.tensor([[3], [9]]))),
 }
 
 
@@ -270,19 +270,19 @@ def test_blocks_give_what_the_whole_gives(
 ) -> None:
     """Every rank's queries with all keys, in pieces; gradients as well. Queries that see nothing give zeros."""
     if not fused:
-        monkeypatch.setattr("weft.engine.attention._kernel", lambda *_: None)
-        monkeypatch.setattr("weft.engine.attention.ROWS", 3)
+        monkeypatch.setattr("weft.engine.context_parallel.ring_attention._kernel", lambda *_: None)
+        monkeypatch.setattr("weft.engine.context_parallel.ring_attention.ROWS", 3)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 16, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
-    pattern, spans = PATTERNS[name], zigzag(16, size)
+    pattern, spans = PATTERNS[name], zigzag_spans(16, size)
     every = [span for each in spans for span in each]
     order = torch.cat([torch.arange(*span) for span in every])
     parts = []
     for rank in range(size):
         mine = torch.cat([torch.arange(*span) for span in spans[rank]])
-        blocks = Blocks(pattern, [every], 0, None, 0.3, None, spans[rank])
+        blocks = KeyBlocks(pattern, [every], 0, None, 0.3, None, spans[rank])
         with torch.autocast("cpu", enabled=dtype == torch.bfloat16):
-            parts.append(attend(query[:, :, mine], key[:, :, order], value[:, :, order], blocks))
+            parts.append(attend_blocks(query[:, :, mine], key[:, :, order], value[:, :, order], blocks))
     out = torch.cat(parts, 2)[:, :, torch.argsort(order)]
     mask = mask_of(pattern, 16)
     wide = [x.detach().double().requires_grad_() for x in (query, key, value)]
@@ -299,7 +299,7 @@ def test_blocks_give_what_the_whole_gives(
 
 @pytest.mark.parametrize(("length", "size"), [(16, 2), (32, 4), (48, 3)])
 def test_causal_work_is_equal(length: int, size: int) -> None:
-    spans = zigzag(length, size)
+    spans = zigzag_spans(length, size)
     assert sorted(i for own in spans for span in own for i in range(*span)) == [*range(length)]
     work = [sum(i + 1 for span in own for i in range(*span)) for own in spans]
     assert len(set(work)) == 1

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.engine.functions import Functions
-from weft.errors import CannotCut, ConfigError, Refusal
-from weft.losses import mse, next_token
-from weft.models import decoder
-from weft.randomness import Randomness
-from weft.roles import find
-from weft.verification.parity import LayoutResult, check
+from weft.core.errors import ConfigError, Refusal, UnsupportedModel
+from weft.engine.function_overrides import FunctionOverrides
+from weft.nn.dropout_rng import Randomness
+from weft.nn.losses import mse, next_token
+from weft.nn.models import decoder
+from weft.nn.module_roles import find_roles
+from weft.verification.compare import LayoutResult, check_layout
 
 DIM = 8
 
@@ -218,7 +218,7 @@ def test_dropout_of_channels_and_of_selu(pool: Any, layout: str) -> None:
 
 
 def test_masks_have_their_rate_and_keep_the_mean() -> None:
-    functions = Functions(Randomness(0, samples=list(range(64))), selective=False)
+    functions = FunctionOverrides(Randomness(0, samples=list(range(64))), selective=False)
     x = nn.functional.selu(torch.randn(64, 50, 6, 6))
     with functions:
         plain = nn.functional.dropout(torch.ones(64, 1000), 0.3)
@@ -235,13 +235,13 @@ def test_masks_have_their_rate_and_keep_the_mean() -> None:
 
 
 def test_a_dropout_without_a_mask_of_its_own_is_refused() -> None:
-    with Functions(Randomness(0), selective=False), pytest.raises(CannotCut, match="feature_alpha_dropout"):
+    with FunctionOverrides(Randomness(0), selective=False), pytest.raises(UnsupportedModel, match="feature_alpha_dropout"):
         nn.functional.feature_alpha_dropout(torch.ones(2, 3, 4), 0.5, training=True)
 
 
 def run(pool: Any, build: Callable[[], nn.Module], layout: str) -> LayoutResult:
     subject = Subject(build, vectors, mse)
-    return pool.run(check, subject.case(), layout, reference(subject), world=weft.Layout.parse(layout).world)[0]
+    return pool.run(check_layout, subject.case(), layout, reference(subject), world=weft.Layout.parse(layout).world)[0]
 
 
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "fsdp2.tp2"])
@@ -258,11 +258,11 @@ def test_a_weight_shared_between_blocks(pool: Any, layout: str) -> None:
 
 @pytest.mark.parametrize(("part", "says"), [(Attention, "temperature"), (Gated, "act.weight")])
 def test_a_parameter_of_its_own_inside_a_chain_leaves_it_whole(part: type[nn.Module], says: str) -> None:
-    found = find(Stack(part))
+    found = find_roles(Stack(part))
     assert not found.chains and any(says in note and "left whole" in note for note in found.notes)
     columns, row = ("*.part.up", "*.part.down") if part is Gated else ("*.part.[qkv]", "*.part.out")
-    with pytest.raises(CannotCut, match=says):
-        find(Stack(part), {columns: "column", row: "row"})
+    with pytest.raises(UnsupportedModel, match=says):
+        find_roles(Stack(part), {columns: "column", row: "row"})
 
 
 def steps(
@@ -286,7 +286,7 @@ def steps(
 def test_a_second_tensor_that_needs_a_gradient_is_refused(pool: Any) -> None:
     torch.manual_seed(0)
     data = vectors()
-    with pytest.raises(CannotCut, match="more than one tensor that needs a gradient"):
+    with pytest.raises(UnsupportedModel, match="more than one tensor that needs a gradient"):
         pool.run(steps, Conditioned, "tp2", {k: v.double() for k, v in data.items()}, mse, False, world=2)
 
 
@@ -338,13 +338,13 @@ def test_bf16_with_norms_under_every_data_layout(pool: Any, layout: str) -> None
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2", "pp2.tp2"])
 def test_a_weight_that_several_modules_hold(pool: Any, layout: str) -> None:
     subject = Subject(partial(Biased, used=False))
-    result = pool.run(check, subject.case(), layout, reference(subject), world=weft.Layout.parse(layout).world)[0]
+    result = pool.run(check_layout, subject.case(), layout, reference(subject), world=weft.Layout.parse(layout).world)[0]
     assert result.passed, result
 
 
 def test_a_bias_that_its_holder_uses_is_found_by_the_trial(pool: Any) -> None:
     torch.manual_seed(0)
-    with pytest.raises(CannotCut, match="output changes by"):
+    with pytest.raises(UnsupportedModel, match="output changes by"):
         pool.run(steps, partial(Biased, used=True), "tp2", tokens(), next_token, True, world=2)
 
 
@@ -364,16 +364,16 @@ def test_what_cannot_be_laid_is_refused_before_anything_runs() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(()))
 
-    with pytest.raises(CannotCut, match="scale has no dim to shard"):
+    with pytest.raises(UnsupportedModel, match="scale has no dim to shard"):
         weft.plan(Scalar(), "fsdp2", batch=4)
-    with pytest.raises(CannotCut, match="shared with scores"):
+    with pytest.raises(UnsupportedModel, match="shared with scores"):
         laid(Subject(Scored), Scored(), "tp2")
     table = small()
     table.embedding.max_norm = 1.0
-    with pytest.raises(CannotCut, match="max_norm"):
+    with pytest.raises(UnsupportedModel, match="max_norm"):
         laid(Subject(small), table, "tp2")
     with pytest.raises(ConfigError, match="not a key of this role"):
-        find(small(), {"*.wq": {"role": "column", "heads": 4}})
+        find_roles(small(), {"*.wq": {"role": "column", "heads": 4}})
 
 
 def test_declared_linears_of_a_module_that_counts_heads_are_an_attention() -> None:
@@ -383,7 +383,7 @@ def test_declared_linears_of_a_module_that_counts_heads_are_an_attention() -> No
             self.n_head = 4
             self.a, self.b, self.c, self.d = (nn.Linear(DIM, DIM) for _ in range(4))
 
-    found = find(Stack(Odd), {"*.part.[abc]": "column", "*.part.d": "row"})
+    found = find_roles(Stack(Odd), {"*.part.[abc]": "column", "*.part.d": "row"})
     assert [chain.heads for chain in found.chains] == [4, 4]
 
 
@@ -445,7 +445,7 @@ def test_dropout_that_a_model_recomputes_by_itself_is_refused(reentrant: bool) -
 
     laid = weft.plan(model, "dp1", batch=4, loss=loss)
     engine = weft.Engine(model, laid, optimizer=partial(torch.optim.SGD, lr=0.1), loss=loss)
-    with pytest.raises(CannotCut, match="another mask"):
+    with pytest.raises(UnsupportedModel, match="another mask"):
         engine.step({"x": torch.randn(4, 4)})
     model.inner[1].p = 0.0  # type: ignore[union-attr, assignment]
     engine.step({"x": torch.randn(4, 4)})

@@ -10,39 +10,39 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.cost.chain import runs_again
-from weft.cost.choices import Choices
-from weft.cost.dims import Dims, work
-from weft.cost.estimate import Estimate, estimate, stage_costs
-from weft.cost.hardware import Cluster
-from weft.cost.memory import kept
-from weft.cost.practice import Practice
-from weft.cost.work import Work
-from weft.errors import ConfigError
-from weft.layout import Layout
+from weft.core.errors import ConfigError
+from weft.core.layout import Layout
+from weft.planner.cost.estimate import Estimate, estimate, stage_costs
+from weft.planner.cost.hardware import Cluster
+from weft.planner.cost.layout_batch import LayoutBatch
+from weft.planner.cost.memory import activation_bytes
+from weft.planner.cost.model_work import ModelWork
+from weft.planner.cost.pipeline_stages import recomputed_share
+from weft.planner.cost.precision_policy import PrecisionPolicy
+from weft.planner.cost.transformer_work import TransformerDims, transformer_work
 
-GPT3 = Dims(layers=96, hidden=12288, heads=96, vocab=51200, seq_len=2048, ffn=4 * 12288)
-LLAMA8 = Dims(32, 4096, 32, 128256, 8192, 14336, kv_heads=8, gated=True, tied=False)
-LLAMA70 = Dims(80, 8192, 64, 128256, 8192, 28672, kv_heads=8, gated=True, tied=False)
-SMALL = Dims(8, 1024, 16, 32000, 1024, 4096, kv_heads=8, gated=True, tied=False)
+GPT3 = TransformerDims(layers=96, hidden=12288, heads=96, vocab=51200, seq_len=2048, ffn=4 * 12288)
+LLAMA8 = TransformerDims(32, 4096, 32, 128256, 8192, 14336, kv_heads=8, gated=True, tied=False)
+LLAMA70 = TransformerDims(80, 8192, 64, 128256, 8192, 28672, kv_heads=8, gated=True, tied=False)
+SMALL = TransformerDims(8, 1024, 16, 32000, 1024, 4096, kv_heads=8, gated=True, tied=False)
 EXPERTS = replace(SMALL, num_experts=8, top_k=2, moe_ffn=1024)
-PRACTICE = Practice(compute="bf16", weight_bytes=2, grad_bytes=2, state_bytes=12, reduce_bytes=2, gather_bytes=2)
+PRACTICE = PrecisionPolicy(compute="bf16", weight_bytes=2, grad_bytes=2, state_bytes=12, reduce_bytes=2, gather_bytes=2)
 
 
-def laid(*layouts: str, batch: int = 64, **options: Any) -> Choices:
-    return Choices.of([Layout.parse(text) for text in layouts], batch=batch, **options)
+def laid(*layouts: str, batch: int = 64, **options: Any) -> LayoutBatch:
+    return LayoutBatch.of([Layout.parse(text) for text in layouts], batch=batch, **options)
 
 
-def priced(choices: Choices, dims: Dims = SMALL, practice: Practice = PRACTICE, model: Work | None = None) -> Estimate:
+def priced(choices: LayoutBatch, dims: TransformerDims = SMALL, practice: PrecisionPolicy = PRACTICE, model: ModelWork | None = None) -> Estimate:
     cluster = Cluster.parse("h100x64")
-    return estimate(model or work(dims), choices, cluster, cluster.hardware.era("compiled"), practice)
+    return estimate(model or transformer_work(dims), choices, cluster, cluster.hardware.era("compiled"), practice)
 
 
 def parts(found: Estimate, what: str = "time", entry: int = 0) -> Mapping[str, float]:
     return {part.name: float(np.broadcast_to(part.value, len(found.step_s))[entry]) for part in getattr(found, what)}
 
 
-def one(layout: str, what: str = "time", dims: Dims = SMALL, practice: Practice = PRACTICE, **options: Any) -> Any:
+def one(layout: str, what: str = "time", dims: TransformerDims = SMALL, practice: PrecisionPolicy = PRACTICE, **options: Any) -> Any:
     return parts(priced(laid(layout, **options), dims, practice), what)
 
 
@@ -55,7 +55,7 @@ MANY = [
 
 
 @pytest.mark.parametrize("dims", [SMALL, EXPERTS], ids=["dense", "experts"])
-def test_parts_sum_to_the_whole_and_entries_are_apart(dims: Dims) -> None:
+def test_parts_sum_to_the_whole_and_entries_are_apart(dims: TransformerDims) -> None:
     options: dict[str, Any] = {"accumulate": [1] * 6 + [4] * 6, "recompute": ["none", "full", "selective", 2] * 3}
     found = priced(laid(*MANY, batch=256, **options), dims)
     for i, layout in enumerate(MANY):
@@ -107,7 +107,7 @@ def test_more_ranks_of_tp_compute_less_and_wait_more() -> None:
 def test_a_microbatch_of_full_recomputation_runs_the_blocks_forward_and_tp_again() -> None:
     plain, full = (one("dp8.tp8", recompute=mode) for mode in ("none", "full"))
     assert full["matmul"] == plain["matmul"] and plain["recompute"] == 0
-    model, head = work(SMALL), 2 * SMALL.seq_len * SMALL.hidden * SMALL.vocab
+    model, head = transformer_work(SMALL), 2 * SMALL.seq_len * SMALL.hidden * SMALL.vocab
     matmuls = sum(b.count * op.flops for b in model.blocks for op in b.ops if op.kind == "matmul")
     attention = sum(b.count * op.flops for b in model.blocks for op in b.ops if op.kind == "attention")
     assert model.model_flops == 3 * (matmuls + 2 * attention), "causal: half is computed"
@@ -126,7 +126,7 @@ def test_every_kth_block_is_run_again(mode: str | int, share: float) -> None:
 
 def test_what_is_not_run_again_is_not_launched_again() -> None:
     """The host sets the pace: the blocks' kernels once more, and none of the embedding, the norm and the head."""
-    cluster, model = Cluster.parse("h100x1"), work(SMALL)
+    cluster, model = Cluster.parse("h100x1"), transformer_work(SMALL)
     era = cluster.hardware.era("compiled").model_copy(update={"launch_s": 1.0})
     kernels = [(b.repeated, b.count * sum(op.kernels for op in b.ops)) for b in model.blocks]
     for mode, again in (("none", 0.0), ("full", 1.0)):
@@ -164,9 +164,9 @@ def test_what_chunks_of_a_rank_run_again_adds_up(depth: int, ranks: int, chunks:
         rank = stage % ranks if name != "zb-v" or stage < ranks else 2 * ranks - 1 - stage
         again[rank] += block % every == 0
         kept[rank] += block % every > 0
-    model = work(replace(SMALL, layers=depth))
+    model = transformer_work(replace(SMALL, layers=depth))
     choices = laid(f"pp{ranks}", schedule=name, chunks=chunks, accumulate=8, recompute=every)
-    most, least = runs_again(model, choices)
+    most, least = recomputed_share(model, choices)
     assert most[0] * depth / ranks == pytest.approx(max(again))
     assert (1 - least[0]) * depth / ranks == pytest.approx(max(kept))
 
@@ -190,7 +190,7 @@ def test_fsdp_gathers_in_every_microbatch_and_zero1_once() -> None:
     def sent(layout: str, m: int) -> float:
         return float(priced(laid(layout, batch=64 * m, accumulate=m)).traffic["fsdp"][0])
 
-    total, ends = (count * 2 * 7 / 8 for count in (work(SMALL).params, 2 * SMALL.vocab * SMALL.hidden + SMALL.hidden))
+    total, ends = (count * 2 * 7 / 8 for count in (transformer_work(SMALL).params, 2 * SMALL.vocab * SMALL.hidden + SMALL.hidden))
     for m in (1, 3):
         assert sent("fsdp8+zero1", m) == pytest.approx(2 * total)
         assert sent("fsdp8+zero2", m) == pytest.approx((m + 1) * total)
@@ -200,7 +200,7 @@ def test_fsdp_gathers_in_every_microbatch_and_zero1_once() -> None:
 
 def test_hybrid_sharding_sums_shards_across_groups() -> None:
     found = priced(laid("dp8.fsdp8", "dp64", "fsdp64"))
-    params = work(SMALL).params
+    params = transformer_work(SMALL).params
     assert found.traffic["dp"] == pytest.approx([2 * 7 / 8 * 2 * params / 8, 2 * 63 / 64 * 2 * params, 0])
     assert found.peak_bytes[2] < found.peak_bytes[0] < found.peak_bytes[1]
 
@@ -215,17 +215,17 @@ def test_hybrid_sharding_sums_shards_across_groups() -> None:
 def test_zeros_table(layout: str, weights: float, gradients: float, state: float) -> None:
     """Rajbhandari et al. 2020, figure 1, with K = 12."""
     params = 7.5e9
-    dims = Dims(1, 50_000, 100, 0, 1, (7_500_000_000 - 4 * 50_000**2) // (2 * 50_000))
-    assert work(dims).params == pytest.approx(params, rel=1e-3)
+    dims = TransformerDims(1, 50_000, 100, 0, 1, (7_500_000_000 - 4 * 50_000**2) // (2 * 50_000))
+    assert transformer_work(dims).params == pytest.approx(params, rel=1e-3)
     found = one(layout, "memory", dims)
-    exact = work(dims).params
+    exact = transformer_work(dims).params
     assert found["weights"] == pytest.approx(weights * exact)
     assert found["gradients"] == pytest.approx(gradients * exact)
     assert found["optimizer"] == pytest.approx(state * exact)
 
 
 def test_what_is_gathered_are_two_units_and_ones_gradient() -> None:
-    block = next(block for block in work(SMALL).blocks if block.repeated)
+    block = next(block for block in transformer_work(SMALL).blocks if block.repeated)
     unit = block.elements("tp") + block.elements("whole")
     for messages in (1, 4):  # in which a block is gathered
         found = one("fsdp8", "memory", practice=replace(PRACTICE, gather_bytes=4, reduce_bytes=2, messages=messages))
@@ -250,7 +250,7 @@ def test_offloaded_states_are_not_on_the_device_and_take_time() -> None:
 
 
 def test_what_is_offloaded_travels_with_each_microbatch() -> None:
-    params = work(SMALL).params / 8
+    params = transformer_work(SMALL).params / 8
     away = priced(laid("fsdp8+offload", batch=64, accumulate=4))
     comm_s = {part.name: part for part in away.time}["host exposed"].symbols["comm_s"]
     host_bps = Cluster.parse("h100x8").hardware.device.host_bps
@@ -291,10 +291,10 @@ def test_experts_divide_over_the_ranks_that_have_them() -> None:
     routed = dims.layers * dims.num_experts * 3 * dims.hidden * dims.moe_ffn
     h, f, kv = dims.hidden, dims.moe_ffn, dims.hidden // 2
     assert (
-        work(dims).params == dims.layers * (2 * h * h + 2 * h * kv + 3 * h * f * 8 + 8 * h + 2 * h) + 2 * 32000 * h + h
+        transformer_work(dims).params == dims.layers * (2 * h * h + 2 * h * kv + 3 * h * f * 8 + 8 * h + 2 * h) + 2 * 32000 * h + h
     )
-    assert work(replace(dims, dense=3)).params == work(dims).params + 3 * (3 * h * dims.ffn - 3 * h * f * 8 - 8 * h)
-    plain = work(dims).params - routed
+    assert transformer_work(replace(dims, dense=3)).params == transformer_work(dims).params + 3 * (3 * h * dims.ffn - 3 * h * f * 8 - 8 * h)
+    plain = transformer_work(dims).params - routed
     for layout, ways in (("dp8", 1), ("ep8", 8), ("dp8+ep", 8), ("ep2.dp4", 2), ("ep2.dp2.tp2", 4)):
         found = one(layout, "memory", dims)
         tp = 2 if "tp2" in layout else 1
@@ -305,17 +305,17 @@ def test_experts_divide_over_the_ranks_that_have_them() -> None:
 
 
 def test_a_layer_keeps_what_the_embedding_gives_and_a_fused_activation_needs_its_inputs_gradients() -> None:
-    model = work(LLAMA8)
+    model = transformer_work(LLAMA8)
     assert not sum(op.saved_bytes for op in model.blocks[0].ops)
     (layer,) = [block for block in model.blocks if block.repeated]
     inner = 2 * LLAMA8.seq_len * LLAMA8.ffn
     assert layer.working_bytes == 2 * inner  # of the gate and of what it gates
-    (unfused,) = [block for block in work(LLAMA8, fused=False).blocks if block.repeated]
+    (unfused,) = [block for block in transformer_work(LLAMA8, fused=False).blocks if block.repeated]
     assert unfused.working_bytes == 3 * inner
 
 
 def test_stand_ins_are_of_a_block_and_of_the_head() -> None:
-    model = work(SMALL)
+    model = transformer_work(SMALL)
     block = next(b for b in model.blocks if b.repeated)
     asked = replace(PRACTICE, dummy_bytes=2)
     for layout, tp in (("dp64", 1), ("dp8.tp8", 8)):
@@ -348,14 +348,14 @@ def test_what_a_stage_sent_stays_where_a_framework_keeps_it(schedule: str, chunk
 def test_activations_of_korthikanti_2022(layout: str, recompute: str, of: Any) -> None:
     """Table 2, of one layer, in fp16 without a fused attention, with dropout."""
     dims, b = GPT3, 4
-    model = work(dims, "fp16", flash=False, dropout=True)
+    model = transformer_work(dims, "fp16", flash=False, dropout=True)
     choices = laid(layout, batch=b, recompute=recompute)
     (layer,) = [block for block in model.blocks if block.repeated]
     want = of(dims.seq_len, b, dims.hidden, dims.heads, int(choices.sizes["tp"][0]))
     if recompute != "full":
-        assert kept(layer, choices, recompute == "none")[0] == pytest.approx(want, rel=1e-9)
+        assert activation_bytes(layer, choices, recompute == "none")[0] == pytest.approx(want, rel=1e-9)
     ends = [block for block in model.blocks if not block.repeated]
-    rest = sum(float(kept(block, choices, True)[0]) for block in ends)
+    rest = sum(float(activation_bytes(block, choices, True)[0]) for block in ends)
     memory = parts(priced(choices, practice=replace(PRACTICE, compute="fp16"), model=model), "memory")
     assert memory["activations"] == pytest.approx(dims.layers * want + rest, rel=1e-9)
 
@@ -364,11 +364,11 @@ def test_activations_of_korthikanti_2022(layout: str, recompute: str, of: Any) -
 
 
 @pytest.mark.parametrize("dims", [GPT3, replace(GPT3, layers=24, hidden=2304, heads=24, ffn=4 * 2304)])
-def test_flops_of_narayanan_2021(dims: Dims) -> None:
+def test_flops_of_narayanan_2021(dims: TransformerDims) -> None:
     """96 B l s h^2 (1 + s/6h + V/16lh) with the forward that is run again; 72 and 12 without."""
     layers, h, s, v, b = dims.layers, dims.hidden, dims.seq_len, dims.vocab, 8
     plain = 72 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
-    assert b * work(dims).model_flops == pytest.approx(plain)
+    assert b * transformer_work(dims).model_flops == pytest.approx(plain)
     again = plain + 24 * b * layers * s * h**2 * (1 + s / (6 * h))
     assert again == pytest.approx(96 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (16 * layers * h)))
 
@@ -377,14 +377,14 @@ def test_flops_of_narayanan_2021(dims: Dims) -> None:
     (GPT3, 96 * (12 * 12288**2 + 13 * 12288) + (51200 + 2048 + 2) * 12288),
     (LLAMA8, 8_030_261_248), (LLAMA70, 70_553_706_496),
 ])  # fmt: skip
-def test_parameters(dims: Dims, count: int) -> None:
-    assert work(dims).params == pytest.approx(count, rel=1e-6)
+def test_parameters(dims: TransformerDims, count: int) -> None:
+    assert transformer_work(dims).params == pytest.approx(count, rel=1e-6)
 
 
 def test_mfu_and_tokens_are_those_of_the_step() -> None:
     found = priced(laid("dp8", batch=64))
     assert found.tokens_per_s == pytest.approx(64 * SMALL.seq_len / found.step_s)
-    assert found.mfu == pytest.approx(work(SMALL).model_flops * 64 / (found.step_s * 8 * 989e12))
+    assert found.mfu == pytest.approx(transformer_work(SMALL).model_flops * 64 / (found.step_s * 8 * 989e12))
     assert 0 < found.mfu[0] < 1
 
 
@@ -402,7 +402,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 def test_a_pipelines_stages_are_what_simulation_is_given() -> None:
     choices = laid("pp4.dp2", batch=64, accumulate=8)
     cluster = Cluster.parse("h100x8")
-    costs = stage_costs(work(SMALL), choices, 0, cluster, cluster.hardware.era("compiled"), PRACTICE)
+    costs = stage_costs(transformer_work(SMALL), choices, 0, cluster, cluster.hardware.era("compiled"), PRACTICE)
     forward, backward = costs.each("forward_s", 4), costs.each("backward_s", 4)
     assert forward[1] == forward[2] and forward[3] > forward[1] and backward[1] > 0
     found = one("pp4.dp2", batch=64, accumulate=8)
@@ -416,7 +416,7 @@ def test_of_two_stages_none_is_between() -> None:
 
 
 def test_what_has_no_repeated_blocks_is_dealt_out() -> None:
-    model = work(SMALL)
+    model = transformer_work(SMALL)
     flat = replace(model, blocks=tuple(replace(block, repeated=False) for block in model.blocks), vocab=0)
     whole, half = (priced(laid(layout, batch=8), model=flat) for layout in ("dp1", "pp2"))
     for what in ("weights", "optimizer"):
@@ -428,7 +428,7 @@ def test_what_has_no_repeated_blocks_is_dealt_out() -> None:
 def test_the_first_rank_of_a_v_has_both_ends(tied: bool) -> None:
     dims = replace(SMALL, tied=tied)
     found = one("pp4", "memory", dims, schedule="zb-v", chunks=2, accumulate=8)
-    layers = (work(dims).params - (1 if tied else 2) * 32000 * 1024 - 1024) / 4
+    layers = (transformer_work(dims).params - (1 if tied else 2) * 32000 * 1024 - 1024) / 4
     assert found["weights"] == pytest.approx(2 * (layers + (1 if tied else 2) * 32000 * 1024 + 1024))
     assert found["beside"] >= PRACTICE.logit_bytes * 32000 * 1024 * 8
 

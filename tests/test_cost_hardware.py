@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from weft.cost.hardware import Cluster, Hardware, names, parse, read
-from weft.errors import ConfigError
-from weft.tables import dump
+from weft.core.errors import ConfigError
+from weft.core.toml import dump_toml
+from weft.planner.cost.hardware import Cluster, Hardware, parse_sheet, read_sheet, sheet_names
 
 # Dense peaks (TFLOP/s) and TB/s of the makers' data sheets; GiB as torch and tensorflow report them of such cards.
 SHEETS: dict[str, tuple[dict[str, float], float, float]] = {
@@ -63,7 +63,7 @@ matmul = 0.8
 
 
 def test_every_sheet_is_known_here() -> None:
-    assert set(names()) == set(SHEETS)
+    assert set(sheet_names()) == set(SHEETS)
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -87,12 +87,12 @@ def test_a_sheet_is_its_makers(name: str) -> None:
 @pytest.mark.parametrize("name", SHEETS)
 def test_a_sheet_reads_back_what_is_written(name: str) -> None:
     sheet = Cluster.parse(f"{name}x8").hardware
-    assert parse(dump(sheet), "again") == sheet
+    assert parse_sheet(dump_toml(sheet), "again") == sheet
 
 
 def test_an_era_is_like_that_of_another_sheet_but_for_what_it_states() -> None:
     other = Cluster.parse("h100x8").hardware.eras["eager"]
-    made = parse(RIGHT.replace("matmul = 0.8", 'like = "h100"\nmemory = 0.25'), "x.toml").eras["eager"]
+    made = parse_sheet(RIGHT.replace("matmul = 0.8", 'like = "h100"\nmemory = 0.25'), "x.toml").eras["eager"]
     assert other.memory != 0.25 and made == other.model_copy(update={"memory": 0.25})
     a100, megatron = (Cluster.parse(f"{name}x8").hardware.eras["megatron"] for name in ("a100", "h200"))
     assert a100.layers and megatron == a100.model_copy(update={"layers": ()})  # runs on A100 told of them
@@ -107,7 +107,7 @@ def test_an_era_is_like_that_of_another_sheet_but_for_what_it_states() -> None:
 ])  # fmt: skip
 def test_what_no_era_can_be_like(like: str, problem: str, fix: str) -> None:
     with pytest.raises(ConfigError, match=problem) as refused:
-        parse(RIGHT.replace("matmul = 0.8", f"like = {like}"), "x.toml")
+        parse_sheet(RIGHT.replace("matmul = 0.8", f"like = {like}"), "x.toml")
     assert refused.value.field == "eras.eager.like" and fix.lower() in str(refused.value).lower()
     assert "x.toml" in str(refused.value)
 
@@ -141,9 +141,9 @@ def test_clusters() -> None:
     ('kind = "cuda"', "", "kind", None, "is missing"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named(old: str, new: str, field: str, value: Any, words: str) -> None:
-    assert old in RIGHT and isinstance(parse(RIGHT, "x.toml"), Hardware)
+    assert old in RIGHT and isinstance(parse_sheet(RIGHT, "x.toml"), Hardware)
     with pytest.raises(ConfigError) as refused:
-        parse(RIGHT.replace(old, new, 1), "x.toml")
+        parse_sheet(RIGHT.replace(old, new, 1), "x.toml")
     assert refused.value.field.startswith(field), str(refused.value)
     if value is not None:
         assert refused.value.value == value
@@ -155,10 +155,10 @@ def test_no_tiers_and_no_eras() -> None:
     head, _, _ = RIGHT.partition("[[tiers]]")
     for text, field in ((head.replace("[device]", "tiers = []\n[device]"), "eras"), (head + "[eras.eager]\n", "tiers")):
         with pytest.raises(ConfigError) as refused:
-            parse(text, "x.toml")
+            parse_sheet(text, "x.toml")
         assert refused.value.field == field
     with pytest.raises(ConfigError, match=r"Write \[\[tiers\]\]"):
-        parse("tiers = []\n" + head + "[eras.eager]\n", "x.toml")
+        parse_sheet("tiers = []\n" + head + "[eras.eager]\n", "x.toml")
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -173,7 +173,7 @@ def test_clusters_that_are_none(text: str, words: str) -> None:
 
 
 def test_no_more_devices_than_networks_join() -> None:
-    alone = parse(RIGHT.replace("devices = 0", "devices = 64"), "here")
+    alone = parse_sheet(RIGHT.replace("devices = 0", "devices = 64"), "here")
     assert Cluster.of(alone, 64).devices == 64
     with pytest.raises(ConfigError, match="its networks join 64 devices"):
         Cluster.of(alone, 65)
@@ -186,11 +186,11 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     for data in (b"\xff\xfe", b"name = [", b"a = " + b"[" * 20000):
         file.write_bytes(data)
         with pytest.raises(ConfigError, match=r"my\.toml"):
-            read(file)
+            read_sheet(file)
 
 
 def test_what_a_sheet_has_not() -> None:
-    sheet = parse(RIGHT, "x.toml")
+    sheet = parse_sheet(RIGHT, "x.toml")
     with pytest.raises(ConfigError, match="bf16, fp32"):
         sheet.peak("fp8")
     with pytest.raises(ConfigError, match="eager"):
@@ -199,6 +199,6 @@ def test_what_a_sheet_has_not() -> None:
 
 
 def test_sheets_say_only_what_differs() -> None:
-    for name in names():
+    for name in sheet_names():
         text = Path(__file__).parents[1].joinpath("src", "weft", "hardware", f"{name}.toml").read_text(encoding="utf-8")
         assert tomllib.loads(text)["name"] == name

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.cost.choices import Choices
-from weft.cost.hardware import Cluster, Era, Tier, named
-from weft.cost.network import Group, Network
-from weft.layout import Layout
+from weft.core.layout import Layout
+from weft.planner.cost.hardware import Cluster, Era, Tier, named_sheet
+from weft.planner.cost.layout_batch import LayoutBatch
+from weft.planner.cost.network import Network, RankGroup
 
 GB = 1e9
 ERA = Era(link=1.0, network=1.0)
@@ -16,16 +16,16 @@ ERA = Era(link=1.0, network=1.0)
 
 def network(*widths: int, devices: int = 4096, latency: float = 0.0) -> Network:
     """Tiers that join so many devices each, the outermost any number; each a tenth as quick as the one before."""
-    sheet = named("a100")
+    sheet = named_sheet("a100")
     tiers = tuple(Tier(name=str(i), devices=w, bps=1e11 / 10**i, latency_s=latency) for i, w in enumerate((*widths, 0)))
     return Network(Cluster(hardware=sheet.model_copy(update={"tiers": tiers}), devices=devices), ERA)
 
 
-def choices(*layouts: str) -> Choices:
-    return Choices.of([Layout.parse(text) for text in layouts], batch=4096)
+def choices(*layouts: str) -> LayoutBatch:
+    return LayoutBatch.of([Layout.parse(text) for text in layouts], batch=4096)
 
 
-def group(net: Network, layout: str, *axes: str) -> Group:
+def group(net: Network, layout: str, *axes: str) -> RankGroup:
     return net.group(choices(layout), *axes)
 
 

@@ -12,31 +12,31 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft.chart import chart
-from weft.comms import Comm, predict
-from weft.cost.choices import Choices
-from weft.cost.estimate import Estimate, estimate
-from weft.cost.hardware import Cluster
-from weft.cost.practice import Practice
-from weft.cost.trace import trace
-from weft.cost.work import Work
-from weft.cutting import cut
+from weft.core.layout import EXPERTS, Layout
+from weft.core.plan import Plan
+from weft.core.sync import Sync
 from weft.engine.engine import named_inputs
-from weft.engine.functions import Functions
-from weft.engine.wires import on_wire
-from weft.engine.work import arguments_of
-from weft.launch.processes import Pool
-from weft.layout import EXPERTS, Layout
-from weft.losses import next_token
-from weft.models import decoder
-from weft.plans import Plan
-from weft.randomness import Randomness
-from weft.syncs import Sync
-from weft.verification.crossing import _parts
-from weft.verification.trace import Trace, traced
+from weft.engine.function_overrides import FunctionOverrides
+from weft.engine.pipeline.stage_compute import model_arguments
+from weft.engine.replica_sync.transports import wire_bytes
+from weft.launch.local_workers import Pool
+from weft.nn.dropout_rng import Randomness
+from weft.nn.losses import next_token
+from weft.nn.models import decoder
+from weft.parallel.predict_comms import Collective, predict_collectives
+from weft.pipeline.capture.graph import trace_forward
+from weft.pipeline.split_model import split_stages
+from weft.planner.cost.estimate import Estimate, estimate
+from weft.planner.cost.hardware import Cluster
+from weft.planner.cost.layout_batch import LayoutBatch
+from weft.planner.cost.model_work import ModelWork
+from weft.planner.cost.precision_policy import PrecisionPolicy
+from weft.planner.cost.profile import profile_model
+from weft.verification.activation_recorder import ActivationRecorder, record_activations
+from weft.verification.stage_values import _parts
 
 BATCH, VOCAB, LENGTH, DIM, LAYERS, HEADS, KV_HEADS, HIDDEN = 16, 96, 32, 32, 4, 4, 2, 64
-WEFT = Practice(compute="fp32", weight_bytes=4, grad_bytes=4, state_bytes=8, reduce_bytes=4, gather_bytes=4)
+WEFT = PrecisionPolicy(compute="fp32", weight_bytes=4, grad_bytes=4, state_bytes=8, reduce_bytes=4, gather_bytes=4)
 FIRST = ("dp", "fsdp", "ep", "cp", "up", "tp", "pp")  # the axis by which what several sum together is counted
 
 
@@ -65,21 +65,21 @@ def tokens(rows: int) -> dict[str, Tensor]:
 
 
 @cache
-def seen(name: str) -> Trace:
+def seen(name: str) -> ActivationRecorder:
     """A forward and backward on one device."""
     torch.manual_seed(0)
     model, randomness = MODELS[name](), Randomness(0)
     randomness.begin(0, [*range(BATCH)])
-    with traced(model, BATCH) as found, Functions(randomness, False, seen=found.attention, asked=found.ask):
-        next_token(model(**arguments_of(named_inputs(model), tokens(BATCH))), tokens(BATCH))[0].backward()
+    with record_activations(model, BATCH) as found, FunctionOverrides(randomness, False, seen=found.attention, asked=found.ask):
+        next_token(model(**model_arguments(named_inputs(model), tokens(BATCH))), tokens(BATCH))[0].backward()
     return found
 
 
 @cache
-def work_of(name: str) -> Work:
+def work_of(name: str) -> ModelWork:
     with torch.device("meta"):
         model = MODELS[name]()
-    return trace(model, tokens(1), next_token)
+    return profile_model(model, tokens(1), next_token)
 
 
 def value_bytes(plan: Plan, model: nn.Module) -> dict[int, int]:
@@ -87,8 +87,8 @@ def value_bytes(plan: Plan, model: nn.Module) -> dict[int, int]:
     if plan.staging is None:
         return {}
     rows = max(2, plan.microbatch)
-    recorded = chart(model, arguments_of(named_inputs(model), tokens(rows)))
-    values = cut(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
+    recorded = trace_forward(model, model_arguments(named_inputs(model), tokens(rows)))
+    values = split_stages(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
     parts = [_parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape)) * plan.sequence_size for v in values]
     return {
         i: prod(v.shape) * plan.microbatch // rows * v.dtype.itemsize // n
@@ -99,16 +99,16 @@ def value_bytes(plan: Plan, model: nn.Module) -> dict[int, int]:
 def sends(name: str, plan: Plan) -> dict[str, float]:
     """Axis -> bytes that the first rank sends in a step."""
     trace_, values = seen(name), value_bytes(plan, MODELS[name]())
-    comms = predict(
+    comms = predict_collectives(
         plan, trace_.crossings, 4, values=values, cores=trace_.cores, routings=trace_.routings, asked=trace_.asked
     )
     found = dict.fromkeys(FIRST, 0.0)
     for comm in comms:
-        found[_key(plan, comm, name)] += on_wire(comm.kind, comm.nbytes, plan.layout.size(*comm.axis.split(".")))
+        found[_key(plan, comm, name)] += wire_bytes(comm.kind, comm.nbytes, plan.layout.size(*comm.axis.split(".")))
     return found
 
 
-def _key(plan: Plan, comm: Comm, name: str) -> str:
+def _key(plan: Plan, comm: Collective, name: str) -> str:
     axes, spread = comm.axis.split("."), plan.layout.live(EXPERTS)
     experts = {routing.module for routing in seen(name).routings}
     if spread and spread != ("tp",) and comm.axis == ".".join(spread) and comm.module in experts:
@@ -121,9 +121,9 @@ def laid(name: str, layout: str, **options: Any) -> Plan:
     return weft.plan(MODELS[name](), layout, batch=BATCH, loss=next_token, sample=tokens(2), **options)
 
 
-def estimated(name: str, layout: str, sync: Sync | None = None, practice: Practice = WEFT, **options: Any) -> Estimate:
+def estimated(name: str, layout: str, sync: Sync | None = None, practice: PrecisionPolicy = WEFT, **options: Any) -> Estimate:
     cluster = Cluster.parse("a100x64")
-    choices = Choices.of([Layout.parse(layout)], batch=BATCH, **options)
+    choices = LayoutBatch.of([Layout.parse(layout)], batch=BATCH, **options)
     return estimate(work_of(name), choices, cluster, cluster.hardware.era("eager"), practice, sync)
 
 
@@ -189,12 +189,12 @@ SYNCS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("layout", ["dp2", "dp4", "dp2.tp2"])
 @pytest.mark.parametrize("options", SYNCS, ids=lambda o: "-".join(map(str, o.values())))
 def test_bytes_of_synchronisers(options: dict[str, Any], layout: str) -> None:
-    sync = weft.sync.make(**options)
+    sync = weft.sync._registry.make_sync(**options)
     plan = laid("decoder", layout, sync=sync)
     want = [
         sum(
-            on_wire(c.kind, c.nbytes, plan.layout.size("dp"))
-            for c in predict(plan, seen("decoder").crossings, 4, rank=rank) if c.axis == "dp"
+            wire_bytes(c.kind, c.nbytes, plan.layout.size("dp"))
+            for c in predict_collectives(plan, seen("decoder").crossings, 4, rank=rank) if c.axis == "dp"
         )
         for rank in range(plan.layout.world)
     ]  # fmt: skip
@@ -208,7 +208,7 @@ def test_bytes_of_synchronisers(options: dict[str, Any], layout: str) -> None:
 def test_a_periods_bytes_are_spread_over_its_steps(name: str, codec: str, share: float) -> None:
     whole = float(estimated("decoder", "dp2").traffic["dp"][0])
     for options in ({}, {"fragments": 4}):
-        sync = weft.sync.make(name, codec, period=8, **options)
+        sync = weft.sync._registry.make_sync(name, codec, period=8, **options)
         assert float(estimated("decoder", "dp2", sync).traffic["dp"][0]) == pytest.approx(whole * share / 8)
 
 
@@ -242,7 +242,7 @@ def test_what_rests_on_a_rank_is_what_the_plan_says(name: str, layout: str) -> N
 def kept(layout: str, options: Mapping[str, Any]) -> dict[str, float]:
     """Bytes of what a rank has to agree with others after a step, and of its optimizer's state."""
     torch.manual_seed(0)
-    model, sync = own(), weft.sync.make(**options)
+    model, sync = own(), weft.sync._registry.make_sync(**options)
     plan = weft.plan(model, layout, batch=BATCH, loss=next_token, sample=tokens(2), sync=sync)
     kind = torch.optim.SGD if options.get("codec") == "dgc" else torch.optim.AdamW
     engine = weft.Engine(model, plan, optimizer=partial(kind, lr=1e-3), loss=next_token, sample=tokens(2), device="cpu")
@@ -282,7 +282,7 @@ def kept(layout: str, options: Mapping[str, Any]) -> dict[str, float]:
 def test_what_is_kept_to_agree_is_what_an_engine_has(pool: Pool, layout: str, options: dict[str, Any]) -> None:
     sizes = Layout.parse(layout)
     found = pool.run(kept, layout, options, world=sizes.world)
-    parts = {part.name: float(part.value[0]) for part in estimated("decoder", layout, weft.sync.make(**options)).memory}
+    parts = {part.name: float(part.value[0]) for part in estimated("decoder", layout, weft.sync._registry.make_sync(**options)).memory}
     held = max(each["agreement"] for each in found)
     if "staleness" in options:  # what is under way: a worker's gradients, and at the servers all replicas', and weights
         held += (1 + 2 * sizes.size("dp")) * parts["gradients"] / options.get("servers", 1)

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from weft.chart import candidates, chart
-from weft.cutting import StageForward, cut
-from weft.engine.functions import Functions
-from weft.errors import CannotCut
-from weft.ghosts import Ghost
-from weft.randomness import Randomness
-from weft.roles import find
-from weft.staging import Staging
-from weft.watch import dropouts, is_weight, tensors, twin
+from weft.core.errors import UnsupportedModel
+from weft.core.stages import Staging
+from weft.engine.function_overrides import FunctionOverrides
+from weft.nn.dropout_rng import Randomness
+from weft.nn.module_roles import find_roles
+from weft.pipeline.capture.graph import split_points, trace_forward
+from weft.pipeline.capture.hooks import count_dropouts, is_weight, tensors_in, twin_model
+from weft.pipeline.capture.placeholder import PlaceholderTensor
+from weft.pipeline.split_model import StageForward, split_stages
 
 Inputs = Mapping[str, Any]
 
@@ -89,7 +89,7 @@ class Line:
 
 def scalar(output: Any) -> Tensor:
     """A loss that every floating-point tensor of an output counts in, each element by its own weight."""
-    found = [t.double() for t in tensors(output) if t.is_floating_point()]
+    found = [t.double() for t in tensors_in(output) if t.is_floating_point()]
     return sum((torch.cos(torch.arange(t.numel()).view(t.shape).double()) * t.double()).sum() for t in found)  # type: ignore[return-value]
 
 
@@ -100,7 +100,7 @@ def double(inputs: Inputs) -> dict[str, Any]:
 def hold(model: nn.Module, points: Sequence[str], *batches: Inputs, **options: Any) -> tuple[Line, Staging]:
     """The first batch is the sample; on each, all stages together give the uncut model's output and gradients."""
     model = model.double()
-    staging = cut(chart(model, double(batches[0])), points)
+    staging = split_stages(trace_forward(model, double(batches[0])), points)
     line = Line(model, staging, **options)
     for batch in batches:
         model.zero_grad()
@@ -112,7 +112,7 @@ def hold(model: nn.Module, points: Sequence[str], *batches: Inputs, **options: A
         output, trail = line.forward(double(batch))
         line.backward(scalar(output), trail)
         assert type(output) is type(expected)
-        for a, b in zip(tensors(output), tensors(expected), strict=True):
+        for a, b in zip(tensors_in(output), tensors_in(expected), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         grads, want = line.grads(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         assert grads.keys() == want.keys()
@@ -144,8 +144,8 @@ def shorter(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def atoms(model: nn.Module, inputs: Inputs) -> list[str]:
-    blocks = [block for blocks in find(model).blocks for block in blocks]
-    return [atom.module for atom in candidates(chart(model, inputs), blocks)]
+    blocks = [block for blocks in find_roles(model).blocks for block in blocks]
+    return [atom.module for atom in split_points(trace_forward(model, inputs), blocks)]
 
 
 # ---- models ------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Kept(nn.Module):
 def test_a_buffer_is_its_stages_however_it_is_written_to(way: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Kept(way), nn.Linear(8, 8)).double()
     x = {"input": torch.randn(3, 8).double()}
-    staging = cut(chart(model, x), ["1", "2"])
+    staging = split_stages(trace_forward(model, x), ["1", "2"])
     assert [stage.buffers for stage in staging.stages] == [(), ("1.mean",), ()]
     line = Line(model, staging)
     line.forward(x)
@@ -379,7 +379,7 @@ def test_modules_that_change_their_input() -> None:
 
 
 def test_a_far_value_goes_straight_to_its_stages() -> None:
-    staging = cut(chart(Written(skips), {"x": torch.randn(3, 8)}), ["b", "c", "d"])
+    staging = split_stages(trace_forward(Written(skips), {"x": torch.randn(3, 8)}), ["b", "c", "d"])
     routes = [(v.source, v.targets) for v in staging.values]
     assert routes == [(0, (1, 2, 3)), (1, (2, 3)), (2, (3,))]
     assert staging.values[0].name == "output 0 of a"
@@ -392,7 +392,7 @@ def test_a_far_value_goes_straight_to_its_stages() -> None:
 
 
 def test_values_say_what_they_are() -> None:
-    staging = cut(chart(Written(integers), {"x": torch.randn(3, 8)}), ["c"])
+    staging = split_stages(trace_forward(Written(integers), {"x": torch.randn(3, 8)}), ["c"])
     kinds = {(v.dtype, v.differentiable) for v in staging.values}
     assert kinds == {(torch.int64, False), (torch.bool, False), (torch.float32, True)}
     assert any("`order = h.argsort(dim=1)` at test_cutting.py:" in v.name for v in staging.values)
@@ -484,9 +484,9 @@ def test_own_modules_run_at_full_speed() -> None:
     model = Written(skips)
     for module in (model.b.linear, model.c.linear):
         module.register_forward_pre_hook(lambda *_: active.append(_get_current_function_mode_stack()))
-    staging = cut(chart(model, {"x": torch.randn(3, 8)}), ["b", "c"])
+    staging = split_stages(trace_forward(model, {"x": torch.randn(3, 8)}), ["b", "c"])
     active.clear()
-    outer = Functions(Randomness(0), False)
+    outer = FunctionOverrides(Randomness(0), False)
     with outer:
         Line(model, staging).forward({"x": torch.randn(3, 8)})
     assert active == [[outer], [outer]]
@@ -513,12 +513,12 @@ def test_hooks_that_come_after_planning_are_no_part_of_the_path() -> None:
     model = Written(skips).double()
     inputs = {"x": torch.randn(3, 8).double()}
     expected = model(**inputs)
-    line = Line(model, cut(chart(model, inputs), ["b.linear", "d"]))
+    line = Line(model, split_stages(trace_forward(model, inputs), ["b.linear", "d"]))
     for runner in line.runners.values():
-        own = next(p for p in runner.model.parameters() if not isinstance(p, Ghost))
+        own = next(p for p in runner.model.parameters() if not isinstance(p, PlaceholderTensor))
         for module in (runner.model, runner.model.b):
             module.register_forward_pre_hook(lambda module, args, own=own: (own.sum() * 2) and None)
-        runner.model.b.register_forward_hook(lambda module, args, out: out + 0 if not isinstance(out, Ghost) else None)
+        runner.model.b.register_forward_hook(lambda module, args, out: out + 0 if not isinstance(out, PlaceholderTensor) else None)
     for _ in range(2):
         torch.testing.assert_close(line.forward(inputs)[0], expected, rtol=1e-12, atol=1e-12)
 
@@ -535,7 +535,7 @@ def test_hugging_faces_recompute(reentrant: bool) -> None:
 
 def test_evaluation() -> None:
     model, inputs = subject("gpt2")
-    staging = cut(chart(model, inputs), ["transformer.h.3"])
+    staging = split_stages(trace_forward(model, inputs), ["transformer.h.3"])
     line = Line(model.eval(), staging)
     with torch.no_grad():
         output, _ = line.forward(inputs)
@@ -564,7 +564,7 @@ def test_what_earlier_stages_would_make_is_of_this_mode() -> None:
             return self.b(h) * (h.shape[1] + flag)
 
     model, x = Model().double(), {"x": torch.randn(2, 6, 8).double()}
-    line = Line(model, cut(chart(model, x), ["b"]))
+    line = Line(model, split_stages(trace_forward(model, x), ["b"]))
     for mode in (True, False, True):
         model.train(mode)
         for runner in line.runners.values():
@@ -579,7 +579,7 @@ def test_autocast() -> None:
         return m.c(m.b(h)) * scale, scale, high
 
     model, inputs = Written(forward), {"x": torch.randn(3, 8)}
-    line = Line(model, cut(chart(model, inputs), ["b", "c"]))
+    line = Line(model, split_stages(trace_forward(model, inputs), ["b", "c"]))
     with torch.autocast("cpu", torch.bfloat16):
         output, _ = line.forward(inputs)
         expected = model(**inputs)
@@ -590,14 +590,14 @@ def test_autocast() -> None:
 
 def test_torchs_own_dropout_has_its_own_names() -> None:
     x, randomness = torch.ones(4, 50), Randomness(0)
-    with Functions(randomness, selective=False):
+    with FunctionOverrides(randomness, selective=False):
         randomness.begin(0, [0, 1, 2, 3])
         by_place = torch.dropout(x, 0.5, True)
         randomness.begin(0, [0, 1, 2, 3])
         assert torch.equal(torch.dropout(x, p=0.5, train=True), by_place)
         assert torch.equal(torch.dropout(x, p=0.5, train=False), x)
-    assert dropouts(torch.dropout, (x,), {"p": 0.5, "train": True}) == 1
-    assert dropouts(torch.dropout, (x,), {"p": 0.5, "train": False}) == 0
+    assert count_dropouts(torch.dropout, (x,), {"p": 0.5, "train": True}) == 1
+    assert count_dropouts(torch.dropout, (x,), {"p": 0.5, "train": False}) == 0
 
 
 @pytest.mark.parametrize("name", ["deep", "sequential", "t5", "gpt2", "bert"])
@@ -607,7 +607,7 @@ def test_dropout_is_drawn_as_on_one_device(name: str) -> None:
     model = STAGED[name].build().double()
     inputs = double({k: v[:3] for k, v in STAGED[name].data().items() if k not in ("labels", "target")})
     points = atoms(model, inputs)
-    staging = cut(chart(model, inputs), [points[2], points[-1]])
+    staging = split_stages(trace_forward(model, inputs), [points[2], points[-1]])
 
     def randomness() -> Randomness:
         begun = Randomness(seed=3)
@@ -615,7 +615,7 @@ def test_dropout_is_drawn_as_on_one_device(name: str) -> None:
         return begun
 
     one = randomness()
-    with Functions(one, False):
+    with FunctionOverrides(one, False):
         expected = model(**inputs)
     assert one.drawn
     line = Line(model, staging)
@@ -625,23 +625,23 @@ def test_dropout_is_drawn_as_on_one_device(name: str) -> None:
         mine = randomness()
         runner = line.runners[stage.index]
         runner.skipped = mine.skip
-        with Functions(mine, False):
+        with FunctionOverrides(mine, False):
             sent, output = runner(
                 stage.index, inputs, {i: t for i, t in crossing.items() if stage.index in staging.values[i].targets}
             )
         crossing |= sent
         drawn += mine.drawn
     assert drawn == one.drawn
-    for a, b in zip(tensors(output), tensors(expected), strict=True):
+    for a, b in zip(tensors_in(output), tensors_in(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_blocks_count_their_own_masks() -> None:
     model, inputs = STAGED["deep"].build(), {"input_ids": torch.randint(0, 9, (2, 5))}
     blocks = [f"blocks.{i}" for i in range(7)]
-    counted = cut(chart(model, inputs), ["norm"], blocks)
+    counted = split_stages(trace_forward(model, inputs), ["norm"], blocks)
     assert {item.name: item.dropouts for item in counted.items if item.dropouts} == {"dropout": 1}
-    everywhere = cut(chart(model, inputs), ["norm"])
+    everywhere = split_stages(trace_forward(model, inputs), ["norm"])
     assert sum(item.dropouts for item in everywhere.items) == 1 + 7 * 2 + 1
 
 
@@ -651,9 +651,9 @@ def test_blocks_count_their_own_masks() -> None:
 def test_a_stage_holds_its_own_parameters() -> None:
     model, inputs = subject("tied")
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    staging = cut(chart(model, inputs), ["blocks.2", "blocks.4"])
+    staging = split_stages(trace_forward(model, inputs), ["blocks.2", "blocks.4"])
     runner = StageForward(model, staging, [1])
-    real = {n: p for n, p in model.named_parameters() if not isinstance(p, Ghost)}
+    real = {n: p for n, p in model.named_parameters() if not isinstance(p, PlaceholderTensor)}
     assert set(real) == set(staging.stages[1].weights) == {n for n in sizes if n.startswith(("blocks.2", "blocks.3"))}
     ghost = model.embedding.weight  # type: ignore[union-attr]
     assert ghost is model.head.weight and isinstance(ghost, nn.Parameter)  # type: ignore[union-attr]
@@ -663,10 +663,10 @@ def test_a_stage_holds_its_own_parameters() -> None:
     held = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in real.values()}
     assert sum(held.values()) == 8 * sum(sizes[n] for n in real)
     with pytest.raises(
-        CannotCut, match=r"embedding.weight.*another stage's, and its elements are read at test_cutting.py"
+        UnsupportedModel, match=r"embedding.weight.*another stage's, and its elements are read at test_cutting.py"
     ):
         ghost + 1
-    with pytest.raises(CannotCut, match=r"embedding.weight"):
+    with pytest.raises(UnsupportedModel, match=r"embedding.weight"):
         bool(ghost.sum() > 0)
     assert runner.programs.keys() == {1}
 
@@ -696,8 +696,8 @@ def to_meta(tensor: Tensor) -> Tensor:
 def test_a_chart_needs_no_data(name: str) -> None:
     model, inputs = subject(name)
     points = atoms(model, inputs)
-    real, meta = (chart(m, inputs) for m in (model, twin(model, to_meta)))
-    staging, *others = (cut(c, points[1::2]) for c in (real, meta, pickle.loads(pickle.dumps(real))))
+    real, meta = (trace_forward(m, inputs) for m in (model, twin_model(model, to_meta)))
+    staging, *others = (split_stages(c, points[1::2]) for c in (real, meta, pickle.loads(pickle.dumps(real))))
     assert [staging, pickle.loads(pickle.dumps(staging))] == others
 
 
@@ -706,7 +706,7 @@ def test_a_chart_leaves_no_trace() -> None:
     model.eval()
     before, modules = copy.deepcopy(model.state_dict()), [set(vars(m)) for m in model.modules()]
     state = torch.get_rng_state()
-    chart(model, inputs, profile=1)
+    trace_forward(model, inputs, profile=1)
     assert not any(m.training for m in model.modules()) and [set(vars(m)) for m in model.modules()] == modules
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
     assert torch.equal(torch.get_rng_state(), state)
@@ -714,7 +714,7 @@ def test_a_chart_leaves_no_trace() -> None:
 
 def test_candidates_weigh_each_part() -> None:
     model, inputs = subject("tied")
-    parts = candidates(chart(model, inputs, profile=3), [f"blocks.{i}" for i in range(7)])
+    parts = split_points(trace_forward(model, inputs, profile=3), [f"blocks.{i}" for i in range(7)])
     assert [p.module for p in parts] == ["embedding", *(f"blocks.{i}" for i in range(7)), "norm", "head"]
     assert sum(p.parameters for p in parts) == sum(p.numel() for p in model.parameters())
     assert parts[-1].parameters == 0 and parts[-1].flops == 2 * inputs["input_ids"].numel() * 32 * 67
@@ -724,7 +724,7 @@ def test_candidates_weigh_each_part() -> None:
 
 def test_candidates_descend_as_far_as_they_must() -> None:
     model, inputs = subject("convnet")
-    assert [a.module for a in candidates(chart(model, inputs))][:3] == ["stages.0.0", "stages.0.1", "stages.1.0"]
+    assert [a.module for a in split_points(trace_forward(model, inputs))][:3] == ["stages.0.0", "stages.0.1", "stages.1.0"]
     model, inputs = subject("bert")
     assert atoms(model, inputs)[:2] == ["bert.embeddings", "bert.encoder.layer.0"] and atoms(model, inputs)[-1] == "cls"
 
@@ -898,8 +898,8 @@ REFUSED: list[tuple[Callable, list[str], str]] = [
 def test_what_cannot_be_cut_is_named(forward: Callable, points: list[str], message: str) -> None:
     more = {} if forward is skips else {"e": Shelving() if forward is hands_out_an_object else Keeper()}
     model = Written(forward, **more)
-    with pytest.raises(CannotCut, match=message) as refused:
-        cut(chart(model, {"x": torch.randn(3, 8)}), points)
+    with pytest.raises(UnsupportedModel, match=message) as refused:
+        split_stages(trace_forward(model, {"x": torch.randn(3, 8)}), points)
     assert refused.value.field == "pipeline.cut"
 
 
@@ -912,9 +912,9 @@ def test_the_same_forwards_can_be_cut_elsewhere() -> None:
 
 def test_a_chart_without_data_asks_for_it_where_it_must() -> None:
     with pytest.raises(
-        CannotCut, match=r"reads elements of a tensor into Python at test_cutting.py:\d+: `if h.sum\(\)"
+        UnsupportedModel, match=r"reads elements of a tensor into Python at test_cutting.py:\d+: `if h.sum\(\)"
     ):
-        chart(Written(reads).to("meta"), {"x": torch.randn(3, 8)})
+        trace_forward(Written(reads).to("meta"), {"x": torch.randn(3, 8)})
 
 
 class Fickle(nn.Module):
@@ -934,15 +934,15 @@ class Fickle(nn.Module):
 def test_another_path_than_the_planned_one_is_refused() -> None:
     model = Fickle()
     positive, negative = {"x": torch.ones(3, 8)}, {"x": -torch.ones(3, 8)}
-    line = Line(model, cut(chart(model, positive), ["b"]))
+    line = Line(model, split_stages(trace_forward(model, positive), ["b"]))
     line.forward(positive)
     with pytest.raises(
-        CannotCut, match=r"b at test_cutting.py:\d+'.*another path than when it was planned, where c at"
+        UnsupportedModel, match=r"b at test_cutting.py:\d+'.*another path than when it was planned, where c at"
     ):
         line.forward(negative)
-    line = Line(model, cut(chart(model, negative), ["b"]))
+    line = Line(model, split_stages(trace_forward(model, negative), ["b"]))
     line.forward(negative)
-    with pytest.raises(CannotCut, match=r"mul at test_cutting.py:\d+'.*where b at"):
+    with pytest.raises(UnsupportedModel, match=r"mul at test_cutting.py:\d+'.*where b at"):
         line.runners[1](1, {"x": -torch.ones(5, 8)}, {0: torch.ones(5, 8)})
     line.forward(negative)  # a refused call leaves nothing behind
 
@@ -953,9 +953,9 @@ def test_a_path_that_ends_early_is_refused() -> None:
         return m.c(h) if x.sum() > 0 else h
 
     model, inputs = Written(forward), {"x": torch.ones(3, 8)}
-    line = Line(model, cut(chart(model, inputs), ["b"]))
+    line = Line(model, split_stages(trace_forward(model, inputs), ["b"]))
     line.forward(inputs)
-    with pytest.raises(CannotCut, match=r"'its end': the forward took another path .* where c at test_cutting.py"):
+    with pytest.raises(UnsupportedModel, match=r"'its end': the forward took another path .* where c at test_cutting.py"):
         line.forward({"x": -inputs["x"]})
 
 
@@ -971,9 +971,9 @@ def test_another_number_of_values_is_refused() -> None:
         return m.b(first) * second
 
     model, inputs = Written(forward, e=Several()), {"x": torch.ones(3, 8)}
-    line = Line(model, cut(chart(model, inputs), ["b"]))
+    line = Line(model, split_stages(trace_forward(model, inputs), ["b"]))
     line.forward(inputs)
-    with pytest.raises(CannotCut, match=r"e at test_cutting.py:\d+ with 3 tensors, not 2"):
+    with pytest.raises(UnsupportedModel, match=r"e at test_cutting.py:\d+ with 3 tensors, not 2"):
         line.forward({"x": torch.ones(5, 8)})
 
 
@@ -985,7 +985,7 @@ def test_an_error_of_the_model_is_its_own() -> None:
         return h
 
     model = Written(forward)
-    line = Line(model, cut(chart(model, {"x": torch.randn(3, 8)}), ["b"]))
+    line = Line(model, split_stages(trace_forward(model, {"x": torch.randn(3, 8)}), ["b"]))
     with pytest.raises(ValueError, match="too many"):
         line.forward({"x": torch.randn(4, 8)})
     line.forward({"x": torch.randn(3, 8)})

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from weft import data
-from weft.errors import DataError, LayoutError
-from weft.order import part
-from weft.text import END, Bytes, load_tokenizer, train_bpe
+from weft.core.data_order import data_rank_indices
+from weft.core.errors import DataError, LayoutError
+from weft.train import data
+from weft.train.tokenizer import END, Bytes, load_tokenizer, train_bpe
 
 SENTENCES = [f"the cat number {i} sat on the mat, très content.\n" for i in range(60)]
 
@@ -37,16 +37,16 @@ def bpe(tmp_path_factory):
 
 
 def test_part_as_in_the_picture():
-    assert part(8, 2, 0, 2) == [0, 1, 4, 5]
-    assert part(8, 2, 1, 2) == [2, 3, 6, 7]
-    assert part(6, 1, 0, 1) == list(range(6))
+    assert data_rank_indices(8, 2, 0, 2) == [0, 1, 4, 5]
+    assert data_rank_indices(8, 2, 1, 2) == [2, 3, 6, 7]
+    assert data_rank_indices(6, 1, 0, 1) == list(range(6))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("data_size", [1, 2, 4])
 def test_parts_make_the_same_microbatches_on_every_layout(accumulate, data_size):
     batch = 24
-    parts = [part(batch, accumulate, rank, data_size) for rank in range(data_size)]
+    parts = [data_rank_indices(batch, accumulate, rank, data_size) for rank in range(data_size)]
     assert sorted(chain(*parts)) == list(range(batch))
     for micro in range(accumulate):
         size = batch // accumulate // data_size
@@ -56,7 +56,7 @@ def test_parts_make_the_same_microbatches_on_every_layout(accumulate, data_size)
 
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(LayoutError, match=r"batch = 10: does not divide into 2 microbatches over 2 .*multiple of 4"):
-        part(10, 2, 0, 2)
+        data_rank_indices(10, 2, 0, 2)
     with pytest.raises(LayoutError):
         data.Loader(Numbers(50), 10, 0, accumulate=2, data_size=2)
 
@@ -108,7 +108,7 @@ def test_ranks_read_their_own_part_of_the_same_global_batch(data_size, accumulat
         dataset = Numbers(23)
         loader = data.Loader(dataset, 8, 5, accumulate=accumulate, data_rank=rank, data_size=data_size)
         mine = [next(loader)["x"].tolist() for _ in range(5)]
-        assert mine == [[step[i] for i in part(8, accumulate, rank, data_size)] for step in whole]
+        assert mine == [[step[i] for i in data_rank_indices(8, accumulate, rank, data_size)] for step in whole]
         assert dataset.read == list(chain(*mine))
 
 
@@ -297,8 +297,8 @@ def test_shapes():
 
 
 def test_shapes_can_be_learned():
-    from weft.losses import classification
-    from weft.models import convnet
+    from weft.nn.losses import classification
+    from weft.nn.models import convnet
 
     torch.manual_seed(0)
     model = convnet(channels=8, classes=4)

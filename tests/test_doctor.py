@@ -18,31 +18,31 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from weft.cli.app import app
 
-from weft import config
-from weft.cli import app
-from weft.doctor import (
-    alike,
-    circle,
+from weft.cli import doctor_run_check
+from weft.core import run_config
+from weft.launch.doctor import (
+    allreduce_check,
+    cgroups,
+    checks,
     clocks,
-    command,
-    confines,
-    fits,
+    compare_hosts,
     folder,
     gpus,
-    limits,
+    host_rendezvous,
     links,
     machine,
     network,
-    reach,
+    ports,
     report,
-    shared,
-    speed,
+    sandbox,
+    shared_folder,
 )
-from weft.doctor.command import Asked, Looked
-from weft.doctor.findings import Finding, Host
-from weft.doctor.limits import Failed, within
-from weft.launch.hosts import Meeting
+from weft.launch.doctor.checks import DoctorRequest, HostReport
+from weft.launch.doctor.findings import Finding, Host
+from weft.launch.doctor.sandbox import SandboxError, run_limited
+from weft.launch.rendezvous import Rendezvous
 
 RUN = """
 [model]
@@ -93,7 +93,7 @@ def last_words() -> None:
 
 def test_a_check_that_hangs_is_ended_and_cleans_up(tmp_path: Path) -> None:
     began = time.monotonic()
-    finding = command.made((0.5, partial(hang, tmp_path)))
+    finding = checks.run_check((0.5, partial(hang, tmp_path)))
     assert finding == Finding("hang", "wrong", "no answer within 0.5 s")
     assert (tmp_path / "cleaned").exists()
     assert time.monotonic() - began < 5
@@ -104,10 +104,10 @@ def test_one_that_does_not_end_by_being_asked_is_killed(monkeypatch: pytest.Monk
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
 
-    monkeypatch.setattr(limits, "GENTLE_S", 0.2)
+    monkeypatch.setattr(sandbox, "GENTLE_S", 0.2)
     began = time.monotonic()
-    with pytest.raises(Failed, match="no answer"):
-        within(0.5, deaf)
+    with pytest.raises(SandboxError, match="no answer"):
+        run_limited(0.5, deaf)
     assert time.monotonic() - began < 5
 
 
@@ -117,22 +117,22 @@ def test_one_that_does_not_end_by_being_asked_is_killed(monkeypatch: pytest.Monk
         (last_words, "killed by SIGKILL: the disk is gone"),
         (lambda: os._exit(3), "exited with code 3"),
         (lambda: 1 // 0, "ZeroDivisionError: integer division or modulo by zero"),
-        (lambda: config.load("no such file"), "run file = 'no such file': there is no such file."),
+        (lambda: run_config.load_run("no such file"), "run file = 'no such file': there is no such file."),
     ],
 )
 def test_a_check_that_fails_is_wrong_with_its_message(function: Callable[[], Any], says: str) -> None:
-    finding = command.made((20.0, function))
+    finding = checks.run_check((20.0, function))
     assert finding is not None
     assert finding.state == "wrong"
     assert finding.found.startswith(says)
 
 
 def many() -> int:
-    return sum(within(20.0, int, 1) for _ in range(300))
+    return sum(run_limited(20.0, int, 1) for _ in range(300))
 
 
 def test_a_child_that_is_ended_while_it_ends_never_becomes_its_parent() -> None:
-    assert within(120.0, many) == 300  # without care one in some 300 does
+    assert run_limited(120.0, many) == 300  # without care one in some 300 does
 
 
 # ---- one machine -----------------------------------------------------------------------------------------------------
@@ -149,21 +149,21 @@ def tree(root: Path, **files: str) -> Path:
 def test_a_control_group_of_version_2_and_those_above_it(tmp_path: Path) -> None:
     root = tree(tmp_path, proc__self__cgroup="0::/jobs/one\n", sys__fs__cgroup__jobs__cpu_DOT_max="150000 100000\n")
     tree(root, sys__fs__cgroup__jobs__one__cpu_DOT_max="max 100000", sys__fs__cgroup__jobs__one__memory_DOT_max="4096")
-    assert confines.cores(root) == 1.5
-    assert confines.memory_bytes(root) == 4096
+    assert cgroups.cores(root) == 1.5
+    assert cgroups.memory_bytes(root) == 4096
 
 
 def test_a_control_group_of_version_1(tmp_path: Path) -> None:
     cpu = "sys__fs__cgroup__cpu,cpuacct__"
     root = tree(tmp_path, proc__self__cgroup="4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n0::/\n")
     tree(root, **{f"{cpu}cpu_DOT_cfs_quota_us": "-1", f"{cpu}cpu_DOT_cfs_period_us": "100000"})
-    assert confines.cores(root) is None
+    assert cgroups.cores(root) is None
     tree(root, **{f"{cpu}cpu_DOT_cfs_quota_us": "50000"})
-    assert confines.cores(root) == 0.5  # in a container the group's own path is not there: the root is its group
+    assert cgroups.cores(root) == 0.5  # in a container the group's own path is not there: the root is its group
     tree(root, sys__fs__cgroup__memory__memory_DOT_limit_in_bytes=str(2**63 - 4096))
-    assert confines.memory_bytes(root) is None
+    assert cgroups.memory_bytes(root) is None
     tree(root, sys__fs__cgroup__memory__memory_DOT_limit_in_bytes="8192")
-    assert confines.memory_bytes(root) == 8192
+    assert cgroups.memory_bytes(root) == 8192
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,9 @@ def test_variables_that_choose_an_interface(name: str, value: str, state: str) -
 
 
 def test_a_sum_that_is_wrong_is_said() -> None:
-    assert speed.Sum(4, 1000, 0.5, True).bytes_per_s == 3000
-    assert speed.judge("gloo", speed.Sum(4, 1000, 0.5, True)).state == "ok"
-    assert speed.judge("gloo", speed.Sum(4, 1000, 0.5, False)).state == "wrong"
+    assert allreduce_check.AllReduceTiming(4, 1000, 0.5, True).bytes_per_s == 3000
+    assert allreduce_check.judge("gloo", allreduce_check.AllReduceTiming(4, 1000, 0.5, True)).state == "ok"
+    assert allreduce_check.judge("gloo", allreduce_check.AllReduceTiming(4, 1000, 0.5, False)).state == "wrong"
 
 
 # ---- the folder and the run ------------------------------------------------------------------------------------------
@@ -275,13 +275,13 @@ def test_room_for_checkpoints(kept: int, free: int, state: str) -> None:
     ("optimizer", "count"), [({"name": "adamw"}, 2), ({"name": "sgd"}, 0), ({"name": "sgd", "momentum": "0.9"}, 1)]
 )
 def test_what_an_optimizer_keeps(run_file: Path, optimizer: dict[str, str], count: int) -> None:
-    run = config.load(run_file, {f"optimizer.{key}": value for key, value in optimizer.items()} | {"optimizer.lr": "1"})
-    assert folder.states(run) == count
+    run = run_config.load_run(run_file, {f"optimizer.{key}": value for key, value in optimizer.items()} | {"optimizer.lr": "1"})
+    assert folder.state_count(run) == count
 
 
 def test_room_counts_what_the_run_keeps(run_file: Path, tmp_path: Path) -> None:
-    run = config.load(run_file, {"checkpoint.keep": "5", "checkpoint.keep_every": "2"})
-    facts = folder.room(run, tmp_path).facts
+    run = run_config.load_run(run_file, {"checkpoint.keep": "5", "checkpoint.keep_every": "2"})
+    facts = folder.checkpoint_room(run, tmp_path).facts
     assert facts["kept"] == 5 + 1 + 10 // 2
     assert facts["checkpoint_bytes"] == 12 * facts["parameters"] > 0
 
@@ -298,7 +298,7 @@ def test_room_counts_what_the_run_keeps(run_file: Path, tmp_path: Path) -> None:
 )
 def test_a_layout_on_hosts(axes: str, count: int, gpus: int, state: str, says: str) -> None:
     hosts = [host(str(i), cores={"usable": 2}, gpus={"gpus": [gpu()] * gpus}) for i in range(count)]
-    finding = fits.layout(axes, hosts)
+    finding = doctor_run_check.check_layout_fits(axes, hosts)
     assert finding.state == state
     assert says in finding.found
 
@@ -306,11 +306,11 @@ def test_a_layout_on_hosts(axes: str, count: int, gpus: int, state: str, says: s
 def test_workers_on_hosts() -> None:
     hosts = [host(str(i), cores={"usable": 2}, gpus={"gpus": [gpu()] * 4}) for i in range(3)]
     assert (
-        fits.layout("dp1", hosts, 2).found
+        doctor_run_check.check_layout_fits("dp1", hosts, 2).found
         == "the driver with its workers has 3 ranks, 1 on each host, over gloo on the CPU"
     )
-    assert fits.layout("dp1", hosts, 3).state == "wrong"
-    assert "3 ranks share 2 cores" in fits.layout("dp1", hosts[:1], 2).advice
+    assert doctor_run_check.check_layout_fits("dp1", hosts, 3).state == "wrong"
+    assert "3 ranks share 2 cores" in doctor_run_check.check_layout_fits("dp1", hosts[:1], 2).advice
 
 
 # ---- several hosts ---------------------------------------------------------------------------------------------------
@@ -332,18 +332,18 @@ def versions(**changed: str) -> dict[str, Any]:
 )
 def test_versions_that_disagree(changed: dict[str, str], state: str, says: str) -> None:
     hosts = [host("a", versions=versions()), host("b", versions=versions(**changed)), host("c", versions=versions())]
-    finding = alike.versions(hosts)
+    finding = compare_hosts.versions(hosts)
     assert finding.state == state
     assert says in finding.found
 
 
 def test_gpus_that_are_unlike() -> None:
     some, none = host("a", gpus={"gpus": [gpu(), gpu()]}), host("b", gpus={"gpus": []})
-    assert alike.gpus([none, none]) is None
-    alone = alike.gpus([some, some])
+    assert compare_hosts.gpus([none, none]) is None
+    alone = compare_hosts.gpus([some, some])
     assert alone is not None
     assert alone.state == "ok"
-    unlike = alike.gpus([some, none])
+    unlike = compare_hosts.gpus([some, none])
     assert unlike is not None
     assert (unlike.state, unlike.found) == ("note", "2 x X100 on a; none on b")
 
@@ -367,8 +367,8 @@ def test_clocks_that_differ(ahead: float, unsure: float, state: str) -> None:
 
 
 def test_a_host_that_is_not_reached_is_named() -> None:
-    assert reach.judge({"a": {}, "b": {}}).state == "ok"
-    finding = reach.judge({"a": {"c": "timed out"}, "b": {"c": "timed out"}, "c": {}})
+    assert ports.judge({"a": {}, "b": {}}).state == "ok"
+    finding = ports.judge({"a": {"c": "timed out"}, "b": {"c": "timed out"}, "c": {}})
     assert finding.state == "wrong"
     assert finding.found == "a does not reach c (timed out), and so 1 more, all from or to c"
 
@@ -376,8 +376,8 @@ def test_a_host_that_is_not_reached_is_named() -> None:
 def test_a_port_that_nobody_opened() -> None:
     with network.listening("127.0.0.1") as server:
         port = server.getsockname()[1]
-        assert reach._problem("127.0.0.1", port) is None
-    assert "refused" in str(reach._problem("127.0.0.1", port))
+        assert ports._problem("127.0.0.1", port) is None
+    assert "refused" in str(ports._problem("127.0.0.1", port))
 
 
 def test_links() -> None:
@@ -395,10 +395,10 @@ def test_links() -> None:
 
 
 def test_a_folder_that_is_not_shared() -> None:
-    assert shared.judge("/data", {"a": ([], 0.0), "b": ([], 0.3)}).state == "ok"
-    assert shared.judge("/data", {"a": ([], 0.0), "b": ([], 5.0)}).state == "note"
-    assert shared.judge("/data", {"a": ([], 0.0), "b": ([], None)}).state == "wrong"
-    finding = shared.judge("/data", {"a": (["b"], 0.0), "b": (["a"], None)})
+    assert shared_folder.judge("/data", {"a": ([], 0.0), "b": ([], 0.3)}).state == "ok"
+    assert shared_folder.judge("/data", {"a": ([], 0.0), "b": ([], 5.0)}).state == "note"
+    assert shared_folder.judge("/data", {"a": ([], 0.0), "b": ([], None)}).state == "wrong"
+    finding = shared_folder.judge("/data", {"a": (["b"], 0.0), "b": (["a"], None)})
     assert (finding.state, finding.found) == ("wrong", "a does not see in /data what b wrote")
 
 
@@ -408,9 +408,9 @@ def test_a_folder_that_is_not_shared() -> None:
 def test_what_hosts_have_alike_is_printed_once() -> None:
     fine, bad = Finding("cores", "ok", "2"), Finding("cores", "note", "1")
     hosts = [Host("a", "", (fine,)), Host("b", "", (bad,)), Host("c", "", (fine,))]
-    assert report.rows(Looked(hosts, [])) == [("a, c", fine), ("b", bad)]
-    assert report.rows(Looked(hosts[::2], [bad])) == [("all", fine), ("", bad)]
-    assert report.rows(Looked(hosts[:1], [])) == [("", fine)]
+    assert report.finding_rows(HostReport(hosts, [])) == [("a, c", fine), ("b", bad)]
+    assert report.finding_rows(HostReport(hosts[::2], [bad])) == [("all", fine), ("", bad)]
+    assert report.finding_rows(HostReport(hosts[:1], [])) == [("", fine)]
 
 
 def test_the_verdict() -> None:
@@ -486,8 +486,8 @@ def with_folder(folder: Path) -> list[int]:
 def test_nothing_is_left_of_one_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     own = environment(tmp_path)
     slow = (
-        "import time\nfrom weft.doctor import folder\nfolder._read = lambda file: time.sleep(100)\n"
-        "import sys, signal\nfrom weft.cli import main\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import time\nfrom weft.launch.doctor import folder\nfolder._read = lambda file: time.sleep(100)\n"
+        "import sys, signal\nfrom weft.cli.app import main\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"sys.argv = ['weft', 'doctor', '--folder', {str(tmp_path / 'tmp')!r}]\nmain()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", slow], env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -509,18 +509,18 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def seen(asked: Asked, change: Callable[[], None], file: Path) -> None:
+def seen(asked: DoctorRequest, change: Callable[[], None], file: Path) -> None:
     change()
-    file.write_bytes(pickle.dumps(command.meet(asked)))
+    file.write_bytes(pickle.dumps(checks.check_with_others(asked)))
 
 
-def met(folder: Path, count: int, meeting: Meeting, *changes: Callable[[], None], apart: bool = False) -> list[Looked]:
+def met(folder: Path, count: int, meeting: Rendezvous, *changes: Callable[[], None], apart: bool = False) -> list[HostReport]:
     """What each host that is started sees; each is a process in which something may be changed first. `apart`: each has
     a folder of its own."""
     places = [folder / f"of-{n}" if apart else folder for n in range(len(changes))]
     for place in places:
         place.mkdir(exist_ok=True)
-    asked = [Asked("0.1.0", folder=place, hosts=(count, count), meeting=meeting) for place in places]
+    asked = [DoctorRequest("0.1.0", folder=place, hosts=(count, count), meeting=meeting) for place in places]
     start, files = multiprocessing.get_context("fork").Process, [folder / f"{n}.pickle" for n in range(len(changes))]
     hosts = [start(target=seen, args=each) for each in zip(asked, changes, files, strict=True)]
     for each in hosts:
@@ -531,7 +531,7 @@ def met(folder: Path, count: int, meeting: Meeting, *changes: Callable[[], None]
     return [pickle.loads(file.read_bytes()) for file in files]
 
 
-def findings(looked: Looked) -> dict[str, Finding]:
+def findings(looked: HostReport) -> dict[str, Finding]:
     return {finding.name: finding for finding in looked.between}
 
 
@@ -540,18 +540,18 @@ def nothing() -> None:
 
 
 def an_hour_ahead() -> None:
-    command.clocks.clocks = partial(clocks.clocks, clock=lambda: time.time() + 3600)  # type: ignore[assignment]
+    checks.clocks.clocks = partial(clocks.clocks, clock=lambda: time.time() + 3600)  # type: ignore[assignment]
 
 
 def another_weft() -> None:
-    true = machine.versions
-    command.machine.versions = lambda weft: true("0.0.9")  # type: ignore[assignment]
+    true = machine.version_finding
+    checks.machine.versions = lambda weft: true("0.0.9")  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("how", ["port", "file"])
 def test_three_hosts(tmp_path: Path, how: str) -> None:
     file = str(tmp_path / "meeting")
-    meeting = Meeting("127.0.0.1", free_port()) if how == "port" else Meeting(file=file)
+    meeting = Rendezvous("127.0.0.1", free_port()) if how == "port" else Rendezvous(file=file)
     everyone = met(tmp_path, 3, meeting, nothing, nothing, nothing)
     assert sorted(each.place.number for each in everyone if each.place) == [0, 1, 2]
     assert [each.passed for each in everyone] == [True] * 3, [each.between for each in everyone]
@@ -565,7 +565,7 @@ def test_three_hosts(tmp_path: Path, how: str) -> None:
 
 
 def test_hosts_that_are_not_alike(tmp_path: Path) -> None:
-    meeting = Meeting("127.0.0.1", free_port())
+    meeting = Rendezvous("127.0.0.1", free_port())
     everyone = met(tmp_path, 3, meeting, nothing, an_hour_ahead, another_weft)
     assert [each.passed for each in everyone] == [False] * 3
     first = next(each for each in everyone if each.place and each.place.number == 0)
@@ -576,8 +576,8 @@ def test_hosts_that_are_not_alike(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_its_own_on_each_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "PATIENCE_S", 1.0)
-    everyone = met(tmp_path, 2, Meeting("127.0.0.1", free_port()), nothing, nothing, apart=True)
+    monkeypatch.setattr(shared_folder, "PATIENCE_S", 1.0)
+    everyone = met(tmp_path, 2, Rendezvous("127.0.0.1", free_port()), nothing, nothing, apart=True)
     first = next(each for each in everyone if each.place and each.place.number == 0)
     finding = findings(first)["shared folder"]
     assert finding.state == "wrong"
@@ -587,9 +587,9 @@ def test_a_folder_of_its_own_on_each_host(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_store_that_goes(tmp_path: Path) -> None:
     def ends() -> None:
-        command.look = lambda asked: os._exit(9)  # type: ignore[assignment]
+        checks.check_host = lambda asked: os._exit(9)  # type: ignore[assignment]
 
-    first, second = met(tmp_path, 2, Meeting("127.0.0.1", free_port()), ends, partial(time.sleep, 1.0))
+    first, second = met(tmp_path, 2, Rendezvous("127.0.0.1", free_port()), ends, partial(time.sleep, 1.0))
     assert findings(first)["meeting"].found == "exited with code 9"
     assert findings(second)["meeting"].state == "wrong"
     assert not second.passed
@@ -597,8 +597,8 @@ def test_a_store_that_goes(tmp_path: Path) -> None:
 
 
 def test_a_host_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circle, "JOIN_S", 4.0)
-    everyone = met(tmp_path, 3, Meeting("127.0.0.1", free_port()), nothing, nothing)
+    monkeypatch.setattr(host_rendezvous, "JOIN_S", 4.0)
+    everyone = met(tmp_path, 3, Rendezvous("127.0.0.1", free_port()), nothing, nothing)
     assert [each.passed for each in everyone] == [False] * 2
     first = next(each for each in everyone if each.place and each.place.number == 0)
     assert findings(first)["hosts"].found.startswith("2 of 3 came: ")
@@ -607,25 +607,25 @@ def test_a_host_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_all_hosts_end_with_what_the_first_found(tmp_path: Path) -> None:
     def odd() -> None:
-        command.compared = lambda asked, hosts: [Finding("odd", "wrong", "")]  # type: ignore[assignment]
+        checks.compare_findings = lambda asked, hosts: [Finding("odd", "wrong", "")]  # type: ignore[assignment]
 
-    _, second = met(tmp_path, 2, Meeting("127.0.0.1", free_port()), odd, partial(time.sleep, 1.0))
+    _, second = met(tmp_path, 2, Rendezvous("127.0.0.1", free_port()), odd, partial(time.sleep, 1.0))
     assert "odd" not in findings(second)
     assert not second.passed
 
 
 def test_a_host_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow() -> None:
-        command.look = lambda asked: iter([time.sleep(8)][:0])  # type: ignore[assignment]
+        checks.check_host = lambda asked: iter([time.sleep(8)][:0])  # type: ignore[assignment]
 
-    monkeypatch.setattr(circle, "JOIN_S", 2.0)
-    _, late = met(tmp_path, 2, Meeting("127.0.0.1", free_port()), slow, partial(time.sleep, 5.0))
+    monkeypatch.setattr(host_rendezvous, "JOIN_S", 2.0)
+    _, late = met(tmp_path, 2, Rendezvous("127.0.0.1", free_port()), slow, partial(time.sleep, 5.0))
     assert "did not wait for this host" in findings(late)["meeting"].found
 
 
 def test_one_host_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circle, "JOIN_S", 10.0)
-    everyone = met(tmp_path, 2, Meeting("127.0.0.1", free_port()), nothing, nothing, nothing)
+    monkeypatch.setattr(host_rendezvous, "JOIN_S", 10.0)
+    everyone = met(tmp_path, 2, Rendezvous("127.0.0.1", free_port()), nothing, nothing, nothing)
     assert sorted(each.passed for each in everyone) == [False, True, True]
     left = next(each for each in everyone if each.place is None)
     assert "2 hosts are there already" in findings(left)["meeting"].found
@@ -633,9 +633,9 @@ def test_one_host_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_where_something_else_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circle, "JOIN_S", 2.0)
-    monkeypatch.setattr(circle, "ANSWER_S", 2.0)
+    monkeypatch.setattr(host_rendezvous, "JOIN_S", 2.0)
+    monkeypatch.setattr(host_rendezvous, "ANSWER_S", 2.0)
     with network.listening("127.0.0.1") as taken:
-        [alone] = met(tmp_path, 2, Meeting("127.0.0.1", taken.getsockname()[1]), nothing)
+        [alone] = met(tmp_path, 2, Rendezvous("127.0.0.1", taken.getsockname()[1]), nothing)
     assert "nobody answers" in findings(alone)["meeting"].found
     assert len(alone.hosts[0].findings) > 8  # its own are there all the same

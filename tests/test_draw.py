@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 import pytest
 from rich.text import Text
 from typer.testing import CliRunner, Result
+from weft.cli.app import app
 
-from weft import schedule
-from weft.cli import app
-from weft.costs import Costs
-from weft.draw import perfetto, svg, text
-from weft.schedules import Action, from_csv, to_csv
-from weft.simulate import simulate
-from weft.timeline import Timeline
+from weft.core.schedule import Action, from_csv, to_csv
+from weft.pipeline import schedules
+from weft.pipeline.action_costs import ActionCosts
+from weft.pipeline.draw import perfetto, svg, text
+from weft.pipeline.simulator import simulate
+from weft.pipeline.timeline import Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 MEASURED = Timeline.of(
@@ -28,8 +28,8 @@ MEASURED = Timeline.of(
 )
 
 
-def simulated(name: str, ranks: int, microbatches: int, costs: Costs | None = None) -> Timeline:
-    return simulate(schedule.make(name, ranks, microbatches), costs)
+def simulated(name: str, ranks: int, microbatches: int, costs: ActionCosts | None = None) -> Timeline:
+    return simulate(schedules.make_schedule(name, ranks, microbatches), costs)
 
 
 # ---- terminal ------------------------------------------------------------------------------------------------------
@@ -54,13 +54,13 @@ def test_plain_picture() -> None:
 def test_equal_actions_have_equal_cells(colour: bool) -> None:
     rows = [
         text([("x", simulated("zb-h1", 4, 9, costs))], colour=colour).plain.splitlines()[1:5]
-        for costs in (Costs(1.0, 1.0, 1.0), Costs(0.1, 0.1, 0.1), Costs(0.7e-3, 0.7e-3, 0.7e-3))
+        for costs in (ActionCosts(1.0, 1.0, 1.0), ActionCosts(0.1, 0.1, 0.1), ActionCosts(0.7e-3, 0.7e-3, 0.7e-3))
     ]
     assert rows[0] == rows[1] == rows[2], "whatever the rounding of their times"
 
 
 def test_small_letters_for_later_stages() -> None:
-    rows = text([("x", simulated("interleaved", 2, 2, Costs(0.5, 0.5, 0.5)))], width=80).plain.splitlines()
+    rows = text([("x", simulated("interleaved", 2, 2, ActionCosts(0.5, 0.5, 0.5)))], width=80).plain.splitlines()
     assert rows[1].startswith("rank 0  F0 F1 f0 f1")
     assert "small letters" in rows[-1]
 
@@ -73,7 +73,7 @@ def test_ascii() -> None:
 @pytest.mark.parametrize("width", [40, 63, 80, 120, 300])
 def test_no_line_is_wider_than_the_terminal(width: int, colour: bool) -> None:
     for name, ranks, microbatches in [("1f1b", 8, 32), ("zb-v", 2, 2), ("interleaved", 4, 128), ("pipedream", 12, 3)]:
-        costs = Costs(forward_s=0.0123, comm_s=0.001, activation_bytes=123e6)
+        costs = ActionCosts(forward_s=0.0123, comm_s=0.001, activation_bytes=123e6)
         picture = text([(name, simulated(name, ranks, microbatches, costs))], width=width, colour=colour)
         rows = [row for row in picture.plain.splitlines() if row.startswith("rank ")]
         assert len(rows) == 2 * ranks
@@ -135,7 +135,7 @@ def boxes(picture: str) -> list[tuple[str, float, float, float]]:
     [("1f1b", 2, 2), ("1f1b", 8, 32), ("interleaved", 4, 64), ("zb-h1", 40, 40), ("zb-v", 1, 1), ("gpipe", 300, 10)],
 )
 def test_texts_do_not_overlap_and_stay_inside(name: str, ranks: int, microbatches: int) -> None:
-    costs = Costs(0.0011, 0.0012, 0.0013, activation_bytes=123456789.0)
+    costs = ActionCosts(0.0011, 0.0012, 0.0013, activation_bytes=123456789.0)
     timeline = simulated(name, ranks, microbatches, costs)
     picture = svg([("predicted: " + name, timeline), ("again", timeline)])
     root = ElementTree.fromstring(picture)
@@ -195,7 +195,7 @@ def test_narrow_cells_merge() -> None:
 
 
 def test_nothing_to_draw() -> None:
-    for timeline in (Timeline.of([[], []]), simulated("1f1b", 2, 2, Costs(0.0, 0.0, 0.0))):
+    for timeline in (Timeline.of([[], []]), simulated("1f1b", 2, 2, ActionCosts(0.0, 0.0, 0.0))):
         assert "makespan 0 s" in text([("x", timeline)]).plain
         ElementTree.fromstring(svg([("x", timeline)]))
         json.loads(perfetto([("x", timeline)]))
@@ -284,8 +284,8 @@ def test_options_of_a_schedule() -> None:
 def test_a_solved_schedule_is_made_for_the_costs() -> None:
     args = ["--ranks", "2", "--microbatches", "3", "--forward", "1,4", "--weight", "3,1", "--json"]
     [found] = json.loads(run("solved", "--set", "evaluations=20", *args).output)
-    costs = Costs(forward_s=(1.0, 4.0), weight_s=(3.0, 1.0))
-    meant, other = (schedule.make("solved", 2, 3, evaluations=20, **extra) for extra in ({"costs": costs}, {}))
+    costs = ActionCosts(forward_s=(1.0, 4.0), weight_s=(3.0, 1.0))
+    meant, other = (schedules.make_schedule("solved", 2, 3, evaluations=20, **extra) for extra in ({"costs": costs}, {}))
     assert found["makespan_s"] == simulate(meant, costs).makespan_s < simulate(other, costs).makespan_s
 
 
@@ -296,11 +296,11 @@ def test_files(tmp_path: Path) -> None:
         assert result.exit_code == 0 and not result.output, result.output
     ElementTree.fromstring(image.read_text())
     assert json.loads(trace.read_text())["traceEvents"]
-    made = schedule.make("zb-v", 2, 4)
+    made = schedules.make_schedule("zb-v", 2, 4)
     assert from_csv(table.read_text(), "zb-v") == made
 
     again = json.loads(run(str(table), "--json").output)
-    assert again[0]["schedule"] == "x" and again[0]["makespan_s"] == simulate(made, Costs(0.5, 0.5, 0.5)).makespan_s
+    assert again[0]["schedule"] == "x" and again[0]["makespan_s"] == simulate(made, ActionCosts(0.5, 0.5, 0.5)).makespan_s
 
 
 @pytest.mark.parametrize(
@@ -329,6 +329,6 @@ def test_refusals(args: list[str], message: str) -> None:
 
 def test_a_table_with_faults_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text(to_csv(schedule.make("1f1b", 2, 2)).replace("1B1", "1B1,1B1"))
+    path.write_text(to_csv(schedules.make_schedule("1f1b", 2, 2)).replace("1B1", "1B1,1B1"))
     result = run(str(path))
     assert result.exit_code == 2 and "1B1 on rank 1 stands twice" in result.output

@@ -16,14 +16,14 @@ from commands import Command, children
 from test_faults import Slow, steps_of, weights
 from test_trainer import RUN
 from typer.testing import CliRunner
+from weft.cli.app import app
 
-from weft import config
-from weft.cli import app
-from weft.errors import ConfigError, LayoutError
-from weft.launch import agent
-from weft.launch.fewer import fitted, smaller
-from weft.launch.hosts import Meeting, interface, nodes
-from weft.layout import Layout
+from weft.core import run_config
+from weft.core.errors import ConfigError, LayoutError
+from weft.core.layout import Layout
+from weft.launch import elastic_agent
+from weft.launch.rendezvous import Rendezvous, interface_of, parse_nodes
+from weft.train.elastic_layout import shrink_to, smaller_layouts
 
 STEPS = 90
 
@@ -31,8 +31,8 @@ STEPS = 90
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """All hosts are this one: none takes long to come, or to hear of the end."""
-    monkeypatch.setattr(agent, "MORE_S", 4.0)
-    monkeypatch.setattr(agent, "LINGER_S", 1.0)
+    monkeypatch.setattr(elastic_agent, "MORE_S", 4.0)
+    monkeypatch.setattr(elastic_agent, "LINGER_S", 1.0)
 
 
 class Slower(Slow):
@@ -172,51 +172,51 @@ def test_hosts_with_other_settings_do_not_run_together(tmp_path: Path) -> None:
     ],
 )
 def test_layouts_of_fewer_ranks(axes: str, ranks: int, best: list[str]) -> None:
-    found = [str(layout) for layout in smaller(Layout.parse(axes), ranks)]
+    found = [str(layout) for layout in smaller_layouts(Layout.parse(axes), ranks)]
     assert found[: len(best)] == best
     assert len(found) == len(set(found)) and all(Layout.parse(text).world <= ranks for text in found)
 
 
 def test_the_layout_that_takes_its_place(tmp_path: Path) -> None:
-    run = config.load(written(tmp_path), {"layout.axes": "dp4.tp2", "layout.elastic": "true"})
-    assert fitted(run, 9) is run and fitted(run, 8) is run
-    assert [fitted(run, ranks).layout.axes for ranks in (7, 6, 5, 3, 1)] == [
+    run = run_config.load_run(written(tmp_path), {"layout.axes": "dp4.tp2", "layout.elastic": "true"})
+    assert shrink_to(run, 9) is run and shrink_to(run, 8) is run
+    assert [shrink_to(run, ranks).layout.axes for ranks in (7, 6, 5, 3, 1)] == [
         "dp3.tp2", "dp3.tp2", "dp2.tp2", "tp2", "dp1",
     ]  # fmt: skip
-    named = config.load(written(tmp_path), {"layout.axes": "dp4.tp2", "layout.elastic": '["dp2.tp2", "tp2"]'})
-    assert [fitted(named, ranks).layout.axes for ranks in (7, 4, 3)] == ["dp2.tp2", "dp2.tp2", "tp2"]
+    named = run_config.load_run(written(tmp_path), {"layout.axes": "dp4.tp2", "layout.elastic": '["dp2.tp2", "tp2"]'})
+    assert [shrink_to(named, ranks).layout.axes for ranks in (7, 4, 3)] == ["dp2.tp2", "dp2.tp2", "tp2"]
     with pytest.raises(LayoutError, match="no layout of at most 1 ranks can take its place"):
-        fitted(named, 1)
+        shrink_to(named, 1)
     for text, says in (("3", "neither true nor a list"), ('["dp2", "xx"]', "is not an axis with a size")):
         with pytest.raises((ConfigError, LayoutError), match=says):
-            config.load(written(tmp_path), {"layout.elastic": text})
+            run_config.load_run(written(tmp_path), {"layout.elastic": text})
 
 
 NAMES = {"head": "127.0.1.1"}
 
 
 def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert nodes("4") == (4, 4) and nodes("2:4") == (2, 4)
+    assert parse_nodes("4") == (4, 4) and parse_nodes("2:4") == (2, 4)
     for text in ("", "0", "4:2", "two", "2:4:6", "-1"):
         with pytest.raises(ConfigError, match="is no number of hosts"):
-            nodes(text)
+            parse_nodes(text)
     for text, wants in (
         ("a.b:5", "a.b:5"), ("tcp://10.0.0.1:7", "10.0.0.1:7"), ("head", "head:29400"), ("[::1]:80", "[::1]:80"),
         (f"file://{tmp_path}/x", f"file://{tmp_path}/x"),
     ):  # fmt: skip
-        assert str(Meeting.parse(text)) == wants
+        assert str(Rendezvous.parse(text)) == wants
     for text in ("", "http://x", "a:b", "x:99999", "x:0", "file://x", "file:///no/such/folder", "env://", "a b"):
         with pytest.raises(ConfigError, match="--rdzv"):
-            Meeting.parse(text)
+            Rendezvous.parse(text)
     monkeypatch.setenv("MASTER_ADDR", "head")
     monkeypatch.setenv("MASTER_PORT", "17")
-    assert Meeting.parse("env://") == Meeting("head", 17)
-    here = Meeting.parse("127.0.0.1:1")
-    assert here.address() == "127.0.0.1" and here.here() and interface("127.0.0.1") == "lo"
+    assert Rendezvous.parse("env://") == Rendezvous("head", 17)
+    here = Rendezvous.parse("127.0.0.1:1")
+    assert here.address() == "127.0.0.1" and here.here() and interface_of("127.0.0.1") == "lo"
     monkeypatch.setattr("socket.getaddrinfo", lambda host, port, **how: [(2, 2, 0, "", (NAMES.get(host, host), port))])
-    named = Meeting("head", 17)  # which stands for a loopback on itself
-    assert named.here() and named.address() == Meeting(file="/x").address()
-    assert not Meeting.parse("192.0.2.9").here() and interface("192.0.2.9") is None
+    named = Rendezvous("head", 17)  # which stands for a loopback on itself
+    assert named.here() and named.address() == Rendezvous(file="/x").address()
+    assert not Rendezvous.parse("192.0.2.9").here() and interface_of("192.0.2.9") is None
 
 
 @pytest.mark.parametrize(

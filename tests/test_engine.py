@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft.errors import CannotCut, ConfigError
-from weft.losses import classification, next_token
-from weft.models import convnet, decoder
+from weft.core.errors import ConfigError, UnsupportedModel
+from weft.nn.losses import classification, next_token
+from weft.nn.models import convnet, decoder
 
 VOCAB, LENGTH, BATCH = 64, 16, 8
 tiny = partial(decoder, VOCAB, 32, 2, 4, 2, seq_len=LENGTH)
@@ -150,7 +150,7 @@ class NoAttention(nn.Module):
 
 def test_selective_recompute_without_an_attention_core_is_refused() -> None:
     e = engine("dp1", NoAttention, lambda out, b: (out.sum(), torch.tensor(8.0)), recompute="selective")
-    with pytest.raises(CannotCut, match="never calls scaled_dot_product_attention"):
+    with pytest.raises(UnsupportedModel, match="never calls scaled_dot_product_attention"):
         e.step({"features": torch.randn(BATCH, 4)})
 
 
@@ -238,7 +238,7 @@ def guessed(build: Any, sample: bool) -> None:
 
 
 def test_a_guess_that_changes_the_output_is_refused(pool: Any) -> None:
-    with pytest.raises(CannotCut, match=r"laid so, the model's output changes by 0\.\d+"):
+    with pytest.raises(UnsupportedModel, match=r"laid so, the model's output changes by 0\.\d+"):
         pool.run(guessed, Interleaved, True, world=2)
     pool.run(guessed, tiny, True, world=2)
 

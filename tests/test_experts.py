@@ -15,14 +15,15 @@ from test_context import holds, tokens
 from torch import Tensor, nn
 
 import weft
-from weft import config, dispatch
-from weft.chart import chart
-from weft.config import Run
+from weft.core import run_config
+from weft.core.errors import Refusal
+from weft.core.run_config import RunConfig
 from weft.engine import Engine
-from weft.errors import Refusal
-from weft.launch.processes import Pool
-from weft.losses import next_token
-from weft.models import decoder
+from weft.launch.local_workers import Pool
+from weft.nn.losses import next_token
+from weft.nn.models import decoder
+from weft.parallel import expert_dispatch
+from weft.pipeline.capture.graph import trace_forward
 from weft.train.trainer import train
 
 VOCAB = 67
@@ -61,7 +62,7 @@ def test_a_chart_without_data(kind: str) -> None:
     with torch.device("meta"):
         bare = hugging_face(kind)
     model = hugging_face(kind)
-    there, here = ([(e.name, e.flops) for e in chart(one, ids).events] for one in (bare, model))
+    there, here = ([(e.name, e.flops) for e in trace_forward(one, ids).events] for one in (bare, model))
     assert there == here
     experts = sum(flops for name, flops in there if name.endswith("mlp.experts"))
     active, width = 2, 48 if kind == "mixtral" else 24
@@ -351,13 +352,13 @@ def order(kind: str, recompute: str) -> list[str]:
     plan = weft.plan(model, "ep2", batch=4, loss=next_token, recompute=recompute)
     engine = Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        start, wait = dispatch._Trip.start, dispatch._Trip.wait
+        start, wait = expert_dispatch._AsyncAllToAll.start, expert_dispatch._AsyncAllToAll.wait
         patch.setattr(
-            dispatch._Trip,
+            expert_dispatch._AsyncAllToAll,
             "start",
             lambda self, x, back: said.append("back" if back else "out") or start(self, x, back),
         )
-        patch.setattr(dispatch._Trip, "wait", lambda self: said.append("wait") or wait(self))
+        patch.setattr(expert_dispatch._AsyncAllToAll, "wait", lambda self: said.append("wait") or wait(self))
         engine.step(engine.local({"input_ids": torch.randint(0, VOCAB, (4, 8))}))
     return said
 
@@ -426,15 +427,15 @@ lr = 1e-2
 """
 
 
-def made(folder: Path, axes: str, steps: int = 4, **model: Any) -> Run:
+def made(folder: Path, axes: str, steps: int = 4, **model: Any) -> RunConfig:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(RUN)
     overrides = {f"model.{key}": value for key, value in model.items()}
     overrides |= {"layout.axes": axes, "train.steps": steps, "checkpoint.every": steps, "output": str(folder / "out")}
-    return config.load(folder / "run.toml", {key: json.dumps(value) for key, value in overrides.items()})
+    return run_config.load_run(folder / "run.toml", {key: json.dumps(value) for key, value in overrides.items()})
 
 
-def lines(run: Run) -> list[dict[str, Any]]:
+def lines(run: RunConfig) -> list[dict[str, Any]]:
     return [json.loads(text) for text in (Path(run.output) / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -18,11 +18,11 @@ import torch
 from commands import Command, children, launched
 from test_trainer import RUN, Ramps
 
-from weft import checkpoint
-from weft.errors import DamagedCheckpoint, WeftError, WorkerDied
-from weft.launch.restarts import survive
-from weft.shards import whole
-from weft.train.watchdog import Where, report
+from weft.checkpoint import store
+from weft.core.errors import DamagedCheckpoint, WeftError, WorkerDied
+from weft.core.shards import whole_shard
+from weft.launch.restarts import run_with_restarts
+from weft.train.watchdog import RankLocation, hang_report
 
 STEPS = 40
 
@@ -51,10 +51,10 @@ def begun(folder: Path, axes: str, *more: str, launcher: tuple[str, ...] = ()) -
 
 
 def weights(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    contents = checkpoint.inspect(folder / "out" / "checkpoints")
+    contents = store.read_index(folder / "out" / "checkpoints")
     assert contents.step == steps
     found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
-    checkpoint.load(folder / "out" / "checkpoints", None, [whole(name, tensor) for name, tensor in found.items()])
+    store.load_checkpoint(folder / "out" / "checkpoints", None, [whole_shard(name, tensor) for name, tensor in found.items()])
     return found
 
 
@@ -97,7 +97,7 @@ def test_a_run_that_is_told_to_stop_says_that_it_goes_on(tmp_path: Path, number:
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert re.search(r"stopped +saved after step \d+; --resume goes on", output) and "going on from" not in output
-    assert 3 <= checkpoint.inspect(tmp_path / "out" / "checkpoints").step < STEPS
+    assert 3 <= store.read_index(tmp_path / "out" / "checkpoints").step < STEPS
     with begun(tmp_path, "dp2", "--resume") as process:
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
@@ -120,18 +120,18 @@ def test_a_rank_that_stops_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_is_said_of_a_hang() -> None:
-    here = Where(
+    here = RankLocation(
         "step 4", "waits in all_reduce, at a.py:3 in f", [("0", [0, 1, 2], 7, "all_reduce of float [5]")], {"0": 7}
     )
-    there = Where("step 4", "is in no collective, but at b.py:7", [], {"0": 6})
-    assert "rank 1 is in no collective, and is waited for" in report({0: here, 1: there, 2: here}, 3, 5)
-    assert "  rank 1: after step 4, is in no collective, but at b.py:7" in report({0: here, 1: there}, 2, 5)
-    assert "all ranks are in collectives, which do not meet" in report({0: here, 1: here}, 2, 5)
-    assert "of rank 1, 2 nothing is heard" in report({0: here}, 3, 5)
+    there = RankLocation("step 4", "is in no collective, but at b.py:7", [], {"0": 6})
+    assert "rank 1 is in no collective, and is waited for" in hang_report({0: here, 1: there, 2: here}, 3, 5)
+    assert "  rank 1: after step 4, is in no collective, but at b.py:7" in hang_report({0: here, 1: there}, 2, 5)
+    assert "all ranks are in collectives, which do not meet" in hang_report({0: here, 1: here}, 2, 5)
+    assert "of rank 1, 2 nothing is heard" in hang_report({0: here}, 3, 5)
     what = "    collective number 7 of ranks 0, 1, 2, all_reduce of float [5]: "
-    assert what + "rank 1 has not begun it\n" in report({0: here, 1: there, 2: here}, 3, 5)
-    assert what + "rank 1 has not begun it; rank 2 does not answer" in report({0: here, 1: there}, 3, 5)
-    assert what + "all have begun it" in report({0: here, 1: here, 2: here}, 3, 5)
+    assert what + "rank 1 has not begun it\n" in hang_report({0: here, 1: there, 2: here}, 3, 5)
+    assert what + "rank 1 has not begun it; rank 2 does not answer" in hang_report({0: here, 1: there}, 3, 5)
+    assert what + "all have begun it" in hang_report({0: here, 1: here, 2: here}, 3, 5)
 
 
 @pytest.mark.parametrize("what", ["index", "rank"])
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, wh
         process.terminate()
         process.communicate(timeout=60)
     folder = tmp_path / "out" / "checkpoints"
-    last, before = (checkpoint.steps(folder)[place] for place in (-1, -2))
+    last, before = (store.saved_steps(folder)[place] for place in (-1, -2))
     file = next(path for path in sorted((folder / f"step-{last:06d}").iterdir()) if path.name.startswith(what))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -183,7 +183,7 @@ def test_when_a_run_is_not_started_anew() -> None:
 
     def tried(errors: list[Any], steps: list[int | None], restarts: int = 3) -> str:
         started.clear()
-        return survive(lambda resume: start(errors, resume), lambda: steps.pop(0), lambda: bool(steps), False, restarts)
+        return run_with_restarts(lambda resume: start(errors, resume), lambda: steps.pop(0), lambda: bool(steps), False, restarts)
 
     assert tried([died(), died("gone")], [2, 4]) == "done" and started == [False, True, True]
     assert tried([died(), died(), died()], [2, 2, 2]) == "done"  # nothing says that it will be killed again

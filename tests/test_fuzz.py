@@ -16,21 +16,25 @@ import numpy as np
 import pytest
 import torch
 
-from weft import checkpoint, config, huggingface, schedule, schedules
-from weft.checkpoint import Keep
-from weft.cost import dims, hardware
-from weft.cost.choices import Choices
-from weft.cost.estimate import estimate
-from weft.cost.hardware import Cluster
-from weft.cost.practice import Practice
-from weft.costs import Costs
-from weft.errors import CheckpointError, WeftError
-from weft.layout import Layout
-from weft.shards import whole
+from weft.checkpoint import store
+from weft.checkpoint.store import Retention
+from weft.core import run_config
+from weft.core.errors import CheckpointError, WeftError
+from weft.core.layout import Layout
+from weft.core.schedule import from_csv, to_csv
+from weft.core.shards import whole_shard
+from weft.pipeline import schedules
+from weft.pipeline.action_costs import ActionCosts
+from weft.planner.cost import hardware, transformer_work
+from weft.planner.cost.estimate import estimate
+from weft.planner.cost.hardware import Cluster
+from weft.planner.cost.layout_batch import LayoutBatch
+from weft.planner.cost.precision_policy import PrecisionPolicy
+from weft.train import hf_checkpoint
 
 COUNT = int(os.environ.get("FUZZ", "300"))
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.toml"))
-SMALL = dims.work(dims.Dims(2, 64, 4, 100, 32, 256), "fp32")
+SMALL = transformer_work.transformer_work(transformer_work.TransformerDims(2, 64, 4, 100, 32, 256), "fp32")
 WORDS = (
     "=", "[", "]", '"', "\n", "1", "-1", "1e400", "nan", "inf", "true", "{}", "[]", "''", "\0", "é", "dp2", "..", "0x1",
     "1979-05-27", "9" * 21, "[model]", "hf = 1", "build = 3", "F0", "B1", ",,", "W", "../x", "\ufeff",
@@ -93,15 +97,15 @@ def test_run_files(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     for text in each([path.read_text() for path in EXAMPLES], 0):
         file.write_text(text, encoding="utf-8")
-        survives(lambda: config.load(file), text)
+        survives(lambda: run_config.load_run(file), text)
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 def test_files_of_a_checkpoint_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     state = {f"layers.{i}": torch.randn(7, 5) for i in range(4)} | {"step": torch.tensor(3)}
-    pieces = [whole(name, tensor) for name, tensor in state.items()]
-    checkpoint.save(tmp_path, 1, pieces, {"steps_done": 1}, {"layout": "dp1"}, Keep(1))
+    pieces = [whole_shard(name, tensor) for name, tensor in state.items()]
+    store.save_checkpoint(tmp_path, 1, pieces, {"steps_done": 1}, {"layout": "dp1"}, Retention(1))
     files = {path: path.read_bytes() for path in sorted((tmp_path / "step-000001").iterdir())}
     dice = random.Random(0)
     for _ in range(COUNT):
@@ -112,15 +116,15 @@ def test_files_of_a_checkpoint_are_refused_before_anything_is_loaded(tmp_path: P
         path.write_bytes(data)
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         with pytest.raises(CheckpointError):
-            checkpoint.load(tmp_path, None, [whole(name, tensor) for name, tensor in into.items()])
+            store.load_checkpoint(tmp_path, None, [whole_shard(name, tensor) for name, tensor in into.items()])
         assert not any(bool(tensor.any()) for tensor in into.values())
         path.write_bytes(files[path])
 
 
 def test_tables_of_schedules() -> None:
-    made = [schedules.to_csv(schedule.make(name, 2, 4)) for name in ("1f1b", "gpipe", "zb-h1", "zb-v")]
+    made = [to_csv(schedules.make_schedule(name, 2, 4)) for name in ("1f1b", "gpipe", "zb-h1", "zb-v")]
     for text in each(made, 1):
-        survives(lambda text=text: schedule.hold(schedules.from_csv(text)), text)
+        survives(lambda text=text: schedules.require_valid(from_csv(text)), text)
 
 
 def test_sheets_of_hardware(tmp_path: Path) -> None:
@@ -133,16 +137,16 @@ def test_sheets_of_hardware(tmp_path: Path) -> None:
 def priced(cluster: Cluster) -> None:
     """What is read can be planned with."""
     sheet = cluster.hardware
-    era, choices = next(iter(sheet.eras.values())), Choices.of([Layout.parse("dp2.tp2")], batch=8)
-    practice = Practice(compute=next(iter(sheet.device.flops)))
+    era, choices = next(iter(sheet.eras.values())), LayoutBatch.of([Layout.parse("dp2.tp2")], batch=8)
+    practice = PrecisionPolicy(compute=next(iter(sheet.device.flops)))
     with np.errstate(all="ignore"):  # of sizes that no machine has
         assert estimate(SMALL, choices, cluster, era, practice).step_s.shape == (1,)
 
 
 def test_costs() -> None:
-    text = Costs(forward_s=[1.0, 2.0], backward_s=1.0, comm_s=0.5).json()
+    text = ActionCosts(forward_s=[1.0, 2.0], backward_s=1.0, comm_s=0.5).json()
     for other in each([text], 2):
-        survives(partial(Costs.from_json, other), other)
+        survives(partial(ActionCosts.from_json, other), other)
 
 
 def test_safetensors_of_a_directory(tmp_path: Path) -> None:
@@ -154,12 +158,12 @@ def test_safetensors_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         '[model]\nhf = "hf"\n[data]\nbuild = "weft.data:stdlib"\n[train]\nbatch = 1\nsteps = 1\n', encoding="utf-8"
     )
-    run = config.load(tmp_path / "run.toml", {"output": '"' + str(tmp_path / "out") + '"'})
+    run = run_config.load_run(tmp_path / "run.toml", {"output": '"' + str(tmp_path / "out") + '"'})
     file = tmp_path / "hf" / "model.safetensors"
     right, dice = file.read_bytes(), random.Random(3)
     length = int.from_bytes(right[:8], "little")
     for _ in range(min(COUNT, max(60, COUNT // 20))):  # each makes a run
         header = damaged(right[: 8 + length], dice)
         file.write_bytes(header + right[8 + length :])
-        survives(lambda: huggingface.bring_in(tmp_path / "hf", run), repr(header))
+        survives(lambda: hf_checkpoint.import_weights(tmp_path / "hf", run), repr(header))
         shutil.rmtree(tmp_path / "out", ignore_errors=True)

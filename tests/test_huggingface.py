@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 from test_trainer import Ramps
 from torch import Tensor
 from typer.testing import CliRunner
+from weft.cli.app import app
 
-from weft import build, checkpoint, config, huggingface, tables
-from weft.cli import app
-from weft.errors import CheckpointError, ConfigError
-from weft.shards import whole
+from weft.checkpoint import store
+from weft.core import run_config, toml
+from weft.core.errors import CheckpointError, ConfigError
+from weft.core.shards import whole_shard
+from weft.train import build, hf_checkpoint
 from weft.train.trainer import train
 
 transformers = pytest.importorskip("transformers")
@@ -88,24 +90,24 @@ def auto(family: str) -> str:
     return {"bert": "masked-lm", "t5": "seq2seq-lm"}.get(family, "causal-lm")
 
 
-def begun(folder: Path, family: str, steps: int = 2) -> config.Run:
+def begun(folder: Path, family: str, steps: int = 2) -> run_config.RunConfig:
     """A run of a family's model; not trained."""
     kind, keys = FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
     getattr(transformers, kind)(**keys).save_pretrained(folder)
     (folder / "run.toml").write_text(RUN.format(steps=steps, auto=auto(family)))
-    return config.load(folder / "run.toml", {"output": json.dumps(str(folder / "out"))})
+    return run_config.load_run(folder / "run.toml", {"output": json.dumps(str(folder / "out"))})
 
 
 def files_of(folder: Path) -> dict[str, Tensor]:
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
-def held(run: config.Run, step: int) -> dict[str, Tensor]:
+def held(run: run_config.RunConfig, step: int) -> dict[str, Tensor]:
     folder = Path(run.output) / "checkpoints"
-    contents = checkpoint.inspect(folder, step)
+    contents = store.read_index(folder, step)
     found = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in contents.tensors.items() if "/" not in n}
-    checkpoint.load(folder, step, [whole(name, tensor) for name, tensor in found.items()])
+    store.load_checkpoint(folder, step, [whole_shard(name, tensor) for name, tensor in found.items()])
     return found
 
 
@@ -115,9 +117,9 @@ def test_out_and_in_and_out(tmp_path: Path, family: str) -> None:
     run = begun(tmp_path / "run", family)
     train(run, False)
     out = tmp_path / "exported"
-    found = huggingface.export(Path(run.output), out, shard_bytes=20_000)
+    found = hf_checkpoint.export_weights(Path(run.output), out, shard_bytes=20_000)
     weights = held(run, 2)
-    model = build.model(run).eval()
+    model = build.build_model(run).eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in weights:
@@ -136,53 +138,53 @@ def test_out_and_in_and_out(tmp_path: Path, family: str) -> None:
     assert loaded.config.use_cache
 
     fresh = begun(tmp_path / "fresh", family)
-    brought = huggingface.bring_in(out, fresh)
+    brought = hf_checkpoint.import_weights(out, fresh)
     back = held(fresh, 0)
     assert brought.tensors == len(back) and back.keys() == weights.keys()
     assert all(torch.equal(back[name], weights[name]) for name in back)
     # a run goes on from it, and what is exported of that first is the same to the byte
     again = tmp_path / "again"
-    huggingface.export(_with_run(fresh), again, step=0, shard_bytes=20_000)
+    hf_checkpoint.export_weights(_with_run(fresh), again, step=0, shard_bytes=20_000)
     for file in sorted(out.glob("*.safetensors")):
         assert (again / file.name).read_bytes() == file.read_bytes()
     train(fresh, True)
-    assert checkpoint.latest(Path(fresh.output) / "checkpoints") == 2
+    assert store.latest_step(Path(fresh.output) / "checkpoints") == 2
 
 
-def _with_run(run: config.Run) -> Path:
+def _with_run(run: run_config.RunConfig) -> Path:
     """A run's folder, in which `weft train` would have put the run file."""
     folder = Path(run.output)
-    (folder / "run.toml").write_text(tables.dump(run))
+    (folder / "run.toml").write_text(toml.dump_toml(run))
     return folder
 
 
 def test_refusals(tmp_path: Path) -> None:
     run = begun(tmp_path / "run", "llama")
     with pytest.raises(ConfigError, match=r"holds no run\.toml"):
-        huggingface.export(tmp_path, tmp_path / "x")
+        hf_checkpoint.export_weights(tmp_path, tmp_path / "x")
     train(run, False)
     folder = Path(run.output)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ConfigError, match="is there already"):
-        huggingface.export(folder, tmp_path / "full")
+        hf_checkpoint.export_weights(folder, tmp_path / "full")
     with pytest.raises(CheckpointError, match="no complete checkpoint of step 7"):
-        huggingface.export(folder, tmp_path / "x", 7)
+        hf_checkpoint.export_weights(folder, tmp_path / "x", 7)
     file = next((folder / "checkpoints" / "step-000002").glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="its checksum is not the one"):
-        huggingface.export(folder, tmp_path / "x")
+        hf_checkpoint.export_weights(folder, tmp_path / "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "run"]  # nothing half made
     other = begun(tmp_path / "other", "qwen3")
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
-        huggingface.bring_in(tmp_path / "full", other)
+        hf_checkpoint.import_weights(tmp_path / "full", other)
     with pytest.raises(ConfigError, match="holds checkpoints already"):
-        huggingface.bring_in(tmp_path / "other", run)
+        hf_checkpoint.import_weights(tmp_path / "other", run)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path / "llama")
     with pytest.raises(CheckpointError, match=r"lack model\.layers\.0\.self_attn\.k_norm\.weight"):
-        huggingface.bring_in(tmp_path / "llama", other)
+        hf_checkpoint.import_weights(tmp_path / "llama", other)
 
 
 def test_commands(tmp_path: Path) -> None:

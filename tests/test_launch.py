@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from weft.engine.quorum import Quorum
-from weft.errors import LayoutError, WeftError, WorkerDied
-from weft.launch import environment, processes, replicas
-from weft.launch.processes import Pool, join, run
+from weft.core.errors import LayoutError, WeftError, WorkerDied
+from weft.engine.replica_sync.membership import Membership
+from weft.launch import environment, local_workers, replica_workers
+from weft.launch.local_workers import Pool, join_world, run_workers
 
 SOON_S = 8.0  # "within seconds", on a busy machine
 
@@ -78,9 +78,9 @@ def test_results_come_in_rank_order_and_ranks_know_where_they_are() -> None:
         assert dist.get_rank() == int(os.environ["RANK"])
         return *(os.environ[name] for name in names), torch.get_num_threads(), dist.get_backend()
 
-    assert run(where, 3, threads=2) == [(str(r), str(r), "3", "3", "127.0.0.1", 2, "gloo") for r in range(3)]
+    assert run_workers(where, 3, threads=2) == [(str(r), str(r), "3", "3", "127.0.0.1", 2, "gloo") for r in range(3)]
     assert dict(os.environ) == before
-    assert [t.tolist() for t in run(total, 2, 1.5)] == [[4.0, 4.0]] * 2
+    assert [t.tolist() for t in run_workers(total, 2, 1.5)] == [[4.0, 4.0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_results_come_in_rank_order_and_ranks_know_where_they_are() -> None:
 )
 def test_the_first_failure_ends_the_run(function: Callable[[], None], rank: int, report: str) -> None:
     with soon(), pytest.raises(WorkerDied) as caught:
-        run(function, 3)
+        run_workers(function, 3)
     assert caught.value.rank == rank
     assert caught.value.report.strip().endswith(report)
     assert caught.value.report.count("Traceback") <= 1
@@ -107,13 +107,13 @@ def test_a_failing_rank_ends_peers_that_are_stuck() -> None:
 
     children = set(multiprocessing.active_children())
     with soon(), pytest.raises(WorkerDied, match="first"):
-        run(stuck, 3)
+        run_workers(stuck, 3)
     assert set(multiprocessing.active_children()) <= children
 
 
 def test_a_refusal_travels_as_itself() -> None:
     with soon(), pytest.raises(LayoutError) as caught:
-        run(refuse_in_rank_1, 2)
+        run_workers(refuse_in_rank_1, 2)
     error = caught.value
     assert (error.field, error.problem, error.fix) == ("layout", "does not fit", "use dp2")
     assert "does not fit" in str(error)
@@ -121,7 +121,7 @@ def test_a_refusal_travels_as_itself() -> None:
 
 def test_a_result_that_cannot_travel_is_that_ranks_error() -> None:
     with pytest.raises(WorkerDied, match="pickle"):
-        run(lambda: lambda: 0, 1)
+        run_workers(lambda: lambda: 0, 1)
 
 
 def multiply() -> float:
@@ -151,7 +151,7 @@ def note_pid_and_sleep(folder: Path) -> None:
 def parent(folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
     tempfile.tempdir = str(folder.parent)  # a killed parent leaves its files behind
-    run(note_pid_and_sleep, 2, folder)
+    run_workers(note_pid_and_sleep, 2, folder)
 
 
 def alive(pid: int) -> bool:
@@ -196,7 +196,7 @@ def end_in_order() -> str:
 def test_sigterm_is_passed_on_to_the_ranks() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with soon():
-        assert run(end_in_order, 2) == ["in order"] * 2
+        assert run_workers(end_in_order, 2) == ["in order"] * 2
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -205,7 +205,7 @@ def test_an_error_raised_on_purpose_comes_without_its_traceback() -> None:
         raise WeftError("the loss is nan")
 
     with pytest.raises(WorkerDied) as caught:
-        run(purpose, 1)
+        run_workers(purpose, 1)
     assert caught.value.report == "the loss is nan"
 
 
@@ -305,21 +305,21 @@ SRUN = {
 
 
 def test_who_started_this_process(bare: pytest.MonkeyPatch) -> None:
-    assert environment.environment() is None
+    assert environment.launched_rank() is None
     for name, value in SRUN.items():
         bare.setenv(name, value)
-    assert environment.environment() == (5, 8, 1)
-    assert environment.local_world() == 4
-    assert environment.rendezvous() == ("gpu003", 20123)
+    assert environment.launched_rank() == (5, 8, 1)
+    assert environment.local_world_size() == 4
+    assert environment.master_address() == ("gpu003", 20123)
     bare.delenv("SLURM_STEP_ID")  # a batch script, not srun: nobody started seven others
-    assert environment.environment() is None
+    assert environment.launched_rank() is None
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         bare.setenv(name, value)
     bare.setenv("MASTER_ADDR", "head")
     bare.setenv("MASTER_PORT", "29501")
-    assert environment.environment() == (3, 4, 1)
-    assert environment.local_world() == 2
-    assert environment.rendezvous() == ("head", 29501)
+    assert environment.launched_rank() == (3, 4, 1)
+    assert environment.local_world_size() == 2
+    assert environment.master_address() == ("head", 29501)
 
 
 @pytest.mark.parametrize(
@@ -344,18 +344,18 @@ def joined(rank: int, launcher: str, port: int, folder: Path) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(port)
     if "apart" in launcher:
-        with replicas.join("gloo", 1, [[0], [1]]):
+        with replica_workers.join_replica("gloo", 1, [[0], [1]]):
             (folder / str(rank)).write_text(f"{dist.get_world_size()} {met(1.0)}")
         return
-    with join(threads=1):
+    with join_world(threads=1):
         (folder / str(rank)).write_text(f"{total(1.0).tolist()} {os.environ['LOCAL_RANK']}")
 
 
 def met(value: float) -> list[float]:
     """The sum over replicas that are worlds of their own."""
-    company, found = processes.company(), torch.tensor([value])
+    company, found = local_workers.replica_slot(), torch.tensor([value])
     assert company is not None
-    meeting = Quorum(company, 2, 0, 1, 20.0).run("a", lambda here: dist.all_reduce(found, group=here.group))
+    meeting = Membership(company, 2, 0, 1, 20.0).run("a", lambda here: dist.all_reduce(found, group=here.group))
     assert meeting is not None
     assert meeting.members == (0, 1)
     return found.tolist()
@@ -378,5 +378,5 @@ def test_a_launched_process_joins_its_peers(bare: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_nobody_started_this_process(bare: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="neither torchrun nor srun"), join():
+    with pytest.raises(RuntimeError, match="neither torchrun nor srun"), join_world():
         pass

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from weft.errors import LayoutError
-from weft.layout import Layout
+from weft.core.errors import LayoutError
+from weft.core.layout import Layout
 
 
 @pytest.mark.parametrize("text", ["dp1", "dp2", "pp2.dp2.tp2", "dp2.fsdp2+zero2.tp4+sequence", "fsdp2+zero1+offload"])

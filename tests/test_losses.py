@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from weft import losses
+from weft.nn import losses
 
 IGNORED = losses.IGNORED
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import weft.models
-from weft.models import convnet, decoder
-from weft.models.decoder import rotate
+import weft.nn.models
+from weft.nn.models import convnet, decoder
+from weft.nn.models.decoder import rotate
 
 SMALL = {"vocab": 37, "dim": 32, "layers": 2, "heads": 4, "seq_len": 16}
 
@@ -24,11 +24,11 @@ def ids(length=12):
 
 
 def test_a_model_is_a_file_that_a_user_could_have_written():
-    for path in Path(weft.models.__file__).parent.glob("*.py"):
+    for path in Path(weft.nn.models.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and path.name != "__init__.py":
-                named = node.module if node.module in ("weft.masks", "weft.routing") else node.module.split(".")[0]
-                allowed = ("__future__", "collections", "typing", "torch", "weft.masks", "weft.routing")
+                named = node.module if node.module in ("weft.nn.attention_masks", "weft.nn.moe_routing") else node.module.split(".")[0]
+                allowed = ("__future__", "collections", "typing", "torch", "weft.nn.attention_masks", "weft.nn.moe_routing")
                 assert (node.level == 1 and node.module == "experts") or named in allowed
             if isinstance(node, ast.Import):
                 assert all(alias.name.split(".")[0] == "torch" for alias in node.names)

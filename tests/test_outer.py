@@ -18,15 +18,16 @@ from test_trainer import lines, saved
 from torch import Tensor, nn
 
 import weft
-from weft import build, sync
-from weft.config import Sync
-from weft.engine.reducer import local
-from weft.errors import Refusal
-from weft.launch.processes import Pool
-from weft.losses import mse
-from weft.order import part
-from weft.shards import Piece
-from weft.syncs import EachPeriod, EachStep, owners
+from weft import sync
+from weft.core.data_order import data_rank_indices
+from weft.core.errors import Refusal
+from weft.core.run_config import SyncConfig
+from weft.core.shards import LocalShard
+from weft.core.sync import LocalSteps, SyncEveryStep, bucket_owners
+from weft.engine.grad_buckets import local_tensor
+from weft.launch.local_workers import Pool
+from weft.nn.losses import mse
+from weft.train import build
 from weft.train.trainer import train
 
 ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=0.1)
@@ -79,11 +80,11 @@ def trained(name: str, made: Any, layout: str, steps: int, optimizer: Callable) 
     for batch in batches(of, steps):
         engine.step(engine.local(batch))
     if "." not in layout:
-        return {name: local(p.detach()).clone() for name, p in engine.params.items()}
+        return {name: local_tensor(p.detach()).clone() for name, p in engine.params.items()}
     return {piece.name: gathered(piece) for piece in engine.tensors() if piece.name in engine.params}
 
 
-def gathered(piece: Piece) -> Tensor:
+def gathered(piece: LocalShard) -> Tensor:
     """What this rank holds of it, in its place, and nan elsewhere."""
     whole = torch.full(tuple(piece.shape), float("nan"), dtype=piece.tensor.dtype)
     for own, position in piece.chunks:
@@ -91,7 +92,7 @@ def gathered(piece: Piece) -> Tensor:
     return whole
 
 
-def by_the_equations(name: str, made: EachPeriod, replicas: int, steps: int, optimizer: Callable) -> list[dict]:
+def by_the_equations(name: str, made: LocalSteps, replicas: int, steps: int, optimizer: Callable) -> list[dict]:
     """Every replica on this process, by the papers' equations. Chen & Huo 2016: G = mean W - W_g; D = eta D + zeta G;
     W = W + D; W_g = W, or with Nesterov momentum W + eta D. DiLoCo's outer SGD is torch's own."""
     of = subject(name, None)
@@ -104,11 +105,11 @@ def by_the_equations(name: str, made: EachPeriod, replicas: int, steps: int, opt
     outer = torch.optim.SGD(anchor.values(), lr=made.lr, momentum=made.momentum, nesterov=made.nesterov)
     if made.name == "bmuf":
         d, w = {n: torch.zeros_like(anchor[n]) for n in names}, {n: a.clone() for n, a in anchor.items()}
-    place = dict(zip(names, owners([params[0][n].numel() for n in names], made.fragments), strict=True))
+    place = dict(zip(names, bucket_owners([params[0][n].numel() for n in names], made.fragments), strict=True))
     due: dict[int, list] = {}
     for step, batch in enumerate(batches(of, steps), 1):
         for r in range(replicas):
-            index = torch.tensor(part(BATCH, plan.accumulate, r, replicas))
+            index = torch.tensor(data_rank_indices(BATCH, plan.accumulate, r, replicas))
             mine = {k: v[index] for k, v in batch.items()}
             inner[r].zero_grad()
             total, weight = of.loss(models[r](mine["input"] if "input" in mine else mine["input_ids"]), mine)
@@ -139,12 +140,12 @@ def by_the_equations(name: str, made: EachPeriod, replicas: int, steps: int, opt
 
 
 PERIODIC = {
-    "local_sgd": sync.make("local_sgd", period=3),
-    "bmuf": sync.make("bmuf", period=2, momentum=0.6, rate=0.8),
-    "bmuf nesterov": sync.make("bmuf", period=2, momentum=0.6, rate=0.8, nesterov=True),
-    "diloco": sync.make("diloco", period=3),
-    "streaming": sync.make("diloco", period=4, fragments=3, delay=2),
-    "local fragments": sync.make("local_sgd", period=3, fragments=3, delay=1),
+    "local_sgd": sync.make_sync("local_sgd", period=3),
+    "bmuf": sync.make_sync("bmuf", period=2, momentum=0.6, rate=0.8),
+    "bmuf nesterov": sync.make_sync("bmuf", period=2, momentum=0.6, rate=0.8, nesterov=True),
+    "diloco": sync.make_sync("diloco", period=3),
+    "streaming": sync.make_sync("diloco", period=4, fragments=3, delay=2),
+    "local fragments": sync.make_sync("local_sgd", period=3, fragments=3, delay=1),
 }
 STEPS = 9
 
@@ -153,7 +154,7 @@ STEPS = 9
 @pytest.mark.parametrize("kind", PERIODIC)
 def test_replicas_follow_the_equations(pool: Pool, kind: str, name: str) -> None:
     made = PERIODIC[kind]
-    assert isinstance(made, EachPeriod)
+    assert isinstance(made, LocalSteps)
     wants = by_the_equations(name, made, 2, STEPS, ADAMW)
     found = pool.run(trained, name, made, "dp2", STEPS, ADAMW, world=2)
     for got, want in zip(found, wants, strict=True):
@@ -184,7 +185,7 @@ def test_whatever_a_replica_is_inside(pool: Pool, kind: str, layout: str) -> Non
 def test_in_its_limit_it_is_all_reduce(pool: Pool) -> None:
     for kind in ("local_sgd", "bmuf", "diloco"):
         rates = {"bmuf": {"momentum": 0.0}, "diloco": {"momentum": 0.0, "lr": 1.0}}.get(kind, {})
-        found = pool.run(trained, "even", sync.make(kind, period=1, **rates), "dp2", 5, SGD, world=2)
+        found = pool.run(trained, "even", sync.make_sync(kind, period=1, **rates), "dp2", 5, SGD, world=2)
         want = pool.run(trained, "even", None, "dp2", 5, SGD, world=2)
         for got in found:
             for key in got:
@@ -194,7 +195,7 @@ def test_in_its_limit_it_is_all_reduce(pool: Pool) -> None:
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "sign", {"name": "topk", "density": 0.2}, "powersgd"])
 @pytest.mark.parametrize("layout", ["dp2", "dp4"])
 def test_replicas_agree_on_the_same_bits_under_a_codec(pool: Pool, codec: Any, layout: str) -> None:
-    made = sync.make("local_sgd", codec, period=2)
+    made = sync.make_sync("local_sgd", codec, period=2)
     found = pool.run(trained, "decoder", made, layout, 4, ADAMW, world=weft.Layout.parse(layout).world)
     for got in found:
         assert all(torch.equal(got[key], found[0][key]) for key in found[0])
@@ -275,15 +276,15 @@ def test_what_is_sent_is_counted_by_the_step(tmp_path: Path, pool: Pool) -> None
     ],
 )
 def test_what_is_refused(tmp_path: Path, table: dict, says: str) -> None:
-    run = written(tmp_path, "dp2", {}).model_copy(update={"sync": Sync(**table)})
+    run = written(tmp_path, "dp2", {}).model_copy(update={"sync": SyncConfig(**table)})
     with pytest.raises(Refusal, match=says):
-        build.check(run)
+        build.check_run(run)
 
 
 def test_verification_is_of_an_all_reduce() -> None:
-    from weft.verification.command import exact
+    from weft.verification.verify_run import exact_sync
 
-    assert exact(Sync(name="diloco", codec="int4", period=3)) == Sync()
-    ring = exact(Sync(name="ring", codec="int4", local=2))
+    assert exact_sync(SyncConfig(name="diloco", codec="int4", period=3)) == SyncConfig()
+    ring = exact_sync(SyncConfig(name="ring", codec="int4", local=2))
     assert (ring.name, ring.codec, ring.arguments) == ("ring", "identity", {"local": 2})
-    assert isinstance(sync.make(ring.name), EachStep)
+    assert isinstance(sync.make_sync(ring.name), SyncEveryStep)

@@ -16,10 +16,10 @@ from cases import BATCH, LENGTH, VOCAB, Subject, images, in_turn, laid, referenc
 from torch import Tensor, nn
 
 import weft
-from weft.errors import CannotCut
-from weft.losses import classification, mse, next_token
-from weft.models import convnet, decoder
-from weft.verification.parity import LayoutResult, check
+from weft.core.errors import UnsupportedModel
+from weft.nn.losses import classification, mse, next_token
+from weft.nn.models import convnet, decoder
+from weft.verification.compare import LayoutResult, check_layout
 
 STEPS = 2
 
@@ -142,7 +142,7 @@ GRID += [
 
 def run(pool: Any, subject: Subject, layout: str) -> LayoutResult:
     world = weft.Layout.parse(layout).world
-    result = pool.run(check, subject.case(), layout, reference(subject, STEPS), world=world)[0]
+    result = pool.run(check_layout, subject.case(), layout, reference(subject, STEPS), world=world)[0]
     assert isinstance(result, LayoutResult)
     return result
 
@@ -163,12 +163,12 @@ def test_recomputed_layout_equals_one_device(pool: Any, recompute: str | int, la
 
 
 def test_a_model_without_linears_to_pair_is_refused() -> None:
-    with pytest.raises(CannotCut, match="finds no attention"):
+    with pytest.raises(UnsupportedModel, match="finds no attention"):
         laid(SUBJECTS["convnet"], seeded(SUBJECTS["convnet"].build), "tp2")
 
 
 def test_sequence_is_refused_where_a_block_counts_positions_itself() -> None:
-    with pytest.raises(CannotCut, match="in its block's own forward"):
+    with pytest.raises(UnsupportedModel, match="in its block's own forward"):
         laid(SUBJECTS["vit"], seeded(ViT), "tp2+sequence")
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from weft.errors import ConfigError
-from weft.partition import partition
+from weft.core.errors import ConfigError
+from weft.pipeline.balance import partition
 
 RANDOM = random.Random(5)
 

@@ -18,13 +18,13 @@ from test_parity import run
 from torch import Tensor, nn
 
 import weft
-from weft import schedule
-from weft.errors import CannotCut, ConfigError, LayoutError, Refusal
-from weft.launch.processes import Pool
-from weft.losses import mse
-from weft.schedules import Action, Schedule
-from weft.verification.delayed import run_delayed
-from weft.verification.parity import LayoutResult, check
+from weft.core.errors import ConfigError, LayoutError, Refusal, UnsupportedModel
+from weft.core.schedule import Action, Schedule
+from weft.launch.local_workers import Pool
+from weft.nn.losses import mse
+from weft.pipeline import schedules
+from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.delayed_reference import run_delayed
 from weft.verification.reference import run_reference
 
 SYNCHRONOUS = ["naive", "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipev"]
@@ -93,7 +93,7 @@ def test_cut_anywhere(pool: Any, cut: Any) -> None:
 
 def test_chunks_and_shapes_that_are_always_sent(pool: Any) -> None:
     case = with_plan("deep", options={"chunks": 3}, dynamic_shapes=True).case()
-    result = pool.run(check, case, "pp2+interleaved", reference(STAGED["deep"], 3), world=2)[0]
+    result = pool.run(check_layout, case, "pp2+interleaved", reference(STAGED["deep"], 3), world=2)[0]
     assert isinstance(result, LayoutResult) and result.passed, result
 
 
@@ -126,7 +126,7 @@ def test_pipedream_equals_its_sequential_definition(pool: Any, name: str, layout
     )
     delayed = run_delayed(subject.case(), layout, 3)
     world = weft.Layout.parse(layout).world
-    result = pool.run(check, subject.case(), layout, delayed, world=world)[0]
+    result = pool.run(check_layout, subject.case(), layout, delayed, world=world)[0]
     assert isinstance(result, LayoutResult) and result.passed, result
     bound = 0.0 if world == weft.Layout.parse(layout).size("pp") else 1e-12  # bit for bit where nothing else is summed
     assert max(result.loss_rel_err, result.param_rel_err) <= bound, result
@@ -137,7 +137,7 @@ def test_pipedream_recomputes_with_the_version_of_its_microbatch(pool: Any, layo
     """The definition recomputes nothing, and the weights have changed by the time that backward comes."""
     options = {"schedule": "pipedream", "accumulate": 8 // (1 + ("dp" in layout)), "recompute": recompute}
     case = with_plan("deep", **options).case()
-    result = pool.run(check, case, layout, run_delayed(case, layout, 2), world=weft.Layout.parse(layout).world)[0]
+    result = pool.run(check_layout, case, layout, run_delayed(case, layout, 2), world=weft.Layout.parse(layout).world)[0]
     assert isinstance(result, LayoutResult) and result.passed, result
 
 
@@ -161,11 +161,11 @@ def direct_batch() -> dict[str, Tensor]:
 def test_pipedream_with_weights_outside_of_modules(pool: Any, layout: str) -> None:
     plan = tuple({"schedule": "pipedream", "cut": ("b",), "accumulate": 4}.items())
     subject = Subject(Direct, direct_batch, mse, plan)
-    with pytest.raises(CannotCut, match="used by two stages"):
+    with pytest.raises(UnsupportedModel, match="used by two stages"):
         laid(subject, seeded(Direct), layout)
     alone = replace(subject, build=Apart)
     delayed = run_delayed(alone.case(), layout, 2)
-    result = pool.run(check, alone.case(), layout, delayed, world=weft.Layout.parse(layout).world)[0]
+    result = pool.run(check_layout, alone.case(), layout, delayed, world=weft.Layout.parse(layout).world)[0]
     assert isinstance(result, LayoutResult) and result.passed, result
 
 
@@ -182,7 +182,7 @@ def test_pipedream_cut_by_measured_time(pool: Pool) -> None:
     assert measured is not None and measured.staging is not None
     other = next(block for block in measured.blocks[2:] if block != measured.staging.stages[1].first)
     moved = with_plan("deep", schedule="pipedream", cut=(other,), accumulate=8).case()
-    result = pool.run(check, moved, "pp2", delayed, world=2)[0]
+    result = pool.run(check_layout, moved, "pp2", delayed, world=2)[0]
     assert isinstance(result, LayoutResult) and result.passed and result.delayed, result
 
 
@@ -229,7 +229,7 @@ def test_frozen_parts(pool: Pool, layout: str, parts: tuple[str, ...]) -> None:
     subject = replace(STAGED["deep"], build=partial(frozen, *parts))
     case = replace(subject, clip=None if "pipedream" in layout else 0.5).case()
     known = run_delayed(case, layout, 2) if "pipedream" in layout else run_reference(case, 2)
-    result = pool.run(check, case, layout, known, world=weft.Layout.parse(layout).world)[0]
+    result = pool.run(check_layout, case, layout, known, world=weft.Layout.parse(layout).world)[0]
     assert isinstance(result, LayoutResult) and result.passed, result
 
 
@@ -267,7 +267,7 @@ def stepped(build: Any, loss: Any, layout: str, batch: dict[str, Tensor], **plan
 def test_a_value_that_the_loss_leaves_out_is_refused(pool: Pool, layout: str) -> None:
     batch = {"input": torch.randn(BATCH, 6).double()}
     pool.run(partial(stepped, cut=("c",)), Aside, of_both, layout, batch, world=2)
-    with pytest.raises(CannotCut, match="the loss does not depend on it"):
+    with pytest.raises(UnsupportedModel, match="the loss does not depend on it"):
         pool.run(partial(stepped, cut=("c",)), Aside, of_the_output, layout, batch, world=2)
 
 
@@ -368,7 +368,7 @@ class Tied(nn.Module):
 def test_a_cut_weight_that_a_stage_uses_by_a_function_is_refused(layout: str) -> None:
     sample = {"input_ids": torch.zeros(2, 5, dtype=torch.int64)}
     weft.plan(Tied(), "pp2.dp2", batch=BATCH, sample=sample)
-    with pytest.raises(CannotCut, match=r"uses embedding\.weight without embedding"):
+    with pytest.raises(UnsupportedModel, match=r"uses embedding\.weight without embedding"):
         weft.plan(Tied(), layout, batch=BATCH, sample=sample, roles={"embedding": "embedding", "layers.*": "whole"})
 
 
@@ -408,7 +408,7 @@ def test_shards_of_a_stage_that_run_different_modules_are_refused(pool: Pool) ->
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, str, dict[str, Any], type[Refusal], str]] = [
-    ("tied", "pp2+pipedream", {}, CannotCut, "used by two stages, which pipedream updates at other times"),
+    ("tied", "pp2+pipedream", {}, UnsupportedModel, "used by two stages, which pipedream updates at other times"),
     ("deep", "pp2+pipedream.fsdp2", {}, LayoutError, "keeps several versions of the weights"),
     ("deep", "pp2+1f1", {}, LayoutError, "(?i)did you mean \"1f1b\""),
     ("deep", "pp2+gpipe+1f1b", {}, ConfigError, "at once"),
@@ -416,13 +416,13 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Refusal], str]] = [
     ("deep", "pp2", {"options": {"chunks": 2}}, ConfigError, "1f1b has no such option"),
     ("deep", "pp2", {"cut": "layers"}, ConfigError, "not a way to cut"),
     ("deep", "pp2", {"cut": ("blocks.3", "blocks.4")}, ConfigError, "has 2 stages"),
-    ("deep", "pp2", {"cut": ("block.3",)}, CannotCut, "blocks.3"),
-    ("deep", "pp2.tp2", {"cut": ("blocks.3.attention.proj",)}, CannotCut, "one unit of tensor parallelism"),
-    ("deep", "pp2.tp2+sequence", {"cut": ("blocks.3.mlp",)}, CannotCut, "one unit of sequence parallelism"),
-    ("deep", "pp2.fsdp2", {"cut": ("blocks.3.mlp",)}, CannotCut, "one unit of sharding"),
-    ("deep", "pp2", {"cut": ("blocks.3.mlp",), "recompute": "full"}, CannotCut, "one unit of recompute"),
-    ("deep", "pp2", {"schedule": schedule.make("1f1b", 2, 1), "options": {"chunks": 2}}, ConfigError, "made already"),
-    ("convnet", "pp8", {}, CannotCut, "has 8 stages, and the model 7 parts"),
+    ("deep", "pp2", {"cut": ("block.3",)}, UnsupportedModel, "blocks.3"),
+    ("deep", "pp2.tp2", {"cut": ("blocks.3.attention.proj",)}, UnsupportedModel, "one unit of tensor parallelism"),
+    ("deep", "pp2.tp2+sequence", {"cut": ("blocks.3.mlp",)}, UnsupportedModel, "one unit of sequence parallelism"),
+    ("deep", "pp2.fsdp2", {"cut": ("blocks.3.mlp",)}, UnsupportedModel, "one unit of sharding"),
+    ("deep", "pp2", {"cut": ("blocks.3.mlp",), "recompute": "full"}, UnsupportedModel, "one unit of recompute"),
+    ("deep", "pp2", {"schedule": schedules.make_schedule("1f1b", 2, 1), "options": {"chunks": 2}}, ConfigError, "made already"),
+    ("convnet", "pp8", {}, UnsupportedModel, "has 8 stages, and the model 7 parts"),
 ]  # fmt: skip
 
 

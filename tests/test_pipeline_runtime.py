@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
-from weft.engine.pipeline import Pipeline, Route, Span
-from weft.engine.transport import Transport
-from weft.errors import CannotCut, WorkerDied
-from weft.launch.processes import Pool
-from weft.schedules import Action, Schedule
+from weft.core.errors import UnsupportedModel, WorkerDied
+from weft.core.schedule import Action, Schedule
+from weft.engine.pipeline.p2p import PipelineTransport
+from weft.engine.pipeline.runner import PipelineRunner, Span, ValueRoute
+from weft.launch.local_workers import Pool
 
 WIDTH = 4
 Key = Callable[[Action, list[Action]], float | None]  # (action, what its rank has done) -> its turn; None: not now
@@ -105,11 +105,11 @@ class Toy(nn.Module):
         self.stages, last = stages, stages - 1
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(stages)).double()
         self.tables = nn.ModuleList(nn.Embedding(3, WIDTH) for _ in range(stages)).double()
-        self.routes = [Route(s, (s + 1,), f"main {s}") for s in range(last)]
+        self.routes = [ValueRoute(s, (s + 1,), f"main {s}") for s in range(last)]
         self.kinds = ("skip", "ids", "mask", "wave", "scalar", "empty", "half", "rest") if last else ()
         for kind in self.kinds:
             targets = tuple(range(1, stages)) if kind in ("skip", "mask") else (last,)
-            self.routes.append(Route(last - 1 if kind == "rest" else 0, targets, kind))
+            self.routes.append(ValueRoute(last - 1 if kind == "rest" else 0, targets, kind))
 
     def stage(
         self, stage: int, microbatch: int, received: dict[int, Tensor]
@@ -185,14 +185,14 @@ def reference(stages: int, microbatches: int) -> tuple[list[Tensor | None], list
     return [p.grad for p in toy.parameters()], losses
 
 
-def transport(dynamic_shapes: bool = False) -> Transport | None:
+def transport(dynamic_shapes: bool = False) -> PipelineTransport | None:
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = {}
     for low, high in combinations(range(world), 2):
         two = dist.new_group([low, high]), dist.new_group([low, high])
         if rank in (low, high):
             groups[low + high - rank] = two
-    return Transport(rank, groups, torch.device("cpu"), dynamic_shapes)
+    return PipelineTransport(rank, groups, torch.device("cpu"), dynamic_shapes)
 
 
 # ---- parity --------------------------------------------------------------------------------------------------------
@@ -208,13 +208,13 @@ def parity(ranks: int, microbatches: int, every: int = 1, dynamic_shapes: bool =
     ]
 
 
-def _errors(schedule: Schedule, line: Transport | None, microbatches: int) -> Iterator[float]:
+def _errors(schedule: Schedule, line: PipelineTransport | None, microbatches: int) -> Iterator[float]:
     rank = dist.get_rank() if line is not None else 0
     if line is not None:
         line._specs.clear()  # another model
     toy = Toy(schedule.stages)
     want, losses = reference(schedule.stages, microbatches)
-    pipeline = Pipeline(schedule, toy.routes, rank, line)
+    pipeline = PipelineRunner(schedule, toy.routes, rank, line)
     signatures = [tuple(batch(m).shape) for m in range(microbatches)]
     for forward_only in (False, True, False):
         toy.zero_grad()
@@ -278,7 +278,7 @@ def counted(requires_grad: bool, dynamic_shapes: bool) -> list[tuple[int, int]]:
     assert line is not None
     other = 1 - dist.get_rank()  # NCCL takes turns within a group: what flows the other way must not wait for this
     assert line._to[other][0] is not line._from[other].group
-    pipeline = Pipeline(listed("gpipe", [0, 1], 3, False, in_turn("FB")), [Route(0, (1,), "h")], dist.get_rank(), line)
+    pipeline = PipelineRunner(listed("gpipe", [0, 1], 3, False, in_turn("FB")), [ValueRoute(0, (1,), "h")], dist.get_rank(), line)
     counts = []
     for _ in range(2):
         line.messages = line.bytes = 0
@@ -307,19 +307,19 @@ def shaped(dynamic_shapes: bool, *shape_of_last: int) -> float:
     line = transport(dynamic_shapes)
     work = Two(lambda m: shape_of_last if m == 2 else (5,))
     schedule = listed("gpipe", [0, 1], 3, False, in_turn("FB"))
-    Pipeline(schedule, [Route(0, (1,), "h")], dist.get_rank(), line).run(work, ["same"] * 3)
+    PipelineRunner(schedule, [ValueRoute(0, (1,), "h")], dist.get_rank(), line).run(work, ["same"] * 3)
     assert work.w.grad is not None
     return work.w.grad.item()
 
 
 def test_a_shape_that_follows_from_the_data(pool: Pool) -> None:
     assert pool.run(shaped, True, 7, world=2, timeout=60) == [17.0, 17.0]
-    with pytest.raises(CannotCut, match=r"value h = 'float32\[7\].*was float32\[5\].*dynamic_shapes"):
+    with pytest.raises(UnsupportedModel, match=r"value h = 'float32\[7\].*was float32\[5\].*dynamic_shapes"):
         pool.run(shaped, False, 7, world=2, timeout=60)
 
 
 def test_more_dimensions_than_a_header_takes(pool: Pool) -> None:
-    with pytest.raises(CannotCut, match=r"value h = .* not described by a header"):
+    with pytest.raises(UnsupportedModel, match=r"value h = .* not described by a header"):
         pool.run(shaped, True, *[1] * 9, world=2, timeout=60)
 
 
@@ -338,7 +338,7 @@ def sends_kept() -> int:
 
     placement = list(range(dist.get_world_size()))
     schedule = listed("1f1b", placement, 20, False, at_most(placement))
-    Pipeline(schedule, [Route(0, (1,), "h")], dist.get_rank(), line).run(Watched(lambda m: (5,)), ["same"] * 20)
+    PipelineRunner(schedule, [ValueRoute(0, (1,), "h")], dist.get_rank(), line).run(Watched(lambda m: (5,)), ["same"] * 20)
     assert not any(line._sent.values())
     return most
 
@@ -364,7 +364,7 @@ class Fails(Work):
 def failing(action: Action) -> None:
     line, toy = transport(), Toy(4)
     schedule = listed("1f1b", range(4), 6, False, at_most(range(4)))
-    Pipeline(schedule, toy.routes, dist.get_rank(), line).run(Fails(toy, action), list(range(6)))
+    PipelineRunner(schedule, toy.routes, dist.get_rank(), line).run(Fails(toy, action), list(range(6)))
 
 
 @pytest.mark.parametrize("action", [Action("F", 1, 3), Action("B", 2, 1)])
@@ -378,7 +378,7 @@ def test_an_error_stops_all_ranks(pool: Pool, action: Action) -> None:
 def test_an_error_leaves_nothing_behind() -> None:
     toy = Toy(3)
     schedule = listed("gpipe", [0, 0, 0], 2, False, in_turn("FB"))
-    pipeline = Pipeline(schedule, toy.routes, 0)
+    pipeline = PipelineRunner(schedule, toy.routes, 0)
     with pytest.raises(ArithmeticError):
         pipeline.run(Fails(toy, Action("B", 1, 0)), [0, 1])
     toy.zero_grad()
@@ -428,9 +428,9 @@ def test_a_microbatch_lives_as_long_as_the_schedule_says(schedule: Schedule) -> 
         placement = (0,) * schedule.stages
         actions = _merged(schedule)
         split = {a[1:] for a in actions if a.kind == "W"}
-        routes = [Route(s, (s + 1,), str(s)) for s in range(schedule.stages - 1)]
+        routes = [ValueRoute(s, (s + 1,), str(s)) for s in range(schedule.stages - 1)]
         work = Counting(schedule.stages)
-        Pipeline(Schedule("one rank", placement, (actions,)), routes, 0).run(work, [0] * 4)
+        PipelineRunner(Schedule("one rank", placement, (actions,)), routes, 0).run(work, [0] * 4)
     finally:
         gc.enable()
     saved: set[tuple[int, int]] = set()
@@ -464,7 +464,7 @@ def _merged(schedule: Schedule) -> tuple[Action, ...]:
 def test_forward_alone_keeps_nothing() -> None:
     work = Counting(2)
     schedule = listed("gpipe", [0, 0], 4, False, in_turn("FB"))
-    Pipeline(schedule, [Route(0, (1,), "h")], 0).run(work, [0] * 4, forward_only=True)
+    PipelineRunner(schedule, [ValueRoute(0, (1,), "h")], 0).run(work, [0] * 4, forward_only=True)
     assert len(work.log) == 8
     assert [_living(refs) for refs in (work.saved, work.made)] == [set(), set()]
     assert not any(saved or made for _, saved, made in work.log)
@@ -477,7 +477,7 @@ def spans() -> tuple[list[Span], float, float]:
     schedule = listed("1f1b", range(2), 3, True, at_most(range(2)))
     toy, line, trace = Toy(2), transport(), []
     start = time.perf_counter()
-    Pipeline(schedule, toy.routes, dist.get_rank(), line).run(Work(toy), [m % 3 for m in range(3)], trace=trace)
+    PipelineRunner(schedule, toy.routes, dist.get_rank(), line).run(Work(toy), [m % 3 for m in range(3)], trace=trace)
     assert [s.action for s in trace if s.kind == "compute"] == list(schedule.order[dist.get_rank()])
     return trace, start, time.perf_counter()
 

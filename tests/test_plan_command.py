@@ -11,20 +11,22 @@ from click.testing import Result
 from test_choose import cluster
 from test_trainer import RUN
 from typer.testing import CliRunner
+from weft.cli.app import app
 
-from weft import build, config, schedule, tables
-from weft.choose import command
-from weft.choose.legal import Judge, chosen
-from weft.choose.posed import posed
-from weft.choose.practice_of import practice
-from weft.choose.ranking import rank
-from weft.cli import app
-from weft.config import Run
-from weft.cost.estimate import estimate
-from weft.cost.hardware import Cluster
-from weft.errors import ConfigError
-from weft.launch.processes import Pool
-from weft.layout import Layout
+from weft.core import run_config, toml
+from weft.core.errors import ConfigError
+from weft.core.layout import Layout
+from weft.core.run_config import RunConfig
+from weft.launch.local_workers import Pool
+from weft.pipeline import schedules
+from weft.planner import plan_run
+from weft.planner.cost.estimate import estimate
+from weft.planner.cost.hardware import Cluster
+from weft.planner.search.feasibility import FeasibilityChecker, run_with_row
+from weft.planner.search.query_from_run import query_from_run
+from weft.planner.search.ranking import rank
+from weft.planner.search.run_precision import run_precision
+from weft.train import build
 from weft.train.trainer import train
 
 
@@ -34,13 +36,13 @@ def files(folder: Path, memory_gib: float = 80.0, **settings: Any) -> tuple[Path
     run.write_text(RUN)
     if settings:
         overrides = {key.replace("__", "."): json.dumps(value) for key, value in settings.items()}
-        run.write_text(tables.dump(config.load(run, overrides)))
-    sheet.write_text(tables.dump(cluster(2, memory_gib).hardware))
+        run.write_text(toml.dump_toml(run_config.load_run(run, overrides)))
+    sheet.write_text(toml.dump_toml(cluster(2, memory_gib).hardware))
     return run, str(sheet)
 
 
-def loaded(path: Path, **settings: Any) -> Run:
-    return config.load(path, {key.replace("__", "."): json.dumps(value) for key, value in settings.items()})
+def loaded(path: Path, **settings: Any) -> RunConfig:
+    return run_config.load_run(path, {key.replace("__", "."): json.dumps(value) for key, value in settings.items()})
 
 
 def weft(*arguments: str | Path) -> Result:
@@ -67,13 +69,13 @@ def test_the_file_that_it_writes_trains(tmp_path: Path, pool: Pool) -> None:
     asked = ("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2+interleaved.*", "--json", "--out", out)
     result = weft(*asked)
     assert result.exit_code == 0, result.output
-    best, written = json.loads(result.output)["best"], config.load(out)
+    best, written = json.loads(result.output)["best"], run_config.load_run(out)
     assert written.layout.axes == best["layout"] == "pp2"
     assert (written.train.accumulate, written.train.recompute) == (best["accumulate"], best["recompute"])
     assert (written.pipeline.schedule, written.pipeline.arguments) == ("interleaved", best["options"])
     assert Path(written.folder).resolve() == tmp_path  # whose modules it names
     there = written.model_copy(update={"output": str(tmp_path / "out")})
-    build.check(there)
+    build.check_run(there)
     assert not any(pool.run(train, there, False, world=2))
     steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if "loss" in line] == list(range(1, 7))
@@ -97,20 +99,20 @@ def test_a_whole_layout_is_priced_as_the_run_file_has_it(tmp_path: Path) -> None
     (row,) = found["rows"]
     assert (row["layout"], row["schedule"], row["recompute"]) == ("pp2.dp2", "zb-v", "full")
     assert (row["accumulate"], row["microbatch"], found["devices"]) == (2, 2, 4)
-    there = posed(loaded(run), "pp2.dp2", "cuda")
+    there = query_from_run(loaded(run), "pp2.dp2", "cuda")
     where = Cluster.parse(f"{sheet}x8")
     alone = estimate(there.work, there.choices, where, where.hardware.era("eager"), there.practice, there.sync)
     assert sum(row["memory"].values()) == pytest.approx(alone.peak_bytes[0])
 
 
 def test_a_schedule_of_ones_own_keeps_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "_registered", {})
+    monkeypatch.setattr(schedules, "_registered", {})
     run, sheet = files(tmp_path, pipeline__schedule="staged:own_gpipe", pipeline__back=True)
     asked = ("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2", "--json", "--out", tmp_path / "out.toml")
     found = weft(*asked)
     assert found.exit_code == 0, found.output
     assert json.loads(found.output)["best"]["schedule"] == "staged:own_gpipe"
-    written = config.load(tmp_path / "out.toml").pipeline
+    written = run_config.load_run(tmp_path / "out.toml").pipeline
     assert (written.schedule, written.arguments) == ("staged:own_gpipe", {"back": True})
     run, _ = files(tmp_path, pipeline__schedule="staged:own_gpipe", pipeline__bak=True)
     found = weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2")
@@ -201,10 +203,10 @@ def test_cuts_of_ones_own_are_kept_where_there_are_as_many_stages(tmp_path: Path
     asked = ("plan", run, "--cluster", f"{sheet}x4", "--out", tmp_path / "out.toml", "--layout")
     said = weft(*asked, "pp2.dp2").output
     assert "note     pipeline.cut names where stages begin: they are priced as if they were even" in said
-    assert config.load(tmp_path / "out.toml").pipeline.cut == ("blocks.1",)
+    assert run_config.load_run(tmp_path / "out.toml").pipeline.cut == ("blocks.1",)
     refused = weft(*asked, "pp4")
     assert refused.exit_code == 2 and "1f1b over pp4 has 4 stages" in refused.output
-    assert weft(*asked, "pp4.*").exit_code == 0 and config.load(tmp_path / "out.toml").pipeline.cut == "flops"
+    assert weft(*asked, "pp4.*").exit_code == 0 and run_config.load_run(tmp_path / "out.toml").pipeline.cut == "flops"
 
 
 def test_a_whole_layout_keeps_its_order(tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_a_whole_layout_keeps_its_order(tmp_path: Path) -> None:
 def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
     run, sheet = files(tmp_path)
     said = weft("plan", run, "--cluster", f"{sheet}x2", "--explain", "fsdp2+zero1").output
-    count = build.skeleton(loaded(run))
+    count = build.build_skeleton(loaded(run))
     params = f"{sum(p.numel() for p in count.parameters()):.4g}"
     assert said.startswith("fsdp2+zero1: ")
     assert f"= {params} x 4 + {params} x 0\n" in said  # weights, and no copies
@@ -295,7 +297,7 @@ def test_what_is_refused(tmp_path: Path, arguments: tuple[str, ...], says: str) 
 def test_what_would_help_where_nothing_fits(tmp_path: Path) -> None:
     """Of a model of which half fits on a device: twice the devices, or the host's memory."""
     run, sheet = files(tmp_path)
-    whole = build.skeleton(loaded(run))
+    whole = build.build_skeleton(loaded(run))
     state = sum(p.numel() for p in whole.parameters()) * 16 / 2**30
     result = weft("plan", run, "--cluster", f"{sheet}x2", "--max-memory", str(state / 2.3))
     assert result.exit_code == 2
@@ -309,14 +311,14 @@ def test_what_weft_refuses_is_said_and_the_next_one_taken(tmp_path: Path) -> Non
     run, sheet = files(tmp_path, model__hidden=33)
     there = loaded(run)
     where = Cluster.parse(f"{sheet}x2")
-    found = rank(command.question_of(there, where, "eager"))
+    found = rank(plan_run.make_plan_query(there, where, "eager"))
     tp = [row for row in found.rows if "tp2" in row.layout]
     assert tp, "no tp2 to refuse"
-    judge = Judge(there, build.skeleton(there), build.dataset(there))
+    judge = FeasibilityChecker(there, build.build_skeleton(there), build.build_dataset(there))
     best = judge.first((*tp, *(row for row in found.rows if row not in tp)))
     assert best is not None and "tp2" not in best.layout
     assert "features, which tp2 does not divide" in judge.refused[0][1].problem
-    build.check(chosen(there, best))
+    build.check_run(run_with_row(there, best))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +336,7 @@ def test_what_weft_keeps_of_a_parameter(
     tmp_path: Path, settings: dict[str, Any], weights: int, state: int, copy: int
 ) -> None:
     run, _ = files(tmp_path)
-    found = practice(loaded(run, **settings))
+    found = run_precision(loaded(run, **settings))
     assert (found.weight_bytes, found.grad_bytes, found.reduce_bytes) == (weights,) * 3
     assert (found.state_bytes, found.copy_bytes) == (state, copy)
 
@@ -342,4 +344,4 @@ def test_what_weft_keeps_of_a_parameter(
 def test_workers_have_no_layout(tmp_path: Path) -> None:
     run, sheet = files(tmp_path)
     with pytest.raises(ConfigError, match="has no layout to choose"):
-        command.plan(config.load(run, {"workers.big": '["blocks.0"]'}), f"{sheet}x2", None, None, None, False)
+        plan_run.plan_for_cluster(run_config.load_run(run, {"workers.big": '["blocks.0"]'}), f"{sheet}x2", None, None, None, False)

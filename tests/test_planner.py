@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import weft
-from weft.errors import CannotCut, ConfigError, LayoutError, Refusal
-from weft.losses import mse, next_token
-from weft.models import convnet, decoder
-from weft.plans import COPY, SUM, Boundary, Cut, collective, dual
-from weft.roles import find
+from weft.core.errors import ConfigError, LayoutError, Refusal, UnsupportedModel
+from weft.core.plan import COPY, SUM, Boundary, DimShard, collective, dual
+from weft.nn.losses import mse, next_token
+from weft.nn.models import convnet, decoder
+from weft.nn.module_roles import find_roles
 
 plan = partial(weft.plan, batch=8)
 
@@ -44,13 +44,13 @@ def test_a_boundary_fixes_its_collectives() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_cut_covers_every_row_once(size: int) -> None:
-    for cut in (Cut(0, (12, 6, 6), (12, 6, 6)), Cut(0, (67,), (67,)), Cut(1, (48,), (4,))):
+    for cut in (DimShard(0, (12, 6, 6), (12, 6, 6)), DimShard(0, (67,), (67,)), DimShard(1, (48,), (4,))):
         rows = [r for i in range(size) for a, b in cut.intervals(i, size) for r in range(a, b)]
         assert sorted(rows) == list(range(sum(cut.parts)))
 
 
 def test_units_fewer_than_ranks_are_shared_by_neighbours() -> None:
-    cut = Cut(0, (16,), (2,))
+    cut = DimShard(0, (16,), (2,))
     assert [cut.intervals(i, 4) for i in range(4)] == [((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),)]
     assert cut.shared(4) and not cut.shared(2)
 
@@ -119,8 +119,8 @@ DECLARED = {"*.mix": {"role": "attention", "heads": 4}, "*.mix.[abc]": "column",
 
 
 def test_declared_roles() -> None:
-    assert not find(Odd()).chains
-    found = find(Odd(), DECLARED)
+    assert not find_roles(Odd()).chains
+    found = find_roles(Odd(), DECLARED)
     assert found.source == "declared" and [c.row for c in found.chains] == ["parts.0.mix.d", "parts.1.mix.d"]
     assert found.chains[0].heads == 4 and found.chains[0].columns == tuple(f"parts.0.mix.{n}" for n in "abc")
 
@@ -130,16 +130,16 @@ def test_declared_roles() -> None:
     [
         ({"*.mix.a": "colum"}, ConfigError, 'did you mean "column"'),
         ({"*.mux": "column"}, ConfigError, "no module has such a name"),
-        ({"*.mix": "column"}, CannotCut, "is a Module"),
-        ({"*.mix.d": "row"}, CannotCut, "no column comes before it"),
-        ({"*.mix.a": "column"}, CannotCut, "no chain"),
-        ({**DECLARED, "*.mix": {"role": "attention", "heads": 5}}, CannotCut, "number of heads is not known"),
+        ({"*.mix": "column"}, UnsupportedModel, "is a Module"),
+        ({"*.mix.d": "row"}, UnsupportedModel, "no column comes before it"),
+        ({"*.mix.a": "column"}, UnsupportedModel, "no chain"),
+        ({**DECLARED, "*.mix": {"role": "attention", "heads": 5}}, UnsupportedModel, "number of heads is not known"),
         ({"*.mix": {"role": "attention", "head": 4}}, ConfigError, "not a key of this role"),
     ],
 )
 def test_declared_roles_that_do_not_fit(roles: dict, error: type[Refusal], says: str) -> None:
     with pytest.raises(error, match="(?i)" + says):
-        find(Odd(), roles)
+        find_roles(Odd(), roles)
 
 
 def test_multihead_attention_is_left_whole_and_said() -> None:
@@ -148,7 +148,7 @@ def test_multihead_attention_is_left_whole_and_said() -> None:
             super().__init__()
             self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True) for _ in range(2))
 
-    found = find(Encoder())
+    found = find_roles(Encoder())
     assert any("MultiheadAttention" in note for note in found.notes)
     assert {chain.row for chain in found.chains} == {"layers.0.linear2", "layers.1.linear2"}
 
@@ -162,10 +162,10 @@ def test_multihead_attention_is_left_whole_and_said() -> None:
         (model, "fsdp2+zero1+zero2", LayoutError, "at once"),
         (model, "fsdp2.dp2", LayoutError, "write dp before fsdp"),
         (model, "dp3", ConfigError, "use a multiple of 3, such as 9"),
-        (model, "tp3", CannotCut, r"4 heads, which tp3 does not divide.*\[2, 4\]"),
-        (partial(model, heads=12, dim=48, kv_heads=2), "tp3", CannotCut, "2 key heads"),
-        (partial(model, hidden=33), "tp2", CannotCut, "33 features, which tp2 does not divide"),
-        (convnet, "tp2", CannotCut, "finds no attention"),
+        (model, "tp3", UnsupportedModel, r"4 heads, which tp3 does not divide.*\[2, 4\]"),
+        (partial(model, heads=12, dim=48, kv_heads=2), "tp3", UnsupportedModel, "2 key heads"),
+        (partial(model, hidden=33), "tp2", UnsupportedModel, "33 features, which tp2 does not divide"),
+        (convnet, "tp2", UnsupportedModel, "finds no attention"),
         (convnet, "dp1", ConfigError, "not a precision"),
     ],
 )
@@ -180,5 +180,5 @@ def test_recompute_is_checked() -> None:
     assert plan(model(), "dp1", recompute="full").recomputed() == ("blocks.0", "blocks.1")
     with pytest.raises(ConfigError, match="not a way to recompute"):
         plan(model(), "dp1", recompute="half")
-    with pytest.raises(CannotCut, match="no list of repeated blocks"):
+    with pytest.raises(UnsupportedModel, match="no list of repeated blocks"):
         plan(nn.Linear(2, 2), "dp1", recompute="full")

@@ -10,9 +10,9 @@ import torch
 from test_choose import cluster
 from test_trainer import RUN
 
-from weft import config, tables
-from weft.cost import hardware
-from weft.train.predicted import Predicted, of_card, predicted
+from weft.core import run_config, toml
+from weft.planner.cost import hardware
+from weft.planner.predict_run import Prediction, predict, sheet_of_card
 
 CPU = torch.device("cpu")
 
@@ -26,26 +26,26 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def run(folder: Path, layout__axes: str = "dp2", **settings: str) -> config.Run:
+def run(folder: Path, layout__axes: str = "dp2", **settings: str) -> run_config.RunConfig:
     path = folder / "run.toml"
     path.write_text(RUN)
     settings["layout__axes"] = layout__axes
-    return config.load(path, {key.replace("__", "."): json.dumps(value) for key, value in settings.items()})
+    return run_config.load_run(path, {key.replace("__", "."): json.dumps(value) for key, value in settings.items()})
 
 
 def sheet(kind: str = "cpu", devices: int = 2) -> str:
     made = cluster(2).hardware
     tiers = (made.tiers[0].model_copy(update={"devices": devices}),)
-    return tables.dump(made.model_copy(update={"kind": kind, "tiers": tiers}))
+    return toml.dump_toml(made.model_copy(update={"kind": kind, "tiers": tiers}))
 
 
 def test_what_was_to_be_expected(tmp_path: Path, at: Path) -> None:
-    assert "weft calibrate" in str(predicted(run(tmp_path), CPU))
+    assert "weft calibrate" in str(predict(run(tmp_path), CPU))
     at.write_text(sheet())
-    found = predicted(run(tmp_path), CPU)
-    assert isinstance(found, Predicted) and found.step_s > 0 and found.traffic["dp"] > 0 and not found.bubble
+    found = predict(run(tmp_path), CPU)
+    assert isinstance(found, Prediction) and found.step_s > 0 and found.traffic["dp"] > 0 and not found.bubble
     at.write_text(sheet("cuda"))
-    assert "weft calibrate" in str(predicted(run(tmp_path), CPU)), "the sheet of another machine"
+    assert "weft calibrate" in str(predict(run(tmp_path), CPU)), "the sheet of another machine"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_what_was_to_be_expected(tmp_path: Path, at: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_sheet_of_a_card(title: str, name: str | None) -> None:
-    assert of_card(title) == name
+    assert sheet_of_card(title) == name
 
 
 @pytest.mark.parametrize(
@@ -74,15 +74,15 @@ def test_the_sheet_of_a_card(title: str, name: str | None) -> None:
 )
 def test_a_sheet_that_says_nothing_of_a_run_is_said(text: str, axes: str, said: str, tmp_path: Path, at: Path) -> None:
     at.write_text(text)
-    assert said in str(predicted(run(tmp_path, layout__axes=axes), CPU))
+    assert said in str(predict(run(tmp_path, layout__axes=axes), CPU))
 
 
 def test_a_sheet_that_cannot_be_read(tmp_path: Path, at: Path) -> None:
     at.mkdir()
-    assert "cannot be read" in str(predicted(run(tmp_path), CPU))
+    assert "cannot be read" in str(predict(run(tmp_path), CPU))
 
 
 def test_what_fails_in_a_runs_own_code_is_said(tmp_path: Path, at: Path) -> None:
     at.write_text(sheet())
     (tmp_path / "own.py").write_text("def data():\n    raise KeyError('gone')\n")
-    assert "gone" in str(predicted(run(tmp_path, data__build="own:data"), CPU))
+    assert "gone" in str(predict(run(tmp_path, data__build="own:data"), CPU))

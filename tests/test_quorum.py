@@ -21,11 +21,17 @@ from test_trainer import Ramps, lines
 
 import weft
 from weft import sync
-from weft.engine.outer import Outer
-from weft.engine.quorum import Company, Meeting, Quorum, ended, is_left_out
-from weft.errors import Refusal, WeftError, WorkerDied
-from weft.launch import replicas
-from weft.losses import mse
+from weft.core.errors import Refusal, WeftError, WorkerDied
+from weft.engine.replica_sync.membership import (
+    ExchangeRound,
+    Membership,
+    ReplicaGroup,
+    is_left_out,
+    mark_ended,
+)
+from weft.engine.replica_sync.outer_optimizer import OuterOptimizer
+from weft.launch import replica_workers
+from weft.nn.losses import mse
 from weft.train.trainer import train
 
 
@@ -35,22 +41,22 @@ class Replicas:
     def __init__(self, folder: Path, count: int, places: int = 1, timeout_s: float = 1.0):
         self.store = dist.FileStore(str(folder / "store"), -1)
         self.quorums = {
-            (replica, place): Quorum(Company(self.store, replica), count, place, places, timeout_s)
+            (replica, place): Membership(ReplicaGroup(self.store, replica), count, place, places, timeout_s)
             for replica in range(count)
             for place in range(places)
         }
 
-    def run(self, function: Callable[[Quorum], Any], *only: int) -> dict[tuple[int, int], Any]:
+    def run(self, function: Callable[[Membership], Any], *only: int) -> dict[tuple[int, int], Any]:
         chosen = {key: q for key, q in self.quorums.items() if not only or key[0] in only}
         with ThreadPoolExecutor(len(chosen)) as threads:
             futures = {key: threads.submit(function, q) for key, q in chosen.items()}
             return {key: future.result(60) for key, future in futures.items()}
 
 
-def summed(quorum: Quorum, name: str, value: float) -> tuple[tuple[int, ...], float] | None:
+def summed(quorum: Membership, name: str, value: float) -> tuple[tuple[int, ...], float] | None:
     found = []
 
-    def work(meeting: Meeting) -> None:
+    def work(meeting: ExchangeRound) -> None:
         x = torch.tensor([value])
         if meeting.group is not None:
             dist.all_reduce(x, group=meeting.group)
@@ -63,7 +69,7 @@ def summed(quorum: Quorum, name: str, value: float) -> tuple[tuple[int, ...], fl
 def test_all_take_part_whoever_comes_last(tmp_path: Path) -> None:
     of = Replicas(tmp_path, 3, places=2, timeout_s=20.0)
 
-    def life(quorum: Quorum) -> list[Any]:
+    def life(quorum: Membership) -> list[Any]:
         chance, seen = random.Random(quorum.replica * 10 + quorum.place), []
         for step in range(10):
             time.sleep(chance.random() / 30)
@@ -88,7 +94,7 @@ def test_one_that_does_not_come_is_left_out_in_time_and_told(tmp_path: Path) -> 
 def test_one_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     of = Replicas(tmp_path, 3, timeout_s=30.0)
     of.run(lambda q: summed(q, "a", 1.0))
-    ended(of.store, 1)
+    mark_ended(of.store, 1)
     began = time.monotonic()
     assert set(of.run(lambda q: summed(q, "b", 1.0), 0, 2).values()) == {((0, 2), 2.0)}
     assert time.monotonic() - began < 5
@@ -99,8 +105,8 @@ def test_what_fails_for_one_counts_for_none_and_is_run_again(tmp_path: Path, bre
     of = Replicas(tmp_path, 3, places=2, timeout_s=20.0)
     runs: dict[tuple[int, int], int] = dict.fromkeys(of.quorums, 0)
 
-    def life(quorum: Quorum) -> Meeting | None:
-        def work(meeting: Meeting) -> None:
+    def life(quorum: Membership) -> ExchangeRound | None:
+        def work(meeting: ExchangeRound) -> None:
             me = (quorum.replica, quorum.place)
             runs[me] += 1
             assert meeting.group is not None
@@ -117,8 +123,8 @@ def test_what_fails_for_one_counts_for_none_and_is_run_again(tmp_path: Path, bre
 def test_what_always_fails_here_is_raised(tmp_path: Path) -> None:
     of = Replicas(tmp_path, 3, timeout_s=1.0)
 
-    def life(quorum: Quorum) -> Any:
-        def work(meeting: Meeting) -> None:
+    def life(quorum: Membership) -> Any:
+        def work(meeting: ExchangeRound) -> None:
             if quorum.replica == 1:
                 raise RuntimeError("no memory")
             if meeting.group is not None:  # fails for the others as a consequence
@@ -127,7 +133,7 @@ def test_what_always_fails_here_is_raised(tmp_path: Path) -> None:
         try:
             return quorum.run("a", work)
         except RuntimeError as error:
-            ended(of.store, quorum.replica)
+            mark_ended(of.store, quorum.replica)
             return str(error)
 
     found = of.run(life)
@@ -139,7 +145,7 @@ def test_one_that_asks_is_let_in_by_one_replica(tmp_path: Path) -> None:
     of = Replicas(tmp_path, 3, places=2, timeout_s=0.5)
     given = []
 
-    def life(quorum: Quorum) -> Any:
+    def life(quorum: Membership) -> Any:
         if quorum.replica == 2:
             group = quorum.ask()
             got = torch.zeros(1)
@@ -178,8 +184,8 @@ def test_who_speaks_for_all_changes_at_one_step_in_all(tmp_path: Path) -> None:
     of, outers = Replicas(tmp_path, 2, timeout_s=0.5), []
     for quorum in of.quorums.values():
         model = torch.nn.Linear(2, 2)
-        plan = weft.plan(model, "dp2", batch=2, loss=mse, sync=sync.make("diloco", "identity", period=4, delay=1))
-        outers.append(Outer(plan, {name: p.detach() for name, p in model.named_parameters()}, quorum))
+        plan = weft.plan(model, "dp2", batch=2, loss=mse, sync=sync.make_sync("diloco", "identity", period=4, delay=1))
+        outers.append(OuterOptimizer(plan, {name: p.detach() for name, p in model.named_parameters()}, quorum))
     of.quorums[0, 0].leave_out(0)
     alone = of.quorums[1, 0].run("a", lambda _: None)
     assert alone is not None
@@ -201,9 +207,9 @@ def test_the_exchange_that_was_sent_last_says_who_takes_part(tmp_path: Path) -> 
     of, outers = Replicas(tmp_path, 3, timeout_s=1.0), []
     for quorum in of.quorums.values():
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        made = sync.make("diloco", "identity", period=8, delay=6, fragments=2)
+        made = sync.make_sync("diloco", "identity", period=8, delay=6, fragments=2)
         plan = weft.plan(model, "dp3", batch=3, loss=mse, sync=made)
-        outers.append(Outer(plan, {name: p.detach() for name, p in model.named_parameters()}, quorum))
+        outers.append(OuterOptimizer(plan, {name: p.detach() for name, p in model.named_parameters()}, quorum))
     of.quorums[0, 0].leave_out(0)
     for (replica, _), meeting in of.run(lambda q: q.run("begin", lambda _: None), 1, 2).items():
         of.quorums[replica, 0].count(meeting)
@@ -234,7 +240,7 @@ def test_keys_of_old_exchanges_go(tmp_path: Path) -> None:
 
 def test_who_is_alone_and_left_out_says_so(tmp_path: Path) -> None:
     of = Replicas(tmp_path, 2)
-    ended(of.store, 0)
+    mark_ended(of.store, 0)
     with pytest.raises(WeftError, match="no other goes on"):
         of.run(lambda q: q.ask(), 1)
 
@@ -254,10 +260,10 @@ class Failing(Ramps):
         self.without = 0  # samples read since that one ended
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        from weft.launch.processes import company
+        from weft.launch.local_workers import replica_slot
 
         found = super().__getitem__(index)
-        here, back, alone = company(), self.mark.with_suffix(".back"), self.mark.with_suffix(".alone")
+        here, back, alone = replica_slot(), self.mark.with_suffix(".back"), self.mark.with_suffix(".alone")
         if self.shift or here is None:
             return found
         mine = here.replica == self.replica
@@ -309,12 +315,12 @@ PERIODIC = {"name": "diloco", "period": 4, "fragments": 2, "delay": 1, "timeout_
 def test_the_others_go_on_and_it_comes_back(
     tmp_path: Path, capfd: pytest.CaptureFixture, axes: str, how: str, replica: int
 ) -> None:
-    from weft.layout import Layout
+    from weft.core.layout import Layout
 
     layout = Layout.parse(axes)
     size = layout.size("dp")
     run = failing(tmp_path, axes, how, replica, {**PERIODIC, "codec": "int8"})
-    replicas.run(train, layout.replicas(), run, False, threads=1)
+    replica_workers.run_replicas(train, layout.replicas(), run, False, threads=1)
     seen = [line for line in lines(run) if "replicas" in line]
     counts = [line["replicas"] for line in seen]
     steps = [line["step"] for line in seen]
@@ -333,31 +339,31 @@ def test_one_that_never_wakes_does_not_keep_the_run_from_ending(
     tmp_path: Path, capfd: pytest.CaptureFixture, sync: dict[str, Any]
 ) -> None:
     run = failing(tmp_path, "dp2", "stalls", 1, sync, steps=20, seconds=100)
-    assert replicas.run(train, [[0], [1]], run, False, threads=1, needed={0}) == [False, None]
+    assert replica_workers.run_replicas(train, [[0], [1]], run, False, threads=1, needed={0}) == [False, None]
     assert lines(run)[-1]["step"] == 20
     assert "replicas 1 stall, and the others are done" in capfd.readouterr().err
 
 
 def always() -> None:
-    from weft.launch.processes import company
+    from weft.launch.local_workers import replica_slot
 
-    here = company()
+    here = replica_slot()
     if here is not None and here.replica == 1:
         raise ValueError(f"incarnation {here.incarnation} is no better")
     time.sleep(1.5)
 
 
 def test_one_that_always_fails_stays_out(capfd: pytest.CaptureFixture) -> None:
-    assert replicas.run(always, [[0], [1]]) == [None, None]
+    assert replica_workers.run_replicas(always, [[0], [1]]) == [None, None]
     said = capfd.readouterr().err
-    assert said.count("started anew") == replicas.RESTARTS
+    assert said.count("started anew") == replica_workers.RESTARTS
     assert "the others go on without it" in said
 
 
 def without_a_store() -> None:
-    from weft.launch.processes import company
+    from weft.launch.local_workers import replica_slot
 
-    here = company()
+    here = replica_slot()
     assert here is not None
     if here.replica == 0:
         started = map(int, os.popen(f"pgrep -P {os.getppid()}").read().split())
@@ -369,7 +375,7 @@ def without_a_store() -> None:
 def test_a_store_that_dies_ends_the_run() -> None:
     started = time.monotonic()
     with pytest.raises(WeftError, match="keeps the store where replicas meet has died"):
-        replicas.run(without_a_store, [[0], [1]])
+        replica_workers.run_replicas(without_a_store, [[0], [1]])
     assert time.monotonic() - started < 10
 
 
@@ -385,13 +391,13 @@ def test_who_watches_asks_by_the_connection_it_has() -> None:
     assert not is_left_out(store, 0)
     dist.PrefixStore("weft/1", store).set("state/0", "out")
     assert is_left_out(store, 0) and not is_left_out(store, 1)
-    ended(store, 0)
+    mark_ended(store, 0)
     assert not is_left_out(store, 0)
 
 
 def test_one_that_is_needed_ends_the_run() -> None:
     with pytest.raises(WorkerDied, match="incarnation 0 is no better"):
-        replicas.run(always, [[0], [1]], needed={1})
+        replica_workers.run_replicas(always, [[0], [1]], needed={1})
 
 
 def raising() -> None:
@@ -404,9 +410,9 @@ def refused() -> None:
 
 def test_a_refusal_is_of_all() -> None:
     with pytest.raises(Refusal, match="is odd"):
-        replicas.run(refused, [[0], [1]])
+        replica_workers.run_replicas(refused, [[0], [1]])
 
 
 def test_the_run_fails_when_all_have() -> None:
     with pytest.raises(WorkerDied):
-        replicas.run(raising, [[0], [1]])
+        replica_workers.run_replicas(raising, [[0], [1]])

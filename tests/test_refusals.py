@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
+from weft.cli.app import app
 
-import weft.launch.processes
-import weft.verification.prove  # so that it is not first imported while a test has replaced what it imports
-from weft.cli import app
+import weft.launch.local_workers
+import weft.verification.runner  # so that it is not first imported while a test has replaced what it imports
 
 RUN = """
 [model]
@@ -106,8 +106,8 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*args: object, **options: object) -> None:
         pytest.fail("a process was started")
 
-    monkeypatch.setattr(weft.launch.processes, "run", start)
-    monkeypatch.setattr(weft.launch.processes, "Pool", start)
+    monkeypatch.setattr(weft.launch.local_workers, "run_workers", start)
+    monkeypatch.setattr(weft.launch.local_workers, "Pool", start)
 
 
 @pytest.mark.usefixtures("no_process")
@@ -228,7 +228,7 @@ def test_verify_says_whether_all_agree() -> None:
 
 
 def test_verify_takes_every_layout_of_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.verification import command
+    from weft.verification import verify_run as command
 
     asked: list[str] = []
 
@@ -287,7 +287,7 @@ def test_ctrl_c_ends_the_run(folder: Path) -> None:
 
 def test_help_needs_no_torch(folder: Path) -> None:
     code = (
-        "import sys\nfrom weft.cli import main\nsys.argv = ['weft', '--help']\ntry: main()\nexcept SystemExit: pass\n"
+        "import sys\nfrom weft.cli.app import main\nsys.argv = ['weft', '--help']\ntry: main()\nexcept SystemExit: pass\n"
     )
     process = command("-c", code + "assert 'torch' not in sys.modules, 'torch was imported'", cwd=folder)
     stdout, stderr = process.communicate(timeout=60)

@@ -10,16 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from weft.models import decoder
-from weft.models.experts import Experts, Gate, grouped
-from weft.roles import experts_of, find
-from weft.routing import NOWHERE, Bias, rebalance, shares, tally, within_capacity
+from weft.nn.models import decoder
+from weft.nn.models.moe import Experts, Gate, grouped
+from weft.nn.module_roles import experts_of, find_roles
+from weft.nn.moe_routing import (
+    NOWHERE,
+    GateBias,
+    count_choices,
+    expert_shares,
+    rebalance_gates,
+    within_capacity,
+)
 
 
 def test_choices_are_counted_with_those_that_none_took() -> None:
     index = torch.tensor([[0, 2], [NOWHERE, 2], [1, -5]])
-    assert tally(index, 4).tolist() == [2, 1, 1, 2, 0]
-    assert shares(index, 4).tolist() == [0.25, 0.25, 0.5, 0.0]
+    assert count_choices(index, 4).tolist() == [2, 1, 1, 2, 0]
+    assert expert_shares(index, 4).tolist() == [0.25, 0.25, 0.5, 0.0]
 
 
 def in_line(index: torch.Tensor, experts: int, factor: float) -> torch.Tensor:
@@ -66,20 +73,20 @@ def test_low_scores_are_shares_too() -> None:
 
 
 def test_a_bias_keeps_its_precision_and_is_not_moved_by_a_step_that_is_not_taken() -> None:
-    bias = Bias(2, rate=0.001).to(torch.bfloat16)
+    bias = GateBias(2, rate=0.001).to(torch.bfloat16)
     assert bias.state.dtype == torch.float32
-    assert Bias(2, rate=0.001).double().state.dtype == torch.float64
+    assert GateBias(2, rate=0.001).double().state.dtype == torch.float64
     for _ in range(1000):
         bias.count(torch.tensor([[0], [0]]))
     assert bias.state[1].tolist() == [2000.0, 0.0]
-    rebalance(bias, taken=False)
+    rebalance_gates(bias, taken=False)
     assert bias.state.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_a_bias_moves_towards_experts_that_had_few() -> None:
-    bias = Bias(4, rate=0.5)
+    bias = GateBias(4, rate=0.5)
     bias.count(torch.tensor([[0, 1], [0, 1], [0, 2]]))
-    rebalance(bias)
+    rebalance_gates(bias)
     assert bias.bias.tolist() == [-0.5, -0.5, 0.5, 0.5]
     assert bias.state[1].tolist() == [0.0] * 4
     bias.eval()
@@ -109,8 +116,8 @@ def test_a_bias_balances_where_a_gate_prefers_one_expert() -> None:
     busiest = []
     for _ in range(100):
         index = gate(x)[1]
-        busiest.append(int(tally(index, 4)[1:].max()))
-        rebalance(gate)
+        busiest.append(int(count_choices(index, 4)[1:].max()))
+        rebalance_gates(gate)
     assert busiest[0] > 40 > 24 > sum(busiest[-10:]) / 10
 
 
@@ -166,7 +173,7 @@ def test_what_is_inside_of_an_expert() -> None:
     assert inside(model) == {
         "blocks.0.mlp.experts.up": (1, (12, 12)), "blocks.0.mlp.experts.down": (2, (12,)),
     }  # fmt: skip
-    assert [each.shared for each in find(model).experts] == ["blocks.0.mlp.shared"]
+    assert [each.shared for each in find_roles(model).experts] == ["blocks.0.mlp.shared"]
     gate = nn.Linear(8, 2, bias=False)
     assert inside(nn.ModuleDict({"gate": gate, "experts": Turned(8, 12)})) == {
         "experts.first": (2, (12,)), "experts.last": (1, (12,)),
@@ -174,4 +181,4 @@ def test_what_is_inside_of_an_expert() -> None:
     # with no gate it could be the tokens that have 12, and with 8 of both it could be either dim
     assert inside(nn.ModuleDict({"experts": Turned(8, 12)})) == {}
     assert inside(nn.ModuleDict({"gate": gate, "experts": Turned(8, 8)})) == {}
-    assert "left whole under tp" in find(nn.ModuleDict({"gate": gate, "experts": Turned(8, 8)})).notes[0]
+    assert "left whole under tp" in find_roles(nn.ModuleDict({"gate": gate, "experts": Turned(8, 8)})).notes[0]

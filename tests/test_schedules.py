@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from weft import schedule as folder
-from weft.correct import check
-from weft.costs import Costs
-from weft.delays import updates, versions_used
-from weft.errors import ConfigError
-from weft.schedules import Action, Kind, Schedule, from_csv, messages, peak_live, to_csv
-from weft.simulate import simulate
+from weft.core.errors import ConfigError
+from weft.core.schedule import Action, Kind, Schedule, from_csv, messages, peak_live, to_csv
+from weft.pipeline import schedules
+from weft.pipeline.action_costs import ActionCosts
+from weft.pipeline.simulator import simulate
+from weft.pipeline.validate import find_faults
+from weft.pipeline.weight_versions import versions_used, weight_updates
 
 SIZES = [(ranks, microbatches) for ranks in range(1, 9) for microbatches in range(1, 33)]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -42,10 +42,10 @@ def rows(*lines: str) -> tuple[tuple[Action, ...], ...]:
 
 @each_variant
 def test_a_schedule_is_correct_at_every_size(name: str, options: dict[str, Any]) -> None:
-    stages = {ranks: folder.make(name, ranks, 1, **options).stages for ranks in range(1, 9)}
+    stages = {ranks: schedules.make_schedule(name, ranks, 1, **options).stages for ranks in range(1, 9)}
     for ranks, microbatches in SIZES:
-        made = folder.make(name, ranks, microbatches, **options)
-        assert check(made) == ()
+        made = schedules.make_schedule(name, ranks, microbatches, **options)
+        assert find_faults(made) == ()
         assert (made.name, made.ranks, made.microbatches) == (name, ranks, microbatches)
         assert made.stages == stages[ranks], "the cut of the model depends on the number of microbatches"
         assert set(Counter(made.placement).values()) == {made.stages // ranks}
@@ -60,7 +60,7 @@ def test_what_is_sent_is_needed_in_the_same_order(name: str, options: dict[str, 
     then a gradient that the other needs first.
     """
     for ranks, microbatches in SIZES:
-        made = folder.make(name, ranks, microbatches, **options)
+        made = schedules.make_schedule(name, ranks, microbatches, **options)
         needed = first_needs(made)
         sent = messages(made)
         assert sent.keys() == needed.keys()
@@ -101,7 +101,7 @@ LIVE: dict[str, Callable[[int, int, int, int], float]] = {  # ranks p, microbatc
 def test_live_activations(name: str, options: dict[str, Any]) -> None:
     """The peak on every rank is the table's; no more where the table asks for enough microbatches and has fewer."""
     for ranks, microbatches in SIZES:
-        made = folder.make(name, ranks, microbatches, **options)
+        made = schedules.make_schedule(name, ranks, microbatches, **options)
         chunks = options.get("chunks", 1)
         table = tuple(LIVE[name](ranks, microbatches, rank, chunks) for rank in range(ranks))
         few = name in ("zb-v", "dualpipev") and microbatches < 2 * ranks
@@ -138,7 +138,7 @@ BUBBLES: list[tuple[str, Formula, list[Three], Callable[[int, int], bool]]] = [
 def test_bubble(name: str, formula: Formula, costs: list[Three], holds: Callable[[int, int], bool]) -> None:
     for _, options in (variant for variant in VARIANTS if variant[0] == name):
         for ranks, microbatches in (size for size in SIZES if holds(*size)):
-            made = folder.make(name, ranks, microbatches, **options)
+            made = schedules.make_schedule(name, ranks, microbatches, **options)
             chunks = made.stages // ranks
             for times in costs:
                 expected = formula(ranks, microbatches, chunks, *times)
@@ -148,14 +148,14 @@ def test_bubble(name: str, formula: Formula, costs: list[Three], holds: Callable
 def bubble(made: Schedule, times: Three) -> float:
     """Makespan beyond the work of one rank, which has `times` in all."""
     forward, backward, weight = (t * made.ranks / made.stages for t in times)
-    return simulate(made, Costs(forward, backward, weight)).makespan_s - made.microbatches * sum(times)
+    return simulate(made, ActionCosts(forward, backward, weight)).makespan_s - made.microbatches * sum(times)
 
 
 def test_zb_h2_leaves_no_gap_within_a_rank() -> None:
     """Between its first and last action a rank idles (p-1) max(0, F+B-2W): the bubble of the paper."""
     for ranks, microbatches in ((p, m) for p, m in SIZES if m >= 2 * p - 1):
         for times in SMALL_W:
-            lanes = simulate(folder.make("zb-h2", ranks, microbatches), Costs(*times)).lanes
+            lanes = simulate(schedules.make_schedule("zb-h2", ranks, microbatches), ActionCosts(*times)).lanes
             idle = max(lane.stop_s[-1] - lane.start_s[0] for lane in lanes) - microbatches * sum(times)
             forward, backward, weight = times
             assert idle == pytest.approx((ranks - 1) * max(0, forward + backward - 2 * weight), abs=1e-9)
@@ -166,7 +166,7 @@ def test_interleaved_with_an_incomplete_group(chunks: int) -> None:
     """At most (v-1)(p - m % p) chunk times more than with full groups."""
     for ranks, microbatches in ((p, m) for p, m in SIZES if m % p):
         for times in ANY:
-            found = bubble(folder.make("interleaved", ranks, microbatches, chunks=chunks), times)
+            found = bubble(schedules.make_schedule("interleaved", ranks, microbatches, chunks=chunks), times)
             least = (ranks - 1) * sum(times) / chunks
             more = (chunks - 1) * (ranks - microbatches % ranks) * sum(times) / chunks
             assert least - 1e-9 <= found <= least + more + 1e-9
@@ -175,13 +175,13 @@ def test_interleaved_with_an_incomplete_group(chunks: int) -> None:
 def test_the_pictures_show_what_is_built() -> None:
     """The picture in the docstring of each file."""
     seen = set()
-    for info in pkgutil.iter_modules(folder.__path__):
-        module = importlib.import_module(f"{folder.__name__}.{info.name}")
+    for info in pkgutil.iter_modules(schedules.__path__):
+        module = importlib.import_module(f"{schedules.__name__}.{info.name}")
         text = module.__doc__ or ""
         if size := re.search(r"(\d+) ranks, (\d+) microbatches", text):
             lines = re.findall(r"rank \d+ +((?:\d+[FBWU]\d+ *)+)$", text, re.MULTILINE)
             if lines:
-                assert folder.make(module.NAME, int(size[1]), int(size[2])).order == rows(*lines), info.name
+                assert schedules.make_schedule(module.NAME, int(size[1]), int(size[2])).order == rows(*lines), info.name
                 seen.add(module.NAME)
     assert seen >= {name for name, _ in VARIANTS}
 
@@ -192,12 +192,12 @@ def test_interleaved_is_megatrons_order() -> None:
         "3F0 3F1 3F2 3F3 7F0 7B0 7F1 7B1 7F2 7B2 7F3 7B3 3F4 3B0 3F5 3B1 3F6 3B2 3F7 3B3"
         " 7F4 7B4 7F5 7B5 7F6 7B6 7F7 7B7 3B4 3B5 3B6 3B7"
     )[0]
-    assert folder.make("interleaved", 4, 8).order[3] == last
+    assert schedules.make_schedule("interleaved", 4, 8).order[3] == last
 
 
 def test_dualpipev_writes_overlapped_pairs_as_neighbours() -> None:
     """On every rank m - 2p + 1 + rank times: a forward of one chunk, a whole backward of the other, and in turn."""
-    made = folder.make("dualpipev", 4, 20)
+    made = schedules.make_schedule("dualpipev", 4, 20)
     split = {a[1:] for actions in made.order for a in actions if a.kind == "W"}
     for rank, actions in enumerate(made.order):
         chunk = {rank: 0, 7 - rank: 1}
@@ -208,13 +208,13 @@ def test_dualpipev_writes_overlapped_pairs_as_neighbours() -> None:
 
 def test_pipedream_updates() -> None:
     for ranks, microbatches in SIZES:
-        each = folder.make("pipedream", ranks, microbatches)
-        assert updates(each) == tuple(range(microbatches))
-        ends = updates(folder.make("pipedream", ranks, microbatches, versions="2bw"))
+        each = schedules.make_schedule("pipedream", ranks, microbatches)
+        assert weight_updates(each) == tuple(range(microbatches))
+        ends = weight_updates(schedules.make_schedule("pipedream", ranks, microbatches, versions="2bw"))
         sizes = [end - start for start, end in zip((-1, *ends), ends)]
         assert sum(sizes) == microbatches
         assert all(ranks <= size < 2 * ranks for size in sizes) or len(sizes) == 1
-    used = versions_used(folder.make("pipedream", 3, 6))
+    used = versions_used(schedules.make_schedule("pipedream", 3, 6))
     assert [used[0, m] for m in range(6)] == [0, 0, 0, 1, 2, 3]
     assert [used[2, m] for m in range(6)] == [0, 1, 2, 3, 4, 5]
 
@@ -258,7 +258,7 @@ def to_break(seed: int) -> tuple[Schedule, random.Random, int, int]:
     """A random schedule and one of its actions: (schedule, source of randomness, rank, position)."""
     rng = random.Random(seed)
     made = random_schedule(rng)
-    assert check(made) == ()
+    assert find_faults(made) == ()
     rank = rng.choice([r for r, actions in enumerate(made.order) if actions])
     position = rng.randrange(len(made.order[rank]))
     return made, rng, rank, position
@@ -271,21 +271,21 @@ def test_a_mutation_is_named(seed: int) -> None:
     row = list(made.order[rank])
     others = [r for r in range(made.ranks) if r != rank]
 
-    dropped = check(with_row(made, rank, row[:position] + row[position + 1 :]))
+    dropped = find_faults(with_row(made, rank, row[:position] + row[position + 1 :]))
     if chosen.kind == "W":
         assert dropped == ()  # its B is now the whole backward
     elif made.microbatches == 1 + max((a.microbatch for a in flat(made) if a != chosen), default=-1):
         assert dropped == (f"{chosen} is missing on rank {rank}",)
 
     again = rng.randint(position + 1, len(row))
-    doubled = check(with_row(made, rank, [*row[:again], chosen, *row[again:]]))
+    doubled = find_faults(with_row(made, rank, [*row[:again], chosen, *row[again:]]))
     assert doubled == (f"{chosen} on rank {rank} stands twice: rank {rank} has it before",)
 
     for other in others[:1]:
         there = list(made.order[other])
         there.insert(rng.randint(0, len(there)), chosen)
         moved = with_row(with_row(made, rank, row[:position] + row[position + 1 :]), other, there)
-        assert f"{chosen} on rank {other} is misplaced: stage {chosen.stage} lies on rank {rank}" in check(moved)
+        assert f"{chosen} on rank {other} is misplaced: stage {chosen.stage} lies on rank {rank}" in find_faults(moved)
 
     for label, words in (
         (chosen._replace(kind="X"), "'X' is not a kind (F, B, W, U)"),  # type: ignore[arg-type]
@@ -293,7 +293,7 @@ def test_a_mutation_is_named(seed: int) -> None:
         (chosen._replace(microbatch=-1), "there is no microbatch -1"),
         (chosen._replace(kind="U"), None),
     ):
-        faults = check(with_row(made, rank, [*row[:position], label, *row[position + 1 :]]))
+        faults = find_faults(with_row(made, rank, [*row[:position], label, *row[position + 1 :]]))
         if words:
             assert f"{label} on rank {rank}: {words}" in faults
         else:
@@ -312,7 +312,7 @@ def test_a_wrong_order_is_named(seed: int) -> None:
         row = list(made.order[rank])
         row[position], row[other] = row[other], row[position]
         swapped = with_row(made, rank, row)
-        faults = check(swapped)
+        faults = find_faults(swapped)
         assert (faults == ()) == runs(swapped)
         for fault in faults:
             if found := re.fullmatch(r"(\w+) on rank (\d+) stands before (\w+), which it needs", fault):
@@ -339,16 +339,16 @@ def holds_up(made: Schedule, fault: str) -> None:
 
 def test_a_deadlock_in_words() -> None:
     made = Schedule("mine", (0, 1), rows("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
-    assert check(made) == ("deadlock: rank 0 waits at 0B0 for 1B0, rank 1 waits at 1F1 for 0F1",)
+    assert find_faults(made) == ("deadlock: rank 0 waits at 0B0 for 1B0, rank 1 waits at 1F1 for 0F1",)
 
 
 def test_a_w_without_its_b() -> None:
     made = Schedule("mine", (0,), rows("0F0 0W0"))
-    assert check(made) == ("0B0 is missing on rank 0",)
+    assert find_faults(made) == ("0B0 is missing on rank 0",)
 
 
 def test_a_placement_beyond_the_ranks() -> None:
-    assert check(Schedule("mine", (0, 3), rows("0F0 0B0")))[0] == "stage 1 lies on rank 3, and there are 1 ranks"
+    assert find_faults(Schedule("mine", (0, 3), rows("0F0 0B0")))[0] == "stage 1 lies on rank 3, and there are 1 ranks"
 
 
 @pytest.mark.parametrize(
@@ -362,20 +362,20 @@ def test_a_placement_beyond_the_ranks() -> None:
     ],
 )
 def test_updates_are_held_to_their_gradients(order: str, fault: str) -> None:
-    assert check(Schedule("mine", (0,), rows("0F0 0B0 0U0 0F1 0B1 0U1"), "stash")) == ()
-    assert check(Schedule("mine", (0,), rows(order), "stash")) == (fault,)
+    assert find_faults(Schedule("mine", (0,), rows("0F0 0B0 0U0 0F1 0B1 0U1"), "stash")) == ()
+    assert find_faults(Schedule("mine", (0,), rows(order), "stash")) == (fault,)
 
 
 def test_all_stages_update_after_the_same_microbatches() -> None:
     made = Schedule("mine", (0, 1), rows("0F0 0F1 0B0 0U0 0B1 0U1", "1F0 1B0 1F1 1B1 1U1"), "stash")
-    assert check(made) == ("1U0 is missing on rank 1",)
+    assert find_faults(made) == ("1U0 is missing on rank 1",)
 
 
 def test_a_version_is_made_before_it_is_used() -> None:
     order = rows("0F0 0B0 0U0 0F1 0B1 0U1", "1F0 1B0 1F1 1U0 1B1 1U1")
-    assert check(Schedule("mine", (0, 1), order, "stash")) == ()
+    assert find_faults(Schedule("mine", (0, 1), order, "stash")) == ()
     fault = "1F1 on rank 1 stands before version 1 of its weights is made"
-    assert check(Schedule("mine", (0, 1), order, "vertical")) == (fault,)
+    assert find_faults(Schedule("mine", (0, 1), order, "vertical")) == (fault,)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -421,24 +421,24 @@ def test_bad_csv_is_refused(text: str, words: str) -> None:
 def test_what_cannot_be_is_refused(call: tuple[str, int, int, dict[str, Any]], field: str, words: str) -> None:
     name, ranks, microbatches, options = call
     with pytest.raises(ConfigError) as refused:
-        folder.make(name, ranks, microbatches, **options)
+        schedules.make_schedule(name, ranks, microbatches, **options)
     assert refused.value.field == field
     assert words in refused.value.fix
 
 
 def test_ones_own_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_registered", {})
+    monkeypatch.setattr(schedules, "_registered", {})
 
-    @folder.register
+    @schedules.register
     def mine(ranks: int, microbatches: int, *, last: Kind = "B") -> Schedule:
         row = [Action(kind, 0, m) for m in range(microbatches) for kind in ("F", last)]
         return Schedule("mine", (0,), (tuple(row),))
 
-    assert folder.make("mine", 1, 2).order == rows("0F0 0B0 0F1 0B1")
-    assert folder.registry()["mine"] is mine
+    assert schedules.make_schedule("mine", 1, 2).order == rows("0F0 0B0 0F1 0B1")
+    assert schedules.registry()["mine"] is mine
     with pytest.raises(ConfigError, match=re.escape("0B0 is missing on rank 0; 0B1 is missing on rank 0;")) as refused:
-        folder.make("mine", 1, 3, last="W")
+        schedules.make_schedule("mine", 1, 3, last="W")
     assert refused.value.field == "pipeline.schedule"
-    assert folder.register(mine, "another") is folder.registry()["another"]
+    assert schedules.register(mine, "another") is schedules.registry()["another"]
     with pytest.raises(ConfigError, match="Choose another name"):
-        folder.register(mine, "1f1b")
+        schedules.register(mine, "1f1b")

@@ -5,7 +5,19 @@ from itertools import pairwise
 import pytest
 import torch
 
-from weft.shards import Piece, assemble, chunks, cut_segments, extent, flaw, fsdp_rows, overlap, shift, take, whole
+from weft.core.shards import (
+    LocalShard,
+    assemble,
+    chunks_of,
+    coverage_flaw,
+    cut_segments,
+    fsdp_rows,
+    index_overlap,
+    index_shape,
+    shift_index,
+    take_segments,
+    whole_shard,
+)
 
 
 def rows(segments):
@@ -33,7 +45,7 @@ def test_cut_segments_of_a_fused_weight():
 @pytest.mark.parametrize("start,stop", [(0, 6), (0, 3), (3, 6), (1, 5), (2, 2), (5, 6)])
 def test_take_is_the_slice_of_the_rows(start, stop):
     segments = cut_segments([(2, 4), (6, 8), (10, 12)])
-    taken = take(segments, start, stop)
+    taken = take_segments(segments, start, stop)
     assert rows(taken) == [2, 3, 6, 7, 10, 11][start:stop]
     assert [local for local, _, _ in taken] == [sum(n for _, _, n in taken[:i]) for i in range(len(taken))]
 
@@ -42,16 +54,16 @@ def test_chunks_are_the_product_over_the_dims():
     full = torch.arange(12 * 6).reshape(12, 6)
     fused, columns = cut_segments([(2, 4), (6, 8), (10, 12)]), cut_segments([(0, 2), (4, 6)])
     local = full[rows(fused)][:, rows(columns)]
-    parts = chunks([fused, columns])
+    parts = chunks_of([fused, columns])
     assert len(parts) == 6
     for where, position in parts:
-        assert extent(where) == extent(position)
+        assert index_shape(where) == index_shape(position)
         assert torch.equal(local[where], full[position])
 
 
 def test_chunks_of_a_0_dim_tensor_and_of_nothing():
-    assert chunks([]) == (((), ()),)
-    assert chunks([[], cut_segments([(0, 4)])]) == ()
+    assert chunks_of([]) == (((), ()),)
+    assert chunks_of([[], cut_segments([(0, 4)])]) == ()
 
 
 @pytest.mark.parametrize("tp,fsdp", [(1, 1), (2, 1), (2, 2), (2, 5), (1, 4)])
@@ -62,8 +74,8 @@ def test_a_fused_cut_then_a_row_cut_assembles_to_the_full_tensor(tp, fsdp):
         width = 4 // tp
         fused = cut_segments([(part * 4 + t * width, part * 4 + (t + 1) * width) for part in range(3)])
         for f in range(fsdp):
-            own = take(fused, *fsdp_rows(12 // tp, fsdp, f))
-            parts.append((full[rows(own)], chunks([own, cut_segments([(0, 5)])])))
+            own = take_segments(fused, *fsdp_rows(12 // tp, fsdp, f))
+            parts.append((full[rows(own)], chunks_of([own, cut_segments([(0, 5)])])))
     assert torch.equal(assemble(parts, (12, 5), torch.float32), full)
     with pytest.raises(ValueError, match="in no chunk"):
         assemble(parts[1:], (12, 5), torch.float32)
@@ -77,23 +89,23 @@ def box(*pairs):
 
 def test_flaw_names_the_region():
     quarters = [box((r, r + 2), (c, c + 3)) for r in (0, 2) for c in (0, 3)]
-    assert flaw(quarters, (4, 6)) is None
-    assert flaw(quarters[:3], (4, 6)) == "[2:4, 3:6] of (4, 6) is in no chunk"
-    assert flaw([*quarters, box((1, 2), (0, 1))], (4, 6)) == "[1:2, 0:1] of (4, 6) is in 2 chunks"
+    assert coverage_flaw(quarters, (4, 6)) is None
+    assert coverage_flaw(quarters[:3], (4, 6)) == "[2:4, 3:6] of (4, 6) is in no chunk"
+    assert coverage_flaw([*quarters, box((1, 2), (0, 1))], (4, 6)) == "[1:2, 0:1] of (4, 6) is in 2 chunks"
     # as many elements as the tensor has, and still wrong
-    assert flaw([box((0, 2)), box((1, 3))], (4,)) == "[1:2] of (4,) is in 2 chunks"
-    assert flaw([box((0, 5))], (4,)) == "[0:5] lies outside of (4,)"
-    assert flaw([box((0, 4))], (4, 1)) == "[0:4] lies outside of (4, 1)"
+    assert coverage_flaw([box((0, 2)), box((1, 3))], (4,)) == "[1:2] of (4,) is in 2 chunks"
+    assert coverage_flaw([box((0, 5))], (4,)) == "[0:5] lies outside of (4,)"
+    assert coverage_flaw([box((0, 4))], (4, 1)) == "[0:4] lies outside of (4, 1)"
 
 
 def test_flaw_of_empty_and_0_dim_tensors():
-    assert flaw([], (0, 3)) is None
-    assert flaw([], (3, 0)) is None
-    assert flaw([box((0, 0), (0, 3))], (0, 3)) is None
-    assert flaw([()], ()) is None
-    assert flaw([], ()) is not None
-    assert flaw([(), ()], ()) is not None
-    assert flaw([box((0, 3)), box((3, 3))], (3,)) is None
+    assert coverage_flaw([], (0, 3)) is None
+    assert coverage_flaw([], (3, 0)) is None
+    assert coverage_flaw([box((0, 0), (0, 3))], (0, 3)) is None
+    assert coverage_flaw([()], ()) is None
+    assert coverage_flaw([], ()) is not None
+    assert coverage_flaw([(), ()], ()) is not None
+    assert coverage_flaw([box((0, 3)), box((3, 3))], (3,)) is None
 
 
 def test_flaw_agrees_with_counting_every_element():
@@ -110,24 +122,24 @@ def test_flaw_agrees_with_counting_every_element():
         count = torch.zeros(4, 4)
         for each in boxes:
             count[each] += 1
-        assert (flaw(boxes, (4, 4)) is None) == bool((count == 1).all())
+        assert (coverage_flaw(boxes, (4, 4)) is None) == bool((count == 1).all())
         clean += bool((count == 1).all())
     assert 50 < clean < 250
 
 
 def test_overlap_and_shift():
-    assert overlap(box((0, 4), (2, 6)), box((2, 8), (0, 3))) == box((2, 4), (2, 3))
-    assert overlap(box((0, 4)), box((4, 8))) is None
-    assert overlap((), ()) == ()
-    assert shift(box((12, 14)), box((10, 20)), box((0, 10))) == box((2, 4))
+    assert index_overlap(box((0, 4), (2, 6)), box((2, 8), (0, 3))) == box((2, 4), (2, 3))
+    assert index_overlap(box((0, 4)), box((4, 8))) is None
+    assert index_overlap((), ()) == ()
+    assert shift_index(box((12, 14)), box((10, 20)), box((0, 10))) == box((2, 4))
 
 
 def test_piece_refuses_chunks_that_do_not_fit():
     tensor = torch.zeros(2, 3)
-    whole("w", tensor)
+    whole_shard("w", tensor)
     with pytest.raises(ValueError, match=r"w: \[0:2, 0:3\] of a local \(2, 3\) cannot be \[3:5, 0:3\]"):
-        Piece("w", tensor, (4, 3), ((box((0, 2), (0, 3)), box((3, 5), (0, 3))),), True)
+        LocalShard("w", tensor, (4, 3), ((box((0, 2), (0, 3)), box((3, 5), (0, 3))),), True)
     with pytest.raises(ValueError):
-        Piece("w", tensor, (4, 3), ((box((0, 3), (0, 3)), box((0, 3), (0, 3))),), True)
+        LocalShard("w", tensor, (4, 3), ((box((0, 3), (0, 3)), box((0, 3), (0, 3))),), True)
     with pytest.raises(ValueError):
-        Piece("w", tensor, (4, 3), ((box((0, 2), (0, 3)), box((0, 1), (0, 3))),), True)
+        LocalShard("w", tensor, (4, 3), ((box((0, 2), (0, 3)), box((0, 1), (0, 3))),), True)

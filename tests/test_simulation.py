@@ -15,49 +15,59 @@ import numpy as np
 import pytest
 from test_simulate import random_costs, random_schedule
 from typer.testing import CliRunner
+from weft.cli.app import app
 
-from weft import schedule, sync
-from weft.cli import app
-from weft.cost import dims
-from weft.cost.choices import Choices
-from weft.cost.hardware import Cluster
-from weft.cost.practice import Practice
-from weft.costs import Costs
-from weft.errors import ConfigError
-from weft.layout import Layout
-from weft.simulate import simulate
-from weft.simulation import agree, command, failures, grid, replicas, report, scaling, stragglers
-from weft.simulation.failures import Faults
-from weft.simulation.fleet import Fleet
-from weft.simulation.setup import Setup
-from weft.syncs import AnyTime, EachPeriod, EachStep
+from weft import sync
+from weft.core.errors import ConfigError
+from weft.core.layout import Layout
+from weft.core.sync import AsyncServers, LocalSteps, SyncEveryStep
+from weft.pipeline import schedules
+from weft.pipeline.action_costs import ActionCosts
+from weft.pipeline.simulator import simulate
+from weft.planner import simulate_run
+from weft.planner.cluster_sim import (
+    async_replicas,
+    failures,
+    replica_comparison,
+    report,
+    scaling,
+    stragglers,
+    wait_groups,
+)
+from weft.planner.cluster_sim.batched_pipelines import BatchedPipelines
+from weft.planner.cluster_sim.failures import FailureModel
+from weft.planner.cluster_sim.scenario import Scenario
+from weft.planner.cost import transformer_work
+from weft.planner.cost.hardware import Cluster
+from weft.planner.cost.layout_batch import LayoutBatch
+from weft.planner.cost.precision_policy import PrecisionPolicy
 
-MODEL = dims.Dims(16, 2048, 16, 32000, 2048, 5632, 4, gated=True, tied=False)
+MODEL = transformer_work.TransformerDims(16, 2048, 16, 32000, 2048, 5632, 4, gated=True, tied=False)
 HOUR = 3600.0
 
 
-def setup(axes: str, batch: int = 64, accumulate: int = 4, named: str = "1f1b", chunks: int = 1, **era: Any) -> Setup:
+def setup(axes: str, batch: int = 64, accumulate: int = 4, named: str = "1f1b", chunks: int = 1, **era: Any) -> Scenario:
     layout = Layout.parse(axes)
-    choices = Choices.of([layout], batch=batch, accumulate=accumulate, schedule=named, chunks=chunks)
+    choices = LayoutBatch.of([layout], batch=batch, accumulate=accumulate, schedule=named, chunks=chunks)
     cluster = Cluster.parse(f"h100x{layout.world}")
     software = cluster.hardware.era("megatron").model_copy(update=era)
-    return Setup(axes, dims.work(MODEL), choices, cluster, software, Practice(added_bytes=12.0), 1000)
+    return Scenario(axes, transformer_work.transformer_work(MODEL), choices, cluster, software, PrecisionPolicy(added_bytes=12.0), 1000)
 
 
-PLAIN = sync.make("allreduce")
-assert isinstance(PLAIN, EachStep)
+PLAIN = sync.make_sync("allreduce")
+assert isinstance(PLAIN, SyncEveryStep)
 
 
-def period(steps: int, fragments: int = 1, delay: int = 0) -> EachPeriod:
-    return EachPeriod("mine", PLAIN.codec, steps, fragments=fragments, delay=delay)
+def period(steps: int, fragments: int = 1, delay: int = 0) -> LocalSteps:
+    return LocalSteps("mine", PLAIN.codec, steps, fragments=fragments, delay=delay)
 
 
-def any_time(staleness: int | None) -> AnyTime:
-    return AnyTime("mine", PLAIN.codec, 1, staleness)
+def any_time(staleness: int | None) -> AsyncServers:
+    return AsyncServers("mine", PLAIN.codec, 1, staleness)
 
 
-def step_s(made: Setup, slow: dict[int, float]) -> float:
-    return float(stragglers.Paced(made, tuple(slow.values())).step(stragglers.paces(made, slow))[0][0])
+def step_s(made: Scenario, slow: dict[int, float]) -> float:
+    return float(stragglers.PacedScenario(made, tuple(slow.values())).step(stragglers.paces(made, slow))[0][0])
 
 
 # ---- pipelines at their own paces ------------------------------------------------------------------------------------
@@ -70,7 +80,7 @@ def test_a_fleet_is_each_of_its_pipelines_simulated() -> None:
         costs = random_costs(rng, made.stages)
         slower = replace(costs, **{f: [2 * t for t in costs.each(f, made.stages)] for f in TIMES})
         paces = numbers.uniform(1, 2, (5, made.ranks))
-        found = Fleet(made, {1.0: costs, 2.0: slower}).ends(paces)
+        found = BatchedPipelines(made, {1.0: costs, 2.0: slower}).ends(paces)
         for each, ends in zip(paces, found):
             own = {f: [t * each[made.placement[s]] for s, t in enumerate(costs.each(f, made.stages))] for f in TIMES}
             lanes = simulate(made, replace(costs, **own)).lanes
@@ -82,9 +92,9 @@ TIMES = ("forward_s", "backward_s", "weight_s")
 
 @pytest.mark.parametrize("name", ["zb-v", "interleaved", "zb-h1", "pipedream"])
 def test_a_fleet_of_one_pace_is_the_timeline(name: str) -> None:
-    made = schedule.make(name, 4, 8)
-    costs = Costs(1.0, 1.5, 0.5, update_s=0.25, comm_s=0.125)
-    fleet, timeline = Fleet(made, {1.0: costs}), simulate(made, costs)
+    made = schedules.make_schedule(name, 4, 8)
+    costs = ActionCosts(1.0, 1.5, 0.5, update_s=0.25, comm_s=0.125)
+    fleet, timeline = BatchedPipelines(made, {1.0: costs}), simulate(made, costs)
     assert fleet.ends(np.ones((3, 4))).max(axis=1) == pytest.approx([timeline.makespan_s] * 3)
     assert fleet.busy(1, np.ones(2)) == pytest.approx([timeline.lanes[1].work_s] * 2)
 
@@ -94,15 +104,15 @@ def test_values_of_devices_lie_where_the_layout_puts_them() -> None:
         layout = Layout.parse(axes)
         choices = setup(axes, batch=48).choices
         values = np.random.default_rng(0).random(layout.world)
-        found = grid.pipelines(choices, values[None])[0]
+        found = wait_groups.by_pipeline(choices, values[None])[0]
         within = ["tp"] if "zero2" in axes else ["tp", "fsdp"]
         assert found.shape == (layout.size("dp"), 2 if "zero2" in axes else 1, layout.size("pp"))
         for rank in range(layout.world):
             place = layout.coords(rank)
-            assert {**dict.fromkeys(grid.place(choices, rank), 0), **place} == grid.place(choices, rank)
+            assert {**dict.fromkeys(wait_groups.device_coords(choices, rank), 0), **place} == wait_groups.device_coords(choices, rank)
             highest = max(values[peer] for peer in layout.peers(rank, *within))
             assert highest in found[place.get("dp", 0), :, place.get("pp", 0)]
-            assert grid.stage_of(choices)[rank] == place.get("pp", 0)
+            assert wait_groups.stage_of(choices)[rank] == place.get("pp", 0)
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
@@ -162,7 +172,7 @@ def test_where_a_slow_device_is() -> None:
 
 def test_idle_is_what_no_device_computes() -> None:
     made = setup("pp4", 64, 8)
-    [total], [idle] = stragglers.Paced(made, (1.5,)).step(stragglers.paces(made, {2: 1.5}))
+    [total], [idle] = stragglers.PacedScenario(made, (1.5,)).step(stragglers.paces(made, {2: 1.5}))
     costs, slow = made.step().costs, made.step(1.5).costs
     parts = {field: [(slow if i == 2 else costs).each(field, 4)[i] for i in range(4)] for field in TIMES}
     acted = simulate(made.schedule, replace(costs, **parts))
@@ -174,9 +184,9 @@ def test_idle_is_what_no_device_computes() -> None:
 @pytest.mark.parametrize("axis", ["dp", "pp", "tp"])
 def test_a_slow_link(axis: str) -> None:
     made = setup("dp4.pp2.tp2", 64, 8, launch_s=0.0)  # launches would hide it
-    planned, *same = stragglers.table(made, {}, {axis: 1.0}, 0.0, 0)
+    planned, *same = stragglers.straggler_table(made, {}, {axis: 1.0}, 0.0, 0)
     assert [row.step_s for row in same] == pytest.approx([planned.step_s] * len(same))
-    slow = [max(row.step_s for row in stragglers.table(made, {}, {axis: f}, 0.0, 0)[1:]) for f in (2.0, 8.0)]
+    slow = [max(row.step_s for row in stragglers.straggler_table(made, {}, {axis: f}, 0.0, 0)[1:]) for f in (2.0, 8.0)]
     assert planned.step_s < slow[0] < slow[1]
 
 
@@ -185,12 +195,12 @@ def test_a_slow_link_in_company(axis: str, zero: str) -> None:
     """With a device that is hardly slower a step takes what it takes with the first link alone, and so it does where
     replicas agree each step; with a slow device of the same stage more than with either."""
     made = setup(f"dp2.fsdp2{zero}.pp2.tp2", 64, 8, launch_s=0.0)
-    alone = stragglers.table(made, {}, {axis: 8.0}, 0.0, 0)[1].step_s
-    *_, both = stragglers.table(made, {0: 1 + 1e-9}, {axis: 8.0}, 0.0, 0)
+    alone = stragglers.straggler_table(made, {}, {axis: 8.0}, 0.0, 0)[1].step_s
+    *_, both = stragglers.straggler_table(made, {0: 1 + 1e-9}, {axis: 8.0}, 0.0, 0)
     assert both.name == "all together" and both.step_s == pytest.approx(alone, rel=1e-6)
-    [agreed] = replicas.table(made, {"each step": PLAIN}, {}, {axis: 8.0}, 0.0, 0)
+    [agreed] = replica_comparison.compare_syncs(made, {"each step": PLAIN}, {}, {axis: 8.0}, 0.0, 0)
     assert agreed.met_s == pytest.approx(alone, rel=1e-9) and agreed.planned_s == pytest.approx(step_s(made, {}))
-    *_, more = stragglers.table(made, {None: 1.5}, {axis: 8.0}, 0.0, 0)
+    *_, more = stragglers.straggler_table(made, {None: 1.5}, {axis: 8.0}, 0.0, 0)
     assert more.name == "all together, x1.5 on device 0" and more.step_s > max(alone, step_s(made, {0: 1.5}))
     assert stragglers.devices({None: 1.5, 0: 2.0}) == {1: 1.5, 0: 2.0}
 
@@ -199,7 +209,7 @@ def test_a_slow_link_in_company(axis: str, zero: str) -> None:
 def test_what_is_slow_in_one_pipeline_is_simulated_together(stage: int) -> None:
     """A device of one stage, a link within the first, and the one after it."""
     made, slow = setup("dp2.pp4.tp2", 64, 8, launch_s=0.0), {"tp": 8.0, "pp": 200.0}
-    *_, together = stragglers.table(made, {2 * stage: 2.0}, slow, 0.0, 0)
+    *_, together = stragglers.straggler_table(made, {2 * stage: 2.0}, slow, 0.0, 0)
     steps = [made.step(2.0 if at == stage else 1.0, {"tp": 8.0} if at == 0 else None).costs for at in range(4)]
     parts = {field: [one.each(field, 4)[at] for at, one in enumerate(steps)] for field in TIMES if field != "comm_s"}
     comm = [made.step(links={"pp": 200.0}).costs.each("comm_s", 3)[0], *made.step().costs.each("comm_s", 3)[1:]]
@@ -210,9 +220,9 @@ def test_what_is_slow_in_one_pipeline_is_simulated_together(stage: int) -> None:
 def test_a_slow_link_is_one_replicas() -> None:
     """Others go on without it, where they may."""
     made = setup("dp4.pp2.tp2", 64, 8, launch_s=0.0)
-    [free] = replicas.table(made, {"free": any_time(None)}, {}, {"tp": 8.0}, 0.0, 0)
-    alone = stragglers.table(made, {}, {"tp": 8.0}, 0.0, 0)[1].step_s
-    even = stragglers.table(made, {}, {}, 0.0, 0)[0].step_s
+    [free] = replica_comparison.compare_syncs(made, {"free": any_time(None)}, {}, {"tp": 8.0}, 0.0, 0)
+    alone = stragglers.straggler_table(made, {}, {"tp": 8.0}, 0.0, 0)[1].step_s
+    even = stragglers.straggler_table(made, {}, {}, 0.0, 0)[0].step_s
     assert free.met_s / free.planned_s == pytest.approx(4 / (3 + even / alone), rel=0.03)
 
 
@@ -220,7 +230,7 @@ def test_who_waits_for_a_slow_link_between_replicas() -> None:
     """All, where they agree each step; all, once a period; one, where it comes and goes by itself."""
     made = setup("dp8", 64, 8, launch_s=0.0)
     ways = {"each": PLAIN, "period": period(10), "any": any_time(None)}
-    each, periods, any_ = replicas.table(made, ways, {}, {"dp": 50.0}, 0.0, 0)
+    each, periods, any_ = replica_comparison.compare_syncs(made, ways, {}, {"dp": 50.0}, 0.0, 0)
     longer = {one.name: one.met_s - one.planned_s for one in (each, periods, any_)}
     exchange = [replace(made, sync=period(10)).step(links={"dp": by}).exchange_s for by in (1.0, 50.0)]
     assert longer["period"] == pytest.approx((exchange[1] - exchange[0]) / 10)
@@ -228,21 +238,21 @@ def test_who_waits_for_a_slow_link_between_replicas() -> None:
     turn = [replace(made, sync=any_time(None)).step(links={"dp": by}).exchange_s / 7 for by in (1.0, 50.0)]
     assert 0 < longer["any"] < turn[1] - turn[0], "seven of eight do not go over it"
     with pytest.raises(ValueError):
-        agree.ends(any_time(None), np.ones((4, 3)), np.ones(2))
+        async_replicas.step_ends(any_time(None), np.ones((4, 3)), np.ones(2))
 
 
 def test_jitter_is_the_highest_of_so_many_draws() -> None:
     """Of replicas of one device each, whose step is their own work: E max of n normals, by integration."""
     made, sigma = setup("dp512", 512, 1, fixed_s=0.0), 0.03
-    row = stragglers.table(made, {}, {}, sigma, 0)[1]
+    row = stragglers.straggler_table(made, {}, {}, sigma, 0)[1]
     z = np.linspace(-8, 8, 20001)
     normal = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     below = np.cumsum(normal) * (z[1] - z[0])
     expected = float(np.sum(np.exp(sigma * z) * 512 * below**511 * normal) * (z[1] - z[0]))
     every = dict.fromkeys(range(512), expected)
     assert abs(row.step_s - step_s(made, every)) < 4 * row.error_s + 1e-4 * row.step_s
-    more = stragglers.table(setup("dp4096", 4096, 1, fixed_s=0.0), {}, {}, sigma, 0)[1]
-    assert more.idle > row.idle > stragglers.table(made, {}, {}, 0.01, 0)[1].idle > 0
+    more = stragglers.straggler_table(setup("dp4096", 4096, 1, fixed_s=0.0), {}, {}, sigma, 0)[1]
+    assert more.idle > row.idle > stragglers.straggler_table(made, {}, {}, 0.01, 0)[1].idle > 0
 
 
 # ---- replicas --------------------------------------------------------------------------------------------------------
@@ -253,19 +263,19 @@ def own(steps: int = 240, replicas: int = 32, jitter: float = 0.1) -> Any:
 
 
 def rate(how: Any, seconds: Any, exchange_s: float = 0.0) -> float:
-    return agree.step_s(how, agree.ends(how, seconds, exchange_s))
+    return async_replicas.long_run_step_s(how, async_replicas.step_ends(how, seconds, exchange_s))
 
 
 def test_a_period_of_one_step_is_synchronous() -> None:
     seconds = own()
-    assert np.allclose(agree.ends(period(1), seconds, 0.25), agree.ends(PLAIN, seconds, 0.25))
+    assert np.allclose(async_replicas.step_ends(period(1), seconds, 0.25), async_replicas.step_ends(PLAIN, seconds, 0.25))
 
 
 @pytest.mark.parametrize("steps", [2, 10, 60])
 def test_a_period_takes_the_longest_of_its_sums(steps: int) -> None:
     seconds = own()
     law = (seconds.reshape(-1, steps, 32).sum(axis=1).max(axis=1) + 0.5).sum()
-    assert agree.ends(period(steps), seconds, 0.5)[-1] == pytest.approx([law] * 32)
+    assert async_replicas.step_ends(period(steps), seconds, 0.5)[-1] == pytest.approx([law] * 32)
     assert rate(period(steps), seconds) < rate(PLAIN, seconds)
 
 
@@ -283,7 +293,7 @@ def test_an_exchange_beside_training_is_hidden() -> None:
 def test_a_step_begins_when_the_slowest_is_near_enough(bound: int) -> None:
     """Step by step from the definition: with no staleness, when all have ended the step before."""
     seconds = own()
-    ends = agree.ends(any_time(bound), seconds)
+    ends = async_replicas.step_ends(any_time(bound), seconds)
     for k in range(1, len(seconds)):
         slowest = ends[k - 1 - bound].max() if k > bound else 0.0
         assert np.allclose(ends[k], np.maximum(ends[k - 1], slowest) + seconds[k])
@@ -312,10 +322,10 @@ def test_servers_take_one_replica_at_a_time() -> None:
 
 
 def test_young_and_daly() -> None:
-    assert failures.young_s(Faults(5000.0, 10.0)) == pytest.approx(math.sqrt(2 * 10 * 5000))
-    assert failures.daly_s(Faults(100.0, 200.0)) == 100.0, "no shorter than what a checkpoint takes"
+    assert failures.young_s(FailureModel(5000.0, 10.0)) == pytest.approx(math.sqrt(2 * 10 * 5000))
+    assert failures.daly_s(FailureModel(100.0, 200.0)) == 100.0, "no shorter than what a checkpoint takes"
     for mtbf, pause in [(HOUR, 5.0), (24 * HOUR, 60.0), (HOUR, 60.0)]:
-        faults = Faults(mtbf, pause, restart_s=200.0, written_s=20.0)
+        faults = FailureModel(mtbf, pause, restart_s=200.0, written_s=20.0)
         steps, step_s = 10**9, failures.young_s(faults) / 10_000
         tried = np.arange(1000, 40_000)
         best = tried[failures.expected_s(faults, steps, step_s, tried).argmin()] * step_s
@@ -326,7 +336,7 @@ def test_young_and_daly() -> None:
 @pytest.mark.parametrize("mtbf_s, minutes", [(24 * HOUR, 117), (6 * HOUR, 57), (0.25 * HOUR, 9.1)])
 def test_the_intervals_that_daly_printed(mtbf_s: float, minutes: float) -> None:
     """Figures 3 to 5 of the paper: a dump of 5 minutes, a restart of 10."""
-    assert failures.daly_s(Faults(mtbf_s, 300.0, 600.0)) / 60 == pytest.approx(
+    assert failures.daly_s(FailureModel(mtbf_s, 300.0, 600.0)) / 60 == pytest.approx(
         minutes, abs=0.5 if minutes > 10 else 0.05
     )
 
@@ -334,40 +344,40 @@ def test_the_intervals_that_daly_printed(mtbf_s: float, minutes: float) -> None:
 @pytest.mark.parametrize(
     "faults",
     [
-        Faults(HOUR, 60.0, 300.0),
-        Faults(HOUR, 60.0, 300.0, 90.0),
-        Faults(1000.0, 30.0),
-        Faults(1000.0, 30.0, 900.0, 150.0),
+        FailureModel(HOUR, 60.0, 300.0),
+        FailureModel(HOUR, 60.0, 300.0, 90.0),
+        FailureModel(1000.0, 30.0),
+        FailureModel(1000.0, 30.0, 900.0, 150.0),
     ],
 )
 @pytest.mark.parametrize("every", [40, 100])
-def test_runs_drawn_at_random_take_as_long_as_the_formula_says(faults: Faults, every: int) -> None:
-    drawn = failures.drawn(faults, 40_000, 5.0, every, runs=300, seed=1)
+def test_runs_drawn_at_random_take_as_long_as_the_formula_says(faults: FailureModel, every: int) -> None:
+    drawn = failures.simulate_failures(faults, 40_000, 5.0, every, runs=300, seed=1)
     expected = float(failures.expected_s(faults, 40_000, 5.0, every))
     assert abs(drawn.wall_s - expected) < 4 * drawn.error_s
     assert drawn.error_s < 0.01 * expected
 
 
 def test_without_failures_only_checkpoints_cost() -> None:
-    faults = Faults(1e15, 7.0)
-    assert failures.drawn(faults, 100, 2.0, 30).wall_s == 200 + 3 * 7.0
+    faults = FailureModel(1e15, 7.0)
+    assert failures.simulate_failures(faults, 100, 2.0, 30).wall_s == 200 + 3 * 7.0
     assert float(failures.expected_s(faults, 100, 2.0, 30)) == pytest.approx(200 + 3 * 7.0)
 
 
 def test_more_failures_cost_more() -> None:
-    shares = [failures.lost(Faults(hours * HOUR, 30.0, 300.0), 10_000, 3.0).best.goodput for hours in (1, 3, 24, 1000)]
+    shares = [failures.failure_cost(FailureModel(hours * HOUR, 30.0, 300.0), 10_000, 3.0).best.goodput for hours in (1, 3, 24, 1000)]
     assert shares == sorted(shares) and 0.5 < shares[0] < shares[-1] < 1
     assert failures.mtbf_of_all(1000, 5000 * HOUR) == 5 * HOUR
     assert failures.mtbf_of_all(1000, 5000 * HOUR, 125, 625 * HOUR) == 2.5 * HOUR
     with pytest.raises(ConfigError, match=r"--mtbf = '10 s of all devices together'"):
-        failures.lost(Faults(10.0, 60.0, 300.0), 1000, 1.0)
+        failures.failure_cost(FailureModel(10.0, 60.0, 300.0), 1000, 1.0)
 
 
-@pytest.mark.parametrize("faults", [Faults(3000.0, 60.0, 200.0), Faults(3000.0, 60.0, 200.0, 150.0), Faults(9e3, 9e4)])
+@pytest.mark.parametrize("faults", [FailureModel(3000.0, 60.0, 200.0), FailureModel(3000.0, 60.0, 200.0, 150.0), FailureModel(9e3, 9e4)])
 @pytest.mark.parametrize("steps", [100, 150, 200, 700])
-def test_short_runs(faults: Faults, steps: int) -> None:
+def test_short_runs(faults: FailureModel, steps: int) -> None:
     """They save as often as is best for them, which may be never; by all ways that there are, and as drawn."""
-    found = failures.lost(faults, steps, 5.0, every=1000)
+    found = failures.failure_cost(faults, steps, 5.0, every=1000)
     every = np.arange(max(1, math.ceil(faults.written_s / 5.0)), steps + 1)
     wanted = failures.expected_s(faults, steps, 5.0, every)
     assert found.expected_s == pytest.approx(wanted.min(), rel=1e-4)
@@ -387,7 +397,7 @@ def test_short_runs(faults: Faults, steps: int) -> None:
     "axes, larger", [("dp2.pp2.tp2", "dp8.pp2.tp2"), ("pp2.dp2.tp2", "pp2.dp8.tp2"), ("tp8", "dp4.tp8")]
 )
 def test_a_point_is_the_layout_with_more_replicas(mode: scaling.Mode, axes: str, larger: str) -> None:
-    points = scaling.curve(setup(axes, 64, 8), mode, setup(larger).devices)
+    points = scaling.scaling_curve(setup(axes, 64, 8), mode, setup(larger).devices)
     wanted = setup(larger, 256, 8) if mode == "weak" else setup(larger, 64, 2)
     assert points[-1].step_s == pytest.approx(float(wanted.estimate().step_s[0]))
     assert points[-1].batch == wanted.choices.batch[0] and points[-1].devices == wanted.devices
@@ -395,7 +405,7 @@ def test_a_point_is_the_layout_with_more_replicas(mode: scaling.Mode, axes: str,
 
 
 def test_a_strong_curve_ends_with_the_samples() -> None:
-    points = scaling.curve(setup("dp4", 64, 4), "strong", 4096)
+    points = scaling.scaling_curve(setup("dp4", 64, 4), "strong", 4096)
     assert [point.devices for point in points] == [4, 8, 16, 32, 64]
     assert all(point.batch == 64 for point in points)
     shares = [point.efficiency for point in points]
@@ -406,16 +416,16 @@ def test_a_strong_curve_ends_with_the_samples() -> None:
 
 
 @pytest.fixture(scope="module")
-def everything() -> report.Report:
-    asked = command.Asked(
+def everything() -> report.SimulationReport:
+    asked = simulate_run.SimulateRequest(
         slow={None: 1.5, 3: 1.2}, links={"tp": 4.0}, jitter=0.03, mtbf_h=5000.0, node_mtbf_h=9000.0, storage_gbps=20.0,
         every=100, scale="weak", to=64,
     )  # fmt: skip
-    return command.simulated(setup("dp4.pp2.tp2", 128, 8), asked)
+    return simulate_run.simulate_scenario(setup("dp4.pp2.tp2", 128, 8), asked)
 
 
-def test_figures_agree_with_one_another(everything: report.Report) -> None:
-    found = json.loads(report.dump(everything))
+def test_figures_agree_with_one_another(everything: report.SimulationReport) -> None:
+    found = json.loads(report.report_json(everything))
     assert found["step_s"] == pytest.approx(found["stragglers"][0]["step_s"])
     assert found["step_s"] == pytest.approx(found["replicas"][0]["planned_s"])
     assert found["step_s"] == pytest.approx(found["pipeline"]["makespan_s"] + sum(found["after_s"].values()))
@@ -431,14 +441,14 @@ def test_figures_agree_with_one_another(everything: report.Report) -> None:
 
 
 def test_a_slow_link_alone_is_shown_where_replicas_agree() -> None:
-    found = command.simulated(setup("dp4.tp2"), command.Asked(links={"dp": 9.0}))
+    found = simulate_run.simulate_scenario(setup("dp4.tp2"), simulate_run.SimulateRequest(links={"dp": 9.0}))
     assert [row.name for row in found.stragglers] == ["as planned", "a link of dp x9"]
     assert found.replicas[0].met_s == pytest.approx(found.stragglers[1].step_s)
 
 
 def test_links_of_stages_on_one_rank_are_none() -> None:
     """Of a V: the fourth and the fifth stage are on the last rank, and others' links carry two ways."""
-    rows = stragglers.table(setup("pp4.dp2", 64, 8, "zb-v", 2), {}, {"pp": 50.0}, 0.0, 0)
+    rows = stragglers.straggler_table(setup("pp4.dp2", 64, 8, "zb-v", 2), {}, {"pp": 50.0}, 0.0, 0)
     assert [row.name for row in rows[1:]] == [f"a link of pp x50, after stages {i} and {6 - i}" for i in range(3)]
     assert all(row.step_s > 1.01 * rows[0].step_s for row in rows[1:])
 
@@ -446,44 +456,44 @@ def test_links_of_stages_on_one_rank_are_none() -> None:
 def test_the_best_of_every_interval_that_there_is() -> None:
     rng = random.Random(2)
     for _ in range(40):
-        faults = Faults(10 ** rng.uniform(3, 5), 10 ** rng.uniform(-3, 2), 300.0, 10 ** rng.uniform(0, 3))
+        faults = FailureModel(10 ** rng.uniform(3, 5), 10 ** rng.uniform(-3, 2), 300.0, 10 ** rng.uniform(0, 3))
         steps = rng.randrange(1, 2000)
-        found = failures.lost(faults, steps, 5.0)
+        found = failures.failure_cost(faults, steps, 5.0)
         every = np.arange(min(steps, max(1, math.ceil(faults.written_s / 5.0))), steps + 1)
         assert found.expected_s == pytest.approx(failures.expected_s(faults, steps, 5.0, every).min(), rel=1e-9)
-    assert failures.lost(Faults(1e300, 1e9), 10, 5.0).best.every == 10
+    assert failures.failure_cost(FailureModel(1e300, 1e9), 10, 5.0).best.every == 10
 
 
 def test_no_interval_is_shorter_than_writing() -> None:
-    found = failures.lost(Faults(3000.0, 1.0, 10.0, 400.0), 1000, 5.0, every=10)
+    found = failures.failure_cost(FailureModel(3000.0, 1.0, 10.0, 400.0), 1000, 5.0, every=10)
     assert [each.every >= 80 for each in found.intervals] == [True] * 4 and found.curve[0][0] >= 400
     assert found.intervals[-1].name == "run file, as writing lets it"
 
 
 def test_each_is_named_once() -> None:
-    assert command.once([command.slow("1.5"), command.slow("3=2")], "--slow") == {None: 1.5, 3: 2.0}
+    assert simulate_run.require_unique([simulate_run.parse_slow("1.5"), simulate_run.parse_slow("3=2")], "--slow") == {None: 1.5, 3: 2.0}
     with pytest.raises(ConfigError, match=r"--slow = 4\.0: 3 is given twice"):
-        command.once(map(command.slow, ("3=2", "3=4")), "--slow")
+        simulate_run.require_unique(map(simulate_run.parse_slow, ("3=2", "3=4")), "--slow")
     with pytest.raises(ConfigError, match="a device anywhere is given twice"):
-        command.once(map(command.slow, ("3", "4")), "--slow")
+        simulate_run.require_unique(map(simulate_run.parse_slow, ("3", "4")), "--slow")
 
 
 def test_a_slow_turn_is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether each of many replicas is simulated, or some in place of all."""
     made, way = setup("dp512", 512, 1, launch_s=0.0), {"any": any_time(None)}
-    [every] = replicas.table(made, way, {}, {"dp": 300.0}, 0.0, 0)
-    monkeypatch.setattr(replicas, "TURNS", 2000)
-    [some] = replicas.table(made, way, {}, {"dp": 300.0}, 0.0, 0)
+    [every] = replica_comparison.compare_syncs(made, way, {}, {"dp": 300.0}, 0.0, 0)
+    monkeypatch.setattr(replica_comparison, "TURNS", 2000)
+    [some] = replica_comparison.compare_syncs(made, way, {}, {"dp": 300.0}, 0.0, 0)
     assert some.planned_s == pytest.approx(every.planned_s, rel=0.05)
     assert some.met_s == pytest.approx(every.met_s, rel=0.05) and every.met_s > 1.2 * every.planned_s
 
 
-def test_ways_to_agree_cost_their_exchanges(everything: report.Report) -> None:
+def test_ways_to_agree_cost_their_exchanges(everything: report.SimulationReport) -> None:
     each_step, periods, any_time = everything.replicas
     step = everything.step
     alone = each_step.planned_s - step.after["dp exposed"]
     assert periods.planned_s == pytest.approx(alone + step.exchange_s / 10)
-    served = made_with(everything.setup, sync.make("parameter_server", staleness=4, servers=4)).step()
+    served = made_with(everything.setup, sync.make_sync("parameter_server", staleness=4, servers=4)).step()
     assert served.after["optimizer"] == pytest.approx(step.after["optimizer"] / 4), "each server updates its part"
     alone += served.after["optimizer"] - step.after["optimizer"]
     turns = 4 * served.exchange_s / 3  # one at each server
@@ -492,7 +502,7 @@ def test_ways_to_agree_cost_their_exchanges(everything: report.Report) -> None:
 
 @pytest.mark.parametrize("way", [
     period(8), period(8, 2), period(8, 2, 1), period(8, 4, 2), period(8, 2, 4), period(8, 4, 3), period(6, 1, 5),
-    any_time(None), any_time(4), AnyTime("mine", PLAIN.codec, 3, 4),
+    any_time(None), any_time(4), AsyncServers("mine", PLAIN.codec, 3, 4),
 ])  # fmt: skip
 @pytest.mark.parametrize("axes", ["dp8", "dp4.cp2"])
 @pytest.mark.parametrize(("slower", "update"), [(1.0, 1.0), (30.0, 1.0), (200.0, 1.0), (2000.0, 1.0), (1.0, 99.0)])
@@ -501,10 +511,10 @@ def test_the_closed_form_waits_for_others_as_they_do_in_turn(way: Any, slower: f
     made = setup(axes)
     more = {"reduce_bytes": slower * made.practice.reduce_bytes, "update_bytes": update * made.practice.update_bytes}
     made = made_with(replace(made, practice=replace(made.practice, **more)), way)
-    [found] = replicas.table(made_with(made, PLAIN), {"way": way}, {}, {}, 0.0, 0)
+    [found] = replica_comparison.compare_syncs(made_with(made, PLAIN), {"way": way}, {}, {}, 0.0, 0)
     closed = made.estimate()
     assert float(closed.step_s[0]) == pytest.approx(found.planned_s, rel=0.01)
-    if isinstance(way, AnyTime):  # its link carries all that it sends, and gets; a server's what all do
+    if isinstance(way, AsyncServers):  # its link carries all that it sends, and gets; a server's what all do
         waits = next(part.value for part in closed.time if part.name == "dp exposed")
         step, count = made.step(), made.size("dp")
         turn, own = step.exchange_s / (count - 1), float(closed.step_s[0] - waits[0]) + step.summed_s
@@ -513,17 +523,17 @@ def test_the_closed_form_waits_for_others_as_they_do_in_turn(way: Any, slower: f
 
 
 def test_servers_take_an_update_out_of_a_step_at_the_pace_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, original = [], agree.ends
+    seen, original = [], async_replicas.step_ends
 
     def ends(sync: Any, own: Any, *rest: Any) -> Any:
         seen.append(own)
         return original(sync, own, *rest)
 
-    monkeypatch.setattr(agree, "ends", ends)
+    monkeypatch.setattr(async_replicas, "step_ends", ends)
     made = setup("dp8")
     for times in (1, 300):
         practice = replace(made.practice, update_bytes=times * made.practice.update_bytes)
-        replicas.table(replace(made, practice=practice), {"any": any_time(None)}, {3: 0.1}, {}, 0.0, 0)
+        replica_comparison.compare_syncs(replace(made, practice=practice), {"any": any_time(None)}, {3: 0.1}, {}, 0.0, 0)
     short, short_slow, long, long_slow = seen
     assert long == pytest.approx(short) and long_slow == pytest.approx(short_slow), "however long updates are"
     assert short_slow[0, 3] < 0.5 * short[0, 3]
@@ -531,11 +541,11 @@ def test_servers_take_an_update_out_of_a_step_at_the_pace_of_its_device(monkeypa
 
 def test_checkpoints_are_of_all_that_servers_hold() -> None:
     made = setup("dp8")
-    served = made_with(made, sync.make("parameter_server", staleness=4, servers=8))
-    assert command.checkpoint_bytes(served) == command.checkpoint_bytes(made_with(made, None))
+    served = made_with(made, sync.make_sync("parameter_server", staleness=4, servers=8))
+    assert simulate_run.checkpoint_bytes(served) == simulate_run.checkpoint_bytes(made_with(made, None))
 
 
-@pytest.mark.parametrize("way", [period(8), period(8, 2, 1), sync.make("parameter_server", staleness=4, servers=4)])
+@pytest.mark.parametrize("way", [period(8), period(8, 2, 1), sync.make_sync("parameter_server", staleness=4, servers=4)])
 def test_one_replica_waits_for_nobody(way: Any) -> None:
     made = setup("tp8")
     assert made_with(made, way).estimate().step_s[0] == pytest.approx(made.estimate().step_s[0])
@@ -549,13 +559,13 @@ def test_ranks_of_a_sequence_agree_in_each_step_all_the_same() -> None:
     assert apart == pytest.approx(alone, rel=1e-6) and alone > 0
 
 
-def made_with(one: Setup, how: Any) -> Setup:
+def made_with(one: Scenario, how: Any) -> Scenario:
     return replace(one, sync=how)
 
 
-def test_files(everything: report.Report, tmp_path: Path) -> None:
+def test_files(everything: report.SimulationReport, tmp_path: Path) -> None:
     for suffix in (".svg", ".html", ".json", ".csv"):
-        report.write(tmp_path / f"out{suffix}", everything)
+        report.write_report(tmp_path / f"out{suffix}", everything)
     root = ElementTree.parse(tmp_path / "out.svg").getroot()
     titles = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text") if each.get("font-weight")]
     assert titles == [everything.title, "Goodput", "Weak scaling", "Weak scaling: shares"]
@@ -565,11 +575,11 @@ def test_files(everything: report.Report, tmp_path: Path) -> None:
     page = (tmp_path / "out.html").read_text()
     assert page.count("<svg") == 4 and "stragglers" in page
     with pytest.raises(ConfigError, match=r"--out = .*Name a \.svg, \.html, \.json, \.csv"):
-        report.write(tmp_path / "out.pdf", everything)
+        report.write_report(tmp_path / "out.pdf", everything)
 
 
-def test_text(everything: report.Report) -> None:
-    said = report.text(everything, width=100).plain
+def test_text(everything: report.SimulationReport) -> None:
+    said = report.report_text(everything, width=100).plain
     for wanted in ("a device x1.5, stage 1", "device 3 (", "a link of tp x4, stage 0", "every 10 steps (local_sgd)",
                    "Daly", "run file", "efficiency"):  # fmt: skip
         assert wanted in said
@@ -597,7 +607,7 @@ def test_text(everything: report.Report) -> None:
 )
 def test_what_cannot_be(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        command.simulated(setup("dp2.pp4.tp2", 64, 8), command.Asked(**asked))
+        simulate_run.simulate_scenario(setup("dp2.pp4.tp2", 64, 8), simulate_run.SimulateRequest(**asked))
 
 
 def test_a_layout_that_does_not_fit() -> None:
@@ -614,7 +624,7 @@ def test_a_layout_that_does_not_fit() -> None:
 def test_many_devices() -> None:
     """100,000, each at its own pace: 1,562 pipelines of which no two are equal, in steps that are drawn."""
     made = setup("dp1563.pp8.tp8", 1563 * 16, 16)
-    planned, jittered = stragglers.table(made, {}, {}, 0.03, 0)
+    planned, jittered = stragglers.straggler_table(made, {}, {}, 0.03, 0)
     assert made.devices > 100_000 and jittered.step_s > planned.step_s + 50 * jittered.error_s > planned.step_s
 
 
@@ -646,7 +656,7 @@ def simulate_cli(tmp_path: Path, *arguments: str) -> Any:
 
 
 def test_a_schedule_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "_registered", {})
+    monkeypatch.setattr(schedules, "_registered", {})
     found = [
         json.loads(simulate_cli(tmp_path, "--layout", "dp8.pp4", "--json", "--set", f"pipeline.schedule={name}").stdout)
         for name in ("gpipe", "staged:own_gpipe")

@@ -10,23 +10,23 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft import schedule
-from weft.correct import check
-from weft.costs import Costs
-from weft.errors import ConfigError
-from weft.schedule import solved
-from weft.schedules import Action, Schedule
-from weft.simulate import simulate
-from weft.timeline import Timeline
+from weft.core.errors import ConfigError
+from weft.core.schedule import Action, Schedule
+from weft.pipeline import schedules
+from weft.pipeline.action_costs import ActionCosts
+from weft.pipeline.schedules import solved
+from weft.pipeline.simulator import simulate
+from weft.pipeline.timeline import Timeline
+from weft.pipeline.validate import find_faults
 
 QUICK = 120  # evaluations
 
 
-def uneven(seed: int, stages: int) -> Costs:
+def uneven(seed: int, stages: int) -> ActionCosts:
     """Each stage's F, B and W up to 4 times those of another; messages of up to 0.1."""
     rng = random.Random(seed)
     forward, backward, weight = ([rng.uniform(0.5, 2.0) for _ in range(stages)] for _ in range(3))
-    return Costs(forward, backward, weight, comm_s=rng.choice([0.0, 0.1]))
+    return ActionCosts(forward, backward, weight, comm_s=rng.choice([0.0, 0.1]))
 
 
 def peak(timeline: Timeline) -> float:
@@ -34,14 +34,14 @@ def peak(timeline: Timeline) -> float:
     return max(peak * len(lane.stages) for peak, lane in zip(timeline.peak_live, timeline.lanes))
 
 
-def fixed(placement: tuple[int, ...], microbatches: int, costs: Costs, memory: float) -> Iterator[float]:
+def fixed(placement: tuple[int, ...], microbatches: int, costs: ActionCosts, memory: float) -> Iterator[float]:
     """Makespans of the folder's synchronous schedules of this placement within the cap."""
     ranks = 1 + max(placement)
-    for name, build in schedule.registry().items():
+    for name, build in schedules.registry().items():
         options = {"chunks": len(placement) // ranks} if "chunks" in inspect.signature(build).parameters else {}
         if name == solved.NAME or options == {"chunks": 1}:
             continue
-        made = schedule.make(name, ranks, microbatches, **options)
+        made = schedules.make_schedule(name, ranks, microbatches, **options)
         if made.placement == placement and not made.versions:
             timeline = simulate(made, costs)
             if peak(timeline) <= memory:
@@ -71,7 +71,7 @@ def test_beats_the_fixed_ones_where_stages_are_uneven(
         costs = uneven(seed, ranks * chunks)
         ask = {"costs": costs, "memory": memory, "placement": shape, "chunks": chunks}
         found = solved.build(ranks, microbatches, **ask, evaluations=QUICK)
-        assert check(found) == ()
+        assert find_faults(found) == ()
         timeline = simulate(found, costs)
         assert peak(timeline) <= memory
         best = min(fixed(found.placement, microbatches, costs, memory), default=math.inf)
@@ -112,7 +112,7 @@ def all_schedules(placement: tuple[int, ...], microbatches: int) -> Iterator[Sch
 
 
 def test_nothing_is_faster_than_the_bound_and_small_cases_are_solved() -> None:
-    every = [made for made in all_schedules((0, 1), 2) if not check(made)]
+    every = [made for made in all_schedules((0, 1), 2) if not find_faults(made)]
     assert len(every) > 10
     for seed, memory in itertools.product(range(12), (1, 2)):
         costs = uneven(seed, 2)
@@ -125,7 +125,7 @@ def test_nothing_is_faster_than_the_bound_and_small_cases_are_solved() -> None:
 
 def test_even_stages_reach_the_known_bubbles() -> None:
     """Bubbles of the optimum: (p-1)(F+B-W) with the memory of 1F1B; (p-1)F without a cap, the way to the last rank."""
-    costs = Costs(1.0, 1.1, 0.6)
+    costs = ActionCosts(1.0, 1.1, 0.6)
     for ranks in (4, 8):
         made = simulate(solved.build(ranks, 4 * ranks, costs=costs, memory=ranks), costs)
         assert made.bubble_s == pytest.approx((ranks - 1) * 1.5, abs=1e-9)
@@ -140,21 +140,21 @@ def test_every_size_is_sound(ranks: int) -> None:
     for microbatches, (shape, chunks) in itertools.product((1, 2, 3, 9), (("loop", 1), ("v", 2), ("loop", 3))):
         for memory in (chunks, 2 * chunks + 1):
             made = solved.build(ranks, microbatches, memory=memory, placement=shape, chunks=chunks, evaluations=20)
-            assert check(made) == () and (made.ranks, made.microbatches) == (ranks, microbatches)
+            assert find_faults(made) == () and (made.ranks, made.microbatches) == (ranks, microbatches)
             assert peak(simulate(made)) <= memory
 
 
 @pytest.mark.parametrize("names", [("gpipe", "1f1b"), ("1f1b", "gpipe")])
 def test_of_equally_fast_ones_the_least_memory(names: tuple[str, str]) -> None:
-    problem = solved._Problem(3, 6, Costs(), None, "loop", 1, split=False)
+    problem = solved._Problem(3, 6, ActionCosts(), None, "loop", 1, split=False)
     search = solved._Search(problem, random.Random(0))
     search.makespan = search.peak = math.inf
     for name in names:
-        orders = problem.orders(schedule.make(name, 3, 6))
+        orders = problem.orders(schedules.make_schedule(name, 3, 6))
         assert orders is not None
         search.offer(24.0, orders)
     assert search.peak == 3
-    assert search.best == problem.orders(schedule.make("1f1b", 3, 6))
+    assert search.best == problem.orders(schedules.make_schedule("1f1b", 3, 6))
 
 
 @pytest.mark.parametrize("step", ["rules", "moves"])
@@ -170,7 +170,7 @@ def test_each_search_is_worth_its_time(step: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cap_per_rank_in_bytes_with_what_a_backward_frees() -> None:
-    costs = Costs(activation_bytes=[3.0, 2.0, 1.0], freed_by_b=0.75)
+    costs = ActionCosts(activation_bytes=[3.0, 2.0, 1.0], freed_by_b=0.75)
     made = simulate(solved.build(3, 9, costs=costs, memory=[9.0, 4.0, 1.5]), costs)
     assert all(peak <= cap for peak, cap in zip(made.peak_memory, [9.0, 4.0, 1.5]))
     assert made.peak_memory[2] == 1.25 and made.makespan_s < 3 * 9 * 3, "the next F begins before the W is done"
@@ -180,14 +180,14 @@ def test_the_same_on_every_rank_and_run() -> None:
     ask = {"costs": uneven(3, 4), "memory": 2, "evaluations": 60}
     first = solved.build(4, 8, **ask)
     random.seed(1)
-    assert solved.build(4, 8, **ask) == first == schedule.make("solved", 4, 8, **ask)
+    assert solved.build(4, 8, **ask) == first == schedules.make_schedule("solved", 4, 8, **ask)
     assert solved.build(4, 8, **ask, seed=1) != first, "chance has a part"
 
 
 def test_a_user_s_schedule_may_be_a_solved_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "_registered", {})
-    schedule.register(lambda ranks, microbatches: solved.build(ranks, microbatches, memory=2), "mine")
-    assert check(schedule.make("mine", 3, 4)) == ()
+    monkeypatch.setattr(schedules, "_registered", {})
+    schedules.register(lambda ranks, microbatches: solved.build(ranks, microbatches, memory=2), "mine")
+    assert find_faults(schedules.make_schedule("mine", 3, 4)) == ()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_user_s_schedule_may_be_a_solved_one(monkeypatch: pytest.MonkeyPatch) 
         ({"placement": "w"}, "pipeline.placement = 'w': is no placement"),
         ({"placement": [0, 1, 1]}, "every rank at least once"),
         ({"chunks": 0}, "pipeline.chunks = 0"),
-        ({"costs": Costs([1.0, 2.0])}, "2 numbers for 3 stages"),
+        ({"costs": ActionCosts([1.0, 2.0])}, "2 numbers for 3 stages"),
     ],
 )
 def test_refusals(options: dict, words: str) -> None:
@@ -212,9 +212,9 @@ def test_refusals(options: dict, words: str) -> None:
 
 
 def test_the_least_cap_that_is_named_works() -> None:
-    costs = Costs(activation_bytes=[1.0, 2.0, 0.5, 0.25])
+    costs = ActionCosts(activation_bytes=[1.0, 2.0, 0.5, 0.25])
     with pytest.raises(ConfigError) as refusal:
         solved.build(2, 4, costs=costs, memory=1, chunks=2)
     assert "at least 2.25" in str(refusal.value)
     made = solved.build(2, 4, costs=costs, memory=2.25, chunks=2, evaluations=20)
-    assert check(made) == () and max(simulate(made, costs).peak_memory) <= 2.25
+    assert find_faults(made) == () and max(simulate(made, costs).peak_memory) <= 2.25

@@ -12,12 +12,12 @@ import torch
 from test_trainer import Ramps, lines, make, saved
 from torch import Tensor
 
-from weft import build
-from weft.config import Run
-from weft.errors import ConfigError, WeftError
-from weft.launch import processes
-from weft.launch.processes import Pool
-from weft.train.spikes import LEAST, WINDOW, Spikes
+from weft.core.errors import ConfigError, WeftError
+from weft.core.run_config import RunConfig
+from weft.launch import local_workers
+from weft.launch.local_workers import Pool
+from weft.train import build
+from weft.train.loss_spikes import LEAST, WINDOW, LossSpikeDetector
 from weft.train.trainer import train
 
 BATCH, SIZE, BAD, KEPT = 8, 1024, 30, 24  # step 30 has the spike; 24 is that of the checkpoint before it
@@ -63,9 +63,9 @@ def test_a_spike_is_undone_and_its_samples_left_out(
 ) -> None:
     lies = "dp1" if axes == "a worker" else axes
 
-    def trained(run: Run, resume: bool) -> None:
+    def trained(run: RunConfig, resume: bool) -> None:
         if axes == "a worker":
-            processes.run(train, 2, run.model_copy(update={"workers": {"other": ("blocks.0",)}}), resume, threads=1)
+            local_workers.run_workers(train, 2, run.model_copy(update={"workers": {"other": ("blocks.0",)}}), resume, threads=1)
         else:
             train(run, resume) if axes == "dp1" else pool.run(train, run, resume, world=2)
 
@@ -99,7 +99,7 @@ def broken(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def test_what_is_a_spike() -> None:
-    spikes = Spikes(2.0)
+    spikes = LossSpikeDetector(2.0)
     assert spikes.judge(math.inf) == "is inf" and spikes.judge(100.0) is None  # nothing to compare with
     for _ in range(2, LEAST):
         assert spikes.judge(1.0) is None
@@ -107,7 +107,7 @@ def test_what_is_a_spike() -> None:
     assert spikes.judge(2.0) is None and spikes.judge(2.1) == "is 2.1, where 1 is usual"
     spikes.remember([1.0] * (LEAST - 1))
     assert spikes.judge(9.0) is None
-    spikes = Spikes(2.0)
+    spikes = LossSpikeDetector(2.0)
     for number in range(LEAST + WINDOW):
         assert spikes.judge(1.0 if number < LEAST else 2.0) is None
     assert spikes.judge(4.0) is None and spikes.judge(4.1) == "is 4.1, where 2 is usual"
@@ -115,7 +115,7 @@ def test_what_is_a_spike() -> None:
     for usual, fine, bad in ((-1.0, -1.1, 0.1), (0.0, -1.0, 1e-9)):
         spikes.remember([usual] * LEAST)
         assert spikes.judge(fine) is None and spikes.judge(bad) is not None
-    assert Spikes(None).judge(math.nan) is None
+    assert LossSpikeDetector(None).judge(math.nan) is None
 
 
 @pytest.mark.parametrize(
@@ -132,4 +132,4 @@ def test_where_it_cannot_go_back(tmp_path: Path, more: dict[str, Any], says: str
     run = make(tmp_path, axes, **settings(train__rollback=2.0, train__accumulate=2, **more))
     run = run.model_copy(update={"train": run.train.model_copy(update={"clip": None})}) if free else run
     with pytest.raises(ConfigError, match=says):
-        build.check(run)
+        build.check_run(run)

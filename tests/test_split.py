@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from weft.engine.split import backward_inputs
+from weft.engine.pipeline.split_backward import backward_inputs
 
 
 def _weight(*shape: int) -> nn.Parameter:

@@ -19,18 +19,19 @@ from test_trainer import lines, make, saved
 from torch import nn
 
 import weft
-from weft import build, sync
-from weft.codecs import Codec
-from weft.comms import predict, totals
-from weft.config import Run, Sync
-from weft.engine.reducer import local
-from weft.errors import Refusal
-from weft.launch import processes
-from weft.launch.processes import Pool
-from weft.losses import mse
-from weft.plans import COPY
+from weft import sync
+from weft.core.codec import Codec
+from weft.core.errors import Refusal
+from weft.core.plan import COPY
+from weft.core.run_config import RunConfig, SyncConfig
+from weft.engine.collective_audit import Audit
+from weft.engine.grad_buckets import local_tensor
+from weft.launch import local_workers
+from weft.launch.local_workers import Pool
+from weft.nn.losses import mse
+from weft.parallel.predict_comms import collective_totals, predict_collectives
+from weft.train import build
 from weft.train.trainer import train
-from weft.verification.audit import Audit
 
 
 def with_sync(name: str, made: Any, **plan: Any) -> Subject:
@@ -39,10 +40,10 @@ def with_sync(name: str, made: Any, **plan: Any) -> Subject:
 
 
 EXACT = {
-    "ring": sync.make("ring", bucket_mb=0.01),
-    "rings": sync.make("ring", local=2),
-    "central": sync.make("central", bucket_mb=0.02),
-    "servers": sync.make("parameter_server", servers=2, bucket_mb=0.01),
+    "ring": sync.make_sync("ring", bucket_mb=0.01),
+    "rings": sync.make_sync("ring", local=2),
+    "central": sync.make_sync("central", bucket_mb=0.02),
+    "servers": sync.make_sync("parameter_server", servers=2, bucket_mb=0.01),
 }
 LAYOUTS = [
     *("dp2", "dp4", "dp2.tp2", "dp2.tp2+sequence", "dp2.fsdp2", "dp2.fsdp2+zero1", "pp2.dp2", "dp2.pp2+zb-v"),
@@ -64,7 +65,7 @@ def test_equals_one_device(pool: Pool, name: str, layout: str) -> None:
 
 def trained(codec: Codec | str, route: str, layout: str, options: dict, steps: int) -> Any:
     """(losses, weights, states, seen, predicted) of this rank."""
-    subject = with_sync("deep" if "pp" in layout else "decoder", sync.make(route, codec, **options))
+    subject = with_sync("deep" if "pp" in layout else "decoder", sync.make_sync(route, codec, **options))
     model = seeded(subject.build)
     plan = laid(subject, model, layout)
     optimizer = partial(torch.optim.SGD, lr=0.1)
@@ -76,17 +77,17 @@ def trained(codec: Codec | str, route: str, layout: str, options: dict, steps: i
         if step == 0:
             with Audit(engine.mesh) as audit:
                 result = engine.step(engine.local(batch))
-            seen = {k: v for k, v in totals(audit.seen).items() if k[1] in ("dp", "fsdp")}
+            seen = {k: v for k, v in collective_totals(audit.seen).items() if k[1] in ("dp", "fsdp")}
             values = dict.fromkeys(range(9), 0)
             buffers = engine.stale_buffer_bytes
-            wanted = totals(predict(plan, {}, 8, buffers=buffers, rank=engine.mesh.rank, values=values))
+            wanted = collective_totals(predict_collectives(plan, {}, 8, buffers=buffers, rank=engine.mesh.rank, values=values))
             wanted = {k: v for k, v in wanted.items() if k[1] in ("dp", "fsdp")}
         else:
             result = engine.step(engine.local(batch))
         losses.append(float(result.loss))
     # under tp what a rank holds whole it holds as the others do
     whole = {n for n, axes in plan.params().items() if all(p.stored == COPY for a, p in axes.items() if a == "tp")}
-    weights = {n: (local(p.detach()).clone(), n in whole) for n, p in engine.params.items()}
+    weights = {n: (local_tensor(p.detach()).clone(), n in whole) for n, p in engine.params.items()}
     return losses, weights, engine.mesh.coords, seen, wanted
 
 
@@ -175,7 +176,7 @@ def bare(layout: str) -> float:
     batch = {key: value.double() for key, value in marked(()).items()}
     sample = {key: value[:2] for key, value in batch.items()}
     model = seeded(Bare)
-    made = sync.make("allreduce", "int8")
+    made = sync.make_sync("allreduce", "int8")
     plan = weft.plan(model, layout, batch=BATCH, accumulate=2, loss=mse, precision="fp64", sample=sample, sync=made)
     engine = weft.Engine(model, plan, optimizer=partial(torch.optim.SGD, lr=0.5), loss=mse, device="cpu")
     losses = [float(engine.step(engine.local(batch)).loss) for _ in range(5)]
@@ -190,7 +191,7 @@ def test_a_model_with_nothing_outside_of_its_blocks(pool: Pool, layout: str) -> 
 def clipped(clip: float | None) -> float:
     """How far a step with the whole gradient in DGC's message goes, after a step that says how much counts."""
     codec = {"name": "dgc", "density": 1.0, "momentum": 0.0} | ({"clip": clip} if clip else {})
-    subject = with_sync("decoder", sync.make("allreduce", codec))
+    subject = with_sync("decoder", sync.make_sync("allreduce", codec))
     model = seeded(subject.build)
     engine = weft.Engine(
         model, laid(subject, model, "dp2"), optimizer=partial(torch.optim.SGD, lr=1.0), loss=subject.loss, device="cpu"
@@ -219,7 +220,7 @@ def test_a_weight_that_two_stages_share_stays_one(pool: Pool) -> None:
 
 def shared(layout: str) -> tuple[torch.Tensor, bool]:
     """The tied weight of this rank after some steps, and whether it changed."""
-    subject = with_sync("tied", sync.make("allreduce", "int4"), schedule="1f1b")
+    subject = with_sync("tied", sync.make_sync("allreduce", "int4"), schedule="1f1b")
     model = seeded(STAGED["tied"].build)
     plan = laid(replace(subject, build=STAGED["tied"].build), model, layout)
     engine = weft.Engine(model, plan, optimizer=partial(torch.optim.SGD, lr=0.1), loss=subject.loss, device="cpu")
@@ -239,7 +240,7 @@ SCATTERED = ["bf16", "fp16", "int8", "int4", "sign"]
 def test_a_codec_on_fsdps_reduce_scatter(pool: Pool, codec: str, layout: str) -> None:
     if "tp" in layout and codec not in ("bf16", "fp16"):
         with pytest.raises(Refusal, match="the copies would part"):
-            laid(with_sync("decoder", sync.make("allreduce", codec)), seeded(SUBJECTS["decoder"].build), layout)
+            laid(with_sync("decoder", sync.make_sync("allreduce", codec)), seeded(SUBJECTS["decoder"].build), layout)
         return
     found = pool.run(trained, codec, "allreduce", layout, {}, 6, world=weft.Layout.parse(layout).world)
     exact = pool.run(trained, "identity", "allreduce", layout, {}, 6, world=weft.Layout.parse(layout).world)
@@ -288,13 +289,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 
 def test_what_a_codec_kept_is_forgotten_under_another_layout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = {"sync__codec": "int4"}
-    processes.run(train, 2, written(tmp_path, "dp2", {**settings, "train__steps": 3}), False)
+    local_workers.run_workers(train, 2, written(tmp_path, "dp2", {**settings, "train__steps": 3}), False)
     assert "begins anew" not in capfd.readouterr().out
-    processes.run(train, 4, written(tmp_path, "dp4", settings), True)
+    local_workers.run_workers(train, 4, written(tmp_path, "dp4", settings), True)
     assert "it begins anew" in capfd.readouterr().out
 
 
-def written(folder: Path, axes: str, settings: dict[str, Any]) -> Run:
+def written(folder: Path, axes: str, settings: dict[str, Any]) -> RunConfig:
     """`make` of a run file that names a synchroniser."""
     plain = {key: value for key, value in settings.items() if not isinstance(value, dict)}
     run = make(folder, axes, **plain)
@@ -306,7 +307,7 @@ def test_what_a_run_says_of_its_messages(tmp_path: Path, capfd: pytest.CaptureFi
     sizes = {}
     for codec in ("identity", "int8"):
         run = written(tmp_path / codec, "dp2", {"sync__codec": codec, "sync__name": "ring"})
-        processes.run(train, 2, run, False)
+        local_workers.run_workers(train, 2, run, False)
         out = capfd.readouterr().out
         assert "a rank sends dp" in out
         assert ("over dp 1/3" in out) == (codec == "int8")
@@ -324,10 +325,10 @@ def test_what_is_allowed() -> None:
     """fp16 with what keeps nothing of gradients, or with nobody to send to."""
     model = SUBJECTS["decoder"].build()
     for layout, codec in [("dp2", {"name": "int8", "stochastic": True, "feedback": False}), ("dp1", "int8")]:
-        weft.plan(model, layout, batch=BATCH, precision="fp16", sync=sync.make("allreduce", codec))
+        weft.plan(model, layout, batch=BATCH, precision="fp16", sync=sync.make_sync("allreduce", codec))
     assert weft.plan(model, "dp2", batch=BATCH, sync="ring").apart
     with pytest.raises(Refusal, match="neither a name nor a codec"):
-        sync.make("allreduce", 7)  # type: ignore[arg-type]
+        sync.make_sync("allreduce", 7)  # type: ignore[arg-type]
 
 
 REFUSED: list[tuple[str, dict, dict, str]] = [
@@ -353,9 +354,9 @@ REFUSED: list[tuple[str, dict, dict, str]] = [
 @pytest.mark.parametrize(("axes", "table", "settings", "says"), REFUSED)
 def test_what_is_refused_before_any_process(tmp_path: Path, axes: str, table: dict, settings: dict, says: str) -> None:
     run = make(tmp_path, axes, **settings)
-    run = run.model_copy(update={"sync": Sync(**table)})
+    run = run.model_copy(update={"sync": SyncConfig(**table)})
     with pytest.raises(Refusal, match=says):
-        build.check(run)
+        build.check_run(run)
 
 
 def test_an_engine_that_is_done_with_leaves_no_thread(pool: Pool) -> None:

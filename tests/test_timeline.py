@@ -7,11 +7,11 @@ from array import array
 
 import pytest
 
-from weft import schedule
-from weft.errors import ConfigError
-from weft.schedules import Action, peak_live
-from weft.simulate import simulate
-from weft.timeline import Lane, Span, Timeline
+from weft.core.errors import ConfigError
+from weft.core.schedule import Action, peak_live
+from weft.pipeline import schedules
+from weft.pipeline.simulator import simulate
+from weft.pipeline.timeline import Lane, Span, Timeline
 
 # Two ranks, one stage each, split backward; rank 1 also waits, and its reduction overlaps with computing.
 RANKS: list[list[Span]] = [
@@ -69,9 +69,9 @@ def test_a_rank_that_does_nothing() -> None:
     assert empty.makespan_s == empty.bubble_fraction == 0.0
 
 
-@pytest.mark.parametrize("name", [name for name in schedule.registry() if name != "solved"])
+@pytest.mark.parametrize("name", [name for name in schedules.registry() if name != "solved"])
 def test_live_activations_are_those_of_the_order(name: str) -> None:
-    made = schedule.make(name, 4, 6)
+    made = schedules.make_schedule(name, 4, 6)
     timeline = simulate(made)
     assert timeline.peak_live == peak_live(made)
     assert all(timeline.memory(rank)[1][-1] == 0 for rank in range(4))

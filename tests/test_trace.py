@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
-from weft.cost.trace import trace
-from weft.cost.work import Block, Op, Work
-from weft.engine.functions import Functions
-from weft.errors import CannotCut
-from weft.launch.processes import Pool
-from weft.layout import EXPERTS
-from weft.losses import classification, next_token
-from weft.models import convnet, decoder
-from weft.randomness import Randomness
-from weft.watch import storage_of
+from weft.core.errors import UnsupportedModel
+from weft.core.layout import EXPERTS
+from weft.engine.function_overrides import FunctionOverrides
+from weft.launch.local_workers import Pool
+from weft.nn.dropout_rng import Randomness
+from weft.nn.losses import classification, next_token
+from weft.nn.models import convnet, decoder
+from weft.pipeline.capture.hooks import storage_of
+from weft.planner.cost.model_work import BlockWork, ModelWork, OpWork
+from weft.planner.cost.profile import profile_model
 
 VOCAB, LENGTH, DIM, LAYERS, HEADS, KV_HEADS, HIDDEN = 96, 32, 32, 3, 4, 2, 64
 WIDTH, KEYS = DIM, KV_HEADS * DIM // HEADS
@@ -69,19 +69,19 @@ def tokens(name: str = "", rows: int = 1) -> Batch:
     return {"input_ids": ids} | ({"decoder_input_ids": short, "labels": short} if name == "t5" else {})
 
 
-def traced(name: str, **options: Any) -> Work:
+def traced(name: str, **options: Any) -> ModelWork:
     with torch.device("meta"):
         model = MODELS[name]()
-    return trace(model, tokens(name), next_token, **options)
+    return profile_model(model, tokens(name), next_token, **options)
 
 
-def ops(work: Work) -> Iterator[tuple[Block, Op]]:
+def ops(work: ModelWork) -> Iterator[tuple[BlockWork, OpWork]]:
     for block in work.blocks:
         for op in block.ops:
             yield block, op
 
 
-def saved(work: Work, tp: int = 1, cuts: tuple[str, ...] = ("tp", "expert")) -> float:
+def saved(work: ModelWork, tp: int = 1, cuts: tuple[str, ...] = ("tp", "expert")) -> float:
     """Bytes that a rank of `tp`, which divides these, keeps of one sample."""
     return sum(b.count * op.saved_bytes / (tp if op.cut in cuts else 1) for b, op in ops(work))
 
@@ -161,7 +161,7 @@ def forward(model: nn.Module, batch: Batch, precision: str) -> None:
     draws = Randomness(0)
     draws.begin(0, [*range(len(batch["input_ids"]))])
     with ExitStack() as stack:
-        stack.enter_context(Functions(draws, selective=False))
+        stack.enter_context(FunctionOverrides(draws, selective=False))
         if precision == "bf16":
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
         model(**{key: t for key, t in batch.items() if key != "labels"})
@@ -194,7 +194,7 @@ def test_what_the_loss_keeps_counts_where_there_is_no_vocabulary() -> None:
         part = {key: t[:rows].clone() for key, t in batch.items()}
         classification(model(part["image"]), part)
 
-    work = trace(model, batch, classification)
+    work = profile_model(model, batch, classification)
     assert saved(work) == (kept(partial(run, 4), model) - kept(partial(run, 2), model)) / 2
     assert [b.name for b in work.blocks] == ["stages.0", "stages.1", "stages.2", "head"] and work.vocab == 0
     convolutions = [op.flops for _, op in ops(work) if op.kind == "matmul"]
@@ -274,7 +274,7 @@ def test_of_equal_blocks_two_are_run() -> None:
                 x = layer(x)
             return self.head(x)
 
-    work = trace(Stack(), {"x": torch.randn(1, 8), "label": torch.zeros(1, dtype=torch.long)}, classification)
+    work = profile_model(Stack(), {"x": torch.randn(1, 8), "label": torch.zeros(1, dtype=torch.long)}, classification)
     assert len(ran) == 2 * (2 + 2)  # two batches, two kinds
     assert [(b.name, b.count) for b in work.blocks] == [
         ("stem", 1), ("layers.0 .. layers.2", 3), ("layers.3 .. layers.49", 47), ("head", 1)
@@ -297,5 +297,5 @@ def test_a_forward_that_reads_an_element_is_refused() -> None:
             y = self.one(x)
             return y if y.sum() > 0 else -y
 
-    with pytest.raises(CannotCut, match="reads elements of a tensor into Python"):
-        trace(Asks(), {"x": torch.randn(2, 4), "label": torch.zeros(2, dtype=torch.long)}, classification)
+    with pytest.raises(UnsupportedModel, match="reads elements of a tensor into Python"):
+        profile_model(Asks(), {"x": torch.randn(2, 4), "label": torch.zeros(2, dtype=torch.long)}, classification)

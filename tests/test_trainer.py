@@ -21,19 +21,22 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 import weft
-from weft import build, checkpoint, config, schedule
-from weft.config import Run
-from weft.costs import Costs
-from weft.data import Loader
+from weft.checkpoint import store
+from weft.core import run_config
+from weft.core.errors import CheckpointError, ConfigError, DataError, WeftError, WorkerDied
+from weft.core.run_config import RunConfig
+from weft.core.shards import whole_shard
 from weft.engine import Engine
-from weft.errors import CheckpointError, ConfigError, DataError, WeftError, WorkerDied
-from weft.launch.processes import Pool
-from weft.losses import next_token
-from weft.shards import whole
-from weft.train.metrics import Clock, Metrics, keep_until
-from weft.train.output import check_output
-from weft.train.progress import Progress, short
-from weft.train.sample import generate
+from weft.launch.local_workers import Pool
+from weft.nn.losses import next_token
+from weft.pipeline import schedules
+from weft.pipeline.action_costs import ActionCosts
+from weft.train import build
+from weft.train.data import Loader
+from weft.train.generate import generate
+from weft.train.metrics import Metrics, StepTimer, keep_until
+from weft.train.progress import Progress, short_number
+from weft.train.run_folder import check_output
 from weft.train.trainer import train
 
 RUN = """
@@ -129,34 +132,34 @@ class Successor(nn.Module):
         return self.scale * F.one_hot((input_ids + 1) % 8, 10)
 
 
-def make(folder: Path, axes: str = "dp1", **settings: Any) -> Run:
+def make(folder: Path, axes: str = "dp1", **settings: Any) -> RunConfig:
     """The run of RUN with its folder below `folder`; `train__steps=9` sets train.steps."""
     path = folder / "run.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(RUN)
     overrides = {key.replace("__", "."): json.dumps(value) for key, value in settings.items()}
     overrides.setdefault("output", json.dumps(str(folder / "out")))
-    return config.load(path, {**overrides, "layout.axes": json.dumps(axes)})
+    return run_config.load_run(path, {**overrides, "layout.axes": json.dumps(axes)})
 
 
-def lines(run: Run) -> list[dict[str, float]]:
+def lines(run: RunConfig) -> list[dict[str, float]]:
     return [json.loads(text) for text in (Path(run.output) / "metrics.jsonl").read_text().splitlines()]
 
 
-def curve(run: Run, key: str = "loss") -> list[tuple[float, float]]:
+def curve(run: RunConfig, key: str = "loss") -> list[tuple[float, float]]:
     return [(line["step"], line[key]) for line in lines(run) if key in line]
 
 
-def saved(run: Run, step: int) -> dict[str, Tensor]:
+def saved(run: RunConfig, step: int) -> dict[str, Tensor]:
     """Every tensor of a checkpoint: weights and optimizer state."""
     folder = Path(run.output) / "checkpoints"
-    contents = checkpoint.inspect(folder, step)
+    contents = store.read_index(folder, step)
     tensors = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in contents.tensors.items()}
-    checkpoint.load(folder, step, [whole(name, tensor) for name, tensor in tensors.items()])
+    store.load_checkpoint(folder, step, [whole_shard(name, tensor) for name, tensor in tensors.items()])
     return tensors
 
 
-def cut_short(run: Run, folder: Path, axes: str, **settings: Any) -> Run:
+def cut_short(run: RunConfig, folder: Path, axes: str, **settings: Any) -> RunConfig:
     """A copy of a run of 6 steps as if it had died in the middle of step 6's line, its last checkpoint of step 3."""
     other = make(folder, axes, **settings)
     shutil.copytree(run.output, other.output)
@@ -186,10 +189,10 @@ def test_a_run_learns_and_leaves_its_files(tmp_path: Path, capfd: pytest.Capture
             assert line["epoch"] == line["step"] / 8
             assert 0 < line["grad_norm"] < 100
 
-    assert config.load(folder / "run.toml") == run
+    assert run_config.load_run(folder / "run.toml") == run
     assert (
         folder / "plan.txt"
-    ).read_text() == f"{build.plan(run, build.skeleton(run), build.first(run, build.dataset(run)))}\n"
+    ).read_text() == f"{build.build_plan(run, build.build_skeleton(run), build.sample_batch(run, build.build_dataset(run)))}\n"
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     for key in ("loss", "val_loss", "lr", "tokens_per_s"):
         seen = [(event.step, event.value) for event in events.Scalars(key)]
@@ -199,7 +202,7 @@ def test_a_run_learns_and_leaves_its_files(tmp_path: Path, capfd: pytest.Capture
         "step-000039",
         "step-000040",
     ]
-    assert checkpoint.inspect(folder / "checkpoints").meta["layout"] == "dp1"
+    assert store.read_index(folder / "checkpoints").meta["layout"] == "dp1"
 
     sample = (folder / "sample.txt").read_text()
     assert len(sample) == 5
@@ -219,25 +222,25 @@ def test_learning_rates(tmp_path: Path) -> None:
 
 
 def test_rates_are_over_the_steps_since_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lap(clock: Clock) -> float:
+    def lap(clock: StepTimer) -> float:
         clock.total_s += 6
         return 6
 
-    monkeypatch.setattr(Clock, "lap", lap)
+    monkeypatch.setattr(StepTimer, "lap", lap)
     run = make(tmp_path, train__log_every=2)
     train(run, False)
     assert curve(run, "step_s") == [(1, 6), (2, 6), (4, 3), (6, 3)]
 
 
 def test_time_to_save_is_no_time_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, clock, save = [0.0], time.perf_counter, checkpoint.Saver.save
+    now, clock, save = [0.0], time.perf_counter, store.AsyncCheckpointer.save
 
     def slow(*args: Any) -> None:
         now[0] += 1000
         save(*args)
 
     monkeypatch.setattr("weft.train.metrics.time.perf_counter", lambda: clock() + now[0])
-    monkeypatch.setattr(checkpoint.Saver, "save", slow)
+    monkeypatch.setattr(store.AsyncCheckpointer, "save", slow)
     run = make(tmp_path, checkpoint__every=1)
     train(run, False)
     assert now[0] == 6000
@@ -250,12 +253,12 @@ def test_samples_that_are_no_text(tmp_path: Path) -> None:
     tables["model"] = {"build": "test_trainer:classifier"}
     tables["data"] = {"build": "test_trainer:Blobs"}
     tables["train"] |= {"loss": "weft.losses:classification"}
-    run = Run.model_validate(tables)
+    run = RunConfig.model_validate(tables)
     with pytest.raises(ConfigError, match=r"train.sample_tokens = 5: Blobs lacks vocab, encode and decode"):
         train(run, False)
     tables["train"] |= {"sample_tokens": 0}
     tables["precision"] = {"compute": "fp64"}  # also of what the dataset gives in float32
-    train(Run.model_validate(tables), False)
+    train(RunConfig.model_validate(tables), False)
     assert lines(run)[-1]["samples_per_s"] > 0
     assert saved(run, 6)["linear.weight"].dtype == torch.float64
 
@@ -269,7 +272,7 @@ def test_validation_is_the_mean_over_what_counts(tmp_path: Path, pool: Pool) -> 
     for (_, a), (_, b) in zip(curve(one, "val_loss"), curve(two, "val_loss"), strict=True):
         assert a == pytest.approx(b, rel=1e-12)
 
-    model = build.model(one, dtype=torch.float64)
+    model = build.build_model(one, dtype=torch.float64)
     model.load_state_dict({name: saved(one, 6)[name] for name in model.state_dict()})
     dataset, total, weight = Ramps("val"), 0.0, 0.0
     order = Loader(dataset, 8, one.train.seed)  # the same batches each time, drawn from all that is held out
@@ -295,17 +298,17 @@ def test_a_pipeline_is_drawn_as_it_ran_and_as_predicted(tmp_path: Path, pool: Po
     for name in ("predicted", "measured"):
         (process,) = [e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == name]
         ran = [e["name"] for e in events if e["pid"] == process and e["ph"] == "X" and e["name"] != "recv-wait"]
-        wanted = [str(action) for actions in schedule.make("zb-h1", 2, 4).order for action in actions]
+        wanted = [str(action) for actions in schedules.make_schedule("zb-h1", 2, 4).order for action in actions]
         assert sorted(ran) == sorted(wanted), name
     assert "measured" in (folder / "trace.svg").read_text()
-    costs = Costs.from_json((folder / "costs.json").read_text())
+    costs = ActionCosts.from_json((folder / "costs.json").read_text())
     assert all(seconds > 0 for field in (costs.forward_s, costs.backward_s, costs.weight_s) for seconds in field)
 
     solved = make(tmp_path / "next", "pp2+solved", train__accumulate=4, pipeline__costs=str(folder / "costs.json"))
-    assert build.check(solved)[0].schedule.name == "solved"
+    assert build.check_run(solved)[0].schedule.name == "solved"
     missing = make(tmp_path / "none", "pp2+solved", pipeline__costs="costs.json")
     with pytest.raises(ConfigError, match="weft train --trace wrote"):
-        build.check(missing)
+        build.check_run(missing)
 
 
 # ---- going on --------------------------------------------------------------------------------------------------------
@@ -357,7 +360,7 @@ def test_sigterm_at_one_rank_saves_and_stops_all(tmp_path: Path, pool: Pool) -> 
     settings = {"train__steps": 9, "checkpoint__every": 0}
     run = make(tmp_path / "stopped", "dp2", data__interrupt=12, data__rank=1, **settings)
     assert pool.run(train, run, False, world=2) == [True, True]
-    stopped = checkpoint.latest(Path(run.output) / "checkpoints")
+    stopped = store.latest_step(Path(run.output) / "checkpoints")
     assert stopped == 4  # the ranks hear of it while the next step runs
     assert curve(run) == curve(whole_run)[:stopped]
 
@@ -370,7 +373,7 @@ def test_sigterm_without_a_process_group(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run = make(tmp_path, data__interrupt=14, train__sample_tokens=5)
     train(run, False)
-    assert checkpoint.latest(Path(run.output) / "checkpoints") == 2  # 8 samples a step
+    assert store.latest_step(Path(run.output) / "checkpoints") == 2  # 8 samples a step
     assert not (Path(run.output) / "sample.txt").exists()
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -479,7 +482,7 @@ def test_a_checkpoint_of_useless_weights_is_not_written(tmp_path: Path, pool: Po
         WorkerDied, match=r"(weight after step 1 is not finite|loss of step 2 is nan)\. No checkpoint was written"
     ):
         pool.run(train, run, False, world=2)
-    assert checkpoint.latest(Path(run.output) / "checkpoints") is None
+    assert store.latest_step(Path(run.output) / "checkpoints") is None
     assert math.isfinite(lines(run)[0]["loss"])
 
 
@@ -548,13 +551,13 @@ def test_a_quiet_progress_says_nothing(capfd: pytest.CaptureFixture[str]) -> Non
     ("number", "text"), [(0.5, "0.5"), (999, "999"), (999.9, "1k"), (1234, "1.23k"), (45.6e6, "45.6M"), (7e9, "7G")]
 )
 def test_short_numbers(number: float, text: str) -> None:
-    assert short(number) == text
+    assert short_number(number) == text
 
 
 def test_a_clock_leaves_out_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("weft.train.metrics.time.perf_counter", lambda: now[0])
-    clock = Clock()
+    clock = StepTimer()
     now[0] += 2
     with clock.pause():
         now[0] += 10

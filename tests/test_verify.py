@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft import build, config
-from weft.data import Loader
+from weft.core import run_config
+from weft.train import build
+from weft.train.data import Loader
 from weft.verification.case import Case
-from weft.verification.prove import verify_case
+from weft.verification.runner import verify_case
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -75,13 +76,13 @@ def test_a_loss_that_is_a_mean_of_its_own_rank_does_not_pass() -> None:
 
 @pytest.mark.parametrize("name", ["quickstart.toml", "images.toml", "experts.toml"])
 def test_examples_are_complete(name: str) -> None:
-    run = config.load(EXAMPLES / name)
-    (plan,) = build.check(run)
+    run = run_config.load_run(EXAMPLES / name)
+    (plan,) = build.check_run(run)
     assert plan.layout.world > 1
-    batch = next(Loader(build.dataset(run), run.train.batch, 0))
-    model = build.model(run)
+    batch = next(Loader(build.build_dataset(run), run.train.batch, 0))
+    model = build.build_model(run)
     inputs = {key: value[:2] for key, value in batch.items() if not key.startswith("label")}
-    loss_sum, weight = build.loss(run)(model(**inputs), {key: value[:2] for key, value in batch.items()})
+    loss_sum, weight = build.build_loss(run)(model(**inputs), {key: value[:2] for key, value in batch.items()})
     assert torch.isfinite(loss_sum / weight)
 
 

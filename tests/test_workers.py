@@ -28,19 +28,19 @@ from test_trainer import RUN, curve, lines, make, saved
 from torch import Tensor, nn
 
 import weft
-from weft import build
-from weft.config import Run
-from weft.data import Elsewhere
-from weft.engine.calls import Calls
-from weft.engine.remote import Remote
-from weft.errors import CannotCut, ConfigError, Refusal, WorkerDied
-from weft.launch import processes
-from weft.launch.rpc import connected
-from weft.losses import mse
-from weft.models import decoder
-from weft.places import DRIVER, placed
+from weft.core.errors import ConfigError, Refusal, UnsupportedModel, WorkerDied
+from weft.core.run_config import RunConfig
+from weft.core.worker_placement import DRIVER, place_modules
+from weft.engine.rpc.calls import ModuleCalls
+from weft.engine.rpc.remote_engine import Remote
+from weft.launch import local_workers
+from weft.launch.rpc import rpc_session
+from weft.nn.losses import mse
+from weft.nn.models import decoder
+from weft.train import build
+from weft.train.data import NoDataset
 from weft.train.trainer import train
-from weft.verification.parity import LayoutResult, check
+from weft.verification.compare import LayoutResult, check_layout
 
 Workers = Mapping[str, Sequence[str]]
 EXACT = 1e-12
@@ -48,7 +48,7 @@ EXACT = 1e-12
 
 def in_processes(function: Callable[..., Any], world: int, *args: Any, names: Sequence[str] = ()) -> list[Any]:
     """New ones, and no pool's: torch numbers the starts of RPC in each process. One that hangs says where, and ends."""
-    return processes.run(in_time, world, function, *args, threads=1, names=names)
+    return local_workers.run_workers(in_time, world, function, *args, threads=1, names=names)
 
 
 def in_time(function: Callable[..., Any], *args: Any) -> Any:
@@ -130,7 +130,7 @@ CASES: list[tuple[str, Workers]] = [
 def verified(name: str, workers: Workers, subject: Subject | None = None) -> LayoutResult:
     of = subject or OWN[name]
     case = replace(of.case(), workers=workers)
-    found: LayoutResult = in_processes(check, 1 + len(workers), case, "dp1", reference(of))[0]
+    found: LayoutResult = in_processes(check_layout, 1 + len(workers), case, "dp1", reference(of))[0]
     return found
 
 
@@ -147,7 +147,7 @@ def test_recomputed_attention_equals_one_device() -> None:
 
 def wrong(what: str) -> None:
     """One thing of a worker, or of the driver, is done otherwise from now on."""
-    answer, collect, finish, root = Remote.answer, Remote.collect, Remote.finish, Calls.root
+    answer, collect, finish, root = Remote.answer, Remote.collect, Remote.finish, ModuleCalls.root
     if what == "place":
         Remote.answer = lambda self, call, a, k: answer(self, replace(call, place=call.place + 1), a, k)  # type: ignore[method-assign, assignment]
     elif what == "samples":
@@ -173,12 +173,12 @@ def wrong(what: str) -> None:
                 call.uses[:] = [[True] * len(call.arguments) for _ in call.results]
             return root(self, loss)
 
-        Calls.root = all_needed  # type: ignore[method-assign]
+        ModuleCalls.root = all_needed  # type: ignore[method-assign]
 
 
 def wrongly(what: str, case: Any, found: Any) -> LayoutResult:
     wrong(what)
-    return check(case, "dp1", found)
+    return check_layout(case, "dp1", found)
 
 
 WRONG = [
@@ -217,7 +217,7 @@ def engine(model: nn.Module, subject: Subject, workers: Workers, **options: Any)
 def held(workers: Workers) -> tuple[str, set[str], list[str], tuple[int, int, int]]:
     """Who this is, the parameters that are alive here, those of which the engine knows, and the calls of a step."""
     subject = SUBJECTS["decoder"]
-    with connected((DRIVER, *workers)):
+    with rpc_session((DRIVER, *workers)):
         model = seeded(subject.build)
         before = {name: weakref.ref(p) for name, p in model.named_parameters()}
         made = engine(model, subject, workers)
@@ -230,7 +230,7 @@ def held(workers: Workers) -> tuple[str, set[str], list[str], tuple[int, int, in
 def test_nobody_holds_what_lives_elsewhere() -> None:
     workers = {"storage": ["embedding"], "big": ["blocks.*"]}
     found = in_processes(held, 3, workers)
-    places = placed(seeded(SUBJECTS["decoder"].build), workers)
+    places = place_modules(seeded(SUBJECTS["decoder"].build), workers)
     every = [name for name, _ in seeded(SUBJECTS["decoder"].build).named_parameters()]
     assert [here for here, *_ in found] == ["driver", "storage", "big"]
     for here, alive, params, _ in found:
@@ -244,7 +244,7 @@ def skipping(factors: list[float]) -> tuple[list[bool], dict[str, Tensor]]:
     torch.manual_seed(0)
     model = decoder(16, 16, 1, 2, seq_len=8)
     plan = weft.plan(model, "dp1", batch=4, loss=weighed)
-    with connected((DRIVER, "a")):
+    with rpc_session((DRIVER, "a")):
         made = Remote(model, plan, {"a": ["blocks.0"]}, optimizer=partial(sgd, 0.1), loss=weighed, skip=10.0)
         skipped = []
         for step, factor in enumerate(factors):
@@ -306,7 +306,7 @@ class Wild(nn.Module):
 
 def wild(what: str) -> None:
     subject = Subject(partial(Wild, what), rows, mse)
-    with connected((DRIVER, "a")):
+    with rpc_session((DRIVER, "a")):
         made = engine(seeded(subject.build), subject, {"a": ["linear", "in_place", "appends"]})
         made.step({key: value.double() for key, value in global_batch(subject, 0).items()})
 
@@ -322,7 +322,7 @@ def wild(what: str) -> None:
     ],
 )
 def test_what_cannot_be_called_is_named(what: str, said: str) -> None:
-    with pytest.raises(CannotCut) as error:
+    with pytest.raises(UnsupportedModel) as error:
         in_processes(wild, 2, what)
     assert said in str(error.value)
 
@@ -330,7 +330,7 @@ def test_what_cannot_be_called_is_named(what: str, said: str) -> None:
 # ---- what is refused before any process starts -----------------------------------------------------------------------
 
 
-def run_of(folder: Path, workers: Workers, axes: str = "dp1", **settings: Any) -> Run:
+def run_of(folder: Path, workers: Workers, axes: str = "dp1", **settings: Any) -> RunConfig:
     return make(folder, axes, **settings).model_copy(update={"workers": {k: tuple(v) for k, v in workers.items()}})
 
 
@@ -359,9 +359,9 @@ PLAIN = {"storage": ["embedding"], "big": ["blocks.*"]}
 )  # fmt: skip
 def test_refused_before_a_process_starts(tmp_path: Path, workers: Workers, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(Refusal) as error:
-        build.check(run_of(tmp_path, workers, **settings))
+        build.check_run(run_of(tmp_path, workers, **settings))
     assert said in str(error.value)
-    assert build.check(run_of(tmp_path, PLAIN))[0].layout.world == 1
+    assert build.check_run(run_of(tmp_path, PLAIN))[0].layout.world == 1
 
 
 TOML = f'{RUN}[workers]\nstorage = ["embedding"]\nbig = ["blocks.0", "blocks.1"]\n'
@@ -385,7 +385,7 @@ def test_the_command_line_refuses(tmp_path: Path, arguments: list[str], said: st
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def trained(run: Run, resume: bool = False) -> list[bool]:
+def trained(run: RunConfig, resume: bool = False) -> list[bool]:
     found: list[bool] = in_processes(train, run.world, run, resume)
     return found
 
@@ -431,7 +431,7 @@ def test_sigterm_saves_and_ends(tmp_path: Path) -> None:
     assert 2 <= step < 6 and saved(run, int(step))
 
 
-class Unreadable(Elsewhere):
+class Unreadable(NoDataset):
     """Data that only the driver may read."""
 
     def __init__(self) -> None:
@@ -492,7 +492,7 @@ def test_under_torchrun_each_process_is_one_of_them(tmp_path: Path) -> None:
 
 
 def failing() -> None:
-    with connected((DRIVER, "a")):
+    with rpc_session((DRIVER, "a")):
         subject = SUBJECTS["decoder"]
         made = engine(seeded(subject.build), subject, {"a": ["blocks.0"]})
         if dist.get_rank():

@@ -23,10 +23,11 @@ import torch  # noqa: E402
 import worker  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from weft import checkpoint, config  # noqa: E402
-from weft.launch.processes import Pool, run  # noqa: E402
-from weft.layout import Layout  # noqa: E402
-from weft.shards import whole  # noqa: E402
+from weft.checkpoint import store  # noqa: E402
+from weft.core import run_config  # noqa: E402
+from weft.core.layout import Layout  # noqa: E402
+from weft.core.shards import whole_shard  # noqa: E402
+from weft.launch.local_workers import Pool, run_workers  # noqa: E402
 from weft.train.trainer import train  # noqa: E402
 
 LAYOUTS = (
@@ -93,25 +94,25 @@ def matrix() -> dict[str, Any]:
     return found
 
 
-def _run(folder: Path, axes: str, steps: int, out: str = "") -> config.Run:
+def _run(folder: Path, axes: str, steps: int, out: str = "") -> run_config.RunConfig:
     folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text(RUN.format(steps=steps))
     overrides = {"output": json.dumps(str(folder / out)), "layout.axes": json.dumps(axes)}
-    run = config.load(folder / "run.toml", overrides)
+    run = run_config.load_run(folder / "run.toml", overrides)
     (folder / "run.toml").unlink()
     return run
 
 
-def _losses(run: config.Run) -> list[float]:
+def _losses(run: run_config.RunConfig) -> list[float]:
     lines = (Path(run.output) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
 
-def _tensors(run: config.Run) -> dict[str, Tensor]:
+def _tensors(run: run_config.RunConfig) -> dict[str, Tensor]:
     folder = Path(run.output) / "checkpoints"
-    contents = checkpoint.inspect(folder)
+    contents = store.read_index(folder)
     found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
-    checkpoint.load(folder, None, [whole(name, tensor) for name, tensor in found.items()])
+    store.load_checkpoint(folder, None, [whole_shard(name, tensor) for name, tensor in found.items()])
     return found
 
 
@@ -122,11 +123,11 @@ def _error(got: Tensor, want: Tensor, every: dict[str, Tensor]) -> float:
 
 
 def pause() -> dict[str, Any]:
-    return {str(size): run(worker.pause, 1, size)[0] for size in SIZES}
+    return {str(size): run_workers(worker.pause, 1, size)[0] for size in SIZES}
 
 
 def files() -> dict[str, Any]:
-    return {str(size): run(worker.files, 1, size)[0] for size in SIZES}
+    return {str(size): run_workers(worker.files, 1, size)[0] for size in SIZES}
 
 
 def tables(results: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from weft import checkpoint
-from weft.checkpoint import Keep, Saver
-from weft.shards import Piece, whole
+from weft.checkpoint import store
+from weft.checkpoint.store import AsyncCheckpointer, Retention
+from weft.core.shards import LocalShard, whole_shard
 
 REPEATS = 7
 
@@ -31,9 +31,9 @@ def pause(nbytes: int) -> dict[str, Any]:
     """Seconds for which training stops at a save, beside a plain copy of the same bytes, in turn."""
     torch.set_num_threads(1)
     tensors = state(nbytes)
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_shard(name, tensor) for name, tensor in tensors.items()]
     copies = [torch.empty_like(tensor) for tensor in tensors.values()]
-    folder, saver, found = Path("pause.tmp"), Saver(), {"pause": [], "copy": []}
+    folder, saver, found = Path("pause.tmp"), AsyncCheckpointer(), {"pause": [], "copy": []}
     for step in range(REPEATS + 1):  # the first one makes the buffers
 
         def copied() -> None:
@@ -41,7 +41,7 @@ def pause(nbytes: int) -> dict[str, Any]:
                 copy.copy_(tensor)
 
         saver.wait()
-        found["pause"].append(_seconds(lambda step=step: saver.save(folder, step, pieces, {}, {}, Keep(1))))
+        found["pause"].append(_seconds(lambda step=step: saver.save(folder, step, pieces, {}, {}, Retention(1))))
         saver.wait()
         found["copy"].append(_seconds(copied))
     shutil.rmtree(folder)
@@ -52,9 +52,9 @@ def files(nbytes: int) -> dict[str, Any]:
     """Seconds until files are on disk, and until tensors are read from them, of each way in turn."""
     torch.set_num_threads(1)
     tensors = state(nbytes)
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_shard(name, tensor) for name, tensor in tensors.items()]
     into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    targets: list[Piece] = [whole(name, tensor) for name, tensor in into.items()]
+    targets: list[LocalShard] = [whole_shard(name, tensor) for name, tensor in into.items()]
     found: dict[str, list[float]] = {}
 
     def note(name: str, call: Callable[[], Any]) -> None:
@@ -67,10 +67,10 @@ def files(nbytes: int) -> dict[str, Any]:
             os.fsync(file.fileno())
 
     for step in range(REPEATS):
-        note("weft save", lambda step=step: checkpoint.save(Path("weft.tmp"), step, pieces, {}, {}, Keep(1)))
+        note("weft save", lambda step=step: store.save_checkpoint(Path("weft.tmp"), step, pieces, {}, {}, Retention(1)))
         note("torch save", saved)
         note("dcp save", lambda: dcp.save(tensors, checkpoint_id="dcp.tmp", no_dist=True))
-        note("weft load", lambda: checkpoint.load(Path("weft.tmp"), None, targets))
+        note("weft load", lambda: store.load_checkpoint(Path("weft.tmp"), None, targets))
         note("torch load", lambda: torch.load("torch.tmp", weights_only=True))
         note("dcp load", lambda: dcp.load(into, checkpoint_id="dcp.tmp", no_dist=True))
     os.remove("torch.tmp")

@@ -20,8 +20,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import parts  # noqa: E402
 import worker  # noqa: E402
 
-from weft.launch.processes import run  # noqa: E402
-from weft.layout import Layout  # noqa: E402
+from weft.core.layout import Layout  # noqa: E402
+from weft.launch.local_workers import run_workers  # noqa: E402
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 METHODS = ("cp2", "cp2+gather", "cp2+ulysses", "cp4", "cp4+gather", "cp4+ulysses", "cp2.up2")
@@ -37,9 +37,9 @@ def attention(lengths: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for length in lengths:
         repeats = 1 if length > 8192 else 3
-        each = found[str(length)] = {"dp1": {"seconds": median(run(worker.whole, 1, length, repeats)[0])}}
+        each = found[str(length)] = {"dp1": {"seconds": median(run_workers(worker.whole, 1, length, repeats)[0])}}
         for layout in METHODS:
-            ranks = run(worker.shared, Layout.parse(layout).world, layout, length, repeats)
+            ranks = run_workers(worker.shared, Layout.parse(layout).world, layout, length, repeats)
             each[layout] = {
                 "seconds": max(median(rank["seconds"]) for rank in ranks),
                 "pairs": [rank["pairs"] for rank in ranks],
@@ -52,7 +52,7 @@ def attention(lengths: list[int]) -> dict[str, Any]:
 def memory() -> dict[str, Any]:
     found = {}
     for layout in ("dp1", *METHODS):
-        ranks = run(worker.trained, Layout.parse(layout).world, layout, AT, SIZE)
+        ranks = run_workers(worker.trained, Layout.parse(layout).world, layout, AT, SIZE)
         found[layout] = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
         print(layout, found[layout], flush=True)
     return found
@@ -63,11 +63,11 @@ def longest() -> dict[str, Any]:
     found = {}
     for layout in ("dp1", "cp2"):
         world = Layout.parse(layout).world
-        most = {n: max(r["process"] for r in run(worker.trained, world, layout, n, LARGE)) for n in (1024, 3072)}
+        most = {n: max(r["process"] for r in run_workers(worker.trained, world, layout, n, LARGE)) for n in (1024, 3072)}
         slope = (most[3072] - most[1024]) / 2048
         length = int((LIMIT - most[1024]) / slope + 1024) // 64 * 64
         while True:
-            ranks = run(worker.trained, world, layout, length, LARGE)
+            ranks = run_workers(worker.trained, world, layout, length, LARGE)
             took = max(rank["process"] for rank in ranks)
             print(layout, length, took / GIB, flush=True)
             if took <= LIMIT:

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import weft
-from weft.engine import attention
-from weft.engine.sequence import Now, SharedSequence
-from weft.losses import next_token
-from weft.mesh import Mesh
-from weft.models import decoder
-from weft.randomness import Randomness
-from weft.verification.audit import Audit
+from weft.engine.collective_audit import Audit
+from weft.engine.context_parallel import ring_attention
+from weft.engine.context_parallel.sequence import ContextParallel, SequenceBatchInfo
+from weft.nn.dropout_rng import Randomness
+from weft.nn.losses import next_token
+from weft.nn.models import decoder
+from weft.parallel.mesh import Mesh
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 64
 
@@ -40,13 +40,13 @@ def shared(layout: str, length: int, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     plan = weft.plan(nn.Linear(1, 1), layout, batch=1)
     mesh = Mesh(plan.layout, torch.device("cpu"))
-    sequence = SharedSequence(plan, mesh, Randomness(0), (), ())
-    sequence.now = Now(length)
+    sequence = ContextParallel(plan, mesh, Randomness(0), (), ())
+    sequence.now = SequenceBatchInfo(length)
     query, key, value = _inputs(length // sequence.size)
     pairs = 0
-    counted = attention.Blocks.pairs
+    counted = ring_attention.KeyBlocks.pairs
 
-    def count(self: attention.Blocks, source: int, device: torch.device, fused: bool) -> list:
+    def count(self: ring_attention.KeyBlocks, source: int, device: torch.device, fused: bool) -> list:
         nonlocal pairs
         found = counted(self, source, device, fused)
         for _, _, queries, keys, mask in found:
@@ -56,11 +56,11 @@ def shared(layout: str, length: int, repeats: int) -> dict[str, Any]:
         return found
 
     mesh_heads = range(mesh.size(*sequence.heads)) if sequence.heads else range(1)
-    attention.Blocks.pairs = count  # type: ignore[method-assign]
+    ring_attention.KeyBlocks.pairs = count  # type: ignore[method-assign]
     call = partial(sequence.attention, query, key, value, is_causal=True, enable_gqa=True)
     with Audit(mesh) as audit:
         call().sum().backward()
-    attention.Blocks.pairs = counted  # type: ignore[method-assign]
+    ring_attention.KeyBlocks.pairs = counted  # type: ignore[method-assign]
     sent: dict[str, int] = {}
     for comm in audit.seen:
         sent[comm.kind] = sent.get(comm.kind, 0) + comm.nbytes

@@ -14,7 +14,7 @@ from problems import DIM, PROBLEMS, RUNS, SIGMA2, SMOOTHNESS, Noisy, mean_value
 
 import weft
 from weft import sync
-from weft.launch import processes
+from weft.launch import local_workers
 
 WORKERS = 4
 STEP_S, SLOW_S = 0.02, 0.2  # that a step takes on most workers, and on the last: both are drawn, these are means
@@ -27,7 +27,7 @@ MARKS = (1 / 8, 1 / 4, 1 / 2, 1)  # of SECONDS, when the gradient's norm is read
 def worker(problem: str, staleness: int | str, seconds: float) -> dict[str, Any]:
     """One rank: when each of its steps ended and the squared norm of the gradient then, the mean over the runs."""
     model = Noisy(PROBLEMS[problem])
-    made = sync.make("parameter_server", staleness=staleness)
+    made = sync.make_sync("parameter_server", staleness=staleness)
     plan = weft.plan(model, f"dp{WORKERS}", batch=WORKERS, loss=mean_value, sync=made, precision="fp64")
     engine = weft.Engine(
         model, plan, optimizer=partial(torch.optim.SGD, lr=RATE), loss=mean_value, inputs=["noise"], device="cpu"
@@ -53,7 +53,7 @@ def measured() -> dict[str, Any]:
     rows = []
     for problem in PROBLEMS:
         for bound in BOUNDS:
-            found = processes.run(worker, WORKERS, problem, bound, SECONDS, threads=1)
+            found = local_workers.run_workers(worker, WORKERS, problem, bound, SECONDS, threads=1)
             times, norms = found[0]["times"], found[0]["norms"]
             ends = [max(i for i, t in enumerate(times) if t <= mark * SECONDS or i == 0) for mark in MARKS]
             # around a time: one step's norm is as noisy as its gradient

@@ -25,7 +25,7 @@ from problems import DIM, PROBLEMS, RUNS, SIGMA2, SMOOTHNESS, START, Noisy, mean
 
 import weft
 from weft import sync
-from weft.launch import processes
+from weft.launch import local_workers
 
 HERE = Path(__file__).resolve().parent
 RESULTS, README = HERE / "results", HERE / "README.md"
@@ -36,7 +36,7 @@ BEGIN, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
 def worker(problem: str, workers: int, name: str, rate: float, steps: int) -> list[float]:
     """One rank: [steps], the squared norm of the gradient before each step, the mean over the runs."""
     model = Noisy(PROBLEMS[problem])
-    plan = weft.plan(model, f"dp{workers}", batch=workers, loss=mean_value, sync=sync.make(name), precision="fp64")
+    plan = weft.plan(model, f"dp{workers}", batch=workers, loss=mean_value, sync=sync.make_sync(name), precision="fp64")
     engine = weft.Engine(
         model, plan, optimizer=partial(torch.optim.SGD, lr=rate), loss=mean_value, inputs=["noise"], device="cpu"
     )
@@ -61,7 +61,7 @@ def synchronous(name: str, steps: int) -> dict[str, Any]:
                 if workers == 1 and kind == "common":  # the same
                     rows.append({**rows[-1], "rate_of": kind})
                     continue
-                found = processes.run(worker, workers, problem, workers, name, rate, steps, threads=1)
+                found = local_workers.run_workers(worker, workers, problem, workers, name, rate, steps, threads=1)
                 assert all(each == found[0] for each in found), "the replicas' weights are not equal"
                 norms = found[0]
                 rows.append(

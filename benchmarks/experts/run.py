@@ -21,8 +21,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import parts  # noqa: E402
 import worker  # noqa: E402
 
-from weft.launch.processes import run  # noqa: E402
-from weft.layout import Layout  # noqa: E402
+from weft.core.layout import Layout  # noqa: E402
+from weft.launch.local_workers import run_workers  # noqa: E402
 
 LAYOUTS = ("ep2", "ep4")
 TOKENS = 2048  # of a rank
@@ -38,7 +38,7 @@ def overhead(rounds: int) -> dict[str, Any]:
         each = found[f"{dim}, {hidden}"] = {}
         for layout in ("dp1", *LAYOUTS):
             ranks = Layout.parse(layout).world
-            each[layout] = run(worker.beside, ranks, layout, dim, hidden, TOKENS, rounds, threads=1)
+            each[layout] = run_workers(worker.beside, ranks, layout, dim, hidden, TOKENS, rounds, threads=1)
             medians = {side: round(median(_steps(each[layout], side)), 4) for side in each[layout][0]}
             print(f"{dim}, {hidden}, {ranks} processes: {medians} s", flush=True)
     return found
@@ -47,7 +47,7 @@ def overhead(rounds: int) -> dict[str, Any]:
 def skew(rounds: int) -> dict[str, Any]:
     found = {}
     for layout in LAYOUTS:
-        ranks = run(worker.skewed, Layout.parse(layout).world, layout, FACTORS, *SKEWED, TOKENS, rounds, threads=1)
+        ranks = run_workers(worker.skewed, Layout.parse(layout).world, layout, FACTORS, *SKEWED, TOKENS, rounds, threads=1)
         found[layout] = ranks
         even = _steps(ranks, str(FACTORS[0]))
         ratios = [round(median(_ratios(_steps(ranks, str(f)), even)), 3) for f in FACTORS]

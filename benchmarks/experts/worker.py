@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import weft
-from weft.layout import Layout
-from weft.models.experts import Experts
-from weft.verification.audit import Audit
+from weft.core.layout import Layout
+from weft.engine.collective_audit import Audit
+from weft.nn.models.moe import Experts
 
 Batch = dict[str, Tensor]
 

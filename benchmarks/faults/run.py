@@ -34,8 +34,8 @@ import parts  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from weft import checkpoint  # noqa: E402
-from weft.shards import whole  # noqa: E402
+from weft.checkpoint import store  # noqa: E402
+from weft.core.shards import whole_shard  # noqa: E402
 
 LAYOUTS = {"dp2": "dp2", "fsdp2": "fsdp2", "pp2": "pp2"}
 STEPS, FAULTS, EVERY, DISK_MB = 200, 20, 4, 16
@@ -102,7 +102,7 @@ class Run:
 
     def files(self) -> list[Path]:
         """Of the latest checkpoint, if there is one before it."""
-        steps = checkpoint.steps(self.out / "checkpoints")
+        steps = store.saved_steps(self.out / "checkpoints")
         return sorted((self.out / "checkpoints" / f"step-{steps[-1]:06d}").iterdir()) if len(steps) > 1 else []
 
     def full(self) -> None:
@@ -114,7 +114,7 @@ class Run:
     def again(self) -> None:
         """Started by hand, as after a machine's own failure."""
         self.process.wait()
-        self.start(checkpoint.latest(self.out / "checkpoints") is not None)
+        self.start(store.latest_step(self.out / "checkpoints") is not None)
 
 
 def killed(run: Run, dice: random.Random) -> None:
@@ -221,9 +221,9 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def tensors(out: Path) -> dict[str, Tensor]:
-    contents = checkpoint.inspect(out / "checkpoints")
+    contents = store.read_index(out / "checkpoints")
     found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
-    checkpoint.load(out / "checkpoints", None, [whole(name, tensor) for name, tensor in found.items()])
+    store.load_checkpoint(out / "checkpoints", None, [whole_shard(name, tensor) for name, tensor in found.items()])
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.data import stdlib
+from weft.train.data import stdlib
 
 
 class Slow:

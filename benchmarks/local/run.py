@@ -22,12 +22,12 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import parts  # noqa: E402
 import runs  # noqa: E402
 
-from weft.calibrate import command  # noqa: E402
-from weft.calibrate.sheet import ERA  # noqa: E402
-from weft.choose.posed import Posed, choice, posed  # noqa: E402
-from weft.cost import hardware  # noqa: E402
-from weft.cost.estimate import Estimate, estimate  # noqa: E402
-from weft.launch import processes  # noqa: E402
+from weft.launch import local_workers  # noqa: E402
+from weft.planner.calibrate import measure as command  # noqa: E402
+from weft.planner.calibrate.sheet import ERA  # noqa: E402
+from weft.planner.cost import hardware  # noqa: E402
+from weft.planner.cost.estimate import Estimate, estimate  # noqa: E402
+from weft.planner.search.query_from_run import RunQuery, layout_of_run, query_from_run  # noqa: E402
 
 SHEETS, RUNS = 3, 1  # rounds
 TARGET = 0.15  # median error of a step's seconds
@@ -50,7 +50,7 @@ def measured(sizes: list[str], rounds: int) -> list[dict[str, Any]]:
     before = json.loads(kept.read_text())["runs"] if kept.exists() else []
     rows = {str(case_of(row)): row for row in before}
     for case in [case for _ in range(rounds) for case in runs.CASES if case.size in sizes]:
-        new = runs.found(case, processes.run(runs.steps, 2, case))
+        new = runs.found(case, local_workers.run_workers(runs.steps, 2, case))
         rows[str(case)] = min(rows.get(str(case), new), new, key=lambda row: row["others"])
         print(f"{case}: {new['step_s']:.4f} s, others had {new['others']:.0%}", flush=True)
     return [rows[str(case)] for case in runs.CASES if str(case) in rows]
@@ -61,16 +61,16 @@ def case_of(row: dict[str, Any]) -> runs.Case:
 
 
 @cache
-def of(size: str) -> Posed:
+def of(size: str) -> RunQuery:
     """The work of a model is the same on all layouts."""
-    return posed(next(case for case in runs.CASES if case.size == size).run())
+    return query_from_run(next(case for case in runs.CASES if case.size == size).run())
 
 
 def predicted(case: runs.Case, sheet: str) -> Estimate:
-    made = hardware.parse(sheet, "sheet")
+    made = hardware.parse_sheet(sheet, "sheet")
     here = of(case.size)
     cluster = hardware.Cluster(hardware=made, devices=2)
-    return estimate(here.work, choice(case.run()), cluster, made.era(ERA), here.practice, here.sync)
+    return estimate(here.work, layout_of_run(case.run()), cluster, made.era(ERA), here.practice, here.sync)
 
 
 def tables(results: parts.Results) -> tuple[list[str], bool]:

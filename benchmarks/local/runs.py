@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft import build, config
-from weft.calibrate.others import Moment
+from weft.core import run_config
 from weft.engine import Engine
+from weft.planner.calibrate.cpu_contention import CpuLoadSample
+from weft.train import build
+from weft.train.comm_metrics import CommMetrics
 from weft.train.metrics import peak_memory_bytes
-from weft.train.traffic import Traffic
 
 FILE = Path(__file__).parent / "decoder.toml"
 SIZES: dict[str, dict[str, int]] = {
@@ -46,12 +47,12 @@ class Case:
     def __str__(self) -> str:
         return f"{self.size} {self.layout} m{self.accumulate} {self.recompute}"
 
-    def run(self) -> config.Run:
+    def run(self) -> run_config.RunConfig:
         """As `weft train` would have it."""
         sizes = {f"model.{key}": str(value) for key, value in SIZES[self.size].items()}
         text = {"layout.axes": f'"{self.layout}"', "train.recompute": f'"{self.recompute}"'}
         length = {"data.seq_len": sizes["model.seq_len"], "train.accumulate": str(self.accumulate)}
-        return config.load(FILE, sizes | text | length)
+        return run_config.load_run(FILE, sizes | text | length)
 
 
 CASES = tuple(Case(size, *layout) for size in SIZES for layout in LAYOUTS)
@@ -62,12 +63,12 @@ def steps(case: Case) -> dict[str, Any]:
     of a few samples, with the share of the processors' time that other programs had meanwhile; the most memory that it
     held; bytes that it sent in one over each axis."""
     run = case.run()
-    data = build.dataset(run)
-    model, sample = build.model(run, dtype=torch.float32), build.first(run, data)
-    plan = build.plan(run, model, sample)
-    engine = Engine(model, plan, optimizer=build.optimizer(run), loss=build.loss(run), sample=sample)
+    data = build.build_dataset(run)
+    model, sample = build.build_model(run, dtype=torch.float32), build.sample_batch(run, data)
+    plan = build.build_plan(run, model, sample)
+    engine = Engine(model, plan, optimizer=build.build_optimizer(run), loss=build.build_loss(run), sample=sample)
     whole = {key: torch.stack([data[i][key] for i in range(run.train.batch)]) for key in data[0]}
-    traffic, mine, samples = Traffic(engine), engine.local(whole), list[tuple[float, float]]()
+    traffic, mine, samples = CommMetrics(engine), engine.local(whole), list[tuple[float, float]]()
     for _ in range(WARMUP):
         began = time.perf_counter()
         with traffic.step():
@@ -76,7 +77,7 @@ def steps(case: Case) -> dict[str, Any]:
     while len(samples) < MOST and sum(others < QUIET for _, others in samples) < CLEAN:
         quiet()
         dist.barrier()
-        since, own = Moment.now(), time.process_time()
+        since, own = CpuLoadSample.now(), time.process_time()
         began = time.perf_counter()
         for _ in range(count):
             engine.step(mine)
@@ -96,7 +97,7 @@ def agreed(number: float) -> float:
 def quiet() -> None:
     """Wait until other programs rest, or for as long as it is worth."""
     for _ in range(int(PATIENCE_S / LOOK_S)):
-        since = Moment.now()
+        since = CpuLoadSample.now()
         time.sleep(LOOK_S)
         if agreed(since.others(0.0)) < QUIET:
             return

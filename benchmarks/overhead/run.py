@@ -92,7 +92,7 @@ class Weft:
         self, model: nn.Module, layout: str, batch: int, optimizer: work.MakeOptimizer, clip: float, precision: str
     ):
         import weft
-        from weft.losses import next_token
+        from weft.nn.losses import next_token
 
         plan = weft.plan(model, layout, batch=batch, loss=next_token, precision=precision)
         self.engine = weft.Engine(model, plan, optimizer=optimizer, loss=next_token, clip=clip)

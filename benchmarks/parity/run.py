@@ -37,12 +37,12 @@ from cases import Subject  # noqa: E402
 from staged import STAGED  # noqa: E402
 
 import weft  # noqa: E402
-from weft import schedule  # noqa: E402
-from weft.errors import Refusal, WorkerDied  # noqa: E402
-from weft.launch.processes import Pool  # noqa: E402
+from weft.core.errors import Refusal, WorkerDied  # noqa: E402
+from weft.launch.local_workers import Pool  # noqa: E402
+from weft.pipeline import schedules  # noqa: E402
 from weft.verification.case import Case  # noqa: E402
-from weft.verification.delayed import run_delayed  # noqa: E402
-from weft.verification.parity import TOLERANCE, check  # noqa: E402
+from weft.verification.compare import TOLERANCE, check_layout  # noqa: E402
+from weft.verification.delayed_reference import run_delayed  # noqa: E402
 from weft.verification.reference import Reference, run_reference  # noqa: E402
 
 RESULTS, README = HERE / "results" / "parity.json", HERE / "README.md"
@@ -55,16 +55,16 @@ PREPARING = Lock()  # models and batches are drawn from torch's one generator
 Builder = Callable[..., Any]
 
 
-def schedules() -> dict[str, Builder]:
+def schedule_builders() -> dict[str, Builder]:
     """All of weft's, PipeDream once for each way to keep weights."""
-    found: dict[str, Builder] = {name: partial(schedule.make, name) for name in schedule.registry()}
+    found: dict[str, Builder] = {name: partial(schedules.make_schedule, name) for name in schedules.registry()}
     for versions in ("stash", "vertical", "2bw"):
         found[f"pipedream-{versions}"] = partial(found["pipedream"], versions=versions)
     del found["pipedream"]
     return found
 
 
-SCHEDULES = schedules()
+SCHEDULES = schedule_builders()
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def made(run: Run, pool: Pool) -> Run:
         return replace(run, refused=refusal.problem)
     world = weft.Layout.parse(run.layout).world
     try:
-        result = pool.run(check, case, run.layout, held_to, world=world, timeout=TIMEOUT_S)[0]
+        result = pool.run(check_layout, case, run.layout, held_to, world=world, timeout=TIMEOUT_S)[0]
     except (Refusal, WorkerDied) as problem:
         return replace(run, failure=str(problem), seconds=time.perf_counter() - begin)
     error = max(result.loss_rel_err, result.grad_rel_err, result.param_rel_err)

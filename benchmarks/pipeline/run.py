@@ -27,12 +27,12 @@ from sides import Bare, Batch, Side, Torch, Weft
 from stages import SIZE, WIDTH, Sleeps, alone, decoder_parts, real, sleepers, starts
 from torch import Tensor
 
-from weft import schedule as schedules
-from weft.costs import Costs
-from weft.launch.processes import run
-from weft.losses import next_token
-from weft.schedules import Action, Schedule
-from weft.simulate import simulate
+from weft.core.schedule import Action, Schedule
+from weft.launch.local_workers import run_workers
+from weft.nn.losses import next_token
+from weft.pipeline import schedules
+from weft.pipeline.action_costs import ActionCosts
+from weft.pipeline.simulator import simulate
 
 HERE = Path(__file__).resolve().parent
 RESULTS, README = HERE / "results", HERE / "README.md"
@@ -48,7 +48,7 @@ Results = dict[str, Any]
 
 def synchronous() -> list[str]:
     """All schedules of weft that end in one optimizer step."""
-    return [name for name in schedules.registry() if not schedules.make(name, 2, 2).versions]
+    return [name for name in schedules.registry() if not schedules.make_schedule(name, 2, 2).versions]
 
 
 # ---- one step, timed over all ranks ----------------------------------------------------------------------------------
@@ -92,9 +92,9 @@ def emulated(names: Sequence[str], ranks: Sequence[int], microbatches: int, repe
         sleeps, floor[count] = calibrated(count)
         for name in names:
             # one microbatch after the other: few of them show as much, and take long enough
-            made = schedules.make(name, count, microbatches // 4 if name == "naive" else microbatches)
+            made = schedules.make_schedule(name, count, microbatches // 4 if name == "naive" else microbatches)
             late = floor[count]["sleep"] * ACTION_S
-            times = run(_sleep, count, made, sleeps, late, repeats, threads=1)[0]
+            times = run_workers(_sleep, count, made, sleeps, late, repeats, threads=1)[0]
             ideal = simulate(made, costs_of(made)).makespan_s
             loss = {side: statistics.median(taken) / ideal - 1 for side, taken in times.items()}
             rows.append({
@@ -119,10 +119,10 @@ def emulated(names: Sequence[str], ranks: Sequence[int], microbatches: int, repe
             }
 
 
-def costs_of(made: Schedule) -> Costs:
+def costs_of(made: Schedule) -> ActionCosts:
     """What the actions take. For the first stage's input nobody waits: both sides leave a split backward to its W."""
     whole, rest = [ACTION_S] * made.stages, [ACTION_S] * (made.stages - 1)
-    return Costs(forward_s=whole, backward_s=[0.0, *rest], weight_s=[2 * ACTION_S, *rest])
+    return ActionCosts(forward_s=whole, backward_s=[0.0, *rest], weight_s=[2 * ACTION_S, *rest])
 
 
 def _sleep(made: Schedule, sleeps: Sleeps, late: float, repeats: int) -> dict[str, list[float]]:
@@ -155,13 +155,13 @@ def calibrated(ranks: int) -> tuple[Sleeps, dict[str, float]]:
     asked = Sleeps(ACTION_S, ACTION_S)
     sleeps = Sleeps(*(2 * ask - took for ask, took in zip(asked, _alone_on(ranks, asked), strict=True)))
     left = _alone_on(ranks, sleeps)
-    late = statistics.median(run(_overshoot, ranks, threads=1))
+    late = statistics.median(run_workers(_overshoot, ranks, threads=1))
     return sleeps, {"sleep": late, "stage": (left.forward_s + 2 * left.backward_s) / (3 * ACTION_S) - 1}
 
 
 def _alone_on(ranks: int, sleeps: Sleeps) -> Sleeps:
     """Medians over the ranks."""
-    return Sleeps(*map(statistics.median, zip(*run(_alone, ranks, sleeps, threads=1), strict=True)))
+    return Sleeps(*map(statistics.median, zip(*run_workers(_alone, ranks, sleeps, threads=1), strict=True)))
 
 
 def _alone(sleeps: Sleeps) -> Sleeps:
@@ -187,8 +187,8 @@ def compute(names: Sequence[str], microbatches: int, pairs: int) -> Iterator[Res
     """Tokens per second of both sides, and their ratio in every pair of steps."""
     rows: list[dict[str, Any]] = []
     for name in names:
-        made = schedules.make(name, 2, microbatches)
-        times = run(_train, 2, made, pairs, threads=1)[0]
+        made = schedules.make_schedule(name, 2, microbatches)
+        times = run_workers(_train, 2, made, pairs, threads=1)[0]
         tokens = microbatches * SAMPLES * SIZE["seq_len"]
         ratio = quartiles(t / w for t, w in zip(times["torch"], times["weft"], strict=True))
         rows.append({

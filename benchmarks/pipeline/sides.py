@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 import weft
-from weft.schedules import Action, Schedule
+from weft.core.schedule import Action, Schedule
 
 Batch = dict[str, Tensor]
 Loss = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]

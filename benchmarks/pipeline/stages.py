@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weft.models import decoder
+from weft.nn.models import decoder
 
 WIDTH = 1024  # float32: messages of 4 kB
 

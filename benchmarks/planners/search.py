@@ -14,12 +14,12 @@ from dataclasses import replace
 import numpy as np
 from runs import Run
 
-from weft.cost.choices import Choices
-from weft.cost.dims import Dims, work
-from weft.cost.estimate import Estimate, estimate
-from weft.cost.hardware import Cluster
-from weft.cost.practice import Practice
-from weft.layout import Layout
+from weft.core.layout import Layout
+from weft.planner.cost.estimate import Estimate, estimate
+from weft.planner.cost.hardware import Cluster
+from weft.planner.cost.layout_batch import LayoutBatch
+from weft.planner.cost.precision_policy import PrecisionPolicy
+from weft.planner.cost.transformer_work import TransformerDims, transformer_work
 
 DEVICES, BATCH, MANY = 1024, 1536, 100_000
 MODEL = Run(
@@ -60,15 +60,15 @@ def weft(runs: list[Run], limit_s: float) -> dict[str, float]:
         )
         for run in runs
     ]
-    dims = Dims(
+    dims = TransformerDims(
         layers=MODEL.layers, hidden=MODEL.hidden, heads=MODEL.heads, vocab=MODEL.vocab, seq_len=MODEL.seq_len,
         ffn=MODEL.ffn,
     )  # fmt: skip
     cluster = Cluster.parse(f"a100x{DEVICES}")
-    era, practice, model = cluster.hardware.era("megatron"), Practice(compute="fp16"), work(dims, "fp16", flash=False)
+    era, practice, model = cluster.hardware.era("megatron"), PrecisionPolicy(compute="fp16"), transformer_work(dims, "fp16", flash=False)
 
-    def built() -> Choices:
-        return Choices.of(
+    def built() -> LayoutBatch:
+        return LayoutBatch.of(
             named, batch=BATCH, accumulate=[BATCH // (run.dp * run.microbatch) for run in runs],
             recompute=[run.recompute for run in runs], chunks=[run.chunks for run in runs],
             schedule=["interleaved" if run.chunks > 1 else "1f1b" for run in runs],

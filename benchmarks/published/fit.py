@@ -19,10 +19,10 @@ import rows as published
 from cells import Uncovered
 from kernels import ceiling, kernels
 
-from weft.cost.estimate import Estimate
-from weft.cost.fit import fit, learned
-from weft.cost.hardware import GIB, SHEETS, Era, named, read
-from weft.cost.layers import of_most
+from weft.planner.cost.estimate import Estimate
+from weft.planner.cost.fit import fit_era, fit_layers
+from weft.planner.cost.hardware import GIB, SHEETS, Era, named_sheet, read_sheet
+from weft.planner.cost.layer_correction import main_layer_shape
 
 HERE = Path(__file__).parent
 MEGATRON = ("matmul", "matmul_flops", "memory", "launch_s", "waits", "link", "meet_s", "fixed_s", "ragged")
@@ -168,25 +168,25 @@ def agreed(
         found = published.price(groups, {(sheet, one.era): era for sheet in one.sheets})
         return np.array([of(found[case.row_id][0])[found[case.row_id][1]] for case in cases])
 
-    return fit(predict, seen, start, free, weights)
+    return fit_era(predict, seen, start, free, weights)
 
 
 def told(one: Fitted, rows: list[published.Row], era: Era) -> Era:
     """With what its runs tell of layers of each shape."""
     those = [run for source in one.layers for run in runs_of(one, source, rows, "d_iter_time_s")]
     groups = published.grouped(case for _, case in those)
-    at = {row: shape for group in groups for row, shape in zip(group.rows, of_most(group.model, group.choices))}
+    at = {row: shape for group in groups for row, shape in zip(group.rows, main_layer_shape(group.model, group.choices))}
 
     def predict(era: Era) -> np.ndarray:
         found = published.price(groups, {(sheet, one.era): era for sheet in one.sheets})
         return np.array([found[case.row_id][0].step_s[found[case.row_id][1]] for _, case in those])
 
-    return learned(predict, [seen for seen, _ in those], np.array([at[case.row_id] for _, case in those]), era)
+    return fit_layers(predict, [seen for seen, _ in those], np.array([at[case.row_id] for _, case in those]), era)
 
 
 def basis(like: str, name: str) -> Era:
     """What stands in this sheet's era, but for layers: runs told of them."""
-    return read(SHEETS / f"{like}.toml").eras[name].model_copy(update={"layers": ()})
+    return read_sheet(SHEETS / f"{like}.toml").eras[name].model_copy(update={"layers": ()})
 
 
 def likes(sheet: str) -> dict[str, str]:
@@ -226,7 +226,7 @@ def main() -> int:
         print(name, {key: float(f"{getattr(era, key):.3g}") for key in one.free}, flush=True)
         for sheet in one.sheets:
             if one.ours:
-                named(sheet)  # which is to exist
+                named_sheet(sheet)  # which is to exist
                 put(SHEETS / f"{sheet}.toml", f"eras.{one.era}", era)
             else:
                 put(HERE / "eras.toml", f"{sheet}.{one.era}", era)
@@ -244,7 +244,7 @@ def main() -> int:
         print(sheet, {key: float(f"{value:.3g}") for key, value in own.items()}, f"held out: {error:.1%}", flush=True)
         for era_name, like in likes(sheet).items():
             era, eight = basis(like, era_name), {}
-            if "fp8" in named(sheet).device.flops:  # they reach the share that they do in that era elsewhere
+            if "fp8" in named_sheet(sheet).device.flops:  # they reach the share that they do in that era elsewhere
                 eight["eight"] = min(MOST, era.eight * era.matmul / own["matmul"])
             put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", era.model_copy(update=own | eight))
     return 0

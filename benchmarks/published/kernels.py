@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 from statistics import median
 
-from weft.calibrate.fits import line
+from weft.planner.calibrate.robust_fit import fit_line
 
 DATA = Path(__file__).parent / "data"
 
@@ -33,7 +33,7 @@ def kernels(card: str) -> tuple[dict[str, float], float]:
             flops = 2.0 * math.prod(sizes.values())
             one = flops, flops / float(row["efficiency"])  # and so long, where the peak is 1
             (other if zlib.crc32(row["shape"].encode()) & 1 else fits).append(one)
-    found = line(*zip(*fits, strict=True))
+    found = fit_line(*zip(*fits, strict=True))
     errors = [abs((found.fixed_s + flops / found.rate) / took - 1) for flops, took in other]
     # of all FLOPs, half of which a causal attention leaves out
     ahead, back = (

@@ -31,15 +31,15 @@ from cells import (
     zero,
 )  # fmt: skip
 
-from weft import schedule
-from weft.choose.rules import STAGES
-from weft.cost.choices import Choices
-from weft.cost.dims import Dims, work
-from weft.cost.estimate import Estimate, estimate
-from weft.cost.hardware import Cluster, Era, Hardware, named, names
-from weft.cost.practice import Practice
-from weft.cost.work import Block, Work
-from weft.layout import Layout
+from weft.core.layout import Layout
+from weft.pipeline import schedules
+from weft.planner.cost.estimate import Estimate, estimate
+from weft.planner.cost.hardware import Cluster, Era, Hardware, named_sheet, sheet_names
+from weft.planner.cost.layout_batch import LayoutBatch
+from weft.planner.cost.model_work import BlockWork, ModelWork
+from weft.planner.cost.precision_policy import PrecisionPolicy
+from weft.planner.cost.transformer_work import TransformerDims, transformer_work
+from weft.planner.search.constraints import STAGES
 
 HERE = Path(__file__).parent
 GPT2 = 50257  # words of its vocabulary, where a row does not say
@@ -60,11 +60,11 @@ FRAMEWORKS = (
     "transformerengine", *XLA,
 )  # fmt: skip
 # Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32 masters and two moments.
-MIXED = Practice(
+MIXED = PrecisionPolicy(
     compute="bf16", weight_bytes=2, grad_bytes=4, state_bytes=12, reduce_bytes=4, gather_bytes=2, update_bytes=36,
     logit_bytes=10, overlaps=False, offloads=(),
 )  # fmt: skip
-FSDP = Practice(
+FSDP = PrecisionPolicy(
     compute="bf16", weight_bytes=4, grad_bytes=4, state_bytes=8, reduce_bytes=4, gather_bytes=2, update_bytes=32,
     logit_bytes=10, offloads=(),
 )  # fmt: skip
@@ -74,10 +74,10 @@ FSDP = Practice(
 class Setting:
     """What rows priced together have in common."""
 
-    dims: Dims
+    dims: TransformerDims
     cluster: Cluster
     era: str
-    practice: Practice
+    practice: PrecisionPolicy
     dtype: str
     flash: bool
     dropout: bool
@@ -105,14 +105,14 @@ class Case:
 
 
 def stages(row: Row) -> tuple[str, int]:
-    """The schedule as `weft.schedule` names it, and stages of a rank."""
+    """The schedule as `weft.pipeline.schedules` names it, and stages of a rank."""
     name, chunks = (row.get("schedule") or "1f1b").strip().lower(), whole(row, "vp", 0)
     if whole(row, "pp", 1) == 1:
         return "1f1b", 1
     if name in ("1f1b", "interleaved-1f1b", "interleaved"):
         chunks = chunks or (1 if name == "1f1b" else 2)
         return ("interleaved" if chunks > 1 else "1f1b"), chunks
-    makers = schedule.folder()
+    makers = schedules.builtin_schedules()
     if name not in makers:
         raise unpriced(row, "schedule", makers)
     given = inspect.signature(makers[name]).parameters
@@ -124,7 +124,7 @@ def stages(row: Row) -> tuple[str, int]:
     return name, own
 
 
-def framework(row: Row) -> tuple[str, Practice]:
+def framework(row: Row) -> tuple[str, PrecisionPolicy]:
     """The era of software, and how it keeps what belongs to a parameter: the least where a row does not state it."""
     name, kind, level = (row.get("framework") or "Megatron-DeepSpeed").lower(), dtype(row), zero(row)
     compiled = flag(row, "compile")  # None where it is not said
@@ -200,7 +200,7 @@ def hardware(row: Row) -> Hardware:
         raise Uncovered(f"there is no sheet of {name}")
     if found == "a100" and sold == 40:
         found = "a100-40"
-    sheet = named(found)
+    sheet = named_sheet(found)
     device = sheet.device.model_copy(update={"memory_gib": sold or SOLD * sheet.device.memory_gib})
     sheet = sheet.model_copy(update={"device": device})
     link, titan = row.get("inter_link") or "", "titan" in (row.get("framework") or "").lower()
@@ -223,13 +223,13 @@ def hardware(row: Row) -> Hardware:
     return sheet.model_copy(update={"tiers": (inner, *outer)})
 
 
-def dims(row: Row) -> Dims:
+def dims(row: Row) -> TransformerDims:
     hidden, gated = whole(row, "hidden"), bool(flag(row, "gated_mlp"))
     heads, tp, experts = whole(row, "heads"), whole(row, "tp", 1), whole(row, "n_experts", 0)
     vocab = whole(row, "vocab", GPT2)
     if tp > 1:  # as Megatron pads it
         vocab = -(-vocab // (128 * tp)) * 128 * tp
-    return Dims(
+    return TransformerDims(
         layers=whole(row, "layers"), hidden=hidden, heads=heads, vocab=vocab,
         seq_len=whole(row, "seq_len"), ffn=whole(row, "ffn", 4 * hidden), kv_heads=whole(row, "kv_heads", heads),
         head_dim=whole(row, "head_dim", 0), gated=gated, tied=flag(row, "tied_emb") is not False,
@@ -305,14 +305,14 @@ def case(row: Row) -> Case:
     )  # fmt: skip
 
 
-def _check(model: Dims, sizes: Mapping[str, int], chunks: int, n: int) -> None:
+def _check(model: TransformerDims, sizes: Mapping[str, int], chunks: int, n: int) -> None:
     """Raises Uncovered for what no software could lay so."""
     tp, pp, ep, keys = sizes["tp"], sizes["pp"], sizes["ep"], model.kv_heads or model.heads
     problems = (
         (model.heads % tp, f"{model.heads} heads do not divide over tp{tp}"),
         (keys % tp and tp % keys, f"{keys} key heads do not divide over tp{tp}"),
         (not model.head_dim and model.hidden % model.heads, f"hidden {model.hidden} is no multiple of the heads"),
-        (pp * chunks > work(model).parts, f"{model.layers} layers are too few for {pp * chunks} stages"),
+        (pp * chunks > transformer_work(model).parts, f"{model.layers} layers are too few for {pp * chunks} stages"),
         (model.heads % keys, f"{model.heads} heads do not divide over {keys} key heads"),
         (model.top_k > model.num_experts, f"there are no {model.top_k} of {model.num_experts} experts"),
         (not model.num_experts and ep > 1, f"ep{ep} has no experts"),
@@ -347,18 +347,18 @@ class Group:
     """Cases that are priced together."""
 
     setting: Setting
-    model: Work
-    choices: Choices
+    model: ModelWork
+    choices: LayoutBatch
     rows: tuple[str, ...]
 
 
-def _saved_by_ops(model: Work, dims: Dims) -> Work:
+def _saved_by_ops(model: ModelWork, dims: TransformerDims) -> ModelWork:
     """With layers that save so much that, where every second runs again, they keep in the mean what torchtitan's "op"
     does: a layer's input, attention's output and what every second matmul gives."""
     matmuls = dims.query + 2 * dims.keys + 2 * dims.hidden + (2 if dims.gated else 1) * dims.ffn
     stays = (matmuls / 2 + dims.query + dims.hidden) * dims.seq_len * model.itemsize
 
-    def less(layer: Block) -> Block:
+    def less(layer: BlockWork) -> BlockWork:
         share = (2 * stays - layer.output_bytes) / sum(op.saved_bytes for op in layer.ops)
         return replace(layer, ops=tuple(replace(op, saved_bytes=share * op.saved_bytes) for op in layer.ops))
 
@@ -372,7 +372,7 @@ def grouped(cases: Iterable[Case]) -> list[Group]:
     found = []
     for those in groups.values():
         setting = those[0].setting
-        model = work(
+        model = transformer_work(
             setting.dims,
             setting.dtype,
             flash=setting.flash,
@@ -381,7 +381,7 @@ def grouped(cases: Iterable[Case]) -> list[Group]:
         )
         if setting.by_ops:
             model = _saved_by_ops(model, setting.dims)
-        choices = Choices.of(
+        choices = LayoutBatch.of(
             [one.layout for one in those], batch=1, accumulate=[one.accumulate for one in those],
             recompute=[one.recompute for one in those], schedule=[one.schedule for one in those],
             chunks=[one.chunks for one in those],
@@ -415,7 +415,7 @@ def constants() -> dict[tuple[str, str], Era]:
     """(sheet, era) -> its constants alone, of those that have layers."""
     return {
         (sheet, name): era.model_copy(update={"layers": ()})
-        for sheet in names() for name, era in named(sheet).eras.items() if era.layers
+        for sheet in sheet_names() for name, era in named_sheet(sheet).eras.items() if era.layers
     }  # fmt: skip
 
 

@@ -25,8 +25,8 @@ import numpy as np
 import rows as published
 from cells import Uncovered, flag, number
 
-from weft.cost.hardware import Era
-from weft.errors import Refusal
+from weft.core.errors import Refusal
+from weft.planner.cost.hardware import Era
 
 HERE = Path(__file__).parent
 GIB = 2.0**30
@@ -149,7 +149,7 @@ def write(found: Sequence[Predicted], path: Path) -> None:
 def table(name: str, scores: dict[str, dict[str, Any]]) -> list[str]:
     lines = [
         f"**{name}**", "",
-        "| source | rows | timed | median | mean | worst | bias | Spearman | regret | groups | peak, median | peak, bias | ran, but called impossible | out of memory, found |",  # noqa: E501
+        "| source | rows | timed | median | mean | worst | bias | Spearman | regret | groups | peak, median | peak, bias | ran, but called impossible | out of memory, found |",
         "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
     ]  # fmt: skip
 

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.codecs import Sum
-from weft.engine.wires import Owners, Ring
+from weft.core.codec import AllReduceRequest
+from weft.engine.replica_sync.transports import OwnerTransport, RingTransport
 
 LONGEST_S = 5.0  # nothing goes through one rank that takes its link longer
 SPENT_S = 5.0  # about, on the repetitions of one size and way, but at least 2 of them and at most 20
@@ -65,13 +65,13 @@ def main(rate: float, output: str, sizes: list[int]) -> None:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     groups = [dist.new_group() for _ in range(3)]
-    ring, owners, stream = Ring(groups[0], [groups[0]]), Owners(groups[1], 0), Stream()
+    ring, owners, stream = RingTransport(groups[0], [groups[0]]), OwnerTransport(groups[1], 0), Stream()
     dist.isend = _counted(dist.isend)
     ways: dict[str, Callable[[Tensor], object]] = {
         "tcp": lambda x: stream.exchange(2 * (size - 1) * x.nbytes // size),
-        "ring": lambda x: ring.answer(Sum(x)),
+        "ring": lambda x: ring.answer(AllReduceRequest(x)),
         "gloo": lambda x: dist.all_reduce(x, group=groups[2]),
-        "central": lambda x: owners.answer(Sum(x, final=False)),
+        "central": lambda x: owners.answer(AllReduceRequest(x, final=False)),
     }
     rows = []
     for nbytes in sizes:

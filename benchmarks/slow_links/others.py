@@ -23,7 +23,7 @@ from torchft.coordination import LighthouseServer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # of weft, the model alone: it asks for torch
 
-from weft.models import decoder
+from weft.nn.models import decoder
 
 BATCH, SEQ_LEN, LR, LIGHTHOUSE = 12, 128, 1e-3, 29600
 

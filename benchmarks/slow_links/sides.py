@@ -8,9 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook as post_local,
+    powerSGD_hook as power_sgd,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 WARMUP = 10  # steps after which torch's PowerSGD and post-local SGD begin

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import weft
 from weft import sync
-from weft.data import Loader, stdlib
-from weft.losses import next_token
-from weft.models import decoder
+from weft.nn.losses import next_token
+from weft.nn.models import decoder
+from weft.train.data import Loader, stdlib
 
 BATCH, SEQ_LEN, LR = 12, 128, 1e-3  # samples of a step, over all replicas
 EVAL_BATCHES = 10
@@ -109,7 +109,7 @@ def _weft(side: Side, size: int) -> tuple[Step, Evaluate, nn.Module]:
     assert side.weft is not None
     name, codec, options = side.weft
     replica = model()
-    plan = weft.plan(replica, f"dp{size}", batch=BATCH, loss=next_token, sync=sync.make(name, codec, **options))
+    plan = weft.plan(replica, f"dp{size}", batch=BATCH, loss=next_token, sync=sync.make_sync(name, codec, **options))
     adamw = partial(torch.optim.AdamW, lr=LR, fused=True)
     engine = weft.Engine(replica, plan, optimizer=adamw, loss=next_token, device="cpu")
     return lambda batch: engine.step(batch).loss, lambda batch: float(engine.evaluate(batch).loss), replica

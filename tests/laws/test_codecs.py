@@ -11,39 +11,47 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft import codec
-from weft.codecs import Ask, Codec, Gather, Messages, Peers, State, Sum
-from weft.errors import ConfigError
+from weft.core.codec import (
+    AllGatherRequest,
+    AllReduceRequest,
+    Codec,
+    CodecState,
+    CommRequest,
+    MessageCodec,
+    ReplicaView,
+)
+from weft.core.errors import ConfigError
+from weft.sync import codecs as codec
 
 SHAPES = [(64, 48), (7,), (130, 33), (5, 4, 3), (300,)]
 NUMEL = sum(map(prod, SHAPES))
 CODECS = {
-    "identity": codec.make("identity"),
-    "bf16": codec.make("bf16"),
-    "bf16 feedback": codec.make("bf16", feedback=True),
-    "fp16": codec.make("fp16"),
-    "int8": codec.make("int8"),
-    "int8 stochastic": codec.make("int8", stochastic=True, block=32),
-    "int4": codec.make("int4"),
-    "int4 stochastic": codec.make("int4", stochastic=True),
-    "sign": codec.make("sign", block=64),
-    "topk": codec.make("topk", density=0.05),
-    "dgc": codec.make("dgc", density=0.02),
-    "powersgd": codec.make("powersgd", rank=2),
+    "identity": codec.make_codec("identity"),
+    "bf16": codec.make_codec("bf16"),
+    "bf16 feedback": codec.make_codec("bf16", feedback=True),
+    "fp16": codec.make_codec("fp16"),
+    "int8": codec.make_codec("int8"),
+    "int8 stochastic": codec.make_codec("int8", stochastic=True, block=32),
+    "int4": codec.make_codec("int4"),
+    "int4 stochastic": codec.make_codec("int4", stochastic=True),
+    "sign": codec.make_codec("sign", block=64),
+    "topk": codec.make_codec("topk", density=0.05),
+    "dgc": codec.make_codec("dgc", density=0.02),
+    "powersgd": codec.make_codec("powersgd", rank=2),
 }
 WITH_FEEDBACK = [name for name, c in CODECS.items() if getattr(c, "feedback", False) or name == "dgc"]
-MESSAGES = [name for name, c in CODECS.items() if isinstance(c, Messages)]
+MESSAGES = [name for name, c in CODECS.items() if isinstance(c, MessageCodec)]
 
 
-def together(each: Codec, xs: Sequence[Tensor], states: Sequence[State], sharded: bool = False) -> list[list[Ask]]:
+def together(each: Codec, xs: Sequence[Tensor], states: Sequence[CodecState], sharded: bool = False) -> list[list[CommRequest]]:
     """All ranks' `reduce` in lockstep; the sums are left in xs. Returns what every rank asked for."""
     size = len(xs)
     everyone = enumerate(zip(xs, states, strict=True))
-    return lockstep([each.reduce(x, s, SHAPES, Peers(size, i, sharded, 1.0)) for i, (x, s) in everyone])
+    return lockstep([each.reduce(x, s, SHAPES, ReplicaView(size, i, sharded, 1.0)) for i, (x, s) in everyone])
 
 
-def lockstep(runs: Sequence[Any]) -> list[list[Ask]]:
-    asked: list[list[Ask]] = [[] for _ in runs]
+def lockstep(runs: Sequence[Any]) -> list[list[CommRequest]]:
+    asked: list[list[CommRequest]] = [[] for _ in runs]
     answers: list[Tensor | None] = [None] * len(runs)
     while True:
         asks = []
@@ -59,22 +67,22 @@ def lockstep(runs: Sequence[Any]) -> list[list[Ask]]:
         answers = answer_all(asks)
 
 
-def answer_all(asks: Sequence[Ask]) -> list[Tensor]:
+def answer_all(asks: Sequence[CommRequest]) -> list[Tensor]:
     first = asks[0]
-    if isinstance(first, Sum):
+    if isinstance(first, AllReduceRequest):
         total = torch.stack([a.tensor for a in asks]).sum(0)
         return [a.tensor.copy_(total) for a in asks]
-    if isinstance(first, Gather):
+    if isinstance(first, AllGatherRequest):
         return [torch.stack([a.message for a in asks]) for _ in asks]
     rows = [torch.stack([a.messages[i] for a in asks]) for i in range(len(asks))]
     return [r.sum(0) for r in rows] if first.sums else rows
 
 
-def start(each: Codec, ranks: int, dtype: torch.dtype = torch.float64) -> list[State]:
+def start(each: Codec, ranks: int, dtype: torch.dtype = torch.float64) -> list[CodecState]:
     return [each.state(SHAPES, torch.zeros(NUMEL, dtype=dtype)) for _ in range(ranks)]
 
 
-def kept(state: State) -> Tensor:
+def kept(state: CodecState) -> Tensor:
     return state.get("residual", torch.zeros(()))
 
 
@@ -132,14 +140,14 @@ def test_messages_have_the_predicted_size(name: str, ranks: int, sharded: bool) 
         for step in range(2):
             asked = together(each, xs, states, sharded)
             for index, mine in enumerate(asked):
-                want = each.asks(SHAPES, Peers(ranks, index, sharded), dtype.itemsize, step)
+                want = each.asks(SHAPES, ReplicaView(ranks, index, sharded), dtype.itemsize, step)
                 assert [size_of(a) for a in mine] == [(asked.kind, asked.nbytes) for asked in want]
 
 
-def size_of(ask: Ask) -> tuple[str, int]:
-    if isinstance(ask, Sum):
+def size_of(ask: CommRequest) -> tuple[str, int]:
+    if isinstance(ask, AllReduceRequest):
         return "sum", ask.tensor.nbytes
-    if isinstance(ask, Gather):
+    if isinstance(ask, AllGatherRequest):
         return "gather", ask.message.nbytes
     return "sum_scatter" if ask.sums else "scatter", ask.messages[0].nbytes
 
@@ -202,10 +210,10 @@ def test_feedback_lets_a_constant_gradient_through(name: str) -> None:
 
 
 def test_stochastic_rounding_is_right_in_the_mean() -> None:
-    each, (x,) = codec.make("int4", stochastic=True, feedback=False), draws(9, 1)
+    each, (x,) = codec.make_codec("int4", stochastic=True, feedback=False), draws(9, 1)
     torch.manual_seed(0)
     mean = torch.stack([each.decode(each.encode(x), NUMEL, x.dtype) for _ in range(2000)]).mean(0)
-    nearest = codec.make("int4")
+    nearest = codec.make_codec("int4")
     assert float((mean - x).norm()) < 0.1 * float((nearest.decode(nearest.encode(x), NUMEL, x.dtype) - x).norm())
 
 
@@ -213,7 +221,7 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
 @pytest.mark.parametrize("density", [0.0005, 0.01, 0.3, 1.0])
 def test_topk_sends_the_largest(n: int, density: float) -> None:
     generator = torch.Generator().manual_seed(n)
-    each, x = codec.make("topk", density=density), torch.randn(n, generator=generator)
+    each, x = codec.make_codec("topk", density=density), torch.randn(n, generator=generator)
     got = each.decode(each.encode(x), n, x.dtype)
     count = max(1, round(density * n))
     assert int((got != 0).sum()) == count
@@ -221,7 +229,7 @@ def test_topk_sends_the_largest(n: int, density: float) -> None:
 
 
 def test_topk_of_what_is_mostly_zero_or_equal() -> None:
-    each = codec.make("topk", density=0.01)
+    each = codec.make_codec("topk", density=0.01)
     for x in (torch.zeros(2**18), torch.ones(2**18), torch.arange(2**18) % 2.0):
         got = each.decode(each.encode(x), x.numel(), x.dtype)
         assert float(got.sum()) == min(float(x.sum()), round(0.01 * x.numel()))
@@ -229,7 +237,7 @@ def test_topk_of_what_is_mostly_zero_or_equal() -> None:
 
 def test_dgc_is_its_paper() -> None:
     """Lin et al. 2018, algorithm 4: two workers, four steps, SGD at rate 1."""
-    each, ranks, momentum, clip = codec.make("dgc", density=0.02, momentum=0.9, clip=30.0), 2, 0.9, 30.0
+    each, ranks, momentum, clip = codec.make_codec("dgc", density=0.02, momentum=0.9, clip=30.0), 2, 0.9, 30.0
     states = start(each, ranks)
     u = [torch.zeros(NUMEL, dtype=torch.float64) for _ in range(ranks)]
     v = [torch.zeros(NUMEL, dtype=torch.float64) for _ in range(ranks)]
@@ -257,13 +265,13 @@ def test_the_message_of_nothing_has_no_bytes(name: str) -> None:
 
 
 def test_dgc_warms_up() -> None:
-    each = codec.make("dgc", density=0.001, warmup=4)
+    each = codec.make_codec("dgc", density=0.001, warmup=4)
     assert [each.count(10**6, step) for step in range(6)] == [250000, 62872, 15811, 3976, 1000, 1000]
 
 
 def test_powersgd_is_its_paper() -> None:
     """Vogels et al. 2019, algorithms 1 and 2, for one matrix and two workers."""
-    each, ranks = codec.make("powersgd", rank=2), 2
+    each, ranks = codec.make_codec("powersgd", rank=2), 2
     states = start(each, ranks)
     q = states[0]["right"][: 48 * 2].view(48, 2).clone()
     errors = [torch.zeros(64, 48, dtype=torch.float64) for _ in range(ranks)]
@@ -291,7 +299,7 @@ def test_a_reduce_scatter_gives_each_its_part(name: str, ranks: int) -> None:
         came += sum(xs)
         outs = [torch.empty(n, dtype=torch.float64) for _ in range(ranks)]
         lockstep(
-            [each.scatter(x, o, s, Peers(ranks, i)) for i, (x, o, s) in enumerate(zip(xs, outs, states, strict=True))]
+            [each.scatter(x, o, s, ReplicaView(ranks, i)) for i, (x, o, s) in enumerate(zip(xs, outs, states, strict=True))]
         )
         sent += torch.cat(outs)
     if name in WITH_FEEDBACK and name != "bf16 feedback":
@@ -312,7 +320,7 @@ def test_bad_options_are_refused() -> None:
         ("sign", {"feedback": 1}, "sync.codec.feedback"),
     ]:
         with pytest.raises(ConfigError) as caught:
-            codec.make(name, **options)
+            codec.make_codec(name, **options)
         assert caught.value.field == field
 
 
@@ -320,7 +328,7 @@ def test_compression() -> None:
     """Bytes of a message of a million elements, of 4 MB."""
     million, shapes = 2**20, [(1024, 1024)]
     ratios = {
-        name: 4 * million / sum(asked.nbytes for asked in codec.make(name).asks(shapes, Peers(2), 4))
+        name: 4 * million / sum(asked.nbytes for asked in codec.make_codec(name).asks(shapes, ReplicaView(2), 4))
         for name in ("bf16", "int8", "int4", "sign", "topk", "dgc", "powersgd")
     }
     assert {k: round(v) for k, v in ratios.items()} == {

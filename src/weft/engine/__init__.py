@@ -1,6 +1,8 @@
-"""One optimizer step under a Plan."""
+"""One optimizer step under a Plan.
 
-from .engine import Engine, StepResult
-from .remote import Remote
+Open `engine.py` first.
+"""
 
-__all__ = ["Engine", "Remote", "StepResult"]
+from lazy_loader import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

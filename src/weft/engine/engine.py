@@ -16,37 +16,61 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..cutting import StageForward
-from ..errors import CannotCut, ConfigError, WeftError
-from ..layout import DATA_AXES, EXPERTS, TOKEN_AXES
-from ..losses import is_positionwise
-from ..mesh import Mesh
-from ..order import part
-from ..parallelize import parallelize
-from ..plans import COPY, Plan
-from ..randomness import Randomness, mix
-from ..roles import experts_of
-from ..routing import rebalance
-from ..schedules import Action, Schedule
-from ..shards import Piece, Segment, chunks, cut_segments, fsdp_rows, take, whole
-from ..syncs import AnyTime, EachPeriod, EachStep, Sync, owners
-from . import catchup
-from .anytime import Server, Worker
-from .exchange import Scatter
-from .flats import Flat
-from .functions import Functions
-from .loads import Loads
-from .outer import Outer
-from .pipeline import Pipeline, Route
-from .quorum import TRIES, Company, Quorum
-from .reducer import Reducer, local
-from .sequence import SharedSequence
-from .transport import Transport
-from .trust import Trust
-from .units import Units
-from .versions import Versions
-from .wires import begun
-from .work import Batch, Inference, Loss, Micros, Stages, Training, arguments_of, signature
+from weft.core import (
+    COPY,
+    DATA_AXES,
+    EXPERTS,
+    TOKEN_AXES,
+    Action,
+    AsyncServers,
+    ConfigError,
+    LocalShard,
+    LocalSteps,
+    Plan,
+    Schedule,
+    Segment,
+    Sync,
+    SyncEveryStep,
+    UnsupportedModel,
+    WeftError,
+    bucket_owners,
+    chunks_of,
+    cut_segments,
+    data_rank_indices,
+    fsdp_rows,
+    take_segments,
+    whole_shard,
+)
+from weft.nn import Randomness, experts_of, is_positionwise, mix_key, rebalance_gates
+from weft.parallel import Mesh, parallelize
+from weft.pipeline import StageForward
+
+from .context_parallel.sequence import ContextParallel
+from .expert_load import ExpertLoad
+from .fsdp import FSDPUnits
+from .function_overrides import FunctionOverrides
+from .grad_buckets import GradReducer, local_tensor
+from .grad_norm_guard import GradNormGuard
+from .pipeline.p2p import PipelineTransport
+from .pipeline.runner import PipelineRunner, ValueRoute
+from .pipeline.stage_compute import (
+    Batch,
+    InferenceCompute,
+    Loss,
+    MicroBatches,
+    StageModel,
+    TrainingCompute,
+    batch_signature,
+    model_arguments,
+)
+from .pipeline.weight_stash import WeightStash
+from .replica_sync import state_transfer
+from .replica_sync.async_parameter_server import AsyncWorker, ParameterServer
+from .replica_sync.bucket_exchange import FSDPReduceScatter
+from .replica_sync.flat_params import FlatParams
+from .replica_sync.membership import TRIES, Membership, ReplicaGroup
+from .replica_sync.outer_optimizer import OuterOptimizer
+from .replica_sync.transports import start_async
 
 Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -101,7 +125,7 @@ class Engine:
         seed: int = 0,
         device: torch.device | str | None = None,
         sample: Batch | None = None,
-        company: Company | None = None,
+        company: ReplicaGroup | None = None,
     ):
         if device is None:
             device = _own_device()
@@ -112,13 +136,13 @@ class Engine:
         if torch.device(device).type == "cuda" and plan.sync is not None and not _runs_on_cuda(plan.sync):
             problem = "has run on CPUs alone: its messages are not ordered with what else a GPU does"
             raise ConfigError("sync.name", plan.sync.name, problem, 'use name = "allreduce", with any codec')
-        groups = plan.sync.groups(plan.layout.size("dp")) if isinstance(plan.sync, EachStep) and plan.apart else ()
+        groups = plan.sync.groups(plan.layout.size("dp")) if isinstance(plan.sync, SyncEveryStep) and plan.apart else ()
         if plan.separate:
             plan = plan.replica()
         else:
             company = None
         self.plan, self.whole, self.loss, self.clip = plan, whole, loss, clip
-        self.trust = Trust(skip) if skip is not None else None
+        self.trust = GradNormGuard(skip) if skip is not None else None
         shared = [b.among for rank in range(plan.layout.world) for b in plan.of(rank).buckets() if b.among]
         self.mesh = Mesh(
             whole.layout, torch.device(device), shared=shared, pairs=_pairs(plan),
@@ -137,34 +161,34 @@ class Engine:
         # replicas that share a world write one checkpoint, of the first one's
         self._speaks = not whole.separate or company is not None or self.replica == 0
         self.quorum = self._quorum(company)
-        self.worker: Worker | None = None
-        self.server: Server | None = None
-        self._own_part: Flat | None = None
+        self.worker: AsyncWorker | None = None
+        self.server: ParameterServer | None = None
+        self._own_part: FlatParams | None = None
         self._optimizers = optimizer
         self.caught_up = self._share_initial()  # whether it goes on from where others were
         if whole.separate and self.replica:
-            seed = mix(seed, self.replica)  # its samples have numbers of their own
+            seed = mix_key(seed, self.replica)  # its samples have numbers of their own
         self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
         names = named_inputs(model)
-        self.sequence = SharedSequence(plan, self.mesh, self.randomness, names, self.inputs)
+        self.sequence = ContextParallel(plan, self.mesh, self.randomness, names, self.inputs)
         self.tried = not self.sequence  # whether it gives what it gives whole
         if self.sequence and not is_positionwise(loss):
             problem = "is not known to be a sum over positions, which ranks share"
             raise ConfigError("loss", getattr(loss, "__name__", loss), problem, "mark it @weft.losses.positionwise")
         parts = self.sequence if self.sequence else None
-        self._in_parts = Functions(self.randomness, False, parts) if parts is not None else None  # without a backward
+        self._in_parts = FunctionOverrides(self.randomness, False, parts) if parts is not None else None  # without a backward
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
         before = self._alone(sample) if sample is not None and plan.layout.live("tp", EXPERTS) else None
         staged = None
         if plan.staging is not None:
             staged = StageForward(model, plan.staging, plan.stages(self.mesh.rank), skipped=self.randomness.skip)
-        self.loads = Loads(self.model, experts_of(self.model), self.mesh)
+        self.loads = ExpertLoad(self.model, experts_of(self.model), self.mesh)
         self.dispatch = parallelize(self.part, self.model, self.mesh, self.randomness)
         held = {w.name for w in self.part.weights}
         self.params = {name: p for name, p in self.model.named_parameters() if name in held}
-        self.stages = Stages(self.model, plan, self.mesh.device, self.inputs, staged, self.sequence)
+        self.stages = StageModel(self.model, plan, self.mesh.device, self.inputs, staged, self.sequence)
         self._pipeline, self._single = self._pipelines()
-        self.units = Units(self.model, self.part)
+        self.units = FSDPUnits(self.model, self.part)
         if sample is not None and before is not None:
             self._hold(before, sample)
         if sample is not None and self.sequence:
@@ -173,13 +197,13 @@ class Engine:
         # a stage whose weights are all frozen still has an optimizer, of nothing
         self.optimizer = optimizer(trainable or [("", nn.Parameter(torch.zeros(0, device=self.mesh.device)))])
         _check_optimizer(self.optimizer, plan)
-        self.reducer = Reducer(self.part, self.params, self.mesh)
-        self._scatters: dict[str, Scatter] = {}
-        if plan.scattered and isinstance(plan.sync, EachStep):
+        self.reducer = GradReducer(self.part, self.params, self.mesh)
+        self._scatters: dict[str, FSDPReduceScatter] = {}
+        if plan.scattered and isinstance(plan.sync, SyncEveryStep):
             for unit in self.units:
                 like = unit.reduced()
                 if like is not None:
-                    self._scatters[unit.name] = Scatter(plan.sync.codec, unit.name, like)
+                    self._scatters[unit.name] = FSDPReduceScatter(plan.sync.codec, unit.name, like)
                     unit.module.set_custom_reduce_scatter(self._scatters[unit.name])
         check_codec(self.optimizer, plan)
         self._owners = plan.owners()
@@ -196,9 +220,9 @@ class Engine:
         self._stale_buffers = _unsynced_buffers(self.model, self.part, self._absent_buffers())
         versions = None
         if plan.schedule.versions:
-            versions = Versions(self.model, plan, self.mesh, self.params, lambda: self.optimizer.step())
-        functions = Functions(self.randomness, plan.recompute == "selective", parts, mesh=self.mesh, loads=self.loads)
-        self._training = Training(
+            versions = WeightStash(self.model, plan, self.mesh, self.params, lambda: self.optimizer.step())
+        functions = FunctionOverrides(self.randomness, plan.recompute == "selective", parts, mesh=self.mesh, loads=self.loads)
+        self._training = TrainingCompute(
             self.stages,
             self.mesh,
             loss,
@@ -216,29 +240,29 @@ class Engine:
                 if module._parameters:
                     module.register_forward_pre_hook(partial(self._pass, index))
         self.loss_scale, self._good_steps = (2.0**16, 0) if plan.precision == "fp16" else (1.0, 0)
-        self.outer: Outer | None = None
+        self.outer: OuterOptimizer | None = None
         if whole.separate:
-            trained = {name: local(p.detach()) for name, p in self.params.items() if p.requires_grad}
+            trained = {name: local_tensor(p.detach()) for name, p in self.params.items() if p.requires_grad}
             assert self.quorum is not None
-            if isinstance(whole.sync, AnyTime):
+            if isinstance(whole.sync, AsyncServers):
                 self._serve(whole.sync, trained, self.quorum)
             else:
-                self.outer = Outer(whole, trained, self.quorum)
+                self.outer = OuterOptimizer(whole, trained, self.quorum)
         self.caught_up = (
             self.caught_up and self.outer is not None
         )  # from servers it gets what it needs when it connects
         if self.caught_up:
             self._catch_up()
 
-    def _serve(self, sync: AnyTime, trained: dict[str, Tensor], quorum: Quorum) -> None:
+    def _serve(self, sync: AsyncServers, trained: dict[str, Tensor], quorum: Membership) -> None:
         """Ready to push gradients to servers, and to be one."""
         every = [w for w in self.whole.weights if w.trainable]
-        owned = owners([prod(w.shape) for w in every], sync.servers)
+        owned = bucket_owners([prod(w.shape) for w in every], sync.servers)
         parts = []
         for server in range(sync.servers):
             names = [w.name for w, owner in zip(every, owned, strict=True) if owner == server and w.name in trained]
-            parts.append(Flat(names, [trained[name] for name in names]))
-        self.worker = Worker(sync, quorum, parts)
+            parts.append(FlatParams(names, [trained[name] for name in names]))
+        self.worker = AsyncWorker(sync, quorum, parts)
         if self.replica < sync.servers and parts[self.replica].params:
             self._own_part = parts[self.replica]
 
@@ -248,15 +272,15 @@ class Engine:
         has."""
         if self.worker is None or self.worker.connected:
             return
-        assert self.quorum is not None and isinstance(self.whole.sync, AnyTime)
+        assert self.quorum is not None and isinstance(self.whole.sync, AsyncServers)
         if self._own_part is not None:
             state = {
-                name: {key: local(v).clone() if torch.is_tensor(v) else v for key, v in self._state_of(name).items()}
+                name: {key: local_tensor(v).clone() if torch.is_tensor(v) else v for key, v in self._state_of(name).items()}
                 for name in self._own_part.names
                 if self._state_of(name)
             }
             sync, part = self.whole.sync, self._own_part
-            self.server = Server(sync, self.quorum, part, self._optimizers, state, self.steps_done)
+            self.server = ParameterServer(sync, self.quorum, part, self._optimizers, state, self.steps_done)
         self.optimizer.state.clear()  # it is the servers' from now on
         live = self.mesh.layout.live()
         steps = torch.tensor(self.worker.connect(self.steps_done))
@@ -298,18 +322,18 @@ class Engine:
 
     def _like(self, p: nn.Parameter, value: Tensor) -> Tensor:
         """A tensor of a parameter's optimizer state, laid as the parameter is."""
-        if not isinstance(p, DTensor) or value.shape != local(p).shape or not value.ndim:
+        if not isinstance(p, DTensor) or value.shape != local_tensor(p).shape or not value.ndim:
             return value
         return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
-    def _quorum(self, company: Company | None) -> Quorum | None:
+    def _quorum(self, company: ReplicaGroup | None) -> Membership | None:
         """Of replicas that step by themselves."""
         sync, layout = self.whole.sync, self.whole.layout
-        if not self.whole.separate or not isinstance(sync, EachPeriod | AnyTime):
+        if not self.whole.separate or not isinstance(sync, LocalSteps | AsyncServers):
             return None
         if company is None:
-            company = Company(dist.distributed_c10d._get_default_store(), self.replica)
-        return Quorum(company, layout.size("dp"), self.mesh.rank, self.plan.layout.world, sync.timeout_s)
+            company = ReplicaGroup(dist.distributed_c10d._get_default_store(), self.replica)
+        return Membership(company, layout.size("dp"), self.mesh.rank, self.plan.layout.world, sync.timeout_s)
 
     @torch.no_grad()
     def _share_initial(self) -> bool:
@@ -318,7 +342,7 @@ class Engine:
 
         def share(group: dist.ProcessGroup | None) -> None:
             for tensor in tensors if group is not None else ():
-                begun(dist.broadcast(tensor, group=group, group_src=0, async_op=True)).wait()
+                start_async(dist.broadcast(tensor, group=group, group_src=0, async_op=True)).wait()
 
         live = self.mesh.layout.live()
         share(self.mesh.group(*live) if live else None)
@@ -331,21 +355,21 @@ class Engine:
             self.quorum.count(meeting)
         return meeting is None
 
-    def _pipelines(self) -> tuple[Pipeline, Pipeline]:
+    def _pipelines(self) -> tuple[PipelineRunner, PipelineRunner]:
         """The plan's schedule, and one of a single microbatch that only goes forward."""
         schedule, staging = self.plan.schedule, self.plan.staging
-        routes = [Route(v.source, v.targets, v.name) for v in staging.values] if staging is not None else []
+        routes = [ValueRoute(v.source, v.targets, v.name) for v in staging.values] if staging is not None else []
         transport = None
         if staging is not None:
             position, pipes = self.mesh.coords["pp"], self.mesh.pipes
-            transport = Transport(position, pipes, self.mesh.device, dynamic_shapes=self.plan.dynamic_shapes)
+            transport = PipelineTransport(position, pipes, self.mesh.device, dynamic_shapes=self.plan.dynamic_shapes)
         order = tuple(
             tuple(Action("F", stage, 0) for stage, rank in enumerate(schedule.placement) if rank == each)
             for each in range(schedule.ranks)
         )
         single = Schedule("forward", schedule.placement, order)
         rank = self.mesh.coords.get("pp", 0)
-        return Pipeline(schedule, routes, rank, transport), Pipeline(single, routes, rank, transport)
+        return PipelineRunner(schedule, routes, rank, transport), PipelineRunner(single, routes, rank, transport)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -356,7 +380,7 @@ class Engine:
 
     def local(self, batch: Batch) -> Batch:
         """This rank's part of a global batch (every tensor's dim 0 counts the plan's `batch` samples)."""
-        index = part(self.whole.batch, self.whole.accumulate, self.data_rank, self.data_size)
+        index = data_rank_indices(self.whole.batch, self.whole.accumulate, self.data_rank, self.data_size)
         return {key: value[torch.tensor(index)] for key, value in batch.items()}
 
     def step(self, batch: Batch) -> StepResult:
@@ -377,12 +401,12 @@ class Engine:
         self._trail = 0
         # a constant divisor keeps fp16 in range; the true mean is taken at the end
         training.begin(self.steps_done, micros, self.loss_scale / plan.batch)
-        self._pipeline.run(training, [signature(micros[0])] * len(micros), trace=self.trace)
+        self._pipeline.run(training, [batch_signature(micros[0])] * len(micros), trace=self.trace)
         self.units.finish()
         missing = self.reducer.finish()
         self._check_attention()
         result = self._update(missing)
-        rebalance(self.model, self._of_all_tokens, self._absent_buffers(), taken=not result.skipped)
+        rebalance_gates(self.model, self._of_all_tokens, self._absent_buffers(), taken=not result.skipped)
         self.steps_done += 1
         if self.outer is not None:
             self.outer.after(self.steps_done)
@@ -412,8 +436,8 @@ class Engine:
         for name, module in self.model.named_modules():
             module.training = self._modes.get(name, True)
 
-    def _microbatches(self, batch: Batch) -> Micros:
-        return Micros(batch, self.plan.microbatch, self.plan.accumulate)
+    def _microbatches(self, batch: Batch) -> MicroBatches:
+        return MicroBatches(batch, self.plan.microbatch, self.plan.accumulate)
 
     def _update(self, missing: list) -> StepResult:
         total = self._training.total
@@ -453,7 +477,7 @@ class Engine:
             return StepResult(result.loss, weight, norm, skipped=True)
         if self.clip is not None and norm is not None:
             factor = factor * torch.clamp(self.clip / (norm + 1e-6), max=1.0)
-        multiply(grads.values(), factor)
+        scale_grads(grads.values(), factor)
         for name, p in self.params.items():
             if not self.updates(name):
                 p.grad = None
@@ -473,7 +497,7 @@ class Engine:
 
     def _gradients(self) -> dict[str, Tensor]:
         """Those that this rank has the sum of."""
-        return {n: local(p.grad) for n, p in self.params.items() if p.grad is not None and self.updates(n)}
+        return {n: local_tensor(p.grad) for n, p in self.params.items() if p.grad is not None and self.updates(n)}
 
     def updates(self, name: str) -> bool:
         """Whether this rank updates a parameter, and does not get it from the replica that owns it."""
@@ -490,8 +514,8 @@ class Engine:
         if seen[1] * self.plan.data_size != seen[0] ** 2:
             raise self._diverged()
 
-    def _diverged(self) -> CannotCut:
-        return CannotCut(
+    def _diverged(self) -> UnsupportedModel:
+        return UnsupportedModel(
             "layout", str(self.plan.layout),
             f"in step {self.steps_done} ranks ran different modules, or in another order",
             "use dp: FSDP2 gathers and reduces what runs, and it must be the same on every rank",
@@ -519,8 +543,8 @@ class Engine:
             total.add_(torch.stack([loss, torch.as_tensor(weight, device=loss.device)]).double())
 
         micros = self._microbatches(self.sequence.cut(self._placed(batch)))
-        work = Inference(self.stages, micros, add, self._in_parts)
-        self._pipeline.run(work, [signature(micros[0])] * len(micros), forward_only=True)
+        work = InferenceCompute(self.stages, micros, add, self._in_parts)
+        self._pipeline.run(work, [batch_signature(micros[0])] * len(micros), forward_only=True)
         self.units.reshard()
         group = self.mesh.group(*TOKEN_AXES, "pp")
         if group is not None:
@@ -534,7 +558,7 @@ class Engine:
         """The model's output in evaluation mode, logits whole on every rank. All ranks call it together."""
         return self._output(batch, None)
 
-    def _output(self, batch: Batch, functions: Functions | None) -> Any:
+    def _output(self, batch: Batch, functions: FunctionOverrides | None) -> Any:
         """`functions`: where ranks share the sequence, what lets them. Else each runs all of it."""
         self.model.eval()
         batch = {key: value.to(self.mesh.device) for key, value in batch.items()}
@@ -542,8 +566,8 @@ class Engine:
         self.sequence.end()
         if functions is not None:
             batch = self.sequence.cut(batch)
-        work = Inference(self.stages, [batch], lambda output, _: outputs.append(_whole(output)), functions)
-        self._single.run(work, [signature(batch)], forward_only=True)
+        work = InferenceCompute(self.stages, [batch], lambda output, _: outputs.append(_whole(output)), functions)
+        self._single.run(work, [batch_signature(batch)], forward_only=True)
         self.units.reshard()
         group = self.mesh.group("pp")
         if group is not None:
@@ -556,23 +580,23 @@ class Engine:
     def _alone(self, batch: Batch) -> Any:
         """The output of the model before it is cut."""
         self.model.eval()
-        with Stages(self.model, self.plan, self.mesh.device, self.inputs, None, self.sequence).autocast():
-            return self.model(**arguments_of(self.inputs, {k: v.to(self.mesh.device) for k, v in batch.items()}))
+        with StageModel(self.model, self.plan, self.mesh.device, self.inputs, None, self.sequence).autocast():
+            return self.model(**model_arguments(self.inputs, {k: v.to(self.mesh.device) for k, v in batch.items()}))
 
     def _hold(self, before: Any, sample: Batch) -> None:
         """Refuse a cut that changes what the model computes."""
 
-        def refuse(problem: str) -> CannotCut:
+        def refuse(problem: str) -> UnsupportedModel:
             fix = "correct [roles], or weft verify names the first module that differs"
             if self.dispatch.group is not None:
                 fix = f"experts are to take each token by itself, and to count themselves by num_experts; else {fix}"
-            return CannotCut("layout", str(self.plan.layout), problem, fix)
+            return UnsupportedModel("layout", str(self.plan.layout), problem, fix)
 
         try:
             after = self.forward(sample)
         except (RuntimeError, ValueError, IndexError, TypeError) as problem:
             raise refuse(f"the model does not run as it is cut ({str(problem).splitlines()[0]})") from problem
-        whole, cut = (first_of(output).double() for output in (before, after))
+        whole, cut = (first_tensor_of(output).double() for output in (before, after))
         size = float(whole.norm())
         error = float((whole - cut).norm()) / (size if size > 0 else 1.0)
         if not error < (1e-3 if self.plan.precision in ("fp64", "fp32") else 5e-2):
@@ -587,7 +611,7 @@ class Engine:
         self.sequence.positions(length, self.mesh.device)  # refuses what does not divide
         short = min(length, max(parts, 256 // parts * parts)) // self.sequence.multiple * self.sequence.multiple
         sample = {k: v[:, :short] if v.ndim > 1 and v.shape[1] == length else v for k, v in sample.items()}
-        whole, part = first_of(self._output(sample, None)), first_of(self._output(sample, self._in_parts))
+        whole, part = first_tensor_of(self._output(sample, None)), first_tensor_of(self._output(sample, self._in_parts))
         whole, part = (x.full_tensor() if isinstance(x, DTensor) else x for x in (whole, part))
         if whole.ndim > 1 and whole.shape[1] == short:
             part = self.sequence.whole(part)
@@ -597,7 +621,7 @@ class Engine:
         size = float(whole.double().norm())
         error = float((whole - part).double().norm()) / (size or 1.0) if whole.shape == part.shape else float("inf")
         if not error < (1e-3 if self.plan.precision in ("fp64", "fp32") else 5e-2):
-            raise CannotCut(
+            raise UnsupportedModel(
                 "layout", str(self.plan.layout),
                 f"in parts of the sequence the model's output changes by {error:.2g} of itself: it mixes positions,"
                 " or counts them, by other means than attention and position_ids",
@@ -630,34 +654,34 @@ class Engine:
     def _check_attention(self) -> None:
         """Whether what the plan does with attention came to be: a stage may have none."""
         if self.sequence and self.plan.staging is None and self.sequence.calls == 0:
-            raise CannotCut(
+            raise UnsupportedModel(
                 "layout", str(self.plan.layout), "the model never calls scaled_dot_product_attention",
                 "use dp or fsdp, or attention through torch.nn.functional.scaled_dot_product_attention",
             )  # fmt: skip
         functions = self._training.functions
         if self.plan.recompute == "selective" and functions is not None and functions.attention_cores == 0:
-            raise CannotCut(
+            raise UnsupportedModel(
                 "train.recompute", "selective", "the model never calls scaled_dot_product_attention",
                 'use "full" or "none", or attention through torch.nn.functional.scaled_dot_product_attention',
             )  # fmt: skip
 
     # ---- what a checkpoint holds ---------------------------------------------------------------------------------
 
-    def tensors(self, saved: Collection[str] | None = None) -> Iterator[Piece]:
+    def tensors(self, saved: Collection[str] | None = None) -> Iterator[LocalShard]:
         """Weights, buffers and optimizer state: this rank's part of each, by global name. Storage is live.
 
         `saved`: the names that a checkpoint holds, to be loaded from it: optimizer state is made for these alone.
         """
         for name, p in self.params.items():
-            yield self._piece(name, local(p.detach()), name)
+            yield self._piece(name, local_tensor(p.detach()), name)
         persistent, absent = self.model.state_dict(keep_vars=True).keys() - self.params.keys(), self._absent_buffers()
         for name, buffer in self.model.named_buffers():
             if name in persistent and name not in absent:
-                yield whole(name, buffer, self._writes(self._buffer_holders(name), ()))
+                yield whole_shard(name, buffer, self._writes(self._buffer_holders(name), ()))
         yield from self._agreed(saved)
         for name, kept in self._kept():
             if saved is None or name in saved:
-                yield whole(name, kept, True)
+                yield whole_shard(name, kept, True)
         if saved is not None:
             here = f"/{self.mesh.place}/"
             had = {name for name in saved if name.startswith("sync/") and here in name}
@@ -670,12 +694,12 @@ class Engine:
                     continue
                 full = f"optimizer/{name}/{key}"
                 if value.shape == p.shape and value.ndim:
-                    yield self._piece(full, local(value), name, self._owners.get(name, 0))
+                    yield self._piece(full, local_tensor(value), name, self._owners.get(name, 0))
                 else:
                     writer = self._writes(self.plan.holders(name), (), self._owners.get(name, 0))
-                    yield whole(full, local(value), writer)
+                    yield whole_shard(full, local_tensor(value), writer)
 
-    def _agreed(self, saved: Collection[str] | None) -> Iterator[Piece]:
+    def _agreed(self, saved: Collection[str] | None) -> Iterator[LocalShard]:
         """What replicas that step by themselves last agreed on, and what is under way between them."""
         if self.outer is None:
             return
@@ -714,11 +738,11 @@ class Engine:
     def _taken(self, group: dist.ProcessGroup) -> dict[str, Any]:
         """The scalars of the replica that gives; its tensors are this one's now."""
         assert self.outer is not None
-        facts = catchup.heard(group)
+        facts = state_transfer.receive_facts(group)
         pieces, kept = self._told(facts["names"])
         if [piece.name for piece in pieces] != facts["names"]:
             raise WeftError(f"replica {self.replica} and the one that it catches up from hold other things")
-        catchup.take(group, [*(piece.tensor for piece in pieces), *kept])
+        state_transfer.receive_tensors(group, [*(piece.tensor for piece in pieces), *kept])
         for name, tensor in self._kept():
             if name.endswith("/residual"):
                 tensor.zero_()  # what the other one has not sent is not this one's to send
@@ -741,9 +765,9 @@ class Engine:
                 if self.outer.left:  # what it has is of no use, and who asked asks again
                     continue
                 with suppress(RuntimeError):  # it is gone again
-                    catchup.give(group, facts, [*(piece.tensor for piece in pieces), *kept])
+                    state_transfer.send_state(group, facts, [*(piece.tensor for piece in pieces), *kept])
 
-    def _told(self, names: Collection[str] | None) -> tuple[list[Piece], list[Tensor]]:
+    def _told(self, names: Collection[str] | None) -> tuple[list[LocalShard], list[Tensor]]:
         """What a replica gives another one: all that a checkpoint holds, and what codecs keep."""
         pieces = [piece for piece in self.tensors(names) if not piece.name.startswith("sync/")]
         return pieces, [tensor for _, tensor in self._kept()]
@@ -788,13 +812,13 @@ class Engine:
         for p in placed:
             if p.stored != p.compute:
                 rows = sum(length for _, _, length in dims[0])
-                dims[0] = take(dims[0], *fsdp_rows(rows, self.mesh.size(p.axis), self.mesh.index(p.axis)))
+                dims[0] = take_segments(dims[0], *fsdp_rows(rows, self.mesh.size(p.axis), self.mesh.index(p.axis)))
         return dims
 
-    def _piece(self, full: str, tensor: Tensor, name: str, replica: int = 0) -> Piece:
+    def _piece(self, full: str, tensor: Tensor, name: str, replica: int = 0) -> LocalShard:
         cut = [axis for axis, p in self._table[name].items() if p.stored != COPY]
         writer = self._writes(self.plan.holders(name), cut, replica)
-        return Piece(full, tensor, self._weights[name].shape, chunks(self.segments(name)), writer)
+        return LocalShard(full, tensor, self._weights[name].shape, chunks_of(self.segments(name)), writer)
 
     def _writes(self, holders: Sequence[int], cut: Sequence[str], replica: int = 0) -> bool:
         """Whether this rank is the first of those that hold the same part of something, in this replica."""
@@ -821,7 +845,7 @@ def _own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def first_of(output: Any) -> Tensor:
+def first_tensor_of(output: Any) -> Tensor:
     """The first tensor of a model's output: logits, as a rule."""
     while not isinstance(output, Tensor):
         output = next(iter(output.values() if isinstance(output, dict) else output))
@@ -879,7 +903,7 @@ def make_state(
             optimizer.state.pop(p, None)
 
 
-def multiply(grads: Iterable[Tensor], factor: Tensor) -> None:
+def scale_grads(grads: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place, those of one kind together."""
     by_kind: dict[tuple, list[Tensor]] = {}
     for grad in grads:
@@ -907,7 +931,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
 
 
 def _runs_on_cuda(sync: Sync) -> bool:
-    return isinstance(sync, EachStep) and sync.route == "backend"
+    return isinstance(sync, SyncEveryStep) and sync.route == "backend"
 
 
 def check_codec(optimizer: torch.optim.Optimizer, plan: Plan) -> None:

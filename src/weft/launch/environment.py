@@ -11,7 +11,7 @@ from pathlib import Path
 AGENT = "WEFT_AGENT"  # set by an agent of weft for the ranks it starts: "elastic" where their number may change
 
 
-def environment() -> tuple[int, int, int] | None:
+def launched_rank() -> tuple[int, int, int] | None:
     """(rank, world, local rank) if torchrun or srun started this process, else None."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -31,20 +31,20 @@ def note_error(text: str) -> None:
         )
 
 
-def attempt() -> int:
+def restart_count() -> int:
     """How often torchrun has started the processes anew, after one died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
-def local_world() -> int:
+def local_world_size() -> int:
     """Number of ranks on this host, by what the launcher says; all of them if it says nothing."""
     said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
     match = re.match(r"\d+", said)  # SLURM writes 4(x2),3
-    found = environment()
+    found = launched_rank()
     return int(match.group()) if match else found[1] if found else 1
 
 
-def rendezvous() -> tuple[str, int]:
+def master_address() -> tuple[str, int]:
     """(host, port) where the ranks meet: MASTER_ADDR and MASTER_PORT, or derived from the SLURM job."""
     host = os.environ.get("MASTER_ADDR") or first_host(os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1"))
     # The same port on all hosts, and another for each job.

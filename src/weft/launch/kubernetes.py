@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..errors import ConfigError
-from .clusters import SAVE_S, Job
+from weft.core import ConfigError
+
+from .job import SAVE_S, Job
 
 RETRIES = 10  # of a host's container, on average, before the job has failed
 LABEL = r"[a-z]([a-z0-9-]*[a-z0-9])?"  # RFC 1035, as the operator asks of a job's name
@@ -23,7 +24,7 @@ LONGEST = 63  # of the names that the operator makes of it, of pods and services
 QUANTITY = r"\d+(\.\d+)?(m|[kMGTPE]i?)?"
 
 
-def manifest(
+def kubernetes_manifest(
     job: Job,
     image: str,
     volumes: Sequence[str] = (),
@@ -152,7 +153,7 @@ def _lines(node: dict[str, Any] | list[Any], indent: str = "") -> Iterator[str]:
     """Of a table or a list. A key that begins with # is a comment; one whose value is None is left out."""
     if isinstance(node, list):
         for item in node:
-            lines = [*_lines(item, f"{indent}  ")] if isinstance(item, dict) else [f"{indent}  {scalar(item)}"]
+            lines = [*_lines(item, f"{indent}  ")] if isinstance(item, dict) else [f"{indent}  {yaml_scalar(item)}"]
             notes = [*itertools.takewhile(lambda line: line.lstrip().startswith("#"), lines)]
             yield from (f"{indent}{note.lstrip()}" for note in notes)
             yield f"{indent}- {lines[len(notes)].lstrip()}"
@@ -162,13 +163,13 @@ def _lines(node: dict[str, Any] | list[Any], indent: str = "") -> Iterator[str]:
         if key.startswith("#"):
             yield f"{indent}{key}"
         elif isinstance(value, dict | list):
-            yield f"{indent}{scalar(key)}:"
+            yield f"{indent}{yaml_scalar(key)}:"
             yield from _lines(value, f"{indent}  ")
         elif value is not None:
-            yield f"{indent}{scalar(key)}: {scalar(value)}"
+            yield f"{indent}{yaml_scalar(key)}: {yaml_scalar(value)}"
 
 
-def scalar(value: str | int) -> str:
+def yaml_scalar(value: str | int) -> str:
     """As YAML: bare where that can be nothing but this text, else in double quotes, whose escapes are JSON's."""
     if isinstance(value, int):
         return str(value)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..errors import DamagedCheckpoint, WorkerDied
-from .say import say
+from weft.core import DamagedCheckpoint, WorkerDied
+
+from .log import log_line
 
 T = TypeVar("T")
 
 
-def survive(
+def run_with_restarts(
     start: Callable[[bool], T], latest: Callable[[], int | None], set_aside: Callable[[], bool], resume: bool,
     restarts: int,
 ) -> T:  # fmt: skip
@@ -27,7 +28,7 @@ def survive(
         try:
             return start(resume)
         except DamagedCheckpoint as error:
-            whole_before(error, set_aside, latest)
+            quarantine_damaged(error, set_aside, latest)
         except WorkerDied as error:
             step, how = latest(), error.report.strip().splitlines()[-1]
             from_outside = how.startswith(("killed by", "exited with"))  # which may come again at any time
@@ -36,11 +37,11 @@ def survive(
                 raise
             number += 1
             died, resume = (how, step), True
-            say(f"{error.who.rstrip(',')}: {how}; going on from step {step} ({number} of {restarts})")
+            log_line(f"{error.who.rstrip(',')}: {how}; going on from step {step} ({number} of {restarts})")
 
 
-def whole_before(error: DamagedCheckpoint, set_aside: Callable[[], bool], latest: Callable[[], int | None]) -> None:
+def quarantine_damaged(error: DamagedCheckpoint, set_aside: Callable[[], bool], latest: Callable[[], int | None]) -> None:
     """Set the latest checkpoint aside, which is damaged. Raises the error if there is none before it."""
     if not set_aside():
         raise error
-    say(f"{error.value}: {error.problem}; set aside, going on from step {latest()}")
+    log_line(f"{error.value}: {error.problem}; set aside, going on from step {latest()}")

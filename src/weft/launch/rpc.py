@@ -16,18 +16,18 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from .hosts import Meeting, interface
+from .rendezvous import Rendezvous, interface_of
 
 _SCHEME = "weft"
 
 
 @contextmanager
-def connected(names: Sequence[str]) -> Iterator[None]:
+def rpc_session(names: Sequence[str]) -> Iterator[None]:
     """The processes of the default process group can call one another, by these names, in rank order. Nothing times
     out: a connection that breaks is an error, and `train.hang_s` is for what hangs."""
     rank, world = dist.get_rank(), dist.get_world_size()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world  # no other host is to connect
-    listen = interface("127.0.0.1" if here else Meeting(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9).address())
+    listen = interface_of("127.0.0.1" if here else Rendezvous(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9).address())
     if listen is not None:
         os.environ.setdefault("TP_SOCKET_IFNAME", listen)  # TensorPipe has no other way to be told
     patience = dist.distributed_c10d._get_default_store().timeout  # else torch sets the store another one

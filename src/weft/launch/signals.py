@@ -12,7 +12,7 @@ STOP = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
-def told_to_stop(then: Callable[[], None]) -> Iterator[None]:
+def on_stop_signal(then: Callable[[], None]) -> Iterator[None]:
     """Within, `then` is called at each of them. Not in another thread than the main one, as under Ray: Python lets no
     other thread handle signals."""
     if threading.current_thread() is not threading.main_thread():

@@ -14,8 +14,9 @@ import re
 import shlex
 from pathlib import Path
 
-from ..errors import ConfigError
-from .clusters import SAVE_S, Job
+from weft.core import ConfigError
+
+from .job import SAVE_S, Job
 
 LEAST_S = SAVE_S + 180  # SLURM sends signals up to a minute early, and steps are to be taken between
 HOST, PORT = "$host", "$port"
@@ -60,7 +61,7 @@ bash -c 'trap : TERM
         exit $code' task"""
 
 
-def script(
+def slurm_script(
     job: Job,
     time: str | None = None,
     partition: str | None = None,
@@ -76,7 +77,7 @@ def script(
     for field, name in (("--partition", partition), ("--account", account)):
         if name is not None and not re.fullmatch(r"[\w.,@+-]+", name):
             raise ConfigError(field, name, "is no name that SLURM has", "write a name without spaces or quotes")
-    if time is not None and seconds(time) < LEAST_S:
+    if time is not None and slurm_seconds(time) < LEAST_S:
         problem = f"leaves no time to train: {SAVE_S} s before the end the run saves"
         raise ConfigError("--time", time, problem, f"ask for {LEAST_S // 60} minutes or more")
     options = {
@@ -120,7 +121,7 @@ def _srun(job: Job) -> str:
     return " \\\n    ".join(lines)
 
 
-def seconds(text: str) -> int:
+def slurm_seconds(text: str) -> int:
     """Of a time as SLURM writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
     Raises ConfigError."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)

@@ -1,8 +1,5 @@
-"""Two models as a user would write them: a decoder-only transformer and a small convolutional net."""
+"""Models that run files and scripts name: `build = "weft.models:decoder"`. They are defined in `weft/nn/models/`."""
 
-from __future__ import annotations
-
-from .convnet import convnet
-from .decoder import decoder
+from weft.nn import convnet, decoder
 
 __all__ = ["convnet", "decoder"]

@@ -1,25 +1,8 @@
-"""Parallelisms: one file each. The folder is the registry.
+"""From a model and a layout to a Plan, and from a Plan to a sharded model. One file per axis in `strategies/`.
 
-A file names the axis it serves (`AXIS`), the options that may follow it (`OPTIONS`), and emits Steps:
-`steps(model, roles, layout, request) -> Iterator[Step]`.
+Open `strategies/data.py` first, then `make_plan.py` and `apply.py`.
 """
 
-from __future__ import annotations
+from lazy_loader import attach_stub
 
-import importlib
-import pkgutil
-from collections.abc import Iterator, Mapping
-from types import ModuleType
-
-
-def registry() -> Mapping[str, list[ModuleType]]:
-    """Axis -> the strategies that serve it, in file order."""
-    found: dict[str, list[ModuleType]] = {}
-    for module in _modules():
-        found.setdefault(module.AXIS, []).append(module)
-    return found
-
-
-def _modules() -> Iterator[ModuleType]:
-    for info in pkgutil.iter_modules(__path__):
-        yield importlib.import_module(f"{__name__}.{info.name}")
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

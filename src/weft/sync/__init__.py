@@ -1,49 +1,8 @@
-"""Synchronisers: one file each. The folder is the registry.
+"""How replicas stay together: one file per synchronizer, and one per gradient codec in `codecs/`. Data only.
 
-A file maps names to the functions that make its synchronisers (`SYNCS`): each takes a codec and its own options.
+Open `allreduce.py` first, then `local_sgd.py`.
 """
 
-from __future__ import annotations
+from lazy_loader import attach_stub
 
-import importlib
-import inspect
-import pkgutil
-from collections.abc import Callable, Mapping
-from functools import cache
-from typing import Any
-
-from .. import codec as codecs
-from ..codecs import Codec
-from ..errors import ConfigError, nearest
-from ..syncs import Sync
-
-
-@cache
-def registry() -> Mapping[str, Callable[..., Sync]]:
-    """Name -> the function that makes the synchroniser."""
-    found: dict[str, Callable[..., Sync]] = {}
-    for info in pkgutil.iter_modules(__path__):
-        if not info.name.startswith("_"):
-            found |= importlib.import_module(f"{__name__}.{info.name}").SYNCS
-    return found
-
-
-def make(name: str, codec: str | Mapping[str, Any] | Codec = "identity", **options: Any) -> Sync:
-    """The synchroniser of this name. `codec`: a name, a name with options as in {"name": "powersgd", "rank": 8}, or one
-    that is made. Raises ConfigError: an unknown name or option, a value that cannot be."""
-    known = registry()
-    if name not in known:
-        raise ConfigError("sync.name", name, "not a synchroniser", nearest(name, known))
-    parameters = [p for p in inspect.signature(known[name]).parameters if p != "codec"]
-    for option in options:
-        if option not in parameters:
-            fix = nearest(option, parameters) if parameters else f"{name} has none but codec"
-            raise ConfigError(f"sync.{option}", options[option], f"is no option of {name}", fix)
-    if isinstance(codec, str):
-        codec = codecs.make(codec)
-    elif isinstance(codec, Mapping):
-        arguments = dict(codec)
-        codec = codecs.make(str(arguments.pop("name", None)), **arguments)
-    elif not isinstance(codec, Codec):
-        raise ConfigError("sync.codec", codec, "is neither a name nor a codec", "write a name, or a table with one")
-    return known[name](codec, **options)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ..codecs import Codec
-from ..syncs import EachStep
-from ._checks import bucket
+from weft.core import Codec, SyncEveryStep
+
+from ._options import bucket
 
 
-def allreduce(codec: Codec, bucket_mb: float = 25.0) -> EachStep:
+def allreduce(codec: Codec, bucket_mb: float = 25.0) -> SyncEveryStep:
     """`bucket_mb`: gradients that are reduced together, in 2^20 bytes."""
-    return EachStep("allreduce", codec, bucket_bytes=bucket(bucket_mb))
+    return SyncEveryStep("allreduce", codec, bucket_bytes=bucket(bucket_mb))
 
 
 SYNCS = {"allreduce": allreduce}

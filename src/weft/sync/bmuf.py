@@ -7,10 +7,9 @@ SGD.
 
 from __future__ import annotations
 
-from ..codecs import Codec
-from ..errors import hold
-from ..syncs import TIMEOUT_S, EachPeriod
-from ._checks import hold_period
+from weft.core import TIMEOUT_S, Codec, LocalSteps, require
+
+from ._options import hold_period
 
 
 def bmuf(
@@ -22,13 +21,13 @@ def bmuf(
     fragments: int = 1,
     delay: int = 0,
     timeout_s: float = TIMEOUT_S,
-) -> EachPeriod:
+) -> LocalSteps:
     """`momentum`: of the blocks, about 1 - 1 / replicas. `rate`: of the blocks. The rest as of local_sgd."""
     hold_period(period, fragments, delay, timeout_s)
-    hold("sync.momentum", momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
-    hold("sync.rate", rate, float, lambda x: x > 0, "a number above 0")
-    hold("sync.nesterov", nesterov, bool, lambda _: True, "true or false")
-    return EachPeriod("bmuf", codec, period, rate, momentum, nesterov, fragments, delay, timeout_s)
+    require("sync.momentum", momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    require("sync.rate", rate, float, lambda x: x > 0, "a number above 0")
+    require("sync.nesterov", nesterov, bool, lambda _: True, "true or false")
+    return LocalSteps("bmuf", codec, period, rate, momentum, nesterov, fragments, delay, timeout_s)
 
 
 SYNCS = {"bmuf": bmuf}

@@ -5,13 +5,13 @@ The old DataParallel way, kept to measure against: what goes through the first r
 
 from __future__ import annotations
 
-from ..codecs import Codec
-from ..syncs import EachStep
-from ._checks import bucket
+from weft.core import Codec, SyncEveryStep
+
+from ._options import bucket
 
 
-def central(codec: Codec, bucket_mb: float = 25.0) -> EachStep:
-    return EachStep("central", codec, "owners", servers=1, bucket_bytes=bucket(bucket_mb))
+def central(codec: Codec, bucket_mb: float = 25.0) -> SyncEveryStep:
+    return SyncEveryStep("central", codec, "owners", servers=1, bucket_bytes=bucket(bucket_mb))
 
 
 SYNCS = {"central": central}

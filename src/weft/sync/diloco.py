@@ -7,10 +7,9 @@ training, merged when it arrives.
 
 from __future__ import annotations
 
-from ..codecs import Codec
-from ..errors import hold
-from ..syncs import TIMEOUT_S, EachPeriod
-from ._checks import hold_period
+from weft.core import TIMEOUT_S, Codec, LocalSteps, require
+
+from ._options import hold_period
 
 
 def diloco(
@@ -21,12 +20,12 @@ def diloco(
     fragments: int = 1,
     delay: int = 0,
     timeout_s: float = TIMEOUT_S,
-) -> EachPeriod:
+) -> LocalSteps:
     """`lr`, `momentum`: of the outer steps. The rest as of local_sgd."""
     hold_period(period, fragments, delay, timeout_s)
-    hold("sync.lr", lr, float, lambda x: x > 0, "a number above 0")
-    hold("sync.momentum", momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
-    return EachPeriod("diloco", codec, period, lr, momentum, True, fragments, delay, timeout_s)
+    require("sync.lr", lr, float, lambda x: x > 0, "a number above 0")
+    require("sync.momentum", momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    return LocalSteps("diloco", codec, period, lr, momentum, True, fragments, delay, timeout_s)
 
 
 SYNCS = {"diloco": diloco}

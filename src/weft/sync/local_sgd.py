@@ -5,18 +5,18 @@ With a period of 1 and plain SGD it equals all-reduce.
 
 from __future__ import annotations
 
-from ..codecs import Codec
-from ..syncs import TIMEOUT_S, EachPeriod
-from ._checks import hold_period
+from weft.core import TIMEOUT_S, Codec, LocalSteps
+
+from ._options import hold_period
 
 
 def local_sgd(
     codec: Codec, period: int = 10, fragments: int = 1, delay: int = 0, timeout_s: float = TIMEOUT_S
-) -> EachPeriod:
+) -> LocalSteps:
     """`fragments`: parts of the model that take turns. `delay`: steps that an exchange may take beside training.
     `timeout_s`: a replica that keeps the others waiting longer is left out."""
     hold_period(period, fragments, delay, timeout_s)
-    return EachPeriod("local_sgd", codec, period, fragments=fragments, delay=delay, timeout_s=timeout_s)
+    return LocalSteps("local_sgd", codec, period, fragments=fragments, delay=delay, timeout_s=timeout_s)
 
 
 SYNCS = {"local_sgd": local_sgd}

@@ -7,16 +7,15 @@ inside gathers: between H hosts goes 2 (H-1)/H of the tensor in all.
 
 from __future__ import annotations
 
-from ..codecs import Codec
-from ..errors import hold
-from ..syncs import EachStep
-from ._checks import bucket
+from weft.core import Codec, SyncEveryStep, require
+
+from ._options import bucket
 
 
-def ring(codec: Codec, local: int = 1, bucket_mb: float = 25.0) -> EachStep:
+def ring(codec: Codec, local: int = 1, bucket_mb: float = 25.0) -> SyncEveryStep:
     """`local`: neighbouring replicas that share a host; 1: one ring of all."""
-    hold("sync.local", local, int, lambda x: x >= 1, "the number of replicas on a host")
-    return EachStep("ring", codec, "ring", local=local, bucket_bytes=bucket(bucket_mb))
+    require("sync.local", local, int, lambda x: x >= 1, "the number of replicas on a host")
+    return SyncEveryStep("ring", codec, "ring", local=local, bucket_bytes=bucket(bucket_mb))
 
 
 SYNCS = {"ring": ring}

@@ -1,1 +1,8 @@
-"""What `weft train` does in every rank: the loop, and what it leaves in the run folder."""
+"""`weft train` in every rank: the run file's objects, the loop, and the run folder.
+
+Open `build.py` first, then `trainer.py`.
+"""
+
+from lazy_loader import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .output import METRICS, TENSORBOARD
+from .run_folder import METRICS, TENSORBOARD
 
 Line = Mapping[str, Any]
 
@@ -97,7 +97,7 @@ def keep_until(path: Path, step: int) -> None:
     os.replace(fresh, path)
 
 
-class Clock:
+class StepTimer:
     """Seconds of training, lap after lap; what passes under `pause` does not count."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Clock:
         self._since += time.perf_counter() - began
 
 
-def counted(sample: Mapping[str, Tensor], batch: int) -> tuple[str, int]:
+def rate_unit(sample: Mapping[str, Tensor], batch: int) -> tuple[str, int]:
     """What a rate counts, "tokens" where samples are sequences of ids and else "samples", and how many a step has."""
     ids = sample.get("input_ids")
     return ("samples", batch) if ids is None else ("tokens", batch * ids.numel())
@@ -132,7 +132,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def highest(value: int) -> int:
+def highest_over_ranks(value: int) -> int:
     """The highest of all ranks' values, on every rank. Called by all ranks together."""
     if not dist.is_initialized():
         return value

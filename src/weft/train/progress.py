@@ -8,8 +8,13 @@ from typing import Self
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import (
+    BarColumn,
+    Progress as Bar,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from .metrics import Line
 
@@ -73,7 +78,7 @@ class Progress:
 def describe(line: Line) -> str:
     """Loss, rate and memory of a logged step."""
     facts = [f"loss {line['loss']:.4f}"] if "loss" in line else []
-    facts += [f"{short(value)} {key.removesuffix('_per_s')}/s" for key, value in line.items() if key.endswith("_per_s")]
+    facts += [f"{short_number(value)} {key.removesuffix('_per_s')}/s" for key, value in line.items() if key.endswith("_per_s")]
     if "sent_bytes" in line:
         facts.append(f"sent {decimal(int(line['sent_bytes']))}")
     if "sync_exposed_s" in line:
@@ -87,7 +92,7 @@ def describe(line: Line) -> str:
     return "  ".join([*facts, decimal(int(line["memory_bytes"]))])
 
 
-def short(number: float) -> str:
+def short_number(number: float) -> str:
     """In three digits: 8.12k, 1.3M."""
     units = ["", "k", "M", "G"]
     while number >= 999.5 and len(units) > 1:

@@ -20,31 +20,43 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
 
-from .. import build, checkpoint, tables
-from ..config import Run
-from ..data import Dataset, Elsewhere, Loader
-from ..engine import Engine, Remote, StepResult
-from ..engine.quorum import Company
-from ..errors import CheckpointError, ConfigError, WeftError
-from ..launch import processes, rpc
-from ..launch.environment import AGENT
-from ..launch.signals import told_to_stop
-from ..layout import DATA_AXES
-from ..places import DRIVER
-from ..shards import Piece
-from .gates import Gates
-from .metrics import Clock, Metrics, counted, highest, peak_memory_bytes
-from .output import CHECKPOINTS, SAMPLE, check_output, checkpoints, position, put, saved_in
-from .predicted import predicted
-from .progress import Progress, short
-from .recorder import FIRST, Recorder
-from .sample import coder, sample
-from .spikes import Spikes
-from .traffic import Traffic, Travel
+from weft.checkpoint import AsyncCheckpointer, Retention, latest_step, load_checkpoint, read_index
+from weft.core import (
+    DATA_AXES,
+    DRIVER,
+    CheckpointError,
+    ConfigError,
+    LocalShard,
+    RunConfig,
+    WeftError,
+    dump_toml,
+)
+from weft.engine import Engine, Remote, ReplicaGroup, StepResult
+from weft.launch import AGENT, on_stop_signal, replica_slot, rpc_session
+from weft.planner import predict
+
+from . import build
+from .comm_metrics import CommMetrics, RpcMetrics
+from .data import Dataset, Loader, NoDataset
+from .expert_metrics import ExpertMetrics
+from .generate import sample_text, text_coder
+from .loss_spikes import LossSpikeDetector
+from .metrics import Metrics, StepTimer, highest_over_ranks, peak_memory_bytes, rate_unit
+from .progress import Progress, short_number
+from .run_folder import (
+    CHECKPOINTS,
+    SAMPLE,
+    check_output,
+    checkpoint_folder,
+    data_position,
+    put_file,
+    resume_folder,
+)
+from .trace_recorder import FIRST, TraceRecorder
 from .watchdog import Watchdog
 
 
-def train(run: Run, resume: bool, trace: bool = False, again: bool = False, asked: Run | None = None) -> bool:
+def train(run: RunConfig, resume: bool, trace: bool = False, again: bool = False, asked: RunConfig | None = None) -> bool:
     """Train as `run` says, from its folder's latest checkpoint if `resume`; returns early, with a checkpoint saved, if
     SIGTERM reaches a rank. Every rank of the layout calls it; rank 0 writes and prints. With `trace` a few steps are
     recorded and drawn, measured under predicted. `again`: the folder is this run's own, whose processes have died;
@@ -52,28 +64,28 @@ def train(run: Run, resume: bool, trace: bool = False, again: bool = False, aske
 
     Raises Refusal, and WeftError if the loss or a weight is no longer finite.
     """
-    with rpc.connected((DRIVER, *run.workers)) if run.workers else nullcontext():
+    with rpc_session((DRIVER, *run.workers)) if run.workers else nullcontext():
         return _train(run, resume, trace, again, asked or run)
 
 
-def _train(run: Run, resume: bool, trace: bool, again: bool, asked: Run) -> bool:
-    began, t, folder, company = time.perf_counter(), run.train, Path(run.output), processes.company()
+def _train(run: RunConfig, resume: bool, trace: bool, again: bool, asked: RunConfig) -> bool:
+    began, t, folder, company = time.perf_counter(), run.train, Path(run.output), replica_slot()
     if not again and (company is None or not company.incarnation):  # else others have written there meanwhile
         check_output(run, resume)
     if dist.is_initialized():
         dist.barrier()  # no rank may find what rank 0 has written already
     rank = dist.get_rank() if dist.is_initialized() else 0
     reads = not (run.workers and rank)  # workers need no data
-    dataset = build.dataset(run) if reads else Elsewhere(t.batch)
-    val = build.dataset(run, "val") if t.eval_every and reads else None
-    text = coder(run, dataset) if t.sample_tokens and reads else None
+    dataset = build.build_dataset(run) if reads else NoDataset(t.batch)
+    val = build.build_dataset(run, "val") if t.eval_every and reads else None
+    text = text_coder(run, dataset) if t.sample_tokens and reads else None
     engine = _engine(run, dataset, company)
     shares = engine.whole.layout.size("dp") if engine.worker is not None else 1  # replicas are never at one step
     val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
     scalars: dict[str, Any] = {}
     notes = [*engine.whole.notes]
     if resume and not engine.caught_up:
-        found = saved_in(run, engine.replica)
+        found = resume_folder(run, engine.replica)
         scalars = _restore(engine, found, None)
     engine.connect()
     done = engine.steps_done
@@ -85,18 +97,18 @@ def _train(run: Run, resume: bool, trace: bool, again: bool, asked: Run) -> bool
     left_out = int(scalars.get(LEFT_OUT, 0))
     loader = _loader(run, engine, dataset, start=done + left_out)
     if rank == 0 and engine.leads:
-        put(folder / "run.toml", tables.dump(asked))
-        put(folder / "plan.txt", f"{engine.whole}\n")
+        put_file(folder / "run.toml", dump_toml(asked))
+        put_file(folder / "plan.txt", f"{engine.whole}\n")
 
     console = Console(quiet=rank != 0 or not engine.leads)
-    recorder = Recorder(engine) if trace and engine.leads and isinstance(engine, Engine) else None
+    recorder = TraceRecorder(engine) if trace and engine.leads and isinstance(engine, Engine) else None
     progress = Progress(console, t.steps, done)
     progress.table(_header(run, engine, done, notes))
     # of replicas that are apart the one that leads writes, and another may lead later
     writer = Metrics(folder, done, engine.leads) if rank == 0 else nullcontext()
-    with writer as metrics, Interrupt() as interrupt, progress, Watchdog(t.hang_s) as watchdog:
+    with writer as metrics, StopRequest() as interrupt, progress, Watchdog(t.hang_s) as watchdog:
         loop = _Loop(
-            run, engine, loader, val_loader, counted(dataset[0], t.batch), metrics, progress, watchdog, recorder,
+            run, engine, loader, val_loader, rate_unit(dataset[0], t.batch), metrics, progress, watchdog, recorder,
             shares=shares, passed=left_out,
         )  # fmt: skip
         loop.spikes.remember(scalars.get(LOSSES, ()))
@@ -108,10 +120,10 @@ def _train(run: Run, resume: bool, trace: bool, again: bool, asked: Run) -> bool
         console.print(drawing, soft_wrap=True)
     progress.table(_summary(run, loop, interrupted, time.perf_counter() - began, rank == 0 and engine.leads))
     if text is not None and not interrupted:
-        written = sample(run, engine, text, len(dataset[0]["input_ids"]))
+        written = sample_text(run, engine, text, len(dataset[0]["input_ids"]))
         progress.say(f"\n{written}")
         if rank == 0 and engine.leads:
-            put(folder / SAMPLE, written)
+            put_file(folder / SAMPLE, written)
     engine.leave()
     return interrupted
 
@@ -125,7 +137,7 @@ LEFT_OUT, LOSSES = "batches_left_out", "losses"
 class _Loop:
     """The steps of one run, and what was last seen of them."""
 
-    run: Run
+    run: RunConfig
     engine: Engine | Remote
     loader: Loader
     val_loader: Loader | None
@@ -133,7 +145,7 @@ class _Loop:
     metrics: Metrics | None
     progress: Progress
     watchdog: Watchdog
-    recorder: Recorder | None = None
+    recorder: TraceRecorder | None = None
     loss: float | None = None  # of the last step that was taken
     left_out: int = 0  # steps in a row
     val_loss: float | None = None
@@ -142,24 +154,24 @@ class _Loop:
     shares: int = 1  # into which a validation batch is divided, one after the other
     members: tuple[int, ...] = ()  # replicas that took part when it was last logged, where some may be left out
     first: int = field(init=False)  # the number of the first step that is taken
-    saver: checkpoint.Saver = field(default_factory=checkpoint.Saver)
-    spikes: Spikes = field(init=False)
-    traffic: Traffic | Travel = field(init=False)
-    gates: Gates = field(init=False)
-    clock: Clock = field(default_factory=Clock)
+    saver: AsyncCheckpointer = field(default_factory=AsyncCheckpointer)
+    spikes: LossSpikeDetector = field(init=False)
+    traffic: CommMetrics | RpcMetrics = field(init=False)
+    gates: ExpertMetrics = field(init=False)
+    clock: StepTimer = field(default_factory=StepTimer)
     paces: list[float] = field(default_factory=list)  # seconds of a step, of each line
     idle_s: float = 0.0  # in steps, for other stages
 
     def __post_init__(self) -> None:
         self.first = self.engine.steps_done + 1
-        self.traffic = Travel(self.engine.calls) if isinstance(self.engine, Remote) else Traffic(self.engine)
-        self.gates = Gates(self.engine)
-        self.spikes = Spikes(self.run.train.rollback)
+        self.traffic = RpcMetrics(self.engine.calls) if isinstance(self.engine, Remote) else CommMetrics(self.engine)
+        self.gates = ExpertMetrics(self.engine)
+        self.spikes = LossSpikeDetector(self.run.train.rollback)
 
-    def __call__(self, interrupt: Interrupt) -> bool:
+    def __call__(self, interrupt: StopRequest) -> bool:
         """Take all steps that are left; whether it was interrupted before the last."""
         t, save = self.run.train, self.run.checkpoint
-        factor = build.lr_factor(self.run)
+        factor = build.build_lr_factor(self.run)
         groups = self.engine.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         recent: list[StepResult] = []  # since the last logged step; read together, so that few wait for the device
@@ -170,7 +182,7 @@ class _Loop:
             self.loader.step = step - 1 + self.passed
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * factor(step - 1)
-            batch = build.cast(self.run, next(self.loader))
+            batch = build.cast_batch(self.run, next(self.loader))
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
             idle_s = self.engine.waited_s
@@ -245,8 +257,8 @@ class _Loop:
     def _go_back(self, step: int, why: str) -> None:
         """Undo the steps since the latest checkpoint, and leave their samples out."""
         self.saver.wait()
-        folder = checkpoints(self.run)
-        kept = checkpoint.latest(folder)
+        folder = checkpoint_folder(self.run)
+        kept = latest_step(folder)
         if kept is None:
             raise WeftError(f"{why}. {self._advice()}")
         self.back = kept, (self.back[1] if self.back[0] == kept else 0) + 1
@@ -280,7 +292,7 @@ class _Loop:
         line |= {
             f"{name}_per_s": count / step_s,
             "step_s": step_s,
-            "memory_bytes": highest(peak_memory_bytes(self.engine.mesh.device)),
+            "memory_bytes": highest_over_ranks(peak_memory_bytes(self.engine.mesh.device)),
             "epoch": round((step + self.passed) / self.loader.steps_per_epoch, 4),
         } | self.traffic.line(len(recent))
         experts, warnings = self.gates.line(len(recent), float(torch.stack([r.weight for r in recent]).sum()))
@@ -307,7 +319,7 @@ class _Loop:
         loader.step = 0
         results = []
         for number in range(min(self.run.train.eval_batches * self.shares, loader.steps_per_epoch)):
-            results.append(self.engine.evaluate(build.cast(self.run, next(loader))))
+            results.append(self.engine.evaluate(build.cast_batch(self.run, next(loader))))
             self.watchdog.beat(f"batch {number + 1} of the validation after step {step}")
         weights = torch.stack([r.weight for r in results])
         self.val_loss = float((torch.stack([r.loss for r in results]) * weights).sum() / weights.sum())
@@ -322,10 +334,10 @@ class _Loop:
         no use in place of older ones that are."""
         if self.engine.worker is not None and not self.engine.leads:
             return  # the first replica has all that servers have
-        leads = bool(highest(int(self.engine.leads)))  # the first rank knows it best
+        leads = bool(highest_over_ranks(int(self.engine.leads)))  # the first rank knows it best
         names, c = self.engine.params.keys(), self.run.checkpoint
 
-        def useless(pieces: Sequence[Piece]) -> str | None:
+        def useless(pieces: Sequence[LocalShard]) -> str | None:
             weights = (p.tensor for p in pieces if p.name in names and not p.tensor.is_meta)
             if all(bool(weight.isfinite().all()) for weight in weights):
                 return None
@@ -333,17 +345,17 @@ class _Loop:
 
         with self._of_this_replica():
             self.saver.save(
-                checkpoints(self.run, None if leads else self.engine.replica),
+                checkpoint_folder(self.run, None if leads else self.engine.replica),
                 step,
                 self.engine.tensors(),
                 {
                     **self.engine.scalars(),
-                    **position(self.run),
+                    **data_position(self.run),
                     LEFT_OUT: self.passed,
                     LOSSES: [*self.spikes.recent],
                 },
                 {"layout": str(self.engine.whole.layout), "weft": _version(), "torch": torch.__version__},
-                checkpoint.Keep(c.keep, c.keep_every),
+                Retention(c.keep, c.keep_every),
                 useless,
             )
             if wait:
@@ -361,12 +373,12 @@ class _Loop:
             raise WeftError(str(error)) from error
 
     def _advice(self) -> str:
-        kept = checkpoint.latest(Path(self.run.output) / CHECKPOINTS)
+        kept = latest_step(Path(self.run.output) / CHECKPOINTS)
         kept_text = "No checkpoint was written" if kept is None else f"The latest checkpoint is that of step {kept}"
         return f"{kept_text}. Try a lower optimizer.lr, a train.clip, a longer train.warmup, or train.skip."
 
 
-class Interrupt:
+class StopRequest:
     """What a run is told to stop by (`launch.signals`), on which all ranks act after the same step."""
 
     def __init__(self) -> None:
@@ -395,7 +407,7 @@ class Interrupt:
         self._asked = True
 
     def __enter__(self) -> Self:
-        self._hearing = told_to_stop(self._ask)
+        self._hearing = on_stop_signal(self._ask)
         self._hearing.__enter__()
         return self
 
@@ -408,16 +420,16 @@ class Interrupt:
 # ---- what a run is made of -------------------------------------------------------------------------------------------
 
 
-def _engine(run: Run, dataset: Dataset, company: Company | None) -> Engine | Remote:
-    model = build.model(run, dtype=torch.float64 if run.precision.compute == "fp64" else torch.float32)
-    sample = build.first(run, dataset)
+def _engine(run: RunConfig, dataset: Dataset, company: ReplicaGroup | None) -> Engine | Remote:
+    model = build.build_model(run, dtype=torch.float64 if run.precision.compute == "fp64" else torch.float32)
+    sample = build.sample_batch(run, dataset)
     made = partial(Remote, workers=run.workers) if run.workers else partial(Engine, sample=sample, company=company)
     return made(
         model,
-        build.plan(run, model, sample),
-        optimizer=build.optimizer(run),
-        loss=build.loss(run),
-        inputs=build.inputs(run, model),
+        build.build_plan(run, model, sample),
+        optimizer=build.build_optimizer(run),
+        loss=build.build_loss(run),
+        inputs=build.model_inputs(run, model),
         clip=run.train.clip,
         skip=run.train.skip,
         seed=run.train.seed,
@@ -426,13 +438,13 @@ def _engine(run: Run, dataset: Dataset, company: Company | None) -> Engine | Rem
 
 def _restore(engine: Engine | Remote, folder: Path, step: int | None) -> dict[str, Any]:
     """Fill the engine from a checkpoint; returns its scalars."""
-    saved = checkpoint.inspect(folder, step).tensors
-    scalars = checkpoint.load(folder, step, engine.tensors(saved))
+    saved = read_index(folder, step).tensors
+    scalars = load_checkpoint(folder, step, engine.tensors(saved))
     engine.load_scalars(scalars)
     return scalars
 
 
-def _loader(run: Run, engine: Engine | Remote, dataset: Dataset, start: int = 0, shares: int = 1) -> Loader:
+def _loader(run: RunConfig, engine: Engine | Remote, dataset: Dataset, start: int = 0, shares: int = 1) -> Loader:
     """`shares`: a replica that evaluates alone takes a batch in so many parts."""
     t, rank, size = run.train, engine.data_rank, engine.data_size
     if shares > 1:
@@ -451,13 +463,13 @@ def _version() -> str:
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
-def _header(run: Run, engine: Engine | Remote, done: int, notes: Sequence[str]) -> dict[str, str]:
+def _header(run: RunConfig, engine: Engine | Remote, done: int, notes: Sequence[str]) -> dict[str, str]:
     layout, count = engine.whole.layout, sum(math.prod(weight.shape) for weight in engine.plan.weights)
     device = engine.mesh.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rows = {
         "layout": f"{layout}, {run.world} {'process' if run.world == 1 else 'processes'}",
-        "model": f"{short(count)} parameters, {run.precision.compute}",
+        "model": f"{short_number(count)} parameters, {run.precision.compute}",
         "device": f"{kind} each" if run.world > 1 else kind,
         "folder": run.output,
     }
@@ -465,7 +477,7 @@ def _header(run: Run, engine: Engine | Remote, done: int, notes: Sequence[str]) 
     return rows | ({"resumed": f"after step {done}"} if done else {})
 
 
-def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float, speaks: bool) -> dict[str, str]:
+def _summary(run: RunConfig, loop: _Loop, interrupted: bool, total_s: float, speaks: bool) -> dict[str, str]:
     engine, (name, count) = loop.engine, loop.counted
     taken = engine.steps_done - loop.first + 1
     rows = {"steps": f"{engine.steps_done}/{run.train.steps}"}
@@ -477,7 +489,7 @@ def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float, speaks: b
     if loop.val_loss is not None:
         rows["validation"] = f"{loop.val_loss:.4f}"
     if taken:
-        rows["speed"] = f"{short(taken * count / loop.clock.total_s)} {name}/s"
+        rows["speed"] = f"{short_number(taken * count / loop.clock.total_s)} {name}/s"
     if wire := loop.traffic.summary():
         rows["sent"] = wire
     if engine.whole.layout.live("pp") and loop.idle_s:
@@ -488,16 +500,16 @@ def _summary(run: Run, loop: _Loop, interrupted: bool, total_s: float, speaks: b
         rows["staleness"] = f"{engine.worker.stalest} steps at most"
     rows |= {
         "time": str(timedelta(seconds=round(total_s))),
-        "memory": f"{decimal(highest(peak_memory_bytes(engine.mesh.device)))} at most on a rank",
+        "memory": f"{decimal(highest_over_ranks(peak_memory_bytes(engine.mesh.device)))} at most on a rank",
     }
     if speaks and not interrupted and isinstance(engine, Engine) and loop.paces:
         rows |= _expected(run, loop, engine.mesh.device)
     return rows | {"folder": run.output}
 
 
-def _expected(run: Run, loop: _Loop, device: torch.device) -> dict[str, str]:
+def _expected(run: RunConfig, loop: _Loop, device: torch.device) -> dict[str, str]:
     """What was to be expected, beside what was measured and stands in the rows before."""
-    found = predicted(run, device)
+    found = predict(run, device)
     if isinstance(found, str):
         return {"expected": found}
     step_s = median(loop.paces[1:] or loop.paces)  # the first is slower

@@ -58,14 +58,14 @@ class Watchdog:
             return
         rank, world = dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore("weft/hang", dist.distributed_c10d._get_default_store())
-        heard = {rank: Where.of(self._at, sys._current_frames()[self._watched])}
+        heard = {rank: RankLocation.of(self._at, sys._current_frames()[self._watched])}
         listen_s = LISTEN_S + self._limit_s / 4
 
         def end() -> None:
             if self._done.is_set():
                 return
             if rank == min(heard):  # one speaks for all
-                print(f"weft: {report(dict(sorted(heard.items())), world, self._limit_s)}", file=sys.stderr, flush=True)
+                print(f"weft: {hang_report(dict(sorted(heard.items())), world, self._limit_s)}", file=sys.stderr, flush=True)
             os._exit(CODE)
 
         alarm = threading.Timer(2 * listen_s, end)  # the store itself may be what does not answer
@@ -77,14 +77,14 @@ class Watchdog:
             try:
                 if other != rank:
                     store.wait([key], timedelta(seconds=listen_s))
-                    heard[other] = Where(**json.loads(store.get(key)))
+                    heard[other] = RankLocation(**json.loads(store.get(key)))
             except RuntimeError:  # it says nothing
                 continue
         end()
 
 
 @dataclass(frozen=True)
-class Where:
+class RankLocation:
     """Where a rank is: after what, at which line, and by PyTorch's flight recorder in which collectives: of each that
     has not ended its group, the group's ranks, its number there, and what it is; and the last number begun by group."""
 
@@ -110,12 +110,12 @@ class Where:
                 )
                 what = f"{entry['profiling_name'].rpartition(':')[2]} of {shapes or 'nothing'}"
                 unended.append((name, dist.get_process_group_ranks(names[name]), number, what))
-        return cls(at, place(frame), unended, begun)
+        return cls(at, frame_location(frame), unended, begun)
 
     def json(self) -> str:
         return json.dumps(asdict(self))
 
-    def missing(self, heard: Mapping[int, Where]) -> Iterator[str]:
+    def missing(self, heard: Mapping[int, RankLocation]) -> Iterator[str]:
         """What it waits for: each of its collectives that others of the group have not begun, as far as they say."""
         for group, ranks, number, what in self.open:
             late = [rank for rank in ranks if rank in heard and heard[rank].begun.get(group, 0) < number]
@@ -125,7 +125,7 @@ class Where:
             yield f"number {number} of ranks {_list(ranks)}, {what}: {'; '.join(lacks) or 'all have begun it'}"
 
 
-def place(frame: FrameType) -> str:
+def frame_location(frame: FrameType) -> str:
     """Where a rank is: the collective that it waits in, and the line of weft or of the model that called it."""
     stack = traceback.extract_stack(frame)
     torch_folder = os.path.dirname(dist.__file__)
@@ -138,7 +138,7 @@ def place(frame: FrameType) -> str:
     return f"is in no collective, but at {where}"
 
 
-def report(heard: Mapping[int, Where], world: int, limit_s: float) -> str:
+def hang_report(heard: Mapping[int, RankLocation], world: int, limit_s: float) -> str:
     """What is said of a hang: who is missing, and where each of the others waits."""
     silent = [rank for rank in range(world) if rank not in heard]
     apart = [rank for rank, where in heard.items() if "is in no collective" in where.line]

@@ -1,7 +1,8 @@
-"""`weft verify`: proof that a layout computes what one device computes."""
+"""`weft verify`: proof that a layout computes what one device computes.
 
-from .case import Case
-from .prove import verify, verify_case
-from .report import Report
+Open `runner.py` first, then `compare.py`. The package is not called `verify` because `weft.verify` is the function.
+"""
 
-__all__ = ["Case", "Report", "verify", "verify_case"]
+from lazy_loader import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

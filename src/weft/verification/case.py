@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..engine.engine import Loss, Optimizers
-from ..plans import Plan
-from .double import InDouble
+from weft.core import Plan
+from weft.engine import Loss, Optimizers
+
+from .float64_mode import Float64Mode
 
 Batch = dict[str, Tensor]
 
@@ -34,10 +35,10 @@ class Case:
 
     def laid(self, model: nn.Module, layout: str) -> Plan:
         """`plan`, of a model in float64, which may have to run for it."""
-        with InDouble():
+        with Float64Mode():
             return self.plan(model, layout)
 
 
-def in_double(batch: Mapping[str, Any]) -> Batch:
+def to_float64(batch: Mapping[str, Any]) -> Batch:
     """Floating-point entries in float64."""
     return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}

@@ -11,17 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..engine.engine import named_inputs
-from ..engine.functions import Functions
-from ..engine.work import arguments_of
-from ..mesh import Mesh
-from ..parallelize import parallelize
-from ..plans import Plan
-from ..randomness import Randomness
-from ..routing import rebalance
-from .case import Case, in_double
-from .double import InDouble
-from .trace import Trace, traced
+from weft.core import Plan
+from weft.engine import FunctionOverrides, model_arguments, named_inputs
+from weft.nn import Randomness, rebalance_gates
+from weft.parallel import Mesh, parallelize
+
+from .activation_recorder import ActivationRecorder, record_activations
+from .case import Case, to_float64
+from .float64_mode import Float64Mode
 
 Batch = dict[str, Tensor]
 
@@ -38,7 +35,7 @@ class Reference:
     updated: dict[str, Tensor] = field(default_factory=dict)
     final: dict[str, Tensor] = field(default_factory=dict)  # weights, buffers, optimizer state after the last step
     batches: list[Batch] = field(default_factory=list)
-    traces: list[Trace] = field(default_factory=list)  # of step 0: one per microbatch
+    traces: list[ActivationRecorder] = field(default_factory=list)  # of step 0: one per microbatch
     unreached: frozenset[str] = frozenset()  # parameters that get no gradient
 
 
@@ -60,7 +57,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     pieces = plan.accumulate if in_microbatches else 1
     found = Reference(tuple(name for name, _ in model.named_parameters()))
     for step in range(steps):
-        batch = in_double(case.batch(step, 0, 1))
+        batch = to_float64(case.batch(step, 0, 1))
         found.batches.append(batch)
         optimizer.zero_grad()
         size = plan.batch // pieces
@@ -68,10 +65,10 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         for piece in range(pieces):
             micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
-            with InDouble(), traced(model, size) if step == 0 else nullcontext() as trace:
+            with Float64Mode(), record_activations(model, size) if step == 0 else nullcontext() as trace:
                 seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
-                with Functions(randomness, False, seen=seen, asked=asked, known=known(inputs, micro)):
-                    part, count = case.loss(model(**arguments_of(inputs, micro)), micro)
+                with FunctionOverrides(randomness, False, seen=seen, asked=asked, known=known_positions(inputs, micro)):
+                    part, count = case.loss(model(**model_arguments(inputs, micro)), micro)
                     part.backward()
             if trace is not None:
                 found.traces.append(trace)
@@ -86,18 +83,18 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         found.losses.append(float(loss_sum / weight))
         found.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         found.unreached = frozenset(n for n, p in model.named_parameters() if p.requires_grad and p.grad is None)
-        found.norms.append(scale(found.gradients[-1])[0])
+        found.norms.append(norms_of(found.gradients[-1])[0])
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
-        rebalance(model)
+        rebalance_gates(model)
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in model.named_parameters()}
-    finish(found, model, [optimizer])
+    keep_final_state(found, model, [optimizer])
     return found
 
 
-def known(inputs: Sequence[str], batch: Batch) -> list[Tensor]:
+def known_positions(inputs: Sequence[str], batch: Batch) -> list[Tensor]:
     """Positions that ranks which share a sequence know whole: entries [b, s] of the batch, and their count if the model
     takes it."""
     found = [value for key, value in batch.items() if key in inputs and value.ndim == 2]
@@ -106,7 +103,7 @@ def known(inputs: Sequence[str], batch: Batch) -> list[Tensor]:
     return found
 
 
-def finish(found: Reference, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def keep_final_state(found: Reference, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Keep the state after the last step."""
     found.final = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for name, p in model.named_parameters():
@@ -116,7 +113,7 @@ def finish(found: Reference, model: nn.Module, optimizers: Sequence[torch.optim.
                     found.final[f"optimizer/{name}/{key}"] = value.clone()
 
 
-def scale(tensors: dict[str, Tensor]) -> tuple[float, float]:
+def norms_of(tensors: dict[str, Tensor]) -> tuple[float, float]:
     """(norm of all tensors together, root mean square of an element)."""
     squares = sum(float(t.double().square().sum()) for t in tensors.values())
     return sqrt(squares), sqrt(squares / max(1, sum(t.numel() for t in tensors.values())))

@@ -6,13 +6,13 @@ import json
 from dataclasses import dataclass
 from math import isfinite
 
-from .parity import TOLERANCE, LayoutResult
+from .compare import TOLERANCE, LayoutResult
 
 Totals = dict[tuple[str, str], tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """The results of all layouts."""
 
     results: tuple[LayoutResult, ...]
@@ -24,7 +24,7 @@ class Report:
 
     def text(self) -> str:
         """A table per layout, and a last line that says whether all agree."""
-        return "\n\n".join([*(table(result, self.steps) for result in self.results), self.verdict()])
+        return "\n\n".join([*(result_table(result, self.steps) for result in self.results), self.verdict()])
 
     def verdict(self) -> str:
         """Whether all agree, in one line."""
@@ -65,7 +65,7 @@ def _comms(totals: Totals) -> list[dict[str, object]]:
     ]
 
 
-def table(result: LayoutResult, steps: int) -> str:
+def result_table(result: LayoutResult, steps: int) -> str:
     """What one layout's run showed."""
     mark = "equal" if result.passed else "DIFFERENT"
     lines = [

@@ -1,0 +1,5 @@
+from . import sync as sync
+from .core import Layout as Layout, Plan as Plan, __version__ as __version__
+from .engine import Engine as Engine, Remote as Remote, StepResult as StepResult
+from .parallel import plan as plan
+from .verification import verify as verify

@@ -1,0 +1,64 @@
+"""What a run's checkpoints hold, for a person or a program to read."""
+
+from __future__ import annotations
+
+import time
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from weft.train import CHECKPOINTS, short_number
+
+from . import store
+
+
+def describe_checkpoint(folder: Path, step: int | None) -> dict[str, Any]:
+    """Of a run folder: its steps, and of one of them what its index says. Raises CheckpointError."""
+    contents = store.read_index(folder / CHECKPOINTS, step)
+    place = store.checkpoint_path(folder / CHECKPOINTS, contents.step)
+    kinds: dict[str, list[int]] = {}
+    for name, stored in contents.tensors.items():
+        count, numel, nbytes = kinds.setdefault(_kind(name), [0, 0, 0])
+        size = prod(stored.shape)
+        kinds[_kind(name)] = [count + 1, numel + size, nbytes + size * stored.dtype.itemsize]
+    return {
+        "folder": str(place),
+        "steps": store.saved_steps(folder / CHECKPOINTS),
+        "step": contents.step,
+        "written": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(place.stat().st_mtime)),
+        "meta": contents.meta,
+        "scalars": contents.scalars,
+        "files": {name: file.size_bytes for name, file in contents.files.items()},
+        "kinds": {kind: dict(zip(("tensors", "elements", "bytes"), row, strict=True)) for kind, row in kinds.items()},
+        "tensors": {
+            name: {"shape": list(stored.shape), "dtype": str(stored.dtype).removeprefix("torch."),
+                   "parts": len(stored.chunks)}
+            for name, stored in contents.tensors.items()
+        },
+    }  # fmt: skip
+
+
+def listing_text(found: dict[str, Any], tensors: bool) -> str:
+    """A table of it, with a line for each tensor if asked for."""
+    kept = ", ".join(map(str, found["steps"]))
+    rows = {"step": f"{found['step']} (here: {kept})", "written": found["written"]}
+    rows |= {key: str(value) for key, value in found["meta"].items()}
+    rows |= {key: str(value) for key, value in found["scalars"].items()}
+    for kind, row in found["kinds"].items():
+        rows[kind] = f"{row['tensors']} tensors, {short_number(row['elements'])} elements, {decimal(row['bytes'])}"
+    rows["files"] = f"{len(found['files'])}, {decimal(sum(found['files'].values()))}, in {found['folder']}"
+    lines = [f"{name:<{max(map(len, rows))}}  {value}" for name, value in rows.items()]
+    if tensors:
+        width = max(map(len, found["tensors"]))
+        lines.append("")
+        for name, row in found["tensors"].items():
+            parts = "" if row["parts"] == 1 else f", {row['parts']} parts"
+            lines.append(f"{name:<{width}}  {row['dtype']} {row['shape']}{parts}")
+    return "\n".join(lines)
+
+
+def _kind(name: str) -> str:
+    first, slash, _ = name.partition("/")
+    return {"optimizer": "optimizer", "outer": "replicas", "sync": "codecs"}[first] if slash else "weights"

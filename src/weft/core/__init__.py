@@ -1,0 +1,8 @@
+"""The nouns that every other package speaks: layouts, plans, schedules, shards, run files, errors.
+
+Open `layout.py` first, then `plan.py`: the strategies write Steps, everything else reads them.
+"""
+
+from lazy_loader import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -1,0 +1,120 @@
+from .codec import (
+    AllGatherRequest as AllGatherRequest,
+    AllReduceRequest as AllReduceRequest,
+    Codec as Codec,
+    CodecState as CodecState,
+    CommRequest as CommRequest,
+    MessageCodec as MessageCodec,
+    ReduceScatterRequest as ReduceScatterRequest,
+    Reduction as Reduction,
+    ReplicaView as ReplicaView,
+    RequestSize as RequestSize,
+    Shapes as Shapes,
+    numel_of as numel_of,
+)
+from .comm_timer import CommTimer as CommTimer
+from .data_order import data_rank_indices as data_rank_indices, zigzag_spans as zigzag_spans
+from .device_timer import time_once as time_once, typical_time as typical_time
+from .errors import (
+    STOPPED as STOPPED,
+    CheckpointError as CheckpointError,
+    ConfigError as ConfigError,
+    DamagedCheckpoint as DamagedCheckpoint,
+    DataError as DataError,
+    LayoutError as LayoutError,
+    NeedsData as NeedsData,
+    Refusal as Refusal,
+    UnsupportedModel as UnsupportedModel,
+    WeftError as WeftError,
+    WorkerDied as WorkerDied,
+    nearest as nearest,
+    require as require,
+)
+from .layout import (
+    DATA_AXES as DATA_AXES,
+    EXPERTS as EXPERTS,
+    SEQUENCE_AXES as SEQUENCE_AXES,
+    SPREAD as SPREAD,
+    TOKEN_AXES as TOKEN_AXES,
+    Layout as Layout,
+)
+from .plan import (
+    COPY as COPY,
+    SUM as SUM,
+    ActivationSharding as ActivationSharding,
+    Boundary as Boundary,
+    DimShard as DimShard,
+    ExpertDispatch as ExpertDispatch,
+    FSDPUnit as FSDPUnit,
+    GradBucket as GradBucket,
+    Param as Param,
+    Plan as Plan,
+    Step as Step,
+    Weight as Weight,
+    collective as collective,
+    sequence_step as sequence_step,
+    stage_runs_module as stage_runs_module,
+)
+from .run_config import (
+    LayoutConfig as LayoutConfig,
+    PipelineConfig as PipelineConfig,
+    PrecisionConfig as PrecisionConfig,
+    RunConfig as RunConfig,
+    SyncConfig as SyncConfig,
+    load_run as load_run,
+)
+from .schedule import (
+    CELL as CELL,
+    Action as Action,
+    Kind as Kind,
+    Schedule as Schedule,
+    Versions as Versions,
+    from_csv as from_csv,
+    peak_live as peak_live,
+    to_csv as to_csv,
+)
+from .shards import (
+    Chunk as Chunk,
+    Index as Index,
+    LocalShard as LocalShard,
+    Segment as Segment,
+    chunks_of as chunks_of,
+    coverage_flaw as coverage_flaw,
+    cut_segments as cut_segments,
+    fsdp_rows as fsdp_rows,
+    index_overlap as index_overlap,
+    shift_index as shift_index,
+    take_segments as take_segments,
+    whole_shard as whole_shard,
+)
+from .stages import (
+    InputRef as InputRef,
+    OpaqueRef as OpaqueRef,
+    ParamRef as ParamRef,
+    PathNode as PathNode,
+    Stage as Stage,
+    Staging as Staging,
+    TensorRef as TensorRef,
+    Value as Value,
+)
+from .sync import (
+    TIMEOUT_S as TIMEOUT_S,
+    AsyncServers as AsyncServers,
+    LocalSteps as LocalSteps,
+    Route as Route,
+    Sync as Sync,
+    SyncEveryStep as SyncEveryStep,
+    bucket_owners as bucket_owners,
+)
+from .toml import (
+    TomlTable as TomlTable,
+    dump_toml as dump_toml,
+    table_error as table_error,
+    toml_refusal as toml_refusal,
+)
+from .version import __version__ as __version__
+from .worker_placement import (
+    DRIVER as DRIVER,
+    WorkerPlacement as WorkerPlacement,
+    place_modules as place_modules,
+)

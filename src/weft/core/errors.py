@@ -1,0 +1,102 @@
+"""Every error that weft raises on purpose.
+
+    WeftError
+    ├── Refusal              what was asked for cannot be done; raised before any process starts   exit 2
+    │   ├── ConfigError      a key or value of RUN.toml or of the command line
+    │   ├── LayoutError      a layout that does not parse, fit the world, or divide the batch
+    │   ├── CannotCut        a strategy on a model that it cannot cut
+    │   │   └── NeedsData    ... which may be able to, given one with weights
+    │   ├── CheckpointError  a truncated, foreign or mismatched checkpoint
+    │   └── DataError        a missing or unreadable dataset
+    └── WorkerDied           a process of the run failed; carries that worker's own error          exit 1
+
+A Refusal names the field, the value and what would work.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+MANY = 100  # words that nobody reads
+STOPPED = 75  # sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue
+
+
+class WeftError(Exception):
+    """Base of all errors raised by weft."""
+
+    exit_code = 1
+
+
+class Refusal(WeftError):
+    """What was asked for cannot be done: `field` is the key, `value` what it held, `fix` what would work."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, problem: str, fix: str):
+        self.field, self.value, self.problem, self.fix = field, value, problem, fix
+        fix = fix[:1].upper() + fix[1:].rstrip(".")
+        super().__init__(f"{field} = {value!r}: {problem}. {fix}" + ("" if fix.endswith("?") else "."))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by what it says: a value may be anything."""
+        value = self.value if isinstance(self.value, str | int | float | None) else repr(self.value)
+        return type(self), (self.field, value, self.problem, self.fix)
+
+
+class ConfigError(Refusal):
+    """A key or value of RUN.toml or of the command line."""
+
+
+class LayoutError(Refusal):
+    """A layout that does not parse, does not fit the world, or does not divide the batch."""
+
+
+class UnsupportedModel(Refusal):
+    """A strategy on a model that it cannot cut."""
+
+
+class NeedsData(UnsupportedModel):
+    """A model without weights, whose forward asks for elements of a tensor."""
+
+
+class CheckpointError(Refusal):
+    """A truncated, foreign or mismatched checkpoint."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is not what was written: an older checkpoint may do."""
+
+
+class DataError(Refusal):
+    """A missing or unreadable dataset."""
+
+
+class WorkerDied(WeftError):
+    """A process of the run failed. `rank` says which; `report` is that worker's own error. `meant`: weft itself ended
+    it; `stopped`: the run had been told to stop; `name`: what its user calls it."""
+
+    def __init__(self, rank: int, report: str, meant: bool = False, name: str = ""):
+        self.rank, self.report, self.meant, self.stopped = rank, report, meant, False
+        self.who = f"rank {rank}, {name}," if name else f"rank {rank}"
+        super().__init__(f"{self.who} died:\n{report.rstrip()}")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for an unknown word: `did you mean "steps"?`, or the known words; of very many those most like it."""
+    words = sorted(known)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    if close:
+        return f'did you mean "{close[0]}"?'
+    if len(words) > MANY:
+        return f"of {len(words)} known: " + ", ".join(difflib.get_close_matches(word, words, n=5, cutoff=0))
+    return "known: " + ", ".join(words)
+
+
+def require(field: str, value: object, kind: type, fits: Callable[..., bool], wanted: str) -> None:
+    """Raises ConfigError unless the value is of this kind, finite, and fits. A whole number passes for a float."""
+    passes = type(value) is kind or (kind is float and type(value) is int)
+    if not passes or (isinstance(value, float) and not math.isfinite(value)) or not fits(value):
+        raise ConfigError(field, value, "cannot be", f"write {wanted}")

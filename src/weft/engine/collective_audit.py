@@ -1,0 +1,69 @@
+"""The collectives that really ran, seen at PyTorch's dispatcher: whoever called them, weft, FSDP2 or a library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.parallel import Collective, Mesh
+
+# operator -> (kind, which argument is the message)
+_KINDS = {
+    "allreduce_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 0),
+    "broadcast_": ("broadcast", 0),
+    "allgather_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 0),
+    "scatter_": ("scatter", 0),
+    "alltoall_": ("all_to_all", 0),
+    "send": ("send", 0),
+}
+
+
+class Audit(TorchDispatchMode):
+    """Active around a step; `seen` lists its collectives on this rank."""
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.mesh = mesh
+        self.seen: list[Collective] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "namespace", "") == "c10d":
+            self._record(func, args)
+        elif getattr(func, "namespace", "") == "_c10d_functional" and "wait" not in func.__name__:
+            axis = self.mesh.axes_of(str(args[-1])) or "(another group)"
+            self.seen.append(Collective(func._schema.name.split("::")[1], axis, _nbytes(args[0]), "", ""))
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, func: Callable, args: tuple) -> None:
+        name = func._schema.name.split("::")[1]  # type: ignore[attr-defined]
+        if name not in _KINDS:
+            return
+        kind, message = _KINDS[name]
+        group = next((_unboxed(a) for a in args if isinstance(a, torch.ScriptObject) and _unboxed(a) is not None), None)
+        axis = self.mesh.axes_of(group.group_name) if group is not None else None
+        self.seen.append(Collective(kind, axis or "(another group)", _nbytes(args[message]), "", ""))
+
+
+def _unboxed(value: torch.ScriptObject) -> dist.ProcessGroup | None:
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def _nbytes(message: Any) -> int:
+    if isinstance(message, Tensor):
+        return message.numel() * message.element_size()
+    return sum(_nbytes(part) for part in message)

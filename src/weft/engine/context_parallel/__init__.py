@@ -1,0 +1,1 @@
+"""A sequence shared by several ranks at run time."""

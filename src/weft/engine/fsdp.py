@@ -1,0 +1,129 @@
+"""When FSDP2's units gather and reduce, for each action of a schedule.
+
+One stage: autograd's own hooks do it, as FSDP2 means them to. In a pipeline a stage's forward is left before the root
+module ends and its backward may come in two parts, so there the root unit (what no block holds: embedding, norm, head)
+is gathered once a step and reduced at its end, and a unit whose weight gradients come with W is reduced after W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from weft.core import Action, FSDPUnit, Plan
+
+
+@dataclass(frozen=True)
+class ScheduledUnit:
+    name: str
+    module: FSDPModule
+    gather: FSDPUnit
+    stage: int | None  # None: the root of a pipeline's model
+    learns: bool  # one of its parameters is trainable
+
+    def reduced(self) -> Tensor | None:
+        """A tensor like that of all its gradients, padded as FSDP2 reduces them; None if it holds no parameters."""
+        groups = fully_shard.state(self.module)._fsdp_param_groups  # type: ignore[attr-defined]
+        if not groups:
+            return None
+        (group,) = groups
+        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        rows = sum(p.padded_sharded_param_size.numel() for p in trained)
+        like = trained[0].sharded_param.to_local() if trained else torch.empty(0)
+        return like.new_zeros(rows * group.mesh_info.shard_mesh_size)
+
+
+class FSDPUnits:
+    """The units of one rank's part of a plan. `plan` is that part."""
+
+    def __init__(self, model: nn.Module, plan: Plan):
+        self.units = list(_units(model, plan))
+        self._root = next((u.module for u in self.units if u.module is model), None)
+        self._staged = plan.staging is not None
+        if self._staged:
+            self._prefetch_within_stages()
+            self._keep()
+
+    def __iter__(self) -> Iterator[ScheduledUnit]:
+        return iter(self.units)
+
+    def before(self, action: Action, last: bool, split: bool) -> None:
+        """`last`: of this stage's actions that leave gradients of weights. `split`: B comes without these."""
+        if not self.units:
+            return
+        if action.kind == "B":
+            for unit in self._of(action.stage):
+                self._flags(unit, last, (last or unit.gather.reduced == "microbatch") and not split)
+        elif action.kind == "W":
+            for unit in self._of(action.stage):
+                # where a unit's input is the weights' alone, autograd tells FSDP2 of its end in the midst of W
+                unit.module.set_requires_gradient_sync(False, recurse=False)
+                unit.module.set_reshard_after_backward(False, recurse=False)
+                if unit.gather.gathered == "use" and unit.learns:
+                    unit.module.unshard()
+
+    def after(self, action: Action, last: bool) -> None:
+        if action.kind == "W":
+            due = [u for u in self._of(action.stage) if last or u.gather.reduced == "microbatch"]
+            self._reduce(due, last)
+
+    def finish(self) -> None:
+        """All backwards of the step are done."""
+        self._reduce([u for u in self.units if u.stage is None], True)
+        self._keep()
+
+    def reshard(self) -> None:
+        """No backward follows a forward: let go of what it gathered. Weights may be loaded before the next one."""
+        for unit in self.units:
+            for group in fully_shard.state(unit.module)._fsdp_param_groups:  # type: ignore[attr-defined]
+                group._training_state = TrainingState.IDLE  # a stage's forward is left before the root's ends
+            unit.module.reshard()
+
+    def _keep(self) -> None:
+        """No backward of another stage is to reduce a unit, or to let go of one that is gathered once a step."""
+        for unit in self.units if self._staged else ():
+            if unit.gather.gathered == "step":
+                unit.module.set_requires_gradient_sync(False, recurse=False)
+                unit.module.set_reshard_after_backward(False, recurse=False)
+
+    def _of(self, stage: int) -> list[ScheduledUnit]:
+        return [unit for unit in self.units if unit.stage == stage]
+
+    def _flags(self, unit: ScheduledUnit, last: bool, reduce: bool) -> None:
+        unit.module.set_requires_gradient_sync(reduce, recurse=False)
+        unit.module.set_requires_all_reduce(last, recurse=False)  # across replicas once a step
+        unit.module.set_reshard_after_backward(last or unit.gather.gathered != "step", recurse=False)
+
+    def _reduce(self, units: list[ScheduledUnit], last: bool) -> None:
+        """Reduce outside of a backward, as FSDP2 does at its end."""
+        if not units or self._root is None:
+            return
+        for unit in units:
+            self._flags(unit, last, True)
+            for group in fully_shard.state(unit.module)._fsdp_param_groups:  # type: ignore[attr-defined]
+                group._training_state = TrainingState.IDLE  # its end is now
+        fully_shard.state(self._root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        for unit in units:
+            unit.module.set_requires_gradient_sync(False, recurse=False)
+
+    def _prefetch_within_stages(self) -> None:
+        """FSDP2 gathers ahead what ran before: that may be another stage's, whose turn is not next."""
+        before: dict[int | None, FSDPModule] = {}
+        for unit in self.units:
+            unit.module.set_modules_to_backward_prefetch([before.get(unit.stage, unit.module)])
+            before[unit.stage] = unit.module
+
+
+def _units(model: nn.Module, plan: Plan) -> Iterator[ScheduledUnit]:
+    trainable = {w.name for w in plan.weights if w.trainable}
+    for step in plan.steps:
+        module = model.get_submodule(step.module)
+        if step.gather is not None and isinstance(module, FSDPModule):
+            root = plan.staging is not None and not step.module
+            stage = None if root else plan.users(step.params[0].name)[0] if step.params else 0
+            yield ScheduledUnit(step.module, module, step.gather, stage, any(param.name in trainable for param in step.params))

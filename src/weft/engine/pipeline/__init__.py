@@ -1,0 +1,1 @@
+"""One rank of a pipeline at run time: actions in order, messages, split backward, weight versions."""

@@ -1,0 +1,212 @@
+"""What one rank does for each action of a schedule: its stages of the model, on its samples."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.core import DATA_AXES, Action, Plan
+from weft.nn import Randomness, mix_key
+from weft.parallel import DTYPES, Mesh
+from weft.pipeline import StageForward
+
+from ..context_parallel.sequence import MADE, ContextParallel
+from ..fsdp import FSDPUnits
+from ..function_overrides import FunctionOverrides
+from ..grad_buckets import GradReducer
+from .weight_stash import WeightStash
+
+Batch = dict[str, Tensor]
+Loss = Callable[[Any, Batch], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class StageModel:
+    """The part of a model that one rank runs."""
+
+    model: nn.Module
+    plan: Plan
+    device: torch.device
+    inputs: tuple[str, ...]
+    staged: StageForward | None  # None: the model is one stage
+    sequence: ContextParallel
+
+    def __call__(self, stage: int, batch: Batch, received: dict[int, Tensor]) -> tuple[dict[int, Tensor], Any]:
+        """({value: tensor} for other stages, what the model returns) where that is the last stage, else None."""
+        with self.autocast():
+            arguments = model_arguments(self.inputs, batch)
+            if self.staged is None:
+                return {}, self.model(**arguments)
+            return self.staged(stage, arguments, received)
+
+    def is_last(self, stage: int) -> bool:
+        return stage == self.plan.schedule.stages - 1
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        if self.plan.precision not in ("bf16", "fp16"):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, DTYPES[self.plan.precision])
+
+
+def model_arguments(inputs: Sequence[str], batch: Batch) -> Batch:
+    """The batch's entries that a model is called with: these; where none are named, all but labels."""
+    made = {key.removeprefix(MADE): value for key, value in batch.items() if key.startswith(MADE)}
+    if inputs:
+        return {key: batch[key] for key in inputs if key in batch} | made
+    return {key: value for key, value in batch.items() if not key.startswith(("label", "weft/"))} | made
+
+
+class MicroBatches(Sequence[Batch]):
+    """A batch in microbatches of `size` samples, each cut out when it is asked for."""
+
+    def __init__(self, batch: Batch, size: int, count: int):
+        self._batch, self._size, self._count = batch, size, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
+        start = index * self._size
+        return {key: value[start : start + self._size] for key, value in self._batch.items()}
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The one that a model draws from. torch.manual_seed would seed every device, and take its time."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
+def batch_signature(batch: Batch) -> Hashable:
+    """What the shapes of a microbatch's activations follow from."""
+    return tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(batch.items()))
+
+
+@dataclass
+class InferenceCompute:
+    """Forward alone: `done(output, microbatch)` gets what the model returns, on the rank of the last stage."""
+
+    stages: StageModel
+    micros: Sequence[Batch]
+    done: Callable[[Any, Batch], None]
+    functions: FunctionOverrides | None = None
+
+    def forward(
+        self, stage: int, microbatch: int, received: dict[int, Tensor]
+    ) -> tuple[dict[int, Tensor], Tensor | None]:
+        with self.functions or contextlib.nullcontext():
+            values, output = self.stages(stage, self.micros[microbatch], received)
+        if self.stages.is_last(stage):
+            self.done(output, self.micros[microbatch])
+        return values, None
+
+    def before(self, action: Action) -> None:
+        if self.functions is not None:
+            self.stages.sequence.begin(self.micros[action.microbatch])
+
+    def after(self, action: Action) -> None:
+        pass
+
+
+@dataclass
+class TrainingCompute:
+    """One optimizer step's actions. `total` is what ranks agree upon at its end: squared norm, loss, weight, unreached
+    parameters, trail and its square; here it gets the losses and weights of this rank's microbatches.
+
+    `agree`: the group that sums it while the backwards still run, where nothing else is added to it.
+    """
+
+    stages: StageModel
+    mesh: Mesh
+    loss: Loss
+    randomness: Randomness
+    reducer: GradReducer
+    units: FSDPUnits
+    versions: WeightStash | None = None
+    functions: FunctionOverrides | None = None  # what is replaced inside a forward; None: nothing
+    scale: float = 1.0  # of the loss that backward starts from
+    agree: dist.ProcessGroup | None = None
+    step: int = 0
+    micros: Sequence[Batch] = ()
+    total: Tensor = field(init=False)
+    agreed: dist.Work | None = None
+    action: Action | None = None  # what runs
+
+    def __post_init__(self) -> None:
+        schedule, rank = self.stages.plan.schedule, self.mesh.coords.get("pp", 0)
+        self._data = self.mesh.index(*DATA_AXES)
+        plan, size = self.stages.plan, self.stages.plan.microbatch
+        firsts = [(m * plan.data_size + self._data) * size for m in range(plan.accumulate)]
+        self._samples = [list(range(first, first + size)) for first in firsts]
+        backwards = [a for a in schedule.order[rank] if a.kind in ("B", "W")]
+        self._split = {a[1:] for a in backwards if a.kind == "W"}
+        # of each stage, the action after which its gradients are complete
+        self._last = {a.stage: a for a in backwards}
+        self._last_forward = [a for a in schedule.order[rank] if a.kind == "F"][-1]
+        self._generator = _generator(self.stages.device)
+        self._held = contextlib.ExitStack()  # its microbatch's weights: a backward may compute a forward again
+
+    def begin(self, step: int, micros: Sequence[Batch], scale: float) -> None:
+        self.step, self.micros, self.scale = step, micros, scale
+        if self.functions is not None:
+            self.functions.scale = scale
+        self.total, self.agreed = torch.zeros(6, dtype=torch.float64, device=self.stages.device), None
+        self.reducer.begin()
+        if self.versions is not None:
+            self.versions.begin()
+
+    def forward(
+        self, stage: int, microbatch: int, received: dict[int, Tensor]
+    ) -> tuple[dict[int, Tensor], Tensor | None]:
+        micro = self.micros[microbatch]
+        with self.functions or contextlib.nullcontext():
+            with self.versions.of(stage, microbatch) if self.versions is not None else contextlib.nullcontext():
+                values, output = self.stages(stage, micro, received)
+            if not self.stages.is_last(stage):
+                return values, None
+            with self.stages.autocast():
+                loss, weight = self.loss(output, micro)
+        counted = torch.as_tensor(weight, device=self.total.device).detach().double()
+        self.total[1:3] += torch.stack([loss.detach().double(), counted])
+        if self.versions is not None:  # an update for every microbatch: the mean is that microbatch's own
+            return values, loss * self.versions.divisor(counted, microbatch)
+        return values, loss * self.scale
+
+    def before(self, action: Action) -> None:
+        self.action = action
+        kind, stage, microbatch = action
+        self.randomness.begin(self.step, self._samples[microbatch])
+        self.stages.sequence.begin(self.micros[microbatch])
+        if kind == "F":
+            place = (microbatch, self._data, stage) if stage else (microbatch, self._data)
+            self._generator.manual_seed(mix_key(self.randomness.seed, self.step, *place) % 2**63)
+            return
+        if self.versions is not None and kind in ("B", "W"):
+            self._held.enter_context(self.versions.of(stage, microbatch))
+        last, split = action == self._last[stage], (stage, microbatch) in self._split
+        self.units.before(action, last, split)
+        if last:
+            self.reducer.arm(stage)
+
+    def after(self, action: Action) -> None:
+        if action.kind == "F":
+            if self.agree is not None and action == self._last_forward:
+                self.agreed = dist.all_reduce(self.total, group=self.agree, async_op=True)
+            return
+        if action.kind == "U":
+            assert self.versions is not None
+            self.versions.update(action)
+            return
+        if self.versions is not None:
+            self._held.close()
+            if action.kind == "W" or action[1:] not in self._split:
+                self.versions.done(*action[1:])
+            return
+        last = action == self._last[action.stage]
+        self.units.after(action, last)
+        if last:
+            self.reducer.close(action.stage)

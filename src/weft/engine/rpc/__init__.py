@@ -1,0 +1,1 @@
+"""Modules that live on named workers, called by torch.distributed.rpc."""

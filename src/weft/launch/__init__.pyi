@@ -1,0 +1,36 @@
+from .doctor.allreduce_check import rate_text as rate_text
+from .doctor.checks import DoctorRequest as DoctorRequest
+from .doctor.findings import Finding as Finding, Host as Host
+from .doctor.machine import memory_finding as memory_finding
+from .doctor.report import report_doctor as report_doctor
+from .elastic_agent import HostsSpec as HostsSpec, run_host as run_host
+from .environment import (
+    AGENT as AGENT,
+    launched_rank as launched_rank,
+    local_world_size as local_world_size,
+    note_error as note_error,
+    restart_count as restart_count,
+)
+from .job import Job as Job, write_job as write_job
+from .kubernetes import kubernetes_manifest as kubernetes_manifest
+from .local_workers import (
+    Backend as Backend,
+    Pool as Pool,
+    join_world as join_world,
+    leave_world as leave_world,
+    rendezvous_store as rendezvous_store,
+    replica_slot as replica_slot,
+    run_workers as run_workers,
+    usable_cores as usable_cores,
+    wait_as_spare as wait_as_spare,
+)
+from .log import log_line as log_line
+from .rendezvous import Rendezvous as Rendezvous, parse_nodes as parse_nodes
+from .replica_workers import join_replica as join_replica, run_replicas as run_replicas
+from .restarts import (
+    quarantine_damaged as quarantine_damaged,
+    run_with_restarts as run_with_restarts,
+)
+from .rpc import rpc_session as rpc_session
+from .signals import on_stop_signal as on_stop_signal
+from .slurm import slurm_script as slurm_script

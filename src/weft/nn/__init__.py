@@ -1,0 +1,8 @@
+"""What runs inside a user's model: losses, attention masks, dropout, batch norm, expert routing, and weft's own models.
+
+Open `module_roles.py` first: it finds which modules of a model can be sharded.
+"""
+
+from lazy_loader import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -1,0 +1,58 @@
+from .attention_masks import (
+    AttentionPattern as AttentionPattern,
+    causal_mask as causal_mask,
+    documents_of as documents_of,
+    window_rule as window_rule,
+)
+from .batchnorm import BatchNorm as BatchNorm
+from .dropout_rng import (
+    DROPOUTS as DROPOUTS,
+    DROPOUTS_OF_CHANNELS as DROPOUTS_OF_CHANNELS,
+    Randomness as Randomness,
+    mix_key as mix_key,
+)
+from .losses import (
+    IGNORED as IGNORED,
+    Loss as Loss,
+    accepts_sharded_logits as accepts_sharded_logits,
+    classification as classification,
+    cross_entropy as cross_entropy,
+    is_positionwise as is_positionwise,
+    logits_of as logits_of,
+    mse as mse,
+    next_token as next_token,
+    positionwise as positionwise,
+    reduced_numels as reduced_numels,
+    vocab_parallel as vocab_parallel,
+)
+from .models import convnet as convnet, decoder as decoder
+from .module_roles import (
+    GROUPS as GROUPS,
+    HEADS as HEADS,
+    KV_HEADS as KV_HEADS,
+    WIDTHS as WIDTHS,
+    Chain as Chain,
+    ExpertsRole as ExpertsRole,
+    Roles as Roles,
+    block_lists as block_lists,
+    chain_module as chain_module,
+    expert_count as expert_count,
+    experts_of as experts_of,
+    find_roles as find_roles,
+    is_conv1d as is_conv1d,
+    is_linear as is_linear,
+    linear_features as linear_features,
+    why_no_experts as why_no_experts,
+)
+from .moe_routing import (
+    AddLoss as AddLoss,
+    GateBias as GateBias,
+    balance_loss as balance_loss,
+    count_choices as count_choices,
+    expert_shares as expert_shares,
+    rebalance_gates as rebalance_gates,
+    routing_arguments as routing_arguments,
+    with_loss as with_loss,
+    within_capacity as within_capacity,
+    z_loss as z_loss,
+)

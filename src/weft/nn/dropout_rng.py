@@ -1,0 +1,153 @@
+"""Dropout that does not depend on the layout.
+
+A mask is a function of (seed, step, sample, place in the program, place in the sample's tensor) and of nothing else: a
+counter-based generator (Salmon et al. 2011; the mixing function is splitmix64's, Steele et al. 2014). So every rank
+draws its own part of one global mask, whatever part it holds, and a recomputed forward draws the same mask again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.core import ActivationSharding
+
+DROPOUTS_OF_CHANNELS = frozenset({F.dropout1d, F.dropout2d, F.dropout3d})
+DROPOUTS = DROPOUTS_OF_CHANNELS | {F.dropout, torch.dropout, F.alpha_dropout, F.feature_alpha_dropout}
+
+_BITS = 31
+
+
+def mix_key(*words: int) -> int:
+    """One 63-bit key out of integers (splitmix64)."""
+    state = 0
+    for word in words:
+        state = (state + word + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        state ^= state >> 31
+    return state >> 1
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+@dataclass
+class Randomness:
+    """Where the program is: which samples this rank holds, which call comes next, how activations are cut here.
+
+    `samples`: global indices of this microbatch's samples. `index` of `size`: this rank on the axis that cuts
+    activations. `rows`: the positions that it has of sequences of `length`, where ranks share them.
+    """
+
+    seed: int
+    index: int = 0
+    size: int = 1
+    step: int = 0
+    samples: list[int] = field(default_factory=list)
+    interior: ActivationSharding = "whole"
+    rows: Tensor | None = None
+    length: int = 0
+    place: int = 0
+    calls: int = 0
+    apart: bool = False  # whether a module runs that counts its own calls wherever it is called
+    recomputed: bool = False  # whether weft's own recomputation runs a block, which repeats its masks
+    drawn: int = 0  # masks drawn since the engine was made: 0 after a step means that the model has no dropout
+
+    def begin(self, step: int, samples: list[int]) -> None:
+        """A microbatch begins."""
+        self.step, self.samples = step, samples
+        self.place, self.calls, self.interior, self.apart = 0, 0, "whole", False
+
+    def enter(self, name: str, interior: ActivationSharding) -> None:
+        """The module `name` begins: its calls are counted anew, so that a recomputed module repeats them."""
+        self.place, self.calls, self.interior = zlib.crc32(name.encode()), 0, interior
+
+    def site(self) -> int:
+        """A key for the next call."""
+        self.calls += 1
+        self.drawn += 1
+        return mix_key(self.seed, self.step, self.place, self.calls)
+
+    def skip(self, calls: int) -> None:
+        """As many calls were another rank's to make."""
+        self.calls += calls
+
+    def _coordinates(self, shape: torch.Size, dim: int, sharded: int | None, device: torch.device) -> Tensor:
+        length = shape[dim]
+        coords = torch.arange(length, device=device, dtype=torch.int64)
+        if dim == 0:
+            rows = max(1, length // max(1, len(self.samples)))  # samples may be flattened with tokens
+            if length == rows * len(self.samples):
+                base = torch.tensor(self.samples, device=device, dtype=torch.int64)
+                own, total = torch.arange(rows, device=device), rows
+                if self.rows is not None and rows == len(self.rows):
+                    own, total = self.rows.to(device), self.length
+                coords = (base[:, None] * total + own).flatten()
+        elif dim == sharded:
+            coords += self.index * length
+        return coords
+
+    def _sequence_dim(self, shape: torch.Size, sharded: int | None) -> int | None:
+        """The dim that counts this rank's positions, where ranks share the sequence."""
+        if self.rows is None or len(shape) < 2:
+            return None
+        dim = 2 if self.interior == "heads" and len(shape) == 4 else 1
+        return dim if shape[dim] * (self.size if sharded == dim else 1) == len(self.rows) else None
+
+    def sharded_dim(self, ndim: int) -> int | None:
+        """The dim of an activation that is cut at this place of the program."""
+        if self.size == 1 or self.interior == "whole":
+            return None
+        if self.interior == "sequence":
+            return 1 if ndim > 2 else 0
+        return 1 if self.interior == "heads" and ndim == 4 else ndim - 1
+
+    def keep(self, shape: torch.Size, p: float, site: int, device: torch.device) -> Tensor:
+        """A bool mask of this shape, each element true with probability 1 - p."""
+        sharded = self.sharded_dim(len(shape))
+        sequence = self._sequence_dim(shape, sharded)
+        places = []
+        for dim in range(len(shape)):
+            total = shape[dim] * (self.size if dim == sharded else 1)
+            coords = self._coordinates(shape, dim, sharded, device)
+            if dim == sequence and dim and self.rows is not None:
+                coords, total = self.rows.to(device)[coords], self.length
+            places.append((coords, total))
+        return self._drawn(places, p, site, device)
+
+    def keep_weights(
+        self, heads: tuple[int, int, int], queries: tuple[int, int], keys: tuple[int, int], p: float, site: int,
+        device: torch.device,
+    ) -> Tensor:  # fmt: skip
+        """`keep` for weights of attention [samples, heads, queries, keys] between two stretches of a sequence. `heads`:
+        the first one, how many, and how many all ranks have."""
+        first, count, every = heads
+        places = [(self._coordinates(torch.Size([len(self.samples)]), 0, None, device), len(self.samples))]
+        for (start, stop), total in (((first, first + count), every), (queries, self.length), (keys, self.length)):
+            places.append((torch.arange(start, stop, device=device), total))
+        return self._drawn(places, p, site, device)
+
+    def _drawn(self, places: list[tuple[Tensor, int]], p: float, site: int, device: torch.device) -> Tensor:
+        """`places`: for every dim, the coordinates in the global tensor, and its length."""
+        number = torch.zeros((), dtype=torch.int64, device=device)
+        for coords, total in places:
+            number = (number * total).unsqueeze(-1) + coords
+        word = number.add_(_signed(site)) if number.ndim else number + _signed(site)
+        word.mul_(_signed(0x9E3779B97F4A7C15))
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            word.bitwise_xor_(word >> shift).mul_(_signed(factor))
+        word.bitwise_xor_(word >> 31).bitwise_and_(2**_BITS - 1)
+        return word >= int(p * 2**_BITS)
+
+    def dropout(self, x: Tensor, p: float, site: int) -> Tensor:
+        """`torch.nn.functional.dropout` in training, with the mask of this site."""
+        if p >= 1.0:
+            return x * 0.0
+        keep = self.keep(x.shape, p, site, x.device)
+        return x * keep.to(x.dtype).mul_(1.0 / (1.0 - p))

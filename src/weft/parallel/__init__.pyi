@@ -1,0 +1,19 @@
+from .apply import DTYPES as DTYPES, parallelize as parallelize
+from .collectives import (
+    all_gather as all_gather,
+    cross_boundary as cross_boundary,
+    reduce_scatter as reduce_scatter,
+    split_dim as split_dim,
+)
+from .make_plan import check_sync as check_sync, plan as plan, weights_of as weights_of
+from .mesh import Mesh as Mesh
+from .predict_comms import (
+    AttentionCall as AttentionCall,
+    BoundaryShape as BoundaryShape,
+    Collective as Collective,
+    GateQuery as GateQuery,
+    RoutingCall as RoutingCall,
+    collective_totals as collective_totals,
+    predict_collectives as predict_collectives,
+)
+from .strategies import registry as registry

@@ -1,0 +1,348 @@
+"""Make a Plan true on a live module: cut its parameters, put boundaries at its edges, shard what is sharded.
+
+The user's forward is not edited: inside a boundary it computes on plain local tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from weft.core import (
+    COPY,
+    EXPERTS,
+    SUM,
+    TOKEN_AXES,
+    Boundary,
+    DimShard,
+    Param,
+    Plan,
+    Step,
+    UnsupportedModel,
+)
+from weft.nn import BatchNorm, Randomness, is_conv1d, is_linear
+from weft.pipeline import PlaceholderTensor
+
+from .collectives import cross_boundary
+from .expert_dispatch import ExpertCommStats, shard_experts
+from .mesh import Mesh
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness) -> ExpertCommStats:
+    """Change `model` in place. Afterwards its parameters are this rank's, and its forward is a part of the whole's.
+    Returns what will count the exchanges for experts."""
+    modules = dict(model.named_modules())
+    cuts: dict[str, dict[str, Param]] = {}  # by name and axis: of an expert's features, also by experts
+    for param in (p for step in plan.steps for p in step.params if p.cut is not None):
+        cuts.setdefault(param.name, {})[param.axis] = param
+    names = {alias: w.name for w in plan.weights for alias in (w.name, *w.aliases)}
+    traffic = ExpertCommStats(mesh.group(EXPERTS))
+    _cut_parameters(plan, model, cuts, mesh)
+    for step in plan.steps:
+        module = modules[step.module]
+        for key, value in step.attributes:
+            setattr(module, key, value)
+        held = {leaf: cuts.get(names.get(f"{step.module}.{leaf}", ""), {}) for leaf in module._parameters}
+        _cut_module(module, {leaf: found["tp"] for leaf, found in held.items() if "tp" in found}, mesh)
+        if step.dispatch is not None:
+            shard_experts(model, step.module, step.dispatch, traffic)
+        if step.input is not None:
+            module.register_forward_pre_hook(partial(_enter, step, mesh, randomness), with_kwargs=True)
+        if step.output is not None:
+            _leave(module, step, mesh, randomness, plan)
+    for name in plan.batchnorms:
+        _replace(model, name, BatchNorm.of(modules[name], mesh.group(*TOKEN_AXES)))
+    interiors = {step.module: step.interior for step in plan.steps if step.interior is not None}
+    recomputed = set(plan.recomputed())
+    for block in plan.blocks:
+        module = modules[block]
+        module.forward = partial(_in_place, module.forward, randomness, block, interiors.get(block) or "whole")  # type: ignore[method-assign]
+        if block in recomputed:
+            module.forward = partial(_recompute, module, module.forward, randomness)  # type: ignore[method-assign]
+    for name in plan.counted:
+        module = modules[name]
+        module.forward = partial(_counted, module.forward, randomness, name)  # type: ignore[method-assign]
+    _gather(plan, modules, mesh)
+    return traffic
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    module, _, leaf = name.rpartition(".")
+    return model.get_submodule(module), leaf
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, leaf = _owner(model, name)
+    setattr(parent, leaf, new)
+
+
+# ---- parameters --------------------------------------------------------------------------------------------------
+
+
+def shard_of(tensor: Tensor, cut: DimShard, index: int, size: int) -> Tensor:
+    """What a rank holds of a tensor that is cut."""
+    pieces = [tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.intervals(index, size)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
+
+
+def _cut_parameters(plan: Plan, model: nn.Module, cuts: dict[str, dict[str, Param]], mesh: Mesh) -> None:
+    for weight in plan.weights:
+        params = [p for p in cuts.get(weight.name, {}).values() if p.stored != COPY]
+        if not params:
+            continue
+        owner, leaf = _owner(model, weight.name)
+        whole = owner.get_parameter(leaf)
+        local = whole.detach()
+        for param in params:
+            assert param.cut is not None
+            local = shard_of(local, param.cut, mesh.index(param.axis), mesh.size(param.axis))
+        local = local.clone()
+        fresh = nn.Parameter(local, requires_grad=whole.requires_grad)
+        for name in (weight.name, *weight.aliases):  # tied tensors stay one tensor
+            owner, leaf = _owner(model, name)
+            setattr(owner, leaf, fresh)
+
+
+def _cut_module(module: nn.Module, params: dict[str, Param], mesh: Mesh) -> None:
+    """Make a linear or an embedding compute with what this rank holds of its parameters."""
+    if not params:
+        return
+    if isinstance(module, nn.Embedding):
+        cut = params["weight"].cut
+        if cut is not None and cut.dim == 0:  # by columns, a lookup stays what it is
+            _cut_embedding(module, params["weight"], mesh)
+        return
+    shared = {leaf: p for leaf, p in params.items() if p.stored == COPY}
+    if shared:
+
+        def view(leaf: str) -> Tensor | None:
+            tensor = getattr(module, leaf, None)
+            if tensor is None or leaf not in shared:
+                return tensor
+            param = shared[leaf]
+            assert param.cut is not None
+            return shard_of(tensor, param.cut, mesh.index(param.axis), mesh.size(param.axis))
+
+        module.forward = lambda x: _linear(module, x, view("weight"), view("bias"))  # type: ignore[method-assign]
+        return
+    if is_conv1d(module):
+        module.nf = module.weight.shape[1]  # type: ignore[assignment, union-attr]
+
+
+def _linear(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    assert weight is not None
+    if is_conv1d(module):
+        y = x @ weight
+        return y if bias is None else y + bias
+    return F.linear(x, weight, bias)
+
+
+def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
+    """A token whose row lies elsewhere gives zero; the sum over ranks is the lookup."""
+    assert param.cut is not None
+    ((start, stop),) = param.cut.intervals(mesh.index(param.axis), mesh.size(param.axis))
+    if module.padding_idx is not None:
+        module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None  # type: ignore[assignment]
+    absent: list[Tensor] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids, *rest = args
+        absent.append((ids < start) | (ids >= stop))
+        return ((ids - start).masked_fill(absent[-1], 0), *rest)
+
+    def after(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
+        return out.masked_fill(absent.pop().unsqueeze(-1), 0.0)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+# ---- boundaries --------------------------------------------------------------------------------------------------
+
+
+def _enter(
+    step: Step, mesh: Mesh, randomness: Randomness, _: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    """Take the first floating-point tensor among the arguments over the boundary, or all."""
+    assert step.input is not None
+    if step.interior is not None:
+        randomness.interior = step.interior
+    if step.input.every:
+
+        def taken(value: Any) -> Any:
+            return cross_boundary(value, step.input, True, mesh) if isinstance(value, Tensor) else value  # type: ignore[arg-type]
+
+        return tuple(map(taken, args)), {key: taken(value) for key, value in kwargs.items()}
+    _alone(step.module, args, kwargs)
+    for i, value in enumerate(args):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return (*args[:i], cross_boundary(value, _flat(step.input, value, step), True, mesh), *args[i + 1 :]), kwargs
+    for key, value in kwargs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return args, {**kwargs, key: cross_boundary(value, _flat(step.input, value, step), True, mesh)}
+    raise UnsupportedModel("layout", step.module, "no floating-point tensor enters it", "declare the roles of this module")
+
+
+def _flat(boundary: Boundary, x: Tensor, step: Step) -> Boundary:
+    """The boundary of a tensor [positions, dim] that is cut by positions: samples and positions may be one dim, and
+    come in another order then, which is nothing to what looks at each by itself."""
+    if x.ndim != 2 or Shard(1) not in boundary.outside.values():
+        return boundary
+    if step.interior == "heads":
+        raise UnsupportedModel(
+            "layout", step.module, "its attention is called with samples and positions in one dim",
+            "use tp without sequence, or call it with [samples, positions, features]",
+        )  # fmt: skip
+    return replace(boundary, outside={axis: Shard(0) if p == Shard(1) else p for axis, p in boundary.outside.items()})
+
+
+def _alone(module: str, args: tuple, kwargs: dict) -> None:
+    """Refuse a second tensor that needs a gradient: used on a part of activations, it would get a part of the sum."""
+    values = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, (tuple, list)) else (a,))]
+    if sum(isinstance(v, Tensor) and v.requires_grad for v in values) > 1:
+        raise UnsupportedModel(
+            "layout", module, "more than one tensor that needs a gradient enters it, and only the first is known",
+            'declare its linears "whole" in [roles]; without the option sequence, if it is a whole block',
+        )  # fmt: skip
+
+
+def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, plan: Plan) -> None:
+    boundary = step.output
+    assert boundary is not None
+
+    total = _total(step, plan)
+
+    def outwards(y: Tensor) -> Tensor:
+        y = cross_boundary(y, _flat(boundary, y, step), False, mesh, total)
+        cut = {Shard(0), Shard(1)} & {*boundary.outside.values()}  # samples and positions may be one dim
+        randomness.interior = "sequence" if cut else "whole"
+        return _typed(y, boundary, mesh, total) if boundary.typed else y
+
+    if is_linear(module) and SUM in boundary.inside.values() and getattr(module, "bias", None) is not None:
+
+        def forward(x: Tensor) -> Tensor:
+            return outwards(_linear(module, x, module.weight, None)) + module.bias  # type: ignore[arg-type, operator]
+
+        module.forward = forward  # type: ignore[method-assign]
+        return
+
+    def hook(_: nn.Module, __: Any, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return outwards(out)
+        return type(out)((outwards(out[0]), *out[1:]))
+
+    module.register_forward_hook(hook)
+
+
+def _total(step: Step, plan: Plan) -> int | None:
+    """Length of an output dim that is cut by the vocabulary, whose shards may differ."""
+    if step.output is None or Shard(-1) not in step.output.inside.values():
+        return None
+    names = {f"{step.module}.weight"}
+    return next(w.shape[0] for w in plan.weights if names & {w.name, *w.aliases})
+
+
+def _typed(y: Tensor, boundary: Boundary, mesh: Mesh, total: int | None) -> Tensor:
+    """A DTensor that carries its placement to whoever reads it (a vocabulary-parallel loss)."""
+    assert mesh.device_mesh is not None and total is not None
+    ((axis, placement),) = boundary.outside.items()
+    assert isinstance(placement, Shard)
+    shape = torch.Size((*y.shape[:-1], total))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        y, mesh.device_mesh[axis], [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=stride
+    )
+
+
+# ---- recompute and randomness ------------------------------------------------------------------------------------
+
+
+def _in_place(forward: Callable, randomness: Randomness, name: str, interior: Any, *args: Any, **kwargs: Any) -> Any:
+    outside = randomness.place, randomness.calls
+    randomness.enter(name, interior)
+    if interior == "sequence":
+        _alone(name, args, kwargs)
+    out = forward(*args, **kwargs)
+    randomness.place, randomness.calls = outside  # calls between blocks are counted apart: a block may be elsewhere
+    return out
+
+
+def _counted(forward: Callable, randomness: Randomness, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A module's forward, whose dropout masks are the same wherever in the order of the others it comes."""
+    outside = randomness.place, randomness.calls, randomness.apart
+    randomness.enter(name, randomness.interior)
+    randomness.apart = True
+    out = forward(*args, **kwargs)
+    randomness.place, randomness.calls, randomness.apart = outside
+    return out
+
+
+def _recompute(module: nn.Module, forward: Callable, randomness: Randomness, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    modes, outside = _get_current_function_mode_stack(), randomness.recomputed
+    randomness.recomputed = True
+    try:
+        return checkpoint(
+            forward, *args, use_reentrant=False, early_stop=False,
+            context_fn=lambda: (contextlib.nullcontext(), _RecomputeContext(module, modes)), **kwargs,
+        )  # fmt: skip
+    finally:
+        randomness.recomputed = outside
+
+
+class _RecomputeContext:
+    """A further forward of a module: in backward, where function modes are off, they are on again; running statistics
+    were updated by the first one. A backward in two parts enters it twice."""
+
+    def __init__(self, module: nn.Module, modes: list[TorchFunctionMode]):
+        self._norms, self._modes = [m for m in module.modules() if isinstance(m, _BatchNorm)], modes
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        before = [(buffer, buffer.clone()) for norm in self._norms for buffer in norm.buffers()]
+        self._stack.callback(lambda: [buffer.copy_(value) for buffer, value in before])
+        for mode in self._modes:
+            self._stack.enter_context(mode)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+# ---- sharded storage ---------------------------------------------------------------------------------------------
+
+
+def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
+    units = [step for step in plan.steps if step.gather is not None]
+    if not units:
+        return
+    assert mesh.device_mesh is not None
+    sharded = {param.name for step in units for param in step.params}
+    absent = {p for p in modules[""].parameters() if isinstance(p, PlaceholderTensor)}  # another stage's
+    spread = {param.name for step in plan.steps for param in step.params if param.axis == EXPERTS}
+    absent |= {modules[""].get_parameter(name) for name in spread - sharded}
+    for step in units:
+        gather = step.gather
+        assert gather is not None
+        axes = (gather.axis,) if plan.apart else mesh.layout.live("dp", gather.axis)
+        offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if gather.offload else OffloadPolicy()
+        unit = fully_shard(
+            modules[step.module], mesh=mesh.device_mesh[axes], reshard_after_forward=gather.gathered == "use",
+            offload_policy=offload, ignored_params=absent or None,  # types are autocast's, as without sharding
+        )  # fmt: skip
+        unit.set_gradient_divide_factor(1.0)  # gradients are summed, then divided once by the global weight
+        unit.set_force_sum_reduction_for_comms(True)

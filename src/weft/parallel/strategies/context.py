@@ -1,0 +1,35 @@
+"""Context parallel over `cp`: the sequence is cut through the whole model, and only attention knows of it.
+
+Every rank has the weights, runs on its part of each sample, and leaves partial sums as gradients. How attention reaches
+the other parts is the method; see `engine/sequence.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from weft.core import SPREAD, Layout, LayoutError, Step, Weight, sequence_step
+from weft.nn import Roles
+
+AXIS = "cp"
+OPTIONS: Mapping[str, str] = {
+    "ring": "keys and values travel around the ranks (the default)",
+    "gather": "keys and values are gathered",
+    "ulysses": "the sequence is whole for a part of the heads, by all-to-all there and back",
+    **SPREAD,
+}
+
+
+def steps(
+    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
+) -> Iterator[Step]:
+    """One Step on the whole model."""
+    methods = tuple(option for option in layout.option(AXIS) if option != "ep") or ("ring",)
+    if len(methods) > 1:
+        fix = "choose one; up beside cp is Ulysses within each rank of the ring"
+        raise LayoutError("layout", str(layout), f"{' and '.join(methods)} at once", fix)
+    if methods[0] == "ulysses" and layout.live("up"):
+        raise LayoutError("layout", str(layout), "up is Ulysses already", "write one axis, or cp+ring or cp+gather")
+    yield sequence_step(AXIS, methods[0], roles.alike(weights, layout, AXIS))

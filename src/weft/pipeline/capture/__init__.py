@@ -1,0 +1,1 @@
+"""One forward of a model, recorded: which modules and functions ran on which tensors."""

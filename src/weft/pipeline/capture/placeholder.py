@@ -1,0 +1,203 @@
+"""Ghosts: tensors that a pipeline stage does not have. They know their shape, type and device, and no element.
+
+Shapes are found only when the forward asks for them, by doing the skipped work once on FakeTensors: so they are those
+of this call, whatever the sample's were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils.hooks import RemovableHandle
+
+from weft.core import UnsupportedModel
+
+from .hooks import (
+    METADATA,
+    SIMPLE,
+    make_fake,
+    rebuild,
+    source_line,
+    tensors_in,
+    tensors_read,
+    twin_model,
+)
+
+_REQUIRES_GRAD, _GRAD = Tensor.requires_grad.__get__, Tensor.grad.__get__  # type: ignore[attr-defined]
+_ITSELF = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
+
+
+class PlaceholderTensor(Tensor):
+    """`about` names it for people; `like` makes the FakeTensor that it is like; `differentiable`: its requires_grad."""
+
+    about: str
+    like: Callable[[], Tensor]
+    differentiable: bool
+
+    @staticmethod
+    def of_value(name: str, like: Callable[[], Tensor], differentiable: bool) -> PlaceholderTensor:
+        return PlaceholderTensor._with(Tensor._make_wrapper_subclass(PlaceholderTensor, ()), name, like, differentiable)
+
+    @staticmethod
+    def of_weight(name: str, weight: nn.Parameter, mode: FakeTensorMode) -> PlaceholderTensor:
+        fake = make_fake(mode, weight)
+        ghost = Tensor._make_wrapper_subclass(
+            PlaceholderTensor, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+        )
+        ghost._is_param = True  # what makes isinstance(ghost, nn.Parameter) true
+        return PlaceholderTensor._with(ghost, name, lambda: fake, weight.requires_grad)
+
+    @staticmethod
+    def _with(ghost: Any, name: str, like: Callable[[], Tensor], differentiable: bool) -> PlaceholderTensor:
+        ghost.about, ghost.like, ghost.differentiable = name, like, differentiable
+        return ghost
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Ghost({self.about})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == _REQUIRES_GRAD:
+                return args[0].differentiable and torch.is_grad_enabled()
+            if func == _GRAD:
+                return None
+            if func in _ITSELF:
+                return args[0]
+            if func is Tensor.register_hook:  # no gradient comes by
+                return RemovableHandle({})
+            if func in METADATA:
+                if len(args) == 1 and not kwargs:
+                    return func(args[0].like())
+                args, kwargs = rebuild((args, kwargs), lambda t: t.like() if isinstance(t, PlaceholderTensor) else t)
+                return func(*args, **kwargs)
+            absent = next((t for t in tensors_read(func, args, kwargs) if isinstance(t, PlaceholderTensor)), None)
+            if absent is not None:
+                raise UnsupportedModel(
+                    "pipeline.cut", absent.about,
+                    f"it is another stage's, and its elements are read at {source_line()}",
+                    "call the whole module that uses it, or cut elsewhere",
+                )  # fmt: skip
+            args, kwargs = rebuild((args, kwargs), _stand_in)
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        absent = next(t for t in tensors_in((args, kwargs)) if isinstance(t, PlaceholderTensor))
+        raise UnsupportedModel(
+            "pipeline.cut", absent.about, f"it is another stage's, and {func} reads it at {source_line()}", "cut elsewhere"
+        )
+
+
+def _stand_in(t: Tensor) -> Tensor:
+    """Of the same shape, type and device, for functions that ask no more; it holds one element."""
+    if not isinstance(t, PlaceholderTensor):
+        return t
+    like = t.like()
+    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+class Shapes:
+    """What work would have returned: the same work on FakeTensors, remembered for each signature of its arguments."""
+
+    def __init__(self, model: nn.Module):
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.real = model
+        self.model = twin_model(model, lambda t: make_fake(self.mode, t))
+        self.device = next((p.device.type for p in model.parameters()), "cpu")
+        self._known: dict[Hashable, Any] = {}
+
+    def autocast(self) -> tuple[bool, torch.dtype]:
+        return torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+
+    def of(
+        self, work: str | Callable, name: str, args: tuple, kwargs: Mapping[str, Any], cast: tuple[bool, torch.dtype]
+    ) -> Any:
+        """What this module (by its name) or function returns, with FakeTensors. Raises CannotCut."""
+        try:
+            key: Hashable = (work, cast, self.real.training, _signature(args), _signature(kwargs))
+        except TypeError:  # an argument that is not known by its value
+            return self._done(work, name, args, kwargs, cast)
+        if key not in self._known:
+            self._known[key] = self._done(work, name, args, kwargs, cast)
+        return self._known[key]
+
+    def _done(
+        self, work: str | Callable, name: str, args: tuple, kwargs: Mapping[str, Any], cast: tuple[bool, torch.dtype]
+    ) -> Any:
+        call: Any = work
+        if isinstance(work, str):
+            call = self.model.get_submodule(work)
+            for like, module in zip(call.modules(), self.real.get_submodule(work).modules(), strict=True):
+                like.training = module.training  # evaluation may make other shapes than training
+        autocast = torch.autocast(self.device, enabled=cast[0], dtype=cast[1])
+        try:
+            with torch._C.DisableTorchFunction(), torch.no_grad(), autocast, self.mode:
+                args, kwargs = rebuild((args, kwargs), self._fake)
+                return call(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as problem:
+            raise UnsupportedModel(
+                "pipeline.cut", name, f"its shape, asked for at {source_line()}, follows from elements of another stage",
+                "pad to shapes that follow from the inputs' shapes, or cut elsewhere",
+            ) from problem  # fmt: skip
+
+    def _fake(self, t: Tensor) -> Tensor:
+        if isinstance(t, PlaceholderTensor):
+            return t.like()
+        return t if isinstance(t, FakeTensor) else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+
+class Skipped:
+    """A piece of work that was not done, and what it would have returned."""
+
+    def __init__(self, shapes: Shapes, work: str | Callable, args: tuple, kwargs: dict):
+        self._call = (shapes, work, args, kwargs, shapes.autocast())
+        self._result: Any = None
+        self._likes: dict[int, Tensor] = {}
+
+    def result(self, name: str) -> Any:
+        if self._result is None:
+            shapes, work, args, kwargs, cast = self._call
+            self._result = shapes.of(work, name, args, kwargs, cast)
+        return self._result
+
+    def ghost(self, name: str, place: int, differentiable: bool) -> PlaceholderTensor:
+        """The tensor at this place among those that it would have returned."""
+
+        def like() -> Tensor:
+            if place not in self._likes:
+                self._likes[place] = tensors_in(self.result(name))[place]
+            return self._likes[place]
+
+        return PlaceholderTensor.of_value(name, like, differentiable)
+
+
+def _signature(structure: Any) -> Hashable:
+    if isinstance(structure, PlaceholderTensor):
+        structure = structure.like()
+    if isinstance(structure, Tensor):
+        return (tuple(structure.shape), structure.dtype)
+    if isinstance(structure, (tuple, list)):
+        return (type(structure), *map(_signature, structure))
+    if isinstance(structure, Mapping):
+        return tuple((key, _signature(value)) for key, value in structure.items())
+    if isinstance(structure, slice):
+        return (structure.start, structure.stop, structure.step)
+    if isinstance(structure, SIMPLE):
+        return (type(structure), structure)
+    if structure is Ellipsis:
+        return "..."
+    raise TypeError

@@ -1,0 +1,133 @@
+"""A timeline in the terminal: a row per rank, a cell per action, its microbatch in the cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.text import Text
+
+from ..timeline import Lane, Timeline
+from . import style as look
+from .style import Labelled
+
+CURVE = 32  # columns of a memory curve
+RAMP, ASCII_RAMP = "▁▂▃▄▅▆▇█", ".:-=+*%@"
+Cell = tuple[str, str]  # a character and its style
+
+
+def text(timelines: Labelled, *, width: int = 120, colour: bool = False, ascii_only: bool = False) -> Text:
+    """All timelines, no line longer than `width` columns (but at least 40).
+
+    With `colour` a cell's background says what runs, lighter for a rank's later stages; without, letters do, small for
+    later stages. Where cells do not fit, they shrink, and numbers that do not fit are left out; a note says so.
+    """
+    gutter = 2 + max(len(f"rank {len(timeline.lanes) - 1}") for _, timeline in timelines)
+    scale, note = _scale(timelines, max(width, 40) - gutter, colour)
+    lines: list[Text] = []
+    for name, timeline in timelines:
+        lines += [Text(f"{name}: {look.figures_line(timeline)}", style="bold" if colour else "")]
+        for rank, lane in enumerate(timeline.lanes):
+            lines.append(Text(f"rank {rank}".ljust(gutter)) + _row(lane, scale, colour))
+        lines += [Text(), *_table(timeline, gutter, max(width, 40), ascii_only), Text()]
+    lines.append(_legend(timelines, colour))
+    if note:
+        lines.append(Text(note))
+    if not colour:  # where blanks are only blanks
+        for line in lines:
+            line.rstrip()
+    return Text("\n").join(lines)
+
+
+def _scale(timelines: Labelled, room: int, colour: bool) -> tuple[float, str]:
+    """Columns per second, and what to say about it. Whole columns per short action as long as that fits."""
+    span, short = look.span_s(timelines), look.short_s(timelines)
+    if not short:
+        return 0.0, ""
+    width = look.digits(timelines) + (not colour)  # of a cell's content
+    wanted = width + 1
+    fits = next((cell for cell in range(wanted, 0, -1) if span / short * cell <= room + 1e-9), None)
+    scale = room / span if fits is None else fits / short
+    if scale * short >= width - 1e-9:
+        return scale, ""
+    note = f"condensed: a column is {look.seconds_text(1 / scale)}; an SVG or JSON shows every action"
+    return scale, note
+
+
+def _row(lane: Lane, scale: float, colour: bool) -> Text:
+    """One rank's cells."""
+    row: list[Cell] = []
+    colours = look.palette(lane)
+    for other in (True, False):  # actions over what overlaps with them
+        for label, start, stop in lane.spans:
+            if isinstance(label, str) is not other:
+                continue
+            # half up, not half to even: equal spans get equal cells
+            first, last = int(start * scale + 0.5 + 1e-6), int(stop * scale + 0.5 + 1e-6)
+            if first == last:
+                continue
+            if isinstance(label, str):
+                paint = look.COLOURS.get(label, look.OTHER)
+                content = " " if colour else "~"
+                content *= last - first
+            else:
+                paint = colours[label.kind, label.stage]
+                letter = "" if colour else label.kind if label.stage == lane.stages[0] else label.kind.lower()
+                content = _content(letter, str(label.microbatch), last - first)
+            style = f"{look.ink(paint)} on {paint}" if colour else ""
+            row += [(" ", "")] * (last - len(row))
+            row[first:last] = [(character, style) for character in content]
+    line = Text()
+    for style, run in groupby(row, key=lambda cell: cell[1]):
+        line.append("".join(character for character, _ in run), style)
+    return line
+
+
+def _content(letter: str, microbatch: str, width: int) -> str:
+    """A cell: letter and number, a rule for the rest, a blank before the next. `0F3` in 5 columns: `F3-- `."""
+    head, rule = letter + microbatch, "-" if letter else " "
+    if len(head) < width:
+        return head.ljust(width - 1, rule) + " "
+    # Side by side, numbers are told apart by letters, or by having one digit.
+    if len(head) == width and (letter or width == 1):
+        return head
+    return letter.ljust(width, rule)
+
+
+def _table(timeline: Timeline, gutter: int, width: int, ascii_only: bool) -> list[Text]:
+    """Per rank: idle time, peak, and the curve of live activations."""
+    idle = [f"{look.seconds_text(s)}  {look.share_text(s, timeline.makespan_s)}" for s in timeline.idle_s]
+    live = [look.amount_text(timeline, peak) for peak in timeline.peak_memory]
+    wide, tall = max(map(len, [*idle, "idle"])), max(map(len, [*live, "peak live"]))
+    room = min(CURVE, width - gutter - wide - tall - 4)
+    unit = "bytes" if timeline.sized else "microbatches"
+    lines = [Text(f"{'':{gutter}}{'idle':>{wide}}  {'peak live':>{tall}}  live {unit} over time"[:width])]
+    top = max(timeline.peak_memory, default=0.0)
+    for rank, (waits, peak) in enumerate(zip(idle, live)):
+        curve = look.sampled(timeline.memory(rank), timeline.makespan_s, room) if room > 0 else []
+        bars = _bars(curve, top, ASCII_RAMP if ascii_only else RAMP)
+        lines.append(Text(f"{f'rank {rank}':{gutter}}{waits:>{wide}}  {peak:>{tall}}  {bars}"))
+    return lines
+
+
+def _bars(values: Sequence[float], top: float, ramp: str) -> str:
+    return "".join(ramp[math.ceil(value / top * len(ramp) - 1e-9) - 1] if value > 0 else " " for value in values)
+
+
+def _legend(timelines: Labelled, colour: bool) -> Text:
+    chunks = max((len(lane.stages) for _, timeline in timelines for lane in timeline.lanes), default=1)
+    line = Text()
+    for of in look.kinds(timelines):
+        if of in look.NAMES and not colour:
+            line.append(f"{of} {look.NAMES[of]}   ")
+        elif of in look.NAMES:
+            for paint in look.shades(of, chunks):
+                line.append(f" {of} ", f"{look.ink(paint)} on {paint}")
+            line.append(f" {look.NAMES[of]}   ")
+        else:
+            line.append(*(("  ", f"on {look.COLOURS.get(of, look.OTHER)}") if colour else ("~", "")))
+            line.append(f" {of}   ")
+    if chunks > 1:
+        line.append("lighter: a rank's later stages" if colour else "small letters: a rank's later stages")
+    return line

@@ -1,0 +1,111 @@
+"""Schedules: one file each. The folder is the registry.
+
+A file names its schedule (`NAME`) and makes it: `build(ranks, microbatches, **options) -> Schedule`; `brief`, where
+there is one, is what it comes to in closed form. One's own joins with `register`, or is given to a run as
+`package.module:function`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from weft.core import ConfigError, Schedule, nearest
+
+from ..validate import find_faults
+from . import one_f_one_b
+from ._parts import ScheduleSummary
+
+Builder = Callable[..., Schedule]
+
+_registered: dict[str, Builder] = {}
+
+
+def registry() -> Mapping[str, Builder]:
+    """Name -> the function that makes the schedule: the folder's, then the registered."""
+    return {**builtin_schedules(), **_registered}
+
+
+def register(build: Builder, name: str | None = None) -> Builder:
+    """Adds one's own schedule, `build(ranks, microbatches, **options) -> Schedule`, under a name (default: its own).
+
+    Returns `build`, so it is a decorator too. Raises ConfigError for a name of the folder.
+    """
+    name = name or build.__name__
+    if name in builtin_schedules():
+        raise ConfigError("pipeline.schedule", name, "weft has a schedule of this name", "choose another name")
+    _registered[name] = build
+    return build
+
+
+def make_schedule(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
+    """The schedule `name` for one call of `microbatches` microbatches over `ranks` ranks.
+
+    The number of stages that it cuts a model in is its `.stages`, which does not depend on `microbatches`. Raises
+    ConfigError: an unknown name, an unknown option, a value that cannot be, a registered schedule with faults.
+    """
+    known = registry()
+    if name not in known:
+        raise ConfigError("pipeline.schedule", name, "not a schedule", nearest(name, known))
+    for field, value in (("ranks", ranks), ("microbatches", microbatches)):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"pipeline.{field}", value, "a schedule has at least one", "use a whole number from 1")
+    check_options(name, known[name], options)
+    made = known[name](ranks, microbatches, **options)
+    if name in _registered:
+        require_valid(made)
+    return made
+
+
+def brief(name: str) -> Callable[..., ScheduleSummary] | None:
+    """The closed form of a schedule; None of one that was registered. Of a solved one it is 1F1B's, which to a planner
+    is as good a first guess as any.
+
+    Raises ConfigError for an unknown name."""
+    known = registry()
+    if name not in known:
+        raise ConfigError("pipeline.schedule", name, "not a schedule", nearest(name, known))
+    return _briefs().get(name, one_f_one_b.brief) if name in builtin_schedules() else None
+
+
+@cache
+def _briefs() -> dict[str, Callable[..., ScheduleSummary]]:
+    return {module.NAME: module.brief for module in _modules() if "brief" in vars(module)}
+
+
+def require_valid(schedule: Schedule) -> None:
+    """Raises ConfigError with the first faults of a schedule, if it has any."""
+    if faults := find_faults(schedule):
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        raise ConfigError(
+            "pipeline.schedule", schedule.name, "; ".join(faults[:3]) + more,
+            "`weft.pipeline.validate.find_faults(schedule)` lists every fault",
+        )  # fmt: skip
+
+
+@cache
+def builtin_schedules() -> dict[str, Builder]:
+    """Name -> the function that makes the schedule, of the files beside this one."""
+    return {module.NAME: module.build for module in _modules()}
+
+
+def _modules() -> list[ModuleType]:
+    names = [info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")]
+    return [importlib.import_module(f"{__name__}.{name}") for name in names]
+
+
+def check_options(name: str, build: Builder, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that `build` does not have."""
+    parameters = list(inspect.signature(build).parameters.values())
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    takes = [p.name for p in parameters[2:]]
+    for option, value in options.items():
+        if option not in takes:
+            fix = nearest(option, takes) if takes else "it takes none"
+            raise ConfigError(f"pipeline.{option}", value, f"{name} has no such option", fix)

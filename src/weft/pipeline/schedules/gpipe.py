@@ -1,0 +1,24 @@
+"""GPipe (Huang et al. 2019): all forwards, then all backwards.
+
+2 ranks, 3 microbatches     rank 0   0F0 0F1 0F2         0B0 0B1 0B2
+                            rank 1       1F0 1F1 1F2 1B0 1B1 1B2
+"""
+
+from __future__ import annotations
+
+from weft.core import Schedule
+
+from ._parts import Array, ScheduleSummary, looped, stagger, sweep
+
+NAME = "gpipe"
+
+
+def build(ranks: int, microbatches: int) -> Schedule:
+    """Bubble (p-1)(F+B+W); m microbatches live."""
+    n = ranks, microbatches
+    order = [stagger((0, sweep("F", rank, *n)), (microbatches, sweep("B", rank, *n))) for rank in range(ranks)]
+    return Schedule(NAME, looped(ranks), tuple(order))
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> ScheduleSummary:
+    return ScheduleSummary((p - 1) * (forward + backward + weight), m, m)

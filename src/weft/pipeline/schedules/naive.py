@@ -1,0 +1,26 @@
+"""Naive model parallel: one microbatch at a time, through all stages and back; all ranks but one idle.
+
+2 ranks, 2 microbatches     rank 0   0F0         0B0 0F1         0B1
+                            rank 1       1F0 1B0         1F1 1B1
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.core import Schedule
+
+from ._parts import Array, ScheduleSummary, looped, stagger, sweep
+
+NAME = "naive"
+
+
+def build(ranks: int, microbatches: int) -> Schedule:
+    """Bubble (p-1) m (F+B+W); one microbatch live per rank."""
+    n = ranks, microbatches
+    order = [stagger((0, sweep("F", rank, *n)), (0, sweep("B", rank, *n))) for rank in range(ranks)]
+    return Schedule(NAME, looped(ranks), tuple(order))
+
+
+def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> ScheduleSummary:
+    return ScheduleSummary((p - 1) * m * (forward + backward + weight), np.minimum(1, m), np.minimum(1, m))

@@ -1,0 +1,8 @@
+"""What a run would cost on a cluster, and which layout to choose: cost model, search, simulation, calibration.
+
+Open `cost/estimate.py` first, then `search/ranking.py`.
+"""
+
+from lazy_loader import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -1,0 +1,321 @@
+"""Report: all that was simulated of one run, as text, as figures, and as pictures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from weft.cli import print_for_terminal
+from weft.core import ConfigError
+from weft.pipeline import (
+    AxisMark,
+    ChartAxis,
+    Curve,
+    Timeline,
+    draw,
+    draw_curves,
+    number_text,
+    seconds_text,
+    share_text,
+    stack_images,
+)
+
+from ..cost.hardware import GIB
+from .failures import FailureCost, SaveInterval
+from .replica_comparison import ReplicaComparison
+from .scaling import ScalingPoint
+from .scenario import Scenario, StepParts
+from .stragglers import StragglerRow
+
+BAR = 40  # columns of the longest bar
+STAGES = 6  # lines of one kind, above which only the cheapest and the dearest are shown
+
+
+@dataclass(frozen=True)
+class SimulationReport:
+    """`acted`: the actions of one pipeline; `timeline`: with what follows. What was not asked for is empty."""
+
+    setup: Scenario
+    step: StepParts
+    acted: Timeline
+    timeline: Timeline
+    stragglers: Sequence[StragglerRow] = ()
+    replicas: Sequence[ReplicaComparison] = ()
+    lost: FailureCost | None = None
+    scaling: Sequence[ScalingPoint] = ()
+    mode: str = ""
+
+    @property
+    def title(self) -> str:
+        return f"{self.setup.name} on {self.setup.cluster}"
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def report_figures(report: SimulationReport) -> dict[str, Any]:
+    """All of them; seconds, bytes, shares."""
+    setup, step = report.setup, report.step
+    found: dict[str, Any] = {
+        "layout": setup.name,
+        "cluster": str(setup.cluster),
+        "devices": setup.devices,
+        "step_s": report.timeline.makespan_s,
+        "estimate_s": step.estimated_s,
+        "tokens_per_s": setup.tokens / report.timeline.makespan_s,
+        "memory_bytes": step.memory_bytes,
+        "fits": step.over_bytes <= 0,
+        "after_s": dict(step.after),
+        "pipeline": {"schedule": setup.schedule.name, **report.acted.summary()},
+    }
+    if report.stragglers:
+        found["stragglers"] = [asdict(row) for row in report.stragglers]
+    if report.replicas:
+        found["replicas"] = [asdict(row) for row in report.replicas]
+    if report.lost:
+        lost = report.lost
+        found["failures"] = {
+            **asdict(lost), "best": asdict(lost.best), "planned_s": lost.planned_s, "expected_s": lost.expected_s,
+            "lost_s": lost.lost_s,
+        }  # fmt: skip
+    if report.scaling:
+        found["scaling"] = {"mode": report.mode, "points": [asdict(point) for point in report.scaling]}
+    return found
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def report_text(report: SimulationReport, width: int = 120, colour: bool = False, ascii_only: bool = False) -> Text:
+    """Everything, one part under the other."""
+    picture = draw.text([(report.title, report.timeline)], width=width, colour=colour, ascii_only=ascii_only)
+    parts = [picture, Text(_step(report))]
+    if len(report.stragglers) > 1:
+        parts.append(Text(_stragglers(report.stragglers)))
+    if report.replicas:
+        parts.append(Text(_replicas(report.replicas)))
+    if report.lost:
+        parts.append(Text(_lost(report.lost, ascii_only)))
+    if report.scaling:
+        parts.append(Text(_scaling(report)))
+    return Text("\n\n").join(parts)
+
+
+def print_report(report: SimulationReport) -> None:
+    """Print it: as wide as the terminal, in colours where it has them."""
+    print_for_terminal(partial(report_text, report))
+
+
+def _step(report: SimulationReport) -> str:
+    step, total = report.step, report.timeline.makespan_s
+    parts = [f"pipeline {seconds_text(report.acted.makespan_s)}"]
+    parts += [f"{name} {seconds_text(seconds)}" for name, seconds in step.after.items()]
+    setup, device = report.setup, report.setup.cluster.hardware.device
+    over = f", {step.over_bytes / GIB:.1f} GiB too much: it does not fit" if step.over_bytes > 0 else ""
+    closed = f"the estimate's closed form: {seconds_text(step.estimated_s)}"
+    return (
+        f"step {seconds_text(total)} = {' + '.join(parts)}; {closed}\n"
+        f"{number_text(setup.tokens / total)} tokens/s on {setup.devices:,} devices; "
+        f"{step.memory_bytes / GIB:.1f} of {device.memory_gib:g} GiB{over}"
+    )
+
+
+def _stragglers(rows: Sequence[StragglerRow]) -> str:
+    planned = rows[0]
+    lines = [["stragglers", "step", "longer", "idle"]]
+    few = _few(rows)
+    for row in few:
+        error = f" +- {seconds_text(row.error_s)}" if row.error_s else ""
+        longer = "" if row is planned else share_text(row.step_s - planned.step_s, planned.step_s)
+        lines.append([row.name, seconds_text(row.step_s) + error, longer, share_text(row.idle, 1)])
+    left = "" if len(few) == len(rows) else f"\nof more than {STAGES} places the cheapest and the dearest"
+    return table_text(lines) + left
+
+
+def _few(rows: Sequence[StragglerRow]) -> list[StragglerRow]:
+    """Of a kind that stands for many places the cheapest and the dearest."""
+    found: list[StragglerRow] = []
+    kinds: dict[str, list[StragglerRow]] = {}
+    for row in rows:
+        kinds.setdefault(row.name.split(", ")[0], []).append(row)
+    for same in kinds.values():
+        ends = [min(same, key=lambda row: row.step_s), max(same, key=lambda row: row.step_s)]
+        found += same if len(same) <= STAGES else ends
+    return found
+
+
+def _replicas(rows: Sequence[ReplicaComparison]) -> str:
+    lines = [["how replicas agree", "step as planned", "with all of these", "throughput"]]
+    first = rows[0].met_s
+    for row in rows:
+        lines.append([row.name, seconds_text(row.planned_s), seconds_text(row.met_s), f"x{first / row.met_s:.3f}"])
+    return table_text(lines)
+
+
+def hours_text(value: float) -> str:
+    return f"{value / 3600:,.4g} h" if value >= 3600 else seconds_text(value)
+
+
+def _often(lost: FailureCost, each: SaveInterval) -> tuple[str, str]:
+    """How often it saves: in time, and in steps."""
+    return ("never", "") if each.every == lost.steps else (hours_text(each.interval_s), f"{each.every:,} steps")
+
+
+def _lost(lost: FailureCost, ascii_only: bool) -> str:
+    faults = lost.faults
+    later = f", whole {seconds_text(faults.written_s)} later" if faults.written_s else ""
+    head = (
+        f"failures: one every {hours_text(faults.mtbf_s)} of the cluster; a checkpoint stops it for "
+        f"{seconds_text(faults.pause_s)}{later}; a restart takes {seconds_text(faults.restart_s)}"
+    )
+    lines = [["save", "every", "", "goodput"]]
+    for each in lost.intervals:
+        lines.append([each.name, *_often(lost, each), f"{each.goodput:.2%}"])
+    drawn, best = lost.drawn, lost.best
+    often = "never saved, which takes least" if best.every == lost.steps else f"saved every {best.every:,}"
+    bar, most = "#" if ascii_only else "█", max(1 - share for _, share in lost.curve)
+    curve = [["every", "goodput", "lost"]] + [
+        [hours_text(interval), f"{share:.2%}", bar * max(1, round(BAR * (1 - share) / most))]
+        for interval, share in lost.curve[::4]
+    ]
+    runs = f"{hours_text(drawn.wall_s)} +- {hours_text(drawn.error_s)} drawn at random, {drawn.failures:.4g} failures"
+    return "\n".join(
+        [
+            head, table_text(lines),
+            f"{lost.steps:,} steps, {often}: {hours_text(lost.expected_s)} in place of "
+            f"{hours_text(lost.planned_s)}, {hours_text(lost.lost_s)} lost ({runs})", "", table_text(curve, left=(2,)),
+        ]
+    )  # fmt: skip
+
+
+def _scaling(report: SimulationReport) -> str:
+    lines = [["devices", "dp", "batch", "step", "tokens/s", "MFU", "exposed", "efficiency"]]
+    for point in report.scaling:
+        lines.append(
+            [
+                f"{point.devices:,}", f"{point.dp:,}", f"{point.batch:,.0f}", seconds_text(point.step_s),
+                number_text(point.tokens_per_s), share_text(point.mfu, 1), share_text(point.exposed, 1),
+                share_text(point.efficiency, 1),
+            ]
+        )  # fmt: skip
+    what = "as many samples a device" if report.mode == "weak" else "as many samples in all"
+    return f"{report.mode} scaling: {what}\n{table_text(lines, left=())}"
+
+
+def table_text(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Columns side by side, flush right but for `left`."""
+    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, wide)))
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_report(path: Path, report: SimulationReport) -> None:
+    """What the file's suffix names. Raises ConfigError."""
+    makers = {".svg": report_svg, ".html": report_html, ".json": report_perfetto, ".csv": csv_rows}
+    if path.suffix not in makers:
+        fix = f"name a {', '.join(makers)}"
+        raise ConfigError("--out", str(path), "not a file to draw in", fix)
+    try:
+        path.write_text(makers[path.suffix](report), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--out", str(path), f"cannot be written ({error})", "name another file") from None
+
+
+def report_svg(report: SimulationReport) -> str:
+    """The timeline, and the curves that were asked for, under it."""
+    return stack_images([draw.svg([(report.title, report.timeline)]), *_curves(report)])
+
+
+def report_perfetto(report: SimulationReport) -> str:
+    return draw.perfetto([(report.title, report.timeline)])
+
+
+def report_html(report: SimulationReport) -> str:
+    """One page: the tables, and the pictures."""
+    pictures = [draw.svg([(report.title, report.timeline)]), *_curves(report)]
+    said = "\n\n".join(
+        part for part in (
+            _step(report),
+            _stragglers(report.stragglers) if len(report.stragglers) > 1 else "",
+            _replicas(report.replicas) if report.replicas else "",
+            _lost(report.lost, False) if report.lost else "",
+            _scaling(report) if report.scaling else "",
+        ) if part
+    )  # fmt: skip
+    return "\n".join(
+        [
+            "<!doctype html>", f'<meta charset="utf-8"><title>{escape(report.title)}</title>',
+            f"<h1>{escape(report.title)}</h1>", f"<pre>{escape(said)}</pre>",
+            *(f"<div>{picture}</div>" for picture in pictures), "",
+        ]
+    )  # fmt: skip
+
+
+def csv_rows(report: SimulationReport) -> str:
+    """The last table that was asked for. Raises ConfigError where there is none."""
+    found: list[dict[str, Any]] = []
+    if report.scaling:
+        found = [asdict(point) for point in report.scaling]
+    elif report.lost:
+        found = [{"interval_s": interval, "goodput": share} for interval, share in report.lost.curve]
+    elif len(report.stragglers) > 1:
+        found = [asdict(row) for row in report.stragglers]
+    if not found:
+        raise ConfigError("--out", ".csv", "there is no table", "ask for --scale, --mtbf or --slow, or name an .svg")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(found[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    return text.getvalue()
+
+
+def report_json(report: SimulationReport) -> str:
+    return json.dumps(report_figures(report), indent=2, allow_nan=False)
+
+
+def _curves(report: SimulationReport) -> list[str]:
+    found = []
+    if report.lost:
+        x, y = zip(*report.lost.curve)
+        often = [(each, _often(report.lost, each)[0]) for each in report.lost.best_first]
+        marks = [AxisMark(f"{each.name}, {every}", each.interval_s) for each, every in often]
+        across = ChartAxis("seconds of training between checkpoints", log=True)
+        up = ChartAxis("share of time that is training which lasts", near=True, percent=True)
+        found.append(draw_curves("Goodput", across, up, [Curve("expected", x, y)], _apart(marks)))
+    if report.scaling:
+        points = report.scaling
+        devices = [float(point.devices) for point in points]
+        across = ChartAxis("devices", log=True, ticks=devices)
+        ideal = [points[0].tokens_per_s * n / devices[0] for n in devices]
+        speed = [point.tokens_per_s for point in points]
+        title = f"{report.mode.capitalize()} scaling"
+        named = [Curve("estimated", devices, speed), Curve("ideal", devices, ideal, dashed=True)]
+        found.append(draw_curves(title, across, ChartAxis("tokens per second", log=True), named))
+        shares = [("efficiency", [p.efficiency for p in points]), ("MFU", [p.mfu for p in points])]
+        lines = [Curve(name, devices, values) for name, values in shares]
+        found.append(draw_curves(f"{title}: shares", across, ChartAxis("share", percent=True), lines))
+    return found
+
+
+def _apart(marks: Sequence[AxisMark]) -> list[AxisMark]:
+    """One of those that would be written over one another."""
+    found: list[AxisMark] = []
+    for mark in marks:
+        if not any(0.97 < mark.x / other.x < 1.03 for other in found):
+            found.append(mark)
+    return found

@@ -1,0 +1,116 @@
+"""Work: what a model computes, keeps and sends, block by block, for one sample. Pure data; no torch.
+
+It is the same data whether it was read off a module on the meta device (`trace`) or follows from a transformer's
+dimensions (`dims`), and it knows no layout: an op says which axes would divide it, and `estimate` divides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# What divides an op's work, what it keeps, and parameters:
+#   whole      data and sequence axes alone: every rank of tp does all of it
+#   sequence   tp too, where it has that option: norms, dropout, residuals
+#   tp         tp: heads and features
+#   expert     parameters: the axes that spread experts, and tp; work: tp, for each rank has its share of tokens
+Cut = Literal["whole", "sequence", "tp", "expert"]
+Kind = Literal["matmul", "attention", "memory"]
+
+
+@dataclass(frozen=True)
+class OpWork:
+    """Some work of a block's forward, for one sample.
+
+    `flops` of a matmul or a fused attention (as computed: causal kernels count half); `moved_bytes` that memory-bound
+    work reads and writes; `saved_bytes` kept for backward. `matmuls`: over how many of equal size the flops are
+    divided. `kernels` launched by the forward of a microbatch, whatever its samples. `backward` work over forward work.
+    `core`: part of attention's core, which selective recomputation does again and does not keep. Of a matmul, the
+    dims that may be no multiple of what a device computes at once, 0 where they surely are: `width`, which tp divides,
+    and `unit`, which it does not.
+    """
+
+    name: str
+    kind: Kind
+    cut: Cut
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    matmuls: float = 1.0
+    kernels: float = 1.0
+    backward: float = 2.0
+    core: bool = False
+    width: int = 0
+    unit: int = 0
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """One module of a chain, `count` times in a row. Bytes and elements are of one sample, or of one block.
+
+    `params`: elements by what divides them; of each, a matmul reads the weights once a microbatch. `output_bytes`: what
+    the next block gets. `reduced_bytes`: of activations that tp sums in a forward (all-reduces, or all-gather and
+    reduce-scatter under sequence; the same in backward), in `reductions` collectives. `key_bytes`: of keys and values
+    (both), and `query_bytes` of queries and of what attention gives (both), which axes that share a sequence exchange.
+    `routed_bytes`: of one dispatch of tokens to experts; `experts` in the block. `working_bytes`: the most that its
+    backward needs beside what was saved, divided by tp. `repeated`: recomputation may be asked of it. `tied`: its
+    parameters are those of a block before it.
+    """
+
+    name: str
+    count: int
+    ops: tuple[OpWork, ...]
+    params: tuple[tuple[Cut, float], ...]
+    output_bytes: float
+    reduced_bytes: float = 0.0
+    reductions: float = 0.0
+    key_bytes: float = 0.0
+    query_bytes: float = 0.0
+    routed_bytes: float = 0.0
+    experts: int = 0
+    kv_heads: int = 0
+    heads: int = 0
+    working_bytes: float = 0.0
+    repeated: bool = False
+    tied: bool = False
+
+    def elements(self, cut: Cut | None = None) -> float:
+        """Parameters of one of these blocks: of this cut, or all."""
+        return sum(count for each, count in self.params if cut in (None, each))
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """A model as a chain of blocks, in the order of its forward. `tokens` of a sample; `model_flops` that one sample's
+    forward and backward take by the model's definition, which MFU counts. `vocab`: logits of a token, 0 where it has
+    none. Activations are computed in `dtype`, `itemsize` bytes each."""
+
+    name: str
+    blocks: tuple[BlockWork, ...]
+    tokens: float
+    model_flops: float
+    dtype: str
+    itemsize: int
+    vocab: int = 0
+
+    @property
+    def params(self) -> float:
+        """Elements, tied ones once."""
+        return sum(block.count * block.elements() for block in self.blocks if not block.tied)
+
+    @property
+    def head(self) -> float:
+        """Elements of the matmuls behind the repeated blocks."""
+        last = max((i for i, block in enumerate(self.blocks) if block.repeated), default=len(self.blocks))
+        behind = (b for b in self.blocks[last + 1 :] if any(op.kind == "matmul" for op in b.ops))
+        return sum(block.count * block.elements() for block in behind)
+
+    @property
+    def depth(self) -> int:
+        """Number of repeated blocks."""
+        return sum(block.count for block in self.blocks if block.repeated)
+
+    @property
+    def parts(self) -> int:
+        """Number of all blocks: as many stages there can be."""
+        return sum(block.count for block in self.blocks)

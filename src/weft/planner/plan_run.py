@@ -1,0 +1,149 @@
+"""`weft plan RUN.toml`: the search, what it says, and the run file that it writes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
+
+from weft.core import ConfigError, RunConfig, dump_toml, nearest
+from weft.pipeline import schedules
+from weft.train import build_dataset, build_skeleton, build_sync
+
+from .cost.hardware import Cluster
+from .cost.model_work import ModelWork
+from .search import single_layout
+from .search.baselines import baselines
+from .search.candidates import find_left_out
+from .search.constraints import SCHEDULES
+from .search.feasibility import FeasibilityChecker, run_with_row
+from .search.layout_pattern import ANY, LayoutPattern
+from .search.no_fit import no_candidates, nothing_fits
+from .search.query import PlanQuery
+from .search.query_from_run import work_of_run
+from .search.ranking import Progress, Ranking, rank
+from .search.report import PlanReport
+from .search.run_precision import run_precision
+
+SEARCHED = set(SCHEDULES) - {"naive"}
+LONG = 200_000  # choices from which on a search shows how far it is
+
+
+def era_of(cluster: Cluster, name: str | None) -> str:
+    """The software that weft is: what torch runs eagerly, if the sheet knows of it. Raises ConfigError."""
+    eras = cluster.hardware.eras
+    found = name or ("eager" if "eager" in eras else next(iter(eras)))
+    cluster.hardware.era(found)
+    return found
+
+
+def limit_memory(cluster: Cluster, memory_gib: float | None) -> Cluster:
+    """The cluster with devices of at most so much memory. Raises ConfigError."""
+    if memory_gib is None:
+        return cluster
+    device = cluster.hardware.device
+    if not 0 < memory_gib <= device.memory_gib:
+        fix = f"give more than 0 and at most {device.memory_gib:g} GiB"
+        raise ConfigError("--max-memory", memory_gib, f"is no part of the memory of {cluster.hardware.name}", fix)
+    small = device.model_copy(update={"memory_gib": memory_gib})
+    return cluster.model_copy(update={"hardware": cluster.hardware.model_copy(update={"device": small})})
+
+
+def plan_for_cluster(
+    run: RunConfig,
+    cluster: str,
+    layout: str | None,
+    era: str | None,
+    memory_gib: float | None,
+    wide: bool,
+    explain: str | None = None,
+    top: int = 10,
+) -> tuple[PlanReport, RunConfig]:
+    """What was found, and the run as it is best laid. `explain`: a whole layout that is looked at beside,
+    as it is among the `top` or the obvious ones, if it is. Raises Refusal."""
+    if run.workers:
+        raise ConfigError("workers", list(run.workers), "has no layout to choose", "leave [workers] out")
+    where = limit_memory(Cluster.parse(cluster), memory_gib)
+    named = era_of(where, era)
+    pattern = ANY if layout is None else LayoutPattern.parse(layout)
+    asked = None if explain is None else single_layout.parse_whole_layout(explain)
+    check_schedule(run)
+    bare, held = build_skeleton(run), build_dataset(run)
+    question = make_plan_query(run, where, named, work_of_run(run, bare, held, where.hardware.kind))
+    judge = FeasibilityChecker(run, bare, held)
+    began = time.perf_counter()
+    with _bar() as progress:
+        found = single_layout.price_alone(judge, question, pattern) if pattern.exact else rank(question, pattern, wide, progress)
+    if not found.rows:
+        raise no_candidates(question, pattern)
+    if not found.fits and not pattern.exact:
+        raise nothing_fits(question, pattern, found, memory_gib)
+    best = judge.first(found.rows)
+    if best is None:
+        raise judge.refused[0][1]
+    others = [] if pattern.exact else baselines(question, found.devices, best, found.rows)
+    out = [] if pattern.exact else find_left_out(question, found.devices, pattern)
+    took = time.perf_counter() - began
+    said = plan_notes(question, pattern, found, FeasibilityChecker(run, bare, held))
+    report = PlanReport(question, found, best, others, judge.refused, out, named, took, said)
+    if asked is not None:
+        report = replace(report, explained=single_layout.explain_layout(report, asked, FeasibilityChecker(run, bare, held), top))
+    return report, run_with_row(run, best)
+
+
+def check_schedule(run: RunConfig) -> None:
+    """Raises ConfigError for a schedule that is none."""
+    name, known = run.pipeline.schedule, schedules.builtin_schedules()
+    if ":" not in name and name not in known:
+        raise ConfigError("pipeline.schedule", name, "there is no such schedule", nearest(name, known))
+
+
+def plan_notes(question: PlanQuery, pattern: LayoutPattern, found: Ranking, judge: FeasibilityChecker) -> list[str]:
+    """What a layout that does not fit would need; that a search has its own schedules."""
+    if not pattern.exact:
+        name = judge.run.pipeline.schedule
+        own = name not in SEARCHED and not pattern.given("pp") and any(row.schedule for row in found.rows)
+        return [f"{name} is not searched: a whole --layout is priced with it"] if own else []
+    said = [] if found.fits else single_layout.other_ways(question, pattern, judge)
+    if found.rows[0].schedule and not isinstance(judge.run.pipeline.cut, str):
+        said.append("pipeline.cut names where stages begin: they are priced as if they were even")
+    return said
+
+
+def make_plan_query(run: RunConfig, where: Cluster, era: str, work: ModelWork | None = None) -> PlanQuery:
+    """How to lay a run over a cluster. `work`: its model's, where that is known. Raises Refusal."""
+    work = work or work_of_run(run, build_skeleton(run), build_dataset(run), where.hardware.kind)
+    return PlanQuery(work, run.train.batch, where, where.hardware.era(era), run_precision(run), build_sync(run))
+
+
+def write_run_file(run: RunConfig, out: Path) -> None:
+    """A run file that `weft train` takes. Raises ConfigError."""
+    folder = os.path.relpath(run.folder, out.resolve().parent)
+    try:
+        out.write_text(dump_toml(run.model_copy(update={"folder": folder})), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--out", str(out), f"cannot be written ({error})", "name another file") from None
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    """A bar on a terminal, of a search that is long."""
+    console = Console(stderr=True)
+    columns = (TextColumn("choices"), BarColumn(), MofNCompleteColumn())
+    with Bar(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("choices", visible=False)
+
+        def progress(done: int, of: int) -> None:
+            bar.update(task, completed=done, total=of, visible=of >= LONG)
+
+        yield progress

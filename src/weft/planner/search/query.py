@@ -1,0 +1,34 @@
+"""Question: what is to be laid over what. All that a search does not choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.core import Sync
+
+from ..cost.estimate import Estimate, estimate
+from ..cost.hardware import GIB, Cluster, Era
+from ..cost.layout_batch import LayoutBatch
+from ..cost.model_work import ModelWork
+from ..cost.precision_policy import PrecisionPolicy
+
+
+@dataclass(frozen=True)
+class PlanQuery:
+    """Lay `work`, `batch` samples a step, over `cluster`, with software of an `era`."""
+
+    work: ModelWork
+    batch: int
+    cluster: Cluster
+    era: Era
+    practice: PrecisionPolicy
+    sync: Sync | None = None
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of one device."""
+        return self.cluster.hardware.device.memory_gib * GIB
+
+    def price(self, choices: LayoutBatch) -> Estimate:
+        """What each of these would take."""
+        return estimate(self.work, choices, self.cluster, self.era, self.practice, self.sync)

@@ -1,0 +1,108 @@
+"""Posed: a run in the terms of an estimate. What `plan`, `simulate` and a run's own prediction ask of a run file."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from weft.core import Layout, PipelineConfig, RunConfig, Sync
+from weft.pipeline import check_cut, choose_schedule, schedule_of, schedules
+from weft.train import (
+    Dataset,
+    build_dataset,
+    build_loss,
+    build_skeleton,
+    build_sync,
+    model_inputs,
+    resolve_callable,
+    sample_batch,
+    with_layout,
+)
+
+from ..cost.layout_batch import LayoutBatch
+from ..cost.model_work import ModelWork
+from ..cost.precision_policy import PrecisionPolicy
+from ..cost.profile import profile_model
+from .constraints import STAGES
+from .run_precision import run_precision
+
+
+@dataclass(frozen=True)
+class RunQuery:
+    """The arguments of `estimate` that follow from a run; `choices` holds the run's own alone."""
+
+    work: ModelWork
+    choices: LayoutBatch
+    practice: PrecisionPolicy
+    sync: Sync
+
+
+def query_from_run(run: RunConfig, axes: str | None = None, device: str = "cpu", work: ModelWork | None = None) -> RunQuery:
+    """A run as its file has it, on its own layout or on these axes. `device`: the kind of device whose kernels it
+    would run, as a sheet has it. `work`: its model's, where that is known. Raises Refusal."""
+    there = run if axes is None else with_layout(run, axes)
+    work = work or work_of_run(run, build_skeleton(run), build_dataset(run), device)
+    return RunQuery(work, layout_of_run(there), run_precision(run), build_sync(run))
+
+
+def work_of_run(run: RunConfig, bare: nn.Module, held: Dataset, device: str) -> ModelWork:
+    """The work of a run's model for one of its samples. Raises Refusal."""
+    return profile_model(
+        bare, sample_batch(run, held), build_loss(run), precision=run.precision.compute, device=device,
+        roles=run.roles or None, inputs=model_inputs(run, bare), name=run.model.build or str(run.model.hf),
+    )  # fmt: skip
+
+
+def layout_of_run(run: RunConfig) -> LayoutBatch:
+    """The layout of a run, with its microbatches, recomputation and schedule. Raises Refusal."""
+    layout = Layout.parse(run.layout.axes)
+    name, chunks = _schedule(run, layout)
+    if layout.live("pp"):
+        check_cut(run.pipeline.cut, layout.size("pp") * chunks, f"{name} over {layout}")
+    return LayoutBatch.of(
+        [plain_layout(run.layout.axes)], batch=run.train.batch, accumulate=run.train.accumulate, recompute=run.train.recompute,
+        schedule=name, chunks=chunks,
+    )  # fmt: skip
+
+
+def plain_layout(axes: str) -> Layout:
+    """A layout as estimates have it: less what has one rank, and as `up` what `cp+ulysses` is."""
+    layout = Layout.parse(axes)
+    layout = layout.without(*(axis for axis, size in layout.sizes if size == 1))
+    if "ulysses" in layout.option("cp"):
+        layout = Layout.parse(str(layout).replace("cp", "up").replace("+ulysses", ""))
+    return layout
+
+
+def _schedule(run: RunConfig, layout: Layout) -> tuple[str, int]:
+    """Its name, and stages of a rank."""
+    if not layout.live("pp"):
+        return "1f1b", 1
+    name = schedule_of(layout) or run.pipeline.schedule
+    if name not in schedules.builtin_schedules():
+        arguments = run.pipeline.arguments
+        own = resolve_callable(name, run.folder, "pipeline.schedule") if ":" in name else name
+        made = choose_schedule(layout, run.train.accumulate, own, arguments)
+        if not isinstance(own, str):
+            schedules.register(partial(own, **arguments), name)
+        return name, made.stages // made.ranks
+    given = inspect.signature(schedules.builtin_schedules()[name]).parameters
+    if "chunks" in given:
+        return name, int(run.pipeline.arguments.get("chunks", given["chunks"].default))
+    return name, STAGES.get(name, 1)
+
+
+def run_with_layout(run: RunConfig, axes: str, accumulate: int, recompute: str | int, name: str, options: dict[str, int]) -> RunConfig:
+    """The run so laid; `name`: the schedule's, if it has several stages."""
+    train = run.train.model_copy(update={"accumulate": accumulate, "recompute": recompute})
+    pipeline = run.pipeline
+    if name:
+        count = Layout.parse(axes).size("pp") * options.get("chunks", STAGES.get(name, 1))
+        same = isinstance(pipeline.cut, str) or len(pipeline.cut) == count - 1  # modules are named for so many stages
+        cut = pipeline.cut if same else "flops"
+        arguments = (pipeline.arguments if name == pipeline.schedule else {}) | options
+        pipeline = PipelineConfig(schedule=name, cut=cut, dynamic_shapes=pipeline.dynamic_shapes, **arguments)
+    return with_layout(run.model_copy(update={"train": train, "pipeline": pipeline}), axes)

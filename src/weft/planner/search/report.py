@@ -1,0 +1,162 @@
+"""Report: what a search found, as a table that a person reads, and as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.core import Refusal
+
+from ..cost.hardware import GIB
+from .baselines import Baseline, limits
+from .candidates import LeftOut
+from .explain import excess_text
+from .query import PlanQuery
+from .ranking import RankedLayout, Ranking
+
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """`best`: the first row that weft itself would lay so; `refused`: those before it; `left_out` by the rules.
+    `took_s`: seconds of the search. `era`: what the software is priced as. `notes`: what else is to be known.
+    `explained`: what was asked about."""
+
+    question: PlanQuery
+    ranked: Ranking
+    best: RankedLayout
+    losers: Sequence[Baseline]
+    refused: Sequence[tuple[RankedLayout, Refusal]]
+    left_out: Sequence[LeftOut]
+    era: str
+    took_s: float
+    notes: Sequence[str] = ()
+    explained: RankedLayout | None = None
+
+    def rows(self) -> list[RankedLayout]:
+        """The best first, then as ranked, without those refused."""
+        refused = {row.layout for row, _ in self.refused}
+        return [row for row in self.ranked.rows if row.layout not in refused]
+
+    def text(self, top: int) -> str:
+        """As wide as WIDTH."""
+        parts = [self._head(), self._table(self.rows()[:top])]
+        if self.losers:
+            parts.append(self._losers())
+        if self.refused:
+            parts.append("\n".join(f"refused: {row.layout}: {problem.problem}" for row, problem in self.refused))
+        return "\n\n".join(parts)
+
+    def json(self, top: int) -> dict[str, Any]:
+        """Everything: seconds, bytes, shares."""
+        cluster, work = self.question.cluster, self.question.work
+        return {
+            "cluster": str(cluster),
+            "era": self.era,
+            "devices": self.ranked.devices,
+            "device_bytes": self.question.memory_bytes,
+            "model": {"name": work.name, "params": work.params, "tokens": work.tokens, "flops": work.model_flops},
+            "batch": self.question.batch,
+            "precision": self.question.practice.compute,
+            "priced": self.ranked.priced,
+            "simulated": self.ranked.simulated,
+            "wide": self.ranked.wide,
+            "took_s": self.took_s,
+            "best": row_figures(self.best),
+            "rows": [row_figures(row) for row in self.rows()[:top]],
+            "losers": [
+                {"name": one.name, "pattern": one.pattern, "why": one.why, "row": one.row and row_figures(one.row)}
+                for one in self.losers
+            ],
+            "refused": [{"layout": row.layout, "why": str(problem)} for row, problem in self.refused],
+            "left_out": [{"axis": one.axis, "sizes": one.sizes, "why": one.why} for one in self.left_out],
+            "habits": sorted(self.ranked.habits),
+            "notes": list(self.notes),
+        }
+
+    # ---- text --------------------------------------------------------------------------------------------------------
+
+    def _head(self) -> str:
+        q, found = self.question, self.ranked
+        hardware = q.cluster.hardware
+        tokens = f" of {q.work.tokens:,.0f} tokens" if q.work.tokens > 1 else ""
+        used = "" if found.devices == q.cluster.devices else f", {found.devices} of them in use"
+        lines = [
+            f"model    {short_count(q.work.params)} parameters in {q.work.depth} blocks, {q.practice.compute}; "
+            f"batch {q.batch:,} samples{tokens}",
+            f"cluster  {q.cluster}: {hardware.title}, {hardware.device.memory_gib:g} GiB{used}; software: {self.era}",
+            f"search   {found.priced:,} choices priced, {found.simulated} simulated, {self.took_s:.1f} s",
+        ]
+        if found.habits:
+            lines += wrapped("only", [*sorted(found.habits), "see --wide"])
+        if self.left_out:
+            lines += wrapped("without", [left_out_text(one) for one in self.left_out])
+        for note in self.notes:
+            lines += wrapped("note", [note])
+        return "\n".join(lines)
+
+    def _table(self, rows: Sequence[RankedLayout]) -> str:
+        wide = max(6, *(len(row.layout) for row in rows))
+        names = [row.schedule + "".join(f" x{value}" for value in row.options.values()) for row in rows]
+        named = max(8, *map(len, names))
+        each = "tokens/s" if self.question.work.tokens > 1 else "samples/s"
+        head = f"   {'layout':<{wide}} {'schedule':<{named}} micro recompute  step s {each} MFU   GiB  limited by"
+        lines = [head]
+        for place, (row, name) in enumerate(zip(rows, names), 1):
+            lines.append(
+                f"{place:>2} {row.layout:<{wide}} {name:<{named}} {row.microbatch:>5} {row.recompute:>9} "
+                f"{row.step_s:>7.4g} {short_count(row.tokens_per_s):>{len(each)}} {row.mfu:>3.0%} "
+                f"{row.held_bytes / GIB:>5.1f}  {self._limit(row)}"
+            )
+        return "\n".join(lines)
+
+    def _limit(self, row: RankedLayout) -> str:
+        if not row.fits:
+            return f"{limits(row)}; {excess_text(row)}"
+        share = row.held_bytes / self.question.memory_bytes
+        return limits(row) + (f", memory {share:.0%}" if share > 0.9 else "")
+
+    def _losers(self) -> str:
+        name = max(len(one.name) for one in self.losers)
+        laid = [one.row.layout if one.row is not None else one.pattern for one in self.losers]
+        wide = max(map(len, laid))
+        lines = [f"{one.name:<{name}}  {layout:<{wide}}  {one.why}" for one, layout in zip(self.losers, laid)]
+        return "\n".join(["why not", *(f"   {line}" for line in lines)])
+
+
+def row_figures(row: RankedLayout) -> dict[str, Any]:
+    """One choice, as [layout], [train] and [pipeline] have it, and what it takes."""
+    names = ("layout", "schedule", "microbatch", "accumulate", "recompute", "step_s", "tokens_per_s", "mfu")
+    found = {name: getattr(row, name) for name in names}
+    maps = {name: dict(getattr(row, name)) for name in ("options", "time", "memory", "traffic")}
+    return found | {
+        "held_bytes": row.held_bytes, "process_bytes": row.process_bytes, "over_bytes": row.over_bytes,
+        "simulated": row.simulated, "limited_by": limits(row), **maps,
+    }  # fmt: skip
+
+
+def left_out_text(one: LeftOut) -> str:
+    """As in `tp16, ..., tp64: 8 heads`."""
+    names = [f"{one.axis}{size}" for size in one.sizes]
+    return f"{', '.join(names if len(names) < 3 else [names[0], '...', names[-1]])}: {one.why}"
+
+
+def wrapped(word: str, parts: Sequence[str]) -> list[str]:
+    """In lines of WIDTH, under a word."""
+    lines, line = [], f"{word:<9}"
+    for part in parts:
+        if len(line) > 9 and len(line) + len(part) > WIDTH:
+            lines.append(line.rstrip())
+            line = " " * 9
+        line += part + "; "
+    return [*lines, line.rstrip("; ")]
+
+
+def short_count(number: float) -> str:
+    """12345678 -> 12.3M."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"

@@ -1,0 +1,73 @@
+"""In which dtypes weft keeps and sends what belongs to a parameter: the Practice of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.core import RunConfig
+from weft.engine import Optimizers
+from weft.parallel import DTYPES
+from weft.pipeline import tensors_in
+from weft.train import build_optimizer
+
+from ..cost.precision_policy import PrecisionPolicy
+
+NUMEL = 1024  # of the parameter that an optimizer is tried on
+
+
+def run_precision(run: RunConfig) -> PrecisionPolicy:
+    """As the run file has it."""
+    return precision_policy(run.precision.compute, build_optimizer(run))
+
+
+def precision_policy(precision: str, optimizer: Optimizers) -> PrecisionPolicy:
+    """Weights, gradients and optimizer state are float32, float64 under fp64, and so are sums of gradients and gathered
+    weights. bf16 and fp16 are autocast's: each forward's matmuls keep a copy of their weights until its backward."""
+    compute = DTYPES[precision]
+    kept = torch.float64 if compute == torch.float64 else torch.float32
+    item, copy = kept.itemsize, compute.itemsize if compute.itemsize < kept.itemsize else 0
+    state, moved = _tried(optimizer, kept)
+    return PrecisionPolicy(
+        compute=precision,
+        weight_bytes=item,
+        copy_bytes=copy,
+        copies_live=True,
+        grad_bytes=item,
+        state_bytes=state,
+        reduce_bytes=item,
+        gather_bytes=item,
+        update_bytes=moved + 3 * item,  # before a step gradients are cleared, and divided by the batch's weight
+        added_bytes=3 * item,
+        logit_bytes=3 * item,  # log-softmax and two gradients
+        overlaps=True,
+        keeps_sent=True,
+    )
+
+
+def _tried(optimizer: Optimizers, dtype: torch.dtype) -> tuple[float, float]:
+    """Of a parameter's element: bytes of the state that the optimizer itself keeps, and those that a step of it reads
+    and writes."""
+    parameter = nn.Parameter(torch.zeros(NUMEL, dtype=dtype))
+    made = optimizer([("", parameter)])
+    parameter.grad = torch.zeros_like(parameter)
+    made.step()  # the first one makes the state
+    with _Moved() as seen:
+        made.step()
+    state = [value for value in made.state[parameter].values() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() * value.itemsize for value in state if value.numel() >= NUMEL) / NUMEL, seen.total / NUMEL
+
+
+class _Moved(TorchDispatchMode):
+    """Bytes that operations read and write."""
+
+    total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for given in (tensors_in((args, kwargs)), tensors_in(out)):
+            self.total += sum(t.numel() * t.itemsize for t in {id(t): t for t in given}.values() if t.numel() >= NUMEL)
+        return out

@@ -1,0 +1,113 @@
+"""Whole: one layout that is given, and not searched: priced as it is run, explained, and how else it would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from weft.core import Layout, LayoutError, PipelineConfig, Refusal, RunConfig
+from weft.pipeline import schedule_of
+from weft.train import with_layout
+
+from ..cost.layout_batch import AXES
+from .candidates import Candidates, layout_variants, refusal, schedule_variants
+from .constraints import SCHEDULES, SPREADING
+from .explain import describe_row, excess_text
+from .feasibility import FeasibilityChecker
+from .layout_pattern import LayoutPattern
+from .no_fit import no_candidates
+from .query import PlanQuery
+from .query_from_run import layout_of_run, plain_layout
+from .ranking import RankedLayout, Ranking, price, rows_of, simulate_rows
+from .report import PlanReport
+
+TRIED = 8  # ways to run one layout that are simulated, and that weft's planner is asked about
+
+
+def parse_whole_layout(layout: str) -> LayoutPattern:
+    """What --explain names. Raises LayoutError."""
+    pattern = LayoutPattern.parse(layout, "--explain")
+    if not pattern.exact:
+        raise LayoutError("--explain", layout, "is no whole layout", "write one as in fsdp8.tp8")
+    return pattern
+
+
+def price_alone(judge: FeasibilityChecker, question: PlanQuery, pattern: LayoutPattern) -> Ranking:
+    """A layout that is given whole, with the microbatches, recomputation and schedule of the run file."""
+    _check(question, pattern, judge, "--layout")
+    one = _written(judge.run, pattern)
+    rows = simulate_rows(question, rows_of(question, one))
+    world = int(one.choices.world[0])
+    return Ranking(tuple(rows), rows[0].fits, 1, sum(row.simulated for row in rows), world, True)
+
+
+def _written(run: RunConfig, pattern: LayoutPattern) -> Candidates:
+    """A whole layout, with the rest as the run file has it."""
+    layout = plain_layout(pattern.text)
+    spread = sum(1 << bit for bit, axis in enumerate(SPREADING) if "ep" in layout.option(axis))
+    return Candidates(layout_of_run(with_layout(run, pattern.text)), np.array([spread]))
+
+
+def _schedule(one: Candidates) -> tuple[str, int]:
+    """Its schedule, and stages of a rank."""
+    return one.choices.schedules[0], int(one.choices.chunks[0])
+
+
+def _check(question: PlanQuery, pattern: LayoutPattern, judge: FeasibilityChecker, field: str) -> None:
+    """A whole layout has a device for each rank, and weft knows it as it is written. Raises Refusal."""
+    world, devices = Layout.parse(pattern.text).world, question.cluster.devices
+    if world > devices:
+        problem = f"has {world} ranks, and {question.cluster} {devices} devices"
+        raise LayoutError(field, pattern.text, problem, "use a smaller layout, or a larger cluster")
+    if refusal(dict.fromkeys(AXES, 1) | dict(plain_layout(pattern.text).sizes), question):
+        raise no_candidates(question, pattern, field)
+    try:
+        schedule_of(Layout.parse(pattern.text))
+        judge.hold(pattern.text)
+    except Refusal as refused:
+        if refused.field != "layout":
+            raise
+        raise LayoutError(field, pattern.text, refused.problem, refused.fix) from None
+
+
+def other_ways(question: PlanQuery, pattern: LayoutPattern, judge: FeasibilityChecker) -> list[str]:
+    """How a layout that does not fit would, in the schedule that it has; or by how much it never does."""
+    one = _written(judge.run, pattern)
+    best = _best_way(question, one, [_schedule(one)], judge)
+    if best is None:
+        return []
+    if best.fits:
+        return [f"it would fit as {describe_row(best)}"]
+    return [f"it fits with no microbatches and no recomputation: the nearest, {describe_row(best)}, {excess_text(best)}"]
+
+
+def explain_layout(report: PlanReport, pattern: LayoutPattern, judge: FeasibilityChecker, top: int) -> RankedLayout:
+    """A whole layout as the report shows it, or else the best way to run it. Raises Refusal."""
+    question = report.question
+    _check(question, pattern, judge, "--explain")
+    named = schedule_of(Layout.parse(pattern.text))
+    run = judge.run if named else judge.run.model_copy(update={"pipeline": PipelineConfig()})
+    one = _written(run, pattern)
+    shown = [*report.rows()[:top], *(each.row for each in report.losers if each.row is not None)]
+    layout = str(one.layout(0))
+    known = (row for row in shown if row.layout == layout and named in (None, row.schedule))
+    if (row := next(known, None)) is not None:
+        return row
+    searched = named is None or named in SCHEDULES
+    schedules = schedule_variants([named] if named else SCHEDULES) if searched else [_schedule(one)]
+    row = _best_way(question, one, schedules, judge)
+    if row is None:
+        chunks = {"chunks": one.choices.chunks[0]}
+        raise judge.refused[0][1] if judge.refused else no_candidates(question, pattern, "--explain", chunks)
+    return row
+
+
+def _best_way(question: PlanQuery, one: Candidates, schedules: Sequence[tuple[str, int]], judge: FeasibilityChecker) -> RankedLayout | None:
+    """The fastest way to run a layout with one of these schedules that fits, or else the nearest to it, of those that
+    weft would run; none, if there is none."""
+    tried = layout_variants(one, question, schedules)
+    prices = price(question, tried)
+    order = np.lexsort((prices.step_s, np.maximum(prices.over_bytes, 0)))[:TRIED]
+    rows = simulate_rows(question, rows_of(question, tried.take(order)))
+    return judge.first(tuple(sorted(rows, key=lambda row: (max(row.over_bytes, 0), row.step_s))))

@@ -1,0 +1,42 @@
+from .build import (
+    build_dataset as build_dataset,
+    build_loss as build_loss,
+    build_model as build_model,
+    build_optimizer as build_optimizer,
+    build_plan as build_plan,
+    build_skeleton as build_skeleton,
+    build_sync as build_sync,
+    check_run as check_run,
+    check_sizes as check_sizes,
+    model_inputs as model_inputs,
+    plan_without_weights as plan_without_weights,
+    replica_ranks as replica_ranks,
+    resolve_callable as resolve_callable,
+    sample_batch as sample_batch,
+    server_replicas as server_replicas,
+    with_layout as with_layout,
+)
+from .data import (
+    Dataset as Dataset,
+    Images as Images,
+    Loader as Loader,
+    Text as Text,
+    collate as collate,
+    hf as hf,
+    shapes as shapes,
+    stdlib as stdlib,
+    text as text,
+)
+from .elastic_layout import shrink_to as shrink_to
+from .hf_checkpoint import (
+    DTYPES as DTYPES,
+    export_weights as export_weights,
+    import_weights as import_weights,
+)
+from .metrics import (
+    highest_over_ranks as highest_over_ranks,
+    peak_memory_bytes as peak_memory_bytes,
+)
+from .progress import short_number as short_number
+from .run_folder import CHECKPOINTS as CHECKPOINTS, check_output as check_output
+from .trainer import train as train

@@ -1,0 +1,127 @@
+"""What ranks send to each other: bytes of a step by axis, and how long the sums of gradients were waited for; or what
+calls between a driver and its workers carry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.filesize import decimal
+
+from weft.core import EXPERTS
+from weft.engine import Audit, Engine, ModuleCalls, local_tensor, wire_bytes
+
+
+class RpcMetrics:
+    """Of a driver: what its calls carry there and back, gradients included. The same as `Traffic` to who asks."""
+
+    def __init__(self, calls: ModuleCalls):
+        self._calls, self._steps = calls, 0
+        self._mark = self._total = [0, 0, 0]  # calls, bytes sent and bytes that came, in steps
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step."""
+        before = self._now()
+        yield
+        self._steps += 1
+        self._total = [t + b - a for t, a, b in zip(self._total, before, self._now(), strict=True)]
+
+    def _now(self) -> tuple[int, int, int]:
+        return self._calls.count, self._calls.sent_bytes, self._calls.came_bytes
+
+    def line(self, steps: int) -> dict[str, float]:
+        """For metrics.jsonl: of a step, as means over the `steps` steps since the last call."""
+        found = [round((b - a) / steps) for a, b in zip(self._mark, self._total, strict=True)]
+        self._mark = self._total
+        return dict(zip(("calls", "sent_bytes", "came_bytes"), found, strict=True))
+
+    def summary(self) -> str | None:
+        if not self._steps or not self._total[0]:
+            return None
+        count, sent, came = (round(each / self._steps) for each in self._total)
+        return f"the driver sends {decimal(sent)} in {count} calls a step, and gets {decimal(came)}"
+
+
+class CommMetrics:
+    """Of one rank. Bytes are counted at PyTorch's dispatcher, in the first step and when the codec asks for others."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._live = bool(engine.whole.layout.live())
+        self._mark = (0.0, 0.0, 0.0)
+        self._steps = self._tokens = 0
+        self._seen: object = None
+        self.by_axis: dict[str, float] | None = None
+
+    def _asked(self) -> object:
+        """What the codec asks for in this step: it may be less than in the first ones."""
+        exchange = self._engine.reducer.exchange
+        return None if exchange is None else exchange.asks(self._engine.steps_done)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step."""
+        self._steps += 1
+        if not self._live or (self.by_axis is not None and self._asked() == self._seen):
+            yield
+            return
+        self._seen = self._asked()
+        tokens = self._engine.dispatch
+        before = tokens.came_bytes
+        with Audit(self._engine.mesh) as audit:
+            yield
+        layout = self._engine.whole.layout
+        found: dict[str, float] = {}
+        for comm in audit.seen:
+            size = layout.size(*comm.axis.split("."))
+            found[comm.axis] = found.get(comm.axis, 0.0) + wire_bytes(comm.kind, comm.nbytes, size)
+        if tokens.group is not None:  # what travels to experts is other in every step, and counted by itself
+            axis = ".".join(layout.live(EXPERTS))
+            found[axis] -= wire_bytes("all_to_all", tokens.came_bytes - before, layout.size(EXPERTS))
+        self.by_axis = found
+
+    def line(self, steps: int) -> dict[str, float]:
+        """For metrics.jsonl: of a step, as means over the `steps` steps since the last call."""
+        if not self._live or self.by_axis is None:
+            return {}
+        outer, reducer = self._engine.outer or self._engine.worker, self._engine.reducer
+        clock, apart = (reducer.clock, 0.0) if outer is None else (outer.clock, outer.sent_bytes)
+        now = clock.exposed_s, clock.busy_s, apart
+        exposed, busy, between = (b - a for a, b in zip(self._mark, now, strict=True))
+        self._mark = now
+        tokens, self._tokens = self._engine.dispatch.sent_bytes - self._tokens, self._engine.dispatch.sent_bytes
+        found: dict[str, float] = {"sent_bytes": round(sum(self.by_axis.values()) + (between + tokens) / steps)}
+        if (outer or reducer.buckets) and self._engine.mesh.device.type == "cpu":
+            found |= {"sync_exposed_s": exposed / steps, "sync_hidden_s": max(0.0, busy - exposed) / steps}
+        worker = self._engine.worker
+        if worker is not None and worker.behind:
+            found["staleness"] = sum(worker.behind) / len(worker.behind)
+            worker.behind.clear()
+        return found
+
+    def summary(self) -> str | None:
+        """Bytes of a step by axis; and of what an all-reduce of the gradients as they are would send over `dp`."""
+        if self.by_axis is None or not self._live:
+            return None
+        outer, by_axis = self._engine.outer or self._engine.worker, dict(self.by_axis)
+        if self._engine.dispatch.group is not None:
+            axis = ".".join(self._engine.whole.layout.live(EXPERTS))
+            by_axis[axis] += self._engine.dispatch.sent_bytes / self._steps
+        if outer is not None:
+            by_axis["dp"] = by_axis.get("dp", 0.0) + outer.sent_bytes / self._steps
+        parts = [f"{axis} {decimal(round(nbytes))}" for axis, nbytes in by_axis.items()]
+        text = f"a rank sends {', '.join(parts)} a step"
+        plain, actual, sync = self._plain(), by_axis.get("dp", 0.0), self._engine.whole.sync
+        if not plain or not actual or sync is None or (outer is None and sync.codec.name == "identity"):
+            return text
+        return f"{text}; over dp 1/{plain / actual:.3g} of what an all-reduce of gradients sends"
+
+    def _plain(self) -> float:
+        engine, size = self._engine, self._engine.whole.layout.size("dp")
+        flats = [b.flat for b in engine.reducer.buckets if b.number is not None]
+        if engine.worker is not None:
+            flats = [local_tensor(p.detach()) for p in engine.params.values() if p.requires_grad]
+        if engine.outer is not None:
+            flats = [message.anchor for message in engine.outer.messages]
+        return sum(wire_bytes("all_reduce", flat.nbytes, size) for flat in flats)

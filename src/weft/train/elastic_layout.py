@@ -1,0 +1,74 @@
+"""The layout of a run where fewer ranks are there than its own takes. Batch, microbatches, seed and the order of data
+are those of the run, so its losses are too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from weft.core import DATA_AXES, SEQUENCE_AXES, Layout, LayoutError, Refusal, RunConfig
+
+from . import build
+
+GROWTH = 1.5  # what a rank may have to spare of memory; no more than a guess
+COPIES = ("dp", *SEQUENCE_AXES)  # whose ranks hold the same weights
+
+
+def shrink_to(run: RunConfig, ranks: int) -> RunConfig:
+    """This run on a layout of at most so many ranks: its own, the first of `layout.elastic` that can be, or, where that
+    is not a list, the best of its own axes. Ranks that are left over stand by.
+
+    Raises LayoutError where there is none.
+    """
+    layout, named = Layout.parse(run.layout.axes), run.layout.elastic
+    if layout.world <= ranks:
+        return run
+    candidates = smaller_layouts(layout, ranks) if isinstance(named, bool) else map(Layout.parse, named)
+    bare, train, refused = build.build_skeleton(run), build.build_dataset(run), None
+    for candidate in candidates:
+        there = build.with_layout(run, str(candidate))
+        parts = run.train.accumulate * candidate.size(*DATA_AXES)
+        if candidate.world > ranks or (run.train.batch % parts and candidate.world > 1):
+            continue
+        try:
+            build.plan_without_weights(there, bare, train)
+            return there
+        except Refusal as error:
+            refused = refused or error
+    problem = f"no layout of at most {ranks} ranks can take its place" + (f" ({refused})" if refused else "")
+    fix = 'use a batch that more numbers of ranks divide, or name layouts in layout.elastic, as in ["dp3.tp2"]'
+    raise LayoutError("layout.axes", str(layout), problem, fix)
+
+
+def smaller_layouts(layout: Layout, ranks: int) -> Iterator[Layout]:
+    """Layouts of the same axes with at most so many ranks, best first: none whose ranks hold over GROWTH times as much
+    of the model; then most ranks; then fewest axes changed that cut the model, and these least; then data axes least.
+    Those that cut tensors go down to a divisor, so that what they divided they divide still."""
+    axes, sizes = layout.axes, [size for _, size in layout.sizes]
+
+    def choices(axis: str, size: int) -> list[int]:
+        if axis in DATA_AXES:
+            return [*range(1, ranks + 1)]
+        return [n for n in range(1, size + 1) if axis == "pp" or size % n == 0]
+
+    def rank(found: tuple[int, ...]) -> tuple[float, ...]:
+        far = [abs(math.log(now / was)) for now, was in zip(found, sizes)]
+        cuts = [d for axis, d in zip(axes, far) if axis not in DATA_AXES]
+        grown = math.prod(was / now for axis, now, was in zip(axes, found, sizes) if axis not in COPIES)
+        return grown > GROWTH, -math.prod(found), sum(d > 0 for d in cuts), sum(cuts), sum(far)
+
+    every = _products([choices(axis, size) for axis, size in layout.sizes], ranks)
+    for found in sorted(every, key=rank):
+        live = tuple((axis, size) for axis, size in zip(axes, found) if size > 1) or (("dp", 1),)
+        kept = {axis for axis, _ in live}
+        yield Layout(live, tuple((a, o) for a, o in layout.options if a in kept and live != (("dp", 1),)))
+
+
+def _products(choices: list[list[int]], most: int) -> Iterator[tuple[int, ...]]:
+    """One of each list, with a product of at most so much."""
+    if not choices:
+        yield ()
+        return
+    for first in choices[0]:
+        for others in _products(choices[1:], most // first) if first <= most else ():
+            yield first, *others

@@ -1,0 +1,254 @@
+"""A run's weights as a directory that transformers reads, and a directory's weights as a run's first checkpoint.
+
+Both go through files a part at a time: no more than a shard, or a layer, is in memory. Names and shapes are those that
+transformers itself saves, which for some models are others than a module's own (experts one by one).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from weft.checkpoint import (
+    CheckpointIndex,
+    CheckpointReader,
+    Retention,
+    checkpoint_path,
+    latest_step,
+    read_index,
+    save_checkpoint,
+)
+from weft.core import CheckpointError, ConfigError, LocalShard, RunConfig, load_run, whole_shard
+from weft.parallel import DTYPES, weights_of
+
+from . import build
+from .run_folder import CHECKPOINTS, data_position
+from .tokenizer import import_extra
+
+SHARD_BYTES = 5 * 10**9  # transformers' own: what most tools that split such files expect
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    step: int
+    tensors: int
+    nbytes: int
+    files: int
+
+
+def export_weights(
+    folder: Path, to: Path, step: int | None = None, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+) -> Exported:
+    """Write the weights of a run's checkpoint (None: the latest) to a directory that `from_pretrained` loads:
+    safetensors and their index, the configuration, the tokenizer if the run's data has one. `dtype`: "bf16" and the
+    like, the checkpoint's own if left out. The directory appears when it is complete. Raises ConfigError,
+    CheckpointError."""
+    run, contents, source = _run(folder), *_opened(folder, step)
+    model = _transformer(run)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError("--to", str(to), "is there already", "name a directory that does not exist")
+    partial = to.with_name(f".{to.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        with CheckpointReader(source, contents) as reader:
+            reader.check()
+            found = _write(model, reader, contents, partial, DTYPES[dtype] if dtype is not None else None, shard_bytes)
+        settings: Any = model.config
+        settings.use_cache = True  # what weft does without is for generation
+        if dtype is not None:
+            settings.dtype = DTYPES[dtype]
+        settings.save_pretrained(partial)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(partial)
+        _write_tokenizer(run, partial)
+        if to.exists():
+            to.rmdir()
+        partial.rename(to)
+    except OSError as error:
+        raise ConfigError("--to", str(to), f"cannot be written to ({error})", "name another directory") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return found
+
+
+def import_weights(source: Path, run: RunConfig) -> Exported:
+    """Write the weights of a directory that transformers reads as the checkpoint of step 0 in the run's folder, from
+    which `weft train --resume` begins, each rank with its part. Raises ConfigError, CheckpointError."""
+    file = source / "config.json"
+    if not file.is_file():
+        raise ConfigError("directory", str(source), "holds no config.json", "name a directory that transformers saved")
+    folder = Path(run.output) / CHECKPOINTS
+    if latest_step(folder) is not None:
+        raise ConfigError("output", run.output, "holds checkpoints already", "name another folder with --output")
+    model = _transformer(run)
+    nbytes = count = 0
+
+    def pieces() -> Iterator[LocalShard]:
+        nonlocal nbytes, count
+        wanted = {alias: w.name for w in weights_of(model) for alias in (w.name, *w.aliases)}
+        wanted |= {name: name for name in _saved(model)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        dtype = torch.float64 if run.precision.compute == "fp64" else torch.float32
+        seen: set[str] = set()
+        for name, tensor in _read(source, model, dtype):
+            if name not in wanted or wanted[name] in seen:
+                continue
+            if tuple(tensor.shape) != shapes[name]:
+                problem = f"{name} is {tuple(tensor.shape)} in {source}, and {shapes[name]} in {run.model.hf}"
+                raise CheckpointError("model.hf", run.model.hf, problem, "name the configuration of these weights")
+            seen.add(wanted[name])
+            count, nbytes = count + 1, nbytes + tensor.nbytes
+            yield whole_shard(wanted[name], tensor)
+        if missing := sorted(set(wanted.values()) - seen):
+            problem = f"the weights in {source} lack {missing[0]} ({len(missing)} of {len({*wanted.values()})} tensors)"
+            raise CheckpointError("model.hf", run.model.hf, problem, "name the configuration of these weights")
+
+    scale = 2.0**16 if run.precision.compute == "fp16" else 1.0
+    scalars = {"steps_done": 0, "loss_scale": scale, "good_steps": 0, **data_position(run)}
+    save_checkpoint(folder, 0, pieces(), scalars, {"layout": "dp1", "from": source.name}, Retention(1))
+    return Exported(0, count, nbytes, len(read_index(folder, 0).files))
+
+
+def _read(source: Path, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The model's own names and tensors of a directory, those of a layer at a time."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError("directory", str(source), "holds no safetensors", "convert its weights to safetensors")
+    model._apply(lambda t: torch.empty_like(t, dtype=dtype) if t.is_floating_point() else t)
+    bare = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name in model.state_dict()}  # fmt: skip
+    loading = LoadStateDictConfig(
+        device_map={"": "cpu"}, dtype=dtype, weight_mapping=get_model_conversion_mapping(model)
+    )
+    with ExitStack() as stack:
+        groups: dict[str, dict[str, Any]] = {}
+        for file in files:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            for key in opened.keys():  # noqa: SIM118
+                layer = re.match(r".*?\.\d+(?=\.)", key)
+                groups.setdefault(layer[0] if layer else key, {})[key] = opened.get_slice(key)
+        for group in groups.values():
+            convert_and_load_state_dict_in_model(model, group, loading)
+            found = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+            yield from found.items()
+            for name in found:
+                module, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(module), leaf, bare[name])
+
+
+def _write(
+    model: nn.Module, reader: CheckpointReader, contents: CheckpointIndex, folder: Path,
+    dtype: torch.dtype | None, shard_bytes: int,
+) -> Exported:  # fmt: skip
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = [name for name in _saved(model) if name in contents.tensors]
+    if missing := [w.name for w in weights_of(model) if w.name not in contents.tensors]:
+        problem = f"the checkpoint of step {contents.step} lacks {missing[0]}"
+        raise CheckpointError("checkpoint", missing[0], problem, "export with the run file that trained it")
+    shards: list[dict[str, int]] = []  # of each file: name -> bytes
+    for number, group in enumerate(_groups(names, contents, shard_bytes)):
+        tensors: dict[str, Tensor] = {}
+        for name in group:
+            tensor = reader.whole(name)
+            tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        tensors = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, tensors).items()}
+        save_file(tensors, folder / f"{number}.safetensors", metadata={"format": "pt"})
+        shards.append({name: tensor.nbytes for name, tensor in tensors.items()})
+    total = sum(sum(shard.values()) for shard in shards)
+    if len(shards) == 1:
+        (folder / "0.safetensors").rename(folder / "model.safetensors")
+    else:
+        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        for number, file in enumerate(files):
+            (folder / f"{number}.safetensors").rename(folder / file)
+        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    return Exported(contents.step, sum(map(len, shards)), total, len(shards))
+
+
+def _saved(model: nn.Module) -> Iterator[str]:
+    """What a directory holds: every parameter once, by the first name that a checkpoint has it under, and buffers that
+    are part of the state."""
+    weights = {w.name for w in weights_of(model)}
+    buffers = {name for name, _ in model.named_buffers()}
+    yield from (name for name in model.state_dict() if name in weights or name in buffers)
+
+
+def _groups(names: list[str], contents: CheckpointIndex, most: int) -> Iterator[list[str]]:
+    """Consecutive names whose tensors have at most so many bytes together."""
+    group: list[str] = []
+    held = 0
+    for name in names:
+        stored = contents.tensors[name]
+        nbytes = torch.Size(stored.shape).numel() * stored.dtype.itemsize
+        if group and held + nbytes > most:
+            yield group
+            group, held = [], 0
+        group.append(name)
+        held += nbytes
+    if group:
+        yield group
+
+
+def _write_tokenizer(run: RunConfig, folder: Path) -> None:
+    named = run.data.arguments.get("tokenizer")
+    if not isinstance(named, str):
+        return
+    path = Path(build.resolve_path(run, named))
+    transformers = import_extra("transformers", "data.tokenizer", named)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir() and (path / "tokenizer_config.json").is_file():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    elif file.is_file():
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+    else:
+        fix = "put it there again, or name another with --set data.tokenizer=PATH"
+        raise ConfigError("data.tokenizer", named, "there is no such tokenizer any more", fix)
+    tokenizer.save_pretrained(folder)
+
+
+# ---- a run and its model ---------------------------------------------------------------------------------------------
+
+
+def _run(folder: Path) -> RunConfig:
+    file = folder / "run.toml"
+    if not file.is_file():
+        raise ConfigError("run folder", str(folder), "holds no run.toml", "name a folder that weft train wrote")
+    return load_run(file)
+
+
+def _opened(folder: Path, step: int | None) -> tuple[CheckpointIndex, Path]:
+    contents = read_index(folder / CHECKPOINTS, step)
+    return contents, checkpoint_path(folder / CHECKPOINTS, contents.step)
+
+
+def _transformer(run: RunConfig) -> nn.Module:
+    """The run's model on the meta device. Raises ConfigError for one that is not transformers'."""
+    if run.model.hf is None:
+        fix = "its weights are those of the checkpoint, by the names of its own state_dict: weft checkpoint show"
+        raise ConfigError("model.build", run.model.build, "has no transformers configuration to go with it", fix)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    return build.build_skeleton(run)

@@ -1,0 +1,117 @@
+"""Run a case on one device and under layouts, and report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from weft.core import DRIVER, Layout, Plan, Refusal, WorkerDied, data_rank_indices
+from weft.engine import Loss, Optimizers
+from weft.launch import run_workers
+from weft.parallel import plan as lay
+
+from .case import Batch, Case
+from .compare import LayoutResult, check_layout, failed_result
+from .delayed_reference import run_delayed
+from .reference import Reference, run_reference
+from .report import VerifyReport
+
+
+def verify_case(
+    case: Case, layouts: Sequence[str], steps: int = 3, done: Callable[[LayoutResult], None] = lambda result: None
+) -> VerifyReport:
+    """Run `case` once on one device and once under each layout, in processes of its own; `done` gets each result."""
+    (references,) = run_workers(_references, 1, case, layouts, steps)
+    results = []
+    for layout, reference in zip(layouts, references, strict=True):
+        try:
+            results.append(_under(case, layout, reference))
+        except Refusal as error:
+            if len(layouts) == 1:
+                raise
+            results.append(failed_result(layout, f"is refused: {error}"))
+        except WorkerDied as error:
+            results.append(failed_result(layout, f"does not run: {error.report.strip().splitlines()[-1]} (rank {error.rank})"))
+        done(results[-1])
+    return VerifyReport(tuple(results), steps)
+
+
+def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Reference]:
+    """What each layout is held to: the one-device run, or its schedule's own definition where weights are delayed."""
+    plain: Reference | None = None
+    found = []
+    for layout in layouts:
+        if Layout.parse(layout).live("pp") and case.laid(case.build().double(), layout).schedule.versions:
+            found.append(run_delayed(case, layout, steps))
+        else:
+            plain = plain or run_reference(case, steps)
+            found.append(plain)
+    return found
+
+
+def _under(case: Case, layout: str, reference: Reference) -> LayoutResult:
+    names = (DRIVER, *case.workers) if case.workers else ()
+    return run_workers(check_layout, len(names) or Layout.parse(layout).world, case, layout, reference, names=names)[0]
+
+
+def verify(
+    build_model: Callable[[], nn.Module],
+    plan: Plan | str,
+    batch: dict[str, Tensor],
+    *,
+    loss: Loss,
+    optimizer: Optimizers | None = None,
+    inputs: Sequence[str] | None = None,
+    clip: float | None = None,
+    steps: int = 3,
+    seed: int = 0,
+    workers: Mapping[str, Sequence[str]] | None = None,
+) -> VerifyReport:
+    """Show that `plan` gives the loss, gradients and weights of one device, in float64, below 1e-9 relative.
+
+    `plan` may be a layout alone. `batch` is one global batch (dim 0 counts the plan's samples), taken `steps` times.
+    `build_model` is called in every process after torch.manual_seed(seed). `workers`: names -> globs of modules that
+    live there. Returns a Report: `.passed`, `.text()`, `.json()`.
+    """
+    if isinstance(plan, str):
+        sample = {key: value[:2] for key, value in batch.items()}
+        size = next(iter(batch.values())).shape[0]
+        plan = lay(_seeded(build_model, seed), plan, batch=size, loss=loss, inputs=inputs, sample=sample)
+    case = Case(
+        build=partial(_seeded, build_model, seed),
+        plan=partial(_same_plan, plan),
+        batch=partial(_part_of, batch, plan.accumulate),
+        loss=loss,
+        optimizer=optimizer or partial(torch.optim.AdamW, lr=1e-3),
+        inputs=None if inputs is None else tuple(inputs),
+        clip=clip,
+        seed=seed,
+        workers=workers or {},
+    )
+    return verify_case(case, [str(plan.layout)], steps)
+
+
+def _seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def _same_plan(plan: Plan, model: nn.Module, layout: str) -> Plan:
+    """The plan itself, in float64; for one device, the same without anything to divide."""
+    weights = tuple(replace(w, dtype=torch.float64) for w in plan.weights)
+    whole = replace(plan, weights=weights, precision="fp64")
+    if layout == str(plan.layout):
+        return whole
+    return replace(
+        whole, layout=Layout.parse(layout), steps=(), batchnorms=(), recompute="none", staging=None, staged=None
+    )
+
+
+def _part_of(batch: Batch, accumulate: int, step: int, data_rank: int, data_size: int) -> Batch:
+    size = next(iter(batch.values())).shape[0]
+    index = torch.tensor(data_rank_indices(size, accumulate, data_rank, data_size))
+    return {key: value[index] for key, value in batch.items()}

@@ -1,0 +1,80 @@
+"""`weft verify RUN.toml`: the run's own model, data, loss and optimizer as a Case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from weft.core import Plan, PrecisionConfig, RunConfig, SyncConfig, SyncEveryStep
+from weft.sync import make_sync
+from weft.train import (
+    Dataset,
+    Loader,
+    build_dataset,
+    build_loss,
+    build_model,
+    build_optimizer,
+    build_plan,
+    sample_batch,
+    with_layout,
+)
+
+from .case import Batch, Case
+from .compare import LayoutResult
+from .report import VerifyReport
+from .runner import verify_case
+
+
+def verify_layouts(run: RunConfig, layouts: Sequence[str], steps: int, done: Callable[[LayoutResult], None]) -> VerifyReport:
+    """Hold each layout of a run to one device over `steps` optimizer steps, in float64. `done` gets each result."""
+    double = run.model_copy(update={"precision": PrecisionConfig(compute="fp64"), "sync": exact_sync(run.sync)})
+    return verify_case(make_case(double), layouts, steps, done)
+
+
+def exact_sync(sync: SyncConfig) -> SyncConfig:
+    """The same synchroniser with gradients as they are, or an all-reduce where replicas step by themselves: what is
+    other by design is not to be told from a fault."""
+    made = make_sync(sync.name, sync.codec, **sync.arguments)
+    return sync.model_copy(update={"codec": "identity"}) if isinstance(made, SyncEveryStep) else SyncConfig()
+
+
+def make_case(run: RunConfig) -> Case:
+    """The Case of a run. Recomputation, accumulation and clipping are the run's own."""
+    batches = _Batches(run)
+    return Case(
+        build=partial(build_model, run, dtype=torch.float64),
+        plan=partial(_plan, run, batches),
+        batch=batches,
+        loss=build_loss(run),
+        optimizer=build_optimizer(run),
+        inputs=run.model.inputs,
+        clip=run.train.clip,
+        seed=run.train.seed,
+        workers=run.workers,
+    )
+
+
+def _plan(run: RunConfig, batches: _Batches, model: nn.Module, layout: str) -> Plan:
+    return build_plan(with_layout(run, layout), model, sample_batch(run, batches.held()))
+
+
+@dataclass
+class _Batches:
+    """The batches that training would take, from the loader that training uses."""
+
+    run: RunConfig
+    dataset: Dataset | None = field(default=None, repr=False)
+
+    def held(self) -> Dataset:
+        if self.dataset is None:
+            self.dataset = build_dataset(self.run)
+        return self.dataset
+
+    def __call__(self, step: int, data_rank: int, data_size: int) -> Batch:
+        train = self.run.train
+        loader = partial(Loader, self.held(), train.batch, train.seed, accumulate=train.accumulate)
+        return next(loader(data_rank=data_rank, data_size=data_size, start=step))
