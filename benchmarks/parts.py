@@ -1,4 +1,5 @@
-"""Parts of a benchmark: measured, kept in results/PART.json with environment and command, shown in README.md."""
+"""Parts of a benchmark: measured, kept in results/PART.json with environment and command, shown in
+README.md."""
 
 from __future__ import annotations
 
@@ -18,15 +19,22 @@ Results = dict[str, dict[str, Any]]  # part -> what its file holds, the measurem
 
 
 def parser(text: str | None, parts: Mapping[str, Any]) -> argparse.ArgumentParser:
-    """For the command line of a benchmark: the parts that are wanted, all if none is named, "table" for none."""
+    """For the command line of a benchmark: the parts that are wanted, all if none is named, "table"
+    for none."""
 
     def part(name: str) -> str:
         if name not in (*parts, "table"):
-            raise argparse.ArgumentTypeError(f"no part {name}: choose from {', '.join(parts)}, table")
+            raise argparse.ArgumentTypeError(
+                f"no part {name}: choose from {', '.join(parts)}, table"
+            )
         return name
 
-    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("parts", nargs="*", metavar="PART", type=part, help=", ".join([*parts, "table"]))
+    made = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "parts", nargs="*", metavar="PART", type=part, help=", ".join([*parts, "table"])
+    )
     return made
 
 
@@ -36,18 +44,24 @@ def measure(
     parts: Mapping[str, Callable[[], Any]],
     tables: Callable[[Results], tuple[list[str], bool]],
 ) -> int:
-    """Measure what is wanted, and write the tables of all parts that have results; 1 if a target is missed."""
+    """Measure what is wanted, and write the tables of all parts that have results; 1 if a target is
+    missed."""
     results, readme = folder / "results", folder / "README.md"
     for part in (part for part in wanted or parts if part != "table"):
         environment = {
-            "cpus": os.cpu_count(), "machine": platform.machine(), "system": platform.system(),
-            "python": platform.python_version(), "torch": torch.__version__,
-        }  # fmt: skip
+            "cpus": os.cpu_count(),
+            "machine": platform.machine(),
+            "system": platform.system(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
         command = " ".join([f"python benchmarks/{folder.name}/run.py", *sys.argv[1:]])
         found = {"environment": environment, "command": command, "runs": parts[part]()}
         results.mkdir(exist_ok=True)
         (results / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
-    lines, held = tables({path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))})
+    lines, held = tables(
+        {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    )
     text = readme.read_text(encoding="utf-8")
     head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     readme.write_text("\n".join([head, "", *lines, tail]), encoding="utf-8")

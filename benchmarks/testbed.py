@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces that meet at a bridge, each over a link of its own rate.
 
-Every link is a veth pair with a token bucket (`tc tbf`) at both ends, so what leaves a host is limited and so is what
-reaches it. Needs root, `ip` and `tc` (iproute2).
+Every link is a veth pair with a token bucket (`tc tbf`) at both ends, so what leaves a host is
+limited and so is what reaches it. Needs root, `ip` and `tc` (iproute2).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def hosts(count: int) -> Iterator[None]:
             _in(host, "ip", "addr", "add", f"{NET}{i + 1}/24", "dev", LINK)
             _in(host, "ip", "link", "set", LINK, "up")
             _in(host, "ip", "link", "set", "lo", "up")
-            _in(host, "ip", "route", "replace", f"{NET}0/24", "dev", LINK, "congctl", "cubic")  # Linux's default
+            _in(
+                host, "ip", "route", "replace", f"{NET}0/24", "dev", LINK, "congctl", "cubic"
+            )  # Linux's default
         time.sleep(0.5)
         yield
     finally:
@@ -75,7 +77,9 @@ def start(host: int, command: Sequence[str], log: Path, **environment: str) -> s
     with log.open("ab") as out:
         there = ["ip", "netns", "exec", HOST.format(host), *command]
         own = {**os.environ, **environment}
-        return subprocess.Popen(there, env=own, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            there, env=own, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 def power_off(host: int) -> None:
@@ -91,18 +95,25 @@ def cut_off(host: int, cut: bool) -> None:
 
 
 def run(count: int, command: Sequence[str], timeout_s: float, apart: bool = True) -> float:
-    """The command `count` times, as the ranks of one job: on a host each, or where not `apart` all on this machine.
-    Returns the share of the processors' time that went to other work, which a measurement is to be free of. Raises
-    RuntimeError when a rank fails or they do not end in time."""
+    """The command `count` times, as the ranks of one job: on a host each, or where not `apart` all
+    on this machine. Returns the share of the processors' time that went to other work, which a
+    measurement is to be free of. Raises RuntimeError when a rank fails or they do not end in time.
+    """
     address, device = (f"{NET}1", LINK) if apart else ("127.0.0.1", "lo")
     port = str(20000 + os.getpid() % 20000)
     processes = []
     began, busy, ours = time.monotonic(), *_cpu_s()
     for rank in range(count):
         own = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "MASTER_ADDR": address,
-            "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
+            "GLOO_SOCKET_IFNAME": device,
+            "OMP_NUM_THREADS": "1",
+        }
         there = ["ip", "netns", "exec", HOST.format(rank)] if apart else []
         processes.append(subprocess.Popen([*there, *command], env=own, start_new_session=True))
     deadline = time.monotonic() + timeout_s
@@ -119,14 +130,17 @@ def run(count: int, command: Sequence[str], timeout_s: float, apart: bool = True
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if any(process.returncode for process in processes):
-        raise RuntimeError(f"{' '.join(command)} ended with {[process.returncode for process in processes]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {[process.returncode for process in processes]}"
+        )
     busy_now, ours_now = _cpu_s()
     spent = (time.monotonic() - began) * (os.cpu_count() or 1)
     return max(0.0, (busy_now - busy) - (ours_now - ours)) / spent
 
 
 def _cpu_s() -> tuple[float, float]:
-    """Seconds that the processors have worked for processes, and those of them for this one's children that ended."""
+    """Seconds that the processors have worked for processes, and those of them for this one's
+    children that ended."""
     user, nice, system, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return (user + nice + system) / os.sysconf("SC_CLK_TCK"), children.ru_utime + children.ru_stime

@@ -24,7 +24,9 @@ from weft.train.data import Loader, collate, stdlib
 
 def main() -> None:
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("--layout", default="dp1", help='as in "dp2", "fsdp2.tp2", "tp2+sequence"')
+    arguments.add_argument(
+        "--layout", default="dp1", help='as in "dp2", "fsdp2.tp2", "tp2+sequence"'
+    )
     arguments.add_argument("--steps", type=int, default=50)
     arguments.add_argument("--batch", type=int, default=16, help="samples per step, over all ranks")
     arguments.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
@@ -40,7 +42,12 @@ def main() -> None:
     data = stdlib(seq_len=128)
     sample = collate([data[0], data[1]])  # what a pipeline is cut along
     plan = weft.plan(
-        model, options.layout, batch=options.batch, accumulate=options.accumulate, loss=next_token, sample=sample
+        model,
+        options.layout,
+        batch=options.batch,
+        accumulate=options.accumulate,
+        loss=next_token,
+        sample=sample,
     )
     optimizer = partial(torch.optim.AdamW, lr=3e-3)
     engine = weft.Engine(model, plan, optimizer=optimizer, loss=next_token, clip=1.0)
@@ -49,14 +56,24 @@ def main() -> None:
         print(plan)
 
     # which part of every batch is this process's
-    part = {"accumulate": options.accumulate, "data_rank": engine.data_rank, "data_size": engine.data_size}
+    part = {
+        "accumulate": options.accumulate,
+        "data_rank": engine.data_rank,
+        "data_size": engine.data_size,
+    }
     loader = Loader(data, options.batch, seed=0, **part)
     for batch in islice(loader, options.steps):
         result = engine.step(batch)
         if first and engine.steps_done % 10 == 0:
-            print(f"step {engine.steps_done}: loss {result.loss:.3f}, gradient norm {result.grad_norm:.3f}", flush=True)
+            print(
+                f"step {engine.steps_done}: loss {result.loss:.3f}, gradient norm"
+                f" {result.grad_norm:.3f}",
+                flush=True,
+            )
 
-    held_out = Loader(stdlib(seq_len=128, split="val"), options.batch, seed=0, shuffle=False, **part)
+    held_out = Loader(
+        stdlib(seq_len=128, split="val"), options.batch, seed=0, shuffle=False, **part
+    )
     result = engine.evaluate(next(held_out))
     if first:
         print(f"held out: loss {result.loss:.3f}")

@@ -1,7 +1,7 @@
 """Injected bugs: a catalogue of them, and what verify says in worker processes with one of them in.
 
-A bug is a context manager that breaks weft inside the worker processes, or gives a broken Case; the reference is run
-clean.
+A bug is a context manager that breaks weft inside the worker processes, or gives a broken Case; the
+reference is run clean.
 """
 
 from __future__ import annotations
@@ -30,18 +30,23 @@ STEPS = 2
 
 @dataclass
 class Catalogue:
-    """Bugs in `subjects`. `params`, for pytest: (fault, subject, layout, where, says), named as the bug."""
+    """Bugs in `subjects`. `params`, for pytest: (fault, subject, layout, where, says), named as the
+    bug."""
 
     subjects: Mapping[str, Subject]
     params: list[Any] = field(default_factory=list)
 
-    def bug(self, subject: str, layout: str, says: str, where: str = "first") -> Callable[[Callable], Fault]:
-        """Enter a bug under its function's name. `says` is a pattern of what the result must say at `where`: its
-        first difference, its problem, or the collective that strays from the plan."""
+    def bug(
+        self, subject: str, layout: str, says: str, where: str = "first"
+    ) -> Callable[[Callable], Fault]:
+        """Enter a bug under its function's name. `says` is a pattern of what the result must say at
+        `where`: its first difference, its problem, or the collective that strays from the plan."""
 
         def register(function: Callable[[Case], Iterator[Case]]) -> Fault:
             fault = contextmanager(function)
-            self.params.append(pytest.param(fault, subject, layout, where, says, id=function.__name__))
+            self.params.append(
+                pytest.param(fault, subject, layout, where, says, id=function.__name__)
+            )
             return fault
 
         return register
@@ -106,5 +111,7 @@ def patched(case: Case, *changes: tuple[Any, str, Any]) -> Iterator[Case]:
 def documented(heading: str) -> list[str]:
     """The bugs in the table that follows this heading of docs/verify.md."""
     page = (Path(__file__).parent.parent / "docs" / "verify.md").read_text()
-    section = re.split(r"^#+ ", page.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    section = re.split(
+        r"^#+ ", page.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE
+    )[0]
     return re.findall(r"^\| `(\w+)`", section, re.MULTILINE)

@@ -24,7 +24,8 @@ BATCH, LENGTH, VOCAB = 8, 12, 67  # an odd vocabulary: its shards differ
 
 
 class FusedAttention(nn.Module):
-    """Causal attention with biases, one linear for queries, keys and values, and norms of queries and keys per head."""
+    """Causal attention with biases, one linear for queries, keys and values, and norms of queries
+    and keys per head."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -36,11 +37,16 @@ class FusedAttention(nn.Module):
         b, s, _ = x.shape
         q, k, v = (part.view(b, s, -1, self.head_dim) for part in self.qkv(x).chunk(3, -1))
         q, k, v = (part.transpose(1, 2) for part in (self.q_norm(q), self.k_norm(k), v))
-        return self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, -1))
+        return self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(b, s, -1)
+        )
 
 
 class FusedBlock(nn.Module):
-    """Attention and a feed-forward of two linears, each after a layer norm and around a residual."""
+    """Attention and a feed-forward of two linears, each after a layer norm and around a
+    residual."""
 
     def __init__(self, dim: int, heads: int, dropout: float):
         super().__init__()
@@ -76,9 +82,13 @@ class Fused(nn.Module):
 
 
 def tokens(vocab: int = VOCAB) -> Batch:
-    """Labels that count unevenly: no two neighbouring rows, so no two ranks or microbatches, hold equally many."""
+    """Labels that count unevenly: no two neighbouring rows, so no two ranks or microbatches, hold
+    equally many."""
     ids, labels = torch.randint(0, vocab, (BATCH, LENGTH)), torch.randint(0, vocab, (BATCH, LENGTH))
-    ids[::2, 0], labels[::2, 0] = vocab - 1, vocab - 1  # the last word, where an uneven cut goes wrong
+    ids[::2, 0], labels[::2, 0] = (
+        vocab - 1,
+        vocab - 1,
+    )  # the last word, where an uneven cut goes wrong
     for row in range(BATCH):
         labels[row, LENGTH - row % 5 :] = -100
     return {"input_ids": ids, "labels": labels}
@@ -90,7 +100,8 @@ def images() -> Batch:
 
 
 def whole_next_token(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """`next_token` that is not marked as taking sharded logits: the head's output is gathered for it."""
+    """`next_token` that is not marked as taking sharded logits: the head's output is gathered for
+    it."""
     return cross_entropy(output, batch["labels"])
 
 
@@ -126,7 +137,9 @@ def laid(subject: Subject, model: nn.Module, layout: str) -> weft.Plan:
     if layout == "dp1":
         arguments.pop("recompute", None)
     sample = {key: value[:2] for key, value in to_float64(global_batch(subject, 0)).items()}
-    return weft.plan(model, layout, batch=BATCH, loss=subject.loss, precision="fp64", sample=sample, **arguments)
+    return weft.plan(
+        model, layout, batch=BATCH, loss=subject.loss, precision="fp64", sample=sample, **arguments
+    )
 
 
 def global_batch(subject: Subject, step: int) -> Batch:
@@ -135,12 +148,15 @@ def global_batch(subject: Subject, step: int) -> Batch:
 
 
 def batch_of(subject: Subject, step: int, data_rank: int, data_size: int) -> Batch:
-    index = torch.tensor(data_rank_indices(BATCH, int(dict(subject.plan).get("accumulate", 1)), data_rank, data_size))
+    index = torch.tensor(
+        data_rank_indices(BATCH, int(dict(subject.plan).get("accumulate", 1)), data_rank, data_size)
+    )
     return {key: value[index] for key, value in global_batch(subject, step).items()}
 
 
 def in_turn(first: Iterable[A], second: Sequence[B], each: int) -> list[tuple[A, B]]:
-    """Every one of the first with so many of the second, and the next with those that follow: all pairs take long."""
+    """Every one of the first with so many of the second, and the next with those that follow: all
+    pairs take long."""
     turns = cycle(second)
     return [(one, next(turns)) for one in first for _ in range(each)]
 
@@ -153,10 +169,14 @@ def reference(subject: Subject, steps: int = 2) -> Reference:
 
 SUBJECTS: dict[str, Subject] = {
     "decoder": Subject(partial(decoder, VOCAB, 32, 2, 4, 2, seq_len=LENGTH)),
-    "even": Subject(partial(decoder, 64, 32, 2, 4, 4, seq_len=LENGTH), partial(tokens, 64), whole_next_token),
+    "even": Subject(
+        partial(decoder, 64, 32, 2, 4, 4, seq_len=LENGTH), partial(tokens, 64), whole_next_token
+    ),
     "tied": Subject(partial(decoder, VOCAB, 32, 2, 4, 4, seq_len=LENGTH, tied=True)),
     "dropout": Subject(partial(Fused, dropout=0.2)),
-    "recomputed": Subject(partial(Fused, dropout=0.2), plan=(("accumulate", 2), ("recompute", "full"))),
+    "recomputed": Subject(
+        partial(Fused, dropout=0.2), plan=(("accumulate", 2), ("recompute", "full"))
+    ),
     "fused": Subject(Fused),
     "clipped": Subject(Fused, clip=0.5),
     "convnet": Subject(partial(convnet, 8, 5), images, classification),

@@ -1,4 +1,5 @@
-"""`weft ...` as a process of its own: forked from the tests, which have imported already what it takes seconds to."""
+"""`weft ...` as a process of its own: forked from the tests, which have imported already what it
+takes seconds to."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from pathlib import Path
 from weft.cli.app import main
 
 CONTEXT = multiprocessing.get_context("fork")
-PATH = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # of interpreters that a command starts
+PATH = os.pathsep.join(
+    [str(Path(__file__).parent), *sys.path]
+)  # of interpreters that a command starts
 
 
 class Command:
@@ -74,18 +77,26 @@ def children(pid: int) -> list[int]:
 def launched(launcher: tuple[str, ...], *arguments: str) -> subprocess.Popen[str]:
     """By another program than weft, such as torchrun: in a new interpreter."""
     return subprocess.Popen(
-        [sys.executable, "-m", *launcher, "weft", *arguments], env={**os.environ, "PYTHONPATH": PATH},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", *launcher, "weft", *arguments],
+        env={**os.environ, "PYTHONPATH": PATH},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def _run(log: Path, arguments: tuple[str, ...]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
         os.dup2(file, standard)
     os.environ["PYTHONPATH"] = PATH
     sys.argv = ["weft", *arguments]
-    with os.fdopen(1, "w", 1, closefd=False) as sys.stdout, os.fdopen(2, "w", 1, closefd=False) as sys.stderr:
+    with (
+        os.fdopen(1, "w", 1, closefd=False) as sys.stdout,
+        os.fdopen(2, "w", 1, closefd=False) as sys.stderr,
+    ):
         main()

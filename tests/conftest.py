@@ -14,6 +14,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four processes; `pool.run(function, *args, world=n)`. Functions stand at the top of a test module."""
+    """Four processes; `pool.run(function, *args, world=n)`. Functions stand at the top of a test
+    module."""
     with Pool(4) as processes:
         yield processes

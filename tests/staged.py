@@ -20,18 +20,38 @@ def transformer(kind: str) -> nn.Module:
     """A transformers model from a small configuration, built as its library builds it."""
     import transformers as t
 
-    common: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": DEPTH, "num_attention_heads": 4}
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 4,
+    }
     auto: Any = t.AutoModelForCausalLM
     if kind == "gpt2":
         config: Any = t.GPT2Config(n_embd=16, n_layer=DEPTH, n_head=4, n_positions=16, **common)
     elif kind == "bert":
-        config, auto = t.BertConfig(**small, **common, max_position_embeddings=16), t.AutoModelForMaskedLM
+        config, auto = (
+            t.BertConfig(**small, **common, max_position_embeddings=16),
+            t.AutoModelForMaskedLM,
+        )
     elif kind == "t5":
         config = t.T5Config(
-            d_model=16, d_kv=4, d_ff=24, num_layers=4, num_decoder_layers=4, num_heads=4, dropout_rate=0.1,
-            decoder_start_token_id=0, **common,
-        )  # fmt: skip
+            d_model=16,
+            d_kv=4,
+            d_ff=24,
+            num_layers=4,
+            num_decoder_layers=4,
+            num_heads=4,
+            dropout_rate=0.1,
+            decoder_start_token_id=0,
+            **common,
+        )
         auto = t.AutoModelForSeq2SeqLM
     else:
         kinds = {"llama": t.LlamaConfig, "qwen3": t.Qwen3Config}
@@ -49,7 +69,8 @@ def sequential() -> nn.Module:
 
 
 class Plain(nn.Module):
-    """A forward as people write it: two inputs, long and short skips, an integer that travels, glue between calls."""
+    """A forward as people write it: two inputs, long and short skips, an integer that travels, glue
+    between calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +96,11 @@ class Plain(nn.Module):
 
 
 def two_inputs() -> dict[str, Tensor]:
-    return {"features": torch.randn(BATCH, 6), "weights": torch.randn(BATCH, 4), "target": torch.randn(BATCH, 3)}
+    return {
+        "features": torch.randn(BATCH, 6),
+        "weights": torch.randn(BATCH, 4),
+        "target": torch.randn(BATCH, 3),
+    }
 
 
 def plain_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -117,8 +142,15 @@ class Deep(Fused):
 
 PLAN = (("accumulate", 4),)
 STAGED: dict[str, Subject] = {
-    "decoder": Subject(partial(decoder, VOCAB, 32, DEPTH, 4, 2, seq_len=LENGTH), tokens, next_token, PLAN),
-    "tied": Subject(partial(decoder, VOCAB, 32, DEPTH, 4, 4, seq_len=LENGTH, tied=True), tokens, next_token, PLAN),
+    "decoder": Subject(
+        partial(decoder, VOCAB, 32, DEPTH, 4, 2, seq_len=LENGTH), tokens, next_token, PLAN
+    ),
+    "tied": Subject(
+        partial(decoder, VOCAB, 32, DEPTH, 4, 4, seq_len=LENGTH, tied=True),
+        tokens,
+        next_token,
+        PLAN,
+    ),
     "deep": Subject(Deep, tokens, next_token, PLAN),
     "convnet": Subject(partial(convnet, 8, 5), images, classification, PLAN),
     "sequential": Subject(sequential, one_input, mse, PLAN),
@@ -135,7 +167,10 @@ def own_gpipe(ranks: int, microbatches: int, *, back: bool = False) -> Schedule:
     """As one's own schedule may be: GPipe, whose backwards may run the other way round."""
     turns = range(microbatches)
     order = [
-        [*(Action("F", rank, m) for m in turns), *(Action("B", rank, m) for m in (turns[::-1] if back else turns))]
+        [
+            *(Action("F", rank, m) for m in turns),
+            *(Action("B", rank, m) for m in (turns[::-1] if back else turns)),
+        ]
         for rank in range(ranks)
     ]
     return Schedule("own", tuple(range(ranks)), tuple(map(tuple, order)))

@@ -1,5 +1,6 @@
-"""Asynchronous parameter server: with a bound of 0 it is all-reduce; nobody is ever further ahead than the bound; a
-worker that dies stops nobody, and a server that dies stops the run where a checkpoint goes on."""
+"""Asynchronous parameter server: with a bound of 0 it is all-reduce; nobody is ever further ahead
+than the bound; a worker that dies stops nobody, and a server that dies stops the run where a
+checkpoint goes on."""
 
 from __future__ import annotations
 
@@ -29,14 +30,19 @@ from weft.train import build
 from weft.train.trainer import train
 
 
-def servers(staleness: int | None, count: int = 1, codec: str = "identity", timeout_s: float = 30.0) -> AsyncServers:
-    made = sync.make_sync("parameter_server", codec, servers=count, staleness=1, timeout_s=timeout_s)
+def servers(
+    staleness: int | None, count: int = 1, codec: str = "identity", timeout_s: float = 30.0
+) -> AsyncServers:
+    made = sync.make_sync(
+        "parameter_server", codec, servers=count, staleness=1, timeout_s=timeout_s
+    )
     assert isinstance(made, AsyncServers)
     return AsyncServers(made.name, made.codec, count, staleness, timeout_s)
 
 
 @pytest.mark.parametrize(
-    ("layout", "count"), [("dp2", 1), ("dp2", 2), ("dp4", 3), ("dp2.tp2", 2), ("dp2.fsdp2", 1), ("dp2.pp2", 2)]
+    ("layout", "count"),
+    [("dp2", 1), ("dp2", 2), ("dp4", 3), ("dp2.tp2", 2), ("dp2.fsdp2", 1), ("dp2.pp2", 2)],
 )
 def test_without_staleness_it_is_all_reduce(pool: Pool, layout: str, count: int) -> None:
     name = "even" if layout.startswith("dp") and "." not in layout else "even decoder"
@@ -46,16 +52,22 @@ def test_without_staleness_it_is_all_reduce(pool: Pool, layout: str, count: int)
     for got in found:
         assert got
         for key, value in got.items():
-            torch.testing.assert_close(torch.where(value.isnan(), want[key], value), want[key], rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(
+                torch.where(value.isnan(), want[key], value), want[key], rtol=1e-9, atol=1e-12
+            )
 
 
-def stepped(name: str, made: Any, layout: str, steps: int, optimizer: Any, delays: int = 0) -> dict[str, Any]:
+def stepped(
+    name: str, made: Any, layout: str, steps: int, optimizer: Any, delays: int = 0
+) -> dict[str, Any]:
     """The weights of this rank's replica after these steps, in which it dawdles."""
     from test_outer import gathered
 
     of = subject(name, made)
     model = seeded(of.build)
-    engine = weft.Engine(model, laid(of, model, layout), optimizer=optimizer, loss=of.loss, device="cpu")
+    engine = weft.Engine(
+        model, laid(of, model, layout), optimizer=optimizer, loss=of.loss, device="cpu"
+    )
     chance = random.Random(engine.replica)
     stalest = []
     for batch in batches(of, steps):
@@ -68,7 +80,9 @@ def stepped(name: str, made: Any, layout: str, steps: int, optimizer: Any, delay
         behind = engine.worker.stalest
         engine.gather(last=True)
         return {"stalest": behind}
-    found = {piece.name: gathered(piece) for piece in engine.tensors() if piece.name in engine.params}
+    found = {
+        piece.name: gathered(piece) for piece in engine.tensors() if piece.name in engine.params
+    }
     engine.gather(last=True)
     return found
 
@@ -115,14 +129,18 @@ def broken_server() -> None:
 
 
 def test_what_goes_wrong_in_a_server_is_said(pool: Pool) -> None:
-    with pytest.raises(WorkerDied, match=r"parameter server of replica 0 failed(.|\n)*the tea is cold"):
+    with pytest.raises(
+        WorkerDied, match=r"parameter server of replica 0 failed(.|\n)*the tea is cold"
+    ):
         pool.run(broken_server, world=2)
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk", "powersgd"])
 def test_it_learns_in_every_codec(tmp_path: Path, pool: Pool, codec: str) -> None:
     table = {"name": "parameter_server", "staleness": 2, "servers": 2, "codec": codec}
-    run = written(tmp_path, "dp2", {**{f"sync__{k}": v for k, v in table.items()}, "train__steps": 80})
+    run = written(
+        tmp_path, "dp2", {**{f"sync__{k}": v for k, v in table.items()}, "train__steps": 80}
+    )
     pool.run(train, run, False, apart=[[0], [1]])
     seen = [line["loss"] for line in lines(run) if "loss" in line]
     assert seen[-1] < 0.6 * seen[0]
@@ -143,7 +161,9 @@ def test_a_checkpoint_is_whole_and_goes_on(tmp_path: Path, pool: Pool, axes: str
     pool.run(train, run, True, apart=apart)
     second = saved(run, 6)
     assert first.keys() == second.keys()
-    assert float(second[next(n for n in second if n.endswith("/step"))]) > 6  # of all workers' gradients
+    assert (
+        float(second[next(n for n in second if n.endswith("/step"))]) > 6
+    )  # of all workers' gradients
     alone = written(tmp_path, "dp1", {"train__steps": 8})
     pool.run(train, alone, True, world=1)  # any layout goes on
     assert lines(alone)[-1]["step"] == 8
@@ -158,7 +178,9 @@ def test_a_worker_that_dies_stops_nobody(tmp_path: Path, how: str, replica: int)
     replica_workers.run_replicas(train, [[0], [1], [2]], run, False, threads=1, needed={0})
     counts = [int(line["replicas"]) for line in lines(run) if "replicas" in line]
     assert lines(run)[-1]["step"] == 60
-    assert re.match("3+2+3+", "".join(map(str, counts))), counts  # at the end some are done before others
+    assert re.match("3+2+3+", "".join(map(str, counts))), (
+        counts
+    )  # at the end some are done before others
 
 
 def test_a_server_that_dies_stops_the_run_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
@@ -181,7 +203,9 @@ def test_a_server_that_dies_stops_the_run_and_a_checkpoint_goes_on(tmp_path: Pat
     ],
 )
 def test_what_is_refused(tmp_path: Path, table: dict, says: str) -> None:
-    run = written(tmp_path, "dp2", {}).model_copy(update={"sync": SyncConfig(name="parameter_server", **table)})
+    run = written(tmp_path, "dp2", {}).model_copy(
+        update={"sync": SyncConfig(name="parameter_server", **table)}
+    )
     with pytest.raises(Refusal, match=says):
         build.check_run(run)
 

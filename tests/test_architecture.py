@@ -1,7 +1,7 @@
 """The direction of imports that docs/architecture.md draws, held over src/weft with plain `ast`.
 
-Every import statement counts, wherever it stands: one inside a function or under TYPE_CHECKING is knowledge too. Only
-the law on torch asks what really runs on import, and so leaves those two out.
+Every import statement counts, wherever it stands: one inside a function or under TYPE_CHECKING is
+knowledge too. Only the law on torch asks what really runs on import, and so leaves those two out.
 """
 
 from __future__ import annotations
@@ -15,28 +15,59 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "weft"
 
-# A file or folder directly under the package -> its level. Keep in step with the table in docs/architecture.md.
+# A file or folder directly under the package -> its level. Keep in step with the table in
+# docs/architecture.md.
 LEVELS = (
-    ("nouns", "errors layout order plans roles losses masks routing randomness models "
-     "schedules delays correct costs clock timeline partition places staging codecs syncs tables"),
+    (
+        "nouns",
+        (
+            "errors layout order plans roles losses masks routing randomness models schedules"
+            " delays correct costs clock timeline partition places staging codecs syncs tables"
+        ),
+    ),
     ("strategies", "parallel schedule codec sync"),
-    ("interpreters", "mesh collectives batchnorm dispatch parallelize comms shards checkpoint engine "
-     "watch chart ghosts cutting simulate draw cost timing"),
-    ("deciders", "planner stages config build data text huggingface verification train launch doctor choose "
-     "simulation calibrate"),
+    (
+        "interpreters",
+        (
+            "mesh collectives batchnorm dispatch parallelize comms shards checkpoint engine "
+            "watch chart ghosts cutting simulate draw cost timing"
+        ),
+    ),
+    (
+        "deciders",
+        (
+            "planner stages config build data text huggingface verification train launch doctor"
+            " choose simulation calibrate"
+        ),
+    ),
     ("door", "cli __init__ __main__"),
-)  # fmt: skip
+)
 LEVEL_OF = {part: level for level, (_, parts) in enumerate(LEVELS) for part in parts.split()}
 WITHOUT_TORCH = (
-    *("weft.core.errors", "weft.core.layout", "weft.core.data_order", "weft.core.schedule", "weft.pipeline.weight_versions", "weft.pipeline.validate", "weft.pipeline.action_costs"),
-    *("weft.pipeline.timeline", "weft.pipeline.balance", "weft.pipeline.simulator", "weft.pipeline.draw", "weft.pipeline.schedules"),
+    *(
+        "weft.core.errors",
+        "weft.core.layout",
+        "weft.core.data_order",
+        "weft.core.schedule",
+        "weft.pipeline.weight_versions",
+        "weft.pipeline.validate",
+        "weft.pipeline.action_costs",
+    ),
+    *(
+        "weft.pipeline.timeline",
+        "weft.pipeline.balance",
+        "weft.pipeline.simulator",
+        "weft.pipeline.draw",
+        "weft.pipeline.schedules",
+    ),
     *("weft.core.toml", "weft.planner.cost.hardware", "weft.planner.cost.model_work"),
 )
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, `torch.nn` or `weft.core.layout`; `at_once` if importing the importer imports it too."""
+    """One imported module, `torch.nn` or `weft.core.layout`; `at_once` if importing the importer
+    imports it too."""
 
     target: str
     line: int
@@ -44,12 +75,14 @@ class Import:
 
 
 def part(module: str) -> str:
-    """The file or folder directly under the package that holds this module: weft.engine.step -> engine."""
+    """The file or folder directly under the package that holds this module: weft.engine.step ->
+    engine."""
     return [*module.split("."), "__init__"][1]
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Dotted name -> file, for every module of the package in this folder; the package's name is the folder's."""
+    """Dotted name -> file, for every module of the package in this folder; the package's name is
+    the folder's."""
     found = {}
     for path in sorted(root.rglob("*.py")):
         names = path.relative_to(root.parent).with_suffix("").parts
@@ -104,7 +137,8 @@ def cycle(edges: dict[str, list[str]]) -> list[str] | None:
 
 
 def violations(root: Path) -> list[str]:
-    """Every breach of the architecture by the package in this folder, one line each; empty if there is none."""
+    """Every breach of the architecture by the package in this folder, one line each; empty if there
+    is none."""
     files = modules(root)
     found = {module: list(imports(module, files)) for module in files}
     inside = {module: [i for i in found[module] if i.target in files] for module in files}
@@ -113,8 +147,8 @@ def violations(root: Path) -> list[str]:
     for module in files:
         if part(module) not in LEVEL_OF:
             said.append(
-                f"{module} is in no level: add {part(module)!r} to LEVELS in tests/test_architecture.py and to the "
-                "table in docs/architecture.md"
+                f"{module} is in no level: add {part(module)!r} to LEVELS in"
+                " tests/test_architecture.py and to the table in docs/architecture.md"
             )
         for i in inside[module]:
             problem = forbidden(module, i.target)
@@ -166,7 +200,10 @@ def test_source_obeys_the_architecture() -> None:
 
 SOUND = {
     "__init__.py": "from .planner import plan",
-    "layout.py": "from typing import TYPE_CHECKING\nfrom .errors import Refusal\nif TYPE_CHECKING:\n    import torch",
+    "layout.py": (
+        "from typing import TYPE_CHECKING\nfrom .errors import Refusal\nif TYPE_CHECKING:\n   "
+        " import torch"
+    ),
     "errors.py": "def late():\n    import torch",
     "plans.py": "import torch\nfrom . import layout",
     "models/__init__.py": "from .decoder import decoder",
@@ -183,7 +220,10 @@ SOUND = {
 
 def broken(tmp_path: Path, **changed: str) -> list[str]:
     """What is said of the sound package with these files changed; `__` in a name stands for `/`."""
-    for name, text in {**SOUND, **{key.replace("__", "/") + ".py": text for key, text in changed.items()}}.items():
+    for name, text in {
+        **SOUND,
+        **{key.replace("__", "/") + ".py": text for key, text in changed.items()},
+    }.items():
         path = tmp_path / "weft" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -197,21 +237,57 @@ def test_a_sound_package_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"planet": ""}, "weft.planet is in no level: add 'planet' to LEVELS in tests/test_architecture.py"),
-        ({"errors": "from . import mesh"}, "weft.core.errors, line 1, imports weft.parallel.mesh: upward, from nouns"),
-        ({"engine__step": "import weft"}, "weft.engine.step, line 1, imports weft: upward, from interpreters to door"),
-        ({"plans": "def f():\n  from .planner import plan"}, "weft.core.plan, line 2, imports weft.parallel.make_plan: upward"),
-        ({"parallel__data": "from .tensor import steps"}, "weft.parallel.strategies.tensor: strategies do not import one another"),
-        ({"parallel__data": "from ..engine.step import Engine"}, "upward, from strategies to interpreters"),
-        ({"mesh": "from .parallel import data"}, "weft.parallel.strategies.data: an interpreter knows no strategy"),
-        ({"engine__step": "from .. import parallel"}, "weft.parallel.strategies: an interpreter knows no strategy"),
+        (
+            {"planet": ""},
+            "weft.planet is in no level: add 'planet' to LEVELS in tests/test_architecture.py",
+        ),
+        (
+            {"errors": "from . import mesh"},
+            "weft.core.errors, line 1, imports weft.parallel.mesh: upward, from nouns",
+        ),
+        (
+            {"engine__step": "import weft"},
+            "weft.engine.step, line 1, imports weft: upward, from interpreters to door",
+        ),
+        (
+            {"plans": "def f():\n  from .planner import plan"},
+            "weft.core.plan, line 2, imports weft.parallel.make_plan: upward",
+        ),
+        (
+            {"parallel__data": "from .tensor import steps"},
+            "weft.parallel.strategies.tensor: strategies do not import one another",
+        ),
+        (
+            {"parallel__data": "from ..engine.step import Engine"},
+            "upward, from strategies to interpreters",
+        ),
+        (
+            {"mesh": "from .parallel import data"},
+            "weft.parallel.strategies.data: an interpreter knows no strategy",
+        ),
+        (
+            {"engine__step": "from .. import parallel"},
+            "weft.parallel.strategies: an interpreter knows no strategy",
+        ),
         (
             {"models__decoder": "from ..layout import Layout"},
             "weft.core.layout: a model imports nothing of weft but masks and routing",
         ),
-        ({"mesh": "from .engine.step import Engine"}, "cycle: weft.engine.step -> weft.parallel.mesh -> weft.engine.step"),
-        ({"layout": "import torch.nn"}, "importing weft.core.layout imports torch: weft.core.layout -> torch.nn"),
-        ({"order": "from .plans import Plan"}, "importing weft.core.data_order imports torch: weft.core.data_order -> weft.core.plan -> torch"),
+        (
+            {"mesh": "from .engine.step import Engine"},
+            "cycle: weft.engine.step -> weft.parallel.mesh -> weft.engine.step",
+        ),
+        (
+            {"layout": "import torch.nn"},
+            "importing weft.core.layout imports torch: weft.core.layout -> torch.nn",
+        ),
+        (
+            {"order": "from .plans import Plan"},
+            (
+                "importing weft.core.data_order imports torch: weft.core.data_order ->"
+                " weft.core.plan -> torch"
+            ),
+        ),
     ],
 )
 def test_a_breach_is_named(tmp_path: Path, changed: dict[str, str], expected: str) -> None:

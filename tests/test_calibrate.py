@@ -1,5 +1,6 @@
-"""Calibration: constants are recovered from times that they made, a sheet reads back, what cannot be written is refused
-before anything is measured, and a small measurement by two processes gives figures that a sheet takes."""
+"""Calibration: constants are recovered from times that they made, a sheet reads back, what cannot
+be written is refused before anything is measured, and a small measurement by two processes gives
+figures that a sheet takes."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
-from weft.cli.app import app
 
+from weft.cli.app import app
 from weft.core import toml
 from weft.core.device_timer import typical_time
 from weft.core.errors import ConfigError
@@ -47,7 +48,9 @@ AMOUNTS = [2.0**power for power in range(10, 30, 2)]
 
 
 @pytest.mark.parametrize(("fixed_s", "rate"), [(2e-4, 1e9), (0.0, 3e10), (1e-6, 5e8)])
-def test_a_line_is_found_through_noise_and_a_few_disturbed_times(fixed_s: float, rate: float) -> None:
+def test_a_line_is_found_through_noise_and_a_few_disturbed_times(
+    fixed_s: float, rate: float
+) -> None:
     noise = np.random.default_rng(0)
     amounts = AMOUNTS * 3
     times = [(fixed_s + each / rate) * noise.uniform(0.98, 1.02) for each in amounts]
@@ -55,7 +58,9 @@ def test_a_line_is_found_through_noise_and_a_few_disturbed_times(fixed_s: float,
         times[disturbed] *= 6
     found = fit_line(amounts, times)
     assert found.rate == pytest.approx(rate, rel=0.03)
-    assert found.fixed_s == pytest.approx(fixed_s, rel=0.05, abs=0.02 * (fixed_s + min(amounts) / rate))
+    assert found.fixed_s == pytest.approx(
+        fixed_s, rel=0.05, abs=0.02 * (fixed_s + min(amounts) / rate)
+    )
 
 
 def test_a_line_never_begins_below_zero_and_never_falls() -> None:
@@ -106,7 +111,10 @@ def decoded(dim: int, length: int) -> DecoderTiming:
     work, seconds = decoder_blocks.work_of(dim, length), 0.0
     for block in work.blocks:
         for op in block.ops:
-            flops, nbytes = decoder_blocks.SAMPLES * op.flops, decoder_blocks.SAMPLES * op.moved_bytes
+            flops, nbytes = (
+                decoder_blocks.SAMPLES * op.flops,
+                decoder_blocks.SAMPLES * op.moved_bytes,
+            )
             seconds += block.count * (2 * op.kernels * 2e-5 + nbytes * (1 + op.backward) / 5e9)
             if op.kind == "matmul":
                 seconds += block.count * 3 * (flops + op.matmuls * 2e6) / 1e11
@@ -130,26 +138,45 @@ def test_a_sheet_has_the_constants_that_made_the_times(kind: str) -> None:
     assert era.traffic == pytest.approx(3.0 if kind == "cpu" else 1.0, rel=0.02)
     launch = (2e-5, 1.0) if kind == "cpu" else (1e-5, 0.0)
     assert (era.launch_s, era.waits) == (pytest.approx(launch[0], rel=0.02), launch[1])
-    assert (tier.devices, tier.bps, tier.latency_s) == (2, pytest.approx(1e9, rel=0.01), pytest.approx(1e-4, rel=0.01))
+    assert (tier.devices, tier.bps, tier.latency_s) == (
+        2,
+        pytest.approx(1e9, rel=0.01),
+        pytest.approx(1e-4, rel=0.01),
+    )
     assert tier.reaches == {"all_reduce": pytest.approx(0.4, rel=0.01), "send": 1.0}
     assert era.contention == pytest.approx(0.4)
     assert (era.fixed_s, era.context_gib, device.memory_gib) == (3e-3, 0.25, 8)
 
 
 @pytest.mark.parametrize("lost_s", [0.0, 3e-3])
-def test_what_ranks_lose_at_collectives_is_what_layouts_that_have_many_take_more(lost_s: float) -> None:
+def test_what_ranks_lose_at_collectives_is_what_layouts_that_have_many_take_more(
+    lost_s: float,
+) -> None:
     made = sheet(measured())
     there = hardware.Cluster(hardware=made, devices=2)
     true = made.eras[ERA].model_copy(update={"meet_s": lost_s})
     ids = torch.zeros(1, collective_skew.LENGTH, dtype=torch.int64)
     work = profile_model(collective_skew._model(), {"input_ids": ids, "labels": ids}, next_token)
     layouts = [Layout.parse(one) for one in ("dp2", "fsdp2", "tp2")]
-    found = estimate(work, LayoutBatch.of(layouts, batch=8), there, true, precision_policy("fp32", fixed_overhead.adamw)).step_s
-    seen = [collective_skew.LayoutTiming(str(one), 1.1 * found[0] + step - found[0]) for one, step in zip(layouts, found)]
-    assert collective_skew.skew_s(seen, made, made.eras[ERA]) == pytest.approx(lost_s)  # and not what all take more
+    found = estimate(
+        work,
+        LayoutBatch.of(layouts, batch=8),
+        there,
+        true,
+        precision_policy("fp32", fixed_overhead.adamw),
+    ).step_s
+    seen = [
+        collective_skew.LayoutTiming(str(one), 1.1 * found[0] + step - found[0])
+        for one, step in zip(layouts, found)
+    ]
+    assert collective_skew.skew_s(seen, made, made.eras[ERA]) == pytest.approx(
+        lost_s
+    )  # and not what all take more
     assert collective_skew.skew_s(seen[:1], made, made.eras[ERA]) == 0.0
     more = sheet(replace(measured(), amid=seen)).eras[ERA]
-    assert more == true.model_copy(update={"meet_s": more.meet_s}) and more.meet_s == pytest.approx(lost_s)
+    assert more == true.model_copy(update={"meet_s": more.meet_s}) and more.meet_s == pytest.approx(
+        lost_s
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -194,15 +221,23 @@ def small() -> list[Any]:
     links.SIZES, links.BESIDE_BYTES, links.WIDTH = (64, 1 << 12), 1 << 10, 16
     rank_timer.LIMIT_S = 0.02
     return [
-        {dtype: compute.matmuls(dtype) for dtype in ("fp32", "fp64")}, compute.attention(), compute.streams(),
-        compute.launches(), decoder_blocks.time_decoders(), compute.update(),
+        {dtype: compute.matmuls(dtype) for dtype in ("fp32", "fp64")},
+        compute.attention(),
+        compute.streams(),
+        compute.launches(),
+        decoder_blocks.time_decoders(),
+        compute.update(),
         [moved for kind in links.KINDS for moved in links.time_collective(kind)],
-        links.time_overlap(), fixed_overhead.measure_overhead(), collective_skew.steps(),
-    ]  # fmt: skip
+        links.time_overlap(),
+        fixed_overhead.measure_overhead(),
+        collective_skew.steps(),
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_each_part_is_measured_once_and_counted(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+def test_each_part_is_measured_once_and_counted(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
     """Of dtypes that the machine turns out not to know there is no part."""
     ran: list[Any] = []
 
@@ -214,7 +249,11 @@ def test_each_part_is_measured_once_and_counted(monkeypatch: pytest.MonkeyPatch,
         def __exit__(self, *_: Any) -> None: ...
         def run(self, _: Any, function: Any, *args: Any, timeout: float) -> list[Any]:
             ran.append((function.__name__, *args))
-            value = {"fp32": 1.0, "bf16": 2.0} if function.__name__ == "dtypes" else [(function.__name__, *args)]
+            value = (
+                {"fp32": 1.0, "bf16": 2.0}
+                if function.__name__ == "dtypes"
+                else [(function.__name__, *args)]
+            )
             return [(value, 0.0)]
 
     monkeypatch.setattr(command, "Pool", Here)
@@ -223,9 +262,17 @@ def test_each_part_is_measured_once_and_counted(monkeypatch: pytest.MonkeyPatch,
     found = command.measure(Machine(ranks, 1, "cpu", "a machine", 2**30), "gloo", said.append)
     counted = [re.search(r"\((\d+) of (\d+)\)$", line) for line in said]
     places, wholes = zip(*((int(one[1]), int(one[2])) for one in counted if one))
-    assert places == tuple(range(1, len(said) + 1)) and set(wholes[2:]) == {len(said)} and wholes[0] > len(said)
-    assert len(set(ran)) == len(ran) == len(said) == (9 if ranks == 1 else 11 + len(found.collectives))
-    assert list(found.matmuls) == ["fp32", "bf16"] and found.matmuls["bf16"] == [("matmuls", "bf16")]
+    assert (
+        places == tuple(range(1, len(said) + 1))
+        and set(wholes[2:]) == {len(said)}
+        and wholes[0] > len(said)
+    )
+    assert (
+        len(set(ran)) == len(ran) == len(said) == (9 if ranks == 1 else 11 + len(found.collectives))
+    )
+    assert list(found.matmuls) == ["fp32", "bf16"] and found.matmuls["bf16"] == [
+        ("matmuls", "bf16")
+    ]
     assert found.floor == [("floor",)] and (found.amid == [("steps",)]) == (ranks == 2)
 
 
@@ -234,7 +281,13 @@ def test_two_processes_measure_the_same_and_a_sheet_takes_it(
 ) -> None:
     first, second = pool.run(small, world=2)
     assert first[:7] == second[:7]  # both decide alike what is measured next
-    assert {each.kind for each in first[6]} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
+    assert {each.kind for each in first[6]} == {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "send",
+    }
     assert all(each.seconds > 0 for each in first[6])
     assert first[8].process_bytes > 1 << 25
     assert [each.layout for each in first[9]] == ["dp2", "fsdp2", "tp2"] and first[9] == second[9]
@@ -246,7 +299,7 @@ def test_two_processes_measure_the_same_and_a_sheet_takes_it(
     assert hardware.read_sheet(path).device.flops["fp32"] > 0
 
 
-# ---- --fit -----------------------------------------------------------------------------------------------------------
+# ---- --fit ---------------------------------------------------------------------------------------
 
 RUN = """
 output = "out"
@@ -288,19 +341,27 @@ def runs_of(folder: Path, made: hardware.Hardware, era: hardware.Era) -> Path:
 
 def test_an_era_is_fitted_to_runs_and_tells_those_held_out(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
-    made, at, out = sheet(measured(kind="cuda")), tmp_path / "machine.toml", tmp_path / "fitted.toml"
+    made, at, out = (
+        sheet(measured(kind="cuda")),
+        tmp_path / "machine.toml",
+        tmp_path / "fitted.toml",
+    )
     command.put_sheet(at, toml.dump_toml(made))
-    true = made.eras[ERA].model_copy(update={"launch_s": 6e-5, "fixed_s": 0.012, "matmul": 0.7, "link": 0.8})
+    true = made.eras[ERA].model_copy(
+        update={"launch_s": 6e-5, "fixed_s": 0.012, "matmul": 0.7, "link": 0.8}
+    )
     runs = runs_of(tmp_path, made, true)
     result = CliRunner().invoke(
         app, ["calibrate", "--fit", str(runs), "--cluster", str(at), "--out", str(out), "--json"]
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["constants"]["fixed_s"] == pytest.approx(0.012, rel=0.2)  # from 0.003; launches stand in for some
-    assert {name: (len(e["fitted"]), len(e["held_out"])) for name, e in found["errors"].items()} == dict.fromkeys(
-        ("dp", "tp", "fs"), (2, 2)
-    )
+    assert found["constants"]["fixed_s"] == pytest.approx(
+        0.012, rel=0.2
+    )  # from 0.003; launches stand in for some
+    assert {
+        name: (len(e["fitted"]), len(e["held_out"])) for name, e in found["errors"].items()
+    } == dict.fromkeys(("dp", "tp", "fs"), (2, 2))
     assert max(abs(e) for each in found["errors"].values() for e in each["held_out"]) < 0.05
     assert hardware.read_sheet(out).era(ERA).model_dump(mode="json") == found["constants"]
     assert hardware.read_sheet(out).device == made.device
@@ -309,7 +370,9 @@ def test_an_era_is_fitted_to_runs_and_tells_those_held_out(tmp_path: Path) -> No
 def test_what_constants_leave_is_kept_by_the_shape_of_layers(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     made = sheet(measured(kind="cuda"))
-    slow = hardware.LayerTiming(flops=7.34e6, tokens=64, samples=8, tp=2, took=4)  # what a layer of RUN has on tp2
+    slow = hardware.LayerTiming(
+        flops=7.34e6, tokens=64, samples=8, tp=2, took=4
+    )  # what a layer of RUN has on tp2
     era = made.eras[ERA].model_copy(update={"layers": (slow,)})
     path = runs_of(tmp_path, made, era)
     header, *lines = path.read_text().splitlines()
@@ -317,10 +380,14 @@ def test_what_constants_leave_is_kept_by_the_shape_of_layers(tmp_path: Path) -> 
     runs = fit_runs.read_runs(path, made.kind)
     at = hardware.Cluster(hardware=made, devices=2)
     found = fit_runs.fit_runs_to_era(runs, at, made.eras[ERA])
-    assert max(abs(error) for each in found.errors.values() for error in each[1]) < 0.1  # of constants alone 0.4
+    assert (
+        max(abs(error) for each in found.errors.values() for error in each[1]) < 0.1
+    )  # of constants alone 0.4
     most = max(found.era.layers, key=lambda layer: layer.took)
     assert (most.tp, most.samples) == (2, 8) and most.took > 2
-    assert fit_runs.fit_runs_to_era(runs, at, era).era == found.era  # layers told of what other constants left
+    assert (
+        fit_runs.fit_runs_to_era(runs, at, era).era == found.era
+    )  # layers told of what other constants left
 
 
 @pytest.mark.parametrize(
@@ -334,15 +401,21 @@ def test_what_constants_leave_is_kept_by_the_shape_of_layers(tmp_path: Path) -> 
         ("run,step_s\n" + "none.toml,1\n" * 4, "none.toml"),
     ],
 )
-def test_runs_that_cannot_be_fitted_are_refused(tmp_path: Path, text: str | None, said: str) -> None:
+def test_runs_that_cannot_be_fitted_are_refused(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
     (tmp_path / "run.toml").write_text(RUN)
     if text is not None:
         (tmp_path / "runs.csv").write_text(text)
-    result = CliRunner().invoke(app, ["calibrate", "--fit", str(tmp_path / "runs.csv"), "--cluster", "h100x2"])
+    result = CliRunner().invoke(
+        app, ["calibrate", "--fit", str(tmp_path / "runs.csv"), "--cluster", "h100x2"]
+    )
     assert result.exit_code == 2 and said in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--fit", "runs.csv"], ["--cluster", "h100x2"], ["--era", "eager"]])
+@pytest.mark.parametrize(
+    "arguments", [["--fit", "runs.csv"], ["--cluster", "h100x2"], ["--era", "eager"]]
+)
 def test_options_of_a_fit_go_together(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["calibrate", *arguments])
     assert result.exit_code == 2 and "--fit goes with --cluster" in result.stderr

@@ -1,4 +1,5 @@
-"""The classic silent bugs of distributed training, injected one by one: `weft verify` catches each and names its place.
+"""The classic silent bugs of distributed training, injected one by one: `weft verify` catches each
+and names its place.
 
 docs/verify.md holds the same catalogue as a table. Bugs of pipelines: test_catalogue_pipeline.py.
 """
@@ -43,7 +44,12 @@ def planned(case: Case, edit: Callable[[Step], Step]) -> Case:
     return replace(case, plan=partial(edited, case.plan, edit))
 
 
-def edited(plan: Callable[[nn.Module, str], Plan], edit: Callable[[Step], Step], model: nn.Module, layout: str) -> Plan:
+def edited(
+    plan: Callable[[nn.Module, str], Plan],
+    edit: Callable[[Step], Step],
+    model: nn.Module,
+    layout: str,
+) -> Plan:
     found = plan(model, layout)
     return replace(found, steps=tuple(edit(step) for step in found.steps))
 
@@ -53,10 +59,14 @@ def params(change: Callable[[Param], Param | None], step: Step) -> Step:
     return replace(step, params=tuple(new for p in step.params if (new := change(p)) is not None))
 
 
-# ---- gradients that are not reduced ------------------------------------------------------------------------------
+# ---- gradients that are not reduced --------------------------------------------------------------
 
 
-@bug("decoder", "tp2+sequence", r"gradient of blocks\.0\.attention_norm\.weight \(module blocks\.0\.attention_norm\)")
+@bug(
+    "decoder",
+    "tp2+sequence",
+    r"gradient of blocks\.0\.attention_norm\.weight \(module blocks\.0\.attention_norm\)",
+)
 def norm_gradient_not_reduced_under_sequence(case: Case) -> Iterator[Case]:
     """A norm sees a slice of the sequence, and its gradient is left a partial sum."""
 
@@ -66,27 +76,39 @@ def norm_gradient_not_reduced_under_sequence(case: Case) -> Iterator[Case]:
     yield planned(case, partial(params, change))
 
 
-@bug("fused", "tp2", r"gradient of blocks\.0\.attention\.q_norm\.weight \(module blocks\.0\.attention\.q_norm\)")
+@bug(
+    "fused",
+    "tp2",
+    r"gradient of blocks\.0\.attention\.q_norm\.weight \(module blocks\.0\.attention\.q_norm\)",
+)
 def head_norm_gradient_not_reduced(case: Case) -> Iterator[Case]:
     """A norm of queries sees this rank's heads alone."""
-    yield planned(case, partial(params, lambda p: replace(p, grad=COPY) if "q_norm" in p.name else p))
+    yield planned(
+        case, partial(params, lambda p: replace(p, grad=COPY) if "q_norm" in p.name else p)
+    )
 
 
 @bug("clipped", "tp2+sequence", r"gradient of blocks\.1\.norm2\.weight \(module blocks\.1\.norm2\)")
 def norm_gradient_not_reduced_and_clipped(case: Case) -> Iterator[Case]:
-    """The wrong gradient changes the global norm, so clipping spreads it over every other gradient."""
-    yield planned(case, partial(params, lambda p: replace(p, grad=COPY) if "1.norm2.w" in p.name else p))
+    """The wrong gradient changes the global norm, so clipping spreads it over every other
+    gradient."""
+    yield planned(
+        case, partial(params, lambda p: replace(p, grad=COPY) if "1.norm2.w" in p.name else p)
+    )
 
 
 @bug("decoder", "dp2", r"gradient of blocks\.1\.mlp\.up\.weight \(module blocks\.1\.mlp\.up\)")
 def parameter_never_reduced(case: Case) -> Iterator[Case]:
     """One parameter is in no bucket."""
-    yield planned(case, partial(params, lambda p: None if p.name == "blocks.1.mlp.up.weight" else p))
+    yield planned(
+        case, partial(params, lambda p: None if p.name == "blocks.1.mlp.up.weight" else p)
+    )
 
 
 @bug("fused", "tp2", r"gradient of the output of blocks\.1\.norm2, after that of blocks\.1\.mlp\.0")
 def input_gradient_not_reduced(case: Case) -> Iterator[Case]:
-    """Megatron's f without its backward: each rank's columns give a part of the input's gradient."""
+    """Megatron's f without its backward: each rank's columns give a part of the input's
+    gradient."""
 
     def edit(step: Step) -> Step:
         return replace(step, input=Boundary({}, {})) if step.module == "blocks.1.mlp.0" else step
@@ -96,7 +118,8 @@ def input_gradient_not_reduced(case: Case) -> Iterator[Case]:
 
 @bug("even", "tp2", r"gradient of the output of norm, after that of head")
 def gathered_output_sums_in_backward(case: Case) -> Iterator[Case]:
-    """A column's output is gathered, and backward sums over ranks where it should take a slice: tp times too much."""
+    """A column's output is gathered, and backward sums over ranks where it should take a slice: tp
+    times too much."""
     right = Boundary.moves
 
     def moves(self: Boundary, entry: bool) -> Iterator[Any]:
@@ -120,15 +143,25 @@ def reduce_scatter_drops_the_tail(case: Case) -> Iterator[Case]:
                     grad_buckets.local_tensor(p.grad)[-1].zero_()
         return right(self)
 
-    def begin(self: grad_buckets.GradReducer, plan: Plan, named: dict, mesh: Any, init: Any = grad_buckets.GradReducer.__init__) -> None:
+    def begin(
+        self: grad_buckets.GradReducer,
+        plan: Plan,
+        named: dict,
+        mesh: Any,
+        init: Any = grad_buckets.GradReducer.__init__,
+    ) -> None:
         init(self, plan, named, mesh)
         self.every = list(named.values())  # type: ignore[attr-defined]
 
-    with patched(case, (grad_buckets.GradReducer, "finish", finish), (grad_buckets.GradReducer, "__init__", begin)):
+    with patched(
+        case,
+        (grad_buckets.GradReducer, "finish", finish),
+        (grad_buckets.GradReducer, "__init__", begin),
+    ):
         yield case
 
 
-# ---- the scale of loss and gradient ------------------------------------------------------------------------------
+# ---- the scale of loss and gradient --------------------------------------------------------------
 
 
 def mean_of_means(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -143,7 +176,8 @@ def doubled_gradient(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 
 @bug("decoder", "dp2", r"loss of step 0")
 def loss_averaged_per_rank(case: Case) -> Iterator[Case]:
-    """Each rank takes the mean over its own tokens, and the ranks' means are averaged: padding weighs in."""
+    """Each rank takes the mean over its own tokens, and the ranks' means are averaged: padding
+    weighs in."""
     yield replace(case, loss=mean_of_means)
 
 
@@ -155,7 +189,8 @@ def loss_averaged_per_microbatch(case: Case) -> Iterator[Case]:
 
 @bug("decoder", "dp2", r"gradient of the output of head, where backward begins")
 def gradient_not_divided_by_accumulation(case: Case) -> Iterator[Case]:
-    """The loss that is shown is right, the one that is differentiated is not divided by the two microbatches."""
+    """The loss that is shown is right, the one that is differentiated is not divided by the two
+    microbatches."""
     yield replace(case, loss=doubled_gradient)
 
 
@@ -179,9 +214,14 @@ def reduction_on_every_microbatch(case: Case) -> Iterator[Case]:
 
 @bug("decoder", "dp2", r"every gradient of step 0 is 0\.5 times")
 def gradient_averaged_twice(case: Case) -> Iterator[Case]:
-    """The sum over the ranks, already divided by the global weight, is divided by the ranks again."""
+    """The sum over the ranks, already divided by the global weight, is divided by the ranks
+    again."""
 
-    def launch(self: grad_buckets.GradReducer, bucket: grad_buckets.FilledBucket, right: Any = grad_buckets.GradReducer._launch) -> None:
+    def launch(
+        self: grad_buckets.GradReducer,
+        bucket: grad_buckets.FilledBucket,
+        right: Any = grad_buckets.GradReducer._launch,
+    ) -> None:
         bucket.flat /= dist.get_world_size(bucket.group)
         right(self, bucket)
 
@@ -193,7 +233,9 @@ def gradient_averaged_twice(case: Case) -> Iterator[Case]:
 def fsdp_divides_as_well(case: Case) -> Iterator[Case]:
     """FSDP2's own division by its ranks is left on."""
 
-    def divide(self: FSDPModule, _: float, right: Any = FSDPModule.set_gradient_divide_factor) -> None:
+    def divide(
+        self: FSDPModule, _: float, right: Any = FSDPModule.set_gradient_divide_factor
+    ) -> None:
         right(self, float(dist.get_world_size()))
 
     with patched(case, (FSDPModule, "set_gradient_divide_factor", divide)):
@@ -202,7 +244,8 @@ def fsdp_divides_as_well(case: Case) -> Iterator[Case]:
 
 @bug("decoder", "tp2", r"loss of step 0")
 def vocabulary_padding_counted(case: Case) -> Iterator[Case]:
-    """An odd vocabulary is padded with logits of zero, each of which adds exp(0) to the softmax's sum."""
+    """An odd vocabulary is padded with logits of zero, each of which adds exp(0) to the softmax's
+    sum."""
     right = losses._VocabParallel.apply
 
     def apply(local: Tensor, *rest: Any) -> Tensor:
@@ -213,7 +256,7 @@ def vocabulary_padding_counted(case: Case) -> Iterator[Case]:
         yield case
 
 
-# ---- clipping ----------------------------------------------------------------------------------------------------
+# ---- clipping ------------------------------------------------------------------------------------
 
 
 @bug("clipped", "tp2", r"norm of all gradients at step 0")
@@ -238,11 +281,13 @@ def clipping_per_rank(case: Case) -> Iterator[Case]:
         dist.all_reduce(tensor, group=group)
         tensor[0] = own
 
-    with patched(case, (engine, "dist", SimpleNamespace(all_reduce=all_reduce, broadcast=dist.broadcast))):
+    with patched(
+        case, (engine, "dist", SimpleNamespace(all_reduce=all_reduce, broadcast=dist.broadcast))
+    ):
         yield case
 
 
-# ---- cuts and shard order ----------------------------------------------------------------------------------------
+# ---- cuts and shard order ------------------------------------------------------------------------
 
 
 @bug("fused", "tp2", r"output of blocks\.0\.attention\.proj")
@@ -254,7 +299,8 @@ def row_bias_added_by_every_rank(case: Case) -> Iterator[Case]:
 
 @bug("decoder", "tp4", r"output of blocks\.0\.attention\.wo")
 def wrong_key_head(case: Case) -> Iterator[Case]:
-    """Two key heads on four ranks: rank 1, whose query head belongs to key head 0, takes key head 1."""
+    """Two key heads on four ranks: rank 1, whose query head belongs to key head 0, takes key head
+    1."""
     right = DimShard.intervals
 
     def intervals(self: DimShard, index: int, size: int) -> tuple[tuple[int, int], ...]:
@@ -287,7 +333,9 @@ def absent_tokens_not_masked(case: Case) -> Iterator[Case]:
     def cut(module: nn.Embedding, param: Param, mesh: Any) -> None:
         assert param.cut is not None
         ((start, stop),) = param.cut.intervals(mesh.index("tp"), mesh.size("tp"))
-        module.register_forward_pre_hook(lambda _, args: ((args[0] - start).clamp(0, stop - start - 1),))
+        module.register_forward_pre_hook(
+            lambda _, args: ((args[0] - start).clamp(0, stop - start - 1),)
+        )
 
     with patched(case, (parallelize, "_cut_embedding", cut)):
         yield case
@@ -299,7 +347,9 @@ def gathered_in_the_wrong_order(case: Case) -> Iterator[Case]:
     right = collectives.all_gather
 
     def all_gather(x: Tensor, dim: int, group: Any, total: int | None) -> Tensor:
-        return torch.cat(right(x, dim, group, total).chunk(dist.get_world_size(group), dim)[::-1], dim)
+        return torch.cat(
+            right(x, dim, group, total).chunk(dist.get_world_size(group), dim)[::-1], dim
+        )
 
     with patched(case, (collectives, "all_gather", all_gather)):
         yield case
@@ -311,7 +361,9 @@ def cut_in_the_wrong_order(case: Case) -> Iterator[Case]:
     right = parallelize.shard_of
 
     def pick(tensor: Tensor, cut: DimShard, index: int, size: int) -> Tensor:
-        return right(tensor, cut, size - 1 - index if (cut.dim, cut.units) == (0, (4,)) else index, size)
+        return right(
+            tensor, cut, size - 1 - index if (cut.dim, cut.units) == (0, (4,)) else index, size
+        )
 
     with patched(case, (parallelize, "pick", pick)):
         yield case
@@ -335,7 +387,9 @@ def cut_drops_the_tail(case: Case) -> Iterator[Case]:
 @bug("decoder", "fsdp2", r"not where the plan says: blocks\.0\.mlp\.down\.weight:", where="problem")
 def parameter_not_where_the_plan_says(case: Case) -> Iterator[Case]:
     """The plan leaves one parameter of a sharded unit whole."""
-    yield planned(case, partial(params, lambda p: None if p.name == "blocks.0.mlp.down.weight" else p))
+    yield planned(
+        case, partial(params, lambda p: None if p.name == "blocks.0.mlp.down.weight" else p)
+    )
 
 
 @bug("decoder", "tp2", r"blocks\.1\.mlp\.gate\.weight: .* in no chunk", where="problem")
@@ -345,13 +399,17 @@ def parameter_that_nobody_writes(case: Case) -> Iterator[Case]:
 
     def piece(self: engine.Engine, full: str, tensor: Tensor, name: str, *rest: int) -> Any:
         found = right(self, full, tensor, name, *rest)
-        return replace(found, writer=found.writer and not (name == "blocks.1.mlp.gate.weight" and self.mesh.rank == 1))
+        return replace(
+            found,
+            writer=found.writer
+            and not (name == "blocks.1.mlp.gate.weight" and self.mesh.rank == 1),
+        )
 
     with patched(case, (engine.Engine, "_piece", piece)):
         yield case
 
 
-# ---- randomness --------------------------------------------------------------------------------------------------
+# ---- randomness ----------------------------------------------------------------------------------
 
 
 @bug("dropout", "tp2+sequence", r"output of blocks\.0\.dropout .*\(rank 1\)")
@@ -390,7 +448,11 @@ def different_dropout_on_copies(case: Case) -> Iterator[Case]:
         yield case
 
 
-@bug("recomputed", "dp2", r"gradient of the output of blocks\.1\.mlp\.2, after that of blocks\.1\.dropout")
+@bug(
+    "recomputed",
+    "dp2",
+    r"gradient of the output of blocks\.1\.mlp\.2, after that of blocks\.1\.dropout",
+)
 def recompute_draws_again(case: Case) -> Iterator[Case]:
     """The second forward of a block draws other masks than the first."""
     right = Randomness.site
@@ -402,7 +464,7 @@ def recompute_draws_again(case: Case) -> Iterator[Case]:
         yield case
 
 
-# ---- state -------------------------------------------------------------------------------------------------------
+# ---- state ---------------------------------------------------------------------------------------
 
 
 @bug("tied", "tp2", r"parameter head\.weight")
@@ -452,7 +514,9 @@ class Unsharded(torch.optim.AdamW):
         p = self.param_groups[0]["params"][self.which]  # type: ignore[attr-defined]
         state = self.state[p]
         if state:
-            state["exp_avg"] = state["exp_avg"].chunk(dist.get_world_size())[dist.get_rank()].clone()
+            state["exp_avg"] = (
+                state["exp_avg"].chunk(dist.get_world_size())[dist.get_rank()].clone()
+            )
         super().step(closure)
         parts = [torch.empty_like(p) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, self.state[p]["exp_avg"])
@@ -473,23 +537,30 @@ def optimizer_state_not_sharded(case: Case) -> Iterator[Case]:
 
 @bug("decoder", "dp2", r"blocks\.1\.mlp\.gate\.weight after step 0 .*\(rank 1\)")
 def optimizer_forgets_a_parameter(case: Case) -> Iterator[Case]:
-    """One replica's optimizer was made without one parameter: right gradients, and the replica drifts."""
+    """One replica's optimizer was made without one parameter: right gradients, and the replica
+    drifts."""
 
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        return case.optimizer([n for n in named if dist.get_rank() == 0 or n[0] != "blocks.1.mlp.gate.weight"])
+        return case.optimizer(
+            [n for n in named if dist.get_rank() == 0 or n[0] != "blocks.1.mlp.gate.weight"]
+        )
 
     yield replace(case, optimizer=optimizer)
 
 
-# ---- data --------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 @bug("decoder", "dp2", r"batch entry 'input_ids' of step 0")
 def batch_order_depends_on_the_layout(case: Case) -> Iterator[Case]:
-    """Every data rank takes each second sample, so a microbatch is another set of samples on each layout."""
+    """Every data rank takes each second sample, so a microbatch is another set of samples on each
+    layout."""
 
     def batch(step: int, data_rank: int, data_size: int) -> dict[str, Tensor]:
-        return {key: value[data_rank::data_size] for key, value in global_batch(SUBJECTS["decoder"], step).items()}
+        return {
+            key: value[data_rank::data_size]
+            for key, value in global_batch(SUBJECTS["decoder"], step).items()
+        }
 
     yield replace(case, batch=batch)
 
@@ -505,7 +576,7 @@ def labels_of_another_batch(case: Case) -> Iterator[Case]:
     yield replace(case, batch=batch)
 
 
-# ---- collectives -------------------------------------------------------------------------------------------------
+# ---- collectives ---------------------------------------------------------------------------------
 
 
 @bug("decoder", "tp2", r"all_reduce over tp: 45 ran .*, predicted were 25 ", where="stray")
@@ -525,7 +596,9 @@ def all_reduce_run_twice(case: Case) -> Iterator[Case]:
 
 
 @pytest.mark.parametrize(("fault", "subject", "layout", "where", "says"), CATALOGUE.params)
-def test_bug_is_caught_and_named(pool: Any, fault: Fault, subject: str, layout: str, where: str, says: str) -> None:
+def test_bug_is_caught_and_named(
+    pool: Any, fault: Fault, subject: str, layout: str, where: str, says: str
+) -> None:
     assert_caught(CATALOGUE.run(pool, fault, subject, layout), where, says)
 
 

@@ -1,4 +1,5 @@
-"""The silent bugs of pipelines, injected one by one: `weft verify` catches each and names its place.
+"""The silent bugs of pipelines, injected one by one: `weft verify` catches each and names its
+place.
 
 docs/verify.md holds the same catalogue as a table, under "Bugs of pipelines".
 """
@@ -30,7 +31,8 @@ from weft.verification.case import Case
 
 
 def pipedream(kind: str) -> Subject:
-    """A chain of layers, its weights kept in this way; two microbatches, so that no third shows what the first did."""
+    """A chain of layers, its weights kept in this way; two microbatches, so that no third shows
+    what the first did."""
     plan = ("accumulate", 2), ("schedule", partial(make_schedule, "pipedream", versions=kind))
     return replace(STAGED["sequential"], plan=plan)
 
@@ -44,15 +46,20 @@ CATALOGUE = Catalogue(SUBJECTS)
 bug = CATALOGUE.bug
 
 
-# ---- what crosses stages -----------------------------------------------------------------------------------------
+# ---- what crosses stages -------------------------------------------------------------------------
 
 
 @bug("sequential", "pp2", r"output of 4\.1 \(rank 1\)")
 def microbatches_swapped_between_stages(case: Case) -> Iterator[Case]:
-    """Two receives are posted in another order than their sends: a stage computes on another microbatch's samples."""
+    """Two receives are posted in another order than their sends: a stage computes on another
+    microbatch's samples."""
     right = p2p.PipelineTransport.begin
 
-    def begin(self: p2p.PipelineTransport, incoming: Mapping[int, Sequence[p2p.IncomingMessage]], *rest: Any) -> None:
+    def begin(
+        self: p2p.PipelineTransport,
+        incoming: Mapping[int, Sequence[p2p.IncomingMessage]],
+        *rest: Any,
+    ) -> None:
         def order(messages: Sequence[p2p.IncomingMessage]) -> list[p2p.IncomingMessage]:
             first, second, *later = messages
             return [second, first, *later] if first.message.kind == "F" else [first, second, *later]
@@ -65,12 +72,20 @@ def microbatches_swapped_between_stages(case: Case) -> Iterator[Case]:
 
 @bug("sequential", "pp2", r"gradient of the output of 4\.0, where .*backward begins \(rank 0\)")
 def received_tensor_detached(case: Case) -> Iterator[Case]:
-    """In one microbatch, what a stage receives does not take part in its graph: earlier stages get zeros from it."""
+    """In one microbatch, what a stage receives does not take part in its graph: earlier stages get
+    zeros from it."""
     right, calls = stage_compute.StageModel.__call__, count()
 
-    def call(self: stage_compute.StageModel, stage: int, batch: stage_compute.Batch, received: dict[int, Tensor]) -> Any:
+    def call(
+        self: stage_compute.StageModel,
+        stage: int,
+        batch: stage_compute.Batch,
+        received: dict[int, Tensor],
+    ) -> Any:
         apart = next(calls) % 4 == 0
-        return right(self, stage, batch, {v: x.detach() if apart else x for v, x in received.items()})
+        return right(
+            self, stage, batch, {v: x.detach() if apart else x for v, x in received.items()}
+        )
 
     with patched(case, (stage_compute.StageModel, "__call__", call)):
         yield case
@@ -78,7 +93,8 @@ def received_tensor_detached(case: Case) -> Iterator[Case]:
 
 @bug("plain", "pp4", r"gradient of the output of enter, after that of side agreed \(rank 0\)")
 def gradient_of_a_skip_dropped(case: Case) -> Iterator[Case]:
-    """Stage 0's first value is used by stage 2 as well; the gradient that comes from there is received, and lost."""
+    """Stage 0's first value is used by stage 2 as well; the gradient that comes from there is
+    received, and lost."""
     right = runner._PipelineRun.take
 
     def take(self: runner._PipelineRun, message: p2p.PipelineMessage, peer: int) -> None:
@@ -90,10 +106,14 @@ def gradient_of_a_skip_dropped(case: Case) -> Iterator[Case]:
         yield case
 
 
-# ---- backward in two parts ---------------------------------------------------------------------------------------
+# ---- backward in two parts -----------------------------------------------------------------------
 
 
-@bug("sequential", "pp2+zb-h1", r"gradient of 0\.weight \(module 0\) at step 0; 16 of 16 gradients differ \(rank 0\)")
+@bug(
+    "sequential",
+    "pp2+zb-h1",
+    r"gradient of 0\.weight \(module 0\) at step 0; 16 of 16 gradients differ \(rank 0\)",
+)
 def w_left_out_for_a_microbatch(case: Case) -> Iterator[Case]:
     """One of four microbatches gives its inputs' gradients, and none to the weights."""
     right, calls = split_backward.DeferredWeightGrad.run, count()
@@ -111,7 +131,9 @@ def weights_get_gradients_in_b_and_in_w(case: Case) -> Iterator[Case]:
     """B is a whole backward, and W comes as well."""
     right = split_backward.backward_inputs
 
-    def both(roots: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Any:
+    def both(
+        roots: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> Any:
         torch.autograd.backward(roots, grads, retain_graph=True)
         return right(roots, grads, inputs)
 
@@ -119,12 +141,17 @@ def weights_get_gradients_in_b_and_in_w(case: Case) -> Iterator[Case]:
         yield case
 
 
-# ---- sums over ranks, and their scale ----------------------------------------------------------------------------
+# ---- sums over ranks, and their scale ------------------------------------------------------------
 
 
-@bug("tied", "pp2", r"gradient of embedding\.weight \(module embedding\) at step 0; 1 of 28 gradients differ")
+@bug(
+    "tied",
+    "pp2",
+    r"gradient of embedding\.weight \(module embedding\) at step 0; 1 of 28 gradients differ",
+)
 def tied_gradients_not_summed_over_stages(case: Case) -> Iterator[Case]:
-    """The first stage keeps the embedding's gradient, the last one the head's: the copies drift apart."""
+    """The first stage keeps the embedding's gradient, the last one the head's: the copies drift
+    apart."""
     right = Plan.reduced_over
 
     def reduced_over(self: Plan, *args: Any) -> tuple[str, ...]:
@@ -149,7 +176,8 @@ def norm_counts_tied_weights_twice(case: Case) -> Iterator[Case]:
 
 @bug("sequential", "pp2+zb-v.dp2", r"gradient of 0\.weight \(module 0\)")
 def reduced_when_another_stage_ends(case: Case) -> Iterator[Case]:
-    """A rank's gradients are all summed over replicas as soon as one of its two stages has ended."""
+    """A rank's gradients are all summed over replicas as soon as one of its two stages has
+    ended."""
     right = grad_buckets.GradReducer.close
 
     def close(self: grad_buckets.GradReducer, stage: int) -> None:
@@ -165,10 +193,16 @@ def reduced_when_another_stage_ends(case: Case) -> Iterator[Case]:
 
 @bug("sequential", "pp2", r"gradient of the output of 8, where backward begins \(rank 1\)")
 def loss_divided_by_microbatches_again(case: Case) -> Iterator[Case]:
-    """The loss that is differentiated is a mean over microbatches, of what is divided by all samples anyway."""
+    """The loss that is differentiated is a mean over microbatches, of what is divided by all
+    samples anyway."""
     right = stage_compute.TrainingCompute.begin
 
-    def begin(self: stage_compute.TrainingCompute, step: int, micros: Sequence[stage_compute.Batch], scale: float) -> None:
+    def begin(
+        self: stage_compute.TrainingCompute,
+        step: int,
+        micros: Sequence[stage_compute.Batch],
+        scale: float,
+    ) -> None:
         right(self, step, micros, scale / len(micros))
 
     with patched(case, (stage_compute.TrainingCompute, "begin", begin)):
@@ -177,7 +211,8 @@ def loss_divided_by_microbatches_again(case: Case) -> Iterator[Case]:
 
 @bug("sequential", "pp2", r"every gradient of step 0 is 2 times")
 def weight_of_the_loss_divided_by_stages(case: Case) -> Iterator[Case]:
-    """Sum and weight of the loss are taken as if every stage had counted them. Their ratio, the loss, is right."""
+    """Sum and weight of the loss are taken as if every stage had counted them. Their ratio, the
+    loss, is right."""
     right = engine.Engine._update
 
     def update(self: engine.Engine, missing: list) -> Any:
@@ -191,7 +226,7 @@ def weight_of_the_loss_divided_by_stages(case: Case) -> Iterator[Case]:
         yield case
 
 
-# ---- state of a stage --------------------------------------------------------------------------------------------
+# ---- state of a stage ----------------------------------------------------------------------------
 
 
 @bug("sequential", "pp2", r"output of 4\.1 \(rank 1\)")
@@ -242,17 +277,19 @@ def buffers_saved_by_another_stage(case: Case) -> Iterator[Case]:
 
 @bug("deep", "pp2", r"output of head \(rank 1\)")
 def dropout_counted_from_the_start_of_a_stage(case: Case) -> Iterator[Case]:
-    """The dropout after the blocks draws the mask of the one before them, which the first stage has drawn."""
+    """The dropout after the blocks draws the mask of the one before them, which the first stage has
+    drawn."""
     with patched(case, (Randomness, "skip", lambda self, calls: None)):
         yield case
 
 
-# ---- delayed weights ---------------------------------------------------------------------------------------------
+# ---- delayed weights -----------------------------------------------------------------------------
 
 
 @bug("stash", "pp2", r"gradient of the output of 3\.3, after that of 4\.0 agreed \(rank 0\)")
 def backward_with_the_newest_weights(case: Case) -> Iterator[Case]:
-    """A version is no copy: backward multiplies by weights that have been updated since its forward."""
+    """A version is no copy: backward multiplies by weights that have been updated since its
+    forward."""
     right = weight_stash.WeightStash._keep
 
     def keep(self: weight_stash.WeightStash, stage: int) -> None:
@@ -302,7 +339,9 @@ def update_divided_per_replica(case: Case) -> Iterator[Case]:
 
 
 @pytest.mark.parametrize(("fault", "subject", "layout", "where", "says"), CATALOGUE.params)
-def test_bug_is_caught_and_named(pool: Any, fault: Fault, subject: str, layout: str, where: str, says: str) -> None:
+def test_bug_is_caught_and_named(
+    pool: Any, fault: Fault, subject: str, layout: str, where: str, says: str
+) -> None:
     assert_caught(CATALOGUE.run(pool, fault, subject, layout), where, says)
 
 

@@ -1,4 +1,5 @@
-"""The silent bugs of shared sequences and of experts on ranks: `weft verify` catches each and names its place.
+"""The silent bugs of shared sequences and of experts on ranks: `weft verify` catches each and names
+its place.
 
 docs/verify.md holds the same catalogue as a table, under "Bugs of sequences and experts".
 """
@@ -27,22 +28,28 @@ from weft.parallel import apply, expert_dispatch
 from weft.verification.case import Case
 
 SUBJECTS = {
-    **{name: CONTEXT[name] for name in ("shifted", "packed", "padded")}, "decoder": CONTEXT["micro"],
-    "dropout": CONTEXT["counts"], "experts": experts("mixtral"), "balanced": experts("", **GATES["softmax"]),
-    "capacity": experts("", **GATES["capacity"]), "bias": experts("", **GATES["bias"]),
-}  # fmt: skip
+    **{name: CONTEXT[name] for name in ("shifted", "packed", "padded")},
+    "decoder": CONTEXT["micro"],
+    "dropout": CONTEXT["counts"],
+    "experts": experts("mixtral"),
+    "balanced": experts("", **GATES["softmax"]),
+    "capacity": experts("", **GATES["capacity"]),
+    "bias": experts("", **GATES["bias"]),
+}
 CATALOGUE = Catalogue(SUBJECTS)
 bug = CATALOGUE.bug
 
 
-# ---- sequences -------------------------------------------------------------------------------------------------------
+# ---- sequences -----------------------------------------------------------------------------------
 
 
 @bug("decoder", "cp2", r"output of blocks\.0\.attention\.wo")
 def positions_from_zero(case: Case) -> Iterator[Case]:
     """Each rank counts the positions of its part from 0."""
 
-    def cut(self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut) -> Any:
+    def cut(
+        self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut
+    ) -> Any:
         found = right(self, batch)
         key = sequence.MADE + "position_ids"
         return {**found, key: torch.arange(found[key].shape[1]).expand_as(found[key])}
@@ -54,7 +61,11 @@ def positions_from_zero(case: Case) -> Iterator[Case]:
 @bug("decoder", "cp2", r"output of blocks\.0\.attention\.wo")
 def every_block_causal(case: Case) -> Iterator[Case]:
     """Keys of another stretch are masked as those of the own one are."""
-    with patched(case, (AttentionPattern, "between", lambda *_: None), (ring_attention.KeyBlocks, "causal", lambda *_: True)):
+    with patched(
+        case,
+        (AttentionPattern, "between", lambda *_: None),
+        (ring_attention.KeyBlocks, "causal", lambda *_: True),
+    ):
         yield case
 
 
@@ -62,7 +73,13 @@ def every_block_causal(case: Case) -> Iterator[Case]:
 def future_seen(case: Case) -> Iterator[Case]:
     """Later stretches are not left out."""
 
-    def between(self: AttentionPattern, queries: Any, keys: Any, device: Any, right: Any = AttentionPattern.between) -> Any:
+    def between(
+        self: AttentionPattern,
+        queries: Any,
+        keys: Any,
+        device: Any,
+        right: Any = AttentionPattern.between,
+    ) -> Any:
         return right(self, queries, keys, device) or True if queries != keys else None
 
     with patched(case, (AttentionPattern, "between", between)):
@@ -84,7 +101,10 @@ def blocks_averaged(case: Case) -> Iterator[Case]:
 @bug("decoder", "cp2", r"gradient of the output of blocks\.1\.attention\.w[vk]")
 def gradients_of_keys_stay(case: Case) -> Iterator[Case]:
     """A rank keeps the gradients of the keys that it last had, and they do not go home."""
-    with patched(case, (ring_attention._RingPasses, "home", lambda self: self._sums.wait() and self._sums._sent)):
+    with patched(
+        case,
+        (ring_attention._RingPasses, "home", lambda self: self._sums.wait() and self._sums._sent),
+    ):
         yield case
 
 
@@ -93,9 +113,15 @@ def softmax_of_a_block_in_backward(case: Case) -> Iterator[Case]:
     """Backward takes each block's weights as if the block were all."""
 
     def backward(
-        grad: Tensor, out: Tensor, logs: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any,
+        grad: Tensor,
+        out: Tensor,
+        logs: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *rest: Any,
         right: Any = ring_attention._backward,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         own, _ = ring_attention._forward(q, k, v, *rest), None
         return right(grad, out, own[1].masked_fill(own[1] == -torch.inf, 0.0), q, k, v, *rest)
 
@@ -107,7 +133,9 @@ def softmax_of_a_block_in_backward(case: Case) -> Iterator[Case]:
 def labels_shifted_in_parts(case: Case) -> Iterator[Case]:
     """The last position of each stretch has no next one."""
 
-    def cut(self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut) -> Any:
+    def cut(
+        self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut
+    ) -> Any:
         found = right(self, batch)
         return {key: value for key, value in found.items() if key != "labels"}
 
@@ -125,7 +153,9 @@ def gradients_of_a_part(case: Case) -> Iterator[Case]:
 def same_dropout_on_all_parts(case: Case) -> Iterator[Case]:
     """Each rank draws the masks of the first positions."""
 
-    def begin(self: sequence.ContextParallel, micro: Any, right: Any = sequence.ContextParallel.begin) -> None:
+    def begin(
+        self: sequence.ContextParallel, micro: Any, right: Any = sequence.ContextParallel.begin
+    ) -> None:
         right(self, micro)
         if self:
             self.randomness.rows = torch.arange(len(self.randomness.rows))
@@ -145,14 +175,16 @@ def documents_see_each_other(case: Case) -> Iterator[Case]:
 def padding_seen(case: Case) -> Iterator[Case]:
     """Padding on the left is attended to."""
 
-    def cut(self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut) -> Any:
+    def cut(
+        self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut
+    ) -> Any:
         return {key: value for key, value in right(self, batch).items() if key != sequence.VALID}
 
     with patched(case, (sequence.ContextParallel, "cut", cut)):
         yield case
 
 
-# ---- experts ---------------------------------------------------------------------------------------------------------
+# ---- experts -------------------------------------------------------------------------------------
 
 
 def of_experts(change: Any, step: Step) -> Step:
@@ -173,7 +205,10 @@ def expert_summed_with_others(case: Case) -> Iterator[Case]:
     def add(step: Step) -> Step:
         if not step.dispatch:
             return step
-        return replace(step, params=(*step.params, *(Param(p.name, "dp", COPY, COPY, SUM) for p in step.params)))
+        return replace(
+            step,
+            params=(*step.params, *(Param(p.name, "dp", COPY, COPY, SUM) for p in step.params)),
+        )
 
     yield planned(case, add)
 
@@ -182,7 +217,9 @@ def expert_summed_with_others(case: Case) -> Iterator[Case]:
 def tokens_back_in_another_order(case: Case) -> Iterator[Case]:
     """What comes back is taken in the order of tokens, and not of their experts."""
 
-    def dispatched(*args: Any, right: Any = expert_dispatch.dispatch_tokens, **named: Any) -> Tensor:
+    def dispatched(
+        *args: Any, right: Any = expert_dispatch.dispatch_tokens, **named: Any
+    ) -> Tensor:
         *front, tokens, index, weights = args
         return right(*front, tokens.flip(0), index, weights, **named)
 
@@ -216,7 +253,14 @@ def weights_of_a_part_of_an_expert(case: Case) -> Iterator[Case]:
 @bug("balanced", "dp2", r"gradient of the output of blocks\.1\.mlp\.gate")
 def shares_of_own_tokens(case: Case) -> Iterator[Case]:
     """Each rank balances the load by the shares that its own tokens have."""
-    with patched(case, (function_overrides.FunctionOverrides, "_shares", lambda self, *asked: expert_shares(*asked))):
+    with patched(
+        case,
+        (
+            function_overrides.FunctionOverrides,
+            "_shares",
+            lambda self, *asked: expert_shares(*asked),
+        ),
+    ):
         yield case
 
 
@@ -232,7 +276,11 @@ def capacity_of_a_part(case: Case) -> Iterator[Case]:
         yield case
 
 
-@bug("bias", "dp2", r"blocks\.\d\.mlp\.gate\.bias\.state after the last step|output of|loss of step 1")
+@bug(
+    "bias",
+    "dp2",
+    r"blocks\.\d\.mlp\.gate\.bias\.state after the last step|output of|loss of step 1",
+)
 def bias_of_own_tokens(case: Case) -> Iterator[Case]:
     """Each rank moves its biases by the load of its own tokens."""
     with patched(case, (Engine, "_of_all_tokens", lambda self, loads: loads)):
@@ -243,7 +291,9 @@ def bias_of_own_tokens(case: Case) -> Iterator[Case]:
 
 
 @pytest.mark.parametrize(("fault", "subject", "layout", "where", "says"), CATALOGUE.params)
-def test_bug_is_caught_and_named(pool: Any, fault: Fault, subject: str, layout: str, where: str, says: str) -> None:
+def test_bug_is_caught_and_named(
+    pool: Any, fault: Fault, subject: str, layout: str, where: str, says: str
+) -> None:
     assert_caught(CATALOGUE.run(pool, fault, subject, layout), where, says)
 
 

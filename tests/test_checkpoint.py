@@ -1,4 +1,5 @@
-"""Checkpoints written under one arrangement of chunks and read under another, and every way they can be damaged."""
+"""Checkpoints written under one arrangement of chunks and read under another, and every way they
+can be damaged."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from weft.core.shards import (
     whole_shard,
 )
 
-# ---- a small state under several arrangements ------------------------------------------------------------------------
+# ---- a small state under several arrangements ----------------------------------------------------
 
 DTYPES = {
     "f64": torch.float64,
@@ -48,7 +49,8 @@ def bits(tensor):
 
 
 def make_state():
-    """Global tensors by name: matrices of every dtype, a fused weight, a vector, 0-dim ones, an empty one."""
+    """Global tensors by name: matrices of every dtype, a fused weight, a vector, 0-dim ones, an
+    empty one."""
     generator = torch.Generator().manual_seed(7)
     state = {
         name: (torch.randn(10, 6, generator=generator, dtype=torch.float64) * 50).abs().to(dtype)
@@ -64,16 +66,23 @@ def make_state():
 
 
 def row_cut(name, shape, rank, world):
-    return [cut_segments([fsdp_rows(shape[0], world, rank)]), *[cut_segments([(0, size)]) for size in shape[1:]]]
+    return [
+        cut_segments([fsdp_rows(shape[0], world, rank)]),
+        *[cut_segments([(0, size)]) for size in shape[1:]],
+    ]
 
 
 def column_cut(name, shape, rank, world):
     edges = [0, *[shape[-1] * (r + 1) // world for r in range(world)]]
-    return [*[cut_segments([(0, size)]) for size in shape[:-1]], cut_segments([(edges[rank], edges[rank + 1])])]
+    return [
+        *[cut_segments([(0, size)]) for size in shape[:-1]],
+        cut_segments([(edges[rank], edges[rank + 1])]),
+    ]
 
 
 def fused_then_rows(name, shape, rank, world):
-    """Tensor parallel over 2 (three parts for qkv, else rows), each part then cut by rows over the other ranks."""
+    """Tensor parallel over 2 (three parts for qkv, else rows), each part then cut by rows over the
+    other ranks."""
     t, f = divmod(rank, world // 2)
     if name == "qkv":
         segments = cut_segments([(part * 4 + t * 2, part * 4 + t * 2 + 2) for part in range(3)])
@@ -85,14 +94,22 @@ def fused_then_rows(name, shape, rank, world):
 
 
 def last_rank_only(name, shape, rank, world):
-    """Everything lies on the last rank, as on a pipeline's last stage; the others hold an empty local tensor."""
+    """Everything lies on the last rank, as on a pipeline's last stage; the others hold an empty
+    local tensor."""
     return [cut_segments([(0, size if rank == world - 1 else 0)]) for size in shape]
 
 
 def uneven(name, shape, rank, world):
-    """Rank 0 holds one row in the middle, the last rank all others, in another order; the rest hold nothing."""
+    """Rank 0 holds one row in the middle, the last rank all others, in another order; the rest hold
+    nothing."""
     middle = shape[0] // 2
-    own = [(middle, middle + 1)] if rank == 0 else [(middle + 1, shape[0]), (0, middle)] if rank == world - 1 else []
+    own = (
+        [(middle, middle + 1)]
+        if rank == 0
+        else [(middle + 1, shape[0]), (0, middle)]
+        if rank == world - 1
+        else []
+    )
     return [cut_segments(own), *[cut_segments([(0, size)]) for size in shape[1:]]]
 
 
@@ -111,7 +128,8 @@ def local_of(full, dims):
 
 
 def arrange(state, arrangement, rank, world, fill=True):
-    """This rank's pieces; with fill=False of garbage to be loaded over. Locals are strided views of larger tensors."""
+    """This rank's pieces; with fill=False of garbage to be loaded over. Locals are strided views of
+    larger tensors."""
     pieces = []
     for name, full in state.items():
         shape = tuple(full.shape)
@@ -134,7 +152,7 @@ def assert_arranged(state, arrangement, rank, world, pieces):
         assert torch.equal(bits(got.tensor), bits(want.tensor)), (arrangement.__name__, got.name)
 
 
-# ---- several ranks, forked -------------------------------------------------------------------------------------------
+# ---- several ranks, forked -----------------------------------------------------------------------
 
 _fork = multiprocessing.get_context("fork")
 _meetings = count()
@@ -143,7 +161,9 @@ _meetings = count()
 def _child(function, rank, world, meeting, results, args):
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world
+        )
         results.put((rank, None, function(rank, world, *args)))
         dist.barrier()
         dist.destroy_process_group()
@@ -156,7 +176,8 @@ def ranks(tmp_path, world, function, *args):
     results = _fork.Queue()
     meeting = tmp_path / f"meeting-{next(_meetings)}"
     children = [
-        _fork.Process(target=_child, args=(function, rank, world, meeting, results, args)) for rank in range(world)
+        _fork.Process(target=_child, args=(function, rank, world, meeting, results, args))
+        for rank in range(world)
     ]
     for child in children:
         child.start()
@@ -175,7 +196,14 @@ def _save_and_reload_all(rank, world, folder):
     state = make_state()
     for step, arrangement in enumerate(ARRANGEMENTS):
         pieces = arrange(state, arrangement, rank, world)
-        store.save_checkpoint(folder, step, pieces, {"step": step}, {"layout": arrangement.__name__}, keep=Retention(99))
+        store.save_checkpoint(
+            folder,
+            step,
+            pieces,
+            {"step": step},
+            {"layout": arrangement.__name__},
+            keep=Retention(99),
+        )
         for other in ARRANGEMENTS:
             fresh = arrange(state, other, rank, world, fill=False)
             assert store.load_checkpoint(folder, step, fresh) == {"step": step}
@@ -207,9 +235,13 @@ def _save_with_one_failing(rank, world, folder, bad_rank):
     state = make_state()
     if rank == bad_rank:  # as a full disk or a quota does: write() itself fails
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
     try:
-        store.save_checkpoint(folder, 2, arrange(state, row_cut, rank, world), {}, {}, keep=Retention(1))
+        store.save_checkpoint(
+            folder, 2, arrange(state, row_cut, rank, world), {}, {}, keep=Retention(1)
+        )
     except CheckpointError as error:
         return str(error)
 
@@ -218,12 +250,16 @@ def _save_with_one_failing(rank, world, folder, bad_rank):
 def test_a_rank_that_cannot_write_fails_all_and_harms_nothing(tmp_path, bad_rank):
     folder = tmp_path / "c"
     state = make_state()
-    store.save_checkpoint(folder, 1, arrange(state, replicated, 0, 1), {"n": 1}, {}, keep=Retention(1))
+    store.save_checkpoint(
+        folder, 1, arrange(state, replicated, 0, 1), {"n": 1}, {}, keep=Retention(1)
+    )
     messages = ranks(tmp_path, 3, _save_with_one_failing, folder, bad_rank)
     assert len(set(messages)) == 1
     assert f"rank {bad_rank} failed: OSError" in messages[0] and "File too large" in messages[0]
     assert [path.name for path in folder.iterdir()] == ["step-000001"]
-    assert store.load_checkpoint(folder, None, arrange(state, replicated, 0, 1, fill=False)) == {"n": 1}
+    assert store.load_checkpoint(folder, None, arrange(state, replicated, 0, 1, fill=False)) == {
+        "n": 1
+    }
 
 
 def _load_with_one_unlike(rank, world, folder):
@@ -235,7 +271,9 @@ def _load_with_one_unlike(rank, world, folder):
 
 
 def test_a_rank_that_cannot_load_fails_all_before_anything_changes(tmp_path):
-    store.save_checkpoint(tmp_path / "c", 1, [whole_shard("w", torch.ones(4))], {}, {}, keep=Retention(1))
+    store.save_checkpoint(
+        tmp_path / "c", 1, [whole_shard("w", torch.ones(4))], {}, {}, keep=Retention(1)
+    )
     (first, a), (second, b) = ranks(tmp_path, 2, _load_with_one_unlike, tmp_path / "c")
     assert first == second and "(3,)" in first and "(4,)" in first and "'w'" in first
     assert a == [0] * 4 and b == [0] * 3
@@ -273,14 +311,19 @@ def test_what_is_not_written_exactly_once_is_not_saved(tmp_path, how, message):
     assert store.latest_step(tmp_path / "c") is None
 
 
-# ---- one process -----------------------------------------------------------------------------------------------------
+# ---- one process ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "checkpoints"
     store.save_checkpoint(
-        folder, 100, [whole_shard("w", torch.arange(6.0).reshape(2, 3)), whole_shard("b", torch.ones(3))], {}, {}, Retention(3)
+        folder,
+        100,
+        [whole_shard("w", torch.arange(6.0).reshape(2, 3)), whole_shard("b", torch.ones(3))],
+        {},
+        {},
+        Retention(3),
     )
     return folder
 
@@ -289,7 +332,11 @@ def refused(folder, step=None, pieces=None):
     """The message of the refusal; the live tensors must be as they were."""
     live = [torch.full((2, 3), -1.0), torch.full((3,), -1.0)]
     with pytest.raises(CheckpointError) as caught:
-        store.load_checkpoint(folder, step, [whole_shard("w", live[0]), whole_shard("b", live[1])] if pieces is None else pieces)
+        store.load_checkpoint(
+            folder,
+            step,
+            [whole_shard("w", live[0]), whole_shard("b", live[1])] if pieces is None else pieces,
+        )
     assert all((tensor == -1).all() for tensor in live)
     assert caught.value.exit_code == 2
     return str(caught.value)
@@ -299,13 +346,24 @@ def test_loads_into_parameters_and_views_in_place(folder):
     flat = torch.zeros(9)
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
     store.load_checkpoint(folder, 100, [whole_shard("w", parameter), whole_shard("b", flat[3:6])])
-    assert parameter.requires_grad and parameter.is_leaf and parameter.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (
+        parameter.requires_grad
+        and parameter.is_leaf
+        and parameter.tolist() == [[0, 1, 2], [3, 4, 5]]
+    )
     assert flat.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
 
 
 def test_tensors_that_share_memory_are_saved(tmp_path):
     flat = torch.arange(8.0)
-    store.save_checkpoint(tmp_path, 1, [whole_shard("a", flat[:6]), whole_shard("b", flat[2:]), whole_shard("c", flat)], {}, {}, Retention(1))
+    store.save_checkpoint(
+        tmp_path,
+        1,
+        [whole_shard("a", flat[:6]), whole_shard("b", flat[2:]), whole_shard("c", flat)],
+        {},
+        {},
+        Retention(1),
+    )
     live = torch.zeros(6)
     store.load_checkpoint(tmp_path, 1, [whole_shard("b", live)])  # a part of the names will do
     assert live.tolist() == [2, 3, 4, 5, 6, 7]
@@ -313,13 +371,28 @@ def test_tensors_that_share_memory_are_saved(tmp_path):
 
 def test_scalars_and_inspect(tmp_path):
     state = make_state()
-    scalars = {"steps_done": 100, "loss_scale": 65536.0, "lr": 0.1 + 0.2, "nested": {"seen": [1, 2]}, "best": None}
+    scalars = {
+        "steps_done": 100,
+        "loss_scale": 65536.0,
+        "lr": 0.1 + 0.2,
+        "nested": {"seen": [1, 2]},
+        "best": None,
+    }
     store.save_checkpoint(
-        tmp_path, 100, arrange(state, replicated, 0, 1), scalars, {"layout": "dp2.tp2", "ü": "é"}, keep=Retention(2)
+        tmp_path,
+        100,
+        arrange(state, replicated, 0, 1),
+        scalars,
+        {"layout": "dp2.tp2", "ü": "é"},
+        keep=Retention(2),
     )
     assert store.load_checkpoint(tmp_path, None, []) == scalars
     contents = store.read_index(tmp_path)
-    assert contents.step == 100 and contents.meta == {"layout": "dp2.tp2", "ü": "é"} and contents.scalars == scalars
+    assert (
+        contents.step == 100
+        and contents.meta == {"layout": "dp2.tp2", "ü": "é"}
+        and contents.scalars == scalars
+    )
     assert {name: (t.shape, t.dtype) for name, t in contents.tensors.items()} == {
         name: (tuple(t.shape), t.dtype) for name, t in state.items()
     }
@@ -328,15 +401,21 @@ def test_scalars_and_inspect(tmp_path):
 
 def test_scalars_that_are_not_json_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="not JSON serializable"):
-        store.save_checkpoint(tmp_path / "c", 1, [], {"loss": torch.tensor(1.0)}, {}, keep=Retention(1))
+        store.save_checkpoint(
+            tmp_path / "c", 1, [], {"loss": torch.tensor(1.0)}, {}, keep=Retention(1)
+        )
     assert not (tmp_path / "c").exists()
 
 
 def test_keep_the_last_ones(tmp_path):
     for step in (1, 2, 10, 20):
-        store.save_checkpoint(tmp_path, step, [whole_shard("w", torch.tensor(step))], {}, {}, keep=Retention(2))
+        store.save_checkpoint(
+            tmp_path, step, [whole_shard("w", torch.tensor(step))], {}, {}, keep=Retention(2)
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000020"]
-    store.save_checkpoint(tmp_path, 5, [whole_shard("w", torch.tensor(5))], {}, {}, keep=Retention(1))  # never the one just written
+    store.save_checkpoint(
+        tmp_path, 5, [whole_shard("w", torch.tensor(5))], {}, {}, keep=Retention(1)
+    )  # never the one just written
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
     store.save_checkpoint(tmp_path, 1234567, [], {}, {}, keep=Retention(5))
     assert store.latest_step(tmp_path) == 1234567
@@ -345,7 +424,9 @@ def test_keep_the_last_ones(tmp_path):
 
 
 def test_the_same_step_is_replaced(folder):
-    store.save_checkpoint(folder, 100, [whole_shard("new", torch.ones(2))], {"again": True}, {}, keep=Retention(3))
+    store.save_checkpoint(
+        folder, 100, [whole_shard("new", torch.ones(2))], {"again": True}, {}, keep=Retention(3)
+    )
     assert list(store.read_index(folder).tensors) == ["new"]
     assert [path.name for path in folder.iterdir()] == ["step-000100"]
 
@@ -357,7 +438,9 @@ def _dies(folder, step, moment):
         os._exit(9)
 
     setattr(*moment, die)
-    store.save_checkpoint(folder, step, [whole_shard("w", torch.ones(2, 3))], {}, {}, keep=Retention(1))
+    store.save_checkpoint(
+        folder, step, [whole_shard("w", torch.ones(2, 3))], {}, {}, keep=Retention(1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -366,7 +449,11 @@ def _dies(folder, step, moment):
         (200, (store, "_write_file"), ["step-000100"]),
         (200, (store, "_write_index"), ["step-000100"]),
         (200, (store, "_fsync"), ["step-000100"]),
-        (200, (store, "_hide"), ["step-000100", "step-000200"]),  # published, before the old one is removed
+        (
+            200,
+            (store, "_hide"),
+            ["step-000100", "step-000200"],
+        ),  # published, before the old one is removed
         (200, (store.shutil, "rmtree"), ["step-000200"]),  # while the old one is removed
         (100, (store.shutil, "rmtree"), ["step-000100"]),  # while a replaced one is removed
     ],
@@ -381,7 +468,9 @@ def test_a_crash_is_never_seen_and_swept_at_the_next_save(folder, step, moment, 
     assert store.latest_step(folder) == int(left[-1][-3:])
     store.load_checkpoint(folder, None, [whole_shard("w", torch.zeros(2, 3))])
     for again in (step, 300):
-        store.save_checkpoint(folder, again, [whole_shard("w", torch.ones(2, 3))], {}, {}, keep=Retention(9))
+        store.save_checkpoint(
+            folder, again, [whole_shard("w", torch.ones(2, 3))], {}, {}, keep=Retention(9)
+        )
     expected = {*left, f"step-{step:06d}", "step-000300"}
     assert {path.name for path in folder.iterdir()} == expected
 
@@ -427,7 +516,9 @@ def test_a_missing_file_is_refused(folder):
     assert path.name in message and "the file is missing" in message
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": {}, "metadata": {}}', "null", "\udc80", "not json"])
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"weight_map": {}, "metadata": {}}', "null", "\udc80", "not json"]
+)
 def test_an_index_of_another_program_is_refused(folder, text):
     (folder / "step-000100" / "index.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     message = refused(folder)
@@ -453,7 +544,12 @@ def test_a_later_version_a_path_out_of_the_folder_and_a_hole_are_refused(folder)
     assert "version 2" in refused(folder)
 
     path.write_text(good)
-    sign(path, lambda index, head: index["tensors"]["w"]["chunks"][0].__setitem__(0, "../../other.safetensors"))
+    sign(
+        path,
+        lambda index, head: index["tensors"]["w"]["chunks"][0].__setitem__(
+            0, "../../other.safetensors"
+        ),
+    )
     assert "names a file '../../other.safetensors'" in refused(folder)
 
     path.write_text(good)
@@ -492,11 +588,12 @@ def test_nothing_is_pickled(folder):
     assert {path.suffix for path in (folder / "step-000100").iterdir()} == {".json", ".safetensors"}
 
 
-# ---- beside training -------------------------------------------------------------------------------------------------
+# ---- beside training -----------------------------------------------------------------------------
 
 
 def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
-    """Training goes on in the same memory while files are written; errors come with the next call."""
+    """Training goes on in the same memory while files are written; errors come with the next
+    call."""
     go, write = threading.Event(), store._write
 
     def slow(*args):
@@ -516,7 +613,15 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeyp
         found = torch.zeros(3)
         store.load_checkpoint(tmp_path, step, [whole_shard("w", found)])
         assert found.tolist() == [step] * 3
-    saver.save(tmp_path, 3, [whole_shard("w", weight)], {}, {}, Retention(5), unless=lambda pieces: "no good")
+    saver.save(
+        tmp_path,
+        3,
+        [whole_shard("w", weight)],
+        {},
+        {},
+        Retention(5),
+        unless=lambda pieces: "no good",
+    )
     with pytest.raises(WeftError, match="no good"):
         saver.wait()
     saver.save(tmp_path / "x", 3, [whole_shard("w", weight)], {}, {}, Retention(0))
@@ -533,12 +638,24 @@ def test_some_are_kept_beside_the_last_ones(tmp_path):
 
 def beside(rank, world, folder):
     saver, weight = store.AsyncCheckpointer(), torch.full((2,), float(rank))
-    pieces = [LocalShard("w", weight, (2 * world,), (((slice(0, 2),), (slice(2 * rank, 2 * rank + 2),)),), True)]
+    pieces = [
+        LocalShard(
+            "w", weight, (2 * world,), (((slice(0, 2),), (slice(2 * rank, 2 * rank + 2),)),), True
+        )
+    ]
     saver.save(folder, 1, pieces, {}, {}, Retention(1))
     for _ in range(20):  # collectives of training meanwhile, in no order with those of the save
         dist.all_reduce(weight)
     saver.wait()
-    saver.save(folder, 2, pieces, {}, {}, Retention(2), unless=lambda held: "rank 1 says no" if rank == 1 else None)
+    saver.save(
+        folder,
+        2,
+        pieces,
+        {},
+        {},
+        Retention(2),
+        unless=lambda held: "rank 1 says no" if rank == 1 else None,
+    )
     with pytest.raises(WeftError, match="rank 1 says no"):
         saver.wait()
 

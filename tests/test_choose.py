@@ -1,4 +1,5 @@
-"""What can be, what it would take, and which of it is best: the planner's search, held to weft's own planner."""
+"""What can be, what it would take, and which of it is best: the planner's search, held to weft's
+own planner."""
 
 from __future__ import annotations
 
@@ -49,20 +50,30 @@ ROUTED: dict[str, Any] = {**DENSE, "experts": 2, "active": 1, "hidden": 32}
 def cluster(devices: int, memory_gib: float = 80.0, node: int = 8) -> Cluster:
     """Devices of 1 PFLOP/s, in nodes; between these a tenth of the bandwidth."""
     sheet = Hardware(
-        name="test", title="a device for tests", source="these tests", kind="cuda",
-        device=Device(memory_gib=memory_gib, memory_bps=3e12, host_bps=5e10, flops={"bf16": 1e15, "fp32": 1e14}),
+        name="test",
+        title="a device for tests",
+        source="these tests",
+        kind="cuda",
+        device=Device(
+            memory_gib=memory_gib,
+            memory_bps=3e12,
+            host_bps=5e10,
+            flops={"bf16": 1e15, "fp32": 1e14},
+        ),
         tiers=(
             Tier(name="inside", devices=node, bps=4e11, latency_s=1e-6),
             Tier(name="outside", devices=0, bps=4e10, latency_s=1e-5),
         ),
         eras={"eager": Era(context_gib=0.0, reserved=1.0)},
-    )  # fmt: skip
+    )
     return Cluster(hardware=sheet, devices=devices)
 
 
 def bare(**arguments: Any) -> nn.Module:
     with torch.device("meta"):
-        return decoder(**{"vocab": 64, "dim": 32, "layers": 2, "seq_len": LENGTH, **DENSE, **arguments})
+        return decoder(
+            **{"vocab": 64, "dim": 32, "layers": 2, "seq_len": LENGTH, **DENSE, **arguments}
+        )
 
 
 def sample() -> dict[str, torch.Tensor]:
@@ -75,8 +86,12 @@ def work(routed: bool = False, **arguments: Any) -> ModelWork:
     return profile_model(bare(**(ROUTED if routed else {}), **arguments), sample(), next_token)
 
 
-def question(devices: int, what: ModelWork | None = None, batch: int = BATCH, **where: Any) -> PlanQuery:
-    return PlanQuery(what or work(), batch, cluster(devices, **where), Era(), PrecisionPolicy(compute="fp32"))
+def question(
+    devices: int, what: ModelWork | None = None, batch: int = BATCH, **where: Any
+) -> PlanQuery:
+    return PlanQuery(
+        what or work(), batch, cluster(devices, **where), Era(), PrecisionPolicy(compute="fp32")
+    )
 
 
 def large(layers: int = 32, tokens: float = 8192) -> ModelWork:
@@ -85,23 +100,34 @@ def large(layers: int = 32, tokens: float = 8192) -> ModelWork:
 
     return transformer_work.transformer_work(
         transformer_work.TransformerDims(
-            layers=layers, hidden=4096, heads=32, kv_heads=8, vocab=128256, seq_len=int(tokens), ffn=14336, gated=True,
+            layers=layers,
+            hidden=4096,
+            heads=32,
+            kv_heads=8,
+            vocab=128256,
+            seq_len=int(tokens),
+            ffn=14336,
+            gated=True,
             tied=False,
         )
-    )  # fmt: skip
+    )
 
 
-def everything(asked: PlanQuery, devices: int, wide: bool = False, pattern: LayoutPattern = ANY) -> Candidates:
+def everything(
+    asked: PlanQuery, devices: int, wide: bool = False, pattern: LayoutPattern = ANY
+) -> Candidates:
     found = find_candidates(asked, devices, pattern, wide)
     return join_candidates([found, with_schedules(found, asked, pattern, wide)])
 
 
-# ---- candidates ------------------------------------------------------------------------------------------------------
+# ---- candidates ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("devices", "batch"), [(1, 8), (6, 12), (64, 96), (1024, 512)])
 @pytest.mark.parametrize("routed", [False, True])
-def test_candidates_take_all_devices_and_the_whole_batch(devices: int, batch: int, routed: bool) -> None:
+def test_candidates_take_all_devices_and_the_whole_batch(
+    devices: int, batch: int, routed: bool
+) -> None:
     found = everything(question(devices, work(routed), batch), devices).choices
     assert len(found)
     assert (found.world == devices).all()
@@ -117,28 +143,53 @@ def test_candidates_are_the_choices_of_the_layouts_that_they_name(routed: bool) 
     found = found.take(places)
     names = [found.schedule(i)[0] or "1f1b" for i in range(len(found))]
     again = LayoutBatch.of(
-        [found.layout(i) for i in range(len(found))], batch=BATCH, accumulate=found.choices.accumulate.tolist(),
-        recompute=[found.recompute(i) for i in range(len(found))], schedule=names, chunks=found.choices.chunks.tolist(),
-    )  # fmt: skip
+        [found.layout(i) for i in range(len(found))],
+        batch=BATCH,
+        accumulate=found.choices.accumulate.tolist(),
+        recompute=[found.recompute(i) for i in range(len(found))],
+        schedule=names,
+        chunks=found.choices.chunks.tolist(),
+    )
     for axis in AXES:
         assert (found.choices.sizes[axis] == again.sizes[axis]).all(), axis
         live = again.sizes[axis] > 1
         assert (found.choices.strides[axis][live] == again.strides[axis][live]).all(), axis
-    for name in ("experts", "sequence", "gather", "zero", "shards", "offload", "microbatch", "again", "selective"):
+    for name in (
+        "experts",
+        "sequence",
+        "gather",
+        "zero",
+        "shards",
+        "offload",
+        "microbatch",
+        "again",
+        "selective",
+    ):
         assert (getattr(found.choices, name) == getattr(again, name)).all(), name
 
 
 def test_no_candidate_comes_twice() -> None:
     found = everything(question(8, work(True)), 8, wide=True)
     c = found.choices
-    columns = [*(c.sizes[axis] for axis in AXES), found.spread, c.sequence, c.zero, c.offload, c.schedule, c.chunks]
+    columns = [
+        *(c.sizes[axis] for axis in AXES),
+        found.spread,
+        c.sequence,
+        c.zero,
+        c.offload,
+        c.schedule,
+        c.chunks,
+    ]
     columns += [c.microbatch, c.again, c.selective, c.gather]
     assert len(np.unique(np.stack(columns, 1), axis=0)) == len(found)
 
 
-@pytest.mark.parametrize(("routed", "world", "without"), [(False, 4, ""), (True, 4, "pp"), (False, 8, "pp")])
+@pytest.mark.parametrize(
+    ("routed", "world", "without"), [(False, 4, ""), (True, 4, "pp"), (False, 8, "pp")]
+)
 def test_rules_allow_what_weft_lays(routed: bool, world: int, without: str) -> None:
-    """Every layout of so many ranks: what weft's planner takes is among the candidates, and what it refuses is not."""
+    """Every layout of so many ranks: what weft's planner takes is among the candidates, and what it
+    refuses is not."""
     asked = question(world, work(routed))
     model = decoder(vocab=64, dim=32, layers=2, seq_len=LENGTH, **ROUTED) if routed else bare()
     found = find_candidates(asked, world, wide=True)
@@ -156,13 +207,16 @@ def test_rules_allow_what_weft_lays(routed: bool, world: int, without: str) -> N
 
 
 def _layouts(world: int, routed: bool) -> list[str]:
-    """As the search writes them: each axis with each of its options that is not its default, experts or not."""
+    """As the search writes them: each axis with each of its options that is not its default,
+    experts or not."""
     own = {"fsdp": ("", "+zero1", "+zero2"), "tp": ("", "+sequence"), "cp": ("", "+gather")}
     choices = []
     for axis in AXES:
         spread = ("", "+ep") if routed and axis not in ("pp", "ep") else ("",)
         options = [a + b for a in own.get(axis, ("",)) for b in spread]
-        choices.append(["", *(f"{axis}{n}{o}" for n in range(2, world + 1) if world % n == 0 for o in options)])
+        choices.append(
+            ["", *(f"{axis}{n}{o}" for n in range(2, world + 1) if world % n == 0 for o in options)]
+        )
     texts = [".".join(filter(None, chosen)) for chosen in product(*choices)]
     return [text for text in texts if text and Layout.parse(text).world == world]
 
@@ -177,7 +231,10 @@ def test_options_of_patterns_are_those_of_the_parallelisms() -> None:
     ("pattern", "holds"),
     [
         ("tp4.*", lambda layout: layout.size("tp") == 4),
-        ("fsdp2+zero2.*", lambda layout: layout.size("fsdp") == 2 and layout.option("fsdp") == ("zero2",)),
+        (
+            "fsdp2+zero2.*",
+            lambda layout: layout.size("fsdp") == 2 and layout.option("fsdp") == ("zero2",),
+        ),
         ("dp*.tp2", lambda layout: set(layout.axes) <= {"dp", "tp"} and layout.size("tp") == 2),
         ("tp*+sequence.*", lambda layout: layout.option("tp") == ("sequence",)),
         ("cp*+gather.*", lambda layout: layout.option("cp") == ("gather",)),
@@ -193,7 +250,9 @@ def test_what_a_pattern_fixes(pattern: str, holds: Any) -> None:
     named = {str(found.layout(i)) for i in range(len(found))}
     assert named and all(holds(Layout.parse(text)) for text in named)
     if "offload" not in pattern:  # which no search looks at unasked
-        assert named == {text for i in range(len(free)) if holds(Layout.parse(text := str(free.layout(i))))}
+        assert named == {
+            text for i in range(len(free)) if holds(Layout.parse(text := str(free.layout(i))))
+        }
     if "gpipe" in pattern:
         assert {found.schedule(i)[0] for i in range(len(found))} == {"gpipe"}
         assert not len(with_schedules(found, asked, parsed, wide=True))
@@ -202,9 +261,13 @@ def test_what_a_pattern_fixes(pattern: str, holds: Any) -> None:
 def test_keys_are_gathered_where_that_is_asked_or_the_size_is() -> None:
     asked = question(8, large())
     for pattern, wide, methods in (
-        ("*", False, {False}), ("*", True, {False, True}), ("cp2.*", False, {False, True}),
-        ("cp*+gather.*", False, {True}), ("cp*+ring.*", True, {False}), ("dp*.tp2", False, set()),
-    ):  # fmt: skip
+        ("*", False, {False}),
+        ("*", True, {False, True}),
+        ("cp2.*", False, {False, True}),
+        ("cp*+gather.*", False, {True}),
+        ("cp*+ring.*", True, {False}),
+        ("dp*.tp2", False, set()),
+    ):
         found = find_candidates(asked, 8, LayoutPattern.parse(pattern), wide)
         assert set(found.choices.gather[found.choices.sizes["cp"] > 1].tolist()) == methods, pattern
         habit = "keys of cp round a ring"
@@ -214,10 +277,14 @@ def test_keys_are_gathered_where_that_is_asked_or_the_size_is() -> None:
 @pytest.mark.parametrize(
     ("pattern", "problem"),
     [
-        ("xp4.*", "there is no axis 'xp'"), ("tp.*", "is not an axis with a size"), ("tp4+zero1.*", "no option"),
-        ("tp2.tp4", "stands twice"), ("tp0.*", "has size 0"), ("cp2+ulysses.*", "Write up2, which"),
+        ("xp4.*", "there is no axis 'xp'"),
+        ("tp.*", "is not an axis with a size"),
+        ("tp4+zero1.*", "no option"),
+        ("tp2.tp4", "stands twice"),
+        ("tp0.*", "has size 0"),
+        ("cp2+ulysses.*", "Write up2, which"),
     ],
-)  # fmt: skip
+)
 def test_patterns_that_cannot_be(pattern: str, problem: str) -> None:
     with pytest.raises(LayoutError, match=problem):
         LayoutPattern.parse(pattern)
@@ -241,11 +308,14 @@ def test_every_schedule_is_tried_where_it_is_of_use() -> None:
     assert (found.sizes["pp"] * found.chunks <= 8).all()
 
 
-# ---- ranking ---------------------------------------------------------------------------------------------------------
+# ---- ranking -------------------------------------------------------------------------------------
 
 
-def test_pipelines_that_are_not_priced_with_every_schedule_would_not_have_won(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best of all choices, each priced, is the best that the search finds, and so are those of the next layouts."""
+def test_pipelines_that_are_not_priced_with_every_schedule_would_not_have_won(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The best of all choices, each priced, is the best that the search finds, and so are those of
+    the next layouts."""
     monkeypatch.setattr(ranking, "simulate_rows", lambda question, rows: rows)
     monkeypatch.setattr(ranking, "TIE", 1e-12)
     asked = question(32, large(), batch=64)
@@ -276,13 +346,20 @@ def test_the_order_is_by_time_and_of_nearly_equal_times_by_axes() -> None:
 
 
 def test_a_simulation_agrees_with_the_closed_form() -> None:
-    """Stages of equal work and messages that take no time: then 1F1B's formula is exact, and so is what is left out."""
+    """Stages of equal work and messages that take no time: then 1F1B's formula is exact, and so is
+    what is left out."""
     asked = question(8, large(), batch=512)
     hardware = asked.cluster.hardware
-    tiers = tuple(tier.model_copy(update={"bps": 1e18, "latency_s": 0.0}) for tier in hardware.tiers)
+    tiers = tuple(
+        tier.model_copy(update={"bps": 1e18, "latency_s": 0.0}) for tier in hardware.tiers
+    )
     fast = hardware.model_copy(update={"tiers": tiers})
     blocks = tuple(block for block in asked.work.blocks if block.repeated)
-    asked = replace(asked, work=replace(asked.work, blocks=blocks, vocab=0), cluster=Cluster(hardware=fast, devices=8))
+    asked = replace(
+        asked,
+        work=replace(asked.work, blocks=blocks, vocab=0),
+        cluster=Cluster(hardware=fast, devices=8),
+    )
     found = find_candidates(asked, 8, LayoutPattern.parse("pp4.dp2"))
     rows = [row for row in rows_of(asked, found) if row.accumulate > 12]
     assert rows
@@ -294,9 +371,13 @@ def test_a_pipeline_that_several_share_is_what_each_has_by_itself() -> None:
     asked = question(16, large(), batch=64)
     rows = rows_of(asked, find_candidates(asked, 16, LayoutPattern.parse("pp4.*")))
     rows = [row for row in rows if row.microbatch == 1 and row.recompute == "none"]
-    assert {"pp4.dp4", "pp4.fsdp4+zero1", "pp4.dp2.fsdp2+zero1", "pp4.fsdp4"} <= {row.layout for row in rows}
+    assert {"pp4.dp4", "pp4.fsdp4+zero1", "pp4.dp2.fsdp2+zero1", "pp4.fsdp4"} <= {
+        row.layout for row in rows
+    }
     for row, found in zip(rows, simulate_rows(asked, rows)):
-        assert found.simulated and found.step_s == pytest.approx(simulate_rows(asked, [row])[0].step_s), row.layout
+        assert found.simulated and found.step_s == pytest.approx(
+            simulate_rows(asked, [row])[0].step_s
+        ), row.layout
 
 
 def test_rings_and_gathers_have_simulations_of_their_own() -> None:
@@ -314,7 +395,9 @@ def test_a_simulation_that_rows_share_is_of_each() -> None:
     rows = [row for row in rank(asked, LayoutPattern.parse("pp2.tp2.*")).rows if row.simulated]
     assert len({row.layout for row in rows}) > 4
     for row in rows:
-        assert row.step_s == pytest.approx(simulate_rows(asked, [row])[0].step_s, rel=1e-9), row.layout
+        assert row.step_s == pytest.approx(simulate_rows(asked, [row])[0].step_s, rel=1e-9), (
+            row.layout
+        )
 
 
 def test_where_nothing_fits_the_nearest_comes_first() -> None:
@@ -329,13 +412,18 @@ def test_fewer_where_all_devices_cannot_be_used(devices: int) -> None:
     """As fast as on any number of them, of all that weft could use, a hundredth apart."""
     asked = question(devices, large(), batch=64)
     found = rank(asked)
-    every = [len(find_candidates(asked, count)) and rank(question(count, large(), batch=64)).rows[0].step_s
-             for count in range(devices // 2, devices + 1)]  # fmt: skip
+    every = [
+        len(find_candidates(asked, count))
+        and rank(question(count, large(), batch=64)).rows[0].step_s
+        for count in range(devices // 2, devices + 1)
+    ]
     assert found.fits and found.devices <= devices
     assert found.rows[0].step_s < 1.02 * min(step_s for step_s in every if step_s)
 
 
-@pytest.mark.parametrize("pattern", ["pp2+1f1b.fsdp2.tp2.*", "dp8", "fsdp8+zero3+offload", "up2.cp2.fsdp2+zero2"])
+@pytest.mark.parametrize(
+    "pattern", ["pp2+1f1b.fsdp2.tp2.*", "dp8", "fsdp8+zero3+offload", "up2.cp2.fsdp2+zero2"]
+)
 def test_formulas_give_their_values(pattern: str) -> None:
     """Every formula, of the values beside it: what follows its first comma is words."""
     asked = question(8, large(), batch=64)
@@ -343,25 +431,35 @@ def test_formulas_give_their_values(pattern: str) -> None:
     row, held = max(rows, key=lambda row: row.held_bytes), 0
     for part in (*row.time_parts, *row.memory_parts):
         values = {name: float(np.ravel(value)[0]) for name, value in part.symbols.items()}
-        ends = [i for i, letter in enumerate(part.formula) if letter == "," and _balanced(part.formula[:i])]
+        ends = [
+            i
+            for i, letter in enumerate(part.formula)
+            if letter == "," and _balanced(part.formula[:i])
+        ]
         text = part.formula[: ends[0] if ends else None].replace(" x ", " * ")
         if part.name == "bubble" or not part.value[0]:
             continue  # words, and what is not shown
-        assert eval(text, {"max": max, "min": min}, values) == pytest.approx(float(part.value[0])), part.formula
+        assert eval(text, {"max": max, "min": min}, values) == pytest.approx(
+            float(part.value[0])
+        ), part.formula
         held += 1
     assert held >= 8
 
 
 def test_copies_of_weights_live_as_long_as_activations() -> None:
-    """Under autocast each microbatch in flight has its own, of weights that fsdp gathers too, and none of blocks that
-    are computed again."""
+    """Under autocast each microbatch in flight has its own, of weights that fsdp gathers too, and
+    none of blocks that are computed again."""
     asked = question(8, large(), batch=64)
     asked = replace(asked, practice=PrecisionPolicy(copy_bytes=2.0, copies_live=True))
-    found = rows_of(asked, find_candidates(asked, 8, LayoutPattern.parse("pp4+1f1b.fsdp2+zero3"), wide=True))
+    found = rows_of(
+        asked, find_candidates(asked, 8, LayoutPattern.parse("pp4+1f1b.fsdp2+zero3"), wide=True)
+    )
     for row in found:
         weights = next(part for part in row.memory_parts if part.name == "weights")
         live = next(part for part in row.memory_parts if part.name == "activations").symbols["live"]
-        share = {"full": 0.0, "none": 1.0, "selective": 1.0, 2: 0.5, 3: 6 / 8}[row.recompute]  # of eight
+        share = {"full": 0.0, "none": 1.0, "selective": 1.0, 2: 0.5, 3: 6 / 8}[
+            row.recompute
+        ]  # of eight
         resting = weights.symbols["params"]
         assert float(np.ravel(weights.value)[0]) == pytest.approx(
             float(
@@ -375,7 +473,7 @@ def _balanced(text: str) -> bool:
     return text.count("(") == text.count(")")
 
 
-# ---- why not ---------------------------------------------------------------------------------------------------------
+# ---- why not -------------------------------------------------------------------------------------
 
 
 def test_why_the_obvious_are_not_the_best() -> None:
@@ -393,7 +491,9 @@ def test_why_the_obvious_are_not_the_best() -> None:
     assert {name for name, _ in baseline_patterns(asked, 64)} >= set(said)
     assert why_slower(asked, best, best) == "as fast"
     faster = replace(across.row, step_s=best.step_s)
-    assert {one.name: one for one in baselines(asked, 64, best, [faster])}["tensor parallel over two nodes"].row is faster
+    assert {one.name: one for one in baselines(asked, 64, best, [faster])}[
+        "tensor parallel over two nodes"
+    ].row is faster
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8, 16, 32])
@@ -410,7 +510,10 @@ def test_the_obvious_have_room(devices: int) -> None:
 def test_a_bubble_is_named() -> None:
     """Four microbatches through sixteen stages."""
     asked = question(16, large(tokens=1024), batch=4)
-    row = simulate_rows(asked, rows_of(asked, find_candidates(asked, 16, LayoutPattern.parse("pp16+1f1b.*"), wide=True)))[0]
+    row = simulate_rows(
+        asked,
+        rows_of(asked, find_candidates(asked, 16, LayoutPattern.parse("pp16+1f1b.*"), wide=True)),
+    )[0]
     best = rank(asked).rows[0]
     assert " bubble " in why_slower(asked, row, best)
 
@@ -420,12 +523,16 @@ def test_what_computes_longer_is_said_to() -> None:
     asked = question(64, large(), batch=512)
     best = rank(asked).rows[0]
     taken = sum(best.time[name] for name in ("matmul", "attention", "memory"))
-    time = {**best.time, "memory": best.time["memory"] + taken / 2, "optimizer": best.time["optimizer"] + taken / 9}
+    time = {
+        **best.time,
+        "memory": best.time["memory"] + taken / 2,
+        "optimizer": best.time["optimizer"] + taken / 9,
+    }
     row = replace(best, time=time, step_s=sum(time.values()))
     assert why_slower(asked, row, best).endswith(" slower: computes 1.5 x as long")
 
 
-# ---- weft's own planner ----------------------------------------------------------------------------------------------
+# ---- weft's own planner --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -438,7 +545,15 @@ def test_a_shortened_model_is_laid_as_the_whole_one(layout: str) -> None:
     answers = []
     for model in (whole, short):
         try:
-            weft.plan(model, layout, batch=BATCH, loss=next_token, sample=sample(), recompute="full", schedule="zb-h1")
+            weft.plan(
+                model,
+                layout,
+                batch=BATCH,
+                loss=next_token,
+                sample=sample(),
+                recompute="full",
+                schedule="zb-h1",
+            )
             answers.append("")
         except Refusal as error:
             answers.append(error.problem)

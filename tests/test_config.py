@@ -37,10 +37,12 @@ def write(tmp_path: Path, text: str = RUN, name: str = "small.toml") -> Path:
 
 
 def load(tmp_path: Path, text: str = RUN, **overrides: str) -> run_config.RunConfig:
-    return run_config.load_run(write(tmp_path, text), {key.replace("__", "."): value for key, value in overrides.items()})
+    return run_config.load_run(
+        write(tmp_path, text), {key.replace("__", "."): value for key, value in overrides.items()}
+    )
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def test_a_run_file_and_its_defaults(tmp_path: Path) -> None:
@@ -49,7 +51,11 @@ def test_a_run_file_and_its_defaults(tmp_path: Path) -> None:
     assert run.model.arguments == {"dim": 32}
     assert run.data.arguments == {"seq_len": 16}
     assert run.layout.axes == "dp1"
-    assert (run.train.batch, run.train.accumulate, run.train.loss) == (8, 1, "weft.losses:next_token")
+    assert (run.train.batch, run.train.accumulate, run.train.loss) == (
+        8,
+        1,
+        "weft.losses:next_token",
+    )
     assert (run.optimizer.name, run.optimizer.arguments) == ("adamw", {"lr": 1e-3})
     assert (run.output, run.folder) == ("runs/small", str(tmp_path))
 
@@ -78,8 +84,14 @@ def test_an_override_names_a_role_in_quotes(tmp_path: Path) -> None:
 
 
 def test_dump_and_load_are_inverse(tmp_path: Path) -> None:
-    text = RUN.replace("dim = 32", 'dim = 32\nnames = ["a\\"\\u007f\\n", "ü€😀"]\nscale = {x = 1e-300, "y z" = [true]}')
-    text += 'betas = [0.9, 0.95]\nsince = 2020-01-02\n[roles]\n"blocks.*.up" = "column"\nhead = {kind = "row"}\n'
+    text = RUN.replace(
+        "dim = 32",
+        'dim = 32\nnames = ["a\\"\\u007f\\n", "ü€😀"]\nscale = {x = 1e-300, "y z" = [true]}',
+    )
+    text += (
+        'betas = [0.9, 0.95]\nsince = 2020-01-02\n[roles]\n"blocks.*.up" = "column"\nhead = {kind ='
+        ' "row"}\n'
+    )
     run = load(tmp_path, text, train__clip="1.0", train__recompute="2", output="elsewhere/it")
     other = tmp_path / "runs" / "deep"
     other.mkdir(parents=True)
@@ -89,7 +101,7 @@ def test_dump_and_load_are_inverse(tmp_path: Path) -> None:
     assert type(again.train.clip) is float
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -107,16 +119,46 @@ def test_dump_and_load_are_inverse(tmp_path: Path) -> None:
         ("batch = 8", "batch = 8\naccumulate = 3", "train.batch", 8, "multiple of 3"),
         ("batch = 8", "batch = 8\nwarmup = 21", "train.warmup", 21, "at most steps = 20"),
         ("batch = 8", "batch = 8\nclip = 0.0", "train.clip", 0.0, "must be greater than 0"),
-        ("batch = 8", "batch = 8\nmin_lr_ratio = 1.5", "train.min_lr_ratio", 1.5, "less than or equal to 1"),
-        ("batch = 8", 'batch = 8\ndecay = "cosin"', "train.decay", "cosin", 'did you mean "cosine"?'),
-        ("batch = 8", 'batch = 8\nrecompute = "ful"', "train.recompute", "ful", 'did you mean "full"?'),
+        (
+            "batch = 8",
+            "batch = 8\nmin_lr_ratio = 1.5",
+            "train.min_lr_ratio",
+            1.5,
+            "less than or equal to 1",
+        ),
+        (
+            "batch = 8",
+            'batch = 8\ndecay = "cosin"',
+            "train.decay",
+            "cosin",
+            'did you mean "cosine"?',
+        ),
+        (
+            "batch = 8",
+            'batch = 8\nrecompute = "ful"',
+            "train.recompute",
+            "ful",
+            'did you mean "full"?',
+        ),
         ("batch = 8", "batch = 8\nrecompute = 0", "train.recompute", 0, "a number of blocks"),
-        ("batch = 8", "batch = 8\nsync_batchnorm = 1", "train.sync_batchnorm", 1, "Write true or false"),
+        (
+            "batch = 8",
+            "batch = 8\nsync_batchnorm = 1",
+            "train.sync_batchnorm",
+            1,
+            "Write true or false",
+        ),
         ("dim = 32", 'dim = 32\nhf = "x"', "model", None, "give exactly one of build, hf"),
         ("dim = 32", "inputs = 3", "model.inputs", 3, "is not a list"),
         ("dim = 32", "inputs = [3]", "model.inputs", 3, "is not a text"),
         ("dim = 32", 'auto = "masked-lm"', "model.auto", "masked-lm", "only for Hugging Face"),
-        ('build = "weft.data:stdlib"\n', "", "data", {"seq_len": 16}, "Give exactly one of build, text, hf"),
+        (
+            'build = "weft.data:stdlib"\n',
+            "",
+            "data",
+            {"seq_len": 16},
+            "Give exactly one of build, text, hf",
+        ),
         ("[train]", "[layout]\naxes = 2\n[train]", "layout.axes", 2, 'as in "dp2.tp2"'),
         (
             "[train]",
@@ -125,7 +167,13 @@ def test_dump_and_load_are_inverse(tmp_path: Path) -> None:
             "fp8",
             "one of fp32, bf16, fp16, fp64",
         ),
-        ("[train]", "[checkpoint]\nkeep = 0\n[train]", "checkpoint.keep", 0, "must be greater than 0"),
+        (
+            "[train]",
+            "[checkpoint]\nkeep = 0\n[train]",
+            "checkpoint.keep",
+            0,
+            "must be greater than 0",
+        ),
         ("[model]", "output = 3\n[model]", "output", 3, "is not a text"),
     ],
 )
@@ -167,7 +215,9 @@ def test_a_missing_file_and_bad_toml(tmp_path: Path) -> None:
         run_config.load_run(write(tmp_path, "[model]\n\nbuild = oops\n", "bad.toml"))
 
 
-@pytest.mark.parametrize(("key", "says"), [("train..batch", "no dotted key"), ("train.batch.x", "batch is a value")])
+@pytest.mark.parametrize(
+    ("key", "says"), [("train..batch", "no dotted key"), ("train.batch.x", "batch is a value")]
+)
 def test_an_override_of_no_key(tmp_path: Path, key: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         run_config.load_run(write(tmp_path), {key: "1"})
@@ -179,7 +229,7 @@ def test_an_override_sets_one_value_only(tmp_path: Path) -> None:
     assert (run.train.prompt, run.train.steps) == ("1\nsteps = 5", 20)
 
 
-# ---- what a run names ----------------------------------------------------------------------------------------------
+# ---- what a run names ----------------------------------------------------------------------------
 
 
 def refused(run: run_config.RunConfig) -> Refusal:
@@ -189,9 +239,17 @@ def refused(run: run_config.RunConfig) -> Refusal:
 
 
 def test_a_run_is_built(tmp_path: Path) -> None:
-    run = load(tmp_path, model__heads="2", data__max_bytes="200000", train__eval_every="5", layout__axes="dp2")
+    run = load(
+        tmp_path,
+        model__heads="2",
+        data__max_bytes="200000",
+        train__eval_every="5",
+        layout__axes="dp2",
+    )
     first, second = build.build_model(run), build.build_model(run)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
     other = build.build_model(run, seed=7, dtype=torch.float64)
     assert {p.dtype for p in other.parameters()} == {torch.float64}
     assert not torch.equal(next(other.parameters()), next(first.parameters()).double())
@@ -236,9 +294,12 @@ def test_building_a_model_leaves_the_random_state_alone(tmp_path: Path) -> None:
         ("layout.axes", "dp2.xp2", "layout", "there is no axis 'xp'"),
     ],
 )
-def test_what_cannot_be_built_is_named(tmp_path: Path, key: str, value: str, field: str, says: str) -> None:
+def test_what_cannot_be_built_is_named(
+    tmp_path: Path, key: str, value: str, field: str, says: str
+) -> None:
     run = run_config.load_run(
-        write(tmp_path, RUN + "\n[layout]\n"), {"model.heads": "2", "data.max_bytes": "100000", key: value}
+        write(tmp_path, RUN + "\n[layout]\n"),
+        {"model.heads": "2", "data.max_bytes": "100000", key: value},
     )
     error = refused(run)
     assert error.field == field
@@ -267,13 +328,21 @@ def test_the_folder_of_the_run_file_is_importable(tmp_path: Path) -> None:
     assert build.build_model(run)(torch.zeros(4, 3)).shape == (4, 2)
     assert "called with input, and a sample holds x, label" in str(refused(run))
     assert "model.width" in str(refused(load(tmp_path, text.replace("width = 2\n", ""))))
-    assert "cannot be called" in str(refused(load(tmp_path, text, model__build="mine_of_config_test:number")))
+    assert "cannot be called" in str(
+        refused(load(tmp_path, text, model__build="mine_of_config_test:number"))
+    )
     assert "no split 'val'" in str(refused(load(tmp_path, text, train__eval_every="1")))
     # numbers() computes with values while it is made, which the meta device has not
-    made = build.build_skeleton(load(tmp_path, text, model__build="mine_of_config_test:numbers", model__depth="3"))
+    made = build.build_skeleton(
+        load(tmp_path, text, model__build="mine_of_config_test:numbers", model__depth="3")
+    )
     assert next(made.parameters()).device.type == "cpu"
     with pytest.raises(AttributeError, match="fault of the model"):
-        build.build_model(load(tmp_path, text.replace("width = 2\n", ""), model__build="mine_of_config_test:broken"))
+        build.build_model(
+            load(
+                tmp_path, text.replace("width = 2\n", ""), model__build="mine_of_config_test:broken"
+            )
+        )
 
 
 class Draws(TorchDispatchMode):
@@ -303,7 +372,9 @@ def test_a_module_that_fails_is_named(tmp_path: Path) -> None:
     error = refused(load(tmp_path, model__build="fails_of_config_test:f"))
     assert "imports not_there_at_all, which is not installed" in str(error)
     (tmp_path / "faulty_of_config_test.py").write_text("1 / 0\n")
-    assert "ZeroDivisionError" in str(refused(load(tmp_path, model__build="faulty_of_config_test:f")))
+    assert "ZeroDivisionError" in str(
+        refused(load(tmp_path, model__build="faulty_of_config_test:f"))
+    )
 
 
 def test_text_is_found_beside_the_run_file(tmp_path: Path) -> None:
@@ -316,7 +387,7 @@ def test_text_is_found_beside_the_run_file(tmp_path: Path) -> None:
     assert (error.field, error.value) == ("text", "corpus/*.md")
 
 
-# ---- Hugging Face --------------------------------------------------------------------------------------------------
+# ---- Hugging Face --------------------------------------------------------------------------------
 
 HF = """
 [model]
@@ -345,7 +416,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dtype="bfloat16",
     )
     torch.manual_seed(5)
-    transformers.AutoModelForCausalLM.from_config(small, dtype=torch.float32).save_pretrained(folder / "tiny")
+    transformers.AutoModelForCausalLM.from_config(small, dtype=torch.float32).save_pretrained(
+        folder / "tiny"
+    )
     return folder
 
 
@@ -388,7 +461,9 @@ def test_another_head(llama: Path) -> None:
         ("model.auto", "causal", "model.auto", "causal-lm"),
     ],
 )
-def test_what_transformers_cannot_build(llama: Path, key: str, value: str, field: str, says: str) -> None:
+def test_what_transformers_cannot_build(
+    llama: Path, key: str, value: str, field: str, says: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         build.build_model(run_config.load_run(write(llama, HF), {key: value}))
     assert caught.value.field == field
@@ -403,7 +478,9 @@ def test_what_transformers_cannot_build(llama: Path, key: str, value: str, field
         ({"model_type": "zzzzzzzzzzzz"}, "known: "),
     ],
 )
-def test_a_kind_of_model_that_is_not_known(tmp_path: Path, written: dict[str, str], says: str) -> None:
+def test_a_kind_of_model_that_is_not_known(
+    tmp_path: Path, written: dict[str, str], says: str
+) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(written))
     with pytest.raises(ConfigError) as caught:
@@ -419,11 +496,13 @@ def test_pickled_weights_are_not_read(llama: Path, tmp_path: Path) -> None:
         build.build_model(load(tmp_path, HF))
 
 
-# ---- the schedule --------------------------------------------------------------------------------------------------
+# ---- the schedule --------------------------------------------------------------------------------
 
 
 def test_the_learning_rate_rises_and_falls(tmp_path: Path) -> None:
-    factor = build.build_lr_factor(load(tmp_path, train__warmup="4", train__decay="cosine", train__min_lr_ratio="0.1"))
+    factor = build.build_lr_factor(
+        load(tmp_path, train__warmup="4", train__decay="cosine", train__min_lr_ratio="0.1")
+    )
     values = [factor(step) for step in range(21)]
     assert values[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert all(a > b for a, b in itertools.pairwise(values[4:]))

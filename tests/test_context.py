@@ -30,9 +30,13 @@ LENGTH, VOCAB = 16, 67
 
 
 def tokens(
-    padded: bool = False, packed: bool = False, labels: bool = True, full: bool = False, named: bool = False,
+    padded: bool = False,
+    packed: bool = False,
+    labels: bool = True,
+    full: bool = False,
+    named: bool = False,
     features: bool = False,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     batch = {"input_ids": torch.randint(0, VOCAB, (8, LENGTH))}
     if labels:
         batch["labels"] = torch.randint(0, VOCAB, (8, LENGTH))
@@ -41,7 +45,9 @@ def tokens(
     if padded:
         batch["attention_mask"] = torch.ones(8, LENGTH, dtype=torch.long)
         for row in range(8):
-            batch["attention_mask"][row, : row % 4] = 0  # on the left, where causal attention would see it
+            batch["attention_mask"][row, : row % 4] = (
+                0  # on the left, where causal attention would see it
+            )
     if full:
         batch["attention_mask"] = torch.ones(8, LENGTH, dtype=torch.long)
     if features:
@@ -50,7 +56,9 @@ def tokens(
         ends = torch.tensor([[(5 + row) % 7 + 2, (3 + row) % 5 + 9] for row in range(8)])
         at = torch.arange(LENGTH).expand(8, LENGTH)
         first, second = ends[:, :1], ends[:, 1:]
-        batch["position_ids"] = torch.where(at < first, at, torch.where(at < second, at - first, at - second))
+        batch["position_ids"] = torch.where(
+            at < first, at, torch.where(at < second, at - first, at - second)
+        )
     if named:
         batch["places"] = batch.pop("position_ids")
     return batch
@@ -59,7 +67,12 @@ def tokens(
 def hugging_face(kind: str, **more: Any) -> nn.Module:
     t = pytest.importorskip("transformers")
     common: dict[str, Any] = {"vocab_size": VOCAB, "use_cache": False}
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     if kind == "gpt2":
         config: Any = t.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, **common)
     else:
@@ -96,7 +109,8 @@ class Both(nn.Module):
 
 
 class Named(nn.Module):
-    """Documents by an entry of another name, as many frequencies as positions here, features of each sample."""
+    """Documents by an entry of another name, as many frequencies as positions here, features of
+    each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +118,9 @@ class Named(nn.Module):
         self.mix = nn.Linear(5, 32)
 
     def forward(self, input_ids: Tensor, places: Tensor, features: Tensor) -> Tensor:
-        x = self.inner.embedding(input_ids) + self.mix(features.to(self.mix.weight.dtype)).unsqueeze(1)
+        x = self.inner.embedding(input_ids) + self.mix(
+            features.to(self.mix.weight.dtype)
+        ).unsqueeze(1)
         mask = causal_mask(places)
         frequencies = torch.arange(8, dtype=torch.float32) / 100
         x = x + F.pad(torch.sin(places.unsqueeze(-1) * frequencies), (0, 24)).to(x.dtype)
@@ -127,9 +143,15 @@ def frozen() -> nn.Module:
     return model
 
 
-def subject(build: Callable[[], nn.Module], accumulate: int = 1, recompute: Any = "none", **data: bool) -> Subject:
+def subject(
+    build: Callable[[], nn.Module], accumulate: int = 1, recompute: Any = "none", **data: bool
+) -> Subject:
     return Subject(
-        build, partial(tokens, **data), next_token, (("accumulate", accumulate), ("recompute", recompute)), 0.1
+        build,
+        partial(tokens, **data),
+        next_token,
+        (("accumulate", accumulate), ("recompute", recompute)),
+        0.1,
     )
 
 
@@ -160,11 +182,27 @@ SUBJECTS |= {
     "named": subject(Named, packed=True, named=True, features=True, labels=False),
     "frozen": subject(frozen, 2),
 }
-METHODS = ["cp2", "cp4", "cp2+gather", "cp4+gather", "cp2+ulysses", "cp4+ulysses", "up2", "cp2.up2", "cp2+gather.up2"]
+METHODS = [
+    "cp2",
+    "cp4",
+    "cp2+gather",
+    "cp4+gather",
+    "cp2+ulysses",
+    "cp4+ulysses",
+    "up2",
+    "cp2.up2",
+    "cp2+gather.up2",
+]
 BESIDE = [
-    "dp2.cp2", "fsdp2.cp2", "fsdp2+zero1.cp2", "cp2.tp2", "cp2.tp2+sequence", "cp2+ulysses.tp2", "pp2.cp2",
+    "dp2.cp2",
+    "fsdp2.cp2",
+    "fsdp2+zero1.cp2",
+    "cp2.tp2",
+    "cp2.tp2+sequence",
+    "cp2+ulysses.tp2",
+    "pp2.cp2",
     "pp2.cp2+ulysses",
-]  # fmt: skip
+]
 
 
 def holds(pool: Pool, subject: Subject, layout: str) -> None:
@@ -180,7 +218,9 @@ def test_as_one_device(pool: Pool, layout: str) -> None:
 
 
 OTHERS = [name for name in SUBJECTS if name != "micro"]
-GRID = [(name, "cp2") for name in OTHERS] + in_turn(OTHERS, ["cp2+ulysses", "cp4+gather", "cp2.up2", "cp2.tp2"], 2)
+GRID = [(name, "cp2") for name in OTHERS] + in_turn(
+    OTHERS, ["cp2+ulysses", "cp4+gather", "cp2.up2", "cp2.tp2"], 2
+)
 
 
 @pytest.mark.parametrize(("name", "layout"), GRID)
@@ -189,7 +229,8 @@ def test_every_model(pool: Pool, name: str, layout: str) -> None:
 
 
 def test_flash_attention_is_called_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on CUDA in bf16, on tensors without data: the right operators, arguments and shapes."""
+    """What runs on CUDA in bf16, on tensors without data: the right operators, arguments and
+    shapes."""
     monkeypatch.setattr(ring_attention, "_kernel", lambda *_: "flash")
     query = torch.empty(2, 4, 8, 16, dtype=torch.bfloat16, device="meta")
     key = torch.empty(2, 4, 6, 16, dtype=torch.bfloat16, device="meta")
@@ -219,9 +260,12 @@ class Windows(nn.Module):
 
 
 def test_documents_of_a_pipeline_without_a_flush(pool: Pool) -> None:
-    """Their positions are the batch's, which each rank knows whole: nothing is gathered, and nothing predicted."""
+    """Their positions are the batch's, which each rank knows whole: nothing is gathered, and
+    nothing predicted."""
     case = replace(SUBJECTS["packed"].case(), clip=None)
-    result = pool.run(check_layout, case, "pp2+pipedream.cp2", run_delayed(case, "pp2+pipedream.cp2", 2), world=4)[0]
+    result = pool.run(
+        check_layout, case, "pp2+pipedream.cp2", run_delayed(case, "pp2+pipedream.cp2", 2), world=4
+    )[0]
     assert result.passed, (result.first, result.stray, result.problem)
 
 
@@ -242,7 +286,7 @@ def test_only_named_inputs_reach_the_model(pool: Pool) -> None:
     assert result.passed, (result.first, result.stray, result.problem, result)
 
 
-# ---- the core --------------------------------------------------------------------------------------------------------
+# ---- the core ------------------------------------------------------------------------------------
 
 
 def mask_of(pattern: AttentionPattern, length: int) -> Tensor:
@@ -254,10 +298,14 @@ PATTERNS = {
     "both": AttentionPattern(False),
     "window": AttentionPattern(True, window_rule(5)),
     "documents": AttentionPattern(
-        True, None, documents_of(torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3]] * 2))
+        True,
+        None,
+        documents_of(torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3]] * 2)),
     ),
     "padding": AttentionPattern(True, None, None, (torch.arange(16) > torch.tensor([[3], [9]]))),
-    "both, padding": AttentionPattern(False, None, None, (torch.arange(16) != torch.tensor([[3], [9]]))),
+    "both, padding": AttentionPattern(
+        False, None, None, (torch.arange(16) != torch.tensor([[3], [9]]))
+    ),
 }
 
 
@@ -268,12 +316,15 @@ PATTERNS = {
 def test_blocks_give_what_the_whole_gives(
     name: str, fused: bool, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank's queries with all keys, in pieces; gradients as well. Queries that see nothing give zeros."""
+    """Every rank's queries with all keys, in pieces; gradients as well. Queries that see nothing
+    give zeros."""
     if not fused:
         monkeypatch.setattr("weft.engine.context_parallel.ring_attention._kernel", lambda *_: None)
         monkeypatch.setattr("weft.engine.context_parallel.ring_attention.ROWS", 3)
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 16, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(2, heads, 16, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
+    )
     pattern, spans = PATTERNS[name], zigzag_spans(16, size)
     every = [span for each in spans for span in each]
     order = torch.cat([torch.arange(*span) for span in every])
@@ -282,7 +333,9 @@ def test_blocks_give_what_the_whole_gives(
         mine = torch.cat([torch.arange(*span) for span in spans[rank]])
         blocks = KeyBlocks(pattern, [every], 0, None, 0.3, None, spans[rank])
         with torch.autocast("cpu", enabled=dtype == torch.bfloat16):
-            parts.append(attend_blocks(query[:, :, mine], key[:, :, order], value[:, :, order], blocks))
+            parts.append(
+                attend_blocks(query[:, :, mine], key[:, :, order], value[:, :, order], blocks)
+            )
     out = torch.cat(parts, 2)[:, :, torch.argsort(order)]
     mask = mask_of(pattern, 16)
     wide = [x.detach().double().requires_grad_() for x in (query, key, value)]
@@ -292,7 +345,9 @@ def test_blocks_give_what_the_whole_gives(
     (out.double() * weights).sum().backward()
     (whole * weights).sum().backward()
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-    for mine, theirs in zip((out, query.grad, key.grad, value.grad), (whole, *(x.grad for x in wide)), strict=True):
+    for mine, theirs in zip(
+        (out, query.grad, key.grad, value.grad), (whole, *(x.grad for x in wide)), strict=True
+    ):
         assert mine is not None and theirs is not None
         assert float((mine.double() - theirs).norm() / theirs.norm()) < bound
 
@@ -318,7 +373,7 @@ def test_a_mask_is_for_packed_documents() -> None:
     assert windowed[0, 0, 3].tolist() == [False, False, True, True, False]
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def summed(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -339,12 +394,19 @@ def summed(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def test_refused_before_a_process_starts(layout: str, says: str, change: dict[str, Any]) -> None:
     batch = {key: value[:2] for key, value in tokens().items()}
     with pytest.raises(Refusal, match=says):
-        weft.plan(decoder(VOCAB, 32, 2, 4, 4), layout, batch=8, **{"loss": next_token, "sample": batch, **change})
+        weft.plan(
+            decoder(VOCAB, 32, 2, 4, 4),
+            layout,
+            batch=8,
+            **{"loss": next_token, "sample": batch, **change},
+        )
 
 
 def test_eager_attention_is_refused() -> None:
     t = pytest.importorskip("transformers")
-    config = t.LlamaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    config = t.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
     model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with pytest.raises(Refusal, match="attention by 'eager'"):
         weft.plan(model, "cp2", batch=8, loss=next_token)
@@ -362,7 +424,9 @@ class Masked(nn.Module):
         x = self.embedding(input_ids)
         length, q = x.shape[1], x.unsqueeze(1)
         if self.what == "mask":
-            x = F.scaled_dot_product_attention(q, q, q, torch.ones(length, length, dtype=torch.bool).tril()).squeeze(1)
+            x = F.scaled_dot_product_attention(
+                q, q, q, torch.ones(length, length, dtype=torch.bool).tril()
+            ).squeeze(1)
         elif self.what == "other":
             x = F.scaled_dot_product_attention(q, q[:, :, :2], q[:, :, :2]).squeeze(1)
         elif self.what == "sum":

@@ -1,4 +1,5 @@
-"""Corners where a layout could go wrong without an error: each either equals one device or is refused by name."""
+"""Corners where a layout could go wrong without an error: each either equals one device or is
+refused by name."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = (f(x).view(b, s, self.num_heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).view(b, s, self.num_heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         y = nn.functional.scaled_dot_product_attention(q * self.temperature, k, v)
         return self.out(y.transpose(1, 2).reshape(b, s, -1))
 
@@ -158,7 +161,8 @@ class Twice(nn.Module):
 
 
 class Scored(Twice):
-    """Its own forward, too, uses the table that its embeddings hold: as whole, which a cut one is not."""
+    """Its own forward, too, uses the table that its embeddings hold: as whole, which a cut one is
+    not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +207,11 @@ class Channels(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.drop, self.alpha = nn.Conv2d(1, 4, 3, padding=1), nn.Dropout2d(0.3), nn.AlphaDropout(0.3)
+        self.conv, self.drop, self.alpha = (
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.Dropout2d(0.3),
+            nn.AlphaDropout(0.3),
+        )
         self.out = nn.Conv2d(4, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -224,24 +232,35 @@ def test_masks_have_their_rate_and_keep_the_mean() -> None:
         plain = nn.functional.dropout(torch.ones(64, 1000), 0.3)
         channels = nn.functional.dropout2d(torch.ones(64, 50, 6, 6), 0.3)
         alpha = nn.functional.alpha_dropout(x, 0.3, training=True)
-    assert (plain == 0).double().mean() == pytest.approx(0.3, abs=0.01) and plain.mean() == pytest.approx(1.0, abs=0.01)
+    assert (plain == 0).double().mean() == pytest.approx(
+        0.3, abs=0.01
+    ) and plain.mean() == pytest.approx(1.0, abs=0.01)
     whole = channels.flatten(2)
-    assert torch.equal(whole.amin(2), whole.amax(2)) and (whole[..., 0] == 0).double().mean() == pytest.approx(
-        0.3, abs=0.03
-    )
-    assert alpha.mean() == pytest.approx(float(x.mean()), abs=0.02) and alpha.std() == pytest.approx(
-        float(x.std()), rel=0.05
-    )
+    assert torch.equal(whole.amin(2), whole.amax(2)) and (
+        whole[..., 0] == 0
+    ).double().mean() == pytest.approx(0.3, abs=0.03)
+    assert alpha.mean() == pytest.approx(
+        float(x.mean()), abs=0.02
+    ) and alpha.std() == pytest.approx(float(x.std()), rel=0.05)
 
 
 def test_a_dropout_without_a_mask_of_its_own_is_refused() -> None:
-    with FunctionOverrides(Randomness(0), selective=False), pytest.raises(UnsupportedModel, match="feature_alpha_dropout"):
+    with (
+        FunctionOverrides(Randomness(0), selective=False),
+        pytest.raises(UnsupportedModel, match="feature_alpha_dropout"),
+    ):
         nn.functional.feature_alpha_dropout(torch.ones(2, 3, 4), 0.5, training=True)
 
 
 def run(pool: Any, build: Callable[[], nn.Module], layout: str) -> LayoutResult:
     subject = Subject(build, vectors, mse)
-    return pool.run(check_layout, subject.case(), layout, reference(subject), world=weft.Layout.parse(layout).world)[0]
+    return pool.run(
+        check_layout,
+        subject.case(),
+        layout,
+        reference(subject),
+        world=weft.Layout.parse(layout).world,
+    )[0]
 
 
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "fsdp2.tp2"])
@@ -257,7 +276,9 @@ def test_a_weight_shared_between_blocks(pool: Any, layout: str) -> None:
 
 
 @pytest.mark.parametrize(("part", "says"), [(Attention, "temperature"), (Gated, "act.weight")])
-def test_a_parameter_of_its_own_inside_a_chain_leaves_it_whole(part: type[nn.Module], says: str) -> None:
+def test_a_parameter_of_its_own_inside_a_chain_leaves_it_whole(
+    part: type[nn.Module], says: str
+) -> None:
     found = find_roles(Stack(part))
     assert not found.chains and any(says in note and "left whole" in note for note in found.notes)
     columns, row = ("*.part.up", "*.part.down") if part is Gated else ("*.part.[qkv]", "*.part.out")
@@ -266,7 +287,12 @@ def test_a_parameter_of_its_own_inside_a_chain_leaves_it_whole(part: type[nn.Mod
 
 
 def steps(
-    build: Callable[[], nn.Module], layout: str, data: dict[str, Tensor], loss: Any, sample: bool, **plan: Any
+    build: Callable[[], nn.Module],
+    layout: str,
+    data: dict[str, Tensor],
+    loss: Any,
+    sample: bool,
+    **plan: Any,
 ) -> Any:
     model = seeded(build)
     plan = {"precision": "fp64", **plan}
@@ -287,7 +313,9 @@ def test_a_second_tensor_that_needs_a_gradient_is_refused(pool: Any) -> None:
     torch.manual_seed(0)
     data = vectors()
     with pytest.raises(UnsupportedModel, match="more than one tensor that needs a gradient"):
-        pool.run(steps, Conditioned, "tp2", {k: v.double() for k, v in data.items()}, mse, False, world=2)
+        pool.run(
+            steps, Conditioned, "tp2", {k: v.double() for k, v in data.items()}, mse, False, world=2
+        )
 
 
 def test_buffers_do_not_drift_between_replicas(pool: Any) -> None:
@@ -318,12 +346,18 @@ def tokens() -> dict[str, Tensor]:
 small = partial(decoder, VOCAB, 32, 2, 4, 2, seq_len=LENGTH)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2", "fsdp2+zero1.tp2+sequence", "fsdp2+zero2.tp2"])
+@pytest.mark.parametrize(
+    "layout", ["tp2", "fsdp2.tp2", "fsdp2+zero1.tp2+sequence", "fsdp2+zero2.tp2"]
+)
 def test_the_trial_of_a_cut_leaves_no_trace(pool: Any, layout: str) -> None:
     want = steps(small, "dp1", tokens(), next_token, False)
-    found = pool.run(steps, small, layout, tokens(), next_token, True, world=weft.Layout.parse(layout).world)
+    found = pool.run(
+        steps, small, layout, tokens(), next_token, True, world=weft.Layout.parse(layout).world
+    )
     for losses, _, held_out in found:
-        assert losses == pytest.approx(want[0], rel=1e-9) and held_out == pytest.approx(want[2], rel=1e-9)
+        assert losses == pytest.approx(want[0], rel=1e-9) and held_out == pytest.approx(
+            want[2], rel=1e-9
+        )
 
 
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "fsdp2+zero2"])
@@ -338,7 +372,13 @@ def test_bf16_with_norms_under_every_data_layout(pool: Any, layout: str) -> None
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2", "pp2.tp2"])
 def test_a_weight_that_several_modules_hold(pool: Any, layout: str) -> None:
     subject = Subject(partial(Biased, used=False))
-    result = pool.run(check_layout, subject.case(), layout, reference(subject), world=weft.Layout.parse(layout).world)[0]
+    result = pool.run(
+        check_layout,
+        subject.case(),
+        layout,
+        reference(subject),
+        world=weft.Layout.parse(layout).world,
+    )[0]
     assert result.passed, result
 
 
@@ -393,7 +433,10 @@ def test_a_users_own_draws_are_left_alone() -> None:
     torch.manual_seed(3)
     model = small()
     engine = weft.Engine(
-        model, weft.plan(model, "dp1", batch=BATCH), optimizer=partial(torch.optim.SGD, lr=0.1), loss=next_token
+        model,
+        weft.plan(model, "dp1", batch=BATCH),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=next_token,
     )
     batch = tokens()
     torch.manual_seed(3)
@@ -413,7 +456,9 @@ def test_frozen_statistics_stay_frozen() -> None:
     model = Frozen()
     model.norm.eval()
     optimizer = partial(torch.optim.SGD, lr=0.1)
-    engine = weft.Engine(model, weft.plan(model, "dp1", batch=BATCH), optimizer=optimizer, loss=mse, device="cpu")
+    engine = weft.Engine(
+        model, weft.plan(model, "dp1", batch=BATCH), optimizer=optimizer, loss=mse, device="cpu"
+    )
     engine.step(vectors())
     assert torch.equal(model.norm.running_mean, torch.zeros(DIM))
     model.eval()  # as from_pretrained returns it: all of it is to be trained

@@ -36,11 +36,19 @@ def at(dims: TransformerDims = SMALL) -> np.ndarray:
 
 
 def told(took: float, tp: float = 2, samples: float = 4.0) -> LayerTiming:
-    return LayerTiming(flops=2 ** float(at()[0, 0]), tokens=SMALL.seq_len, samples=samples, tp=tp, took=took)
+    return LayerTiming(
+        flops=2 ** float(at()[0, 0]), tokens=SMALL.seq_len, samples=samples, tp=tp, took=took
+    )
 
 
 def priced(*layers: LayerTiming) -> Estimate:
-    return estimate(transformer_work(SMALL), CHOICES, CLUSTER, PLAIN.model_copy(update={"layers": layers}), PRACTICE)
+    return estimate(
+        transformer_work(SMALL),
+        CHOICES,
+        CLUSTER,
+        PLAIN.model_copy(update={"layers": layers}),
+        PRACTICE,
+    )
 
 
 def test_a_layer_tells_of_its_shape_and_of_no_other() -> None:
@@ -52,13 +60,17 @@ def test_a_layer_tells_of_its_shape_and_of_no_other() -> None:
     np.testing.assert_allclose(sum(parts.values()), found.step_s)
     assert parts[MEASURED][1] == pytest.approx(found.step_s[1] - plain.step_s[1])
     before = {part.name: np.broadcast_to(part.value, 6) for part in plain.time}
-    assert all((parts[name] == before[name]).all() for name in before)  # what the constants say stays to be seen
+    assert all(
+        (parts[name] == before[name]).all() for name in before
+    )  # what the constants say stays to be seen
 
 
 def test_a_layer_tells_less_of_what_is_farther() -> None:
     block = next(b for b in transformer_work(SMALL).blocks if b.repeated)
     here = layer_shapes(transformer_work(SMALL), block, CHOICES)[1]
-    assert here.tolist() == pytest.approx([np.log2(sum(op.flops for op in block.ops)), 10.0, 2.0, 1.0])
+    assert here.tolist() == pytest.approx(
+        [np.log2(sum(op.flops for op in block.ops)), 10.0, 2.0, 1.0]
+    )
     assert layer_factor([told(1.5)], here[None]) == pytest.approx(1.5)
     for dim in range(4):
         near = here + NEAR * np.eye(4)[dim]
@@ -68,7 +80,10 @@ def test_a_layer_tells_less_of_what_is_farther() -> None:
 
 def test_another_sequence_of_as_many_flops_is_another_shape() -> None:
     longer = replace(SMALL, seq_len=2 * SMALL.seq_len)
-    assert layer_factor([told(1.5)], np.where([True, False, True, True], at()[1], at(longer)[1])[None]) == 1.0
+    assert (
+        layer_factor([told(1.5)], np.where([True, False, True, True], at()[1], at(longer)[1])[None])
+        == 1.0
+    )
 
 
 def test_layers_are_learned_so_that_steps_agree() -> None:
@@ -81,14 +96,20 @@ def test_layers_are_learned_so_that_steps_agree() -> None:
     noise = np.array([1, 1, 1, 0.99, 1, 1.01, 9, 1, 1])  # one run is far out
     era = fit_layers(predict, list(true * noise), at()[which], PLAIN)
     found = {one.tp: one.took for one in era.layers}
-    assert found == {1: pytest.approx(0.8, rel=0.01), 2: pytest.approx(1.5, rel=0.02)}  # of tp4 are two runs
+    assert found == {
+        1: pytest.approx(0.8, rel=0.01),
+        2: pytest.approx(1.5, rel=0.02),
+    }  # of tp4 are two runs
     assert era.model_copy(update={"layers": ()}) == PLAIN
 
 
 def test_runs_that_do_not_agree_tell_nothing_of_a_layer() -> None:
     which = np.array([1, 1, 1, 1])
     step_s = priced().step_s[which]
-    assert fit_layers(lambda era: step_s, list(step_s * [0.8, 0.9, 1.1, 1.3]), at()[which], PLAIN) == PLAIN
+    assert (
+        fit_layers(lambda era: step_s, list(step_s * [0.8, 0.9, 1.1, 1.3]), at()[which], PLAIN)
+        == PLAIN
+    )
 
 
 def test_the_shape_of_a_mixture_is_that_of_the_layers_with_most_work() -> None:
@@ -106,7 +127,9 @@ def test_layers_of_a_sheet_are_read_and_refused_by_name() -> None:
     assert hardware.parse_sheet(dump_toml(sheet), "sheet") == sheet
     for wrong, said in (("tp = 0", "eras.megatron.layers"), ("speed = 1, tp = 2", "speed")):
         layer = f"layers = [{{ flops = 1e9, tokens = 1, samples = 1, {wrong}, took = 1.1 }}]"
-        text = dump_toml(sheet.model_copy(update={"eras": {"megatron": Era()}})).replace("layers = []", layer)
+        text = dump_toml(sheet.model_copy(update={"eras": {"megatron": Era()}})).replace(
+            "layers = []", layer
+        )
         assert layer in text
         with pytest.raises(ConfigError, match=said):
             hardware.parse_sheet(text, "sheet")

@@ -15,10 +15,16 @@ ERA = Era(link=1.0, network=1.0)
 
 
 def network(*widths: int, devices: int = 4096, latency: float = 0.0) -> Network:
-    """Tiers that join so many devices each, the outermost any number; each a tenth as quick as the one before."""
+    """Tiers that join so many devices each, the outermost any number; each a tenth as quick as the
+    one before."""
     sheet = named_sheet("a100")
-    tiers = tuple(Tier(name=str(i), devices=w, bps=1e11 / 10**i, latency_s=latency) for i, w in enumerate((*widths, 0)))
-    return Network(Cluster(hardware=sheet.model_copy(update={"tiers": tiers}), devices=devices), ERA)
+    tiers = tuple(
+        Tier(name=str(i), devices=w, bps=1e11 / 10**i, latency_s=latency)
+        for i, w in enumerate((*widths, 0))
+    )
+    return Network(
+        Cluster(hardware=sheet.model_copy(update={"tiers": tiers}), devices=devices), ERA
+    )
 
 
 def choices(*layouts: str) -> LayoutBatch:
@@ -55,19 +61,28 @@ def test_latency_is_a_rings_or_a_trees() -> None:
 @pytest.mark.parametrize("inside", [1, 2, 4, 8])
 def test_a_group_over_nodes_has_a_rail_for_each_member_inside(inside: int) -> None:
     net, rail, link = network(8), 1e10, 1e11
-    ranks = group(net, f"dp4.pp{8 // inside}.tp{inside}", "dp", "tp")  # so many within a node of 8, on 4 nodes
+    ranks = group(
+        net, f"dp4.pp{8 // inside}.tp{inside}", "dp", "tp"
+    )  # so many within a node of 8, on 4 nodes
     assert (ranks.size, ranks.inside[0], ranks.inside[1]) == (4 * inside, inside, 4 * inside)
     assert net.bandwidth(ranks) == min(inside * rail, link)
-    quick = Network(net.cluster.model_copy(), ERA.model_copy(update={"link": 0.05}))  # a link slower than 8 rails
+    quick = Network(
+        net.cluster.model_copy(), ERA.model_copy(update={"link": 0.05})
+    )  # a link slower than 8 rails
     assert quick.bandwidth(ranks) == min(inside * rail, 0.05 * link if inside > 1 else np.inf)
 
 
 def test_three_tiers() -> None:
     net = network(4, 16)
     near, far, across = (group(net, text, "dp") for text in ("dp4", "dp16", "dp64"))
-    assert [[float(n[0]) for n in g.inside] for g in (near, far, across)] == [[4, 4, 4], [4, 16, 16], [4, 16, 64]]
+    assert [[float(n[0]) for n in g.inside] for g in (near, far, across)] == [
+        [4, 4, 4],
+        [4, 16, 16],
+        [4, 16, 64],
+    ]
     assert [float(net.bandwidth(g)[0]) for g in (near, far, across)] == [1e11, 4e10, 16e9]
-    # of 64 equal parts: 3 stay in the tier of 4, 12 cross the second, 48 the third, over every rank's own rail
+    # of 64 equal parts: 3 stay in the tier of 4, 12 cross the second, 48 the third, over every
+    # rank's own rail
     shares = [3 / 64 / 1e11, 12 / 64 / 1e10, 48 / 64 / 1e9]
     assert net.exchange_s(GB, across) == pytest.approx(max(shares) * GB)
     # strided by 16: no two within a node
@@ -87,7 +102,9 @@ def test_more_bytes_and_more_ranks_take_longer(inner: int) -> None:
     net = network(8, 64, latency=1e-6)
     groups = [group(net, f"dp{n}.tp{inner}", "dp") for n in (1, 2, 4, 8, 16, 64, 256)]
     for seconds in (net.gather_s, net.reduce_s, net.exchange_s):
-        table = np.array([[float(seconds(nbytes, g)[0]) for nbytes in (0.0, 1e3, 1e6, 1e9)] for g in groups])
+        table = np.array(
+            [[float(seconds(nbytes, g)[0]) for nbytes in (0.0, 1e3, 1e6, 1e9)] for g in groups]
+        )
         assert (np.diff(table, axis=0) >= 0).all(), "ranks"
         assert (np.diff(table[1:], axis=1) > 0).all() and np.isfinite(table).all(), "bytes"
 
@@ -111,4 +128,6 @@ def test_entries_do_not_touch_each_other() -> None:
     net = network(8, 64, latency=1e-6)
     layouts = ["dp2.tp4", "pp2.dp16.tp2", "fsdp64", "dp1"]
     together = net.reduce_s(GB, net.group(choices(*layouts), "dp", "fsdp"))
-    assert list(together) == [float(net.reduce_s(GB, group(net, one, "dp", "fsdp"))[0]) for one in layouts]
+    assert list(together) == [
+        float(net.reduce_s(GB, group(net, one, "dp", "fsdp"))[0]) for one in layouts
+    ]

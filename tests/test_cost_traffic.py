@@ -1,4 +1,5 @@
-"""What an estimate says a rank sends and holds, against the plan's own prediction of collectives, and its shapes."""
+"""What an estimate says a rank sends and holds, against the plan's own prediction of collectives,
+and its shapes."""
 
 from __future__ import annotations
 
@@ -36,8 +37,18 @@ from weft.verification.activation_recorder import ActivationRecorder, record_act
 from weft.verification.stage_values import _parts
 
 BATCH, VOCAB, LENGTH, DIM, LAYERS, HEADS, KV_HEADS, HIDDEN = 16, 96, 32, 32, 4, 4, 2, 64
-WEFT = PrecisionPolicy(compute="fp32", weight_bytes=4, grad_bytes=4, state_bytes=8, reduce_bytes=4, gather_bytes=4)
-FIRST = ("dp", "fsdp", "ep", "cp", "up", "tp", "pp")  # the axis by which what several sum together is counted
+WEFT = PrecisionPolicy(
+    compute="fp32", weight_bytes=4, grad_bytes=4, state_bytes=8, reduce_bytes=4, gather_bytes=4
+)
+FIRST = (
+    "dp",
+    "fsdp",
+    "ep",
+    "cp",
+    "up",
+    "tp",
+    "pp",
+)  # the axis by which what several sum together is counted
 
 
 def own(**options: Any) -> nn.Module:
@@ -47,17 +58,26 @@ def own(**options: Any) -> nn.Module:
 def llama() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=DIM, num_attention_heads=HEADS, num_hidden_layers=LAYERS, use_cache=False,
-        num_key_value_heads=KV_HEADS, intermediate_size=HIDDEN, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        num_attention_heads=HEADS,
+        num_hidden_layers=LAYERS,
+        use_cache=False,
+        num_key_value_heads=KV_HEADS,
+        intermediate_size=HIDDEN,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return transformers.LlamaForCausalLM(config).train()
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "decoder": own, "tied": partial(own, tied=True), "mixture": partial(own, experts=4, active=2, shared=1),
+    "decoder": own,
+    "tied": partial(own, tied=True),
+    "mixture": partial(own, experts=4, active=2, shared=1),
     "one key": partial(decoder, VOCAB, DIM, LAYERS, HEADS, 1, HIDDEN, seq_len=LENGTH),
     "llama": llama,
-}  # fmt: skip
+}
 
 
 def tokens(rows: int) -> dict[str, Tensor]:
@@ -70,8 +90,13 @@ def seen(name: str) -> ActivationRecorder:
     torch.manual_seed(0)
     model, randomness = MODELS[name](), Randomness(0)
     randomness.begin(0, [*range(BATCH)])
-    with record_activations(model, BATCH) as found, FunctionOverrides(randomness, False, seen=found.attention, asked=found.ask):
-        next_token(model(**model_arguments(named_inputs(model), tokens(BATCH))), tokens(BATCH))[0].backward()
+    with (
+        record_activations(model, BATCH) as found,
+        FunctionOverrides(randomness, False, seen=found.attention, asked=found.ask),
+    ):
+        next_token(model(**model_arguments(named_inputs(model), tokens(BATCH))), tokens(BATCH))[
+            0
+        ].backward()
     return found
 
 
@@ -89,7 +114,10 @@ def value_bytes(plan: Plan, model: nn.Module) -> dict[int, int]:
     rows = max(2, plan.microbatch)
     recorded = trace_forward(model, model_arguments(named_inputs(model), tokens(rows)))
     values = split_stages(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
-    parts = [_parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape)) * plan.sequence_size for v in values]
+    parts = [
+        _parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape)) * plan.sequence_size
+        for v in values
+    ]
     return {
         i: prod(v.shape) * plan.microbatch // rows * v.dtype.itemsize // n
         for i, (v, n) in enumerate(zip(values, parts))
@@ -100,11 +128,19 @@ def sends(name: str, plan: Plan) -> dict[str, float]:
     """Axis -> bytes that the first rank sends in a step."""
     trace_, values = seen(name), value_bytes(plan, MODELS[name]())
     comms = predict_collectives(
-        plan, trace_.crossings, 4, values=values, cores=trace_.cores, routings=trace_.routings, asked=trace_.asked
+        plan,
+        trace_.crossings,
+        4,
+        values=values,
+        cores=trace_.cores,
+        routings=trace_.routings,
+        asked=trace_.asked,
     )
     found = dict.fromkeys(FIRST, 0.0)
     for comm in comms:
-        found[_key(plan, comm, name)] += wire_bytes(comm.kind, comm.nbytes, plan.layout.size(*comm.axis.split(".")))
+        found[_key(plan, comm, name)] += wire_bytes(
+            comm.kind, comm.nbytes, plan.layout.size(*comm.axis.split("."))
+        )
     return found
 
 
@@ -113,15 +149,27 @@ def _key(plan: Plan, comm: Collective, name: str) -> str:
     experts = {routing.module for routing in seen(name).routings}
     if spread and spread != ("tp",) and comm.axis == ".".join(spread) and comm.module in experts:
         return "ep"
-    return "pp" if "pp" in axes and comm.when == "reduce" else next(axis for axis in FIRST if axis in axes)
+    return (
+        "pp"
+        if "pp" in axes and comm.when == "reduce"
+        else next(axis for axis in FIRST if axis in axes)
+    )
 
 
 def laid(name: str, layout: str, **options: Any) -> Plan:
     torch.manual_seed(0)
-    return weft.plan(MODELS[name](), layout, batch=BATCH, loss=next_token, sample=tokens(2), **options)
+    return weft.plan(
+        MODELS[name](), layout, batch=BATCH, loss=next_token, sample=tokens(2), **options
+    )
 
 
-def estimated(name: str, layout: str, sync: Sync | None = None, practice: PrecisionPolicy = WEFT, **options: Any) -> Estimate:
+def estimated(
+    name: str,
+    layout: str,
+    sync: Sync | None = None,
+    practice: PrecisionPolicy = WEFT,
+    **options: Any,
+) -> Estimate:
     cluster = Cluster.parse("a100x64")
     choices = LayoutBatch.of([Layout.parse(layout)], batch=BATCH, **options)
     return estimate(work_of(name), choices, cluster, cluster.hardware.era("eager"), practice, sync)
@@ -134,33 +182,94 @@ def held_to(got: Mapping[str, Any], want: Mapping[str, float], share: float) -> 
 
 
 DENSE = [
-    "dp2", "dp4", "fsdp2", "fsdp2+zero1", "fsdp2+zero2", "dp2.fsdp2", "dp2.fsdp2+zero1", "tp2", "tp4",
-    "tp2+sequence", "cp2", "cp4", "up2", "pp2", "pp4", "dp2.tp2", "fsdp2.tp2", "pp2.tp2", "cp2.tp2", "dp2.cp2",
-    "cp2.up2", "up2.tp2", "fsdp2.cp2", "dp2.fsdp2.cp2", "dp2.fsdp2.tp2+sequence", "pp2.dp2", "pp2.fsdp2",
-    "pp2.fsdp2+zero2", "pp2.tp2+sequence", "pp2.dp2.tp2", "cp2+gather", "cp4+gather", "cp2+gather.tp2",
+    "dp2",
+    "dp4",
+    "fsdp2",
+    "fsdp2+zero1",
+    "fsdp2+zero2",
+    "dp2.fsdp2",
+    "dp2.fsdp2+zero1",
+    "tp2",
+    "tp4",
+    "tp2+sequence",
+    "cp2",
+    "cp4",
+    "up2",
+    "pp2",
+    "pp4",
+    "dp2.tp2",
+    "fsdp2.tp2",
+    "pp2.tp2",
+    "cp2.tp2",
+    "dp2.cp2",
+    "cp2.up2",
+    "up2.tp2",
+    "fsdp2.cp2",
+    "dp2.fsdp2.cp2",
+    "dp2.fsdp2.tp2+sequence",
+    "pp2.dp2",
+    "pp2.fsdp2",
+    "pp2.fsdp2+zero2",
+    "pp2.tp2+sequence",
+    "pp2.dp2.tp2",
+    "cp2+gather",
+    "cp4+gather",
+    "cp2+gather.tp2",
     "cp2+gather.up2",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("layout", DENSE)
 def test_bytes_are_the_plans(layout: str) -> None:
     for accumulate, recompute in ((1, "none"), (2, "none"), (2, "full"), (2, "selective"), (2, 2)):
         plan = laid("decoder", layout, accumulate=accumulate, recompute=recompute)
-        # key heads fewer than ranks are stored whole, and their gradients summed over tp: Work does not tell them apart
+        # key heads fewer than ranks are stored whole, and their gradients summed over tp: Work does
+        # not tell them apart
         share = 0.025 if "tp4" in layout else 0.01
         got = estimated("decoder", layout, accumulate=accumulate, recompute=recompute)
         held_to(got.traffic, sends("decoder", plan), share)
 
 
-@pytest.mark.parametrize(("name", "layout"), [
-    *(("llama", layout) for layout in ("dp2", "fsdp2", "tp2", "tp2+sequence", "cp2", "up2", "pp2", "pp2.fsdp2.tp2")),
-    *(("tied", layout) for layout in ("tp2", "fsdp2", "pp2", "pp2.dp2", "pp2.tp2")),
-    *(("one key", layout) for layout in ("up2", "cp2.up2", "cp2+gather.up2")),
-    *(("mixture", layout) for layout in (
-        "dp2", "tp2", "fsdp2", "ep2", "ep4", "dp2+ep", "fsdp2+ep", "cp2+ep", "ep2.tp2", "ep2.tp2+sequence", "ep2.fsdp2",
-        "dp2.ep2", "ep2.cp2", "pp2.ep2", "tp2+sequence+ep",
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(
+            ("llama", layout)
+            for layout in (
+                "dp2",
+                "fsdp2",
+                "tp2",
+                "tp2+sequence",
+                "cp2",
+                "up2",
+                "pp2",
+                "pp2.fsdp2.tp2",
+            )
+        ),
+        *(("tied", layout) for layout in ("tp2", "fsdp2", "pp2", "pp2.dp2", "pp2.tp2")),
+        *(("one key", layout) for layout in ("up2", "cp2.up2", "cp2+gather.up2")),
+        *(
+            ("mixture", layout)
+            for layout in (
+                "dp2",
+                "tp2",
+                "fsdp2",
+                "ep2",
+                "ep4",
+                "dp2+ep",
+                "fsdp2+ep",
+                "cp2+ep",
+                "ep2.tp2",
+                "ep2.tp2+sequence",
+                "ep2.fsdp2",
+                "dp2.ep2",
+                "ep2.cp2",
+                "pp2.ep2",
+                "tp2+sequence+ep",
+            )
+        ),
+    ],
+)
 def test_bytes_of_other_models(name: str, layout: str) -> None:
     for accumulate, recompute in ((1, "none"), (2, "full")):
         plan = laid(name, layout, accumulate=accumulate, recompute=recompute)
@@ -169,9 +278,18 @@ def test_bytes_of_other_models(name: str, layout: str) -> None:
         held_to(got.traffic, sends(name, plan), 0.05 if name == "mixture" else 0.01)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [
-    ("gpipe", 1), ("interleaved", 2), ("bfs", 2), ("interleaved-zb", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipev", 2)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        ("gpipe", 1),
+        ("interleaved", 2),
+        ("bfs", 2),
+        ("interleaved-zb", 2),
+        ("zb-h1", 1),
+        ("zb-v", 2),
+        ("dualpipev", 2),
+    ],
+)
 def test_messages_of_every_placement(schedule: str, chunks: int) -> None:
     options = {"chunks": chunks} if schedule in ("interleaved", "bfs", "interleaved-zb") else {}
     plan = laid("decoder", "pp2", accumulate=4, schedule=schedule, options=options)
@@ -180,10 +298,15 @@ def test_messages_of_every_placement(schedule: str, chunks: int) -> None:
 
 
 SYNCS: list[dict[str, Any]] = [
-    {"name": "allreduce"}, {"name": "ring"}, {"name": "central"}, {"name": "parameter_server", "servers": 2},
+    {"name": "allreduce"},
+    {"name": "ring"},
+    {"name": "central"},
+    {"name": "parameter_server", "servers": 2},
     *({"name": "allreduce", "codec": codec} for codec in ("bf16", "int8", "int4", "sign", "topk")),
-    {"name": "ring", "codec": "int8"}, {"name": "central", "codec": "int8"}, {"name": "ring", "codec": "topk"},
-]  # fmt: skip
+    {"name": "ring", "codec": "int8"},
+    {"name": "central", "codec": "int8"},
+    {"name": "ring", "codec": "topk"},
+]
 
 
 @pytest.mark.parametrize("layout", ["dp2", "dp4", "dp2.tp2"])
@@ -194,32 +317,47 @@ def test_bytes_of_synchronisers(options: dict[str, Any], layout: str) -> None:
     want = [
         sum(
             wire_bytes(c.kind, c.nbytes, plan.layout.size("dp"))
-            for c in predict_collectives(plan, seen("decoder").crossings, 4, rank=rank) if c.axis == "dp"
+            for c in predict_collectives(plan, seen("decoder").crossings, 4, rank=rank)
+            if c.axis == "dp"
         )
         for rank in range(plan.layout.world)
-    ]  # fmt: skip
+    ]
     got = float(estimated("decoder", layout, sync).traffic["dp"][0])
     # owners send more than others, and so the mean of ranks counts
     assert got == pytest.approx(sum(want) / len(want), rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco", "bmuf"])
-@pytest.mark.parametrize(("codec", "share"), [("identity", 1.0), ("bf16", 0.5), ("int8", (1 + 4 / 128) / 4)])
+@pytest.mark.parametrize(
+    ("codec", "share"), [("identity", 1.0), ("bf16", 0.5), ("int8", (1 + 4 / 128) / 4)]
+)
 def test_a_periods_bytes_are_spread_over_its_steps(name: str, codec: str, share: float) -> None:
     whole = float(estimated("decoder", "dp2").traffic["dp"][0])
     for options in ({}, {"fragments": 4}):
         sync = weft.sync._registry.make_sync(name, codec, period=8, **options)
-        assert float(estimated("decoder", "dp2", sync).traffic["dp"][0]) == pytest.approx(whole * share / 8)
+        assert float(estimated("decoder", "dp2", sync).traffic["dp"][0]) == pytest.approx(
+            whole * share / 8
+        )
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "layout"), [
-    *(("decoder", layout) for layout in DENSE if "tp4" not in layout),
-    ("llama", "fsdp2.tp2"), ("tied", "pp2"), ("tied", "pp2.tp2"), ("tied", "tp2"), ("mixture", "fsdp2"),
-    ("mixture", "ep2.tp2"), ("mixture", "fsdp2+ep"), ("mixture", "ep2.fsdp2"), ("mixture", "tp2+sequence+ep"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("decoder", layout) for layout in DENSE if "tp4" not in layout),
+        ("llama", "fsdp2.tp2"),
+        ("tied", "pp2"),
+        ("tied", "pp2.tp2"),
+        ("tied", "tp2"),
+        ("mixture", "fsdp2"),
+        ("mixture", "ep2.tp2"),
+        ("mixture", "fsdp2+ep"),
+        ("mixture", "ep2.fsdp2"),
+        ("mixture", "tp2+sequence+ep"),
+    ],
+)
 def test_what_rests_on_a_rank_is_what_the_plan_says(name: str, layout: str) -> None:
     plan = laid(name, layout)
     table = plan.params()
@@ -236,7 +374,9 @@ def test_what_rests_on_a_rank_is_what_the_plan_says(name: str, layout: str) -> N
     ends = [0, plan.layout.world - 1]
     for what, each, least in (("weights", 4, 3), ("gradients", 4, 2), ("optimizer", 8, 1)):
         # of the end of a pipeline that needs more
-        assert sizes[what] in [pytest.approx(each * rests(rank, level >= least), rel=0.005) for rank in ends], what
+        assert sizes[what] in [
+            pytest.approx(each * rests(rank, level >= least), rel=0.005) for rank in ends
+        ], what
 
 
 def kept(layout: str, options: Mapping[str, Any]) -> dict[str, float]:
@@ -245,16 +385,31 @@ def kept(layout: str, options: Mapping[str, Any]) -> dict[str, float]:
     model, sync = own(), weft.sync._registry.make_sync(**options)
     plan = weft.plan(model, layout, batch=BATCH, loss=next_token, sample=tokens(2), sync=sync)
     kind = torch.optim.SGD if options.get("codec") == "dgc" else torch.optim.AdamW
-    engine = weft.Engine(model, plan, optimizer=partial(kind, lr=1e-3), loss=next_token, sample=tokens(2), device="cpu")
+    engine = weft.Engine(
+        model,
+        plan,
+        optimizer=partial(kind, lr=1e-3),
+        loss=next_token,
+        sample=tokens(2),
+        device="cpu",
+    )
     engine.step(engine.local(tokens(BATCH)))
-    tensors, states = [], [*(engine.reducer.exchange.states if engine.reducer.exchange else []),
-                           *(scatter.state for scatter in engine._scatters.values())]  # fmt: skip
+    tensors, states = (
+        [],
+        [
+            *(engine.reducer.exchange.states if engine.reducer.exchange else []),
+            *(scatter.state for scatter in engine._scatters.values()),
+        ],
+    )
     optimizer = engine.optimizer
     if engine.outer is not None:
         for message in engine.outer.messages:
             tensors += [message.anchor, message.sent, message.mean]
             tensors += [] if message.momentum is None else [message.momentum]
-        states += [*engine.outer.states(), *engine.outer.states()]  # as it was, too, until others have answered
+        states += [
+            *engine.outer.states(),
+            *engine.outer.states(),
+        ]  # as it was, too, until others have answered
     if engine.worker is not None:
         tensors += [link.got for link in engine.worker._links.values()]
     if engine.server is not None:
@@ -265,30 +420,54 @@ def kept(layout: str, options: Mapping[str, Any]) -> dict[str, float]:
     found = {"agreement": tensors, "optimizer": moments}
     plain = {what: [getattr(v, "_local_tensor", v) for v in each] for what, each in found.items()}
     engine.close()
-    return {what: float(sum(v.numel() * v.itemsize for v in each if v.numel() > 1)) for what, each in plain.items()}
+    return {
+        what: float(sum(v.numel() * v.itemsize for v in each if v.numel() > 1))
+        for what, each in plain.items()
+    }
 
 
-@pytest.mark.parametrize(("layout", "options"), [
-    *(("dp2", {"name": "allreduce", "codec": codec}) for codec in ("bf16", "topk", "dgc", "sign")),
-    ("dp2.fsdp2", {"name": "allreduce", "codec": "topk"}), ("fsdp2", {"name": "allreduce", "codec": "sign"}),
-    ("fsdp2", {"name": "diloco", "codec": "sign"}),
-    ("dp2.tp2", {"name": "ring", "codec": "topk"}), ("dp4", {"name": "parameter_server", "servers": 4}),
-    ("dp2", {"name": "local_sgd", "period": 4}), ("dp2", {"name": "diloco", "period": 4}),
-    ("dp2.fsdp2", {"name": "diloco", "period": 4, "fragments": 2, "codec": "topk"}),
-    ("dp2", {"name": "parameter_server", "staleness": 2}),
-    ("dp2.tp2", {"name": "parameter_server", "staleness": 2}),
-    ("dp4", {"name": "parameter_server", "staleness": 2, "servers": 2}),
-], ids=str)  # fmt: skip
-def test_what_is_kept_to_agree_is_what_an_engine_has(pool: Pool, layout: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        *(
+            ("dp2", {"name": "allreduce", "codec": codec})
+            for codec in ("bf16", "topk", "dgc", "sign")
+        ),
+        ("dp2.fsdp2", {"name": "allreduce", "codec": "topk"}),
+        ("fsdp2", {"name": "allreduce", "codec": "sign"}),
+        ("fsdp2", {"name": "diloco", "codec": "sign"}),
+        ("dp2.tp2", {"name": "ring", "codec": "topk"}),
+        ("dp4", {"name": "parameter_server", "servers": 4}),
+        ("dp2", {"name": "local_sgd", "period": 4}),
+        ("dp2", {"name": "diloco", "period": 4}),
+        ("dp2.fsdp2", {"name": "diloco", "period": 4, "fragments": 2, "codec": "topk"}),
+        ("dp2", {"name": "parameter_server", "staleness": 2}),
+        ("dp2.tp2", {"name": "parameter_server", "staleness": 2}),
+        ("dp4", {"name": "parameter_server", "staleness": 2, "servers": 2}),
+    ],
+    ids=str,
+)
+def test_what_is_kept_to_agree_is_what_an_engine_has(
+    pool: Pool, layout: str, options: dict[str, Any]
+) -> None:
     sizes = Layout.parse(layout)
     found = pool.run(kept, layout, options, world=sizes.world)
-    parts = {part.name: float(part.value[0]) for part in estimated("decoder", layout, weft.sync._registry.make_sync(**options)).memory}
+    parts = {
+        part.name: float(part.value[0])
+        for part in estimated("decoder", layout, weft.sync._registry.make_sync(**options)).memory
+    }
     held = max(each["agreement"] for each in found)
-    if "staleness" in options:  # what is under way: a worker's gradients, and at the servers all replicas', and weights
+    if (
+        "staleness" in options
+    ):  # what is under way: a worker's gradients, and at the servers all replicas', and weights
         held += (1 + 2 * sizes.size("dp")) * parts["gradients"] / options.get("servers", 1)
-    assert parts["agreement"] == pytest.approx(held, rel=0.02 if options.get("servers", 1) == 1 else 0.3)
+    assert parts["agreement"] == pytest.approx(
+        held, rel=0.02 if options.get("servers", 1) == 1 else 0.3
+    )
     most = max(each["optimizer"] for each in found)
     if options.get("codec") == "dgc":  # which has the momentum
         assert not most
         return
-    assert parts["optimizer"] == pytest.approx(most, rel=0.02 if options.get("servers", 1) == 1 else 0.3)
+    assert parts["optimizer"] == pytest.approx(
+        most, rel=0.02 if options.get("servers", 1) == 1 else 0.3
+    )

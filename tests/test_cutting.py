@@ -1,5 +1,5 @@
-"""Any model cut along its forward: stages run one after the other in one process give the uncut model's numbers, and
-what cannot be cut is refused with the line that stands in the way.
+"""Any model cut along its forward: stages run one after the other in one process give the uncut
+model's numbers, and what cannot be cut is refused with the line that stands in the way.
 """
 
 from __future__ import annotations
@@ -33,39 +33,51 @@ from weft.pipeline.split_model import StageForward, split_stages
 Inputs = Mapping[str, Any]
 
 
-# ---- stages, one after the other ---------------------------------------------------------------------------------
+# ---- stages, one after the other -----------------------------------------------------------------
 
 
 class Line:
     """A model in stages, each with its own copy of it; `ranks`: the stages that share a copy."""
 
-    def __init__(self, model: nn.Module, staging: Staging, ranks: Sequence[Sequence[int]] | None = None):
+    def __init__(
+        self, model: nn.Module, staging: Staging, ranks: Sequence[Sequence[int]] | None = None
+    ):
         self.staging = staging
         self.runners: dict[int, StageForward] = {}
         for stages in ranks or [[stage.index] for stage in staging.stages]:
             runner = StageForward(copy.deepcopy(model), staging, stages)
             self.runners |= dict.fromkeys(stages, runner)
 
-    def forward(self, inputs: Inputs) -> tuple[Any, list[tuple[dict[int, Tensor], dict[int, Tensor]]]]:
+    def forward(
+        self, inputs: Inputs
+    ) -> tuple[Any, list[tuple[dict[int, Tensor], dict[int, Tensor]]]]:
         crossing: dict[tuple[int, int], Tensor] = {}
         trail = []
         output = None
         for stage in self.staging.stages:
             received = {
-                i: crossing[i, stage.index] for i, v in enumerate(self.staging.values) if stage.index in v.targets
+                i: crossing[i, stage.index]
+                for i, v in enumerate(self.staging.values)
+                if stage.index in v.targets
             }
             sent, output = self.runners[stage.index](stage.index, inputs, received)
-            assert set(sent) == {i for i, v in enumerate(self.staging.values) if v.source == stage.index}
+            assert set(sent) == {
+                i for i, v in enumerate(self.staging.values) if v.source == stage.index
+            }
             for i, tensor in sent.items():
                 value = self.staging.values[i]
                 if torch.is_grad_enabled():
                     assert tensor.requires_grad == value.differentiable, value
                 for target in value.targets:
-                    crossing[i, target] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                    crossing[i, target] = (
+                        tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                    )
             trail.append((received, sent))
         return output, trail
 
-    def backward(self, loss: Tensor, trail: list[tuple[dict[int, Tensor], dict[int, Tensor]]]) -> None:
+    def backward(
+        self, loss: Tensor, trail: list[tuple[dict[int, Tensor], dict[int, Tensor]]]
+    ) -> None:
         grads: dict[int, Tensor] = {}
         for stage in reversed(self.staging.stages):
             received, sent = trail[stage.index]
@@ -88,17 +100,24 @@ class Line:
 
 
 def scalar(output: Any) -> Tensor:
-    """A loss that every floating-point tensor of an output counts in, each element by its own weight."""
+    """A loss that every floating-point tensor of an output counts in, each element by its own
+    weight."""
     found = [t.double() for t in tensors_in(output) if t.is_floating_point()]
-    return sum((torch.cos(torch.arange(t.numel()).view(t.shape).double()) * t.double()).sum() for t in found)  # type: ignore[return-value]
+    return sum(
+        (torch.cos(torch.arange(t.numel()).view(t.shape).double()) * t.double()).sum()
+        for t in found
+    )  # type: ignore[return-value]
 
 
 def double(inputs: Inputs) -> dict[str, Any]:
     return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
 
 
-def hold(model: nn.Module, points: Sequence[str], *batches: Inputs, **options: Any) -> tuple[Line, Staging]:
-    """The first batch is the sample; on each, all stages together give the uncut model's output and gradients."""
+def hold(
+    model: nn.Module, points: Sequence[str], *batches: Inputs, **options: Any
+) -> tuple[Line, Staging]:
+    """The first batch is the sample; on each, all stages together give the uncut model's output and
+    gradients."""
     model = model.double()
     staging = split_stages(trace_forward(model, double(batches[0])), points)
     line = Line(model, staging, **options)
@@ -114,10 +133,15 @@ def hold(model: nn.Module, points: Sequence[str], *batches: Inputs, **options: A
         assert type(output) is type(expected)
         for a, b in zip(tensors_in(output), tensors_in(expected), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-        grads, want = line.grads(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        grads, want = (
+            line.grads(),
+            {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        )
         assert grads.keys() == want.keys()
         for name, grad in grads.items():
-            torch.testing.assert_close(grad, want[name], rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                grad, want[name], rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            )
     return line, staging
 
 
@@ -135,12 +159,17 @@ def subject(name: str, samples: int = 3) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = without_dropout(STAGED[name].build()).double()
     batch = STAGED[name].data()
-    return model, double({k: v[:samples] for k, v in batch.items() if k not in ("labels", "label", "target")})
+    return model, double(
+        {k: v[:samples] for k, v in batch.items() if k not in ("labels", "label", "target")}
+    )
 
 
 def shorter(inputs: Inputs) -> dict[str, Tensor]:
     """Other numbers of samples and of tokens than the sample's."""
-    return {k: v[:1, :7] if v.ndim == 2 and not v.is_floating_point() else v[:1] for k, v in inputs.items()}
+    return {
+        k: v[:1, :7] if v.ndim == 2 and not v.is_floating_point() else v[:1]
+        for k, v in inputs.items()
+    }
 
 
 def atoms(model: nn.Module, inputs: Inputs) -> list[str]:
@@ -148,7 +177,7 @@ def atoms(model: nn.Module, inputs: Inputs) -> list[str]:
     return [atom.module for atom in split_points(trace_forward(model, inputs), blocks)]
 
 
-# ---- models ------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -171,8 +200,16 @@ def test_a_cut_at_every_part(name: str) -> None:
 ODD = {
     "llama": ["model.layers.0.self_attn.q_proj", "model.layers.2.mlp.act_fn", "model.norm"],
     "gpt2": ["transformer.wpe", "transformer.h.0.ln_2", "transformer.h.6.mlp.c_proj"],
-    "bert": ["bert.embeddings.LayerNorm", "bert.encoder.layer.3.attention.self.value", "cls.predictions.decoder"],
-    "t5": ["encoder.block.1.layer.0.SelfAttention.o", "decoder.block.0.layer.1", "decoder.block.2.layer.1.layer_norm"],
+    "bert": [
+        "bert.embeddings.LayerNorm",
+        "bert.encoder.layer.3.attention.self.value",
+        "cls.predictions.decoder",
+    ],
+    "t5": [
+        "encoder.block.1.layer.0.SelfAttention.o",
+        "decoder.block.0.layer.1",
+        "decoder.block.2.layer.1.layer_norm",
+    ],
     "decoder": ["dropout", "blocks.1.attention.wk", "head"],
 }
 
@@ -189,7 +226,11 @@ def test_batchnorm_statistics_are_their_stages() -> None:
     line, staging = hold(model, ["stages.1", "head"], inputs)
     assert [s.buffers for s in staging.stages] == [
         tuple(
-            sorted(f"stages.{i}.1.{b}" for i in which for b in ("num_batches_tracked", "running_mean", "running_var"))
+            sorted(
+                f"stages.{i}.1.{b}"
+                for i in which
+                for b in ("num_batches_tracked", "running_mean", "running_var")
+            )
         )
         for which in ([0], [1, 2], [])
     ]
@@ -231,14 +272,18 @@ def test_a_buffer_is_its_stages_however_it_is_written_to(way: str) -> None:
     line = Line(model, staging)
     line.forward(x)
     model(**x)
-    torch.testing.assert_close(line.runners[1].model.get_buffer("1.mean"), model.get_buffer("1.mean"))
+    torch.testing.assert_close(
+        line.runners[1].model.get_buffer("1.mean"), model.get_buffer("1.mean")
+    )
     assert bool(model.get_buffer("1.mean").any())
 
 
 def test_padding_is_seen_by_every_stage() -> None:
     model, inputs = subject("qwen3")
     full = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
-    hold(model, ["model.layers.2", "model.layers.5"], full, inputs, full)  # the sample needs no mask, the second does
+    hold(
+        model, ["model.layers.2", "model.layers.5"], full, inputs, full
+    )  # the sample needs no mask, the second does
 
 
 def test_stages_of_one_rank_share_a_model() -> None:
@@ -247,10 +292,13 @@ def test_stages_of_one_rank_share_a_model() -> None:
         model, ["blocks.1", "blocks.3", "blocks.5"], inputs, ranks=[[0, 3], [1, 2]]
     )  # as a V-shaped schedule places them
     assert line.runners[0] is line.runners[3]
-    assert "embedding.weight" in staging.stages[0].weights and "embedding.weight" in staging.stages[3].weights
+    assert (
+        "embedding.weight" in staging.stages[0].weights
+        and "embedding.weight" in staging.stages[3].weights
+    )
 
 
-# ---- forwards as people write them -------------------------------------------------------------------------------
+# ---- forwards as people write them ---------------------------------------------------------------
 
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -268,7 +316,9 @@ class Block(nn.Module):
         super().__init__()
         self.linear, self.act = nn.Linear(8, 8), nn.ReLU(inplace=inplace)
 
-    def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, scale: Tensor | None = None, *, shift: Tensor | None = None
+    ) -> Tensor:
         x = self.linear(self.act(x) if scale is None else x * scale)
         return x if shift is None else x + shift
 
@@ -310,7 +360,12 @@ def structures(m: Any, x: Tensor) -> Any:
     pair = Pair(m.a(x), x.mean(0))
     record = Record(m.b(pair.left), [pair.left * 2, pair.right])
     table = {"c": (m.c(record.hidden, shift=record.extra[0]),), "none": None}
-    return {"out": m.d(table["c"][0], scale=pair.left), "record": record, "pair": pair, "first": record.extra}
+    return {
+        "out": m.d(table["c"][0], scale=pair.left),
+        "record": record,
+        "pair": pair,
+        "first": record.extra,
+    }
 
 
 def integers(m: Any, x: Tensor) -> Tensor:
@@ -384,9 +439,11 @@ def test_a_far_value_goes_straight_to_its_stages() -> None:
     assert routes == [(0, (1, 2, 3)), (1, (2, 3)), (2, (3,))]
     assert staging.values[0].name == "output 0 of a"
     assert [s.weights for s in staging.stages] == [
-        ("a.linear.weight", "a.linear.bias"), ("pos", "b.linear.weight", "b.linear.bias"),
-        ("c.linear.weight", "c.linear.bias"), ("d.linear.weight", "d.linear.bias"),
-    ]  # fmt: skip
+        ("a.linear.weight", "a.linear.bias"),
+        ("pos", "b.linear.weight", "b.linear.bias"),
+        ("c.linear.weight", "c.linear.bias"),
+        ("d.linear.weight", "d.linear.bias"),
+    ]
     assert [s.modules for s in staging.stages] == [("a",), ("b",), ("c",), ("d",)]
     assert [s.first for s in staging.stages] == ["a", "b", "c", "d"]
 
@@ -414,13 +471,21 @@ class Patches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patch, self.mix = Grid(), nn.Linear(4, 4)
-        self.token, self.place = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 100, 4))
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(3))
+        self.token, self.place = (
+            nn.Parameter(torch.randn(1, 1, 4)),
+            nn.Parameter(torch.randn(1, 100, 4)),
+        )
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(3)
+        )
         self.head = nn.Conv2d(4, 2, 1)
 
     def forward(self, image: Tensor) -> Tensor:
         x, height, width = self.patch(image)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.place[:, : x.shape[1] + 1]
+        x = (
+            torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+            + self.place[:, : x.shape[1] + 1]
+        )
         for layer in self.layers:
             x = layer(x)
         x = self.mix(x)[:, 1:].transpose(1, 2).reshape(-1, 4, height, width)
@@ -428,7 +493,10 @@ class Patches(nn.Module):
 
 
 def test_sizes_follow_the_call_not_the_sample() -> None:
-    batches = [{"image": torch.randn(b, 3, h, w)} for b, h, w in ((2, 8, 8), (1, 12, 6), (3, 4, 10), (2, 8, 8))]
+    batches = [
+        {"image": torch.randn(b, 3, h, w)}
+        for b, h, w in ((2, 8, 8), (1, 12, 6), (3, 4, 10), (2, 8, 8))
+    ]
     hold(Patches(), ["layers.0", "layers.2", "mix"], *batches)
 
 
@@ -436,9 +504,16 @@ def test_a_vision_transformer() -> None:
     import transformers as t
 
     config = t.ViTConfig(
-        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24, image_size=16, patch_size=4,
-        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=16,
+        patch_size=4,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     model = t.AutoModelForImageClassification.from_config(config)
     inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
     points = atoms(model, inputs)
@@ -466,10 +541,15 @@ def test_what_a_module_hands_through() -> None:
         h = m.b(h) * weight * scale
         return m.c(h).masked_fill(mask, 0.5) * bag.factor
 
-    _, staging = hold(Written(forward, e=Table()), ["b", "c"], {"x": torch.randn(3, 8)}, {"x": torch.randn(4, 8)})
+    _, staging = hold(
+        Written(forward, e=Table()), ["b", "c"], {"x": torch.randn(3, 8)}, {"x": torch.randn(4, 8)}
+    )
     assert [("e.weight" in stage.weights) for stage in staging.stages] == [True, True, False]
-    assert [v.name for v in staging.values] == ["output 0 of e", "`h = m.b(h) * weight * scale` at test_cutting.py:" + (
-        staging.values[1].name.rpartition(":")[2])]  # fmt: skip
+    assert [v.name for v in staging.values] == [
+        "output 0 of e",
+        "`h = m.b(h) * weight * scale` at test_cutting.py:"
+        + (staging.values[1].name.rpartition(":")[2]),
+    ]
 
 
 def test_a_module_called_on_inputs_too() -> None:
@@ -483,7 +563,9 @@ def test_own_modules_run_at_full_speed() -> None:
     active: list[Any] = []
     model = Written(skips)
     for module in (model.b.linear, model.c.linear):
-        module.register_forward_pre_hook(lambda *_: active.append(_get_current_function_mode_stack()))
+        module.register_forward_pre_hook(
+            lambda *_: active.append(_get_current_function_mode_stack())
+        )
     staging = split_stages(trace_forward(model, {"x": torch.randn(3, 8)}), ["b", "c"])
     active.clear()
     outer = FunctionOverrides(Randomness(0), False)
@@ -518,7 +600,9 @@ def test_hooks_that_come_after_planning_are_no_part_of_the_path() -> None:
         own = next(p for p in runner.model.parameters() if not isinstance(p, PlaceholderTensor))
         for module in (runner.model, runner.model.b):
             module.register_forward_pre_hook(lambda module, args, own=own: (own.sum() * 2) and None)
-        runner.model.b.register_forward_hook(lambda module, args, out: out + 0 if not isinstance(out, PlaceholderTensor) else None)
+        runner.model.b.register_forward_hook(
+            lambda module, args, out: out + 0 if not isinstance(out, PlaceholderTensor) else None
+        )
     for _ in range(2):
         torch.testing.assert_close(line.forward(inputs)[0], expected, rtol=1e-12, atol=1e-12)
 
@@ -530,7 +614,7 @@ def test_hugging_faces_recompute(reentrant: bool) -> None:
     hold(model, ["model.layers.2", "model.layers.4"], inputs)
 
 
-# ---- modes -------------------------------------------------------------------------------------------------------
+# ---- modes ---------------------------------------------------------------------------------------
 
 
 def test_evaluation() -> None:
@@ -575,7 +659,10 @@ def test_what_earlier_stages_would_make_is_of_this_mode() -> None:
 def test_autocast() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         h = m.a(x)
-        scale, high = torch.ones(8, dtype=h.dtype), h.float()  # on the sample, h.float() is h itself
+        scale, high = (
+            torch.ones(8, dtype=h.dtype),
+            h.float(),
+        )  # on the sample, h.float() is h itself
         return m.c(m.b(h)) * scale, scale, high
 
     model, inputs = Written(forward), {"x": torch.randn(3, 8)}
@@ -583,7 +670,11 @@ def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         output, _ = line.forward(inputs)
         expected = model(**inputs)
-    assert [t.dtype for t in output] == [t.dtype for t in expected] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert (
+        [t.dtype for t in output]
+        == [t.dtype for t in expected]
+        == [torch.bfloat16, torch.bfloat16, torch.float32]
+    )
     for a, b in zip(output, expected):
         assert torch.equal(a, b)
 
@@ -602,10 +693,13 @@ def test_torchs_own_dropout_has_its_own_names() -> None:
 
 @pytest.mark.parametrize("name", ["deep", "sequential", "t5", "gpt2", "bert"])
 def test_dropout_is_drawn_as_on_one_device(name: str) -> None:
-    """Masks are counted from the forward's start outside of blocks: what an earlier stage draws is counted too."""
+    """Masks are counted from the forward's start outside of blocks: what an earlier stage draws is
+    counted too."""
     torch.manual_seed(0)
     model = STAGED[name].build().double()
-    inputs = double({k: v[:3] for k, v in STAGED[name].data().items() if k not in ("labels", "target")})
+    inputs = double(
+        {k: v[:3] for k, v in STAGED[name].data().items() if k not in ("labels", "target")}
+    )
     points = atoms(model, inputs)
     staging = split_stages(trace_forward(model, inputs), [points[2], points[-1]])
 
@@ -627,7 +721,9 @@ def test_dropout_is_drawn_as_on_one_device(name: str) -> None:
         runner.skipped = mine.skip
         with FunctionOverrides(mine, False):
             sent, output = runner(
-                stage.index, inputs, {i: t for i, t in crossing.items() if stage.index in staging.values[i].targets}
+                stage.index,
+                inputs,
+                {i: t for i, t in crossing.items() if stage.index in staging.values[i].targets},
             )
         crossing |= sent
         drawn += mine.drawn
@@ -645,7 +741,7 @@ def test_blocks_count_their_own_masks() -> None:
     assert sum(item.dropouts for item in everywhere.items) == 1 + 7 * 2 + 1
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def test_a_stage_holds_its_own_parameters() -> None:
@@ -654,16 +750,25 @@ def test_a_stage_holds_its_own_parameters() -> None:
     staging = split_stages(trace_forward(model, inputs), ["blocks.2", "blocks.4"])
     runner = StageForward(model, staging, [1])
     real = {n: p for n, p in model.named_parameters() if not isinstance(p, PlaceholderTensor)}
-    assert set(real) == set(staging.stages[1].weights) == {n for n in sizes if n.startswith(("blocks.2", "blocks.3"))}
+    assert (
+        set(real)
+        == set(staging.stages[1].weights)
+        == {n for n in sizes if n.startswith(("blocks.2", "blocks.3"))}
+    )
     ghost = model.embedding.weight  # type: ignore[union-attr]
     assert ghost is model.head.weight and isinstance(ghost, nn.Parameter)  # type: ignore[union-attr]
-    assert (ghost.dtype, ghost.device.type, ghost.numel()) == (torch.float64, "cpu", sizes["embedding.weight"])
+    assert (ghost.dtype, ghost.device.type, ghost.numel()) == (
+        torch.float64,
+        "cpu",
+        sizes["embedding.weight"],
+    )
     assert ghost.requires_grad and ghost.grad is None and next(model.parameters()) is ghost
     assert "head.weight" in model.state_dict()
     held = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in real.values()}
     assert sum(held.values()) == 8 * sum(sizes[n] for n in real)
     with pytest.raises(
-        UnsupportedModel, match=r"embedding.weight.*another stage's, and its elements are read at test_cutting.py"
+        UnsupportedModel,
+        match=r"embedding.weight.*another stage's, and its elements are read at test_cutting.py",
     ):
         ghost + 1
     with pytest.raises(UnsupportedModel, match=r"embedding.weight"):
@@ -689,7 +794,7 @@ def to_meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(tensor.detach().to("meta")) if is_weight(tensor) else tensor.to("meta")
 
 
-# ---- the chart ---------------------------------------------------------------------------------------------------
+# ---- the chart -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", STAGED)
@@ -697,7 +802,9 @@ def test_a_chart_needs_no_data(name: str) -> None:
     model, inputs = subject(name)
     points = atoms(model, inputs)
     real, meta = (trace_forward(m, inputs) for m in (model, twin_model(model, to_meta)))
-    staging, *others = (split_stages(c, points[1::2]) for c in (real, meta, pickle.loads(pickle.dumps(real))))
+    staging, *others = (
+        split_stages(c, points[1::2]) for c in (real, meta, pickle.loads(pickle.dumps(real)))
+    )
     assert [staging, pickle.loads(pickle.dumps(staging))] == others
 
 
@@ -707,7 +814,10 @@ def test_a_chart_leaves_no_trace() -> None:
     before, modules = copy.deepcopy(model.state_dict()), [set(vars(m)) for m in model.modules()]
     state = torch.get_rng_state()
     trace_forward(model, inputs, profile=1)
-    assert not any(m.training for m in model.modules()) and [set(vars(m)) for m in model.modules()] == modules
+    assert (
+        not any(m.training for m in model.modules())
+        and [set(vars(m)) for m in model.modules()] == modules
+    )
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -715,21 +825,35 @@ def test_a_chart_leaves_no_trace() -> None:
 def test_candidates_weigh_each_part() -> None:
     model, inputs = subject("tied")
     parts = split_points(trace_forward(model, inputs, profile=3), [f"blocks.{i}" for i in range(7)])
-    assert [p.module for p in parts] == ["embedding", *(f"blocks.{i}" for i in range(7)), "norm", "head"]
+    assert [p.module for p in parts] == [
+        "embedding",
+        *(f"blocks.{i}" for i in range(7)),
+        "norm",
+        "head",
+    ]
     assert sum(p.parameters for p in parts) == sum(p.numel() for p in model.parameters())
-    assert parts[-1].parameters == 0 and parts[-1].flops == 2 * inputs["input_ids"].numel() * 32 * 67
+    assert (
+        parts[-1].parameters == 0 and parts[-1].flops == 2 * inputs["input_ids"].numel() * 32 * 67
+    )
     assert len({p.flops for p in parts[1:8]}) == 1 and parts[0].flops == 0
     assert all(p.time > 0 for p in parts)
 
 
 def test_candidates_descend_as_far_as_they_must() -> None:
     model, inputs = subject("convnet")
-    assert [a.module for a in split_points(trace_forward(model, inputs))][:3] == ["stages.0.0", "stages.0.1", "stages.1.0"]
+    assert [a.module for a in split_points(trace_forward(model, inputs))][:3] == [
+        "stages.0.0",
+        "stages.0.1",
+        "stages.1.0",
+    ]
     model, inputs = subject("bert")
-    assert atoms(model, inputs)[:2] == ["bert.embeddings", "bert.encoder.layer.0"] and atoms(model, inputs)[-1] == "cls"
+    assert (
+        atoms(model, inputs)[:2] == ["bert.embeddings", "bert.encoder.layer.0"]
+        and atoms(model, inputs)[-1] == "cls"
+    )
 
 
-# ---- refusals ----------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 class Double(torch.autograd.Function):
@@ -874,29 +998,67 @@ REFUSED: list[tuple[Callable, list[str], str]] = [
     (skips, ["c", "b"], r"'b': it runs no later than c, which is named before it"),
     (lambda m, x: m.a(x), ["c"], r"'c': the forward never calls it"),
     (loops, ["b"], r"'b': the forward calls it 3 times, at test_cutting.py:\d+"),
-    (reads, ["b"], r"test_cutting.py:\d+ reads `if h.sum\(\) > 1e9:` at .* into Python: `if h.sum\(\) > 1e9:`"),
+    (
+        reads,
+        ["b"],
+        r"test_cutting.py:\d+ reads `if h.sum\(\) > 1e9:` at .* into Python: `if h.sum\(\) > 1e9:`",
+    ),
     (reads_weight, ["a"], r"reads .* into Python: `h = m.a\(x \* float\(m.pos\[0\]\)\)`"),
     (numpy_trip, ["b"], r"into Python: `h = torch.from_numpy\(np.tanh"),
     (drops_a_layer, ["b"], r"into Python: `if torch.rand\(\[\]\) > 2.0:`"),
-    (writes_into_a_constant, ["b"], r"made by code without weights.*changed in place.*`table\[:, 0\] = m.a\(x\)`"),
+    (
+        writes_into_a_constant,
+        ["b"],
+        r"made by code without weights.*changed in place.*`table\[:, 0\] = m.a\(x\)`",
+    ),
     (writes_into_a_view, ["b"], r"made by code without weights.*changed in place"),
-    (shares_memory, ["b"], r"share memory, and test_cutting.py:\d+ changes it in place: `h.add_\(y\)`"),
+    (
+        shares_memory,
+        ["b"],
+        r"share memory, and test_cutting.py:\d+ changes it in place: `h.add_\(y\)`",
+    ),
     (reshapes, ["b"], r"changes a tensor's shape in place: `h.unsqueeze_\(1\)`"),
-    (unseen, ["b"], r"was made by something that is no PyTorch function .*, and is used at test_cutting.py"),
+    (
+        unseen,
+        ["b"],
+        r"was made by something that is no PyTorch function .*, and is used at test_cutting.py",
+    ),
     (own_function, ["b"], r"is made inside the autograd function Double"),
     (inside_a_function, ["b"], r"it runs inside Double, called at test_cutting.py"),
-    (inside_checkpoint, ["e.linear"], r"it runs inside torch.utils.checkpoint, called at test_cutting.py"),
+    (
+        inside_checkpoint,
+        ["e.linear"],
+        r"it runs inside torch.utils.checkpoint, called at test_cutting.py",
+    ),
     (side_way, ["b"], r"leaves e \(called at .*\) otherwise than by its return value"),
-    (hands_out_an_object, ["b"], r"e \(called at .*:\d+\) returns an object of class Shelf, which weft"),
+    (
+        hands_out_an_object,
+        ["b"],
+        r"e \(called at .*:\d+\) returns an object of class Shelf, which weft",
+    ),
     (returns_an_object, ["b"], r"returns output 0 of a of an earlier stage inside a Shelf"),
-    (two_stages_one_buffer, ["b"], r"the buffer count is changed by the forward, and stages 0 and 1 use it"),
-    (reassigns_a_buffer, ["b"], r"the buffer count is changed by the forward, and stages 0 and 1 use it"),
-]  # fmt: skip
+    (
+        two_stages_one_buffer,
+        ["b"],
+        r"the buffer count is changed by the forward, and stages 0 and 1 use it",
+    ),
+    (
+        reassigns_a_buffer,
+        ["b"],
+        r"the buffer count is changed by the forward, and stages 0 and 1 use it",
+    ),
+]
 
 
-@pytest.mark.parametrize(("forward", "points", "message"), REFUSED, ids=lambda v: getattr(v, "__name__", None))
+@pytest.mark.parametrize(
+    ("forward", "points", "message"), REFUSED, ids=lambda v: getattr(v, "__name__", None)
+)
 def test_what_cannot_be_cut_is_named(forward: Callable, points: list[str], message: str) -> None:
-    more = {} if forward is skips else {"e": Shelving() if forward is hands_out_an_object else Keeper()}
+    more = (
+        {}
+        if forward is skips
+        else {"e": Shelving() if forward is hands_out_an_object else Keeper()}
+    )
     model = Written(forward, **more)
     with pytest.raises(UnsupportedModel, match=message) as refused:
         split_stages(trace_forward(model, {"x": torch.randn(3, 8)}), points)
@@ -912,7 +1074,8 @@ def test_the_same_forwards_can_be_cut_elsewhere() -> None:
 
 def test_a_chart_without_data_asks_for_it_where_it_must() -> None:
     with pytest.raises(
-        UnsupportedModel, match=r"reads elements of a tensor into Python at test_cutting.py:\d+: `if h.sum\(\)"
+        UnsupportedModel,
+        match=r"reads elements of a tensor into Python at test_cutting.py:\d+: `if h.sum\(\)",
     ):
         trace_forward(Written(reads).to("meta"), {"x": torch.randn(3, 8)})
 
@@ -937,7 +1100,8 @@ def test_another_path_than_the_planned_one_is_refused() -> None:
     line = Line(model, split_stages(trace_forward(model, positive), ["b"]))
     line.forward(positive)
     with pytest.raises(
-        UnsupportedModel, match=r"b at test_cutting.py:\d+'.*another path than when it was planned, where c at"
+        UnsupportedModel,
+        match=r"b at test_cutting.py:\d+'.*another path than when it was planned, where c at",
     ):
         line.forward(negative)
     line = Line(model, split_stages(trace_forward(model, negative), ["b"]))
@@ -955,7 +1119,10 @@ def test_a_path_that_ends_early_is_refused() -> None:
     model, inputs = Written(forward), {"x": torch.ones(3, 8)}
     line = Line(model, split_stages(trace_forward(model, inputs), ["b"]))
     line.forward(inputs)
-    with pytest.raises(UnsupportedModel, match=r"'its end': the forward took another path .* where c at test_cutting.py"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"'its end': the forward took another path .* where c at test_cutting.py",
+    ):
         line.forward({"x": -inputs["x"]})
 
 

@@ -33,7 +33,7 @@ def bpe(tmp_path_factory):
     return path
 
 
-# ---- order and Loader ----------------------------------------------------------------------------------------------
+# ---- order and Loader ----------------------------------------------------------------------------
 
 
 def test_part_as_in_the_picture():
@@ -55,7 +55,9 @@ def test_parts_make_the_same_microbatches_on_every_layout(accumulate, data_size)
 
 
 def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(LayoutError, match=r"batch = 10: does not divide into 2 microbatches over 2 .*multiple of 4"):
+    with pytest.raises(
+        LayoutError, match=r"batch = 10: does not divide into 2 microbatches over 2 .*multiple of 4"
+    ):
         data_rank_indices(10, 2, 0, 2)
     with pytest.raises(LayoutError):
         data.Loader(Numbers(50), 10, 0, accumulate=2, data_size=2)
@@ -77,7 +79,9 @@ class Numbers:
 
 def take(steps, size=23, batch=8, **options):
     options = {"seed": 5, **options}
-    return [step["x"].tolist() for step in islice(data.Loader(Numbers(size), batch, **options), steps)]
+    return [
+        step["x"].tolist() for step in islice(data.Loader(Numbers(size), batch, **options), steps)
+    ]
 
 
 def test_epochs_are_permutations_without_their_tail():
@@ -106,9 +110,13 @@ def test_ranks_read_their_own_part_of_the_same_global_batch(data_size, accumulat
     whole = take(5)
     for rank in range(data_size):
         dataset = Numbers(23)
-        loader = data.Loader(dataset, 8, 5, accumulate=accumulate, data_rank=rank, data_size=data_size)
+        loader = data.Loader(
+            dataset, 8, 5, accumulate=accumulate, data_rank=rank, data_size=data_size
+        )
         mine = [next(loader)["x"].tolist() for _ in range(5)]
-        assert mine == [[step[i] for i in data_rank_indices(8, accumulate, rank, data_size)] for step in whole]
+        assert mine == [
+            [step[i] for i in data_rank_indices(8, accumulate, rank, data_size)] for step in whole
+        ]
         assert dataset.read == list(chain(*mine))
 
 
@@ -124,7 +132,7 @@ def test_loader_refuses_what_it_cannot_batch():
         data.collate([{"x": 1}, {"x": 2}])
 
 
-# ---- text ----------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 def test_stdlib_is_there_quick_and_the_same():
@@ -200,7 +208,9 @@ def test_a_tokenizer_directory_of_transformers(bpe, tmp_path):
     folder = tmp_path / "gpt2"
     folder.mkdir()
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(m) for m in model["merges"])]))
+    (folder / "merges.txt").write_text(
+        "\n".join(["#version: 0.2", *(" ".join(m) for m in model["merges"])])
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     assert load_tokenizer(folder).encode(SENTENCES[0]) == load_tokenizer(bpe).encode(SENTENCES[0])
 
@@ -208,7 +218,9 @@ def test_a_tokenizer_directory_of_transformers(bpe, tmp_path):
 def test_text_with_a_tokenizer(corpus, bpe):
     train = data.text([corpus], 8, tokenizer=bpe)
     assert train.vocab == 300
-    assert train.decode(train.tokens) == "".join(s * 3 for i, s in enumerate(SENTENCES) if i % 20 != 19)
+    assert train.decode(train.tokens) == "".join(
+        s * 3 for i, s in enumerate(SENTENCES) if i % 20 != 19
+    )
     assert train.encode("the cat") == load_tokenizer(bpe).encode("the cat")
 
 
@@ -241,9 +253,13 @@ def test_hugging_face_dataset_on_disk(tmp_path, bpe):
     plain.save_to_disk(tmp_path / "plain")
     train = data.hf(tmp_path / "plain", 8, tokenizer=bpe, end=END)
     assert train.vocab == 300
-    assert train.decode(train.tokens) == "".join(s + END for i, s in enumerate(SENTENCES) if i % 20 != 19)
+    assert train.decode(train.tokens) == "".join(
+        s + END for i, s in enumerate(SENTENCES) if i % 20 != 19
+    )
     val = data.hf(tmp_path / "plain", 8, "val")
-    assert val.vocab == 256 and val.decode(val.tokens) == SENTENCES[19] + SENTENCES[39] + SENTENCES[59]
+    assert (
+        val.vocab == 256 and val.decode(val.tokens) == SENTENCES[19] + SENTENCES[39] + SENTENCES[59]
+    )
 
     both = datasets.DatasetDict({"train": plain, "validation": plain.select([0, 1])})
     both.save_to_disk(tmp_path / "both")
@@ -268,11 +284,13 @@ def test_hugging_face_dataset_on_disk(tmp_path, bpe):
 
 def test_without_the_extra_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"needs the package datasets. Install it: pip install weft\[hf\]"):
+    with pytest.raises(
+        DataError, match=r"needs the package datasets. Install it: pip install weft\[hf\]"
+    ):
         data.hf(tmp_path, 8)
 
 
-# ---- images --------------------------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------
 
 
 def test_shapes():
@@ -286,7 +304,14 @@ def test_shapes():
     assert torch.bincount(train.labels).min() > 400
     clean = data.shapes(noise=0.0, classes=6, image=24)
     assert set(clean.images.unique().tolist()) == {0.0, 1.0}
-    edges = torch.cat([clean.images[..., 0, :], clean.images[..., -1, :], clean.images[..., 0], clean.images[..., -1]])
+    edges = torch.cat(
+        [
+            clean.images[..., 0, :],
+            clean.images[..., -1, :],
+            clean.images[..., 0],
+            clean.images[..., -1],
+        ]
+    )
     assert edges.mean() < 0.02  # shapes lie inside their image
     filled = [clean.images[clean.labels == i].mean().item() for i in range(6)]
     assert min(filled) > 0.05 and len({round(f, 3) for f in filled}) == 6

@@ -1,4 +1,5 @@
-"""`weft doctor`: what follows from made-up facts, the command on this machine, and three hosts as processes of it."""
+"""`weft doctor`: what follows from made-up facts, the command on this machine, and three hosts as
+processes of it."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from weft.cli.app import app
 
 from weft.cli import doctor_run_check
+from weft.cli.app import app
 from weft.core import run_config
 from weft.launch.doctor import (
     allreduce_check,
@@ -73,10 +74,14 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def host(name: str, **facts: dict[str, Any]) -> Host:
-    return Host(name, "10.0.0.1", tuple(Finding(check, "ok", "", "", found) for check, found in facts.items()))
+    return Host(
+        name,
+        "10.0.0.1",
+        tuple(Finding(check, "ok", "", "", found) for check, found in facts.items()),
+    )
 
 
-# ---- time limits -----------------------------------------------------------------------------------------------------
+# ---- time limits ---------------------------------------------------------------------------------
 
 
 def hang(folder: Path) -> None:
@@ -117,10 +122,15 @@ def test_one_that_does_not_end_by_being_asked_is_killed(monkeypatch: pytest.Monk
         (last_words, "killed by SIGKILL: the disk is gone"),
         (lambda: os._exit(3), "exited with code 3"),
         (lambda: 1 // 0, "ZeroDivisionError: integer division or modulo by zero"),
-        (lambda: run_config.load_run("no such file"), "run file = 'no such file': there is no such file."),
+        (
+            lambda: run_config.load_run("no such file"),
+            "run file = 'no such file': there is no such file.",
+        ),
     ],
 )
-def test_a_check_that_fails_is_wrong_with_its_message(function: Callable[[], Any], says: str) -> None:
+def test_a_check_that_fails_is_wrong_with_its_message(
+    function: Callable[[], Any], says: str
+) -> None:
     finding = checks.run_check((20.0, function))
     assert finding is not None
     assert finding.state == "wrong"
@@ -135,7 +145,7 @@ def test_a_child_that_is_ended_while_it_ends_never_becomes_its_parent() -> None:
     assert run_limited(120.0, many) == 300  # without care one in some 300 does
 
 
-# ---- one machine -----------------------------------------------------------------------------------------------------
+# ---- one machine ---------------------------------------------------------------------------------
 
 
 def tree(root: Path, **files: str) -> Path:
@@ -147,8 +157,16 @@ def tree(root: Path, **files: str) -> Path:
 
 
 def test_a_control_group_of_version_2_and_those_above_it(tmp_path: Path) -> None:
-    root = tree(tmp_path, proc__self__cgroup="0::/jobs/one\n", sys__fs__cgroup__jobs__cpu_DOT_max="150000 100000\n")
-    tree(root, sys__fs__cgroup__jobs__one__cpu_DOT_max="max 100000", sys__fs__cgroup__jobs__one__memory_DOT_max="4096")
+    root = tree(
+        tmp_path,
+        proc__self__cgroup="0::/jobs/one\n",
+        sys__fs__cgroup__jobs__cpu_DOT_max="150000 100000\n",
+    )
+    tree(
+        root,
+        sys__fs__cgroup__jobs__one__cpu_DOT_max="max 100000",
+        sys__fs__cgroup__jobs__one__memory_DOT_max="4096",
+    )
     assert cgroups.cores(root) == 1.5
     assert cgroups.memory_bytes(root) == 4096
 
@@ -159,7 +177,9 @@ def test_a_control_group_of_version_1(tmp_path: Path) -> None:
     tree(root, **{f"{cpu}cpu_DOT_cfs_quota_us": "-1", f"{cpu}cpu_DOT_cfs_period_us": "100000"})
     assert cgroups.cores(root) is None
     tree(root, **{f"{cpu}cpu_DOT_cfs_quota_us": "50000"})
-    assert cgroups.cores(root) == 0.5  # in a container the group's own path is not there: the root is its group
+    assert (
+        cgroups.cores(root) == 0.5
+    )  # in a container the group's own path is not there: the root is its group
     tree(root, sys__fs__cgroup__memory__memory_DOT_limit_in_bytes=str(2**63 - 4096))
     assert cgroups.memory_bytes(root) is None
     tree(root, sys__fs__cgroup__memory__memory_DOT_limit_in_bytes="8192")
@@ -170,15 +190,26 @@ def test_a_control_group_of_version_1(tmp_path: Path) -> None:
     ("allowed", "quota", "omp", "usable", "state", "advice"),
     [
         (8, None, None, 8, "ok", "cores // processes"),
-        (8, 2.5, None, 2, "note", "weft counts 8: set OMP_NUM_THREADS or train.threads to 2 // processes"),
+        (
+            8,
+            2.5,
+            None,
+            2,
+            "note",
+            "weft counts 8: set OMP_NUM_THREADS or train.threads to 2 // processes",
+        ),
         (8, 2.5, "1", 2, "ok", ""),
         (4, None, "16", 4, "note", "OMP_NUM_THREADS=4"),
         (4, None, "many", 4, "note", "is no number of threads"),
         (1, 0.5, "1", 1, "ok", ""),
     ],
 )
-def test_cores(allowed: int, quota: float | None, omp: str | None, usable: int, state: str, advice: str) -> None:
-    finding = machine.judge_cores({"machine": 64, "allowed": allowed, "quota": quota, "omp": omp, "fast": []})
+def test_cores(
+    allowed: int, quota: float | None, omp: str | None, usable: int, state: str, advice: str
+) -> None:
+    finding = machine.judge_cores(
+        {"machine": 64, "allowed": allowed, "quota": quota, "omp": omp, "fast": []}
+    )
     assert (finding.state, finding.facts["usable"]) == (state, usable)
     assert advice in finding.advice
 
@@ -190,7 +221,13 @@ def test_a_small_shared_memory() -> None:
 
 
 def gpu(**changed: Any) -> dict[str, Any]:
-    whole = {"name": "X100", "memory_bytes": 80 << 30, "free_bytes": 79 << 30, "capability": "9.0", "bf16": True}
+    whole = {
+        "name": "X100",
+        "memory_bytes": 80 << 30,
+        "free_bytes": 79 << 30,
+        "capability": "9.0",
+        "bf16": True,
+    }
     return {**whole, "problem": None, **changed}
 
 
@@ -208,7 +245,13 @@ def gpu(**changed: Any) -> dict[str, Any]:
     ],
 )
 def test_gpus(changed: dict[str, Any], state: str, says: str) -> None:
-    facts = {"driver": "570.1", "torch_cuda": "12.8", "visible": None, "gpus": [gpu(), gpu()], "no_peers": []}
+    facts = {
+        "driver": "570.1",
+        "torch_cuda": "12.8",
+        "visible": None,
+        "gpus": [gpu(), gpu()],
+        "no_peers": [],
+    }
     finding = gpus.judge({**facts, **changed})
     assert finding.state == state
     assert says in finding.advice
@@ -244,11 +287,17 @@ def test_variables_that_choose_an_interface(name: str, value: str, state: str) -
 
 def test_a_sum_that_is_wrong_is_said() -> None:
     assert allreduce_check.AllReduceTiming(4, 1000, 0.5, True).bytes_per_s == 3000
-    assert allreduce_check.judge("gloo", allreduce_check.AllReduceTiming(4, 1000, 0.5, True)).state == "ok"
-    assert allreduce_check.judge("gloo", allreduce_check.AllReduceTiming(4, 1000, 0.5, False)).state == "wrong"
+    assert (
+        allreduce_check.judge("gloo", allreduce_check.AllReduceTiming(4, 1000, 0.5, True)).state
+        == "ok"
+    )
+    assert (
+        allreduce_check.judge("gloo", allreduce_check.AllReduceTiming(4, 1000, 0.5, False)).state
+        == "wrong"
+    )
 
 
-# ---- the folder and the run ------------------------------------------------------------------------------------------
+# ---- the folder and the run ----------------------------------------------------------------------
 
 
 def test_a_folder_is_written_read_and_left_as_it_was(tmp_path: Path) -> None:
@@ -266,16 +315,22 @@ def test_a_folder_that_is_full_or_closed() -> None:
     assert folder.folder(Path("/proc")).state == "wrong"
 
 
-@pytest.mark.parametrize(("kept", "free", "state"), [(4, 400, "ok"), (4, 399, "wrong"), (0, 100, "note")])
+@pytest.mark.parametrize(
+    ("kept", "free", "state"), [(4, 400, "ok"), (4, 399, "wrong"), (0, 100, "note")]
+)
 def test_room_for_checkpoints(kept: int, free: int, state: str) -> None:
     assert folder.judge_room(parameters=8, each=100, kept=kept, free=free).state == state
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "count"), [({"name": "adamw"}, 2), ({"name": "sgd"}, 0), ({"name": "sgd", "momentum": "0.9"}, 1)]
+    ("optimizer", "count"),
+    [({"name": "adamw"}, 2), ({"name": "sgd"}, 0), ({"name": "sgd", "momentum": "0.9"}, 1)],
 )
 def test_what_an_optimizer_keeps(run_file: Path, optimizer: dict[str, str], count: int) -> None:
-    run = run_config.load_run(run_file, {f"optimizer.{key}": value for key, value in optimizer.items()} | {"optimizer.lr": "1"})
+    run = run_config.load_run(
+        run_file,
+        {f"optimizer.{key}": value for key, value in optimizer.items()} | {"optimizer.lr": "1"},
+    )
     assert folder.state_count(run) == count
 
 
@@ -313,11 +368,18 @@ def test_workers_on_hosts() -> None:
     assert "3 ranks share 2 cores" in doctor_run_check.check_layout_fits("dp1", hosts[:1], 2).advice
 
 
-# ---- several hosts ---------------------------------------------------------------------------------------------------
+# ---- several hosts -------------------------------------------------------------------------------
 
 
 def versions(**changed: str) -> dict[str, Any]:
-    return {"python": "3.11.7", "torch": "2.13.0", "weft": "0.1.0", "cuda": None, "nccl": None, **changed}
+    return {
+        "python": "3.11.7",
+        "torch": "2.13.0",
+        "weft": "0.1.0",
+        "cuda": None,
+        "nccl": None,
+        **changed,
+    }
 
 
 @pytest.mark.parametrize(
@@ -327,11 +389,19 @@ def versions(**changed: str) -> dict[str, Any]:
         ({"python": "3.11.2"}, "ok", "all 3"),
         ({"python": "3.12.1"}, "note", "python 3.11 on a, c, 3.12 on b"),
         ({"torch": "2.12.1"}, "wrong", "torch 2.13.0 on a, c, 2.12.1 on b"),
-        ({"weft": "0.2.0", "nccl": "2.27"}, "wrong", "weft 0.1.0 on a, c, 0.2.0 on b; nccl none on a, c, 2.27 on b"),
+        (
+            {"weft": "0.2.0", "nccl": "2.27"},
+            "wrong",
+            "weft 0.1.0 on a, c, 0.2.0 on b; nccl none on a, c, 2.27 on b",
+        ),
     ],
 )
 def test_versions_that_disagree(changed: dict[str, str], state: str, says: str) -> None:
-    hosts = [host("a", versions=versions()), host("b", versions=versions(**changed)), host("c", versions=versions())]
+    hosts = [
+        host("a", versions=versions()),
+        host("b", versions=versions(**changed)),
+        host("c", versions=versions()),
+    ]
     finding = compare_hosts.versions(hosts)
     assert finding.state == state
     assert says in finding.found
@@ -357,7 +427,13 @@ def test_the_offset_of_a_clock_is_that_of_the_fastest_trip() -> None:
 
 @pytest.mark.parametrize(
     ("ahead", "unsure", "state"),
-    [(0.04, 0.001, "ok"), (-0.2, 0.001, "note"), (0.2, 0.19, "ok"), (-1.5, 0.1, "wrong"), (1.05, 0.1, "note")],
+    [
+        (0.04, 0.001, "ok"),
+        (-0.2, 0.001, "note"),
+        (0.2, 0.19, "ok"),
+        (-1.5, 0.1, "wrong"),
+        (1.05, 0.1, "note"),
+    ],
 )
 def test_clocks_that_differ(ahead: float, unsure: float, state: str) -> None:
     finding = clocks.judge({"a": (0.0, 0.0), "b": (ahead, unsure)})
@@ -402,7 +478,7 @@ def test_a_folder_that_is_not_shared() -> None:
     assert (finding.state, finding.found) == ("wrong", "a does not see in /data what b wrote")
 
 
-# ---- what is printed -------------------------------------------------------------------------------------------------
+# ---- what is printed -----------------------------------------------------------------------------
 
 
 def test_what_hosts_have_alike_is_printed_once() -> None:
@@ -423,21 +499,30 @@ def test_the_verdict() -> None:
     assert lines[0].startswith("on each host by itself: layouts of up to 4 ranks")
     assert lines[-1] == "wrong: ports"
     lines = report.verdict([host("a", gpus={"gpus": [gpu()] * 2})], [])
-    assert lines[:2] == ["layouts of up to 2 ranks, a GPU each, over NCCL", "fp32, fp64, bf16, fp16"]
+    assert lines[:2] == [
+        "layouts of up to 2 ranks, a GPU each, over NCCL",
+        "fp32, fp64, bf16, fp16",
+    ]
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
     """With a folder of its own for temporary files, but for torch's cache."""
     (tmp_path / "tmp").mkdir()
-    return {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch")}
+    return {
+        **os.environ,
+        "TMPDIR": str(tmp_path / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),
+    }
 
 
 def doctor(tmp_path: Path, *args: object) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "weft", "doctor", *map(str, args)]
-    return subprocess.run(line, env=environment(tmp_path), capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        line, env=environment(tmp_path), capture_output=True, text=True, timeout=120
+    )
 
 
 def test_alone_with_a_run(tmp_path: Path, run_file: Path) -> None:
@@ -463,7 +548,9 @@ def test_what_is_wrong_ends_with_1_and_is_in_the_object(tmp_path: Path, run_file
     assert states["gloo"]["facts"]["ranks"] == 2
 
 
-@pytest.mark.parametrize("args", ["--nodes 3", "--rdzv a:1", "--nodes 0 --rdzv a:1", "--nodes 2 --rdzv a:b"])
+@pytest.mark.parametrize(
+    "args", ["--nodes 3", "--rdzv a:1", "--nodes 0 --rdzv a:1", "--nodes 2 --rdzv a:b"]
+)
 def test_what_cannot_be_asked(args: str) -> None:
     found = CliRunner().invoke(app, ["doctor", *args.split()])
     assert (found.exit_code, found.stdout) == (2, "")
@@ -486,13 +573,18 @@ def with_folder(folder: Path) -> list[int]:
 def test_nothing_is_left_of_one_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     own = environment(tmp_path)
     slow = (
-        "import time\nfrom weft.launch.doctor import folder\nfolder._read = lambda file: time.sleep(100)\n"
-        "import sys, signal\nfrom weft.cli.app import main\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"sys.argv = ['weft', 'doctor', '--folder', {str(tmp_path / 'tmp')!r}]\nmain()\n"
+        "import time\nfrom weft.launch.doctor import folder\nfolder._read = lambda file:"
+        " time.sleep(100)\nimport sys, signal\nfrom weft.cli.app import"
+        " main\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nsys.argv = ['weft',"
+        f" 'doctor', '--folder', {str(tmp_path / 'tmp')!r}]\nmain()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", slow], env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow], env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     deadline = time.monotonic() + 60
-    while not list((tmp_path / "tmp").glob(".weft-doctor-*")):  # it stands in the check of the folder
+    while not list(
+        (tmp_path / "tmp").glob(".weft-doctor-*")
+    ):  # it stands in the check of the folder
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
@@ -514,14 +606,22 @@ def seen(asked: DoctorRequest, change: Callable[[], None], file: Path) -> None:
     file.write_bytes(pickle.dumps(checks.check_with_others(asked)))
 
 
-def met(folder: Path, count: int, meeting: Rendezvous, *changes: Callable[[], None], apart: bool = False) -> list[HostReport]:
-    """What each host that is started sees; each is a process in which something may be changed first. `apart`: each has
-    a folder of its own."""
+def met(
+    folder: Path, count: int, meeting: Rendezvous, *changes: Callable[[], None], apart: bool = False
+) -> list[HostReport]:
+    """What each host that is started sees; each is a process in which something may be changed
+    first. `apart`: each has a folder of its own."""
     places = [folder / f"of-{n}" if apart else folder for n in range(len(changes))]
     for place in places:
         place.mkdir(exist_ok=True)
-    asked = [DoctorRequest("0.1.0", folder=place, hosts=(count, count), meeting=meeting) for place in places]
-    start, files = multiprocessing.get_context("fork").Process, [folder / f"{n}.pickle" for n in range(len(changes))]
+    asked = [
+        DoctorRequest("0.1.0", folder=place, hosts=(count, count), meeting=meeting)
+        for place in places
+    ]
+    start, files = (
+        multiprocessing.get_context("fork").Process,
+        [folder / f"{n}.pickle" for n in range(len(changes))],
+    )
     hosts = [start(target=seen, args=each) for each in zip(asked, changes, files, strict=True)]
     for each in hosts:
         each.start()
@@ -589,7 +689,9 @@ def test_a_store_that_goes(tmp_path: Path) -> None:
     def ends() -> None:
         checks.check_host = lambda asked: os._exit(9)  # type: ignore[assignment]
 
-    first, second = met(tmp_path, 2, Rendezvous("127.0.0.1", free_port()), ends, partial(time.sleep, 1.0))
+    first, second = met(
+        tmp_path, 2, Rendezvous("127.0.0.1", free_port()), ends, partial(time.sleep, 1.0)
+    )
     assert findings(first)["meeting"].found == "exited with code 9"
     assert findings(second)["meeting"].state == "wrong"
     assert not second.passed
@@ -609,7 +711,9 @@ def test_all_hosts_end_with_what_the_first_found(tmp_path: Path) -> None:
     def odd() -> None:
         checks.compare_findings = lambda asked, hosts: [Finding("odd", "wrong", "")]  # type: ignore[assignment]
 
-    _, second = met(tmp_path, 2, Rendezvous("127.0.0.1", free_port()), odd, partial(time.sleep, 1.0))
+    _, second = met(
+        tmp_path, 2, Rendezvous("127.0.0.1", free_port()), odd, partial(time.sleep, 1.0)
+    )
     assert "odd" not in findings(second)
     assert not second.passed
 

@@ -1,4 +1,5 @@
-"""A run over several hosts, each an agent and its ranks: one is lost and comes back, and the numbers stay the run's."""
+"""A run over several hosts, each an agent and its ranks: one is lost and comes back, and the
+numbers stay the run's."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from commands import Command, children
 from test_faults import Slow, steps_of, weights
 from test_trainer import RUN
 from typer.testing import CliRunner
-from weft.cli.app import app
 
+from weft.cli.app import app
 from weft.core import run_config
 from weft.core.errors import ConfigError, LayoutError
 from weft.core.layout import Layout
@@ -45,9 +46,13 @@ class Slower(Slow):
 
 def written(folder: Path, steps: int = STEPS, more: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    text = RUN.replace("test_trainer:Ramps", "test_elastic:Slower").replace("steps = 6", f"steps = {steps}")
+    text = RUN.replace("test_trainer:Ramps", "test_elastic:Slower").replace(
+        "steps = 6", f"steps = {steps}"
+    )
     text = (
-        text.replace("batch = 8", "batch = 12").replace("every = 3", "every = 4").replace("hidden = 32", "hidden = 36")
+        text.replace("batch = 8", "batch = 12")
+        .replace("every = 3", "every = 4")
+        .replace("hidden = 32", "hidden = 36")
     )
     (folder / "run.toml").write_text(f'{text}[precision]\ncompute = "fp64"\n{more}')
     return folder / "run.toml"
@@ -58,7 +63,9 @@ class Host:
 
     def __init__(self, run: Path, *arguments: str):
         log = run.parent / f"log-{time.monotonic_ns()}"
-        self.process = Command(log, "train", str(run), "--output", str(run.parent / "out"), *arguments)
+        self.process = Command(
+            log, "train", str(run), "--output", str(run.parent / "out"), *arguments
+        )
         self.said = self.process.said
 
     def vanish(self) -> None:
@@ -93,7 +100,9 @@ def listens(port: int) -> bool:
 def until(true: object, what: str, hosts: list[Host], patience_s: float = 90.0) -> None:
     deadline = time.monotonic() + patience_s
     while not true():  # type: ignore[operator]
-        assert time.monotonic() < deadline, what + "".join(f"\n---\n{host.said()[-3000:]}" for host in hosts)
+        assert time.monotonic() < deadline, what + "".join(
+            f"\n---\n{host.said()[-3000:]}" for host in hosts
+        )
         time.sleep(0.05)
 
 
@@ -106,7 +115,16 @@ def test_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
     """Three hosts of one rank each, of which the run can do with two."""
     run = written(tmp_path / "lost")
     port = free_port()
-    common = ("--layout", "dp3", "--nodes", "2:3", "--rdzv", f"127.0.0.1:{port}", "--set", "checkpoint.restarts=6")
+    common = (
+        "--layout",
+        "dp3",
+        "--nodes",
+        "2:3",
+        "--rdzv",
+        f"127.0.0.1:{port}",
+        "--set",
+        "checkpoint.restarts=6",
+    )
     hosts = [Host(run, *common)]
     with ended(hosts):
         until(lambda: listens(port), "no store", hosts)  # the first keeps it, and stays
@@ -115,17 +133,26 @@ def test_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
         lost = at(tmp_path / "lost")
         victim = hosts[2]
         victim.vanish()
-        until(lambda: "layout dp2" in "".join(host.said() for host in hosts), "no layout of two", hosts)
+        until(
+            lambda: "layout dp2" in "".join(host.said() for host in hosts),
+            "no layout of two",
+            hosts,
+        )
         until(lambda: at(tmp_path / "lost") >= lost + 8, "no steps of two", hosts)
         hosts.append(Host(run, *common))
         for host in hosts:
             assert host is victim or host.process.wait(200) == 0, host.said()
     said = "".join(host.said() for host in hosts)
-    assert "2 of 3 hosts are here: 2 ranks" in said and said.count("3 of 3 hosts are here: 3 ranks") == 2
+    assert (
+        "2 of 3 hosts are here: 2 ranks" in said
+        and said.count("3 of 3 hosts are here: 3 ranks") == 2
+    )
     assert "2 ranks are here: layout dp2, of dp3 as asked" in said
     assert steps_of(tmp_path / "lost") == list(range(1, STEPS + 1))
     assert 'axes = "dp3"' in (tmp_path / "lost" / "out" / "run.toml").read_text()
-    alone = Host(written(tmp_path / "alone"), "--layout", "dp1", "--set", "data.build=test_trainer:Ramps")
+    alone = Host(
+        written(tmp_path / "alone"), "--layout", "dp1", "--set", "data.build=test_trainer:Ramps"
+    )
     with ended([alone]):
         assert alone.process.wait(120) == 0, alone.said()
     once, other = weights(tmp_path / "alone", STEPS), weights(tmp_path / "lost", STEPS)
@@ -143,7 +170,9 @@ def test_a_host_that_is_told_to_stop(tmp_path: Path) -> None:
             if stops:
                 until(lambda: at(tmp_path) >= 6, "no steps", hosts)
                 hosts[1].process.send_signal(signal.SIGUSR1)
-            assert [host.process.wait(120) for host in hosts] == [75 if stops else 0] * 2, hosts[0].said()
+            assert [host.process.wait(120) for host in hosts] == [75 if stops else 0] * 2, hosts[
+                0
+            ].said()
     assert steps_of(tmp_path) == list(range(1, 25))
     assert "resumed" in "".join(host.said() for host in hosts)
 
@@ -155,7 +184,9 @@ def test_hosts_with_other_settings_do_not_run_together(tmp_path: Path) -> None:
     with ended(hosts):
         until(lambda: any(host.process.poll() is not None for host in hosts), "they run", hosts)
         refused = next(host for host in hosts if host.process.poll() is not None)
-        assert refused.process.returncode == 2 and "with other settings meets there" in refused.said()
+        assert (
+            refused.process.returncode == 2 and "with other settings meets there" in refused.said()
+        )
 
 
 @pytest.mark.parametrize(
@@ -174,20 +205,37 @@ def test_hosts_with_other_settings_do_not_run_together(tmp_path: Path) -> None:
 def test_layouts_of_fewer_ranks(axes: str, ranks: int, best: list[str]) -> None:
     found = [str(layout) for layout in smaller_layouts(Layout.parse(axes), ranks)]
     assert found[: len(best)] == best
-    assert len(found) == len(set(found)) and all(Layout.parse(text).world <= ranks for text in found)
+    assert len(found) == len(set(found)) and all(
+        Layout.parse(text).world <= ranks for text in found
+    )
 
 
 def test_the_layout_that_takes_its_place(tmp_path: Path) -> None:
-    run = run_config.load_run(written(tmp_path), {"layout.axes": "dp4.tp2", "layout.elastic": "true"})
+    run = run_config.load_run(
+        written(tmp_path), {"layout.axes": "dp4.tp2", "layout.elastic": "true"}
+    )
     assert shrink_to(run, 9) is run and shrink_to(run, 8) is run
     assert [shrink_to(run, ranks).layout.axes for ranks in (7, 6, 5, 3, 1)] == [
-        "dp3.tp2", "dp3.tp2", "dp2.tp2", "tp2", "dp1",
-    ]  # fmt: skip
-    named = run_config.load_run(written(tmp_path), {"layout.axes": "dp4.tp2", "layout.elastic": '["dp2.tp2", "tp2"]'})
-    assert [shrink_to(named, ranks).layout.axes for ranks in (7, 4, 3)] == ["dp2.tp2", "dp2.tp2", "tp2"]
+        "dp3.tp2",
+        "dp3.tp2",
+        "dp2.tp2",
+        "tp2",
+        "dp1",
+    ]
+    named = run_config.load_run(
+        written(tmp_path), {"layout.axes": "dp4.tp2", "layout.elastic": '["dp2.tp2", "tp2"]'}
+    )
+    assert [shrink_to(named, ranks).layout.axes for ranks in (7, 4, 3)] == [
+        "dp2.tp2",
+        "dp2.tp2",
+        "tp2",
+    ]
     with pytest.raises(LayoutError, match="no layout of at most 1 ranks can take its place"):
         shrink_to(named, 1)
-    for text, says in (("3", "neither true nor a list"), ('["dp2", "xx"]', "is not an axis with a size")):
+    for text, says in (
+        ("3", "neither true nor a list"),
+        ('["dp2", "xx"]', "is not an axis with a size"),
+    ):
         with pytest.raises((ConfigError, LayoutError), match=says):
             run_config.load_run(written(tmp_path), {"layout.elastic": text})
 
@@ -201,11 +249,24 @@ def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         with pytest.raises(ConfigError, match="is no number of hosts"):
             parse_nodes(text)
     for text, wants in (
-        ("a.b:5", "a.b:5"), ("tcp://10.0.0.1:7", "10.0.0.1:7"), ("head", "head:29400"), ("[::1]:80", "[::1]:80"),
+        ("a.b:5", "a.b:5"),
+        ("tcp://10.0.0.1:7", "10.0.0.1:7"),
+        ("head", "head:29400"),
+        ("[::1]:80", "[::1]:80"),
         (f"file://{tmp_path}/x", f"file://{tmp_path}/x"),
-    ):  # fmt: skip
+    ):
         assert str(Rendezvous.parse(text)) == wants
-    for text in ("", "http://x", "a:b", "x:99999", "x:0", "file://x", "file:///no/such/folder", "env://", "a b"):
+    for text in (
+        "",
+        "http://x",
+        "a:b",
+        "x:99999",
+        "x:0",
+        "file://x",
+        "file:///no/such/folder",
+        "env://",
+        "a b",
+    ):
         with pytest.raises(ConfigError, match="--rdzv"):
             Rendezvous.parse(text)
     monkeypatch.setenv("MASTER_ADDR", "head")
@@ -213,7 +274,10 @@ def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert Rendezvous.parse("env://") == Rendezvous("head", 17)
     here = Rendezvous.parse("127.0.0.1:1")
     assert here.address() == "127.0.0.1" and here.here() and interface_of("127.0.0.1") == "lo"
-    monkeypatch.setattr("socket.getaddrinfo", lambda host, port, **how: [(2, 2, 0, "", (NAMES.get(host, host), port))])
+    monkeypatch.setattr(
+        "socket.getaddrinfo",
+        lambda host, port, **how: [(2, 2, 0, "", (NAMES.get(host, host), port))],
+    )
     named = Rendezvous("head", 17)  # which stands for a loopback on itself
     assert named.here() and named.address() == Rendezvous(file="/x").address()
     assert not Rendezvous.parse("192.0.2.9").here() and interface_of("192.0.2.9") is None
@@ -225,15 +289,45 @@ def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         (["--nodes", "2"], "--nodes = '2': does not say where they meet"),
         (["--rdzv", "a:1"], "--rdzv = 'a:1': does not say how many hosts"),
         (["--nodes", "x", "--rdzv", "a:1"], "is no number of hosts"),
-        (["--nodes", "3", "--rdzv", "127.0.0.1:1", "--layout", "dp2"], "layout dp2 has 2 ranks, and there are 3"),
-        (["--nodes", "1:2", "--nproc", "1", "--rdzv", "127.0.0.1:1", "--layout", "dp4"], "there are 2 on 2 hosts"),
-        (["--nodes", "1:2", "--rdzv", "127.0.0.1:1", "--layout", "dp2", "--set", "sync.name=bmuf", "--set",
-          "sync.period=2"], "go on by themselves"),
-        (["--nodes", "1:3", "--rdzv", "127.0.0.1:1", "--layout", "dp3", "--set", 'layout.elastic=["dp2"]'],
-         "no layout of at most 1 ranks"),
+        (
+            ["--nodes", "3", "--rdzv", "127.0.0.1:1", "--layout", "dp2"],
+            "layout dp2 has 2 ranks, and there are 3",
+        ),
+        (
+            ["--nodes", "1:2", "--nproc", "1", "--rdzv", "127.0.0.1:1", "--layout", "dp4"],
+            "there are 2 on 2 hosts",
+        ),
+        (
+            [
+                "--nodes",
+                "1:2",
+                "--rdzv",
+                "127.0.0.1:1",
+                "--layout",
+                "dp2",
+                "--set",
+                "sync.name=bmuf",
+                "--set",
+                "sync.period=2",
+            ],
+            "go on by themselves",
+        ),
+        (
+            [
+                "--nodes",
+                "1:3",
+                "--rdzv",
+                "127.0.0.1:1",
+                "--layout",
+                "dp3",
+                "--set",
+                'layout.elastic=["dp2"]',
+            ],
+            "no layout of at most 1 ranks",
+        ),
         (["--resume", "--auto-resume"], "Give one of them"),
     ],
-)  # fmt: skip
+)
 def test_what_several_hosts_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
     result = CliRunner().invoke(app, ["train", str(written(tmp_path)), *arguments])
     assert result.exit_code == 2, result.output
@@ -249,7 +343,9 @@ def test_ranks_that_are_left_over_stand_by(tmp_path: Path) -> None:
         until(lambda: any("step 6/24" in host.said() for host in hosts), "no steps", hosts)
         at_work = next(host for host in hosts if "step 6/24" in host.said())
         os.kill(children(at_work.process.pid)[0], signal.SIGKILL)
-        assert [host.process.wait(120) for host in hosts] == [0, 0], "".join(host.said() for host in hosts)
+        assert [host.process.wait(120) for host in hosts] == [0, 0], "".join(
+            host.said() for host in hosts
+        )
     said = "".join(host.said() for host in hosts)
     assert "2 ranks are here, 1 of them to stand by: layout dp1, of dp1 as asked" in said
     assert "killed by SIGKILL; all ranks are started anew" in said and "resumed" in said

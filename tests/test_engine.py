@@ -1,4 +1,5 @@
-"""One optimizer step: precision, clipping, unsynchronised statistics, and what the engine refuses."""
+"""One optimizer step: precision, clipping, unsynchronised statistics, and what the engine
+refuses."""
 
 from __future__ import annotations
 
@@ -95,15 +96,24 @@ def running(layout: str, sync: bool) -> tuple[Tensor, list[int]]:
     e = engine(layout, partial(convnet, 8, 5), classification, sync_batchnorm=sync)
     for step in range(2):
         torch.manual_seed(step)
-        e.step(e.local({"image": torch.randn(BATCH, 1, 8, 8), "label": torch.randint(0, 5, (BATCH,))}))
+        e.step(
+            e.local({"image": torch.randn(BATCH, 1, 8, 8), "label": torch.randint(0, 5, (BATCH,))})
+        )
     e._refresh_buffers()
-    return next(b for n, b in e.model.named_buffers() if n.endswith("running_mean")).clone(), e.stale_buffer_bytes
+    return (
+        next(b for n, b in e.model.named_buffers() if n.endswith("running_mean")).clone(),
+        e.stale_buffer_bytes,
+    )
 
 
 def test_statistics_of_replicas(pool: Any) -> None:
     alone, _ = running("dp1", True)
     synced = pool.run(running, "dp2", True, world=2)
-    assert torch.allclose(synced[0][0], alone) and torch.equal(synced[0][0], synced[1][0]) and not synced[0][1]
+    assert (
+        torch.allclose(synced[0][0], alone)
+        and torch.equal(synced[0][0], synced[1][0])
+        and not synced[0][1]
+    )
     local = pool.run(running, "dp2", False, world=2)
     assert torch.equal(local[0][0], local[1][0]) and local[0][1]  # the first replica's, broadcast
     assert not torch.allclose(local[0][0], alone)
@@ -149,7 +159,9 @@ class NoAttention(nn.Module):
 
 
 def test_selective_recompute_without_an_attention_core_is_refused() -> None:
-    e = engine("dp1", NoAttention, lambda out, b: (out.sum(), torch.tensor(8.0)), recompute="selective")
+    e = engine(
+        "dp1", NoAttention, lambda out, b: (out.sum(), torch.tensor(8.0)), recompute="selective"
+    )
     with pytest.raises(UnsupportedModel, match="never calls scaled_dot_product_attention"):
         e.step({"features": torch.randn(BATCH, 4)})
 
@@ -202,7 +214,8 @@ def norm(layout: str) -> float:
 
 
 class Interleaved(nn.Module):
-    """Attention whose fused linear holds query, key and value head by head, as GPT-NeoX has it: sizes do not tell."""
+    """Attention whose fused linear holds query, key and value head by head, as GPT-NeoX has it:
+    sizes do not tell."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +247,14 @@ def guessed(build: Any, sample: bool) -> None:
     laid = weft.plan(model, "tp2", batch=BATCH, loss=next_token)
     data = {"features": torch.randn(1, 8, 16), "input_ids": torch.randint(0, VOCAB, (1, LENGTH))}
     optimizer = partial(torch.optim.SGD, lr=0.1)
-    weft.Engine(model, laid, optimizer=optimizer, loss=next_token, sample=data if sample else None, device="cpu")
+    weft.Engine(
+        model,
+        laid,
+        optimizer=optimizer,
+        loss=next_token,
+        sample=data if sample else None,
+        device="cpu",
+    )
 
 
 def test_a_guess_that_changes_the_output_is_refused(pool: Any) -> None:
@@ -254,7 +274,7 @@ def evaluated(layout: str) -> float:
     return float(e.evaluate(e.local(batch(3))).loss)
 
 
-# ---- steps that are left out -----------------------------------------------------------------------------------------
+# ---- steps that are left out ---------------------------------------------------------------------
 
 
 def weighed(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -263,7 +283,9 @@ def weighed(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return loss * batch["label_factor"].mean(), weight
 
 
-def with_factors(layout: str, factors: list[float], skip: float | None) -> tuple[list[bool], dict[str, Tensor], list]:
+def with_factors(
+    layout: str, factors: list[float], skip: float | None
+) -> tuple[list[bool], dict[str, Tensor], list]:
     torch.manual_seed(0)
     model = decoder(16, 16, 1, 2, seq_len=8)
     plan = weft.plan(model, layout, batch=4, loss=weighed)
@@ -272,8 +294,14 @@ def with_factors(layout: str, factors: list[float], skip: float | None) -> tuple
     for step, factor in enumerate(factors):
         torch.manual_seed(step)
         ids = torch.randint(0, 16, (4, 8))
-        skipped.append(e.step(e.local({"input_ids": ids, "label_factor": torch.full((4,), factor)})).skipped)
-    return skipped, {name: p.detach().clone() for name, p in e.params.items()}, e.scalars().get("norms", [])
+        skipped.append(
+            e.step(e.local({"input_ids": ids, "label_factor": torch.full((4,), factor)})).skipped
+        )
+    return (
+        skipped,
+        {name: p.detach().clone() for name, p in e.params.items()},
+        e.scalars().get("norms", []),
+    )
 
 
 def sgd(rate: float, params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -282,7 +310,8 @@ def sgd(rate: float, params: list[tuple[str, nn.Parameter]]) -> torch.optim.Opti
 
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2"])
 def test_a_step_that_is_not_to_be_trusted_is_left_out(pool: Any, layout: str) -> None:
-    """With a gradient that is not finite at any time, with a large one when it is known what is usual; on all ranks."""
+    """With a gradient that is not finite at any time, with a large one when it is known what is
+    usual; on all ranks."""
     usual = [1.0] * 17
     factors = [1e3, float("nan"), *usual, 1e3, 1.0]
     for skipped, weights, norms in pool.run(with_factors, layout, factors, 10.0, world=2):
@@ -290,7 +319,9 @@ def test_a_step_that_is_not_to_be_trusted_is_left_out(pool: Any, layout: str) ->
         assert len(norms) == 19 and max(norms[1:]) < 20
         assert all(bool(p.isfinite().all()) for p in weights.values())
     # what is left out moves nothing: as if its place had been of no weight
-    (_, once, _), (_, other, _) = (with_factors("dp1", [*usual, f], 10.0) for f in (float("inf"), 1e4))
+    (_, once, _), (_, other, _) = (
+        with_factors("dp1", [*usual, f], 10.0) for f in (float("inf"), 1e4)
+    )
     assert all(torch.equal(once[name], other[name]) for name in once)
     _, taken, _ = with_factors("dp1", [*usual, 1e4], None)
     assert not all(torch.equal(once[name], taken[name]) for name in once)

@@ -32,25 +32,43 @@ VOCAB = 67
 def hugging_face(kind: str) -> nn.Module:
     t = pytest.importorskip("transformers")
     small: dict[str, Any] = {
-        "vocab_size": VOCAB, "use_cache": False, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "use_cache": False,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+    }
     if kind == "mixtral":
         config: Any = t.MixtralConfig(**small, num_local_experts=4)
     elif kind == "qwen3":
         config = t.Qwen3MoeConfig(**small, num_experts=8, moe_intermediate_size=24, head_dim=8)
     elif kind == "qwen2":
         config = t.Qwen2MoeConfig(
-            **small, num_experts=8, moe_intermediate_size=24, shared_expert_intermediate_size=24,
-        )  # fmt: skip
+            **small,
+            num_experts=8,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
+        )
     elif kind == "olmoe":
         config = t.OlmoeConfig(**small, num_experts=8)
     else:
         config = t.DeepseekV3Config(
-            **small | {"num_key_value_heads": 4}, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1,
-            moe_intermediate_size=24, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-            qk_nope_head_dim=8, v_head_dim=8,
-        )  # fmt: skip
+            **small | {"num_key_value_heads": 4},
+            n_routed_experts=8,
+            n_shared_experts=1,
+            n_group=2,
+            topk_group=1,
+            moe_intermediate_size=24,
+            first_k_dense_replace=1,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+        )
     model: nn.Module = t.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     return model
 
@@ -62,32 +80,77 @@ def test_a_chart_without_data(kind: str) -> None:
     with torch.device("meta"):
         bare = hugging_face(kind)
     model = hugging_face(kind)
-    there, here = ([(e.name, e.flops) for e in trace_forward(one, ids).events] for one in (bare, model))
+    there, here = (
+        [(e.name, e.flops) for e in trace_forward(one, ids).events] for one in (bare, model)
+    )
     assert there == here
     experts = sum(flops for name, flops in there if name.endswith("mlp.experts"))
     active, width = 2, 48 if kind == "mixtral" else 24
-    assert experts == 2 * 2 * 16 * active * 3 * 32 * width  # layers, FLOPs of a product, tokens, and three matrices
+    assert (
+        experts == 2 * 2 * 16 * active * 3 * 32 * width
+    )  # layers, FLOPs of a product, tokens, and three matrices
 
 
 def subject(kind: str, recompute: Any = "none", **options: Any) -> Subject:
-    build = partial(hugging_face, kind) if not options else partial(decoder, VOCAB, 32, 2, 4, 4, **options)
+    build = (
+        partial(hugging_face, kind)
+        if not options
+        else partial(decoder, VOCAB, 32, 2, 4, 4, **options)
+    )
     return Subject(build, tokens, next_token, (("accumulate", 2), ("recompute", recompute)), 0.1)
 
 
 GATES: dict[str, dict[str, Any]] = {
     "softmax": {"experts": 4, "hidden": 24, "balance": 0.5, "z": 0.1},
-    "sigmoid": {"experts": 8, "active": 3, "shared": 1, "hidden": 24, "gate": "sigmoid", "balance": 0.5, "tied": True},
+    "sigmoid": {
+        "experts": 8,
+        "active": 3,
+        "shared": 1,
+        "hidden": 24,
+        "gate": "sigmoid",
+        "balance": 0.5,
+        "tied": True,
+    },
     "capacity": {"experts": 4, "hidden": 24, "balance": 0.5, "capacity": 0.75},
-    "bias": {"experts": 8, "active": 2, "shared": 1, "hidden": 24, "gate": "sigmoid", "balance": 0.0, "bias": 0.01},
+    "bias": {
+        "experts": 8,
+        "active": 2,
+        "shared": 1,
+        "hidden": 24,
+        "gate": "sigmoid",
+        "balance": 0.0,
+        "bias": 0.01,
+    },
 }
 
 
 LAYOUTS = [
-    "ep2", "ep4", "dp2.ep2", "dp2+ep", "fsdp2+ep", "fsdp2.ep2", "fsdp2+zero1.ep2", "dp2.fsdp2+ep", "cp2+ep",
-    "dp2+ep.cp2+ep", "cp2.ep2", "up2+ep.dp2", "pp2.ep2", "pp2.dp2+ep", "ep2.tp2", "dp2+ep.tp2", "tp2", "tp4",
-    "tp2+sequence", "tp2+sequence+ep", "dp2+ep.tp2+sequence+ep", "fsdp2.tp2", "fsdp2+ep.tp2+sequence",
-    "cp2.tp2+sequence", "pp2.tp2+sequence+ep",
-]  # fmt: skip
+    "ep2",
+    "ep4",
+    "dp2.ep2",
+    "dp2+ep",
+    "fsdp2+ep",
+    "fsdp2.ep2",
+    "fsdp2+zero1.ep2",
+    "dp2.fsdp2+ep",
+    "cp2+ep",
+    "dp2+ep.cp2+ep",
+    "cp2.ep2",
+    "up2+ep.dp2",
+    "pp2.ep2",
+    "pp2.dp2+ep",
+    "ep2.tp2",
+    "dp2+ep.tp2",
+    "tp2",
+    "tp4",
+    "tp2+sequence",
+    "tp2+sequence+ep",
+    "dp2+ep.tp2+sequence+ep",
+    "fsdp2.tp2",
+    "fsdp2+ep.tp2+sequence",
+    "cp2.tp2+sequence",
+    "pp2.tp2+sequence+ep",
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -107,9 +170,12 @@ def test_a_shared_expert_of_flattened_tokens(pool: Pool, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["ep2", "dp2+ep.cp2+ep", "ep2.tp2+sequence", "pp2+zb-h1.ep2"])
-@pytest.mark.parametrize("frozen", ["embed_tokens layers.0", "embed_tokens layers.0. mlp.gate mlp.experts"])
+@pytest.mark.parametrize(
+    "frozen", ["embed_tokens layers.0", "embed_tokens layers.0. mlp.gate mlp.experts"]
+)
 def test_frozen(pool: Pool, frozen: str, layout: str) -> None:
-    """Where tokens need no gradient they are not sent back, and with their experts frozen too nothing is."""
+    """Where tokens need no gradient they are not sent back, and with their experts frozen too
+    nothing is."""
     made = Subject(partial(partly, frozen), tokens, next_token, (("accumulate", 2),), 0.1)
     holds(pool, made, layout)
 
@@ -149,10 +215,14 @@ class Called(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("layout", ["dp2", "ep2", "ep2.tp2", "tp2+sequence+ep", "pp2.ep2", "cp2+ep"])
+@pytest.mark.parametrize(
+    "layout", ["dp2", "ep2", "ep2.tp2", "tp2+sequence+ep", "pp2.ep2", "cp2+ep"]
+)
 def test_dropout_around_experts(pool: Pool, layout: str) -> None:
     """The masks are one device's although the shared expert comes earlier."""
-    holds(pool, Subject(partial(Called, 0.2), tokens, next_token, (("accumulate", 2),), 0.1), layout)
+    holds(
+        pool, Subject(partial(Called, 0.2), tokens, next_token, (("accumulate", 2),), 0.1), layout
+    )
 
 
 def test_dropout_within_experts_is_refused(pool: Pool) -> None:
@@ -167,9 +237,20 @@ def test_recomputed(pool: Pool, layout: str) -> None:
 
 
 GATED = [
-    "dp2", "ep2", "dp2+ep.cp2+ep", "fsdp2.ep2", "pp2.ep2", "ep2.tp2", "ep2.tp2+sequence", "tp2", "tp2+sequence",
-    "tp2+sequence+ep", "cp2.tp2+sequence+ep", "cp2+ulysses", "cp2.up2+ep",
-]  # fmt: skip
+    "dp2",
+    "ep2",
+    "dp2+ep.cp2+ep",
+    "fsdp2.ep2",
+    "pp2.ep2",
+    "ep2.tp2",
+    "ep2.tp2+sequence",
+    "tp2",
+    "tp2+sequence",
+    "tp2+sequence+ep",
+    "cp2.tp2+sequence+ep",
+    "cp2+ulysses",
+    "cp2.up2+ep",
+]
 
 
 @pytest.mark.parametrize(("gate", "layout"), in_turn(GATES, GATED, 7))
@@ -192,10 +273,14 @@ def test_in_a_split_backward(pool: Pool, layout: str) -> None:
 def test_the_gate_does_what_it_is_to(gate: str) -> None:
     """Else nothing above would be seen: choices are dropped, and a bias changes what is chosen."""
     found = reference(subject("", **GATES[gate]))
-    index = torch.cat([routing.index.flatten() for trace in found.traces for routing in trace.routings])
+    index = torch.cat(
+        [routing.index.flatten() for trace in found.traces for routing in trace.routings]
+    )
     assert bool((index < 0).any()) == (gate == "capacity")
     biases = [value for name, value in found.final.items() if name.endswith("bias.state")]
-    assert bool(biases) == (gate == "bias") and all(bool(b[0].any()) and not bool(b[1].any()) for b in biases)
+    assert bool(biases) == (gate == "bias") and all(
+        bool(b[0].any()) and not bool(b[1].any()) for b in biases
+    )
 
 
 def skewed() -> nn.Module:
@@ -219,7 +304,11 @@ def test_where_no_token_comes(pool: Pool, layout: str) -> None:
         (partial(hugging_face, "mixtral"), "ep3", "4 experts, which do not divide over 3 ranks"),
         (partial(hugging_face, "mixtral"), "dp2+experts", "no option 'experts'. Known: ep"),
         (partial(hugging_face, "mixtral"), "tp2+ep", r"Write tp2\+sequence\+ep"),
-        (partial(decoder, VOCAB, 32, 2, 4, 4, experts=4, hidden=25), "tp2", "has 25 features, which tp2"),
+        (
+            partial(decoder, VOCAB, 32, 2, 4, 4, experts=4, hidden=25),
+            "tp2",
+            "has 25 features, which tp2",
+        ),
     ],
 )
 def test_refused(build: Any, layout: str, says: str) -> None:
@@ -232,7 +321,10 @@ class Outside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, other = decoder(VOCAB, 32, 2, 4, 4), decoder(VOCAB, 32, 1, 4, 4, **GATES["softmax"])
+        self.inner, other = (
+            decoder(VOCAB, 32, 2, 4, 4),
+            decoder(VOCAB, 32, 1, 4, 4, **GATES["softmax"]),
+        )
         self.last = other.get_submodule("blocks.0.mlp")
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -265,7 +357,13 @@ def test_without_a_flush_no_gate_adds_a_loss(pool: Pool) -> None:
 
 def test_biases_have_all_tokens() -> None:
     with pytest.raises(Refusal, match=r"each replica would move blocks\.0\.mlp\.gate\.bias"):
-        weft.plan(decoder(VOCAB, 32, 2, 4, 4, **GATES["bias"]), "dp2", batch=12, loss=next_token, sync="diloco")
+        weft.plan(
+            decoder(VOCAB, 32, 2, 4, 4, **GATES["bias"]),
+            "dp2",
+            batch=12,
+            loss=next_token,
+            sync="diloco",
+        )
 
 
 def test_a_gate_may_add_its_loss_later() -> None:
@@ -277,7 +375,8 @@ def test_a_gate_may_add_its_loss_later() -> None:
 
 
 class Kind(nn.Module):
-    """Experts of the right form that are not each token's own, or that count themselves by another number."""
+    """Experts of the right form that are not each token's own, or that count themselves by another
+    number."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -311,12 +410,16 @@ def begin(kind: str, layout: str) -> None:
 @pytest.mark.parametrize("kind", ["mean", "hard"])
 def test_experts_that_compute_something_else_on_ranks_are_refused(pool: Pool, kind: str) -> None:
     pool.run(begin, "right", "ep2", world=2)
-    with pytest.raises(Refusal, match="take each token by itself, and to count themselves by num_experts"):
+    with pytest.raises(
+        Refusal, match="take each token by itself, and to count themselves by num_experts"
+    ):
         pool.run(begin, kind, "ep2", world=2)
 
 
 def test_what_is_passed_over_is_named() -> None:
-    with pytest.raises(Refusal, match=r"experts is none, as its parameter scale \[32\] has no part for each of 4"):
+    with pytest.raises(
+        Refusal, match=r"experts is none, as its parameter scale \[32\] has no part for each of 4"
+    ):
         begin("scale", "ep2")
 
 
@@ -326,7 +429,7 @@ def test_replicas_have_all_experts_to_themselves(sync: str) -> None:
         weft.plan(hugging_face("mixtral"), "dp2+ep", batch=12, loss=next_token, sync=sync)
 
 
-# ---- what runs while tokens travel -----------------------------------------------------------------------------------
+# ---- what runs while tokens travel ---------------------------------------------------------------
 
 
 def order(kind: str, recompute: str) -> list[str]:
@@ -358,7 +461,9 @@ def order(kind: str, recompute: str) -> list[str]:
             "start",
             lambda self, x, back: said.append("back" if back else "out") or start(self, x, back),
         )
-        patch.setattr(expert_dispatch._AsyncAllToAll, "wait", lambda self: said.append("wait") or wait(self))
+        patch.setattr(
+            expert_dispatch._AsyncAllToAll, "wait", lambda self: said.append("wait") or wait(self)
+        )
         engine.step(engine.local({"input_ids": torch.randint(0, VOCAB, (4, 8))}))
     return said
 
@@ -378,7 +483,8 @@ def test_the_shared_expert_runs_while_tokens_travel(pool: Pool, kind: str, recom
 
 
 class Otherwise(nn.Module):
-    """A model whose mixture calls what all tokens go through before its experts, or with something else."""
+    """A model whose mixture calls what all tokens go through before its experts, or with something
+    else."""
 
     def __init__(self, before: bool) -> None:
         super().__init__()
@@ -400,10 +506,14 @@ class Otherwise(nn.Module):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_shared_expert_that_is_called_otherwise(pool: Pool, before: bool) -> None:
-    holds(pool, Subject(partial(Otherwise, before), tokens, next_token, (("accumulate", 2),), 0.1), "ep2")
+    holds(
+        pool,
+        Subject(partial(Otherwise, before), tokens, next_token, (("accumulate", 2),), 0.1),
+        "ep2",
+    )
 
 
-# ---- what a run says of its experts ----------------------------------------------------------------------------------
+# ---- what a run says of its experts --------------------------------------------------------------
 
 RUN = """
 [model]
@@ -431,12 +541,21 @@ def made(folder: Path, axes: str, steps: int = 4, **model: Any) -> RunConfig:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(RUN)
     overrides = {f"model.{key}": value for key, value in model.items()}
-    overrides |= {"layout.axes": axes, "train.steps": steps, "checkpoint.every": steps, "output": str(folder / "out")}
-    return run_config.load_run(folder / "run.toml", {key: json.dumps(value) for key, value in overrides.items()})
+    overrides |= {
+        "layout.axes": axes,
+        "train.steps": steps,
+        "checkpoint.every": steps,
+        "output": str(folder / "out"),
+    }
+    return run_config.load_run(
+        folder / "run.toml", {key: json.dumps(value) for key, value in overrides.items()}
+    )
 
 
 def lines(run: RunConfig) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in (Path(run.output) / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(text) for text in (Path(run.output) / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_metrics_of_experts_are_the_same_on_any_layout(tmp_path: Path, pool: Pool) -> None:
@@ -463,27 +582,41 @@ def test_metrics_of_experts_are_the_same_on_any_layout(tmp_path: Path, pool: Poo
     pool.run(train, run, False, world=2)
     evaluated = [line["dispatch_bytes"] for line in lines(run) if "loss" in line]
     assert evaluated == [line["dispatch_bytes"] for line in found["ep2"]]  # of training alone
-    # four trips of half of the rows that are not dropped, of 16 numbers in float32; about half of them stay
+    # four trips of half of the rows that are not dropped, of 16 numbers in float32; about half of
+    # them stay
     for line, count in zip(found["ep2"], steps, strict=True):
-        rows = (1 - line["dropped_share"]) * sum(map(sum, line["tokens_per_expert"].values())) / count
+        rows = (
+            (1 - line["dropped_share"]) * sum(map(sum, line["tokens_per_expert"].values())) / count
+        )
         assert 0.5 < line["dispatch_bytes"] / (4 * rows / 2 * 16 * 4 / 2) < 1.5
         others = line["sent_bytes"] - line["dispatch_bytes"]  # all else is as large in every step
-        assert abs(others - (found["ep2"][0]["sent_bytes"] - found["ep2"][0]["dispatch_bytes"])) < 2000
+        assert (
+            abs(others - (found["ep2"][0]["sent_bytes"] - found["ep2"][0]["dispatch_bytes"])) < 2000
+        )
         assert 0 < line["dispatch_exposed_s"] < line["step_s"] and line["dispatch_hidden_s"] >= 0
 
 
-def test_a_gate_that_collapses_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_gate_that_collapses_is_said_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = made(tmp_path, "dp1", build="test_experts:collapsed", balance=0.0)
     train(run, False)
     printed = capfd.readouterr().out
     assert (
-        printed.count("the gate of blocks.1.mlp.experts has collapsed: 100% of its choices are 3 of 8 experts") == 1
+        printed.count(
+            "the gate of blocks.1.mlp.experts has collapsed: 100% of its choices are 3 of 8 experts"
+        )
+        == 1
     ), printed
     assert "blocks.0.mlp.experts has collapsed" not in printed
-    assert re.search(r"the busiest has 4.00 times the mean \(\d of blocks\.1\.mlp\.experts\)", printed), printed
+    assert re.search(
+        r"the busiest has 4.00 times the mean \(\d of blocks\.1\.mlp\.experts\)", printed
+    ), printed
 
 
-def test_a_gate_that_picks_all_has_not_collapsed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_gate_that_picks_all_has_not_collapsed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     train(made(tmp_path, "dp1", experts=8, active=8), False)
     assert "collapsed" not in capfd.readouterr().out
 
@@ -498,7 +631,8 @@ def collapsed(**options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("after", ["tp2+sequence+ep", "pp2.dp2", "dp1"])
 def test_a_run_is_resumed_under_another_layout(tmp_path: Path, pool: Pool, after: str) -> None:
-    """Experts by their global names, and the biases of their gates, of which each stage has its own."""
+    """Experts by their global names, and the biases of their gates, of which each stage has its
+    own."""
     options: dict[str, Any] = {"bias": 0.05, "capacity": 1.0, "gate": "sigmoid"}
     whole = made(tmp_path / "whole", "dp1", **options)
     train(whole, False)

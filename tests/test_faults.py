@@ -1,4 +1,5 @@
-"""A run whose processes die, at any moment: it goes on by itself, and ends with the weights of a run left alone."""
+"""A run whose processes die, at any moment: it goes on by itself, and ends with the weights of a
+run left alone."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Slow(Ramps):
 @contextmanager
 def begun(folder: Path, axes: str, *more: str, launcher: tuple[str, ...] = ()) -> Iterator[Any]:
     folder.mkdir(parents=True, exist_ok=True)
-    text = RUN.replace("test_trainer:Ramps", "test_faults:Slow").replace("steps = 6", f"steps = {STEPS}")
+    text = RUN.replace("test_trainer:Ramps", "test_faults:Slow").replace(
+        "steps = 6", f"steps = {STEPS}"
+    )
     (folder / "run.toml").write_text(text)
     asked = ["train", str(folder / "run.toml"), "--output", str(folder / "out"), "--layout", axes]
     asked += ["--set", "checkpoint.every=2", "--set", "checkpoint.restarts=9", *more]
@@ -54,13 +57,21 @@ def weights(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
     contents = store.read_index(folder / "out" / "checkpoints")
     assert contents.step == steps
     found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
-    store.load_checkpoint(folder / "out" / "checkpoints", None, [whole_shard(name, tensor) for name, tensor in found.items()])
+    store.load_checkpoint(
+        folder / "out" / "checkpoints",
+        None,
+        [whole_shard(name, tensor) for name, tensor in found.items()],
+    )
     return found
 
 
 def steps_of(folder: Path) -> list[int]:
     file = folder / "out" / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+    return (
+        [json.loads(line)["step"] for line in file.read_text().splitlines()]
+        if file.exists()
+        else []
+    )
 
 
 @pytest.mark.parametrize("axes", ["dp2", "pp2"])
@@ -84,11 +95,15 @@ def test_ranks_that_are_killed_cost_nothing_but_time(tmp_path: Path, axes: str) 
     assert output.count("going on from step") == 2, output
     assert steps_of(tmp_path / "killed") == list(range(1, STEPS + 1))
     once, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
-    assert once.keys() == other.keys() and all(torch.equal(once[name], other[name]) for name in once)
+    assert once.keys() == other.keys() and all(
+        torch.equal(once[name], other[name]) for name in once
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_run_that_is_told_to_stop_says_that_it_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_run_that_is_told_to_stop_says_that_it_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """With a code of its own, after a checkpoint, and without being started anew."""
     with begun(tmp_path, "dp2") as process:
         while len(steps_of(tmp_path)) < 3:
@@ -96,7 +111,10 @@ def test_a_run_that_is_told_to_stop_says_that_it_goes_on(tmp_path: Path, number:
         process.send_signal(number)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    assert re.search(r"stopped +saved after step \d+; --resume goes on", output) and "going on from" not in output
+    assert (
+        re.search(r"stopped +saved after step \d+; --resume goes on", output)
+        and "going on from" not in output
+    )
     assert 3 <= store.read_index(tmp_path / "out" / "checkpoints").step < STEPS
     with begun(tmp_path, "dp2", "--resume") as process:
         output, _ = process.communicate(timeout=120)
@@ -112,25 +130,40 @@ def test_a_rank_that_stops_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "no progress for 2 s: of rank 1 nothing is heard" in output
-    assert re.search(r"  rank 0: after step \d+, waits in .*, at .*weft/\S+\.py:\d+ in \w+: `.*`", output), output
     assert re.search(
-        r"collective number \d+ of ranks 0, 1, all_?reduce of float \[.*\]: .*rank 1 does not answer", output
+        r"  rank 0: after step \d+, waits in .*, at .*weft/\S+\.py:\d+ in \w+: `.*`", output
+    ), output
+    assert re.search(
+        r"collective number \d+ of ranks 0, 1, all_?reduce of float \[.*\]: .*rank 1 does not"
+        r" answer",
+        output,
     )
     assert "going on from step" in output and steps_of(tmp_path) == list(range(1, STEPS + 1))
 
 
 def test_what_is_said_of_a_hang() -> None:
     here = RankLocation(
-        "step 4", "waits in all_reduce, at a.py:3 in f", [("0", [0, 1, 2], 7, "all_reduce of float [5]")], {"0": 7}
+        "step 4",
+        "waits in all_reduce, at a.py:3 in f",
+        [("0", [0, 1, 2], 7, "all_reduce of float [5]")],
+        {"0": 7},
     )
     there = RankLocation("step 4", "is in no collective, but at b.py:7", [], {"0": 6})
-    assert "rank 1 is in no collective, and is waited for" in hang_report({0: here, 1: there, 2: here}, 3, 5)
-    assert "  rank 1: after step 4, is in no collective, but at b.py:7" in hang_report({0: here, 1: there}, 2, 5)
-    assert "all ranks are in collectives, which do not meet" in hang_report({0: here, 1: here}, 2, 5)
+    assert "rank 1 is in no collective, and is waited for" in hang_report(
+        {0: here, 1: there, 2: here}, 3, 5
+    )
+    assert "  rank 1: after step 4, is in no collective, but at b.py:7" in hang_report(
+        {0: here, 1: there}, 2, 5
+    )
+    assert "all ranks are in collectives, which do not meet" in hang_report(
+        {0: here, 1: here}, 2, 5
+    )
     assert "of rank 1, 2 nothing is heard" in hang_report({0: here}, 3, 5)
     what = "    collective number 7 of ranks 0, 1, 2, all_reduce of float [5]: "
     assert what + "rank 1 has not begun it\n" in hang_report({0: here, 1: there, 2: here}, 3, 5)
-    assert what + "rank 1 has not begun it; rank 2 does not answer" in hang_report({0: here, 1: there}, 3, 5)
+    assert what + "rank 1 has not begun it; rank 2 does not answer" in hang_report(
+        {0: here, 1: there}, 3, 5
+    )
     assert what + "all have begun it" in hang_report({0: here, 1: here, 2: here}, 3, 5)
 
 
@@ -143,7 +176,11 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, wh
         process.communicate(timeout=60)
     folder = tmp_path / "out" / "checkpoints"
     last, before = (store.saved_steps(folder)[place] for place in (-1, -2))
-    file = next(path for path in sorted((folder / f"step-{last:06d}").iterdir()) if path.name.startswith(what))
+    file = next(
+        path
+        for path in sorted((folder / f"step-{last:06d}").iterdir())
+        if path.name.startswith(what)
+    )
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -151,12 +188,20 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, wh
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert f"set aside, going on from step {before}" in output and f"after step {before}" in output
-    assert (folder / f"step-{last:06d}.damaged").is_dir() and steps_of(tmp_path) == list(range(1, STEPS + 1))
+    assert (folder / f"step-{last:06d}.damaged").is_dir() and steps_of(tmp_path) == list(
+        range(1, STEPS + 1)
+    )
 
 
 def test_what_torchrun_starts_anew_goes_on(tmp_path: Path) -> None:
     """With a store that torchrun keeps, and in it the addresses of those that died."""
-    torchrun = ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone", "-m")
+    torchrun = (
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "--standalone",
+        "-m",
+    )
     with begun(tmp_path, "dp2", launcher=torchrun) as process:
         while len(steps_of(tmp_path)) < 5:
             time.sleep(0.01)
@@ -183,10 +228,18 @@ def test_when_a_run_is_not_started_anew() -> None:
 
     def tried(errors: list[Any], steps: list[int | None], restarts: int = 3) -> str:
         started.clear()
-        return run_with_restarts(lambda resume: start(errors, resume), lambda: steps.pop(0), lambda: bool(steps), False, restarts)
+        return run_with_restarts(
+            lambda resume: start(errors, resume),
+            lambda: steps.pop(0),
+            lambda: bool(steps),
+            False,
+            restarts,
+        )
 
     assert tried([died(), died("gone")], [2, 4]) == "done" and started == [False, True, True]
-    assert tried([died(), died(), died()], [2, 2, 2]) == "done"  # nothing says that it will be killed again
+    assert (
+        tried([died(), died(), died()], [2, 2, 2]) == "done"
+    )  # nothing says that it will be killed again
     for errors, steps in (
         ([died()], [None]),  # nothing to go on from
         ([died(meant=True)], [2]),  # a loss that is not finite would be so again

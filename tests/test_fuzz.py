@@ -1,4 +1,5 @@
-"""Files that others wrote, changed at random: each is read as what it says, or refused by name, and nothing else.
+"""Files that others wrote, changed at random: each is read as what it says, or refused by name, and
+nothing else.
 
 FUZZ=100000 takes so many of each kind; a few hundred go with every run of the tests.
 """
@@ -34,11 +35,41 @@ from weft.train import hf_checkpoint
 
 COUNT = int(os.environ.get("FUZZ", "300"))
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.toml"))
-SMALL = transformer_work.transformer_work(transformer_work.TransformerDims(2, 64, 4, 100, 32, 256), "fp32")
+SMALL = transformer_work.transformer_work(
+    transformer_work.TransformerDims(2, 64, 4, 100, 32, 256), "fp32"
+)
 WORDS = (
-    "=", "[", "]", '"', "\n", "1", "-1", "1e400", "nan", "inf", "true", "{}", "[]", "''", "\0", "é", "dp2", "..", "0x1",
-    "1979-05-27", "9" * 21, "[model]", "hf = 1", "build = 3", "F0", "B1", ",,", "W", "../x", "\ufeff",
-)  # fmt: skip
+    "=",
+    "[",
+    "]",
+    '"',
+    "\n",
+    "1",
+    "-1",
+    "1e400",
+    "nan",
+    "inf",
+    "true",
+    "{}",
+    "[]",
+    "''",
+    "\0",
+    "é",
+    "dp2",
+    "..",
+    "0x1",
+    "1979-05-27",
+    "9" * 21,
+    "[model]",
+    "hf = 1",
+    "build = 3",
+    "F0",
+    "B1",
+    ",,",
+    "W",
+    "../x",
+    "\ufeff",
+)
 
 
 def changed(text: str, dice: random.Random) -> str:
@@ -116,20 +147,26 @@ def test_files_of_a_checkpoint_are_refused_before_anything_is_loaded(tmp_path: P
         path.write_bytes(data)
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         with pytest.raises(CheckpointError):
-            store.load_checkpoint(tmp_path, None, [whole_shard(name, tensor) for name, tensor in into.items()])
+            store.load_checkpoint(
+                tmp_path, None, [whole_shard(name, tensor) for name, tensor in into.items()]
+            )
         assert not any(bool(tensor.any()) for tensor in into.values())
         path.write_bytes(files[path])
 
 
 def test_tables_of_schedules() -> None:
-    made = [to_csv(schedules.make_schedule(name, 2, 4)) for name in ("1f1b", "gpipe", "zb-h1", "zb-v")]
+    made = [
+        to_csv(schedules.make_schedule(name, 2, 4)) for name in ("1f1b", "gpipe", "zb-h1", "zb-v")
+    ]
     for text in each(made, 1):
         survives(lambda text=text: schedules.require_valid(from_csv(text)), text)
 
 
 def test_sheets_of_hardware(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
-    for text in each([path.read_text(encoding="utf-8") for path in sorted(hardware.SHEETS.glob("*.toml"))], 4):
+    for text in each(
+        [path.read_text(encoding="utf-8") for path in sorted(hardware.SHEETS.glob("*.toml"))], 4
+    ):
         file.write_text(text, encoding="utf-8")
         survives(lambda: priced(Cluster.parse(str(file))), text)
 
@@ -137,7 +174,10 @@ def test_sheets_of_hardware(tmp_path: Path) -> None:
 def priced(cluster: Cluster) -> None:
     """What is read can be planned with."""
     sheet = cluster.hardware
-    era, choices = next(iter(sheet.eras.values())), LayoutBatch.of([Layout.parse("dp2.tp2")], batch=8)
+    era, choices = (
+        next(iter(sheet.eras.values())),
+        LayoutBatch.of([Layout.parse("dp2.tp2")], batch=8),
+    )
     practice = PrecisionPolicy(compute=next(iter(sheet.device.flops)))
     with np.errstate(all="ignore"):  # of sizes that no machine has
         assert estimate(SMALL, choices, cluster, era, practice).step_s.shape == (1,)
@@ -154,9 +194,12 @@ def test_safetensors_of_a_directory(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path / "hf")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).save_pretrained(
+        tmp_path / "hf"
+    )
     (tmp_path / "run.toml").write_text(
-        '[model]\nhf = "hf"\n[data]\nbuild = "weft.data:stdlib"\n[train]\nbatch = 1\nsteps = 1\n', encoding="utf-8"
+        '[model]\nhf = "hf"\n[data]\nbuild = "weft.data:stdlib"\n[train]\nbatch = 1\nsteps = 1\n',
+        encoding="utf-8",
     )
     run = run_config.load_run(tmp_path / "run.toml", {"output": '"' + str(tmp_path / "out") + '"'})
     file = tmp_path / "hf" / "model.safetensors"

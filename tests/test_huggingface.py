@@ -1,4 +1,5 @@
-"""Weights that leave a run as a transformers directory and come into one, for every family that is supported."""
+"""Weights that leave a run as a transformers directory and come into one, for every family that is
+supported."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from safetensors.torch import load_file
 from test_trainer import Ramps
 from torch import Tensor
 from typer.testing import CliRunner
-from weft.cli.app import app
 
 from weft.checkpoint import store
+from weft.cli.app import app
 from weft.core import run_config, toml
 from weft.core.errors import CheckpointError, ConfigError
 from weft.core.shards import whole_shard
@@ -26,41 +27,76 @@ transformers = pytest.importorskip("transformers")
 
 VOCAB = 67
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}  # fmt: skip
+}
 FAMILIES: dict[str, Any] = {
     "llama": ("LlamaConfig", SMALL),
     "tied": ("LlamaConfig", {**SMALL, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**SMALL, "head_dim": 8}),
     "mistral": ("MistralConfig", SMALL),
-    "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}),
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+    ),
     "bert": (
         "BertConfig",
-        {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4},
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
     ),
     "t5": (
         "T5Config",
-        {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
-         "decoder_start_token_id": 0},
+        {
+            "vocab_size": VOCAB,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+        },
     ),
     "olmoe": ("OlmoeConfig", {**SMALL, "num_experts": 8, "num_experts_per_tok": 2}),
     "mixtral": ("MixtralConfig", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3moe": (
         "Qwen3MoeConfig",
-        {**SMALL, "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8, "num_experts_per_tok": 2},
+        {
+            **SMALL,
+            "num_experts": 8,
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+            "num_experts_per_tok": 2,
+        },
     ),
     "deepseek": (
         "DeepseekV3Config",
         {
-            **SMALL, "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
-            "topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16,
-            "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+            **SMALL,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
             "num_experts_per_tok": 2,
         },
     ),
-}  # fmt: skip
+}
 
 RUN = """
 [model]
@@ -100,20 +136,27 @@ def begun(folder: Path, family: str, steps: int = 2) -> run_config.RunConfig:
 
 
 def files_of(folder: Path) -> dict[str, Tensor]:
-    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+    return {
+        k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
+    }
 
 
 def held(run: run_config.RunConfig, step: int) -> dict[str, Tensor]:
     folder = Path(run.output) / "checkpoints"
     contents = store.read_index(folder, step)
-    found = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in contents.tensors.items() if "/" not in n}
-    store.load_checkpoint(folder, step, [whole_shard(name, tensor) for name, tensor in found.items()])
+    found = {
+        n: torch.empty(s.shape, dtype=s.dtype) for n, s in contents.tensors.items() if "/" not in n
+    }
+    store.load_checkpoint(
+        folder, step, [whole_shard(name, tensor) for name, tensor in found.items()]
+    )
     return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_out_and_in_and_out(tmp_path: Path, family: str) -> None:
-    """What is exported is what transformers itself saves; it loads, gives the same logits, and comes back."""
+    """What is exported is what transformers itself saves; it loads, gives the same logits, and
+    comes back."""
     run = begun(tmp_path / "run", family)
     train(run, False)
     out = tmp_path / "exported"
@@ -182,7 +225,9 @@ def test_refusals(tmp_path: Path) -> None:
         hf_checkpoint.import_weights(tmp_path / "full", other)
     with pytest.raises(ConfigError, match="holds checkpoints already"):
         hf_checkpoint.import_weights(tmp_path / "other", run)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path / "llama")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(
+        tmp_path / "llama"
+    )
     with pytest.raises(CheckpointError, match=r"lack model\.layers\.0\.self_attn\.k_norm\.weight"):
         hf_checkpoint.import_weights(tmp_path / "llama", other)
 
@@ -196,16 +241,30 @@ def test_commands(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.experts.gate_up_proj" in shown.output
     found = json.loads(call(app, ["checkpoint", "show", run.output, "--json"]).output)
     assert found["kinds"]["weights"]["bytes"] == sum(t.nbytes for t in held(run, 2).values())
-    done = call(app, ["checkpoint", "export", run.output, "--to", str(tmp_path / "hf"), "--dtype", "bf16"])
+    done = call(
+        app, ["checkpoint", "export", run.output, "--to", str(tmp_path / "hf"), "--dtype", "bf16"]
+    )
     assert done.exit_code == 0, done.output
     assert {t.dtype for t in files_of(tmp_path / "hf").values()} == {torch.bfloat16}
     assert (
-        call(app, ["checkpoint", "export", run.output, "--to", str(tmp_path / "y"), "--dtype", "int3"]).exit_code == 2
+        call(
+            app,
+            ["checkpoint", "export", run.output, "--to", str(tmp_path / "y"), "--dtype", "int3"],
+        ).exit_code
+        == 2
     )
     begun(tmp_path / "fresh", "mixtral")
-    brought = call(app, [
-        "checkpoint", "import", str(tmp_path / "hf"), "--run", str(tmp_path / "fresh" / "run.toml"),
-        "--output", str(tmp_path / "new"),
-    ])  # fmt: skip
+    brought = call(
+        app,
+        [
+            "checkpoint",
+            "import",
+            str(tmp_path / "hf"),
+            "--run",
+            str(tmp_path / "fresh" / "run.toml"),
+            "--output",
+            str(tmp_path / "new"),
+        ],
+    )
     assert brought.exit_code == 0 and "--resume" in brought.output, brought.output
     assert call(app, ["checkpoint", "show", str(tmp_path)]).exit_code == 2

@@ -67,7 +67,7 @@ def refuse_in_rank_1() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-# ---- run -----------------------------------------------------------------------------------------------------------
+# ---- run -----------------------------------------------------------------------------------------
 
 
 def test_results_come_in_rank_order_and_ranks_know_where_they_are() -> None:
@@ -78,7 +78,9 @@ def test_results_come_in_rank_order_and_ranks_know_where_they_are() -> None:
         assert dist.get_rank() == int(os.environ["RANK"])
         return *(os.environ[name] for name in names), torch.get_num_threads(), dist.get_backend()
 
-    assert run_workers(where, 3, threads=2) == [(str(r), str(r), "3", "3", "127.0.0.1", 2, "gloo") for r in range(3)]
+    assert run_workers(where, 3, threads=2) == [
+        (str(r), str(r), "3", "3", "127.0.0.1", 2, "gloo") for r in range(3)
+    ]
     assert dict(os.environ) == before
     assert [t.tolist() for t in run_workers(total, 2, 1.5)] == [[4.0, 4.0]] * 2
 
@@ -91,7 +93,9 @@ def test_results_come_in_rank_order_and_ranks_know_where_they_are() -> None:
         (exit_in_rank_1, 1, "exited with code 3"),
     ],
 )
-def test_the_first_failure_ends_the_run(function: Callable[[], None], rank: int, report: str) -> None:
+def test_the_first_failure_ends_the_run(
+    function: Callable[[], None], rank: int, report: str
+) -> None:
     with soon(), pytest.raises(WorkerDied) as caught:
         run_workers(function, 3)
     assert caught.value.rank == rank
@@ -140,7 +144,7 @@ def test_ranks_compute_on_many_threads_though_the_parent_did() -> None:
         torch.set_num_threads(1)
 
 
-# ---- the end of the parent -----------------------------------------------------------------------------------------
+# ---- the end of the parent -----------------------------------------------------------------------
 
 
 def note_pid_and_sleep(folder: Path) -> None:
@@ -149,7 +153,9 @@ def note_pid_and_sleep(folder: Path) -> None:
 
 
 def parent(folder: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # where tests run in the background it is ignored
     tempfile.tempdir = str(folder.parent)  # a killed parent leaves its files behind
     run_workers(note_pid_and_sleep, 2, folder)
 
@@ -209,7 +215,7 @@ def test_an_error_raised_on_purpose_comes_without_its_traceback() -> None:
     assert caught.value.report == "the loss is nan"
 
 
-# ---- the pool ------------------------------------------------------------------------------------------------------
+# ---- the pool ------------------------------------------------------------------------------------
 
 
 def pid() -> int:
@@ -241,9 +247,12 @@ def test_meshes_of_one_task_do_not_reach_into_the_next(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "says"), [(raise_in_rank_1, "the tea is cold"), (kill_rank_2, "SIGKILL"), (exit_in_rank_1, "code 3")]
+    ("function", "says"),
+    [(raise_in_rank_1, "the tea is cold"), (kill_rank_2, "SIGKILL"), (exit_in_rank_1, "code 3")],
 )
-def test_the_pool_outlives_a_task_that_fails(pool: Pool, function: Callable[[], None], says: str) -> None:
+def test_the_pool_outlives_a_task_that_fails(
+    pool: Pool, function: Callable[[], None], says: str
+) -> None:
     with soon():
         with pytest.raises(WorkerDied, match=says):
             pool.run(function, world=3)
@@ -280,14 +289,20 @@ def test_a_pool_has_only_so_many_processes(pool: Pool) -> None:
         pool.run(pid, world=5)
 
 
-# ---- launchers -----------------------------------------------------------------------------------------------------
+# ---- launchers -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """No launcher in the environment."""
     for name in list(os.environ):
-        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        if name.startswith("SLURM_") or name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+        ):
             monkeypatch.delenv(name)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     return monkeypatch
@@ -313,7 +328,12 @@ def test_who_started_this_process(bare: pytest.MonkeyPatch) -> None:
     assert environment.master_address() == ("gpu003", 20123)
     bare.delenv("SLURM_STEP_ID")  # a batch script, not srun: nobody started seven others
     assert environment.launched_rank() is None
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
         bare.setenv(name, value)
     bare.setenv("MASTER_ADDR", "head")
     bare.setenv("MASTER_PORT", "29501")
@@ -341,7 +361,9 @@ def joined(rank: int, launcher: str, port: int, folder: Path) -> None:
         os.environ.update(SRUN, SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_LOCALID=str(rank))
         os.environ.update(SLURM_JOB_NODELIST="127.0.0.1", SLURM_TASKS_PER_NODE="2")
     else:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1"
+        )
     os.environ["MASTER_PORT"] = str(port)
     if "apart" in launcher:
         with replica_workers.join_replica("gloo", 1, [[0], [1]]):
@@ -355,14 +377,18 @@ def met(value: float) -> list[float]:
     """The sum over replicas that are worlds of their own."""
     company, found = local_workers.replica_slot(), torch.tensor([value])
     assert company is not None
-    meeting = Membership(company, 2, 0, 1, 20.0).run("a", lambda here: dist.all_reduce(found, group=here.group))
+    meeting = Membership(company, 2, 0, 1, 20.0).run(
+        "a", lambda here: dist.all_reduce(found, group=here.group)
+    )
     assert meeting is not None
     assert meeting.members == (0, 1)
     return found.tolist()
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun", "torchrun apart", "srun apart"])
-def test_a_launched_process_joins_its_peers(bare: pytest.MonkeyPatch, tmp_path: Path, launcher: str) -> None:
+def test_a_launched_process_joins_its_peers(
+    bare: pytest.MonkeyPatch, tmp_path: Path, launcher: str
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -8,7 +8,9 @@ from weft.core.errors import LayoutError
 from weft.core.layout import Layout
 
 
-@pytest.mark.parametrize("text", ["dp1", "dp2", "pp2.dp2.tp2", "dp2.fsdp2+zero2.tp4+sequence", "fsdp2+zero1+offload"])
+@pytest.mark.parametrize(
+    "text", ["dp1", "dp2", "pp2.dp2.tp2", "dp2.fsdp2+zero2.tp4+sequence", "fsdp2+zero1+offload"]
+)
 def test_str_and_parse_are_inverse(text: str) -> None:
     layout = Layout.parse(text)
     assert str(layout) == text
@@ -58,7 +60,9 @@ def test_peers_differ_only_on_the_named_axes() -> None:
     assert layout.peers(5, "fsdp") == (5, 7)
     assert layout.peers(5, "dp", "tp") == (0, 1, 4, 5)
     assert layout.peers(5, "pp") == (5,)
-    for axes in itertools.chain.from_iterable(itertools.combinations(layout.axes, n) for n in range(4)):
+    for axes in itertools.chain.from_iterable(
+        itertools.combinations(layout.axes, n) for n in range(4)
+    ):
         groups = {layout.peers(rank, *axes) for rank in range(8)}
         assert sorted(rank for group in groups for rank in group) == list(range(8))  # a partition
         assert all(len(group) == layout.size(*axes) for group in groups)

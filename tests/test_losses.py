@@ -21,7 +21,9 @@ IGNORED = losses.IGNORED
 def reference(logits, labels):
     """Value and gradient of the sum, by torch, in the dtype of the logits."""
     logits = logits.clone().requires_grad_()
-    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    total = F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     return total.detach(), torch.autograd.grad(total, logits)[0]
 
 
@@ -37,7 +39,7 @@ def example(vocab, ignored, scale=3.0):
     return logits, labels
 
 
-# ---- one process ---------------------------------------------------------------------------------------------------
+# ---- one process ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
@@ -69,7 +71,9 @@ def test_next_token_shifts_input_ids_unless_labels_are_given():
     by_hand = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
     torch.testing.assert_close(total, by_hand, rtol=1e-14, atol=0)
     assert torch.equal(losses.next_token(logits, {"input_ids": ids, "labels": shifted})[0], total)
-    aligned, weight = losses.next_token(SimpleNamespace(logits=logits), {"input_ids": ids, "labels": ids})
+    aligned, weight = losses.next_token(
+        SimpleNamespace(logits=logits), {"input_ids": ids, "labels": ids}
+    )
     assert torch.equal(aligned, reference(logits, ids)[0]) and weight.item() == 21
 
 
@@ -89,20 +93,24 @@ def test_classification_and_mse():
 
 def test_which_losses_take_sharded_logits():
     assert losses.accepts_sharded_logits(losses.next_token)
-    assert losses.accepts_sharded_logits(functools.partial(functools.partial(losses.classification)))
+    assert losses.accepts_sharded_logits(
+        functools.partial(functools.partial(losses.classification))
+    )
     assert not losses.accepts_sharded_logits(losses.mse)
     assert not losses.accepts_sharded_logits(functools.partial(losses.mse))
     assert losses.next_token.__name__ == "next_token"
 
 
-# ---- several processes: the last dim of the logits sharded ---------------------------------------------------------
+# ---- several processes: the last dim of the logits sharded ---------------------------------------
 
 
 def spawn(world, check, folder: Path):
     """Run check(mesh) in `world` forked processes joined by gloo; raise what one of them raised."""
     context = multiprocessing.get_context("fork")
     errors = context.Queue()
-    workers = [context.Process(target=worker, args=(r, world, check, folder, errors)) for r in range(world)]
+    workers = [
+        context.Process(target=worker, args=(r, world, check, folder, errors)) for r in range(world)
+    ]
     for process in workers:
         process.start()
     reports = [errors.get(timeout=60) for _ in workers]
@@ -114,7 +122,9 @@ def spawn(world, check, folder: Path):
 def worker(rank, world, check, folder, errors):
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+        )
         check(DeviceMesh("cpu", torch.arange(world)))
         dist.destroy_process_group()
         errors.put(None)
@@ -128,7 +138,12 @@ def shard(logits, mesh):
     rank = mesh.get_local_rank()
     leaf = (chunks[rank] if rank < len(chunks) else logits[..., :0]).clone().requires_grad_()
     whole = DTensor.from_local(
-        leaf, mesh, [Shard(logits.dim() - 1)], run_check=False, shape=logits.shape, stride=logits.stride()
+        leaf,
+        mesh,
+        [Shard(logits.dim() - 1)],
+        run_check=False,
+        shape=logits.shape,
+        stride=logits.stride(),
     )
     return leaf, whole
 
@@ -154,7 +169,11 @@ def check_equal(mesh, vocab, ignored):
 
 
 def check_all(mesh):
-    for vocab in (101, 8, mesh.size() - 1):  # uneven, even (or uneven over 3), one rank with nothing
+    for vocab in (
+        101,
+        8,
+        mesh.size() - 1,
+    ):  # uneven, even (or uneven over 3), one rank with nothing
         for ignored in ("none", "some", "all"):
             check_equal(mesh, vocab, ignored)
 
@@ -164,7 +183,9 @@ def check_rest(mesh):
     # Large logits must not overflow, and the samples of a classifier are sharded as tokens are.
     leaf, whole = shard(1e4 * logits[:, 0], mesh)
     total, _ = losses.classification(whole, {"label": labels[:, 0]})
-    torch.testing.assert_close(total, reference(1e4 * logits[:, 0], labels[:, 0])[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        total, reference(1e4 * logits[:, 0], labels[:, 0])[0], rtol=1e-12, atol=0
+    )
     # bfloat16 in, float32 between, bfloat16 gradient out.
     leaf, whole = shard(logits.bfloat16(), mesh)
     total, weight = losses.cross_entropy(whole, labels)
@@ -214,7 +235,9 @@ def check_collectives(mesh):
     for on, placements in ((mesh, [Shard(2)]), (grid, [Replicate(), Shard(2)])):
         seen.clear()
         leaf = shard(logits, mesh)[0] if on is mesh else logits.clone().requires_grad_()
-        whole = DTensor.from_local(leaf, on, placements, run_check=False, shape=logits.shape, stride=logits.stride())
+        whole = DTensor.from_local(
+            leaf, on, placements, run_check=False, shape=logits.shape, stride=logits.stride()
+        )
         total, _ = losses.cross_entropy(whole, labels)
         total.backward()
         size = mesh.size() if on is mesh else 1
@@ -230,7 +253,12 @@ def check_two_axes(mesh):
     mine = slice(3 * dp, 3 * dp + 3)
     leaf = logits[mine].chunk(2, dim=-1)[tp].clone().requires_grad_()
     whole = DTensor.from_local(
-        leaf, grid, [Shard(0), Shard(2)], run_check=False, shape=logits.shape, stride=logits.stride()
+        leaf,
+        grid,
+        [Shard(0), Shard(2)],
+        run_check=False,
+        shape=logits.shape,
+        stride=logits.stride(),
     )
     total, weight = losses.cross_entropy(whole, labels[mine])
     total.backward()

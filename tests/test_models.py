@@ -27,14 +27,27 @@ def test_a_model_is_a_file_that_a_user_could_have_written():
     for path in Path(weft.nn.models.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and path.name != "__init__.py":
-                named = node.module if node.module in ("weft.nn.attention_masks", "weft.nn.moe_routing") else node.module.split(".")[0]
-                allowed = ("__future__", "collections", "typing", "torch", "weft.nn.attention_masks", "weft.nn.moe_routing")
+                named = (
+                    node.module
+                    if node.module in ("weft.nn.attention_masks", "weft.nn.moe_routing")
+                    else node.module.split(".")[0]
+                )
+                allowed = (
+                    "__future__",
+                    "collections",
+                    "typing",
+                    "torch",
+                    "weft.nn.attention_masks",
+                    "weft.nn.moe_routing",
+                )
                 assert (node.level == 1 and node.module == "experts") or named in allowed
             if isinstance(node, ast.Import):
                 assert all(alias.name.split(".")[0] == "torch" for alias in node.names)
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_heads": 2}, {"kv_heads": 1, "tied": True}, {"hidden": 48}])
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_heads": 2}, {"kv_heads": 1, "tied": True}, {"hidden": 48}]
+)
 def test_logits_depend_on_the_past_only(options):
     model, tokens = build(**options), ids()
     logits = model(tokens)
@@ -56,14 +69,17 @@ def test_grouped_attention_is_attention_with_repeated_heads():
     grouped, full = build(kv_heads=2), build()
     state = grouped.state_dict()
     for name in state:
-        if name.endswith(("wk.weight", "wv.weight")):  # heads are rows of 8; each kv head serves two neighbours
+        if name.endswith(
+            ("wk.weight", "wv.weight")
+        ):  # heads are rows of 8; each kv head serves two neighbours
             state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).reshape(32, 32)
     full.load_state_dict(state)
     torch.testing.assert_close(grouped(ids()), full(ids()), rtol=1e-12, atol=1e-14)
 
 
 def test_attention_works_on_a_part_of_its_heads():
-    """Tensor parallelism gives each rank some heads: outputs of the parts then add up to the whole."""
+    """Tensor parallelism gives each rank some heads: outputs of the parts then add up to the
+    whole."""
     attention, x = build(kv_heads=2).blocks[0].attention, torch.randn(2, 5, 32, dtype=torch.float64)
     whole, weights = attention(x), {n: p.detach() for n, p in attention.named_parameters()}
     parts = []
@@ -85,7 +101,10 @@ def test_rotary_embedding_knows_only_distances():
 def test_tied_weights_are_one_parameter():
     tied, untied = build(tied=True), build()
     assert tied.head.weight is tied.embedding.weight
-    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 37 * 32
+    assert (
+        sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
+        == 37 * 32
+    )
 
 
 def test_initialisation():
@@ -110,20 +129,32 @@ def test_equal_to_the_llama_of_transformers(tied):
     transformers = pytest.importorskip("transformers")
     model = build(kv_heads=2, hidden=48, tied=tied)
     config = transformers.LlamaConfig(
-        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        vocab_size=37,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=tied,
-    )  # fmt: skip
+    )
     llama = transformers.LlamaForCausalLM(config).double()
     with torch.no_grad():
         for parameter in model.parameters():  # weights of size 0.02 would hide much
             parameter.copy_(torch.randn_like(parameter) / parameter.size(-1) ** 0.5)
     ours = {
-        "blocks.": "model.layers.", ".attention.w": ".self_attn.", ".attention_norm.": ".input_layernorm.",
-        ".mlp_norm.": ".post_attention_layernorm.", "embedding.": "model.embed_tokens.", "head.": "lm_head.",
-        "mlp.gate.": "mlp.gate_proj.", "mlp.up.": "mlp.up_proj.", "mlp.down.": "mlp.down_proj.",
+        "blocks.": "model.layers.",
+        ".attention.w": ".self_attn.",
+        ".attention_norm.": ".input_layernorm.",
+        ".mlp_norm.": ".post_attention_layernorm.",
+        "embedding.": "model.embed_tokens.",
+        "head.": "lm_head.",
+        "mlp.gate.": "mlp.gate_proj.",
+        "mlp.up.": "mlp.up_proj.",
+        "mlp.down.": "mlp.down_proj.",
         **{f"self_attn.{w}.": f"self_attn.{w}_proj." for w in "qkvo"},
-    }  # fmt: skip
+    }
     state = {}
     for name, tensor in model.state_dict().items():
         for old, new in ours.items():

@@ -1,5 +1,6 @@
-"""Replicas that step by themselves: local SGD, BMUF and DiLoCo equal their papers' equations on one process, whatever a
-replica is inside; in their limit they equal all-reduce; a resumed run goes on bit for bit."""
+"""Replicas that step by themselves: local SGD, BMUF and DiLoCo equal their papers' equations on one
+process, whatever a replica is inside; in their limit they equal all-reduce; a resumed run goes on
+bit for bit."""
 
 from __future__ import annotations
 
@@ -68,10 +69,15 @@ def subject(name: str, made: Any) -> Subject:
 
 def batches(of: Subject, steps: int) -> list[dict[str, Tensor]]:
     torch.manual_seed(3)
-    return [{k: v.double() if v.is_floating_point() else v for k, v in of.data().items()} for _ in range(steps)]
+    return [
+        {k: v.double() if v.is_floating_point() else v for k, v in of.data().items()}
+        for _ in range(steps)
+    ]
 
 
-def trained(name: str, made: Any, layout: str, steps: int, optimizer: Callable) -> dict[str, Tensor]:
+def trained(
+    name: str, made: Any, layout: str, steps: int, optimizer: Callable
+) -> dict[str, Tensor]:
     """The weights of this rank's replica, whole."""
     of = subject(name, made)
     model = seeded(of.build)
@@ -81,7 +87,9 @@ def trained(name: str, made: Any, layout: str, steps: int, optimizer: Callable) 
         engine.step(engine.local(batch))
     if "." not in layout:
         return {name: local_tensor(p.detach()).clone() for name, p in engine.params.items()}
-    return {piece.name: gathered(piece) for piece in engine.tensors() if piece.name in engine.params}
+    return {
+        piece.name: gathered(piece) for piece in engine.tensors() if piece.name in engine.params
+    }
 
 
 def gathered(piece: LocalShard) -> Tensor:
@@ -92,9 +100,12 @@ def gathered(piece: LocalShard) -> Tensor:
     return whole
 
 
-def by_the_equations(name: str, made: LocalSteps, replicas: int, steps: int, optimizer: Callable) -> list[dict]:
-    """Every replica on this process, by the papers' equations. Chen & Huo 2016: G = mean W - W_g; D = eta D + zeta G;
-    W = W + D; W_g = W, or with Nesterov momentum W + eta D. DiLoCo's outer SGD is torch's own."""
+def by_the_equations(
+    name: str, made: LocalSteps, replicas: int, steps: int, optimizer: Callable
+) -> list[dict]:
+    """Every replica on this process, by the papers' equations. Chen & Huo 2016: G = mean W - W_g; D
+    = eta D + zeta G; W = W + D; W_g = W, or with Nesterov momentum W + eta D. DiLoCo's outer SGD is
+    torch's own."""
     of = subject(name, None)
     models = [seeded(of.build) for _ in range(replicas)]
     plan = laid(of, models[0], "dp1")
@@ -102,17 +113,28 @@ def by_the_equations(name: str, made: LocalSteps, replicas: int, steps: int, opt
     names = [n for n, _ in models[0].named_parameters()]
     params = [dict(model.named_parameters()) for model in models]
     anchor = {n: params[0][n].detach().clone() for n in names}
-    outer = torch.optim.SGD(anchor.values(), lr=made.lr, momentum=made.momentum, nesterov=made.nesterov)
+    outer = torch.optim.SGD(
+        anchor.values(), lr=made.lr, momentum=made.momentum, nesterov=made.nesterov
+    )
     if made.name == "bmuf":
-        d, w = {n: torch.zeros_like(anchor[n]) for n in names}, {n: a.clone() for n, a in anchor.items()}
-    place = dict(zip(names, bucket_owners([params[0][n].numel() for n in names], made.fragments), strict=True))
+        d, w = (
+            {n: torch.zeros_like(anchor[n]) for n in names},
+            {n: a.clone() for n, a in anchor.items()},
+        )
+    place = dict(
+        zip(
+            names, bucket_owners([params[0][n].numel() for n in names], made.fragments), strict=True
+        )
+    )
     due: dict[int, list] = {}
     for step, batch in enumerate(batches(of, steps), 1):
         for r in range(replicas):
             index = torch.tensor(data_rank_indices(BATCH, plan.accumulate, r, replicas))
             mine = {k: v[index] for k, v in batch.items()}
             inner[r].zero_grad()
-            total, weight = of.loss(models[r](mine["input"] if "input" in mine else mine["input_ids"]), mine)
+            total, weight = of.loss(
+                models[r](mine["input"] if "input" in mine else mine["input_ids"]), mine
+            )
             (total / weight).backward()
             inner[r].step()
         for number in range(made.fragments):
@@ -127,7 +149,9 @@ def by_the_equations(name: str, made: LocalSteps, replicas: int, steps: int, opt
                 for n in here:
                     d[n] = made.momentum * d[n] + made.lr * (mean[n] - anchor[n])
                     w[n] = w[n] + d[n]
-                    anchor[n].data = (w[n] + made.momentum * d[n]) if made.nesterov else w[n].clone()
+                    anchor[n].data = (
+                        (w[n] + made.momentum * d[n]) if made.nesterov else w[n].clone()
+                    )
             else:
                 for n in names:
                     anchor[n].grad = anchor[n] - mean[n] if n in here else None
@@ -165,7 +189,9 @@ def test_replicas_follow_the_equations(pool: Pool, kind: str, name: str) -> None
     assert differ or STEPS % made.period == 0
 
 
-@pytest.mark.parametrize("layout", ["dp2.tp2", "tp2.dp2", "dp2.fsdp2", "dp2.pp2", "pp2+zb-h1.dp2", "dp2.cp2+ulysses"])
+@pytest.mark.parametrize(
+    "layout", ["dp2.tp2", "tp2.dp2", "dp2.fsdp2", "dp2.pp2", "pp2+zb-h1.dp2", "dp2.cp2+ulysses"]
+)
 @pytest.mark.parametrize("kind", ["bmuf nesterov", "streaming"])
 def test_whatever_a_replica_is_inside(pool: Pool, kind: str, layout: str) -> None:
     name = "deep" if "pp" in layout else "decoder"
@@ -179,24 +205,32 @@ def test_whatever_a_replica_is_inside(pool: Pool, kind: str, layout: str) -> Non
             want = alone[replica].get(key)
             if want is not None:
                 seen[replica].add(key)
-                torch.testing.assert_close(torch.where(got.isnan(), want, got), want, rtol=1e-8, atol=1e-10)
+                torch.testing.assert_close(
+                    torch.where(got.isnan(), want, got), want, rtol=1e-8, atol=1e-10
+                )
 
 
 def test_in_its_limit_it_is_all_reduce(pool: Pool) -> None:
     for kind in ("local_sgd", "bmuf", "diloco"):
         rates = {"bmuf": {"momentum": 0.0}, "diloco": {"momentum": 0.0, "lr": 1.0}}.get(kind, {})
-        found = pool.run(trained, "even", sync.make_sync(kind, period=1, **rates), "dp2", 5, SGD, world=2)
+        found = pool.run(
+            trained, "even", sync.make_sync(kind, period=1, **rates), "dp2", 5, SGD, world=2
+        )
         want = pool.run(trained, "even", None, "dp2", 5, SGD, world=2)
         for got in found:
             for key in got:
                 torch.testing.assert_close(got[key], want[0][key], rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "sign", {"name": "topk", "density": 0.2}, "powersgd"])
+@pytest.mark.parametrize(
+    "codec", ["bf16", "int8", "int4", "sign", {"name": "topk", "density": 0.2}, "powersgd"]
+)
 @pytest.mark.parametrize("layout", ["dp2", "dp4"])
 def test_replicas_agree_on_the_same_bits_under_a_codec(pool: Pool, codec: Any, layout: str) -> None:
     made = sync.make_sync("local_sgd", codec, period=2)
-    found = pool.run(trained, "decoder", made, layout, 4, ADAMW, world=weft.Layout.parse(layout).world)
+    found = pool.run(
+        trained, "decoder", made, layout, 4, ADAMW, world=weft.Layout.parse(layout).world
+    )
     for got in found:
         assert all(torch.equal(got[key], found[0][key]) for key in found[0])
 
@@ -210,7 +244,9 @@ RESUMED = [
 
 
 @pytest.mark.parametrize(("axes", "table"), RESUMED)
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, pool: Pool, axes: str, table: dict) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(
+    tmp_path: Path, pool: Pool, axes: str, table: dict
+) -> None:
     settings = {f"sync__{key}": value for key, value in table.items()}
     whole = written(tmp_path / "whole", axes, settings)
     apart = weft.Layout.parse(axes).replicas()
@@ -227,7 +263,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, pool: Pool, axes: str
 
 def test_another_layout_goes_on_from_the_first_replica(tmp_path: Path, pool: Pool) -> None:
     settings = {"sync__name": "diloco", "sync__period": 3}
-    pool.run(train, written(tmp_path, "dp2", {**settings, "train__steps": 3}), False, apart=[[0], [1]])
+    pool.run(
+        train, written(tmp_path, "dp2", {**settings, "train__steps": 3}), False, apart=[[0], [1]]
+    )
     wide = written(tmp_path, "dp2.tp2", settings)
     pool.run(train, wide, True, apart=[[0, 1], [2, 3]])
     assert lines(wide)[-1]["step"] == 6
@@ -237,7 +275,9 @@ def validated(layout: str) -> tuple[float, list[float]]:
     """The loss of an evaluation; sum and weight of this replica alone."""
     of = subject("decoder", PERIODIC["local_sgd"])
     model = seeded(of.build)
-    engine = weft.Engine(model, laid(of, model, layout), optimizer=ADAMW, loss=of.loss, device="cpu")
+    engine = weft.Engine(
+        model, laid(of, model, layout), optimizer=ADAMW, loss=of.loss, device="cpu"
+    )
     first, batch = batches(of, 2)
     engine.step(engine.local(first))
     mine = engine.local(batch)
@@ -250,13 +290,17 @@ def validated(layout: str) -> tuple[float, list[float]]:
 def test_validation_is_over_all_replicas(pool: Pool) -> None:
     found = pool.run(validated, "dp2", world=2)
     totals = torch.tensor([parts for _, parts in found]).double().sum(0)
-    assert [loss for loss, _ in found] == pytest.approx([float(totals[0] / totals[1])] * 2, rel=1e-6)
+    assert [loss for loss, _ in found] == pytest.approx(
+        [float(totals[0] / totals[1])] * 2, rel=1e-6
+    )
 
 
 def test_what_is_sent_is_counted_by_the_step(tmp_path: Path, pool: Pool) -> None:
     sizes = {}
     for period in (2, 3):
-        run = written(tmp_path / str(period), "dp2", {"sync__name": "local_sgd", "sync__period": period})
+        run = written(
+            tmp_path / str(period), "dp2", {"sync__name": "local_sgd", "sync__period": period}
+        )
         pool.run(train, run, False, apart=[[0], [1]])
         last = [line for line in lines(run) if "loss" in line][-1]
         sizes[period] = sum(line["sent_bytes"] for line in lines(run) if "loss" in line)

@@ -1,7 +1,7 @@
 """Every model under every layout equals one device, and its collectives are those predicted.
 
-Each case is one run of `weft.verification.check` in the pool: loss, every gradient of every step, weights, buffers and
-optimizer state after the last step, below 1e-9 in float64.
+Each case is one run of `weft.verification.check` in the pool: loss, every gradient of every step,
+weights, buffers and optimizer state after the last step, below 1e-9 in float64.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Perceptron(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3)
+        )
 
     def forward(self, features: Tensor) -> Tensor:
         return self.layers(features)
@@ -41,7 +43,9 @@ class ViTBlock(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.num_heads = heads
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * dim, dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, 2 * dim), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * dim, dim)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
@@ -52,7 +56,8 @@ class ViTBlock(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches, blocks whose heads are a stored number, and a classifier on the mean: attention flat in the block."""
+    """Patches, blocks whose heads are a stored number, and a classifier on the mean: attention flat
+    in the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +88,18 @@ def transformer(kind: str) -> nn.Module:
     """A transformers model from a small configuration, built as its library builds it."""
     import transformers as t
 
-    common: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     if kind == "gpt2":
         config: Any = t.GPT2Config(n_embd=16, n_layer=2, n_head=4, n_positions=16, **common)
     elif kind == "bert":
@@ -111,8 +126,14 @@ def features() -> dict[str, Tensor]:
 
 SUBJECTS: dict[str, Subject] = {
     "decoder": Subject(partial(decoder, VOCAB, 32, 2, 4, 2, seq_len=LENGTH), tokens, next_token),
-    "tied": Subject(partial(decoder, VOCAB, 32, 2, 4, 4, seq_len=LENGTH, tied=True, dropout=0.2), tokens, next_token),
-    "one-kv-head": Subject(partial(decoder, VOCAB, 32, 2, 4, 1, seq_len=LENGTH), tokens, next_token),
+    "tied": Subject(
+        partial(decoder, VOCAB, 32, 2, 4, 4, seq_len=LENGTH, tied=True, dropout=0.2),
+        tokens,
+        next_token,
+    ),
+    "one-kv-head": Subject(
+        partial(decoder, VOCAB, 32, 2, 4, 1, seq_len=LENGTH), tokens, next_token
+    ),
     "convnet": Subject(partial(convnet, 8, 5), images, classification),
     "perceptron": Subject(Perceptron, features, mse),
     "vit": Subject(ViT, images, classification),
@@ -126,7 +147,14 @@ SUBJECTS: dict[str, Subject] = {
 NO_TP = {"convnet", "unreached"}
 NO_STACK = {"perceptron", "vit"}  # nothing to cut along a sequence; attention flat in the block
 ALL = ["dp2", "fsdp2", "fsdp2+zero1", "fsdp2+zero2", "dp2.fsdp2", "dp2.tp2", "fsdp2.tp2"]
-WIDE = ["dp2.fsdp2+zero1", "dp2.tp2+sequence", "fsdp2+zero2.tp2+sequence", "fsdp4", "tp4+sequence", "fsdp2+offload"]
+WIDE = [
+    "dp2.fsdp2+zero1",
+    "dp2.tp2+sequence",
+    "fsdp2+zero2.tp2+sequence",
+    "fsdp4",
+    "tp4+sequence",
+    "fsdp2+offload",
+]
 GRID = [(name, layout) for name in SUBJECTS for layout in ("tp2", "tp2+sequence")]
 GRID += in_turn(SUBJECTS, ALL, 3)
 GRID = [(name, layout) for name, layout in GRID if not (name in NO_TP and "tp" in layout)]
@@ -142,7 +170,9 @@ GRID += [
 
 def run(pool: Any, subject: Subject, layout: str) -> LayoutResult:
     world = weft.Layout.parse(layout).world
-    result = pool.run(check_layout, subject.case(), layout, reference(subject, STEPS), world=world)[0]
+    result = pool.run(check_layout, subject.case(), layout, reference(subject, STEPS), world=world)[
+        0
+    ]
     assert isinstance(result, LayoutResult)
     return result
 
@@ -174,4 +204,8 @@ def test_sequence_is_refused_where_a_block_counts_positions_itself() -> None:
 
 def test_float64_is_what_is_compared() -> None:
     found = reference(SUBJECTS["decoder"], STEPS)
-    assert all(value.dtype == torch.float64 for name, value in found.final.items() if not name.endswith("/step"))
+    assert all(
+        value.dtype == torch.float64
+        for name, value in found.final.items()
+        if not name.endswith("/step")
+    )

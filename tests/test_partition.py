@@ -15,7 +15,9 @@ from weft.pipeline.balance import partition
 RANDOM = random.Random(5)
 
 
-def stages(costs: Sequence[float], cuts: Sequence[int], crossing: Sequence[float] | None = None) -> list[float]:
+def stages(
+    costs: Sequence[float], cuts: Sequence[int], crossing: Sequence[float] | None = None
+) -> list[float]:
     """Time of each stage, by the definition."""
     n = len(costs)
     cross = [0.0] * (n + 1) if crossing is None else [0.0, *crossing[1:], 0.0]
@@ -78,14 +80,20 @@ def test_laws() -> None:
         n = RANDOM.randint(2, 40)
         costs = [RANDOM.random() for _ in range(n)]
         best = [max(stages(costs, partition(costs, parts))) for parts in range(1, n + 1)]
-        assert all(b <= a + 1e-12 for a, b in itertools.pairwise(best)), "more stages are never slower"
+        assert all(b <= a + 1e-12 for a, b in itertools.pairwise(best)), (
+            "more stages are never slower"
+        )
         assert best[0] == pytest.approx(sum(costs)) and best[-1] == max(costs)
 
         parts = RANDOM.randint(1, n)
-        assert partition([c * 2.0**20 for c in costs], parts) == partition(costs, parts), "the unit does not matter"
+        assert partition([c * 2.0**20 for c in costs], parts) == partition(costs, parts), (
+            "the unit does not matter"
+        )
         more = list(costs)
         more[RANDOM.randrange(n)] += 0.5
-        assert max(stages(more, partition(more, parts))) >= best[parts - 1] - 1e-12, "more work is never faster"
+        assert max(stages(more, partition(more, parts))) >= best[parts - 1] - 1e-12, (
+            "more work is never faster"
+        )
         back = partition(costs[::-1], parts)
         assert max(stages(costs[::-1], back)) == pytest.approx(best[parts - 1]), "either direction"
 
@@ -103,7 +111,9 @@ def test_ten_thousand_atoms_in_512_stages(tail: bool) -> None:
 
 
 def ranks(times: Sequence[float], placement: Sequence[int]) -> list[float]:
-    return [sum(t for t, r in zip(times, placement) if r == rank) for rank in sorted(set(placement))]
+    return [
+        sum(t for t, r in zip(times, placement) if r == rank) for rank in sorted(set(placement))
+    ]
 
 
 @pytest.mark.parametrize("shape", ["loop", "v"])
@@ -115,23 +125,40 @@ def test_a_placement_balances_ranks(shape: str) -> None:
         costs = [rng.random() for _ in range(14)]
         found = max(ranks(stages(costs, partition(costs, 4, placement=placement)), placement))
         assert found <= max(ranks(stages(costs, partition(costs, 4)), placement)) + 1e-12
-        ratios.append(found / min(max(ranks(stages(costs, cuts), placement)) for cuts in every(14, 4)))
+        ratios.append(
+            found / min(max(ranks(stages(costs, cuts), placement)) for cuts in every(14, 4))
+        )
     assert min(ratios) >= 1 - 1e-12 and sum(ratios) / len(ratios) < 1.03
 
 
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (lambda: partition([1, 1], 3), "pipeline = 3: there are 2 parts of the model to share out. Use at most 2"),
+        (
+            lambda: partition([1, 1], 3),
+            "pipeline = 3: there are 2 parts of the model to share out. Use at most 2",
+        ),
         (lambda: partition([1, 1], 0), "pipeline = 0: a pipeline has at least one stage"),
         (lambda: partition([1, -1], 2), "a time is negative"),
         (lambda: partition([1, math.nan], 2), "a time is negative or not a number"),
-        (lambda: partition([1, 1, 1], 2, sizes=[1, 5, 1], limit=4), "atom 1 alone is above the limit of 4"),
-        (lambda: partition([1, 1, 1], 2, sizes=[3, 3, 3], limit=4), "no partition keeps every stage within"),
+        (
+            lambda: partition([1, 1, 1], 2, sizes=[1, 5, 1], limit=4),
+            "atom 1 alone is above the limit of 4",
+        ),
+        (
+            lambda: partition([1, 1, 1], 2, sizes=[3, 3, 3], limit=4),
+            "no partition keeps every stage within",
+        ),
         (lambda: partition([1, 1, 1], 2, fixed=[1, 2]), "2 cuts are fixed. Use at least 3 stages"),
         (lambda: partition([1, 1, 1], 2, fixed=[3]), "a fixed cut lies outside atoms 1 to 2"),
-        (lambda: partition([1, 1, 1], 3, crossing=[0, math.inf, 0]), "2 cuts are needed and 1 allowed"),
-        (lambda: partition([1, 1, 1], 2, crossing=[0, math.inf, 0], fixed=[1]), "a fixed cut is also forbidden"),
+        (
+            lambda: partition([1, 1, 1], 3, crossing=[0, math.inf, 0]),
+            "2 cuts are needed and 1 allowed",
+        ),
+        (
+            lambda: partition([1, 1, 1], 2, crossing=[0, math.inf, 0], fixed=[1]),
+            "a fixed cut is also forbidden",
+        ),
         (lambda: partition([1, 1, 1], 2, placement=[0]), "the placement has 1 stages"),
     ],
 )

@@ -1,6 +1,8 @@
-"""Every model through every schedule equals one device, and what crosses stages is what was predicted.
+"""Every model through every schedule equals one device, and what crosses stages is what was
+predicted.
 
-Each pair of a model and a schedule is run once; the layouts beside them take turns. `benchmarks/parity` runs all.
+Each pair of a model and a schedule is run once; the layouts beside them take turns.
+`benchmarks/parity` runs all.
 """
 
 from __future__ import annotations
@@ -27,11 +29,29 @@ from weft.verification.compare import LayoutResult, check_layout
 from weft.verification.delayed_reference import run_delayed
 from weft.verification.reference import run_reference
 
-SYNCHRONOUS = ["naive", "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipev"]
+SYNCHRONOUS = [
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "bfs",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "zb-v",
+    "dualpipev",
+]
 BESIDE = [
-    "pp2+{}.tp2", "pp2+{}", "pp4+{}", "pp2+{}.dp2", "pp2+{}", "pp2+{}.fsdp2", "dp2.pp2+{}", "pp2+{}",
+    "pp2+{}.tp2",
+    "pp2+{}",
+    "pp4+{}",
+    "pp2+{}.dp2",
+    "pp2+{}",
+    "pp2+{}.fsdp2",
+    "dp2.pp2+{}",
+    "pp2+{}",
     "pp2+{}.tp2+sequence",
-]  # fmt: skip
+]
 NO_TP = {"convnet", "sequential", "plain"}
 SHALLOW = {"convnet"}  # seven parts: too few for two stages on each of four ranks
 
@@ -93,14 +113,17 @@ def test_cut_anywhere(pool: Any, cut: Any) -> None:
 
 def test_chunks_and_shapes_that_are_always_sent(pool: Any) -> None:
     case = with_plan("deep", options={"chunks": 3}, dynamic_shapes=True).case()
-    result = pool.run(check_layout, case, "pp2+interleaved", reference(STAGED["deep"], 3), world=2)[0]
+    result = pool.run(check_layout, case, "pp2+interleaved", reference(STAGED["deep"], 3), world=2)[
+        0
+    ]
     assert isinstance(result, LayoutResult) and result.passed, result
 
 
 def backwards(ranks: int, microbatches: int) -> Schedule:
     """Someone's own: the last microbatch first."""
     order = [
-        tuple(Action(kind, rank, m) for kind in "FB" for m in reversed(range(microbatches))) for rank in range(ranks)
+        tuple(Action(kind, rank, m) for kind in "FB" for m in reversed(range(microbatches)))
+        for rank in range(ranks)
     ]
     return Schedule("backwards", tuple(range(ranks)), tuple(order))  # type: ignore[arg-type]
 
@@ -110,34 +133,60 @@ def test_a_schedule_of_ones_own(pool: Any) -> None:
     assert result.passed, result
 
 
-# ---- asynchronous --------------------------------------------------------------------------------------------------
+# ---- asynchronous --------------------------------------------------------------------------------
 
 DELAYED = [
-    ("llama", "pp4", "stash"), ("deep", "pp2.dp2", "stash"), ("convnet", "pp2.dp2", "stash"),
-    ("llama", "pp4", "vertical"), ("gpt2-untied", "pp2.tp2+sequence", "vertical"), ("plain", "pp4", "2bw"),
-]  # fmt: skip
+    ("llama", "pp4", "stash"),
+    ("deep", "pp2.dp2", "stash"),
+    ("convnet", "pp2.dp2", "stash"),
+    ("llama", "pp4", "vertical"),
+    ("gpt2-untied", "pp2.tp2+sequence", "vertical"),
+    ("plain", "pp4", "2bw"),
+]
 
 
 @pytest.mark.parametrize(("name", "layout", "versions"), DELAYED)
-def test_pipedream_equals_its_sequential_definition(pool: Any, name: str, layout: str, versions: str) -> None:
+def test_pipedream_equals_its_sequential_definition(
+    pool: Any, name: str, layout: str, versions: str
+) -> None:
     name = name.removesuffix("-untied") if name != "gpt2-untied" else "deep"
     subject = with_plan(
-        name, schedule="pipedream", options={"versions": versions}, accumulate=8 // (1 + ("dp" in layout))
+        name,
+        schedule="pipedream",
+        options={"versions": versions},
+        accumulate=8 // (1 + ("dp" in layout)),
     )
     delayed = run_delayed(subject.case(), layout, 3)
     world = weft.Layout.parse(layout).world
     result = pool.run(check_layout, subject.case(), layout, delayed, world=world)[0]
     assert isinstance(result, LayoutResult) and result.passed, result
-    bound = 0.0 if world == weft.Layout.parse(layout).size("pp") else 1e-12  # bit for bit where nothing else is summed
+    bound = (
+        0.0 if world == weft.Layout.parse(layout).size("pp") else 1e-12
+    )  # bit for bit where nothing else is summed
     assert max(result.loss_rel_err, result.param_rel_err) <= bound, result
 
 
-@pytest.mark.parametrize(("layout", "recompute"), [("pp4", "full"), ("pp2.dp2", 2), ("pp2", "selective")])
-def test_pipedream_recomputes_with_the_version_of_its_microbatch(pool: Any, layout: str, recompute: str | int) -> None:
-    """The definition recomputes nothing, and the weights have changed by the time that backward comes."""
-    options = {"schedule": "pipedream", "accumulate": 8 // (1 + ("dp" in layout)), "recompute": recompute}
+@pytest.mark.parametrize(
+    ("layout", "recompute"), [("pp4", "full"), ("pp2.dp2", 2), ("pp2", "selective")]
+)
+def test_pipedream_recomputes_with_the_version_of_its_microbatch(
+    pool: Any, layout: str, recompute: str | int
+) -> None:
+    """The definition recomputes nothing, and the weights have changed by the time that backward
+    comes."""
+    options = {
+        "schedule": "pipedream",
+        "accumulate": 8 // (1 + ("dp" in layout)),
+        "recompute": recompute,
+    }
     case = with_plan("deep", **options).case()
-    result = pool.run(check_layout, case, layout, run_delayed(case, layout, 2), world=weft.Layout.parse(layout).world)[0]
+    result = pool.run(
+        check_layout,
+        case,
+        layout,
+        run_delayed(case, layout, 2),
+        world=weft.Layout.parse(layout).world,
+    )[0]
     assert isinstance(result, LayoutResult) and result.passed, result
 
 
@@ -146,7 +195,11 @@ class Direct(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.position, self.a, self.b = nn.Parameter(torch.ones(4, 6)), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.position, self.a, self.b = (
+            nn.Parameter(torch.ones(4, 6)),
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+        )
         self.unused = nn.Linear(6, 6)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -165,7 +218,9 @@ def test_pipedream_with_weights_outside_of_modules(pool: Any, layout: str) -> No
         laid(subject, seeded(Direct), layout)
     alone = replace(subject, build=Apart)
     delayed = run_delayed(alone.case(), layout, 2)
-    result = pool.run(check_layout, alone.case(), layout, delayed, world=weft.Layout.parse(layout).world)[0]
+    result = pool.run(
+        check_layout, alone.case(), layout, delayed, world=weft.Layout.parse(layout).world
+    )[0]
     assert isinstance(result, LayoutResult) and result.passed, result
 
 
@@ -180,7 +235,9 @@ def test_pipedream_cut_by_measured_time(pool: Pool) -> None:
     delayed = run_delayed(subject.case(), "pp2", 1)
     measured = delayed.plan
     assert measured is not None and measured.staging is not None
-    other = next(block for block in measured.blocks[2:] if block != measured.staging.stages[1].first)
+    other = next(
+        block for block in measured.blocks[2:] if block != measured.staging.stages[1].first
+    )
     moved = with_plan("deep", schedule="pipedream", cut=(other,), accumulate=8).case()
     result = pool.run(check_layout, moved, "pp2", delayed, world=2)[0]
     assert isinstance(result, LayoutResult) and result.passed and result.delayed, result
@@ -190,7 +247,9 @@ def test_delays_change_the_weights() -> None:
     """What the two definitions are told apart by."""
     found = {}
     for versions in ("stash", "vertical", "2bw"):
-        subject = with_plan("llama", schedule="pipedream", options={"versions": versions}, accumulate=8)
+        subject = with_plan(
+            "llama", schedule="pipedream", options={"versions": versions}, accumulate=8
+        )
         found[versions] = run_delayed(subject.case(), "pp4", 1).updated["model.norm.weight"]
     plain = reference(STAGED["llama"], 1).updated["model.norm.weight"]
     for one, other in [("stash", "vertical"), ("stash", "2bw"), ("vertical", "2bw")]:
@@ -198,7 +257,7 @@ def test_delays_change_the_weights() -> None:
     assert not any(torch.allclose(weights, plain, rtol=1e-9) for weights in found.values())
 
 
-# ---- parts that do not learn ----------------------------------------------------------------------------------------
+# ---- parts that do not learn ---------------------------------------------------------------------
 
 
 START = ("embedding", "position", "blocks.0.", "blocks.1.", "blocks.2.", "blocks.3.")
@@ -258,8 +317,12 @@ def of_both(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor
 def stepped(build: Any, loss: Any, layout: str, batch: dict[str, Tensor], **plan: Any) -> None:
     model = seeded(build)
     sample = {key: value[:2] for key, value in batch.items()}
-    laid_out = weft.plan(model, layout, batch=BATCH, accumulate=2, loss=loss, precision="fp64", sample=sample, **plan)
-    engine = weft.Engine(model, laid_out, optimizer=partial(torch.optim.SGD, lr=0.1), loss=loss, device="cpu")
+    laid_out = weft.plan(
+        model, layout, batch=BATCH, accumulate=2, loss=loss, precision="fp64", sample=sample, **plan
+    )
+    engine = weft.Engine(
+        model, laid_out, optimizer=partial(torch.optim.SGD, lr=0.1), loss=loss, device="cpu"
+    )
     engine.step(engine.local(batch))
 
 
@@ -305,10 +368,16 @@ class Noisy(nn.Module):
 def noise(layout: str, batch: dict[str, Tensor]) -> list[Tensor]:
     model = seeded(lambda: nn.Sequential(*(Noisy() for _ in range(4))))
     sample = {key: value[:2] for key, value in batch.items()}
-    plan = weft.plan(model, layout, batch=BATCH, loss=of_its_size, precision="fp64", sample=sample, cut=("2",))
-    engine = weft.Engine(model, plan, optimizer=partial(torch.optim.SGD, lr=0.1), loss=of_its_size, device="cpu")
+    plan = weft.plan(
+        model, layout, batch=BATCH, loss=of_its_size, precision="fp64", sample=sample, cut=("2",)
+    )
+    engine = weft.Engine(
+        model, plan, optimizer=partial(torch.optim.SGD, lr=0.1), loss=of_its_size, device="cpu"
+    )
     engine.step(batch)
-    return [module.drawn for module in model if isinstance(module, Noisy) and hasattr(module, "drawn")]
+    return [
+        module.drawn for module in model if isinstance(module, Noisy) and hasattr(module, "drawn")
+    ]
 
 
 def test_stages_draw_other_numbers(pool: Pool) -> None:
@@ -319,7 +388,8 @@ def test_stages_draw_other_numbers(pool: Pool) -> None:
 
 
 def evaluated(layout: str, batch: dict[str, Tensor]) -> tuple[list[float], list[float]]:
-    """The loss of an evaluation, and of another with weights put in place: by these ranks, by one device."""
+    """The loss of an evaluation, and of another with weights put in place: by these ranks, by one
+    device."""
     model, alone = (seeded(STAGED["deep"].build) for _ in range(2))
     subject = STAGED["deep"]
     plan = laid(subject, model, layout)
@@ -369,11 +439,18 @@ def test_a_cut_weight_that_a_stage_uses_by_a_function_is_refused(layout: str) ->
     sample = {"input_ids": torch.zeros(2, 5, dtype=torch.int64)}
     weft.plan(Tied(), "pp2.dp2", batch=BATCH, sample=sample)
     with pytest.raises(UnsupportedModel, match=r"uses embedding\.weight without embedding"):
-        weft.plan(Tied(), layout, batch=BATCH, sample=sample, roles={"embedding": "embedding", "layers.*": "whole"})
+        weft.plan(
+            Tied(),
+            layout,
+            batch=BATCH,
+            sample=sample,
+            roles={"embedding": "embedding", "layers.*": "whole"},
+        )
 
 
 class Routed(nn.Module):
-    """Each stage holds one of two equal experts by the data: the ranks that shard it may run different ones."""
+    """Each stage holds one of two equal experts by the data: the ranks that shard it may run
+    different ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,37 +474,73 @@ def of_its_size(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
 
 
 def test_shards_of_a_stage_that_run_different_modules_are_refused(pool: Pool) -> None:
-    rows = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0])  # of each microbatch, the second half is rank 1's
+    rows = torch.tensor(
+        [1.0, 1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0]
+    )  # of each microbatch, the second half is rank 1's
     batch = {"input": torch.rand(BATCH, 6).double() * rows[:, None]}
     with pytest.raises(Refusal, match="ran different modules"):
-        pool.run(partial(stepped, cut=("leave.0",)), Routed, of_its_size, "pp2.fsdp2", batch, world=4)
+        pool.run(
+            partial(stepped, cut=("leave.0",)), Routed, of_its_size, "pp2.fsdp2", batch, world=4
+        )
     batch = {"input": torch.rand(BATCH, 6).double()}
     pool.run(partial(stepped, cut=("leave.0",)), Routed, of_its_size, "pp2.fsdp2", batch, world=4)
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, str, dict[str, Any], type[Refusal], str]] = [
-    ("tied", "pp2+pipedream", {}, UnsupportedModel, "used by two stages, which pipedream updates at other times"),
+    (
+        "tied",
+        "pp2+pipedream",
+        {},
+        UnsupportedModel,
+        "used by two stages, which pipedream updates at other times",
+    ),
     ("deep", "pp2+pipedream.fsdp2", {}, LayoutError, "keeps several versions of the weights"),
-    ("deep", "pp2+1f1", {}, LayoutError, "(?i)did you mean \"1f1b\""),
+    ("deep", "pp2+1f1", {}, LayoutError, '(?i)did you mean "1f1b"'),
     ("deep", "pp2+gpipe+1f1b", {}, ConfigError, "at once"),
     ("deep", "pp2", {"schedule": "zb"}, ConfigError, "not a schedule"),
     ("deep", "pp2", {"options": {"chunks": 2}}, ConfigError, "1f1b has no such option"),
     ("deep", "pp2", {"cut": "layers"}, ConfigError, "not a way to cut"),
     ("deep", "pp2", {"cut": ("blocks.3", "blocks.4")}, ConfigError, "has 2 stages"),
     ("deep", "pp2", {"cut": ("block.3",)}, UnsupportedModel, "blocks.3"),
-    ("deep", "pp2.tp2", {"cut": ("blocks.3.attention.proj",)}, UnsupportedModel, "one unit of tensor parallelism"),
-    ("deep", "pp2.tp2+sequence", {"cut": ("blocks.3.mlp",)}, UnsupportedModel, "one unit of sequence parallelism"),
+    (
+        "deep",
+        "pp2.tp2",
+        {"cut": ("blocks.3.attention.proj",)},
+        UnsupportedModel,
+        "one unit of tensor parallelism",
+    ),
+    (
+        "deep",
+        "pp2.tp2+sequence",
+        {"cut": ("blocks.3.mlp",)},
+        UnsupportedModel,
+        "one unit of sequence parallelism",
+    ),
     ("deep", "pp2.fsdp2", {"cut": ("blocks.3.mlp",)}, UnsupportedModel, "one unit of sharding"),
-    ("deep", "pp2", {"cut": ("blocks.3.mlp",), "recompute": "full"}, UnsupportedModel, "one unit of recompute"),
-    ("deep", "pp2", {"schedule": schedules.make_schedule("1f1b", 2, 1), "options": {"chunks": 2}}, ConfigError, "made already"),
+    (
+        "deep",
+        "pp2",
+        {"cut": ("blocks.3.mlp",), "recompute": "full"},
+        UnsupportedModel,
+        "one unit of recompute",
+    ),
+    (
+        "deep",
+        "pp2",
+        {"schedule": schedules.make_schedule("1f1b", 2, 1), "options": {"chunks": 2}},
+        ConfigError,
+        "made already",
+    ),
     ("convnet", "pp8", {}, UnsupportedModel, "has 8 stages, and the model 7 parts"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "layout", "plan", "kind", "says"), REFUSED)
-def test_what_cannot_be_cut_is_refused(name: str, layout: str, plan: dict, kind: type[Refusal], says: str) -> None:
+def test_what_cannot_be_cut_is_refused(
+    name: str, layout: str, plan: dict, kind: type[Refusal], says: str
+) -> None:
     with pytest.raises(kind, match=says):
         laid(with_plan(name, **plan), seeded(STAGED[name].build), layout)
 
@@ -438,7 +551,9 @@ def test_pipedream_does_not_clip() -> None:
     model = seeded(subject.build)
     plan = laid(subject, model, "pp2+pipedream")
     with pytest.raises(ConfigError, match="no stage knows the norm of all gradients"):
-        weft.Engine(model, plan, optimizer=partial(torch.optim.SGD, lr=0.1), loss=subject.loss, clip=1.0)
+        weft.Engine(
+            model, plan, optimizer=partial(torch.optim.SGD, lr=0.1), loss=subject.loss, clip=1.0
+        )
 
 
 def test_a_pipeline_needs_a_sample() -> None:

@@ -1,5 +1,5 @@
-"""The pipeline runtime: any valid schedule gives what one process gives, keeps no more than the schedule says, and
-stops with its own error."""
+"""The pipeline runtime: any valid schedule gives what one process gives, keeps no more than the
+schedule says, and stops with its own error."""
 
 from __future__ import annotations
 
@@ -25,25 +25,35 @@ from weft.engine.pipeline.runner import PipelineRunner, Span, ValueRoute
 from weft.launch.local_workers import Pool
 
 WIDTH = 4
-Key = Callable[[Action, list[Action]], float | None]  # (action, what its rank has done) -> its turn; None: not now
+Key = Callable[
+    [Action, list[Action]], float | None
+]  # (action, what its rank has done) -> its turn; None: not now
 
 
-# ---- schedules -----------------------------------------------------------------------------------------------------
+# ---- schedules -----------------------------------------------------------------------------------
 
 
-def listed(name: str, placement: Sequence[int], microbatches: int, split: bool, key: Key) -> Schedule:
+def listed(
+    name: str, placement: Sequence[int], microbatches: int, split: bool, key: Key
+) -> Schedule:
     """Each rank in turn does the ready action with the least key."""
     ranks = 1 + max(placement)
     order: list[list[Action]] = [[] for _ in range(ranks)]
     shape = Schedule(name, tuple(placement), ())
     kinds = ("F", "B", "W") if split else ("F", "B")
-    left = [Action(k, s, m) for k in kinds for s in range(len(placement)) for m in range(microbatches)]  # type: ignore[arg-type]
+    left = [
+        Action(k, s, m) for k in kinds for s in range(len(placement)) for m in range(microbatches)
+    ]  # type: ignore[arg-type]
     done: set[Action] = set()
     while left:
         ready = [a for a in left if done.issuperset(shape.needs(a))]
         before = len(done)
         for rank in range(ranks):
-            mine = [(k, a) for a in ready if placement[a.stage] == rank and (k := key(a, order[rank])) is not None]
+            mine = [
+                (k, a)
+                for a in ready
+                if placement[a.stage] == rank and (k := key(a, order[rank])) is not None
+            ]
             if mine:
                 action = min(mine)[1]
                 order[rank].append(action)
@@ -58,7 +68,8 @@ def in_turn(kinds: str) -> Key:
 
 
 def at_most(placement: Sequence[int]) -> Key:
-    """1F1B: backward first, and as many microbatches under way as there are stages still to come."""
+    """1F1B: backward first, and as many microbatches under way as there are stages still to
+    come."""
 
     def key(action: Action, done: list[Action]) -> float | None:
         under_way = sum((a.kind == "F") - (a.kind == "B") for a in done if a.stage == action.stage)
@@ -88,16 +99,19 @@ def schedules(ranks: int, microbatches: int) -> Iterator[Schedule]:
             placement[:ranks] = chain  # every rank has a stage
             yield listed(f"random {seed}", placement, microbatches, split, at_random(seed))
     full = listed("some split", vee, microbatches, True, at_random(9))
-    yield Schedule(full.name, full.placement, tuple(
-        tuple(a for a in order if a.kind != "W" or a.microbatch % 2) for order in full.order
-    ))  # fmt: skip
+    yield Schedule(
+        full.name,
+        full.placement,
+        tuple(tuple(a for a in order if a.kind != "W" or a.microbatch % 2) for order in full.order),
+    )
 
 
-# ---- a model whose stages exchange all kinds of values -------------------------------------------------------------
+# ---- a model whose stages exchange all kinds of values -------------------------------------------
 
 
 class Toy(nn.Module):
-    """Stage 0 makes values of all kinds for later ones; each stage passes a main one to the next."""
+    """Stage 0 makes values of all kinds for later ones; each stage passes a main one to the
+    next."""
 
     def __init__(self, stages: int):
         super().__init__()
@@ -106,7 +120,9 @@ class Toy(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(stages)).double()
         self.tables = nn.ModuleList(nn.Embedding(3, WIDTH) for _ in range(stages)).double()
         self.routes = [ValueRoute(s, (s + 1,), f"main {s}") for s in range(last)]
-        self.kinds = ("skip", "ids", "mask", "wave", "scalar", "empty", "half", "rest") if last else ()
+        self.kinds = (
+            ("skip", "ids", "mask", "wave", "scalar", "empty", "half", "rest") if last else ()
+        )
         for kind in self.kinds:
             targets = tuple(range(1, stages)) if kind in ("skip", "mask") else (last,)
             self.routes.append(ValueRoute(last - 1 if kind == "rest" else 0, targets, kind))
@@ -139,7 +155,11 @@ class Toy(nn.Module):
             made[f"main {stage}"] = h
             return {names[name]: tensor for name, tensor in made.items()}, None
         if last:
-            h = h + F.embedding(got["ids"] % 3, self.tables[stage].weight).mean() + got["wave"].abs() * got["scalar"]
+            h = (
+                h
+                + F.embedding(got["ids"] % 3, self.tables[stage].weight).mean()
+                + got["wave"].abs() * got["scalar"]
+            )
             h = h + got["empty"].sum() + got["half"].double().sin()
             if microbatch % 2:
                 h = h * got["rest"]
@@ -148,7 +168,9 @@ class Toy(nn.Module):
 
 def batch(microbatch: int) -> Tensor:
     rows = 2 + microbatch % 3
-    return torch.randn(rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(microbatch))
+    return torch.randn(
+        rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(microbatch)
+    )
 
 
 class Work:
@@ -177,7 +199,9 @@ def reference(stages: int, microbatches: int) -> tuple[list[Tensor | None], list
     for m in range(microbatches):
         values: dict[int, Tensor] = {}
         for stage in range(stages):
-            made, loss = toy.stage(stage, m, {v: values[v] for v, r in enumerate(toy.routes) if stage in r.targets})
+            made, loss = toy.stage(
+                stage, m, {v: values[v] for v, r in enumerate(toy.routes) if stage in r.targets}
+            )
             values |= made
         assert loss is not None
         losses.append(loss.item())
@@ -195,11 +219,14 @@ def transport(dynamic_shapes: bool = False) -> PipelineTransport | None:
     return PipelineTransport(rank, groups, torch.device("cpu"), dynamic_shapes)
 
 
-# ---- parity --------------------------------------------------------------------------------------------------------
+# ---- parity --------------------------------------------------------------------------------------
 
 
-def parity(ranks: int, microbatches: int, every: int = 1, dynamic_shapes: bool = False) -> list[tuple[str, float]]:
-    """(schedule, error of this rank's gradients and losses); each schedule twice, and forward alone."""
+def parity(
+    ranks: int, microbatches: int, every: int = 1, dynamic_shapes: bool = False
+) -> list[tuple[str, float]]:
+    """(schedule, error of this rank's gradients and losses); each schedule twice, and forward
+    alone."""
     line = transport(dynamic_shapes) if ranks > 1 else None
     return [
         (s.name + " split" * s.split, error)
@@ -208,7 +235,9 @@ def parity(ranks: int, microbatches: int, every: int = 1, dynamic_shapes: bool =
     ]
 
 
-def _errors(schedule: Schedule, line: PipelineTransport | None, microbatches: int) -> Iterator[float]:
+def _errors(
+    schedule: Schedule, line: PipelineTransport | None, microbatches: int
+) -> Iterator[float]:
     rank = dist.get_rank() if line is not None else 0
     if line is not None:
         line._specs.clear()  # another model
@@ -235,7 +264,9 @@ def _errors(schedule: Schedule, line: PipelineTransport | None, microbatches: in
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 5), (4, 5)])
-def test_every_schedule_gives_what_one_process_gives(pool: Pool, ranks: int, microbatches: int) -> None:
+def test_every_schedule_gives_what_one_process_gives(
+    pool: Pool, ranks: int, microbatches: int
+) -> None:
     for errors in pool.run(parity, ranks, microbatches, world=ranks, timeout=60):
         assert errors and {name: e for name, e in errors if e > 1e-11} == {}
 
@@ -252,7 +283,7 @@ def test_without_torch_distributed() -> None:
     assert errors and max(e for _, e in errors) < 1e-11
 
 
-# ---- messages ------------------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 class Two:
@@ -276,9 +307,16 @@ class Two:
 def counted(requires_grad: bool, dynamic_shapes: bool) -> list[tuple[int, int]]:
     line = transport(dynamic_shapes)
     assert line is not None
-    other = 1 - dist.get_rank()  # NCCL takes turns within a group: what flows the other way must not wait for this
+    other = (
+        1 - dist.get_rank()
+    )  # NCCL takes turns within a group: what flows the other way must not wait for this
     assert line._to[other][0] is not line._from[other].group
-    pipeline = PipelineRunner(listed("gpipe", [0, 1], 3, False, in_turn("FB")), [ValueRoute(0, (1,), "h")], dist.get_rank(), line)
+    pipeline = PipelineRunner(
+        listed("gpipe", [0, 1], 3, False, in_turn("FB")),
+        [ValueRoute(0, (1,), "h")],
+        dist.get_rank(),
+        line,
+    )
     counts = []
     for _ in range(2):
         line.messages = line.bytes = 0
@@ -298,7 +336,9 @@ HEADER = 11 * 8
         (True, True, [(6, 3 * HEADER + 60)] * 2, [(3, 60), (3, 60)]),
     ],
 )
-def test_what_is_sent(pool: Pool, requires_grad: bool, dynamic_shapes: bool, source: list, target: list) -> None:
+def test_what_is_sent(
+    pool: Pool, requires_grad: bool, dynamic_shapes: bool, source: list, target: list
+) -> None:
     """One header for a shape, none for gradients; no gradient for what needs none."""
     assert pool.run(counted, requires_grad, dynamic_shapes, world=2, timeout=60) == [source, target]
 
@@ -307,14 +347,18 @@ def shaped(dynamic_shapes: bool, *shape_of_last: int) -> float:
     line = transport(dynamic_shapes)
     work = Two(lambda m: shape_of_last if m == 2 else (5,))
     schedule = listed("gpipe", [0, 1], 3, False, in_turn("FB"))
-    PipelineRunner(schedule, [ValueRoute(0, (1,), "h")], dist.get_rank(), line).run(work, ["same"] * 3)
+    PipelineRunner(schedule, [ValueRoute(0, (1,), "h")], dist.get_rank(), line).run(
+        work, ["same"] * 3
+    )
     assert work.w.grad is not None
     return work.w.grad.item()
 
 
 def test_a_shape_that_follows_from_the_data(pool: Pool) -> None:
     assert pool.run(shaped, True, 7, world=2, timeout=60) == [17.0, 17.0]
-    with pytest.raises(UnsupportedModel, match=r"value h = 'float32\[7\].*was float32\[5\].*dynamic_shapes"):
+    with pytest.raises(
+        UnsupportedModel, match=r"value h = 'float32\[7\].*was float32\[5\].*dynamic_shapes"
+    ):
         pool.run(shaped, False, 7, world=2, timeout=60)
 
 
@@ -338,7 +382,9 @@ def sends_kept() -> int:
 
     placement = list(range(dist.get_world_size()))
     schedule = listed("1f1b", placement, 20, False, at_most(placement))
-    PipelineRunner(schedule, [ValueRoute(0, (1,), "h")], dist.get_rank(), line).run(Watched(lambda m: (5,)), ["same"] * 20)
+    PipelineRunner(schedule, [ValueRoute(0, (1,), "h")], dist.get_rank(), line).run(
+        Watched(lambda m: (5,)), ["same"] * 20
+    )
     assert not any(line._sent.values())
     return most
 
@@ -347,7 +393,7 @@ def test_what_was_sent_is_let_go(pool: Pool) -> None:
     assert max(pool.run(sends_kept, world=2, timeout=60)) <= 4
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 class Fails(Work):
@@ -364,13 +410,17 @@ class Fails(Work):
 def failing(action: Action) -> None:
     line, toy = transport(), Toy(4)
     schedule = listed("1f1b", range(4), 6, False, at_most(range(4)))
-    PipelineRunner(schedule, toy.routes, dist.get_rank(), line).run(Fails(toy, action), list(range(6)))
+    PipelineRunner(schedule, toy.routes, dist.get_rank(), line).run(
+        Fails(toy, action), list(range(6))
+    )
 
 
 @pytest.mark.parametrize("action", [Action("F", 1, 3), Action("B", 2, 1)])
 def test_an_error_stops_all_ranks(pool: Pool, action: Action) -> None:
     started = time.monotonic()
-    with pytest.raises(WorkerDied, match=f"rank {action.stage} died:(.|\n)*ArithmeticError: in {action}"):
+    with pytest.raises(
+        WorkerDied, match=f"rank {action.stage} died:(.|\n)*ArithmeticError: in {action}"
+    ):
         pool.run(failing, action, world=4, timeout=60)
     assert time.monotonic() - started < 30  # nobody waited for the one that is gone
 
@@ -387,11 +437,12 @@ def test_an_error_leaves_nothing_behind() -> None:
         torch.testing.assert_close(p.grad, wanted)
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 class Counting:
-    """Stages that save one tensor per microbatch; `log`: before each action, which saved tensors and outputs live."""
+    """Stages that save one tensor per microbatch; `log`: before each action, which saved tensors
+    and outputs live."""
 
     def __init__(self, stages: int):
         self.stages, self.log = stages, []
@@ -421,7 +472,9 @@ class Counting:
     def after(self, action: Action) -> None: ...
 
 
-@pytest.mark.parametrize("schedule", list(schedules(2, 4)), ids=lambda s: s.name + " split" * s.split)
+@pytest.mark.parametrize(
+    "schedule", list(schedules(2, 4)), ids=lambda s: s.name + " split" * s.split
+)
 def test_a_microbatch_lives_as_long_as_the_schedule_says(schedule: Schedule) -> None:
     gc.disable()
     try:
@@ -470,14 +523,16 @@ def test_forward_alone_keeps_nothing() -> None:
     assert not any(saved or made for _, saved, made in work.log)
 
 
-# ---- trace ---------------------------------------------------------------------------------------------------------
+# ---- trace ---------------------------------------------------------------------------------------
 
 
 def spans() -> tuple[list[Span], float, float]:
     schedule = listed("1f1b", range(2), 3, True, at_most(range(2)))
     toy, line, trace = Toy(2), transport(), []
     start = time.perf_counter()
-    PipelineRunner(schedule, toy.routes, dist.get_rank(), line).run(Work(toy), [m % 3 for m in range(3)], trace=trace)
+    PipelineRunner(schedule, toy.routes, dist.get_rank(), line).run(
+        Work(toy), [m % 3 for m in range(3)], trace=trace
+    )
     assert [s.action for s in trace if s.kind == "compute"] == list(schedule.order[dist.get_rank()])
     return trace, start, time.perf_counter()
 
@@ -498,9 +553,12 @@ def trained_beside_groups_of_ones_own() -> float:
     sample = {"input": torch.ones(2, 4)}
     plan = weft.plan(model, "pp3", batch=6, accumulate=3, sample=sample)
     engine = weft.Engine(
-        model, plan, optimizer=lambda named: torch.optim.SGD([p for _, p in named]), device="cpu",
+        model,
+        plan,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named]),
+        device="cpu",
         loss=lambda output, batch: (output.sum(), torch.tensor(float(len(output)))),
-    )  # fmt: skip
+    )
     return float(engine.step({"input": torch.ones(6, 4)}).loss)
 
 

@@ -1,4 +1,5 @@
-"""From model and layout to a Plan: roles found or declared, what is cut, and what is refused by name."""
+"""From model and layout to a Plan: roles found or declared, what is cut, and what is refused by
+name."""
 
 from __future__ import annotations
 
@@ -22,7 +23,17 @@ plan = partial(weft.plan, batch=8)
 
 def model(**changes: Any) -> nn.Module:
     with torch.device("meta"):
-        return decoder(**{"vocab": 64, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq_len": 16, **changes})
+        return decoder(
+            **{
+                "vocab": 64,
+                "dim": 32,
+                "layers": 2,
+                "heads": 4,
+                "kv_heads": 2,
+                "seq_len": 16,
+                **changes,
+            }
+        )
 
 
 def test_a_boundary_fixes_its_collectives() -> None:
@@ -36,7 +47,10 @@ def test_a_boundary_fixes_its_collectives() -> None:
     assert ops(COPY, SUM, False) == ("all_reduce", None)  # g
     assert ops(Shard(1), COPY, True) == ("all_gather", "reduce_scatter")
     assert ops(Shard(1), SUM, False) == ("reduce_scatter", "all_gather")
-    assert ops(COPY, Shard(-1), False) == ("all_gather", None)  # a gathered column splits in backward
+    assert ops(COPY, Shard(-1), False) == (
+        "all_gather",
+        None,
+    )  # a gathered column splits in backward
     assert ops(COPY, Shard(1), True) == (None, "all_gather")
     assert ops(Shard(2), Shard(1), True) == ("all_to_all", "all_to_all")
     assert dual(Shard(3)) == Shard(3) and dual(Replicate()) == SUM
@@ -44,7 +58,11 @@ def test_a_boundary_fixes_its_collectives() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_cut_covers_every_row_once(size: int) -> None:
-    for cut in (DimShard(0, (12, 6, 6), (12, 6, 6)), DimShard(0, (67,), (67,)), DimShard(1, (48,), (4,))):
+    for cut in (
+        DimShard(0, (12, 6, 6), (12, 6, 6)),
+        DimShard(0, (67,), (67,)),
+        DimShard(1, (48,), (4,)),
+    ):
         rows = [r for i in range(size) for a, b in cut.intervals(i, size) for r in range(a, b)]
         assert sorted(rows) == list(range(sum(cut.parts)))
 
@@ -70,7 +88,10 @@ def test_what_is_cut_under_tp() -> None:
     assert table["embedding.weight"]["tp"].stored == table["head.weight"]["tp"].stored == Shard(0)
     assert "tp" not in table["norm.weight"]
     sequence = plan(model(), "tp2+sequence", loss=next_token).params()
-    assert sequence["blocks.0.mlp_norm.weight"]["tp"].grad == SUM and "tp" not in sequence["norm.weight"]
+    assert (
+        sequence["blocks.0.mlp_norm.weight"]["tp"].grad == SUM
+        and "tp" not in sequence["norm.weight"]
+    )
 
 
 def test_logits_stay_sharded_only_for_a_loss_that_takes_them() -> None:
@@ -92,7 +113,11 @@ def test_tied_weights_are_one_weight() -> None:
 def test_buckets_fill_in_backward_order() -> None:
     laid = plan(model(), "dp2.tp2+sequence", loss=next_token)
     first, *rest = laid.buckets()
-    assert first.axes == ("dp",) and first.names[0] == "head.weight" and first.names[-1] == "embedding.weight"
+    assert (
+        first.axes == ("dp",)
+        and first.names[0] == "head.weight"
+        and first.names[-1] == "embedding.weight"
+    )
     assert [r.axes for r in rest] == [("dp", "tp")]  # norms: partial over both
     assert all("norm" in name for name in rest[0].names)
     assert sum(len(bucket.names) for bucket in laid.buckets()) == len(laid.weights)
@@ -121,8 +146,13 @@ DECLARED = {"*.mix": {"role": "attention", "heads": 4}, "*.mix.[abc]": "column",
 def test_declared_roles() -> None:
     assert not find_roles(Odd()).chains
     found = find_roles(Odd(), DECLARED)
-    assert found.source == "declared" and [c.row for c in found.chains] == ["parts.0.mix.d", "parts.1.mix.d"]
-    assert found.chains[0].heads == 4 and found.chains[0].columns == tuple(f"parts.0.mix.{n}" for n in "abc")
+    assert found.source == "declared" and [c.row for c in found.chains] == [
+        "parts.0.mix.d",
+        "parts.1.mix.d",
+    ]
+    assert found.chains[0].heads == 4 and found.chains[0].columns == tuple(
+        f"parts.0.mix.{n}" for n in "abc"
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +163,11 @@ def test_declared_roles() -> None:
         ({"*.mix": "column"}, UnsupportedModel, "is a Module"),
         ({"*.mix.d": "row"}, UnsupportedModel, "no column comes before it"),
         ({"*.mix.a": "column"}, UnsupportedModel, "no chain"),
-        ({**DECLARED, "*.mix": {"role": "attention", "heads": 5}}, UnsupportedModel, "number of heads is not known"),
+        (
+            {**DECLARED, "*.mix": {"role": "attention", "heads": 5}},
+            UnsupportedModel,
+            "number of heads is not known",
+        ),
         ({"*.mix": {"role": "attention", "head": 4}}, ConfigError, "not a key of this role"),
     ],
 )
@@ -146,7 +180,9 @@ def test_multihead_attention_is_left_whole_and_said() -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True) for _ in range(2))
+            self.layers = nn.ModuleList(
+                nn.TransformerEncoderLayer(16, 4, 32, batch_first=True) for _ in range(2)
+            )
 
     found = find_roles(Encoder())
     assert any("MultiheadAttention" in note for note in found.notes)
@@ -164,7 +200,12 @@ def test_multihead_attention_is_left_whole_and_said() -> None:
         (model, "dp3", ConfigError, "use a multiple of 3, such as 9"),
         (model, "tp3", UnsupportedModel, r"4 heads, which tp3 does not divide.*\[2, 4\]"),
         (partial(model, heads=12, dim=48, kv_heads=2), "tp3", UnsupportedModel, "2 key heads"),
-        (partial(model, hidden=33), "tp2", UnsupportedModel, "33 features, which tp2 does not divide"),
+        (
+            partial(model, hidden=33),
+            "tp2",
+            UnsupportedModel,
+            "33 features, which tp2 does not divide",
+        ),
         (convnet, "tp2", UnsupportedModel, "finds no attention"),
         (convnet, "dp1", ConfigError, "not a precision"),
     ],

@@ -1,4 +1,5 @@
-"""What a run says of what was to be expected: on this machine's sheet, and never in the way of a run that is done."""
+"""What a run says of what was to be expected: on this machine's sheet, and never in the way of a
+run that is done."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def run(folder: Path, layout__axes: str = "dp2", **settings: str) -> run_config.
     path = folder / "run.toml"
     path.write_text(RUN)
     settings["layout__axes"] = layout__axes
-    return run_config.load_run(path, {key.replace("__", "."): json.dumps(value) for key, value in settings.items()})
+    return run_config.load_run(
+        path, {key.replace("__", "."): json.dumps(value) for key, value in settings.items()}
+    )
 
 
 def sheet(kind: str = "cpu", devices: int = 2) -> str:
@@ -43,7 +46,12 @@ def test_what_was_to_be_expected(tmp_path: Path, at: Path) -> None:
     assert "weft calibrate" in str(predict(run(tmp_path), CPU))
     at.write_text(sheet())
     found = predict(run(tmp_path), CPU)
-    assert isinstance(found, Prediction) and found.step_s > 0 and found.traffic["dp"] > 0 and not found.bubble
+    assert (
+        isinstance(found, Prediction)
+        and found.step_s > 0
+        and found.traffic["dp"] > 0
+        and not found.bubble
+    )
     at.write_text(sheet("cuda"))
     assert "weft calibrate" in str(predict(run(tmp_path), CPU)), "the sheet of another machine"
 
@@ -51,13 +59,23 @@ def test_what_was_to_be_expected(tmp_path: Path, at: Path) -> None:
 @pytest.mark.parametrize(
     ("title", "name"),
     [
-        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA A100-PCIE-80GB", "a100-pcie"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GB200", "gb200"),
-        ("NVIDIA H20", "h20"), ("NVIDIA L40S", "l40s"), ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-        ("Tesla V100-SXM2-32GB", "v100"), ("AMD Instinct MI300X", "mi300x"), ("NVIDIA GeForce GTX 1080", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA A100-PCIE-40GB", None), ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-PCIE-80GB", "a100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA H100 NVL", None),
     ],
-)  # fmt: skip
+)
 def test_the_sheet_of_a_card(title: str, name: str | None) -> None:
     assert sheet_of_card(title) == name
 
@@ -72,7 +90,9 @@ def test_the_sheet_of_a_card(title: str, name: str | None) -> None:
         (sheet(devices=0).replace("fp32", "fp16"), "dp2", "has no peak for it"),
     ],
 )
-def test_a_sheet_that_says_nothing_of_a_run_is_said(text: str, axes: str, said: str, tmp_path: Path, at: Path) -> None:
+def test_a_sheet_that_says_nothing_of_a_run_is_said(
+    text: str, axes: str, said: str, tmp_path: Path, at: Path
+) -> None:
     at.write_text(text)
     assert said in str(predict(run(tmp_path, layout__axes=axes), CPU))
 

@@ -1,5 +1,6 @@
-"""Failure of one replica is not failure of all: who takes part is decided alike everywhere, what fails counts for none,
-one that died or stalled is left out in time, and comes back with what the others have."""
+"""Failure of one replica is not failure of all: who takes part is decided alike everywhere, what
+fails counts for none, one that died or stalled is left out in time, and comes back with what the
+others have."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Replicas:
     def __init__(self, folder: Path, count: int, places: int = 1, timeout_s: float = 1.0):
         self.store = dist.FileStore(str(folder / "store"), -1)
         self.quorums = {
-            (replica, place): Membership(ReplicaGroup(self.store, replica), count, place, places, timeout_s)
+            (replica, place): Membership(
+                ReplicaGroup(self.store, replica), count, place, places, timeout_s
+            )
             for replica in range(count)
             for place in range(places)
         }
@@ -116,7 +119,9 @@ def test_what_fails_for_one_counts_for_none_and_is_run_again(tmp_path: Path, bre
 
         return quorum.run("a", work)
 
-    assert all(meeting is not None and meeting.members == (0, 1, 2) for meeting in of.run(life).values())
+    assert all(
+        meeting is not None and meeting.members == (0, 1, 2) for meeting in of.run(life).values()
+    )
     assert set(runs.values()) == {2}
 
 
@@ -168,7 +173,8 @@ def test_one_that_asks_is_let_in_by_one_replica(tmp_path: Path) -> None:
 
 
 def test_one_that_is_out_is_not_taken_for_one_that_takes_part(tmp_path: Path) -> None:
-    """It comes to an exchange before it knows; and a process that came and was then replaced did not come."""
+    """It comes to an exchange before it knows; and a process that came and was then replaced did
+    not come."""
     of = Replicas(tmp_path, 3, timeout_s=0.5)
     of.run(lambda q: summed(q, "a", 1.0))
     of.quorums[0, 0].leave_out(1)
@@ -180,12 +186,21 @@ def test_one_that_is_out_is_not_taken_for_one_that_takes_part(tmp_path: Path) ->
 
 
 def test_who_speaks_for_all_changes_at_one_step_in_all(tmp_path: Path) -> None:
-    """An exchange may end within the step that began it, for some of the replicas: it is counted where it arrives."""
+    """An exchange may end within the step that began it, for some of the replicas: it is counted
+    where it arrives."""
     of, outers = Replicas(tmp_path, 2, timeout_s=0.5), []
     for quorum in of.quorums.values():
         model = torch.nn.Linear(2, 2)
-        plan = weft.plan(model, "dp2", batch=2, loss=mse, sync=sync.make_sync("diloco", "identity", period=4, delay=1))
-        outers.append(OuterOptimizer(plan, {name: p.detach() for name, p in model.named_parameters()}, quorum))
+        plan = weft.plan(
+            model,
+            "dp2",
+            batch=2,
+            loss=mse,
+            sync=sync.make_sync("diloco", "identity", period=4, delay=1),
+        )
+        outers.append(
+            OuterOptimizer(plan, {name: p.detach() for name, p in model.named_parameters()}, quorum)
+        )
     of.quorums[0, 0].leave_out(0)
     alone = of.quorums[1, 0].run("a", lambda _: None)
     assert alone is not None
@@ -202,14 +217,16 @@ def test_who_speaks_for_all_changes_at_one_step_in_all(tmp_path: Path) -> None:
 
 
 def test_the_exchange_that_was_sent_last_says_who_takes_part(tmp_path: Path) -> None:
-    """Several are under way, one fragment's began later than that of the one after it, and all arrive for a checkpoint.
-    Meanwhile one replica gives all that it has to another."""
+    """Several are under way, one fragment's began later than that of the one after it, and all
+    arrive for a checkpoint. Meanwhile one replica gives all that it has to another."""
     of, outers = Replicas(tmp_path, 3, timeout_s=1.0), []
     for quorum in of.quorums.values():
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         made = sync.make_sync("diloco", "identity", period=8, delay=6, fragments=2)
         plan = weft.plan(model, "dp3", batch=3, loss=mse, sync=made)
-        outers.append(OuterOptimizer(plan, {name: p.detach() for name, p in model.named_parameters()}, quorum))
+        outers.append(
+            OuterOptimizer(plan, {name: p.detach() for name, p in model.named_parameters()}, quorum)
+        )
     of.quorums[0, 0].leave_out(0)
     for (replica, _), meeting in of.run(lambda q: q.run("begin", lambda _: None), 1, 2).items():
         of.quorums[replica, 0].count(meeting)
@@ -220,7 +237,9 @@ def test_the_exchange_that_was_sent_last_says_who_takes_part(tmp_path: Path) -> 
                 outer.after(step)
         if step == 10:  # the exchange of step 4 has arrived, and that of step 8 is under way
             assert list(outers[2].kept(step))
-            assert all(any(fragment.exchange for fragment in outer.fragments) for outer in outers[1:])
+            assert all(
+                any(fragment.exchange for fragment in outer.fragments) for outer in outers[1:]
+            )
             of.quorums[0, 0].take_in(0, 0)
         if step == 12:
             for outer in outers:
@@ -245,25 +264,42 @@ def test_who_is_alone_and_left_out_says_so(tmp_path: Path) -> None:
         of.run(lambda q: q.ask(), 1)
 
 
-# ---- whole runs ------------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------------------
 
 
 class Failing(Ramps):
-    """One replica's process ends, or stands still for a while, when it reads a sample for the `at`-th time. One that is
-    started in its place reads when the others have read 20 samples without it: more than two steps of each."""
+    """One replica's process ends, or stands still for a while, when it reads a sample for the
+    `at`-th time. One that is started in its place reads when the others have read 20 samples
+    without it: more than two steps of each."""
 
     def __init__(
-        self, split: str = "train", at: int = 0, replica: int = 1, how: str = "", mark: str = "", seconds: int = 4
+        self,
+        split: str = "train",
+        at: int = 0,
+        replica: int = 1,
+        how: str = "",
+        mark: str = "",
+        seconds: int = 4,
     ):
         super().__init__(split)
-        self.at, self.replica, self.how, self.mark, self.seconds = at, replica, how, Path(mark), seconds
+        self.at, self.replica, self.how, self.mark, self.seconds = (
+            at,
+            replica,
+            how,
+            Path(mark),
+            seconds,
+        )
         self.without = 0  # samples read since that one ended
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         from weft.launch.local_workers import replica_slot
 
         found = super().__getitem__(index)
-        here, back, alone = replica_slot(), self.mark.with_suffix(".back"), self.mark.with_suffix(".alone")
+        here, back, alone = (
+            replica_slot(),
+            self.mark.with_suffix(".back"),
+            self.mark.with_suffix(".alone"),
+        )
         if self.shift or here is None:
             return found
         mine = here.replica == self.replica
@@ -284,13 +320,23 @@ class Failing(Ramps):
             self.without += 1
             if self.without == 20:
                 alone.touch()
-        waits = self.mark.exists() and not back.exists()  # the others are not to be done before it is back,
-        time.sleep(min(0.05 + 0.002 * (self.reads - self.at), 0.2) if waits else 0.01)  # however slow the machine
+        waits = (
+            self.mark.exists() and not back.exists()
+        )  # the others are not to be done before it is back,
+        time.sleep(
+            min(0.05 + 0.002 * (self.reads - self.at), 0.2) if waits else 0.01
+        )  # however slow the machine
         return found
 
 
 def failing(
-    folder: Path, axes: str, how: str, replica: int, sync: dict[str, Any], steps: int = 60, seconds: int = 9
+    folder: Path,
+    axes: str,
+    how: str,
+    replica: int,
+    sync: dict[str, Any],
+    steps: int = 60,
+    seconds: int = 9,
 ) -> Any:
     settings = {f"sync__{key}": value for key, value in sync.items()}
     settings |= {"train__steps": steps, "train__accumulate": 1, "train__batch": 12}
@@ -298,10 +344,14 @@ def failing(
     run = written(folder, axes, settings)
     data = type(run.data).model_validate(
         {
-            "build": "test_quorum:Failing", "at": 30, "replica": replica, "how": how, "mark": str(folder / "mark"),
+            "build": "test_quorum:Failing",
+            "at": 30,
+            "replica": replica,
+            "how": how,
+            "mark": str(folder / "mark"),
             "seconds": seconds,
         }
-    )  # fmt: skip
+    )
     return run.model_copy(update={"data": data})
 
 
@@ -310,7 +360,13 @@ PERIODIC = {"name": "diloco", "period": 4, "fragments": 2, "delay": 1, "timeout_
 
 @pytest.mark.parametrize(
     ("axes", "how", "replica"),
-    [("dp3", "dies", 1), ("dp3", "dies", 0), ("dp3", "stalls", 0), ("dp2.tp2", "dies", 1), ("dp2", "raises", 1)],
+    [
+        ("dp3", "dies", 1),
+        ("dp3", "dies", 0),
+        ("dp3", "stalls", 0),
+        ("dp2.tp2", "dies", 1),
+        ("dp2", "raises", 1),
+    ],
 )
 def test_the_others_go_on_and_it_comes_back(
     tmp_path: Path, capfd: pytest.CaptureFixture, axes: str, how: str, replica: int
@@ -334,12 +390,17 @@ def test_the_others_go_on_and_it_comes_back(
     assert ("started anew" in said) == (how != "stalls")
 
 
-@pytest.mark.parametrize("sync", [PERIODIC, {"name": "parameter_server", "staleness": 3, "timeout_s": 1.0}])
+@pytest.mark.parametrize(
+    "sync", [PERIODIC, {"name": "parameter_server", "staleness": 3, "timeout_s": 1.0}]
+)
 def test_one_that_never_wakes_does_not_keep_the_run_from_ending(
     tmp_path: Path, capfd: pytest.CaptureFixture, sync: dict[str, Any]
 ) -> None:
     run = failing(tmp_path, "dp2", "stalls", 1, sync, steps=20, seconds=100)
-    assert replica_workers.run_replicas(train, [[0], [1]], run, False, threads=1, needed={0}) == [False, None]
+    assert replica_workers.run_replicas(train, [[0], [1]], run, False, threads=1, needed={0}) == [
+        False,
+        None,
+    ]
     assert lines(run)[-1]["step"] == 20
     assert "replicas 1 stall, and the others are done" in capfd.readouterr().err
 
@@ -367,7 +428,9 @@ def without_a_store() -> None:
     assert here is not None
     if here.replica == 0:
         started = map(int, os.popen(f"pgrep -P {os.getppid()}").read().split())
-        keeper = max(pid for pid in started if pid < os.getpid())  # the last one before the first replica
+        keeper = max(
+            pid for pid in started if pid < os.getpid()
+        )  # the last one before the first replica
         os.kill(keeper, signal.SIGKILL)
     time.sleep(60)
 

@@ -1,4 +1,5 @@
-"""What a gate asks of tokens, on one device: shares, capacity, a bias that balances, and grouped products."""
+"""What a gate asks of tokens, on one device: shares, capacity, a bias that balances, and grouped
+products."""
 
 from __future__ import annotations
 
@@ -140,14 +141,20 @@ def test_experts_are_each_token_s_own() -> None:
             want[token] += weights[token, choice] * (experts.down[expert] @ (F.silu(gate) * up))
     torch.testing.assert_close(experts(x, index, weights), want)
     experts(x, index, weights).sum().backward()
-    assert experts.up.grad is not None and bool((experts.up.grad[1] == 0).all())  # nobody's, and yet with a gradient
+    assert experts.up.grad is not None and bool(
+        (experts.up.grad[1] == 0).all()
+    )  # nobody's, and yet with a gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_s_grouped_product_gives_the_same(dtype: torch.dtype) -> None:
     """What a GPU runs, here on the CPU."""
     torch.manual_seed(0)
-    x, weights, counts = torch.randn(10, 16).to(dtype), torch.randn(4, 8, 16).to(dtype), torch.tensor([4, 0, 5, 1])
+    x, weights, counts = (
+        torch.randn(10, 16).to(dtype),
+        torch.randn(4, 8, 16).to(dtype),
+        torch.tensor([4, 0, 5, 1]),
+    )
     want = F.grouped_mm(x, weights.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
     torch.testing.assert_close(grouped(x, weights, counts), want)
 
@@ -158,27 +165,37 @@ class Turned(nn.Module):
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
         self.num_experts = 2
-        self.last, self.first = nn.Parameter(torch.ones(2, hidden, dim)), nn.Parameter(torch.ones(2, dim, hidden))
+        self.last, self.first = (
+            nn.Parameter(torch.ones(2, hidden, dim)),
+            nn.Parameter(torch.ones(2, dim, hidden)),
+        )
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return x
 
 
 def inside(module: nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
-    return {name: (cut.dim, cut.parts) for each in experts_of(module) for name, cut in each.cuts.items()}
+    return {
+        name: (cut.dim, cut.parts) for each in experts_of(module) for name, cut in each.cuts.items()
+    }
 
 
 def test_what_is_inside_of_an_expert() -> None:
     model = decoder(16, 8, 1, 2, experts=4, hidden=12, shared=1)
     assert inside(model) == {
-        "blocks.0.mlp.experts.up": (1, (12, 12)), "blocks.0.mlp.experts.down": (2, (12,)),
-    }  # fmt: skip
+        "blocks.0.mlp.experts.up": (1, (12, 12)),
+        "blocks.0.mlp.experts.down": (2, (12,)),
+    }
     assert [each.shared for each in find_roles(model).experts] == ["blocks.0.mlp.shared"]
     gate = nn.Linear(8, 2, bias=False)
     assert inside(nn.ModuleDict({"gate": gate, "experts": Turned(8, 12)})) == {
-        "experts.first": (2, (12,)), "experts.last": (1, (12,)),
-    }  # fmt: skip
+        "experts.first": (2, (12,)),
+        "experts.last": (1, (12,)),
+    }
     # with no gate it could be the tokens that have 12, and with 8 of both it could be either dim
     assert inside(nn.ModuleDict({"experts": Turned(8, 12)})) == {}
     assert inside(nn.ModuleDict({"gate": gate, "experts": Turned(8, 8)})) == {}
-    assert "left whole under tp" in find_roles(nn.ModuleDict({"gate": gate, "experts": Turned(8, 8)})).notes[0]
+    assert (
+        "left whole under tp"
+        in find_roles(nn.ModuleDict({"gate": gate, "experts": Turned(8, 8)})).notes[0]
+    )

@@ -47,7 +47,9 @@ def test_take_is_the_slice_of_the_rows(start, stop):
     segments = cut_segments([(2, 4), (6, 8), (10, 12)])
     taken = take_segments(segments, start, stop)
     assert rows(taken) == [2, 3, 6, 7, 10, 11][start:stop]
-    assert [local for local, _, _ in taken] == [sum(n for _, _, n in taken[:i]) for i in range(len(taken))]
+    assert [local for local, _, _ in taken] == [
+        sum(n for _, _, n in taken[:i]) for i in range(len(taken))
+    ]
 
 
 def test_chunks_are_the_product_over_the_dims():
@@ -72,7 +74,9 @@ def test_a_fused_cut_then_a_row_cut_assembles_to_the_full_tensor(tp, fsdp):
     parts = []
     for t in range(tp):
         width = 4 // tp
-        fused = cut_segments([(part * 4 + t * width, part * 4 + (t + 1) * width) for part in range(3)])
+        fused = cut_segments(
+            [(part * 4 + t * width, part * 4 + (t + 1) * width) for part in range(3)]
+        )
         for f in range(fsdp):
             own = take_segments(fused, *fsdp_rows(12 // tp, fsdp, f))
             parts.append((full[rows(own)], chunks_of([own, cut_segments([(0, 5)])])))
@@ -91,7 +95,10 @@ def test_flaw_names_the_region():
     quarters = [box((r, r + 2), (c, c + 3)) for r in (0, 2) for c in (0, 3)]
     assert coverage_flaw(quarters, (4, 6)) is None
     assert coverage_flaw(quarters[:3], (4, 6)) == "[2:4, 3:6] of (4, 6) is in no chunk"
-    assert coverage_flaw([*quarters, box((1, 2), (0, 1))], (4, 6)) == "[1:2, 0:1] of (4, 6) is in 2 chunks"
+    assert (
+        coverage_flaw([*quarters, box((1, 2), (0, 1))], (4, 6))
+        == "[1:2, 0:1] of (4, 6) is in 2 chunks"
+    )
     # as many elements as the tensor has, and still wrong
     assert coverage_flaw([box((0, 2)), box((1, 3))], (4,)) == "[1:2] of (4,) is in 2 chunks"
     assert coverage_flaw([box((0, 5))], (4,)) == "[0:5] lies outside of (4,)"
@@ -112,7 +119,10 @@ def test_flaw_agrees_with_counting_every_element():
     generator = torch.Generator().manual_seed(0)
     clean = 0
     for _ in range(300):
-        rows_at, cols_at = sorted(torch.randint(0, 5, (2,), generator=generator).tolist()), [0, 2, 4]
+        rows_at, cols_at = (
+            sorted(torch.randint(0, 5, (2,), generator=generator).tolist()),
+            [0, 2, 4],
+        )
         edges = [0, *rows_at, 4]
         boxes = [box((a, b), (c, d)) for a, b in pairwise(edges) for c, d in pairwise(cols_at)]
         if torch.rand((), generator=generator) < 0.5:
@@ -137,7 +147,9 @@ def test_overlap_and_shift():
 def test_piece_refuses_chunks_that_do_not_fit():
     tensor = torch.zeros(2, 3)
     whole_shard("w", tensor)
-    with pytest.raises(ValueError, match=r"w: \[0:2, 0:3\] of a local \(2, 3\) cannot be \[3:5, 0:3\]"):
+    with pytest.raises(
+        ValueError, match=r"w: \[0:2, 0:3\] of a local \(2, 3\) cannot be \[3:5, 0:3\]"
+    ):
         LocalShard("w", tensor, (4, 3), ((box((0, 2), (0, 3)), box((3, 5), (0, 3))),), True)
     with pytest.raises(ValueError):
         LocalShard("w", tensor, (4, 3), ((box((0, 3), (0, 3)), box((0, 3), (0, 3))),), True)

@@ -20,7 +20,12 @@ from weft.train import build
 from weft.train.loss_spikes import LEAST, WINDOW, LossSpikeDetector
 from weft.train.trainer import train
 
-BATCH, SIZE, BAD, KEPT = 8, 1024, 30, 24  # step 30 has the spike; 24 is that of the checkpoint before it
+BATCH, SIZE, BAD, KEPT = (
+    8,
+    1024,
+    30,
+    24,
+)  # step 30 has the spike; 24 is that of the checkpoint before it
 ORDER = np.random.default_rng([0, 0]).permutation(SIZE)
 PLACE = np.argsort(ORDER)
 
@@ -28,7 +33,9 @@ PLACE = np.argsort(ORDER)
 class Spoilt(Ramps):
     """Whose sequences at these places in the order of seed 0 are noise."""
 
-    def __init__(self, split: str = "train", first: int = BATCH * (BAD - 1), last: int = BATCH * BAD):
+    def __init__(
+        self, split: str = "train", first: int = BATCH * (BAD - 1), last: int = BATCH * BAD
+    ):
         super().__init__(split, SIZE)
         self.first, self.last = first, last
 
@@ -40,7 +47,8 @@ class Spoilt(Ramps):
 
 
 class Passed(Ramps):
-    """The same without the noise, as it is seen by one who leaves out the steps from the checkpoint to the spike."""
+    """The same without the noise, as it is seen by one who leaves out the steps from the checkpoint
+    to the spike."""
 
     def __init__(self, split: str = "train"):
         super().__init__(split, SIZE)
@@ -53,8 +61,19 @@ class Passed(Ramps):
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    common = {"train__steps": 40, "train__batch": BATCH, "train__seed": 0, "train__decay": "constant"}
-    return {**common, "checkpoint__every": 8, "checkpoint__keep": 9, "data__build": "test_spikes:Spoilt", **more}
+    common = {
+        "train__steps": 40,
+        "train__batch": BATCH,
+        "train__seed": 0,
+        "train__decay": "constant",
+    }
+    return {
+        **common,
+        "checkpoint__every": 8,
+        "checkpoint__keep": 9,
+        "data__build": "test_spikes:Spoilt",
+        **more,
+    }
 
 
 @pytest.mark.parametrize("axes", ["dp1", "fsdp2", "pp2", "a worker"])
@@ -65,7 +84,13 @@ def test_a_spike_is_undone_and_its_samples_left_out(
 
     def trained(run: RunConfig, resume: bool) -> None:
         if axes == "a worker":
-            local_workers.run_workers(train, 2, run.model_copy(update={"workers": {"other": ("blocks.0",)}}), resume, threads=1)
+            local_workers.run_workers(
+                train,
+                2,
+                run.model_copy(update={"workers": {"other": ("blocks.0",)}}),
+                resume,
+                threads=1,
+            )
         else:
             train(run, resume) if axes == "dp1" else pool.run(train, run, resume, world=2)
 
@@ -73,11 +98,16 @@ def test_a_spike_is_undone_and_its_samples_left_out(
         run = make(tmp_path, lies, **settings(train__rollback=1.5, train__steps=steps))
         trained(run, steps == 36)
     said = " ".join(capfd.readouterr().out.split())
-    assert axes != "dp1" or f"where 1.898 is usual: back to step {KEPT}, {BAD - KEPT} batches are left out" in said
+    assert (
+        axes != "dp1"
+        or f"where 1.898 is usual: back to step {KEPT}, {BAD - KEPT} batches are left out" in said
+    )
     run = make(tmp_path, lies, **settings(train__rollback=1.5))
     trained(run, True)  # how many are left out is in the checkpoint
     assert [line["step"] for line in lines(run)] == list(range(1, 41))
-    assert [line.get("batches_left_out", 0) for line in lines(run)] == [0] * KEPT + [BAD - KEPT] * (40 - KEPT)
+    assert [line.get("batches_left_out", 0) for line in lines(run)] == [0] * KEPT + [BAD - KEPT] * (
+        40 - KEPT
+    )
     other = make(tmp_path / "passed", lies, **settings(data__build="test_spikes:Passed"))
     trained(other, False)
     once, again = saved(run, 40), saved(other, 40)
@@ -91,7 +121,12 @@ def test_a_run_that_cannot_get_past_it_ends(tmp_path: Path) -> None:
     with pytest.raises(WeftError, match=rf"step \d+ is .* after going back to step {KEPT} 3 times"):
         train(make(tmp_path, **spoilt), False)
     with pytest.raises(WeftError, match=r"is nan\. No checkpoint was written"):
-        train(make(tmp_path / "nan", **settings(train__rollback=1.5, train__loss="test_spikes:broken")), False)
+        train(
+            make(
+                tmp_path / "nan", **settings(train__rollback=1.5, train__loss="test_spikes:broken")
+            ),
+            False,
+        )
 
 
 def broken(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -100,7 +135,9 @@ def broken(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def test_what_is_a_spike() -> None:
     spikes = LossSpikeDetector(2.0)
-    assert spikes.judge(math.inf) == "is inf" and spikes.judge(100.0) is None  # nothing to compare with
+    assert (
+        spikes.judge(math.inf) == "is inf" and spikes.judge(100.0) is None
+    )  # nothing to compare with
     for _ in range(2, LEAST):
         assert spikes.judge(1.0) is None
     assert spikes.judge(9.0) is None  # one too few
@@ -130,6 +167,10 @@ def test_where_it_cannot_go_back(tmp_path: Path, more: dict[str, Any], says: str
     axes = "pp2" if "pipeline__schedule" in more else "dp2"
     free = {"train__clip": None} if axes == "pp2" else {}
     run = make(tmp_path, axes, **settings(train__rollback=2.0, train__accumulate=2, **more))
-    run = run.model_copy(update={"train": run.train.model_copy(update={"clip": None})}) if free else run
+    run = (
+        run.model_copy(update={"train": run.train.model_copy(update={"clip": None})})
+        if free
+        else run
+    )
     with pytest.raises(ConfigError, match=says):
         build.check_run(run)

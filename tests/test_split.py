@@ -22,7 +22,8 @@ def _weight(*shape: int) -> nn.Parameter:
 
 
 class _Scale(torch.autograd.Function):
-    """x * w + 0 for a vector w; its backward is written by hand, with two outputs of which one may be unused."""
+    """x * w + 0 for a vector w; its backward is written by hand, with two outputs of which one may
+    be unused."""
 
     @staticmethod
     def forward(ctx, x, w):  # type: ignore[override]
@@ -53,20 +54,30 @@ class _Affine(torch.autograd.Function):
 class _Block(nn.Module):
     def __init__(self, width: int):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class _Case(nn.Module):
-    """Ways in which a stage can use its weights. `a`, `b` [5, 6] may need gradients, `ids` [5] cannot."""
+    """Ways in which a stage can use its weights. `a`, `b` [5, 6] may need gradients, `ids` [5]
+    cannot."""
 
     def __init__(self, name: str):
         super().__init__()
         torch.manual_seed(0)
         self.name = name
-        self.w, self.v, self.bias, self.unused = _weight(6, 6), _weight(6, 6), _weight(6), _weight(6)
+        self.w, self.v, self.bias, self.unused = (
+            _weight(6, 6),
+            _weight(6, 6),
+            _weight(6),
+            _weight(6),
+        )
         self.table, self.single = _weight(7, 6), nn.Parameter(torch.randn(6))
         self.blocks = nn.ModuleList(_Block(6) for _ in range(3)).double()
         self.conv, self.batch = nn.Conv1d(1, 3, 3, padding=1).double(), nn.BatchNorm1d(3).double()
@@ -146,7 +157,11 @@ class _Case(nn.Module):
         return (F.linear(a, self.w),)
 
     def _checkpointed_prepared(self, a, b, ids):
-        return (checkpoint(lambda x: self.blocks[0](x) @ (self.w * self.w.sigmoid()), a, use_reentrant=False),)
+        return (
+            checkpoint(
+                lambda x: self.blocks[0](x) @ (self.w * self.w.sigmoid()), a, use_reentrant=False
+            ),
+        )
 
     def _frozen(self, a, b, ids):
         return ((a @ self.frozen).relu() @ self.w,)
@@ -165,7 +180,11 @@ class _Case(nn.Module):
         return (z,)
 
 
-CASES = [name[1:] for name, value in vars(_Case).items() if name.startswith("_") and not name.startswith("__")]
+CASES = [
+    name[1:]
+    for name, value in vars(_Case).items()
+    if name.startswith("_") and not name.startswith("__")
+]
 
 
 def _graph(case: _Case, needing: str) -> tuple[list[Tensor], tuple[Tensor, ...], list[Tensor]]:
@@ -205,11 +224,14 @@ def test_equals_one_backward(name: str, needing: str) -> None:
 
 
 def _random(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """(weights, inputs, roots) of a random stage: weights are shared, prepared, returned, checkpointed, unused."""
+    """(weights, inputs, roots) of a random stage: weights are shared, prepared, returned,
+    checkpointed, unused."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     weights: list[Tensor] = [_weight(4, 4) for _ in range(3)]
-    inputs = [torch.randn(4, 4, dtype=torch.float64, requires_grad=draw.random() < 0.6) for _ in range(3)]
+    inputs = [
+        torch.randn(4, 4, dtype=torch.float64, requires_grad=draw.random() < 0.6) for _ in range(3)
+    ]
     ways = [w * v for w, v in [draw.sample(weights, 2)]] + [draw.choice(weights).t(), *weights]
     made = list(inputs)
     for _ in range(draw.randint(3, 12)):
@@ -225,10 +247,16 @@ def _random(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
             lambda x, y, w, v: _Affine.apply(0.5, x, y.detach(), w[0], v[1]),
             lambda x, y, w, v: _Scale.apply(x, w[0])[draw.randint(0, 1)],
             lambda x, y, w, v: (x + y).mul_(w[2]),
-            lambda x, y, w, v: checkpoint(lambda x, w: (x @ w).sin() @ w, x, w, use_reentrant=False),
+            lambda x, y, w, v: checkpoint(
+                lambda x, w: (x @ w).sin() @ w, x, w, use_reentrant=False
+            ),
         )
         made.append(draw.choice(makers)(x, y, w, v))
-    return weights, inputs, draw.sample(made, draw.randint(1, 4)) + draw.sample(ways, draw.randint(0, 1))
+    return (
+        weights,
+        inputs,
+        draw.sample(made, draw.randint(1, 4)) + draw.sample(ways, draw.randint(0, 1)),
+    )
 
 
 @pytest.mark.parametrize("seeds", [range(100 * i, 100 * (i + 1)) for i in range(4)])
@@ -236,20 +264,25 @@ def test_random_stages(seeds: Sequence[int]) -> None:
     for seed in seeds:
         weights, inputs, roots = _random(seed)
         grads = [torch.randn_like(root) for root in roots]
-        wanted = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root.requires_grad]
+        wanted = [
+            (root, grad) for root, grad in zip(roots, grads, strict=True) if root.requires_grad
+        ]
         if wanted:
             torch.autograd.backward([root for root, _ in wanted], [grad for _, grad in wanted])
         mine, given, roots = _random(seed)
         found, deferred = backward_inputs(roots, grads, given)
         deferred.run()
-        for a, b in zip([*(w.grad for w in mine), *found], [x.grad for x in (*weights, *inputs)], strict=True):
+        for a, b in zip(
+            [*(w.grad for w in mine), *found], [x.grad for x in (*weights, *inputs)], strict=True
+        ):
             assert (a is None) == (b is None), seed
             if a is not None:
                 torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=str(seed))
 
 
 class _Ops(TorchDispatchMode):
-    """How often each operation that computes runs; of a norm's backward, which gradients it makes."""
+    """How often each operation that computes runs; of a norm's backward, which gradients it
+    makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,8 +291,16 @@ class _Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         name = func.overloadpacket.__name__
         if name.endswith("backward") or name in ("mm", "embedding_dense_backward"):
-            self.counts[name + "".join(str(int(wanted)) for x in args if isinstance(x, list) for wanted in x
-                                       if isinstance(wanted, bool))] += 1  # fmt: skip
+            self.counts[
+                name
+                + "".join(
+                    str(int(wanted))
+                    for x in args
+                    if isinstance(x, list)
+                    for wanted in x
+                    if isinstance(wanted, bool)
+                )
+            ] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -282,8 +323,12 @@ def test_a_first_stage_leaves_the_whole_backward_to_w() -> None:
     assert not ops.counts
     with _Ops() as ops:
         deferred.run()
-    assert ops.counts == {"mm": 6, "gelu_backward": 1, "native_layer_norm_backward111": 1,
-                          "embedding_dense_backward": 1}  # fmt: skip
+    assert ops.counts == {
+        "mm": 6,
+        "gelu_backward": 1,
+        "native_layer_norm_backward111": 1,
+        "embedding_dense_backward": 1,
+    }
 
 
 def test_hooks_on_the_path_run_once() -> None:
@@ -300,7 +345,8 @@ def test_hooks_on_the_path_run_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "regions"), [("checkpointed", 3), ("checkpointed_tied", 2), ("checkpointed_prepared", 1)]
+    ("name", "regions"),
+    [("checkpointed", 3), ("checkpointed_tied", 2), ("checkpointed_prepared", 1)],
 )
 def test_checkpointed_regions_are_recomputed_once_in_each_part(name: str, regions: int) -> None:
     case = _Case(name)
@@ -314,7 +360,9 @@ def test_checkpointed_regions_are_recomputed_once_in_each_part(name: str, region
     assert len(ran) == 2 * regions
 
 
-@pytest.mark.parametrize("name", ["blocks", "consecutive", "conv", "custom", "prepared", "tied", "checkpointed"])
+@pytest.mark.parametrize(
+    "name", ["blocks", "consecutive", "conv", "custom", "prepared", "tied", "checkpointed"]
+)
 def test_what_is_saved_is_freed(name: str) -> None:
     case = _Case(name)
     saved: list[weakref.ref] = []

@@ -1,5 +1,6 @@
-"""Synchronisers that agree in every step: as they are, each equals one device under every layout of a replica, and what
-they send is what was predicted; with a codec, replicas stay equal bit for bit."""
+"""Synchronisers that agree in every step: as they are, each equals one device under every layout of
+a replica, and what they send is what was predicted; with a codec, replicas stay equal bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,16 @@ EXACT = {
     "servers": sync.make_sync("parameter_server", servers=2, bucket_mb=0.01),
 }
 LAYOUTS = [
-    *("dp2", "dp4", "dp2.tp2", "dp2.tp2+sequence", "dp2.fsdp2", "dp2.fsdp2+zero1", "pp2.dp2", "dp2.pp2+zb-v"),
+    *(
+        "dp2",
+        "dp4",
+        "dp2.tp2",
+        "dp2.tp2+sequence",
+        "dp2.fsdp2",
+        "dp2.fsdp2+zero1",
+        "pp2.dp2",
+        "dp2.pp2+zb-v",
+    ),
     "dp2.cp2+ulysses",
 ]
 
@@ -65,7 +75,9 @@ def test_equals_one_device(pool: Pool, name: str, layout: str) -> None:
 
 def trained(codec: Codec | str, route: str, layout: str, options: dict, steps: int) -> Any:
     """(losses, weights, states, seen, predicted) of this rank."""
-    subject = with_sync("deep" if "pp" in layout else "decoder", sync.make_sync(route, codec, **options))
+    subject = with_sync(
+        "deep" if "pp" in layout else "decoder", sync.make_sync(route, codec, **options)
+    )
     model = seeded(subject.build)
     plan = laid(subject, model, layout)
     optimizer = partial(torch.optim.SGD, lr=0.1)
@@ -77,16 +89,26 @@ def trained(codec: Codec | str, route: str, layout: str, options: dict, steps: i
         if step == 0:
             with Audit(engine.mesh) as audit:
                 result = engine.step(engine.local(batch))
-            seen = {k: v for k, v in collective_totals(audit.seen).items() if k[1] in ("dp", "fsdp")}
+            seen = {
+                k: v for k, v in collective_totals(audit.seen).items() if k[1] in ("dp", "fsdp")
+            }
             values = dict.fromkeys(range(9), 0)
             buffers = engine.stale_buffer_bytes
-            wanted = collective_totals(predict_collectives(plan, {}, 8, buffers=buffers, rank=engine.mesh.rank, values=values))
+            wanted = collective_totals(
+                predict_collectives(
+                    plan, {}, 8, buffers=buffers, rank=engine.mesh.rank, values=values
+                )
+            )
             wanted = {k: v for k, v in wanted.items() if k[1] in ("dp", "fsdp")}
         else:
             result = engine.step(engine.local(batch))
         losses.append(float(result.loss))
     # under tp what a rank holds whole it holds as the others do
-    whole = {n for n, axes in plan.params().items() if all(p.stored == COPY for a, p in axes.items() if a == "tp")}
+    whole = {
+        n
+        for n, axes in plan.params().items()
+        if all(p.stored == COPY for a, p in axes.items() if a == "tp")
+    }
     weights = {n: (local_tensor(p.detach()).clone(), n in whole) for n, p in engine.params.items()}
     return losses, weights, engine.mesh.coords, seen, wanted
 
@@ -111,7 +133,9 @@ CODED = [(codec, *route) for codec, route in in_turn(LOSSY, ROUTES, 4)]
 
 
 @pytest.mark.parametrize(("codec", "route", "layout", "options"), CODED, ids=str)
-def test_replicas_stay_equal_under_a_codec(pool: Pool, codec: Any, route: str, layout: str, options: dict) -> None:
+def test_replicas_stay_equal_under_a_codec(
+    pool: Pool, codec: Any, route: str, layout: str, options: dict
+) -> None:
     world = weft.Layout.parse(layout).world
     found = pool.run(trained, codec, route, layout, options, 6, world=world)
     for losses, _, _, seen, wanted in found:
@@ -122,7 +146,11 @@ def test_replicas_stay_equal_under_a_codec(pool: Pool, codec: Any, route: str, l
         for _, others, at, _, _ in found:
             if {**coords, "dp": 0, "tp": 0} == {**at, "dp": 0, "tp": 0}:
                 same = coords.get("tp") == at.get("tp")
-                assert all(torch.equal(weights[n][0], others[n][0]) for n, (_, copy) in weights.items() if same or copy)
+                assert all(
+                    torch.equal(weights[n][0], others[n][0])
+                    for n, (_, copy) in weights.items()
+                    if same or copy
+                )
 
 
 class Sometimes(nn.Module):
@@ -149,10 +177,14 @@ def marked(rows: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {"input": x, "target": torch.rand(BATCH, 8)}
 
 
-@pytest.mark.parametrize("rows", [(5, 7), (0, 2), ()])  # of the second replica, of the first, of none
+@pytest.mark.parametrize(
+    "rows", [(5, 7), (0, 2), ()]
+)  # of the second replica, of the first, of none
 @pytest.mark.parametrize("layout", ["dp2.fsdp2", "dp4"])
 @pytest.mark.parametrize("name", ["ring", "central", "servers"])
-def test_a_parameter_that_one_replica_reaches(pool: Pool, name: str, layout: str, rows: tuple[int, ...]) -> None:
+def test_a_parameter_that_one_replica_reaches(
+    pool: Pool, name: str, layout: str, rows: tuple[int, ...]
+) -> None:
     plan = (("accumulate", 1), ("sync", EXACT[name]))
     case = Subject(Sometimes, partial(marked, rows), mse, plan)
     result = run(pool, case, layout)
@@ -177,8 +209,19 @@ def bare(layout: str) -> float:
     sample = {key: value[:2] for key, value in batch.items()}
     model = seeded(Bare)
     made = sync.make_sync("allreduce", "int8")
-    plan = weft.plan(model, layout, batch=BATCH, accumulate=2, loss=mse, precision="fp64", sample=sample, sync=made)
-    engine = weft.Engine(model, plan, optimizer=partial(torch.optim.SGD, lr=0.5), loss=mse, device="cpu")
+    plan = weft.plan(
+        model,
+        layout,
+        batch=BATCH,
+        accumulate=2,
+        loss=mse,
+        precision="fp64",
+        sample=sample,
+        sync=made,
+    )
+    engine = weft.Engine(
+        model, plan, optimizer=partial(torch.optim.SGD, lr=0.5), loss=mse, device="cpu"
+    )
     losses = [float(engine.step(engine.local(batch)).loss) for _ in range(5)]
     return losses[0] - losses[-1]
 
@@ -189,23 +232,32 @@ def test_a_model_with_nothing_outside_of_its_blocks(pool: Pool, layout: str) -> 
 
 
 def clipped(clip: float | None) -> float:
-    """How far a step with the whole gradient in DGC's message goes, after a step that says how much counts."""
+    """How far a step with the whole gradient in DGC's message goes, after a step that says how much
+    counts."""
     codec = {"name": "dgc", "density": 1.0, "momentum": 0.0} | ({"clip": clip} if clip else {})
     subject = with_sync("decoder", sync.make_sync("allreduce", codec))
     model = seeded(subject.build)
     engine = weft.Engine(
-        model, laid(subject, model, "dp2"), optimizer=partial(torch.optim.SGD, lr=1.0), loss=subject.loss, device="cpu"
+        model,
+        laid(subject, model, "dp2"),
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        loss=subject.loss,
+        device="cpu",
     )
     batch = subject.data()
     engine.step(engine.local(batch))
     before = {n: p.detach().clone() for n, p in engine.params.items()}
     engine.step(engine.local(batch))
-    return float(sum((p.detach() - before[n]).square().sum() for n, p in engine.params.items()) ** 0.5)
+    return float(
+        sum((p.detach() - before[n]).square().sum() for n, p in engine.params.items()) ** 0.5
+    )
 
 
 def test_dgc_clips_the_mean_gradient(pool: Pool) -> None:
     """One bucket, two replicas: each part of the mean is clipped to clip / sqrt(2)."""
-    (free, _), (loose, _), (tight, _) = (pool.run(clipped, clip, world=2) for clip in (None, 10.0, 0.01))
+    (free, _), (loose, _), (tight, _) = (
+        pool.run(clipped, clip, world=2) for clip in (None, 10.0, 0.01)
+    )
     assert loose == pytest.approx(free, rel=1e-6)
     assert free > 0.1
     assert tight <= 0.01 * 2**0.5 * (1 + 1e-6)
@@ -223,7 +275,9 @@ def shared(layout: str) -> tuple[torch.Tensor, bool]:
     subject = with_sync("tied", sync.make_sync("allreduce", "int4"), schedule="1f1b")
     model = seeded(STAGED["tied"].build)
     plan = laid(replace(subject, build=STAGED["tied"].build), model, layout)
-    engine = weft.Engine(model, plan, optimizer=partial(torch.optim.SGD, lr=0.1), loss=subject.loss, device="cpu")
+    engine = weft.Engine(
+        model, plan, optimizer=partial(torch.optim.SGD, lr=0.1), loss=subject.loss, device="cpu"
+    )
     before = engine.params["embedding.weight"].detach().clone()
     batch = subject.data()
     for _ in range(3):
@@ -240,10 +294,18 @@ SCATTERED = ["bf16", "fp16", "int8", "int4", "sign"]
 def test_a_codec_on_fsdps_reduce_scatter(pool: Pool, codec: str, layout: str) -> None:
     if "tp" in layout and codec not in ("bf16", "fp16"):
         with pytest.raises(Refusal, match="the copies would part"):
-            laid(with_sync("decoder", sync.make_sync("allreduce", codec)), seeded(SUBJECTS["decoder"].build), layout)
+            laid(
+                with_sync("decoder", sync.make_sync("allreduce", codec)),
+                seeded(SUBJECTS["decoder"].build),
+                layout,
+            )
         return
-    found = pool.run(trained, codec, "allreduce", layout, {}, 6, world=weft.Layout.parse(layout).world)
-    exact = pool.run(trained, "identity", "allreduce", layout, {}, 6, world=weft.Layout.parse(layout).world)
+    found = pool.run(
+        trained, codec, "allreduce", layout, {}, 6, world=weft.Layout.parse(layout).world
+    )
+    exact = pool.run(
+        trained, "identity", "allreduce", layout, {}, 6, world=weft.Layout.parse(layout).world
+    )
     for losses, _, _, seen, wanted in found:
         assert losses == found[0][0]
         assert losses[-1] < losses[0]
@@ -253,7 +315,11 @@ def test_a_codec_on_fsdps_reduce_scatter(pool: Pool, codec: str, layout: str) ->
     for _, weights, coords, _, _ in found:
         for _, others, at, _, _ in found:
             if {**coords, "tp": 0} == {**at, "tp": 0}:
-                assert all(torch.equal(weights[n][0], others[n][0]) for n, (_, copy) in weights.items() if copy)
+                assert all(
+                    torch.equal(weights[n][0], others[n][0])
+                    for n, (_, copy) in weights.items()
+                    if copy
+                )
 
 
 RESUMED = [
@@ -271,8 +337,13 @@ RESUMED = [
 def test_a_resumed_run_goes_on_bit_for_bit(
     tmp_path: Path, pool: Pool, axes: str, name: str, codec: Any, options: dict
 ) -> None:
-    """What codecs keep is in the checkpoint, and so is the optimizer's state, wherever its owner is."""
-    settings = {"sync__name": name, "sync__codec": codec, **{f"sync__{k}": v for k, v in options.items()}}
+    """What codecs keep is in the checkpoint, and so is the optimizer's state, wherever its owner
+    is."""
+    settings = {
+        "sync__name": name,
+        "sync__codec": codec,
+        **{f"sync__{k}": v for k, v in options.items()},
+    }
     if isinstance(codec, dict) and codec["name"] == "dgc":
         settings |= {"optimizer__name": "sgd"}
     world = weft.Layout.parse(axes).world
@@ -287,9 +358,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     assert [key for key in want if not torch.equal(want[key], got[key])] == []
 
 
-def test_what_a_codec_kept_is_forgotten_under_another_layout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_codec_kept_is_forgotten_under_another_layout(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     settings = {"sync__codec": "int4"}
-    local_workers.run_workers(train, 2, written(tmp_path, "dp2", {**settings, "train__steps": 3}), False)
+    local_workers.run_workers(
+        train, 2, written(tmp_path, "dp2", {**settings, "train__steps": 3}), False
+    )
     assert "begins anew" not in capfd.readouterr().out
     local_workers.run_workers(train, 4, written(tmp_path, "dp4", settings), True)
     assert "it begins anew" in capfd.readouterr().out
@@ -299,7 +374,9 @@ def written(folder: Path, axes: str, settings: dict[str, Any]) -> RunConfig:
     """`make` of a run file that names a synchroniser."""
     plain = {key: value for key, value in settings.items() if not isinstance(value, dict)}
     run = make(folder, axes, **plain)
-    tables = {key.partition("__")[2]: value for key, value in settings.items() if isinstance(value, dict)}
+    tables = {
+        key.partition("__")[2]: value for key, value in settings.items() if isinstance(value, dict)
+    }
     return run.model_copy(update={"sync": run.sync.model_copy(update=tables)})
 
 
@@ -324,8 +401,13 @@ def test_what_a_run_says_of_its_messages(tmp_path: Path, capfd: pytest.CaptureFi
 def test_what_is_allowed() -> None:
     """fp16 with what keeps nothing of gradients, or with nobody to send to."""
     model = SUBJECTS["decoder"].build()
-    for layout, codec in [("dp2", {"name": "int8", "stochastic": True, "feedback": False}), ("dp1", "int8")]:
-        weft.plan(model, layout, batch=BATCH, precision="fp16", sync=sync.make_sync("allreduce", codec))
+    for layout, codec in [
+        ("dp2", {"name": "int8", "stochastic": True, "feedback": False}),
+        ("dp1", "int8"),
+    ]:
+        weft.plan(
+            model, layout, batch=BATCH, precision="fp16", sync=sync.make_sync("allreduce", codec)
+        )
     assert weft.plan(model, "dp2", batch=BATCH, sync="ring").apart
     with pytest.raises(Refusal, match="neither a name nor a codec"):
         sync.make_sync("allreduce", 7)  # type: ignore[arg-type]
@@ -343,7 +425,12 @@ REFUSED: list[tuple[str, dict, dict, str]] = [
     ("fsdp2", {"name": "ring"}, {}, "has no replicas"),
     ("fsdp2", {"codec": "powersgd"}, {}, "has no reduce-scatter"),
     ("dp2", {"codec": "int8"}, {"precision__compute": "fp16"}, "another loss scale"),
-    ("pp2+pipedream.dp2", {"codec": "int8"}, {"train__accumulate": 2}, "updates each stage by itself"),
+    (
+        "pp2+pipedream.dp2",
+        {"codec": "int8"},
+        {"train__accumulate": 2},
+        "updates each stage by itself",
+    ),
     ("dp2", {"codec": "dgc"}, {}, "dgc has the momentum"),
     ("dp2", {"codec": {"name": "powersgd", "rank": "8"}}, {}, "cannot be"),
     ("dp2", {"bucket_mb": "4"}, {}, "cannot be"),
@@ -352,7 +439,9 @@ REFUSED: list[tuple[str, dict, dict, str]] = [
 
 
 @pytest.mark.parametrize(("axes", "table", "settings", "says"), REFUSED)
-def test_what_is_refused_before_any_process(tmp_path: Path, axes: str, table: dict, settings: dict, says: str) -> None:
+def test_what_is_refused_before_any_process(
+    tmp_path: Path, axes: str, table: dict, settings: dict, says: str
+) -> None:
     run = make(tmp_path, axes, **settings)
     run = run.model_copy(update={"sync": SyncConfig(**table)})
     with pytest.raises(Refusal, match=says):
@@ -369,4 +458,8 @@ def test_an_engine_that_is_done_with_leaves_no_thread(pool: Pool) -> None:
 
 
 def living_threads() -> int:
-    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
+    return (
+        len(os.listdir("/proc/self/task"))
+        if os.path.isdir("/proc/self/task")
+        else threading.active_count()
+    )

@@ -13,9 +13,14 @@ from weft.pipeline import schedules
 from weft.pipeline.simulator import simulate
 from weft.pipeline.timeline import Lane, Span, Timeline
 
-# Two ranks, one stage each, split backward; rank 1 also waits, and its reduction overlaps with computing.
+# Two ranks, one stage each, split backward; rank 1 also waits, and its reduction overlaps with
+# computing.
 RANKS: list[list[Span]] = [
-    [(Action("F", 0, 0), 5.0, 6.0), (Action("B", 0, 0), 9.0, 10.0), (Action("W", 0, 0), 10.0, 12.0)],
+    [
+        (Action("F", 0, 0), 5.0, 6.0),
+        (Action("B", 0, 0), 9.0, 10.0),
+        (Action("W", 0, 0), 10.0, 12.0),
+    ],
     [
         ("recv-wait", 5.0, 6.5),
         (Action("F", 1, 0), 6.5, 7.5),
@@ -33,7 +38,13 @@ def test_figures() -> None:
     assert timeline.bubble_s == 3.0
     assert timeline.bubble_fraction == 3 / 7
     assert timeline.idle_s == (3.0, 3.0)
-    assert timeline.lanes[1].seconds == {"recv-wait": 1.5, "F": 1.0, "B": 1.0, "reduce": 3.0, "W": 2.0}
+    assert timeline.lanes[1].seconds == {
+        "recv-wait": 1.5,
+        "F": 1.0,
+        "B": 1.0,
+        "reduce": 3.0,
+        "W": 2.0,
+    }
     assert json.loads(json.dumps(timeline.summary()))["idle_s"] == [3.0, 3.0]
 
 
@@ -59,7 +70,9 @@ def test_an_activation_lives_to_the_end_of_its_last_backward() -> None:
     assert freed.memory(0) == ([0.0, 5.0, 7.0], [100.0, 75.0, 0.0])
 
     whole = Timeline.of([RANKS[0][:2]])
-    assert whole.memory(0) == ([0.0, 5.0], [1.0, 0.0]), "no W: B frees it; sizes not known: microbatches"
+    assert whole.memory(0) == ([0.0, 5.0], [1.0, 0.0]), (
+        "no W: B frees it; sizes not known: microbatches"
+    )
 
 
 def test_a_rank_that_does_nothing() -> None:

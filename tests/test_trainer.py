@@ -1,4 +1,5 @@
-"""The training loop: what it leaves in the run folder, that it goes on where it stopped, and when it stops."""
+"""The training loop: what it leaves in the run folder, that it goes on where it stopped, and when
+it stops."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ every = 3
 
 
 class Ramps:
-    """Sequences that count up from a number of their own: "abcdefgh". A part of the labels does not count.
+    """Sequences that count up from a number of their own: "abcdefgh". A part of the labels does not
+    count.
 
     `interrupt`: at that read of a sample, rank `rank` gets SIGTERM.
     """
@@ -121,7 +123,8 @@ def classifier() -> nn.Module:
 
 
 class Successor(nn.Module):
-    """Is sure that after token i comes i + 1; the last of 8 tokens that it is not to be asked about is 9."""
+    """Is sure that after token i comes i + 1; the last of 8 tokens that it is not to be asked about
+    is 9."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +146,9 @@ def make(folder: Path, axes: str = "dp1", **settings: Any) -> RunConfig:
 
 
 def lines(run: RunConfig) -> list[dict[str, float]]:
-    return [json.loads(text) for text in (Path(run.output) / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(text) for text in (Path(run.output) / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def curve(run: RunConfig, key: str = "loss") -> list[tuple[float, float]]:
@@ -154,27 +159,41 @@ def saved(run: RunConfig, step: int) -> dict[str, Tensor]:
     """Every tensor of a checkpoint: weights and optimizer state."""
     folder = Path(run.output) / "checkpoints"
     contents = store.read_index(folder, step)
-    tensors = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in contents.tensors.items()}
-    store.load_checkpoint(folder, step, [whole_shard(name, tensor) for name, tensor in tensors.items()])
+    tensors = {
+        name: torch.empty(stored.shape, dtype=stored.dtype)
+        for name, stored in contents.tensors.items()
+    }
+    store.load_checkpoint(
+        folder, step, [whole_shard(name, tensor) for name, tensor in tensors.items()]
+    )
     return tensors
 
 
 def cut_short(run: RunConfig, folder: Path, axes: str, **settings: Any) -> RunConfig:
-    """A copy of a run of 6 steps as if it had died in the middle of step 6's line, its last checkpoint of step 3."""
+    """A copy of a run of 6 steps as if it had died in the middle of step 6's line, its last
+    checkpoint of step 3."""
     other = make(folder, axes, **settings)
     shutil.copytree(run.output, other.output)
     shutil.rmtree(Path(other.output) / "checkpoints" / "step-000006")
-    kept = [line | {"loss": 0.0} if line["step"] > 3 else line for line in lines(run) if line["step"] < 6]
+    kept = [
+        line | {"loss": 0.0} if line["step"] > 3 else line
+        for line in lines(run)
+        if line["step"] < 6
+    ]
     text = "".join(json.dumps(line) + "\n" for line in kept) + '{"step": 6, "lo'
     (Path(other.output) / "metrics.jsonl").write_text(text)
     return other
 
 
-# ---- what a run leaves -----------------------------------------------------------------------------------------------
+# ---- what a run leaves ---------------------------------------------------------------------------
 
 
-def test_a_run_learns_and_leaves_its_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = make(tmp_path, train__steps=40, train__log_every=10, train__eval_every=20, train__sample_tokens=5)
+def test_a_run_learns_and_leaves_its_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = make(
+        tmp_path, train__steps=40, train__log_every=10, train__eval_every=20, train__sample_tokens=5
+    )
     train(run, False)
     folder = Path(run.output)
 
@@ -191,8 +210,9 @@ def test_a_run_learns_and_leaves_its_files(tmp_path: Path, capfd: pytest.Capture
 
     assert run_config.load_run(folder / "run.toml") == run
     assert (
-        folder / "plan.txt"
-    ).read_text() == f"{build.build_plan(run, build.build_skeleton(run), build.sample_batch(run, build.build_dataset(run)))}\n"
+        (folder / "plan.txt").read_text()
+        == f"{build.build_plan(run, build.build_skeleton(run), build.sample_batch(run, build.build_dataset(run)))}\n"
+    )
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     for key in ("loss", "val_loss", "lr", "tokens_per_s"):
         seen = [(event.step, event.value) for event in events.Scalars(key)]
@@ -221,7 +241,9 @@ def test_learning_rates(tmp_path: Path) -> None:
     assert not (Path(run.output) / "checkpoints").exists()
 
 
-def test_rates_are_over_the_steps_since_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_over_the_steps_since_the_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lap(clock: StepTimer) -> float:
         clock.total_s += 6
         return 6
@@ -232,7 +254,9 @@ def test_rates_are_over_the_steps_since_the_last_line(tmp_path: Path, monkeypatc
     assert curve(run, "step_s") == [(1, 6), (2, 6), (4, 3), (6, 3)]
 
 
-def test_time_to_save_is_no_time_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_to_save_is_no_time_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, clock, save = [0.0], time.perf_counter, store.AsyncCheckpointer.save
 
     def slow(*args: Any) -> None:
@@ -254,7 +278,9 @@ def test_samples_that_are_no_text(tmp_path: Path) -> None:
     tables["data"] = {"build": "test_trainer:Blobs"}
     tables["train"] |= {"loss": "weft.losses:classification"}
     run = RunConfig.model_validate(tables)
-    with pytest.raises(ConfigError, match=r"train.sample_tokens = 5: Blobs lacks vocab, encode and decode"):
+    with pytest.raises(
+        ConfigError, match=r"train.sample_tokens = 5: Blobs lacks vocab, encode and decode"
+    ):
         train(run, False)
     tables["train"] |= {"sample_tokens": 0}
     tables["precision"] = {"compute": "fp64"}  # also of what the dataset gives in float32
@@ -264,7 +290,12 @@ def test_samples_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_validation_is_the_mean_over_what_counts(tmp_path: Path, pool: Pool) -> None:
-    settings = {"train__eval_every": 4, "train__eval_batches": 3, "precision__compute": "fp64", "model__dropout": 0.0}
+    settings = {
+        "train__eval_every": 4,
+        "train__eval_batches": 3,
+        "precision__compute": "fp64",
+        "model__dropout": 0.0,
+    }
     one, two = make(tmp_path / "one", "dp1", **settings), make(tmp_path / "two", "dp2", **settings)
     train(one, False)
     pool.run(train, two, False, world=2)
@@ -275,7 +306,9 @@ def test_validation_is_the_mean_over_what_counts(tmp_path: Path, pool: Pool) -> 
     model = build.build_model(one, dtype=torch.float64)
     model.load_state_dict({name: saved(one, 6)[name] for name in model.state_dict()})
     dataset, total, weight = Ramps("val"), 0.0, 0.0
-    order = Loader(dataset, 8, one.train.seed)  # the same batches each time, drawn from all that is held out
+    order = Loader(
+        dataset, 8, one.train.seed
+    )  # the same batches each time, drawn from all that is held out
     for index in [i for step in range(3) for i in order.indices(step)]:
         batch = {key: value[None] for key, value in dataset[index].items()}
         loss_sum, count = next_token(model(batch["input_ids"]), batch)
@@ -284,7 +317,10 @@ def test_validation_is_the_mean_over_what_counts(tmp_path: Path, pool: Pool) -> 
 
 
 def test_validation_takes_no_part_in_training(tmp_path: Path, pool: Pool) -> None:
-    bare, watched = make(tmp_path / "bare", "fsdp2"), make(tmp_path / "watched", "fsdp2", train__eval_every=1)
+    bare, watched = (
+        make(tmp_path / "bare", "fsdp2"),
+        make(tmp_path / "watched", "fsdp2", train__eval_every=1),
+    )
     pool.run(train, bare, False, world=2)
     pool.run(train, watched, False, world=2)
     assert curve(bare) == curve(watched)
@@ -296,30 +332,53 @@ def test_a_pipeline_is_drawn_as_it_ran_and_as_predicted(tmp_path: Path, pool: Po
     folder = Path(run.output)
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     for name in ("predicted", "measured"):
-        (process,) = [e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == name]
-        ran = [e["name"] for e in events if e["pid"] == process and e["ph"] == "X" and e["name"] != "recv-wait"]
-        wanted = [str(action) for actions in schedules.make_schedule("zb-h1", 2, 4).order for action in actions]
+        (process,) = [
+            e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == name
+        ]
+        ran = [
+            e["name"]
+            for e in events
+            if e["pid"] == process and e["ph"] == "X" and e["name"] != "recv-wait"
+        ]
+        wanted = [
+            str(action)
+            for actions in schedules.make_schedule("zb-h1", 2, 4).order
+            for action in actions
+        ]
         assert sorted(ran) == sorted(wanted), name
     assert "measured" in (folder / "trace.svg").read_text()
     costs = ActionCosts.from_json((folder / "costs.json").read_text())
-    assert all(seconds > 0 for field in (costs.forward_s, costs.backward_s, costs.weight_s) for seconds in field)
+    assert all(
+        seconds > 0
+        for field in (costs.forward_s, costs.backward_s, costs.weight_s)
+        for seconds in field
+    )
 
-    solved = make(tmp_path / "next", "pp2+solved", train__accumulate=4, pipeline__costs=str(folder / "costs.json"))
+    solved = make(
+        tmp_path / "next",
+        "pp2+solved",
+        train__accumulate=4,
+        pipeline__costs=str(folder / "costs.json"),
+    )
     assert build.check_run(solved)[0].schedule.name == "solved"
     missing = make(tmp_path / "none", "pp2+solved", pipeline__costs="costs.json")
     with pytest.raises(ConfigError, match="weft train --trace wrote"):
         build.check_run(missing)
 
 
-# ---- going on --------------------------------------------------------------------------------------------------------
+# ---- going on ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("axes", ["dp2", "fsdp2", "tp2", "pp2+zb-v"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, pool: Pool, axes: str) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    tmp_path: Path, pool: Pool, axes: str
+) -> None:
     whole_run = make(tmp_path / "whole", axes)
     pool.run(train, whole_run, False, world=2)
     halves = cut_short(whole_run, tmp_path / "halves", axes)
-    time.sleep(1 - time.time() % 1)  # TensorBoard reads its files in the order of the seconds in which they began
+    time.sleep(
+        1 - time.time() % 1
+    )  # TensorBoard reads its files in the order of the seconds in which they began
     pool.run(train, halves, True, world=2)
 
     assert [step for step, _ in curve(halves)] == [1, 2, 3, 4, 5, 6]
@@ -336,9 +395,16 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, pool
 
 @pytest.mark.parametrize(
     ("before", "after", "tied"),
-    [("fsdp2", "tp2", False), ("pp2", "fsdp2", True), ("tp2", "pp2+zb-v", True), ("pp2.dp2", "pp4", True)],
+    [
+        ("fsdp2", "tp2", False),
+        ("pp2", "fsdp2", True),
+        ("tp2", "pp2+zb-v", True),
+        ("pp2.dp2", "pp4", True),
+    ],
 )
-def test_a_run_is_resumed_under_another_layout(tmp_path: Path, pool: Pool, before: str, after: str, tied: bool) -> None:
+def test_a_run_is_resumed_under_another_layout(
+    tmp_path: Path, pool: Pool, before: str, after: str, tied: bool
+) -> None:
     """Weights tied over stages too: `layers` leaves two stages on each of two ranks their part."""
     settings = {"precision__compute": "fp64", "model__tied": tied, "model__layers": 4}
     first = make(tmp_path / "first", before, **settings)
@@ -356,7 +422,8 @@ def test_a_run_is_resumed_under_another_layout(tmp_path: Path, pool: Pool, befor
 def test_sigterm_at_one_rank_saves_and_stops_all(tmp_path: Path, pool: Pool) -> None:
     whole_run = make(tmp_path / "whole", "dp2", train__steps=9)
     pool.run(train, whole_run, False, world=2)
-    # rank 1 reads three samples before the first step, then takes 4 samples a step: the signal comes in step 3
+    # rank 1 reads three samples before the first step, then takes 4 samples a step: the signal
+    # comes in step 3
     settings = {"train__steps": 9, "checkpoint__every": 0}
     run = make(tmp_path / "stopped", "dp2", data__interrupt=12, data__rank=1, **settings)
     assert pool.run(train, run, False, world=2) == [True, True]
@@ -366,7 +433,9 @@ def test_sigterm_at_one_rank_saves_and_stops_all(tmp_path: Path, pool: Pool) -> 
 
     pool.run(train, make(tmp_path / "stopped", "dp2", **settings), True, world=2)
     assert curve(run) == curve(whole_run)
-    assert pool.run(signal.getsignal, signal.SIGTERM, world=2) == [signal.SIG_DFL] * 2  # as before the run
+    assert (
+        pool.run(signal.getsignal, signal.SIGTERM, world=2) == [signal.SIG_DFL] * 2
+    )  # as before the run
 
 
 def test_sigterm_without_a_process_group(tmp_path: Path) -> None:
@@ -378,7 +447,9 @@ def test_sigterm_without_a_process_group(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_has_nothing_left_to_do(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = make(tmp_path, train__eval_every=3)
     train(run, False)
     before = lines(run)
@@ -389,16 +460,22 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, capfd: pytest.Cap
 
 def test_lines_past_a_step_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 2}\n{"step": 2, "loss": 3}\n{"step": 2, "val_loss": 3}\n{"step": 3}\n{"st')
+    path.write_text(
+        '{"step": 1, "loss": 2}\n{"step": 2, "loss": 3}\n{"step": 2, "val_loss": 3}\n{"step":'
+        ' 3}\n{"st'
+    )
     keep_until(path, 2)
-    assert path.read_text() == '{"step": 1, "loss": 2}\n{"step": 2, "loss": 3}\n{"step": 2, "val_loss": 3}\n'
+    assert (
+        path.read_text()
+        == '{"step": 1, "loss": 2}\n{"step": 2, "loss": 3}\n{"step": 2, "val_loss": 3}\n'
+    )
     with Metrics(tmp_path, 1) as metrics:
         assert path.read_text() == '{"step": 1, "loss": 2}\n'
         metrics.write({"step": 2, "loss": 1})
         assert path.read_text() == '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n'
 
 
-# ---- stopping --------------------------------------------------------------------------------------------------------
+# ---- stopping ------------------------------------------------------------------------------------
 
 
 def test_a_fresh_run_does_not_write_over_an_old_one(tmp_path: Path) -> None:
@@ -406,11 +483,15 @@ def test_a_fresh_run_does_not_write_over_an_old_one(tmp_path: Path) -> None:
     train(run, False)
     before = lines(run)
     for refuse in (check_output, train):
-        with pytest.raises(ConfigError, match=r"holds the checkpoints of a run. Go on from step 6 with --resume"):
+        with pytest.raises(
+            ConfigError, match=r"holds the checkpoints of a run. Go on from step 6 with --resume"
+        ):
             refuse(run, False)
     assert lines(run) == before
     shutil.rmtree(Path(run.output) / "checkpoints")
-    with pytest.raises(ConfigError, match=r"holds the metrics of a run. Name another folder with --output") as caught:
+    with pytest.raises(
+        ConfigError, match=r"holds the metrics of a run. Name another folder with --output"
+    ) as caught:
         check_output(run, False)
     assert (caught.value.field, caught.value.value) == ("output", run.output)
     with pytest.raises(CheckpointError, match="no complete checkpoint is here"):
@@ -422,7 +503,9 @@ def test_a_run_is_not_resumed_in_another_order_of_samples(tmp_path: Path) -> Non
     train(make(tmp_path), False)
     check_output(make(tmp_path, train__steps=9), True)
     for key, value, was in (("batch", 16, 8), ("seed", 1, 0)):
-        with pytest.raises(ConfigError, match=rf"train.{key} = {value}: .* Resume with {key} {was}"):
+        with pytest.raises(
+            ConfigError, match=rf"train.{key} = {value}: .* Resume with {key} {was}"
+        ):
             check_output(make(tmp_path, **{f"train__{key}": value}), True)
 
 
@@ -433,15 +516,25 @@ def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_split_smaller_than_a_batch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has 7 samples, less than one batch. Use a batch of at most 7, or more data"):
+    with pytest.raises(
+        DataError,
+        match=r"has 7 samples, less than one batch. Use a batch of at most 7, or more data",
+    ):
         train(make(tmp_path, data__size=7), False)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     # of AdamW's first step, weights of about 1e20; nothing is to be logged or saved before step 4
-    settings = {"optimizer__lr": 1e20, "train__log_every": 100, "checkpoint__every": 4, "train__warmup": 0}
+    settings = {
+        "optimizer__lr": 1e20,
+        "train__log_every": 100,
+        "checkpoint__every": 4,
+        "train__warmup": 0,
+    }
     run = make(tmp_path, **settings)
-    with pytest.raises(WeftError, match=r"step 2('s gradient)? is (nan|inf). No checkpoint was written"):
+    with pytest.raises(
+        WeftError, match=r"step 2('s gradient)? is (nan|inf). No checkpoint was written"
+    ):
         train(run, False)
     assert [line["step"] for line in lines(run)] == [1]
 
@@ -455,14 +548,23 @@ def weighed(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def test_steps_that_are_left_out_are_counted_and_said(
     tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"train__loss": "test_trainer:weighed", "train__skip": 10.0, "train__steps": 16, "train__batch": 2}
+    settings = {
+        "train__loss": "test_trainer:weighed",
+        "train__skip": 10.0,
+        "train__steps": 16,
+        "train__batch": 2,
+    }
     settings |= {"train__accumulate": 1}
     run = make(tmp_path, "dp2", **settings)
     pool.run(train, run, False, world=2)
     left_out = sum(line.get("skipped", 0) for line in lines(run))
-    assert 0 < left_out < 10 and all(math.isfinite(line["loss"]) for line in lines(run) if "loss" in line)
+    assert 0 < left_out < 10 and all(
+        math.isfinite(line["loss"]) for line in lines(run) if "loss" in line
+    )
     rest = make(tmp_path / "all", "dp1", **settings, data__build="test_trainer:Bad")
-    with pytest.raises(WeftError, match=r"10 steps in a row, the last one 10, .*\(train.skip = 10\)"):
+    with pytest.raises(
+        WeftError, match=r"10 steps in a row, the last one 10, .*\(train.skip = 10\)"
+    ):
         train(rest, False)
     assert capfd.readouterr().out.count("left out: a gradient of norm nan") == 10
 
@@ -476,26 +578,37 @@ class Bad(Ramps):
 
 def test_a_checkpoint_of_useless_weights_is_not_written(tmp_path: Path, pool: Pool) -> None:
     # the first step of RMSprop is 10 times its learning rate: too much for float32
-    settings = {"optimizer__name": "rmsprop", "optimizer__lr": 1e38, "train__warmup": 0, "checkpoint__every": 1}
+    settings = {
+        "optimizer__name": "rmsprop",
+        "optimizer__lr": 1e38,
+        "train__warmup": 0,
+        "checkpoint__every": 1,
+    }
     run = make(tmp_path, "dp2", **settings)
     with pytest.raises(
-        WorkerDied, match=r"(weight after step 1 is not finite|loss of step 2 is nan)\. No checkpoint was written"
+        WorkerDied,
+        match=(
+            r"(weight after step 1 is not finite|loss of step 2 is nan)\. No checkpoint was written"
+        ),
     ):
         pool.run(train, run, False, world=2)
     assert store.latest_step(Path(run.output) / "checkpoints") is None
     assert math.isfinite(lines(run)[0]["loss"])
 
 
-# ---- text and pictures -----------------------------------------------------------------------------------------------
+# ---- text and pictures ---------------------------------------------------------------------------
 
 
 def test_generation_follows_the_model() -> None:
     model = Successor()
     plan = weft.plan(model, "dp1", batch=1)
-    engine = Engine(model, plan, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), loss=next_token)
+    engine = Engine(
+        model, plan, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), loss=next_token
+    )
     assert generate(engine, [3], 10, context=4, vocab=10, seed=0) == [4, 5, 6, 7, 0, 1, 2, 3, 4, 5]
     with torch.no_grad():
-        model.scale.zero_()  # all alike: what is drawn depends on the seed and stays below the vocabulary
+        # all alike: what is drawn depends on the seed and stays below the vocabulary
+        model.scale.zero_()
     drawn = generate(engine, [3], 50, context=4, vocab=3, seed=0)
     assert set(drawn) == {0, 1, 2}
     assert drawn == generate(engine, [3], 50, context=4, vocab=3, seed=0)
@@ -504,7 +617,12 @@ def test_generation_follows_the_model() -> None:
 
 def test_the_sample_does_not_depend_on_the_layout(tmp_path: Path, pool: Pool) -> None:
     # trained well enough that what is drawn depends on where in the sequence it is asked for
-    settings = {"train__steps": 25, "train__log_every": 25, "optimizer__lr": 0.03, "precision__compute": "fp64"}
+    settings = {
+        "train__steps": 25,
+        "train__log_every": 25,
+        "optimizer__lr": 0.03,
+        "precision__compute": "fp64",
+    }
     settings |= {"train__sample_tokens": 12, "train__prompt": "abc"}
     one = make(tmp_path / "one", "dp1", **settings)
     train(one, False)
@@ -516,7 +634,14 @@ def test_the_sample_does_not_depend_on_the_layout(tmp_path: Path, pool: Pool) ->
         assert (Path(run.output) / "sample.txt").read_text() == sample
 
 
-LINE = {"step": 5, "loss": 2.5, "lr": 0.1, "tokens_per_s": 12345.6, "step_s": 2.0, "memory_bytes": 250_000_000}
+LINE = {
+    "step": 5,
+    "loss": 2.5,
+    "lr": 0.1,
+    "tokens_per_s": 12345.6,
+    "step_s": 2.0,
+    "memory_bytes": 250_000_000,
+}
 
 
 def test_progress_without_a_terminal() -> None:
@@ -525,7 +650,10 @@ def test_progress_without_a_terminal() -> None:
         progress.step(5)
         progress.log(LINE)
         progress.say("[1] said")
-    assert out.getvalue() == "step 5/65  loss 2.5000  12.3k tokens/s  250.0 MB  left 0:02:00\n[1] said\n"
+    assert (
+        out.getvalue()
+        == "step 5/65  loss 2.5000  12.3k tokens/s  250.0 MB  left 0:02:00\n[1] said\n"
+    )
 
 
 def test_progress_on_a_terminal() -> None:
@@ -548,7 +676,8 @@ def test_a_quiet_progress_says_nothing(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0.5, "0.5"), (999, "999"), (999.9, "1k"), (1234, "1.23k"), (45.6e6, "45.6M"), (7e9, "7G")]
+    ("number", "text"),
+    [(0.5, "0.5"), (999, "999"), (999.9, "1k"), (1234, "1.23k"), (45.6e6, "45.6M"), (7e9, "7G")],
 )
 def test_short_numbers(number: float, text: str) -> None:
     assert short_number(number) == text

@@ -1,4 +1,5 @@
-"""`weft.verify` from Python, on a model and a loss of the user's own; and that the examples are what they say."""
+"""`weft.verify` from Python, on a model and a loss of the user's own; and that the examples are
+what they say."""
 
 from __future__ import annotations
 
@@ -54,11 +55,14 @@ def test_a_model_and_a_loss_of_ones_own(layout: str) -> None:
     report = weft.verify(make, plan, batch, loss=loss, clip=0.1)
     assert report.passed, report.text()
     assert weft.verify(make, layout, batch, loss=loss, steps=1).passed
-    assert f"{layout}: equal" in report.text() and "1 of 1 layouts equal one device" in report.text()
+    assert (
+        f"{layout}: equal" in report.text() and "1 of 1 layouts equal one device" in report.text()
+    )
 
 
 def test_a_loss_that_is_a_mean_of_its_own_rank_does_not_pass() -> None:
-    """The user's loss, not weft, divides by what this rank holds: the mean depends on the layout."""
+    """The user's loss, not weft, divides by what this rank holds: the mean depends on the
+    layout."""
 
     def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return (output - batch["goal"]).abs().mean() * 3.0, torch.tensor(1.0)
@@ -70,7 +74,9 @@ def test_a_loss_that_is_a_mean_of_its_own_rank_does_not_pass() -> None:
     batch = {"points": torch.randn(4, 5, 6), "goal": torch.randn(4, 5, 6)}
     goals = batch["goal"]
     goals[2:] *= 7.0
-    report = weft.verify(make, plan, batch, loss=lambda o, b: (loss(o, b)[0] ** 2, torch.tensor(1.0)))
+    report = weft.verify(
+        make, plan, batch, loss=lambda o, b: (loss(o, b)[0] ** 2, torch.tensor(1.0))
+    )
     assert not report.passed and "loss of step 0" in report.text()
 
 
@@ -82,7 +88,9 @@ def test_examples_are_complete(name: str) -> None:
     batch = next(Loader(build.build_dataset(run), run.train.batch, 0))
     model = build.build_model(run)
     inputs = {key: value[:2] for key, value in batch.items() if not key.startswith("label")}
-    loss_sum, weight = build.build_loss(run)(model(**inputs), {key: value[:2] for key, value in batch.items()})
+    loss_sum, weight = build.build_loss(run)(
+        model(**inputs), {key: value[:2] for key, value in batch.items()}
+    )
     assert torch.isfinite(loss_sum / weight)
 
 
@@ -106,7 +114,9 @@ def test_a_layout_that_does_not_run_does_not_end_the_others() -> None:
     case = Case(
         build=counting,
         plan=lambda model, layout: weft.plan(model, layout, batch=4, precision="fp64"),
-        batch=lambda step, rank, size: {"points": torch.arange(120.0).view(4, 5, 6)[4 * rank // size :][: 4 // size]},
+        batch=lambda step, rank, size: {
+            "points": torch.arange(120.0).view(4, 5, 6)[4 * rank // size :][: 4 // size]
+        },
         loss=loss,
         optimizer=lambda params: torch.optim.SGD([p for _, p in params], lr=0.1),
     )

@@ -1,4 +1,5 @@
-"""Modules that live on named workers: equal to one device, whatever travels; what is refused; runs that end, go on."""
+"""Modules that live on named workers: equal to one device, whatever travels; what is refused; runs
+that end, go on."""
 
 from __future__ import annotations
 
@@ -46,8 +47,11 @@ Workers = Mapping[str, Sequence[str]]
 EXACT = 1e-12
 
 
-def in_processes(function: Callable[..., Any], world: int, *args: Any, names: Sequence[str] = ()) -> list[Any]:
-    """New ones, and no pool's: torch numbers the starts of RPC in each process. One that hangs says where, and ends."""
+def in_processes(
+    function: Callable[..., Any], world: int, *args: Any, names: Sequence[str] = ()
+) -> list[Any]:
+    """New ones, and no pool's: torch numbers the starts of RPC in each process. One that hangs says
+    where, and ends."""
     return local_workers.run_workers(in_time, world, function, *args, threads=1, names=names)
 
 
@@ -58,7 +62,7 @@ def in_time(function: Callable[..., Any], *args: Any) -> Any:
     return found
 
 
-# ---- what travels, and what comes of it ------------------------------------------------------------------------------
+# ---- what travels, and what comes of it ----------------------------------------------------------
 
 
 @dataclass
@@ -70,38 +74,62 @@ class Found:
 
 
 class Odd(nn.Module):
-    """Takes and returns all that may travel. One parameter leads to a result that nobody needs, one to none."""
+    """Takes and returns all that may travel. One parameter leads to a result that nobody needs, one
+    to none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.unneeded, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(
-        self, x: Tensor, pair: tuple[Tensor, Any], given: dict[str, Any], *, scale: float, ignored: Tensor, how: str
+        self,
+        x: Tensor,
+        pair: tuple[Tensor, Any],
+        given: dict[str, Any],
+        *,
+        scale: float,
+        ignored: Tensor,
+        how: str,
     ) -> Found:
         assert how == "so" and pair[1] is None and ignored is not None
         y = self.linear(x) * scale + pair[0]
         for each in given["list"]:
             y = y + torch.tanh(each)
         return Found(
-            y, {"count": y.shape[1], "none": None, "pair": (y.detach(), self.unneeded(x)), "ids": y.argmax(-1)}
+            y,
+            {
+                "count": y.shape[1],
+                "none": None,
+                "pair": (y.detach(), self.unneeded(x)),
+                "ids": y.argmax(-1),
+            },
         )
 
 
 class Strange(nn.Module):
-    """Calls a module twice, one without any use of what it returns, and one whose argument only shapes its result."""
+    """Calls a module twice, one without any use of what it returns, and one whose argument only
+    shapes its result."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.side, self.odd, self.lost = nn.Linear(6, 6), nn.Linear(6, 6), Odd(), nn.Linear(6, 6)
+        self.enter, self.side, self.odd, self.lost = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            Odd(),
+            nn.Linear(6, 6),
+        )
         self.before = nn.Linear(6, 6)  # leads to a call that leads nowhere
 
     def forward(self, input: Tensor) -> Tensor:
         x, side = self.enter(input), self.side(input)
         self.lost(self.before(x))
         for _ in range(2):
-            found = self.odd(x, (side, None), {"list": [x, input]}, scale=0.5, ignored=self.before(x), how="so")
-            x = found.value + found.more["count"] * found.more["pair"][0] * F.one_hot(found.more["ids"], 6)
+            found = self.odd(
+                x, (side, None), {"list": [x, input]}, scale=0.5, ignored=self.before(x), how="so"
+            )
+            x = found.value + found.more["count"] * found.more["pair"][0] * F.one_hot(
+                found.more["ids"], 6
+            )
         return x
 
 
@@ -109,7 +137,9 @@ def rows() -> dict[str, Tensor]:
     return {"input": torch.randn(BATCH, 6), "target": torch.randn(BATCH, 6)}
 
 
-MIXED = partial(decoder, VOCAB, 16, 2, 4, 4, seq_len=12, experts=4, active=2, shared=1, balance=0.1, bias=0.01)
+MIXED = partial(
+    decoder, VOCAB, 16, 2, 4, 4, seq_len=12, experts=4, active=2, shared=1, balance=0.1, bias=0.01
+)
 OWN = {"strange": Subject(Strange, rows, mse), "experts": Subject(MIXED), **SUBJECTS, **STAGED}
 SELECTIVE = replace(SUBJECTS["dropout"], plan=(("accumulate", 2), ("recompute", "selective")))
 
@@ -117,11 +147,17 @@ CASES: list[tuple[str, Workers]] = [
     ("decoder", {"storage": ["embedding"], "big": ["blocks.*"]}),
     ("decoder", {"a": ["blocks.0.attention", "head"], "b": ["blocks.?.mlp"], "c": ["norm"]}),
     ("tied", {"a": ["embedding", "head"], "b": ["blocks.1"]}),
-    ("dropout", {"a": ["embedding", "blocks.0.dropout"], "b": ["dropout", "blocks.1", "blocks.0.mlp"]}),
+    (
+        "dropout",
+        {"a": ["embedding", "blocks.0.dropout"], "b": ["dropout", "blocks.1", "blocks.0.mlp"]},
+    ),
     ("recomputed", {"a": ["blocks.1"], "b": ["blocks.0"]}),
     ("clipped", {"a": ["blocks.0", "head"]}),
     ("convnet", {"vision": ["stages.0", "stages.2"], "b": ["head"]}),
-    ("llama", {"storage": ["model.embed_tokens"], "big": ["model.layers.0", "model.layers.2", "lm_head"]}),
+    (
+        "llama",
+        {"storage": ["model.embed_tokens"], "big": ["model.layers.0", "model.layers.2", "lm_head"]},
+    ),
     ("strange", {"a": ["odd"], "b": ["lost", "enter"]}),
     ("experts", {"a": ["blocks.0"], "b": ["blocks.1.mlp"]}),
 ]
@@ -130,11 +166,15 @@ CASES: list[tuple[str, Workers]] = [
 def verified(name: str, workers: Workers, subject: Subject | None = None) -> LayoutResult:
     of = subject or OWN[name]
     case = replace(of.case(), workers=workers)
-    found: LayoutResult = in_processes(check_layout, 1 + len(workers), case, "dp1", reference(of))[0]
+    found: LayoutResult = in_processes(check_layout, 1 + len(workers), case, "dp1", reference(of))[
+        0
+    ]
     return found
 
 
-@pytest.mark.parametrize(("name", "workers"), CASES, ids=[f"{name}-{'-'.join(w)}" for name, w in CASES])
+@pytest.mark.parametrize(
+    ("name", "workers"), CASES, ids=[f"{name}-{'-'.join(w)}" for name, w in CASES]
+)
 def test_it_equals_one_device(name: str, workers: Workers) -> None:
     found = verified(name, workers)
     assert found.passed, found
@@ -149,11 +189,15 @@ def wrong(what: str) -> None:
     """One thing of a worker, or of the driver, is done otherwise from now on."""
     answer, collect, finish, root = Remote.answer, Remote.collect, Remote.finish, ModuleCalls.root
     if what == "place":
-        Remote.answer = lambda self, call, a, k: answer(self, replace(call, place=call.place + 1), a, k)  # type: ignore[method-assign, assignment]
+        Remote.answer = lambda self, call, a, k: answer(
+            self, replace(call, place=call.place + 1), a, k
+        )  # type: ignore[method-assign, assignment]
     elif what == "samples":
         Remote.answer = lambda self, call, a, k: answer(self, replace(call, samples=(0, 4)), a, k)  # type: ignore[method-assign, assignment]
     elif what == "eval":
-        Remote.answer = lambda self, call, a, k: answer(self, replace(call, modes=(False,) * len(call.modes)), a, k)  # type: ignore[method-assign, assignment]
+        Remote.answer = lambda self, call, a, k: answer(
+            self, replace(call, modes=(False,) * len(call.modes)), a, k
+        )  # type: ignore[method-assign, assignment]
     elif what == "lost":  # the gradients of the microbatches but the last
 
         def only_last(self: Any, context: int, step: int, norm: bool) -> float:
@@ -163,7 +207,9 @@ def wrong(what: str) -> None:
 
         Remote.collect = only_last  # type: ignore[method-assign]
     elif what == "factor":
-        Remote.finish = lambda self, step, factor: finish(self, step, 1.0 if self.here != DRIVER else factor)  # type: ignore[method-assign, assignment]
+        Remote.finish = lambda self, step, factor: finish(
+            self, step, 1.0 if self.here != DRIVER else factor
+        )  # type: ignore[method-assign, assignment]
     elif what == "norm":
         Remote.collect = lambda self, c, s, norm: collect(self, c, s, norm and self.here == DRIVER)  # type: ignore[method-assign, assignment]
     elif what == "masks":  # all that travels counts as needed
@@ -191,9 +237,12 @@ WRONG = [
     ("masks", "strange", "before.weight"),
 ]
 AT: dict[str, Workers] = {
-    "dropout": {"b": ["dropout"]}, "convnet": {"b": ["stages.2"]}, "decoder": {"b": ["blocks.1"]},
-    "clipped": {"b": ["blocks.1"]}, "strange": {"b": ["odd"]},
-}  # fmt: skip
+    "dropout": {"b": ["dropout"]},
+    "convnet": {"b": ["stages.2"]},
+    "decoder": {"b": ["blocks.1"]},
+    "clipped": {"b": ["blocks.1"]},
+    "strange": {"b": ["odd"]},
+}
 
 
 @pytest.mark.parametrize(("what", "name", "said"), WRONG, ids=[w[0] for w in WRONG])
@@ -205,17 +254,23 @@ def test_a_fault_is_named(what: str, name: str, said: str) -> None:
     assert said in str(found.first) or said in found.worst, found
 
 
-# ---- one step, from Python -------------------------------------------------------------------------------------------
+# ---- one step, from Python -----------------------------------------------------------------------
 
 
 def engine(model: nn.Module, subject: Subject, workers: Workers, **options: Any) -> Remote:
     return weft.Remote(
-        model, laid(subject, model, "dp1"), workers, optimizer=partial(sgd, 0.1), loss=subject.loss, **options
+        model,
+        laid(subject, model, "dp1"),
+        workers,
+        optimizer=partial(sgd, 0.1),
+        loss=subject.loss,
+        **options,
     )
 
 
 def held(workers: Workers) -> tuple[str, set[str], list[str], tuple[int, int, int]]:
-    """Who this is, the parameters that are alive here, those of which the engine knows, and the calls of a step."""
+    """Who this is, the parameters that are alive here, those of which the engine knows, and the
+    calls of a step."""
     subject = SUBJECTS["decoder"]
     with rpc_session((DRIVER, *workers)):
         model = seeded(subject.build)
@@ -224,7 +279,12 @@ def held(workers: Workers) -> tuple[str, set[str], list[str], tuple[int, int, in
         alive = {name for name, p in before.items() if p() is not None}
         made.step(global_batch(subject, 0))
         made.close()
-        return made.here, alive, list(made.params), (made.calls.count, made.calls.sent_bytes, made.calls.came_bytes)
+        return (
+            made.here,
+            alive,
+            list(made.params),
+            (made.calls.count, made.calls.sent_bytes, made.calls.came_bytes),
+        )
 
 
 def test_nobody_holds_what_lives_elsewhere() -> None:
@@ -235,7 +295,8 @@ def test_nobody_holds_what_lives_elsewhere() -> None:
     assert [here for here, *_ in found] == ["driver", "storage", "big"]
     for here, alive, params, _ in found:
         assert alive == set(params) == {name for name in every if places.of(name) == here}
-    # two microbatches, of the embedding and of two blocks: [4, 12] ids one way, float64 [4, 12, 32] the other ways
+    # two microbatches, of the embedding and of two blocks: [4, 12] ids one way, float64 [4, 12, 32]
+    # the other ways
     ids, x = 4 * 12 * 8, 4 * 12 * 32 * 8
     assert found[0][3] == (2 * 3, 2 * (ids + x + 2 * 2 * x), 2 * (x + 2 * 2 * x))
 
@@ -245,11 +306,16 @@ def skipping(factors: list[float]) -> tuple[list[bool], dict[str, Tensor]]:
     model = decoder(16, 16, 1, 2, seq_len=8)
     plan = weft.plan(model, "dp1", batch=4, loss=weighed)
     with rpc_session((DRIVER, "a")):
-        made = Remote(model, plan, {"a": ["blocks.0"]}, optimizer=partial(sgd, 0.1), loss=weighed, skip=10.0)
+        made = Remote(
+            model, plan, {"a": ["blocks.0"]}, optimizer=partial(sgd, 0.1), loss=weighed, skip=10.0
+        )
         skipped = []
         for step, factor in enumerate(factors):
             torch.manual_seed(step)
-            batch = {"input_ids": torch.randint(0, 16, (4, 8)), "label_factor": torch.full((4,), factor)}
+            batch = {
+                "input_ids": torch.randint(0, 16, (4, 8)),
+                "label_factor": torch.full((4,), factor),
+            }
             skipped.append(made.step(batch).skipped)
         made.close()
         return skipped, {name: p.detach() for name, p in made.params.items()}
@@ -265,7 +331,7 @@ def test_a_step_that_is_not_to_be_trusted_is_left_out() -> None:
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-# ---- what is refused while it runs -----------------------------------------------------------------------------------
+# ---- what is refused while it runs ---------------------------------------------------------------
 
 
 class InPlace(nn.Module):
@@ -301,7 +367,9 @@ class Wild(nn.Module):
             return self.appends(x, [])
         if self.what == "object":
             return self.appends(x, Thing())
-        return torch.utils.checkpoint.checkpoint(lambda x: self.linear(x).tanh(), x, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(
+            lambda x: self.linear(x).tanh(), x, use_reentrant=False
+        )
 
 
 def wild(what: str) -> None:
@@ -314,7 +382,10 @@ def wild(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("weight", "workers = 'linear.weight': lives on a, and is read elsewhere, at test_workers.py:"),
+        (
+            "weight",
+            "workers = 'linear.weight': lives on a, and is read elsewhere, at test_workers.py:",
+        ),
         ("in place", "workers = 'in_place': changes its arguments in place"),
         ("appends", "workers = 'appends': changes its arguments in place"),
         ("object", "workers = 'appends': a Thing enters or leaves it"),
@@ -327,11 +398,13 @@ def test_what_cannot_be_called_is_named(what: str, said: str) -> None:
     assert said in str(error.value)
 
 
-# ---- what is refused before any process starts -----------------------------------------------------------------------
+# ---- what is refused before any process starts ---------------------------------------------------
 
 
 def run_of(folder: Path, workers: Workers, axes: str = "dp1", **settings: Any) -> RunConfig:
-    return make(folder, axes, **settings).model_copy(update={"workers": {k: tuple(v) for k, v in workers.items()}})
+    return make(folder, axes, **settings).model_copy(
+        update={"workers": {k: tuple(v) for k, v in workers.items()}}
+    )
 
 
 PLAIN = {"storage": ["embedding"], "big": ["blocks.*"]}
@@ -340,24 +413,62 @@ PLAIN = {"storage": ["embedding"], "big": ["blocks.*"]}
 @pytest.mark.parametrize(
     ("workers", "settings", "said"),
     [
-        ({"a": ["embeding"]}, {}, "workers.a = 'embeding': no module has such a name. Did you mean \"embedding\"?"),
+        (
+            {"a": ["embeding"]},
+            {},
+            "workers.a = 'embeding': no module has such a name. Did you mean \"embedding\"?",
+        ),
         ({"a": []}, {}, "workers.a = []: names no module"),
         ({"a": ["head"], "b": ["head"]}, {}, "workers.b = 'head': is on worker a too"),
-        ({"a": ["blocks.0"], "b": ["blocks.0.mlp"]}, {}, "workers.b = 'blocks.0.mlp': and blocks.0, on worker a, lie"),
-        ({"a": ["blocks.0.mlp"], "b": ["blocks.0"]}, {}, "workers.b = 'blocks.0': and blocks.0.mlp, on worker a, lie"),
-        ({"a": ["blocks"]}, {}, "workers.a = 'blocks': is a ModuleList, which is never called itself"),
-        ({"a": ["head"]}, {"model__tied": True}, "two names: embedding.weight on driver and head.weight on a"),
+        (
+            {"a": ["blocks.0"], "b": ["blocks.0.mlp"]},
+            {},
+            "workers.b = 'blocks.0.mlp': and blocks.0, on worker a, lie",
+        ),
+        (
+            {"a": ["blocks.0.mlp"], "b": ["blocks.0"]},
+            {},
+            "workers.b = 'blocks.0': and blocks.0.mlp, on worker a, lie",
+        ),
+        (
+            {"a": ["blocks"]},
+            {},
+            "workers.a = 'blocks': is a ModuleList, which is never called itself",
+        ),
+        (
+            {"a": ["head"]},
+            {"model__tied": True},
+            "two names: embedding.weight on driver and head.weight on a",
+        ),
         ({"a b": ["head"]}, {}, "workers = 'a b': is no name that torch.distributed.rpc takes"),
-        ({"driver": ["head"]}, {}, "workers = 'driver': is the process that runs the model's own forward"),
+        (
+            {"driver": ["head"]},
+            {},
+            "workers = 'driver': is the process that runs the model's own forward",
+        ),
         (PLAIN, {"axes": "dp2"}, "layout.axes = 'dp2': workers hold whole modules"),
-        (PLAIN, {"precision__compute": "fp16"}, "precision.compute = 'fp16': no worker scales the loss"),
+        (
+            PLAIN,
+            {"precision__compute": "fp16"},
+            "precision.compute = 'fp16': no worker scales the loss",
+        ),
         (PLAIN, {"sync__name": "ring"}, "sync.name = 'ring': there is one driver"),
         (PLAIN, {"sync__codec": "int8"}, "sync.codec = 'int8': there is one driver"),
-        (PLAIN, {"pipeline__schedule": "gpipe"}, "pipeline.schedule = 'gpipe': there is one driver"),
-        ({"a": ["blocks.0.mlp"]}, {"train__recompute": "full"}, "train.recompute = 'full': blocks.0 would be computed"),
+        (
+            PLAIN,
+            {"pipeline__schedule": "gpipe"},
+            "pipeline.schedule = 'gpipe': there is one driver",
+        ),
+        (
+            {"a": ["blocks.0.mlp"]},
+            {"train__recompute": "full"},
+            "train.recompute = 'full': blocks.0 would be computed",
+        ),
     ],
-)  # fmt: skip
-def test_refused_before_a_process_starts(tmp_path: Path, workers: Workers, settings: dict[str, Any], said: str) -> None:
+)
+def test_refused_before_a_process_starts(
+    tmp_path: Path, workers: Workers, settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(Refusal) as error:
         build.check_run(run_of(tmp_path, workers, **settings))
     assert said in str(error.value)
@@ -371,7 +482,10 @@ TOML = f'{RUN}[workers]\nstorage = ["embedding"]\nbig = ["blocks.0", "blocks.1"]
     ("arguments", "said"),
     [
         (["--trace"], "--trace = True: shows stages, and [workers] has none"),
-        (["--nproc", "2"], "--nproc = 2: a driver and storage, big are 3 processes, and there are 2. Use 3"),
+        (
+            ["--nproc", "2"],
+            "--nproc = 2: a driver and storage, big are 3 processes, and there are 2. Use 3",
+        ),
         (["--layout", "tp2"], "layout.axes = 'tp2': workers hold whole modules"),
         (["--set", "workers.big=7"], "workers.big = 7: is not a list"),
     ],
@@ -382,7 +496,7 @@ def test_the_command_line_refuses(tmp_path: Path, arguments: list[str], said: st
     assert result.exit_code == 2 and said in result.stderr
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 def trained(run: RunConfig, resume: bool = False) -> list[bool]:
@@ -390,16 +504,29 @@ def trained(run: RunConfig, resume: bool = False) -> list[bool]:
     return found
 
 
-ALL = {"train__eval_every": 3, "train__eval_batches": 2, "train__sample_tokens": 4, "train__skip": 100.0}
+ALL = {
+    "train__eval_every": 3,
+    "train__eval_batches": 2,
+    "train__sample_tokens": 4,
+    "train__skip": 100.0,
+}
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_a_run_is_that_of_one_device(tmp_path: Path, compute: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Bit for bit: losses, validation, sample, checkpoints; each goes on from the other's checkpoint. A norm is a sum
-    in another order, and clips a bit otherwise."""
-    settings = ALL | {"precision__compute": compute, "optimizer__name": "adamw" if compute == "fp32" else "sgd"}
+def test_a_run_is_that_of_one_device(
+    tmp_path: Path, compute: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit: losses, validation, sample, checkpoints; each goes on from the other's
+    checkpoint. A norm is a sum in another order, and clips a bit otherwise."""
+    settings = ALL | {
+        "precision__compute": compute,
+        "optimizer__name": "adamw" if compute == "fp32" else "sgd",
+    }
     one, many = make(tmp_path / "one", **settings), run_of(tmp_path / "many", PLAIN, **settings)
-    one, many = (r.model_copy(update={"train": r.train.model_copy(update={"clip": None})}) for r in (one, many))
+    one, many = (
+        r.model_copy(update={"train": r.train.model_copy(update={"clip": None})})
+        for r in (one, many)
+    )
     trained(one)
     trained(many)
     assert "calls a step, and gets" in capfd.readouterr().out
@@ -408,7 +535,9 @@ def test_a_run_is_that_of_one_device(tmp_path: Path, compute: str, capfd: pytest
     norms = [[norm for _, norm in curve(run, "grad_norm")] for run in (one, many)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-12) and len(norms[0]) == 6
     assert all(line["calls"] == 6 for line in lines(many) if "loss" in line)
-    assert (Path(one.output) / "sample.txt").read_text() == (Path(many.output) / "sample.txt").read_text()
+    assert (Path(one.output) / "sample.txt").read_text() == (
+        Path(many.output) / "sample.txt"
+    ).read_text()
     for source, other in ((one, many), (many, one)):
         again = other.model_copy(update={"output": f"{other.output}-again"})
         subprocess.run(["cp", "-r", source.output, again.output], check=True)
@@ -424,7 +553,8 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def test_sigterm_saves_and_ends(tmp_path: Path) -> None:
-    """The driver has it while it reads the second step's first sample: a worker, asked nothing, ends too."""
+    """The driver has it while it reads the second step's first sample: a worker, asked nothing,
+    ends too."""
     run = run_of(tmp_path, PLAIN, train__steps=50, data__interrupt=9)
     assert trained(run) == [True] * 3
     step = lines(run)[-1]["step"]
@@ -437,7 +567,9 @@ class Unreadable(NoDataset):
     def __init__(self) -> None:
         super().__init__(64)
         if int(os.environ.get("RANK", 0)):
-            raise ConfigError("data.build", "Unreadable", "is read on a worker", "read it on the driver")
+            raise ConfigError(
+                "data.build", "Unreadable", "is read on a worker", "read it on the driver"
+            )
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": torch.arange(8) + index % 8}
@@ -449,10 +581,22 @@ def test_workers_need_no_data(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(run)] == [1, 2]
 
 
-def begun(folder: Path, *more: str, launcher: tuple[str, ...] = (), data: str = "test_faults:Slow") -> Any:
+def begun(
+    folder: Path, *more: str, launcher: tuple[str, ...] = (), data: str = "test_faults:Slow"
+) -> Any:
     folder.mkdir()
-    (folder / "run.toml").write_text(TOML.replace("test_trainer:Ramps", data).replace("steps = 6", f"steps = {STEPS}"))
-    asked = ["train", str(folder / "run.toml"), "--output", str(folder / "out"), "--set", "checkpoint.every=2", *more]
+    (folder / "run.toml").write_text(
+        TOML.replace("test_trainer:Ramps", data).replace("steps = 6", f"steps = {STEPS}")
+    )
+    asked = [
+        "train",
+        str(folder / "run.toml"),
+        "--output",
+        str(folder / "out"),
+        "--set",
+        "checkpoint.every=2",
+        *more,
+    ]
     return launched(launcher, *asked) if launcher else Command(folder / "log", *asked)
 
 

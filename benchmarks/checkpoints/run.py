@@ -1,9 +1,11 @@
-"""Checkpoints: written under each layout and read under every other; the pause of a save; files beside other ways.
+"""Checkpoints: written under each layout and read under every other; the pause of a save; files
+beside other ways.
 
     python benchmarks/checkpoints/run.py                     all of it: some 10 minutes on 2 cores
     python benchmarks/checkpoints/run.py matrix
 
-Each part writes results/PART.json, then the tables in README.md are written anew. Exit code 1 if a target is missed.
+Each part writes results/PART.json, then the tables in README.md are written anew. Exit code 1 if a
+target is missed.
 """
 
 from __future__ import annotations
@@ -31,9 +33,19 @@ from weft.launch.local_workers import Pool, run_workers  # noqa: E402
 from weft.train.trainer import train  # noqa: E402
 
 LAYOUTS = (
-    "dp1", "dp4", "fsdp4", "fsdp2+zero1", "dp2.fsdp2", "tp2", "tp2+sequence.dp2", "pp2", "pp2+zb-v.dp2", "cp2",
-    "ep2", "fsdp2+ep.tp2",
-)  # fmt: skip
+    "dp1",
+    "dp4",
+    "fsdp4",
+    "fsdp2+zero1",
+    "dp2.fsdp2",
+    "tp2",
+    "tp2+sequence.dp2",
+    "pp2",
+    "pp2+zb-v.dp2",
+    "cp2",
+    "ep2",
+    "fsdp2+ep.tp2",
+)
 BOUND, SIZES, PAUSE = 1e-9, (2**28, 2**30), 1.2
 RUN = """
 [model]
@@ -68,7 +80,8 @@ every = 3
 
 
 def matrix() -> dict[str, Any]:
-    """The largest relative error of the losses and the last tensors of steps 4 to 6, of every writer and reader."""
+    """The largest relative error of the losses and the last tensors of steps 4 to 6, of every
+    writer and reader."""
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder, Pool(4) as pool:
         base = Path(folder)
@@ -87,7 +100,9 @@ def matrix() -> dict[str, Any]:
                 tensors = _tensors(rest)
                 # a moment of a gradient that is nearly 0 is measured against all of its kind
                 errors += [_error(tensors[name], want, last) for name, want in last.items()]
-                found[writer][reader] = max(errors) if tensors.keys() == last.keys() else float("inf")
+                found[writer][reader] = (
+                    max(errors) if tensors.keys() == last.keys() else float("inf")
+                )
                 shutil.rmtree(base / "rest")
             shutil.rmtree(base / "first")
             print(writer, max(found[writer].values()), flush=True)
@@ -112,7 +127,9 @@ def _tensors(run: run_config.RunConfig) -> dict[str, Tensor]:
     folder = Path(run.output) / "checkpoints"
     contents = store.read_index(folder)
     found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
-    store.load_checkpoint(folder, None, [whole_shard(name, tensor) for name, tensor in found.items()])
+    store.load_checkpoint(
+        folder, None, [whole_shard(name, tensor) for name, tensor in found.items()]
+    )
     return found
 
 
@@ -134,15 +151,27 @@ def tables(results: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
     held, lines = True, []
     if rows := results.get("matrix", {}).get("runs"):
         lines += [
-            f"### Written under one layout, read under another: largest relative error, asked below {BOUND:g}",
+            (
+                "### Written under one layout, read under another: largest relative error, asked"
+                f" below {BOUND:g}"
+            ),
             "",
         ]
         lines += ["| written under | " + " | ".join(rows) + " |", "| --- |" + " ---: |" * len(rows)]
         for writer, each in rows.items():
-            lines.append(f"| {writer} | " + " | ".join(f"{error:.0e}" for error in each.values()) + " |")
+            lines.append(
+                f"| {writer} | " + " | ".join(f"{error:.0e}" for error in each.values()) + " |"
+            )
         worst = max(max(each.values()) for each in rows.values())
         held &= worst < BOUND
-        lines += ["", f"{len(rows) ** 2} pairs, the worst {worst:.1e}: {'holds' if worst < BOUND else 'FAIL'}", ""]
+        lines += [
+            "",
+            (
+                f"{len(rows) ** 2} pairs, the worst {worst:.1e}:"
+                f" {'holds' if worst < BOUND else 'FAIL'}"
+            ),
+            "",
+        ]
     if rows := results.get("pause", {}).get("runs"):
         lines += ["### For how long training stops", ""]
         lines += ["| bytes | pause, s | a plain copy, s | pause / copy | the first time, s |"]
@@ -151,7 +180,10 @@ def tables(results: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
             ratio = one["pause"] / one["copy"]
             held &= ratio <= PAUSE
             verdict = "holds" if ratio <= PAUSE else "FAIL"
-            cells = f"{one['pause']:.3f} | {one['copy']:.3f} | {ratio:.2f} {verdict} | {one['first']:.3f}"
+            cells = (
+                f"{one['pause']:.3f} | {one['copy']:.3f} | {ratio:.2f} {verdict} |"
+                f" {one['first']:.3f}"
+            )
             lines.append(f"| {int(nbytes):,} | {cells} |")
         lines.append("")
     if rows := results.get("files", {}).get("runs"):
@@ -163,8 +195,14 @@ def tables(results: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
         ]
         for nbytes, one in rows.items():
             for what in ("save", "load"):
-                speeds = [int(nbytes) / one[f"{how} {what}"] / 1e9 for how in ("weft", "torch", "dcp")]
-                lines.append(f"| {int(nbytes):,} | {what} | " + " | ".join(f"{speed:.2f}" for speed in speeds) + " |")
+                speeds = [
+                    int(nbytes) / one[f"{how} {what}"] / 1e9 for how in ("weft", "torch", "dcp")
+                ]
+                lines.append(
+                    f"| {int(nbytes):,} | {what} | "
+                    + " | ".join(f"{speed:.2f}" for speed in speeds)
+                    + " |"
+                )
         lines.append("")
     return lines, held
 

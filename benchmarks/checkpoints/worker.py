@@ -1,4 +1,5 @@
-"""What is measured in a process: the pause of a save beside training, and files written and read."""
+"""What is measured in a process: the pause of a save beside training, and files written and
+read."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def state(nbytes: int) -> dict[str, Tensor]:
 
 
 def pause(nbytes: int) -> dict[str, Any]:
-    """Seconds for which training stops at a save, beside a plain copy of the same bytes, in turn."""
+    """Seconds for which training stops at a save, beside a plain copy of the same bytes, in
+    turn."""
     torch.set_num_threads(1)
     tensors = state(nbytes)
     pieces = [whole_shard(name, tensor) for name, tensor in tensors.items()]
@@ -41,7 +43,9 @@ def pause(nbytes: int) -> dict[str, Any]:
                 copy.copy_(tensor)
 
         saver.wait()
-        found["pause"].append(_seconds(lambda step=step: saver.save(folder, step, pieces, {}, {}, Retention(1))))
+        found["pause"].append(
+            _seconds(lambda step=step: saver.save(folder, step, pieces, {}, {}, Retention(1)))
+        )
         saver.wait()
         found["copy"].append(_seconds(copied))
     shutil.rmtree(folder)
@@ -49,7 +53,8 @@ def pause(nbytes: int) -> dict[str, Any]:
 
 
 def files(nbytes: int) -> dict[str, Any]:
-    """Seconds until files are on disk, and until tensors are read from them, of each way in turn."""
+    """Seconds until files are on disk, and until tensors are read from them, of each way in
+    turn."""
     torch.set_num_threads(1)
     tensors = state(nbytes)
     pieces = [whole_shard(name, tensor) for name, tensor in tensors.items()]
@@ -67,7 +72,12 @@ def files(nbytes: int) -> dict[str, Any]:
             os.fsync(file.fileno())
 
     for step in range(REPEATS):
-        note("weft save", lambda step=step: store.save_checkpoint(Path("weft.tmp"), step, pieces, {}, {}, Retention(1)))
+        note(
+            "weft save",
+            lambda step=step: store.save_checkpoint(
+                Path("weft.tmp"), step, pieces, {}, {}, Retention(1)
+            ),
+        )
         note("torch save", saved)
         note("dcp save", lambda: dcp.save(tensors, checkpoint_id="dcp.tmp", no_dist=True))
         note("weft load", lambda: store.load_checkpoint(Path("weft.tmp"), None, targets))

@@ -1,4 +1,5 @@
-"""What runs in the ranks: attention over a sequence that they share, and a training step with its memory."""
+"""What runs in the ranks: attention over a sequence that they share, and a training step with its
+memory."""
 
 from __future__ import annotations
 
@@ -32,11 +33,15 @@ def whole(length: int, repeats: int) -> list[float]:
     """Seconds of forward and backward of causal attention on one process."""
     torch.set_num_threads(1)
     query, key, value = _inputs(length)
-    return _timed(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True), repeats)
+    return _timed(
+        lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True),
+        repeats,
+    )
 
 
 def shared(layout: str, length: int, repeats: int) -> dict[str, Any]:
-    """The same on the ranks of a layout: seconds, pairs of positions that this rank computes, bytes that it sends."""
+    """The same on the ranks of a layout: seconds, pairs of positions that this rank computes, bytes
+    that it sends."""
     torch.set_num_threads(1)
     plan = weft.plan(nn.Linear(1, 1), layout, batch=1)
     mesh = Mesh(plan.layout, torch.device("cpu"))
@@ -46,7 +51,9 @@ def shared(layout: str, length: int, repeats: int) -> dict[str, Any]:
     pairs = 0
     counted = ring_attention.KeyBlocks.pairs
 
-    def count(self: ring_attention.KeyBlocks, source: int, device: torch.device, fused: bool) -> list:
+    def count(
+        self: ring_attention.KeyBlocks, source: int, device: torch.device, fused: bool
+    ) -> list:
         nonlocal pairs
         found = counted(self, source, device, fused)
         for _, _, queries, keys, mask in found:
@@ -64,12 +71,19 @@ def shared(layout: str, length: int, repeats: int) -> dict[str, Any]:
     sent: dict[str, int] = {}
     for comm in audit.seen:
         sent[comm.kind] = sent.get(comm.kind, 0) + comm.nbytes
-    return {"seconds": _timed(call, repeats), "pairs": pairs // 2, "sent": sent}  # forward has them, and backward
+    return {
+        "seconds": _timed(call, repeats),
+        "pairs": pairs // 2,
+        "sent": sent,
+    }  # forward has them, and backward
 
 
 def _inputs(length: int) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(1, heads, length, WIDTH, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [
+        torch.randn(1, heads, length, WIDTH, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
 
 
 def _timed(call: Callable[[], Tensor], repeats: int) -> list[float]:
@@ -93,7 +107,9 @@ class Live(TorchDispatchMode):
         self.now = self.peak = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -114,8 +130,11 @@ class Live(TorchDispatchMode):
         self.now -= nbytes
 
 
-def trained(layout: str, length: int, size: dict[str, int], recompute: str = "none") -> dict[str, float]:
-    """Bytes of a rank's activations at most in a training step, and the most that its process has had."""
+def trained(
+    layout: str, length: int, size: dict[str, int], recompute: str = "none"
+) -> dict[str, float]:
+    """Bytes of a rank's activations at most in a training step, and the most that its process has
+    had."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = decoder(**size, seq_len=length)
@@ -129,9 +148,11 @@ def trained(layout: str, length: int, size: dict[str, int], recompute: str = "no
     grads = sum(p.numel() * p.element_size() for p in model.parameters())
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
-        "activations": live.peak - grads, "process": most, "grown": most - before,
+        "activations": live.peak - grads,
+        "process": most,
+        "grown": most - before,
         "seconds": time.perf_counter() - began,
-    }  # fmt: skip
+    }
 
 
 def _sgd(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

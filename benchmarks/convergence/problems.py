@@ -25,7 +25,8 @@ def quadratic(w: Tensor) -> Tensor:
 
 
 def bumps(w: Tensor) -> Tensor:
-    """[..., DIM] -> [...]: half the sum of c w^2 / (1 + w^2), not convex: its second derivative goes from c at 0 to
+    """[..., DIM] -> [...]: half the sum of c w^2 / (1 + w^2), not convex: its second derivative
+    goes from c at 0 to
     -c / 4 at 1. Smoothness: the largest c. Least value 0."""
     return 0.5 * (curvatures() * w**2 / (1 + w**2)).sum(-1)
 
@@ -35,8 +36,8 @@ SMOOTHNESS = float(curvatures().max())
 
 
 class Noisy(nn.Module):
-    """RUNS copies of a problem side by side, each with weights of its own. A sample's value is that of all of them, and
-    its gradient is off by the sample's noise."""
+    """RUNS copies of a problem side by side, each with weights of its own. A sample's value is that
+    of all of them, and its gradient is off by the sample's noise."""
 
     def __init__(self, value: Callable[[Tensor], Tensor]):
         super().__init__()

@@ -1,10 +1,12 @@
-"""Experts that ranks share: steps beside those of as many processes that share none, and with uneven gates.
+"""Experts that ranks share: steps beside those of as many processes that share none, and with
+uneven gates.
 
     python benchmarks/experts/run.py                     both parts: some 4 minutes on 2 cores that do nothing else
     python benchmarks/experts/run.py overhead --rounds 31
     python benchmarks/experts/run.py skew
 
-Each part writes results/PART.json, then the tables in README.md are written anew. Exit code 1 if a target is missed.
+Each part writes results/PART.json, then the tables in README.md are written anew. Exit code 1 if a
+target is missed.
 """
 
 from __future__ import annotations
@@ -38,8 +40,12 @@ def overhead(rounds: int) -> dict[str, Any]:
         each = found[f"{dim}, {hidden}"] = {}
         for layout in ("dp1", *LAYOUTS):
             ranks = Layout.parse(layout).world
-            each[layout] = run_workers(worker.beside, ranks, layout, dim, hidden, TOKENS, rounds, threads=1)
-            medians = {side: round(median(_steps(each[layout], side)), 4) for side in each[layout][0]}
+            each[layout] = run_workers(
+                worker.beside, ranks, layout, dim, hidden, TOKENS, rounds, threads=1
+            )
+            medians = {
+                side: round(median(_steps(each[layout], side)), 4) for side in each[layout][0]
+            }
             print(f"{dim}, {hidden}, {ranks} processes: {medians} s", flush=True)
     return found
 
@@ -47,7 +53,16 @@ def overhead(rounds: int) -> dict[str, Any]:
 def skew(rounds: int) -> dict[str, Any]:
     found = {}
     for layout in LAYOUTS:
-        ranks = run_workers(worker.skewed, Layout.parse(layout).world, layout, FACTORS, *SKEWED, TOKENS, rounds, threads=1)
+        ranks = run_workers(
+            worker.skewed,
+            Layout.parse(layout).world,
+            layout,
+            FACTORS,
+            *SKEWED,
+            TOKENS,
+            rounds,
+            threads=1,
+        )
         found[layout] = ranks
         even = _steps(ranks, str(FACTORS[0]))
         ratios = [round(median(_ratios(_steps(ranks, str(f)), even)), 3) for f in FACTORS]
@@ -56,8 +71,9 @@ def skew(rounds: int) -> dict[str, Any]:
 
 
 def formula(one: dict[str, Any], dim: int) -> int:
-    """Bytes that a rank's all-to-alls of a step give it, float32: rows that come to its experts and rows that come back
-    to its tokens, as many again in backward, and how many rows come, an int64 of each expert."""
+    """Bytes that a rank's all-to-alls of a step give it, float32: rows that come to its experts and
+    rows that come back to its tokens, as many again in backward, and how many rows come, an int64
+    of each expert."""
     return 2 * (one["rows"] + TOKENS * worker.ACTIVE) * dim * 4 + worker.EXPERTS * 8
 
 
@@ -86,7 +102,8 @@ def _exchanged(ranks: list[dict[str, Any]], side: str) -> float:
 
 
 def _cores(runs: list[list[dict[str, Any]]]) -> str:
-    """What processes without exchange had of a core: one, on an idle machine that has one for each."""
+    """What processes without exchange had of a core: one, on an idle machine that has one for
+    each."""
     had: dict[int, list[float]] = {}
     for ranks in runs:
         took = sum(sum(rank["part"]["seconds"]) for rank in ranks)
@@ -100,9 +117,11 @@ def overheads(runs: dict[str, Any]) -> tuple[list[str], bool]:
     held = True
     lines = ["### Beside as many processes without exchange", ""]
     lines += [
-        "| dim, hidden | layout | one process, s | layout, s | / all experts in each, median (quartiles) |"
-        " / a rank's part in each | processor's time / a rank's part | in exchanges | bytes of a rank |"
-        " as the formula | same loss |",
+        (
+            "| dim, hidden | layout | one process, s | layout, s | / all experts in each, median"
+            " (quartiles) | / a rank's part in each | processor's time / a rank's part | in"
+            " exchanges | bytes of a rank | as the formula | same loss |"
+        ),
         "| --- | --- |" + " ---: |" * 7 + " --- | --- |",
     ]
     for size, each in runs.items():
@@ -117,14 +136,23 @@ def overheads(runs: dict[str, Any]) -> tuple[list[str], bool]:
             busy = median(_ratios(_busy(ranks, layout), _busy(ranks, "part")))
             cells = [size, layout, f"{single:.3f}", f"{median(ours):.3f}"]
             cells += [_spread(_ratios(ours, every)), _spread(_ratios(ours, part)), f"{busy:.2f}"]
-            cells += [f"{_exchanged(ranks, layout):.0%}", f"{max(rank[layout]['sent'] for rank in ranks):,}"]
+            cells += [
+                f"{_exchanged(ranks, layout):.0%}",
+                f"{max(rank[layout]['sent'] for rank in ranks):,}",
+            ]
             cells += ["holds" if verdict else "FAIL" for verdict in (exact, same)]
             lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", _cores([each[layout] for each in runs.values() for layout in LAYOUTS]), ""], held
+    return [
+        *lines,
+        "",
+        _cores([each[layout] for each in runs.values() for layout in LAYOUTS]),
+        "",
+    ], held
 
 
 def _shared(work: Sequence[float], cpus: int) -> float:
-    """How long ranks take that share cores evenly while they have work, and leave theirs to the others after it."""
+    """How long ranks take that share cores evenly while they have work, and leave theirs to the
+    others after it."""
     took = done = 0.0
     for ended, each in enumerate(sorted(work)):
         took += (each - done) / min(1.0, cpus / (len(work) - ended))
@@ -136,9 +164,11 @@ def skews(runs: dict[str, Any], cpus: int) -> tuple[list[str], bool]:
     held = True
     lines = ["### A gate that is not even", ""]
     lines += [
-        "| layout | rows of each rank | busiest rank | its rows / mean | its processor's time / balanced |"
-        " of a core it had | step: expected of the cores | step / balanced, median (quartiles) | of the fastest steps |"
-        " bytes | busiest works most |",
+        (
+            "| layout | rows of each rank | busiest rank | its rows / mean | its processor's time /"
+            " balanced | of a core it had | step: expected of the cores | step / balanced, median"
+            " (quartiles) | of the fastest steps | bytes | busiest works most |"
+        ),
         "| --- | --- |" + " ---: |" * 7 + " --- | --- |",
     ]
     for layout, ranks in runs.items():
@@ -180,7 +210,9 @@ def tables(results: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
 def main() -> int:
     measured = {"overhead": lambda: overhead(options.rounds), "skew": lambda: skew(options.rounds)}
     parser = parts.parser(__doc__, measured)
-    parser.add_argument("--rounds", type=int, default=11, help="in which all sides take a step each (at least 2)")
+    parser.add_argument(
+        "--rounds", type=int, default=11, help="in which all sides take a step each (at least 2)"
+    )
     options = parser.parse_args()
     return parts.measure(HERE, options.parts, measured, tables)
 

@@ -24,8 +24,9 @@ WARMUP = 2  # rounds that are not measured
 
 
 def beside(layout: str, dim: int, hidden: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Every rank takes steps on the same `tokens` tokens of its own with each side in turn: `layout`, `all` experts in
-    this process, and the `part` of them that a rank of the layout has, with as many rows, from this process alone."""
+    """Every rank takes steps on the same `tokens` tokens of its own with each side in turn:
+    `layout`, `all` experts in this process, and the `part` of them that a rank of the layout has,
+    with as many rows, from this process alone."""
     given, each = _batch(dim, tokens, 1.0), EXPERTS // Layout.parse(layout).world
     sides = {"all": (_engine("dp1", dim, hidden), given)}
     if each < EXPERTS:
@@ -36,8 +37,11 @@ def beside(layout: str, dim: int, hidden: int, tokens: int, rounds: int) -> dict
     return {name: audited[name] | steps[name] for name in sides}
 
 
-def skewed(layout: str, factors: Sequence[float], dim: int, hidden: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Steps of one layout whose first rank is sent `factor` times the mean number of rows, with each factor in turn."""
+def skewed(
+    layout: str, factors: Sequence[float], dim: int, hidden: int, tokens: int, rounds: int
+) -> dict[str, Any]:
+    """Steps of one layout whose first rank is sent `factor` times the mean number of rows, with
+    each factor in turn."""
     engine = _engine(layout, dim, hidden)
     batches = {str(factor): _batch(dim, tokens, factor) for factor in factors}
     audited = {factor: _audited(engine, batch) for factor, batch in batches.items()}
@@ -46,8 +50,8 @@ def skewed(layout: str, factors: Sequence[float], dim: int, hidden: int, tokens:
 
 
 class Layer(nn.Module):
-    """x [b, s, dim], index int [b, s, k], weights [b, s, k] -> [b * s, dim]. Tokens and weights get gradients, as those
-    of a model do."""
+    """x [b, s, dim], index int [b, s, k], weights [b, s, k] -> [b * s, dim]. Tokens and weights get
+    gradients, as those of a model do."""
 
     def __init__(self, dim: int, hidden: int, experts: int):
         super().__init__()
@@ -81,20 +85,25 @@ def _engine(layout: str, dim: int, hidden: int, experts: int = EXPERTS) -> weft.
     model, world = Layer(dim, hidden, experts), Layout.parse(layout).world
     plan = weft.plan(model, layout, batch=world, loss=_squares)
     # an engine of one rank refuses a process that is one of several
-    alone = contextlib.nullcontext() if world > 1 else mock.patch.object(dist, "is_initialized", return_value=False)
+    alone = (
+        contextlib.nullcontext()
+        if world > 1
+        else mock.patch.object(dist, "is_initialized", return_value=False)
+    )
     with alone:
         return weft.Engine(model, plan, optimizer=Still, loss=_squares, device="cpu")
 
 
 def _batch(dim: int, tokens: int, factor: float) -> Batch:
-    """This rank's sample: the experts of the first rank get `factor` times the mean number of its rows, those of the
-    others the rest, each as many as its neighbour."""
+    """This rank's sample: the experts of the first rank get `factor` times the mean number of its
+    rows, those of the others the rest, each as many as its neighbour."""
     ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(dist.get_rank())
     rows, each = tokens * ACTIVE, EXPERTS // ranks
     first = factor * rows / ranks
     shares = [first / each] * each + [(rows - first) / max(1, EXPERTS - each)] * (EXPERTS - each)
     ends = torch.tensor([0.0, *shares], dtype=torch.float64).cumsum(0).round().long()
-    # An expert's rows stand together, and are at most as many as tokens: none goes to one expert twice.
+    # An expert's rows stand together, and are at most as many as tokens: none goes to one expert
+    # twice.
     index = torch.arange(EXPERTS).repeat_interleave(ends.diff()).view(ACTIVE, tokens).T
     weights = torch.rand(tokens, ACTIVE, generator=generator)
     sample = {
@@ -106,12 +115,15 @@ def _batch(dim: int, tokens: int, factor: float) -> Batch:
 
 
 def _audited(engine: weft.Engine, batch: Batch) -> dict[str, Any]:
-    """A step's loss, the bytes and the number of its all-to-alls, and the rows that come to this rank's experts."""
+    """A step's loss, the bytes and the number of its all-to-alls, and the rows that come to this
+    rank's experts."""
     with Clock() as clock, Audit(engine.mesh) as audit:
         loss = float(engine.step(batch).loss)
     sent = [comm.nbytes for comm in audit.seen if comm.kind.startswith("all_to_all")]
     if len(sent) != clock.calls:
-        raise RuntimeError(f"the clock sees {clock.calls} of {len(sent)} all-to-alls: weft calls them another way")
+        raise RuntimeError(
+            f"the clock sees {clock.calls} of {len(sent)} all-to-alls: weft calls them another way"
+        )
     counts = batch["index"].flatten().bincount(minlength=EXPERTS)
     if engine.plan.layout.world > 1:
         dist.all_reduce(counts)
@@ -119,10 +131,14 @@ def _audited(engine: weft.Engine, batch: Batch) -> dict[str, Any]:
     return {"loss": loss, "sent": sum(sent), "calls": len(sent), "rows": int(here)}
 
 
-def _rounds(sides: dict[str, tuple[weft.Engine, Batch]], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Steps of all sides in turn, every other round in the other order. Of each step on this rank: seconds from a
-    barrier to its end, seconds of them in exchanges, and the processor's seconds."""
-    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "exchange": [], "cpu": []} for name in sides}
+def _rounds(
+    sides: dict[str, tuple[weft.Engine, Batch]], rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Steps of all sides in turn, every other round in the other order. Of each step on this rank:
+    seconds from a barrier to its end, seconds of them in exchanges, and the processor's seconds."""
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"seconds": [], "exchange": [], "cpu": []} for name in sides
+    }
     for turn in range(WARMUP + rounds):
         for name in list(sides)[:: -1 if turn % 2 else 1]:
             engine, batch = sides[name]
@@ -138,8 +154,8 @@ def _rounds(sides: dict[str, tuple[weft.Engine, Batch]], rounds: int) -> dict[st
 
 
 class Clock:
-    """Seconds in which all-to-alls hold this rank up, waiting for others and for a core among them, while it is
-    entered."""
+    """Seconds in which all-to-alls hold this rank up, waiting for others and for a core among them,
+    while it is entered."""
 
     def __init__(self) -> None:
         self.seconds, self.calls = 0.0, 0

@@ -1,6 +1,8 @@
-"""Four hosts of two ranks each, one of which is lost in each of three ways and comes back, beside the run left alone.
+"""Four hosts of two ranks each, one of which is lost in each of three ways and comes back, beside
+the run left alone.
 
-Hosts are network namespaces (benchmarks/testbed.py). Host 0 keeps the store where they meet, and stays.
+Hosts are network namespaces (benchmarks/testbed.py). Host 0 keeps the store where they meet, and
+stays.
 """
 
 from __future__ import annotations
@@ -69,10 +71,27 @@ class Hosts:
         self.processes: dict[int, subprocess.Popen] = {}
 
     def start(self, host: int) -> None:
-        command = [sys.executable, "-m", "weft", "train", str(self.folder / "run.toml"), "--output", str(self.out)]
-        command += ["--layout", LAYOUT, "--nodes", f"{LEAST}:{HOSTS}", "--rdzv", f"{testbed.NET}1:29400"]
+        command = [
+            sys.executable,
+            "-m",
+            "weft",
+            "train",
+            str(self.folder / "run.toml"),
+            "--output",
+            str(self.out),
+        ]
+        command += [
+            "--layout",
+            LAYOUT,
+            "--nodes",
+            f"{LEAST}:{HOSTS}",
+            "--rdzv",
+            f"{testbed.NET}1:29400",
+        ]
         path = os.pathsep.join(filter(None, sys.path))
-        self.processes[host] = testbed.start(host, command, self.log, PYTHONPATH=path, OMP_NUM_THREADS="1")
+        self.processes[host] = testbed.start(
+            host, command, self.log, PYTHONPATH=path, OMP_NUM_THREADS="1"
+        )
 
     def lines(self) -> list[dict[str, Any]]:
         file = self.out / "metrics.jsonl"
@@ -89,7 +108,9 @@ class Hosts:
         began = time.monotonic()
         while not true():
             if time.monotonic() - began > patience_s:
-                raise RuntimeError(f"{what}: not within {patience_s:.0f} s\n{self.log.read_text()[-6000:]}")
+                raise RuntimeError(
+                    f"{what}: not within {patience_s:.0f} s\n{self.log.read_text()[-6000:]}"
+                )
             time.sleep(0.02)
         return time.monotonic() - began
 
@@ -113,7 +134,10 @@ def lose(hosts: Hosts, way: str, host: int) -> dict[str, Any]:
     without_s = hosts.until(lambda: hosts.said(LAID) > laid, f"{way}: no layout of three")
     hosts.until(lambda: hosts.step() >= max(at, from_step) + 10, f"{way}: no steps of three")
     if way == "cut off":
-        hosts.until(lambda: hosts.processes[host].poll() is not None, "the host that is cut off does not end")
+        hosts.until(
+            lambda: hosts.processes[host].poll() is not None,
+            "the host that is cut off does not end",
+        )
         testbed.cut_off(host, False)
     code = hosts.processes[host].wait(60)
     resumed = hosts.said("resumed ")
@@ -144,11 +168,16 @@ def measure() -> dict[str, Any]:
         lost_s = time.monotonic() - began
         steps = [line["step"] for line in run.lines()]
         return {
-            "lost": lost, "codes": codes, "alone_s": alone_s, "lost_s": lost_s,
+            "lost": lost,
+            "codes": codes,
+            "alone_s": alone_s,
+            "lost_s": lost_s,
             "complete": steps == list(range(1, STEPS + 1)),
-            "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(alone.lines(), run.lines(), strict=True)),
+            "loss": max(
+                abs(a["loss"] - b["loss"]) for a, b in zip(alone.lines(), run.lines(), strict=True)
+            ),
             "weights": _apart(alone.out, run.out),
-        }  # fmt: skip
+        }
 
 
 def _whole(hosts: Hosts) -> float:

@@ -6,8 +6,8 @@
 
 Takes root: for a disk that can be filled, and for hosts as network namespaces.
 
-Each part is a layout's run, or that of several hosts. It writes results/PART.json, then the tables in README.md are
-written anew. Exit code 1 if a target is missed.
+Each part is a layout's run, or that of several hosts. It writes results/PART.json, then the tables
+in README.md are written anew. Exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -76,18 +76,33 @@ class Run:
         folder.mkdir(exist_ok=True)
         shutil.copy(HERE / "slow.py", folder)
         (folder / "run.toml").write_text(RUN)
-        self.out, self._file, self._layout, self.said = folder / "out", folder / "run.toml", layout, ""
+        self.out, self._file, self._layout, self.said = (
+            folder / "out",
+            folder / "run.toml",
+            layout,
+            "",
+        )
         self.start(False)
 
     def start(self, resume: bool) -> None:
         command = [sys.executable, "-m", "weft", "train", str(self._file), "--layout", self._layout]
         command += ["--output", str(self.out), *(["--resume"] if resume else [])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
         self.log = open(self.out.parent / "log", "ab")  # noqa: SIM115
-        self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=self.log, stderr=subprocess.STDOUT
+        )
 
     def step(self) -> int:
-        lines = (self.out / "metrics.jsonl").read_text().splitlines() if (self.out / "metrics.jsonl").exists() else []
+        lines = (
+            (self.out / "metrics.jsonl").read_text().splitlines()
+            if (self.out / "metrics.jsonl").exists()
+            else []
+        )
         try:
             return int(json.loads(lines[-1])["step"]) if lines else 0
         except ValueError:  # it is being written
@@ -103,7 +118,11 @@ class Run:
     def files(self) -> list[Path]:
         """Of the latest checkpoint, if there is one before it."""
         steps = store.saved_steps(self.out / "checkpoints")
-        return sorted((self.out / "checkpoints" / f"step-{steps[-1]:06d}").iterdir()) if len(steps) > 1 else []
+        return (
+            sorted((self.out / "checkpoints" / f"step-{steps[-1]:06d}").iterdir())
+            if len(steps) > 1
+            else []
+        )
 
     def full(self) -> None:
         """No byte is left where it writes."""
@@ -163,14 +182,27 @@ def full_disk(run: Run, dice: random.Random) -> None:
     run.again()
 
 
-KINDS = (killed, killed, killed, stopped, told_to_stop, killed_all, flipped, cut_short, lost, full_disk)
+KINDS = (
+    killed,
+    killed,
+    killed,
+    stopped,
+    told_to_stop,
+    killed_all,
+    flipped,
+    cut_short,
+    lost,
+    full_disk,
+)
 
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
     """A disk of its own that can be filled. Takes root."""
     folder.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)], check=True
+    )
     try:
         yield
     finally:
@@ -193,44 +225,67 @@ def through(layout: str, seed: int) -> dict[str, Any]:
             kind, at = dice.choice(KINDS), run.step()
             try:
                 kind(run, dice)
-            except (IndexError, OSError):  # it is between two lives, or just moved a file: drawn anew
+            except (
+                IndexError,
+                OSError,
+            ):  # it is between two lives, or just moved a file: drawn anew
                 continue
             done.append({"kind": kind.__name__, "step": at})
             moments.pop(0)
             print(f"{layout}: {done[-1]}", flush=True)
             since = time.perf_counter()
-            while run.process.poll() is None and run.step() <= at and time.perf_counter() - since < 60:
+            while (
+                run.process.poll() is None and run.step() <= at and time.perf_counter() - since < 60
+            ):
                 time.sleep(0.02)
         code = run.process.wait()
         faults_s = time.perf_counter() - began
         log = (Path(folder) / "faults" / "log").read_text(errors="replace")
         same = code == 0 and _same(alone.out, run.out)
-        steps = [json.loads(line)["step"] for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line)["step"]
+            for line in (run.out / "metrics.jsonl").read_text().splitlines()
+        ]
         if not same:
             print(log[-3000:])
         return {
-            "faults": done, "code": code, "same": same, "complete": steps == list(range(1, STEPS + 1)),
-            "alone_s": alone_s, "faults_s": faults_s, "set_aside": log.count("set aside"),
-        }  # fmt: skip
+            "faults": done,
+            "code": code,
+            "same": same,
+            "complete": steps == list(range(1, STEPS + 1)),
+            "alone_s": alone_s,
+            "faults_s": faults_s,
+            "set_aside": log.count("set aside"),
+        }
 
 
 def _same(one: Path, other: Path) -> bool:
     """Whether two runs end with the same weights and optimizer state, bit for bit."""
     first, second = tensors(one), tensors(other)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def tensors(out: Path) -> dict[str, Tensor]:
     contents = store.read_index(out / "checkpoints")
     found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
-    store.load_checkpoint(out / "checkpoints", None, [whole_shard(name, tensor) for name, tensor in found.items()])
+    store.load_checkpoint(
+        out / "checkpoints", None, [whole_shard(name, tensor) for name, tensor in found.items()]
+    )
     return found
 
 
 def tables(results: parts.Results) -> tuple[list[str], bool]:
     held, lines = True, []
-    several, results = results.get("hosts"), {name: each for name, each in results.items() if name != "hosts"}
-    lines += ["| layout | faults | weights and optimizer bit for bit | all steps once | left alone, s | s a fault |"]
+    several, results = (
+        results.get("hosts"),
+        {name: each for name, each in results.items() if name != "hosts"},
+    )
+    lines += [
+        "| layout | faults | weights and optimizer bit for bit | all steps once | left alone, s | s"
+        " a fault |"
+    ]
     lines += ["| --- | --- | --- | --- | ---: | ---: |"]
     for layout, result in results.items():
         one = result["runs"]
@@ -240,7 +295,9 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
         held &= well and one["complete"]
         each = (one["faults_s"] - one["alone_s"]) / max(1, len(kinds))
         marks = ["holds" if mark else "FAIL" for mark in (well, one["complete"])]
-        lines.append(f"| {layout} | {counts} | {marks[0]} | {marks[1]} | {one['alone_s']:.0f} | {each:.1f} |")
+        lines.append(
+            f"| {layout} | {counts} | {marks[0]} | {marks[1]} | {one['alone_s']:.0f} | {each:.1f} |"
+        )
     if several is not None:
         more, well = _table_of_hosts(several["runs"])
         lines, held = [*lines, "", *more], held and well
@@ -250,25 +307,38 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
 def _table_of_hosts(one: dict[str, Any]) -> tuple[list[str], bool]:
     ended = all(code == 0 for code in one["codes"])
     held = (
-        ended and one["complete"] and len(one["lost"]) == len(hosts.WAYS) and max(one["loss"], one["weights"]) < BOUND
+        ended
+        and one["complete"]
+        and len(one["lost"]) == len(hosts.WAYS)
+        and max(one["loss"], one["weights"]) < BOUND
     )
     lines = [
         "| 4 hosts, 2 ranks each | at step | goes on with three from step | after, s |",
         "| --- | ---: | ---: | ---: |",
     ]
     for fault in one["lost"]:
-        lines.append(f"| {fault['way']} | {fault['at']} | {fault['from']} | {fault['without_s']:.1f} |")
+        lines.append(
+            f"| {fault['way']} | {fault['at']} | {fault['from']} | {fault['without_s']:.1f} |"
+        )
     mark = "holds" if held else "FAIL"
     lines += [
         "",
-        f"Losses {one['loss']:.1e} apart at most, weights and optimizer state {one['weights']:.1e}, after all steps",
+        (
+            f"Losses {one['loss']:.1e} apart at most, weights and optimizer state"
+            f" {one['weights']:.1e}, after all steps"
+        ),
     ]
-    lines[-1] += f", each once: {mark}. {one['alone_s']:.0f} s left alone, {one['lost_s']:.0f} s so."
+    lines[-1] += (
+        f", each once: {mark}. {one['alone_s']:.0f} s left alone, {one['lost_s']:.0f} s so."
+    )
     return lines, held
 
 
 def main() -> int:
-    measured = {name: lambda layout=layout: through(layout, options.seed) for name, layout in LAYOUTS.items()}
+    measured = {
+        name: lambda layout=layout: through(layout, options.seed)
+        for name, layout in LAYOUTS.items()
+    }
     measured["hosts"] = hosts.measure
     parser = parts.parser(__doc__, measured)
     parser.add_argument("--seed", type=int, default=0, help="of the faults and their moments")

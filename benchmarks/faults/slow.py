@@ -1,4 +1,5 @@
-"""Windows of the standard library's source that take their time to come, so that there is some in which to fail."""
+"""Windows of the standard library's source that take their time to come, so that there is some in
+which to fail."""
 
 from __future__ import annotations
 

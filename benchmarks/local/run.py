@@ -1,4 +1,5 @@
-"""What is predicted of this machine beside what it does: seconds of a step, memory and traffic of two processes.
+"""What is predicted of this machine beside what it does: seconds of a step, memory and traffic of
+two processes.
 
     python benchmarks/local/run.py [sheets] [runs]        both, if none is named
 
@@ -38,14 +39,17 @@ def calibrated(rounds: int) -> list[dict[str, Any]]:
     found = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            path, seen, _ = command.calibrate(Path(folder) / "sheet.toml", lambda part: print(part, flush=True))
+            path, seen, _ = command.calibrate(
+                Path(folder) / "sheet.toml", lambda part: print(part, flush=True)
+            )
             found.append({"others": seen.others, "sheet": path.read_text(encoding="utf-8")})
     return found
 
 
 def measured(sizes: list[str], rounds: int) -> list[dict[str, Any]]:
-    """In each round every case in new processes: what disturbs a while meets all alike. Of each case, the round in
-    which other programs had least; those measured before, and kept, are one more."""
+    """In each round every case in new processes: what disturbs a while meets all alike. Of each
+    case, the round in which other programs had least; those measured before, and kept, are one
+    more."""
     kept = HERE / "results" / "runs.json"
     before = json.loads(kept.read_text())["runs"] if kept.exists() else []
     rows = {str(case_of(row)): row for row in before}
@@ -70,7 +74,9 @@ def predicted(case: runs.Case, sheet: str) -> Estimate:
     made = hardware.parse_sheet(sheet, "sheet")
     here = of(case.size)
     cluster = hardware.Cluster(hardware=made, devices=2)
-    return estimate(here.work, layout_of_run(case.run()), cluster, made.era(ERA), here.practice, here.sync)
+    return estimate(
+        here.work, layout_of_run(case.run()), cluster, made.era(ERA), here.practice, here.sync
+    )
 
 
 def tables(results: parts.Results) -> tuple[list[str], bool]:
@@ -78,7 +84,10 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
     if not {"sheets", "runs"} <= set(results):
         return ["Not all parts have been measured."], False
     sheet = min(results["sheets"]["runs"], key=lambda one: one["others"])["sheet"]
-    lines = ["| run | step, s | predicted, s | error | peak, MB | predicted, MB | error | sent, MB | predicted, MB |"]
+    lines = [
+        "| run | step, s | predicted, s | error | peak, MB | predicted, MB | error | sent, MB |"
+        " predicted, MB |"
+    ]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     times, memory, disturbed = [], [], []
     for row in results["runs"]["runs"]:
@@ -91,22 +100,32 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
         memory.append(peak / row["memory_bytes"] - 1)
         disturbed.append(row["others"])
         lines.append(
-            f"| {case} | {row['step_s']:.3f} | {step_s:.3f} | {times[-1]:+.0%} | {row['memory_bytes'] / 1e6:.0f} | "
-            f"{peak / 1e6:.0f} | {memory[-1]:+.0%} | {sent / 1e6:.2f} | {told / 1e6:.2f} |"
+            f"| {case} | {row['step_s']:.3f} | {step_s:.3f} | {times[-1]:+.0%} |"
+            f" {row['memory_bytes'] / 1e6:.0f} | {peak / 1e6:.0f} | {memory[-1]:+.0%} |"
+            f" {sent / 1e6:.2f} | {told / 1e6:.2f} |"
         )
     middle = statistics.median(map(abs, times))
     lines += ["", "| of all | median error | worst | at most |", "| --- | ---: | ---: | ---: |"]
     lines += [f"| step | {middle:.1%} | {max(map(abs, times)):.0%} | {TARGET:.0%} |"]
-    lines += [f"| memory | {statistics.median(map(abs, memory)):.1%} | {max(map(abs, memory)):.0%} | |"]
-    lines += ["", f"Other programs had a median of {statistics.median(disturbed):.0%} of the processors."]
+    lines += [
+        f"| memory | {statistics.median(map(abs, memory)):.1%} | {max(map(abs, memory)):.0%} | |"
+    ]
+    lines += [
+        "",
+        f"Other programs had a median of {statistics.median(disturbed):.0%} of the processors.",
+    ]
     return lines, middle <= TARGET
 
 
 def main() -> int:
     names = {"sheets": None, "runs": None}
     parser = parts.parser(__doc__, names)
-    parser.add_argument("--rounds", type=int, help=f"{SHEETS} of calibrations and {RUNS} of runs, if left out")
-    parser.add_argument("--size", choices=runs.SIZES, action="append", help="of models: all, if left out")
+    parser.add_argument(
+        "--rounds", type=int, help=f"{SHEETS} of calibrations and {RUNS} of runs, if left out"
+    )
+    parser.add_argument(
+        "--size", choices=runs.SIZES, action="append", help="of models: all, if left out"
+    )
     options = parser.parse_args()
     made = {
         "sheets": partial(calibrated, options.rounds or SHEETS),

@@ -1,4 +1,5 @@
-"""What is run: weft's decoder in three sizes, on every layout of two ranks, and what a rank sees of it."""
+"""What is run: weft's decoder in three sizes, on every layout of two ranks, and what a rank sees of
+it."""
 
 from __future__ import annotations
 
@@ -26,11 +27,20 @@ SIZES: dict[str, dict[str, int]] = {
 }
 # layout, microbatches of a step, what is computed again
 LAYOUTS = (
-    ("dp2", 1, "none"), ("dp2", 1, "full"), ("dp2", 4, "none"),
-    ("fsdp2", 1, "none"), ("fsdp2", 1, "full"), ("fsdp2+zero2", 1, "none"), ("fsdp2+zero1", 2, "none"),
-    ("tp2", 1, "none"), ("tp2", 1, "full"), ("tp2+sequence", 1, "none"),
-    ("pp2", 4, "none"), ("pp2", 4, "full"), ("pp2", 8, "none"),
-)  # fmt: skip
+    ("dp2", 1, "none"),
+    ("dp2", 1, "full"),
+    ("dp2", 4, "none"),
+    ("fsdp2", 1, "none"),
+    ("fsdp2", 1, "full"),
+    ("fsdp2+zero2", 1, "none"),
+    ("fsdp2+zero1", 2, "none"),
+    ("tp2", 1, "none"),
+    ("tp2", 1, "full"),
+    ("tp2+sequence", 1, "none"),
+    ("pp2", 4, "none"),
+    ("pp2", 4, "full"),
+    ("pp2", 8, "none"),
+)
 WARMUP, CLEAN, MOST = 3, 5, 10  # steps; samples that nobody disturbed, of at most so many
 SAMPLE_S = 0.3
 QUIET = 0.06  # the share of the processors' time that others may have
@@ -59,14 +69,17 @@ CASES = tuple(Case(size, *layout) for size in SIZES for layout in LAYOUTS)
 
 
 def steps(case: Case) -> dict[str, Any]:
-    """A rank's part of some optimizer steps: seconds of one, from when all are ready until this rank is done, in each
-    of a few samples, with the share of the processors' time that other programs had meanwhile; the most memory that it
-    held; bytes that it sent in one over each axis."""
+    """A rank's part of some optimizer steps: seconds of one, from when all are ready until this
+    rank is done, in each of a few samples, with the share of the processors' time that other
+    programs had meanwhile; the most memory that it held; bytes that it sent in one over each axis.
+    """
     run = case.run()
     data = build.build_dataset(run)
     model, sample = build.build_model(run, dtype=torch.float32), build.sample_batch(run, data)
     plan = build.build_plan(run, model, sample)
-    engine = Engine(model, plan, optimizer=build.build_optimizer(run), loss=build.build_loss(run), sample=sample)
+    engine = Engine(
+        model, plan, optimizer=build.build_optimizer(run), loss=build.build_loss(run), sample=sample
+    )
     whole = {key: torch.stack([data[i][key] for i in range(run.train.batch)]) for key in data[0]}
     traffic, mine, samples = CommMetrics(engine), engine.local(whole), list[tuple[float, float]]()
     for _ in range(WARMUP):
@@ -104,7 +117,8 @@ def quiet() -> None:
 
 
 def found(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of both ranks: a step is done when the slower one is. The samples in which others had least of the processors."""
+    """Of both ranks: a step is done when the slower one is. The samples in which others had least
+    of the processors."""
     pairs = zip(*(rank["samples"] for rank in ranks), strict=True)
     samples = sorted((others, max(a, b)) for (a, others), (b, _) in pairs)[:CLEAN]
     return {

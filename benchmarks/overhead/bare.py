@@ -1,6 +1,8 @@
-"""The bare script that start-up is measured against: `torchrun --nproc-per-node 2 bare.py OUT KEY=NUMBER ...`.
+"""The bare script that start-up is measured against: `torchrun --nproc-per-node 2 bare.py OUT
+KEY=NUMBER ...`.
 
-One optimizer step of plain DDP; rank 0 then writes the loss to the file OUT. Keys: batch, and `work.build`'s.
+One optimizer step of plain DDP; rank 0 then writes the loss to the file OUT. Keys: batch, and
+`work.build`'s.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import work
 
 def first_step(batch: int, **size: int) -> float:
     trainer = plain_ddp.trainer(work.build(**size), work.adamw, clip=1.0)
-    rows = work.rows_of(work.batch_of(work.Text(size["seq_len"]), batch, 0), dist.get_rank(), dist.get_world_size())
+    rows = work.rows_of(
+        work.batch_of(work.Text(size["seq_len"]), batch, 0), dist.get_rank(), dist.get_world_size()
+    )
     return trainer.step(rows).item()
 
 

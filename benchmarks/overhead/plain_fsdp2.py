@@ -1,4 +1,5 @@
-"""Fully sharded data parallel (ZeRO-3) by hand: FSDP2's `fully_shard` on every block and on the root."""
+"""Fully sharded data parallel (ZeRO-3) by hand: FSDP2's `fully_shard` on every block and on the
+root."""
 
 from __future__ import annotations
 

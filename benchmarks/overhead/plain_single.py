@@ -1,4 +1,5 @@
-"""A training step in plain torch: on one device, or on a wrapped model whose wrapper averages gradients over ranks."""
+"""A training step in plain torch: on one device, or on a wrapped model whose wrapper averages
+gradients over ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from work import MakeOptimizer
 
 
 class Trainer:
-    """`step(rows)` is one optimizer step on this rank's rows of the batch; returns the global batch's mean loss, 0-dim.
+    """`step(rows)` is one optimizer step on this rank's rows of the batch; returns the global
+    batch's mean loss, 0-dim.
 
-    `ranks` share the batch. Each has as many tokens, so the mean of their means, which is what DDP and FSDP2 take, is
-    the mean over the global batch.
+    `ranks` share the batch. Each has as many tokens, so the mean of their means, which is what DDP
+    and FSDP2 take, is the mean over the global batch.
     """
 
-    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, clip: float | None, ranks: int = 1):
+    def __init__(
+        self, model: nn.Module, optimizer: MakeOptimizer, clip: float | None, ranks: int = 1
+    ):
         self.model, self.clip, self.ranks = model, clip, ranks
         self.optimizer = optimizer(self.model.parameters())
 

@@ -1,4 +1,5 @@
-"""Tensor parallel by hand, as in Megatron-LM (Shoeybi et al. 2019): local tensors, explicit f and g.
+"""Tensor parallel by hand, as in Megatron-LM (Shoeybi et al. 2019): local tensors, explicit f and
+g.
 
 x -- f -- wq wk wv (columns: this rank's heads) -- attention -- wo (rows) -- g --
 x -- f -- gate up  (columns)                    -- silu, *   -- down (rows) -- g --
@@ -46,7 +47,8 @@ class SumOverRanks(Function):
 
 
 class CrossEntropy(Function):
-    """Mean cross-entropy of logits [n, vocab / ranks], of which this rank holds those from `start` on; labels [n]."""
+    """Mean cross-entropy of logits [n, vocab / ranks], of which this rank holds those from `start`
+    on; labels [n]."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int) -> Tensor:
@@ -71,11 +73,15 @@ class CrossEntropy(Function):
 
 
 def rows(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight.detach().chunk(dist.get_world_size(), dim=0)[dist.get_rank()].clone())
+    return nn.Parameter(
+        weight.detach().chunk(dist.get_world_size(), dim=0)[dist.get_rank()].clone()
+    )
 
 
 def columns(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight.detach().chunk(dist.get_world_size(), dim=1)[dist.get_rank()].clone())
+    return nn.Parameter(
+        weight.detach().chunk(dist.get_world_size(), dim=1)[dist.get_rank()].clone()
+    )
 
 
 class Attention(nn.Module):
@@ -83,16 +89,29 @@ class Attention(nn.Module):
 
     def __init__(self, whole: nn.Module):
         super().__init__()
-        self.head_dim, self.rope_base, self.rotate = whole.head_dim, whole.rope_base, decoder_file().rotate
-        self.wq, self.wk, self.wv = rows(whole.wq.weight), rows(whole.wk.weight), rows(whole.wv.weight)
+        self.head_dim, self.rope_base, self.rotate = (
+            whole.head_dim,
+            whole.rope_base,
+            decoder_file().rotate,
+        )
+        self.wq, self.wk, self.wv = (
+            rows(whole.wq.weight),
+            rows(whole.wk.weight),
+            rows(whole.wv.weight),
+        )
         self.wo = columns(whole.wo.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
         x = CopyToRanks.apply(x)
-        q, k, v = (F.linear(x, w).view(b, s, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            F.linear(x, w).view(b, s, -1, self.head_dim).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
         q, k = self.rotate(q, self.rope_base), self.rotate(k, self.rope_base)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1)
+        )
         return SumOverRanks.apply(F.linear(y.transpose(1, 2).reshape(b, s, -1), self.wo))
 
 
@@ -101,11 +120,17 @@ class MLP(nn.Module):
 
     def __init__(self, whole: nn.Module):
         super().__init__()
-        self.gate, self.up, self.down = rows(whole.gate.weight), rows(whole.up.weight), columns(whole.down.weight)
+        self.gate, self.up, self.down = (
+            rows(whole.gate.weight),
+            rows(whole.up.weight),
+            columns(whole.down.weight),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = CopyToRanks.apply(x)
-        return SumOverRanks.apply(F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down))
+        return SumOverRanks.apply(
+            F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+        )
 
 
 class Block(nn.Module):
@@ -120,7 +145,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """This rank's part of a decoder; input_ids, labels [b, s] -> the mean loss, 0-dim, the same on every rank."""
+    """This rank's part of a decoder; input_ids, labels [b, s] -> the mean loss, 0-dim, the same on
+    every rank."""
 
     def __init__(self, whole: nn.Module):
         super().__init__()
@@ -149,7 +175,8 @@ class Decoder(nn.Module):
 
 
 class Trainer:
-    """`step(batch)` takes the whole batch on every rank; it returns the mean loss over it, 0-dim."""
+    """`step(batch)` takes the whole batch on every rank; it returns the mean loss over it,
+    0-dim."""
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, clip: float | None):
         self.model, self.clip = Decoder(model), clip
@@ -168,7 +195,8 @@ class Trainer:
         return loss.detach()
 
     def clip_gradients(self, clip: float) -> None:
-        """By the norm of the whole model's gradient: parts are summed over the ranks, copies count once."""
+        """By the norm of the whole model's gradient: parts are summed over the ranks, copies count
+        once."""
         square = nn.utils.get_total_norm([p.grad for p in self.cut]) ** 2
         dist.all_reduce(square)
         norm = (square + nn.utils.get_total_norm([p.grad for p in self.whole]) ** 2).sqrt()

@@ -1,4 +1,5 @@
-"""weft's optimizer step, memory and start-up beside hand-written plain torch, side by side in one call.
+"""weft's optimizer step, memory and start-up beside hand-written plain torch, side by side in one
+call.
 
     python benchmarks/overhead/run.py [check] [steps] [memory] [startup]        all four if none is named
 
@@ -58,7 +59,8 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """A parallelism: weft's name for it, the plain side, and how much longer weft's step may take."""
+    """A parallelism: weft's name for it, the plain side, and how much longer weft's step may
+    take."""
 
     name: str
     layout: str
@@ -78,18 +80,31 @@ class Case:
 CASES = (
     Case("DDP", "dp2", plain_ddp.trainer, 1.02, divides_batch=True, is_cut=lambda p: False),
     Case("FSDP2", "fsdp2", plain_fsdp2.trainer, 1.02, divides_batch=True, is_cut=lambda p: True),
-    Case("tensor parallel", "tp2", plain_tp.Trainer, 1.05, divides_batch=False, is_cut=lambda p: p.dim() > 1),
+    Case(
+        "tensor parallel",
+        "tp2",
+        plain_tp.Trainer,
+        1.05,
+        divides_batch=False,
+        is_cut=lambda p: p.dim() > 1,
+    ),
 )
 
 
-# ---- the two sides ---------------------------------------------------------------------------------------------------
+# ---- the two sides -------------------------------------------------------------------------------
 
 
 class Weft:
     """weft's Engine as a Side."""
 
     def __init__(
-        self, model: nn.Module, layout: str, batch: int, optimizer: work.MakeOptimizer, clip: float, precision: str
+        self,
+        model: nn.Module,
+        layout: str,
+        batch: int,
+        optimizer: work.MakeOptimizer,
+        clip: float,
+        precision: str,
     ):
         import weft
         from weft.nn.losses import next_token
@@ -115,7 +130,7 @@ def side(
     return case.trainer(model, optimizer, clip)
 
 
-# ---- two processes ---------------------------------------------------------------------------------------------------
+# ---- two processes -------------------------------------------------------------------------------
 
 
 def on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -127,7 +142,10 @@ def on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(WORLD)]
         processes = [
-            context.Process(target=_rank, args=(rank, f"file://{folder}/store", pipes[rank][1], function, arguments))
+            context.Process(
+                target=_rank,
+                args=(rank, f"file://{folder}/store", pipes[rank][1], function, arguments),
+            )
             for rank in range(WORLD)
         ]
         for process in processes:
@@ -155,10 +173,14 @@ def on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     return [results[rank] for rank in range(WORLD)]
 
 
-def _rank(rank: int, store: str, sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, store: str, sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(minutes=5))
+        dist.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(minutes=5)
+        )
         sender.send((function(rank, *arguments), None))
         dist.barrier()
         dist.destroy_process_group()
@@ -167,7 +189,7 @@ def _rank(rank: int, store: str, sender: Any, function: Callable[..., Any], argu
         os._exit(1)  # a peer may wait in a collective that this rank never joins
 
 
-# ---- check: both sides, and one device, give the same numbers --------------------------------------------------------
+# ---- check: both sides, and one device, give the same numbers ------------------------------------
 
 
 def check() -> dict[str, Any]:
@@ -176,15 +198,20 @@ def check() -> dict[str, Any]:
     for case in CASES:
         for name in ("plain", "weft"):
             difference = max(on_ranks(_difference, case, name))
-            rows.append({"case": case.name, "layout": case.layout, "side": name, "loss_rel_err": difference})
-            assert difference < 1e-9, f"{name} {case.name} differs from one device by {difference:.1e}"
+            rows.append(
+                {"case": case.name, "layout": case.layout, "side": name, "loss_rel_err": difference}
+            )
+            assert difference < 1e-9, (
+                f"{name} {case.name} differs from one device by {difference:.1e}"
+            )
     return {"dtype": "float64", "steps": 4, "rows": rows}
 
 
 def _difference(rank: int, case: Case, name: str) -> float:
     size = {"dim": 32, "layers": 2, "heads": 4, "seq_len": 24}
     text, batch, worst = work.Text(24), 8, 0.0
-    # Not AdamW, to which the scale of a gradient is the same; and a norm that is clipped at every step.
+    # Not AdamW, to which the scale of a gradient is the same; and a norm that is clipped at every
+    # step.
     sgd, clip = partial(torch.optim.SGD, lr=1.0), 0.1
     single = plain_single.Trainer(work.build(**size, dtype=torch.float64), sgd, clip)
     sharded = side(name, case, work.build(**size, dtype=torch.float64), batch, sgd, clip, "fp64")
@@ -195,17 +222,23 @@ def _difference(rank: int, case: Case, name: str) -> float:
     return worst
 
 
-# ---- steps: how long one optimizer step takes ------------------------------------------------------------------------
+# ---- steps: how long one optimizer step takes ----------------------------------------------------
 
 
 def steps(pairs: int) -> dict[str, Any]:
-    """Alternating steps of both sides in the same processes; the ratio weft / plain of every pair."""
+    """Alternating steps of both sides in the same processes; the ratio weft / plain of every
+    pair."""
     rows: list[dict[str, Any]] = []
     for case in CASES:
-        for rivals in (("plain", "weft"), ("plain", "plain")):  # the second says what the measurement itself adds
+        for rivals in (
+            ("plain", "weft"),
+            ("plain", "plain"),
+        ):  # the second says what the measurement itself adds
             ranks = on_ranks(_alternate, case, rivals, pairs)
             # The step is done when the slower rank is.
-            first, second = ([max(times) for times in zip(*(rank[i] for rank in ranks))] for i in (0, 1))
+            first, second = (
+                [max(times) for times in zip(*(rank[i] for rank in ranks))] for i in (0, 1)
+            )
             rows.append(
                 {
                     "case": case.name,
@@ -218,11 +251,22 @@ def steps(pairs: int) -> dict[str, Any]:
                     "second_s": second,
                 }
             )
-            print(f"{case.name}: {rivals[1]} / {rivals[0]} = {spread(rows[-1]['ratio'])}", flush=True)
-    return {"model": STEP_SIZE, "batch": STEP_BATCH, "clip": CLIP, "pairs": pairs, "warmup": WARMUP, "rows": rows}
+            print(
+                f"{case.name}: {rivals[1]} / {rivals[0]} = {spread(rows[-1]['ratio'])}", flush=True
+            )
+    return {
+        "model": STEP_SIZE,
+        "batch": STEP_BATCH,
+        "clip": CLIP,
+        "pairs": pairs,
+        "warmup": WARMUP,
+        "rows": rows,
+    }
 
 
-def _alternate(rank: int, case: Case, rivals: tuple[str, str], pairs: int) -> tuple[list[float], list[float]]:
+def _alternate(
+    rank: int, case: Case, rivals: tuple[str, str], pairs: int
+) -> tuple[list[float], list[float]]:
     text = work.Text(STEP_SIZE["seq_len"])
     sides = [side(name, case, work.build(**STEP_SIZE), STEP_BATCH) for name in rivals]
     times: tuple[list[float], list[float]] = ([], [])
@@ -236,7 +280,9 @@ def _alternate(rank: int, case: Case, rivals: tuple[str, str], pairs: int) -> tu
             times[i].append(time.perf_counter() - start)
             losses[i] = loss.item()
         if step < WARMUP:  # later, rounding has room to grow
-            assert abs(losses[1] / losses[0] - 1) < 1e-4, f"step {step}: the losses are {losses[0]} and {losses[1]}"
+            assert abs(losses[1] / losses[0] - 1) < 1e-4, (
+                f"step {step}: the losses are {losses[0]} and {losses[1]}"
+            )
     return times[0][WARMUP:], times[1][WARMUP:]
 
 
@@ -245,11 +291,12 @@ def quartiles(values: Iterable[float]) -> dict[str, float]:
     return {"low": low, "median": median, "high": high}
 
 
-# ---- memory: what one rank holds at its peak -------------------------------------------------------------------------
+# ---- memory: what one rank holds at its peak -----------------------------------------------------
 
 
 def memory() -> dict[str, Any]:
-    """Peak resident memory of every rank, each side in processes of its own, above what importing it takes."""
+    """Peak resident memory of every rank, each side in processes of its own, above what importing
+    it takes."""
     rows = []
     model = work.build(**MEMORY_SIZE)
     theory = {case.layout: case.state_bytes(model) for case in CASES}
@@ -288,11 +335,12 @@ def peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-# ---- start-up: from command to first optimizer step ------------------------------------------------------------------
+# ---- start-up: from command to first optimizer step ----------------------------------------------
 
 
 def startup(pairs: int) -> dict[str, Any]:
-    """`weft train` and a bare torchrun script in turn, each until its first step's loss stands in a file."""
+    """`weft train` and a bare torchrun script in turn, each until its first step's loss stands in a
+    file."""
     times: dict[str, list[float]] = {"plain": [], "weft": []}
     for pair in range(pairs + 1):
         for name in ("plain", "weft") if pair % 2 == 0 else ("weft", "plain"):
@@ -323,8 +371,7 @@ def _start_bare(folder: Path) -> float:
 
 def _start_weft(folder: Path) -> float:
     config = folder / "run.toml"
-    config.write_text(
-        f"""
+    config.write_text(f"""
 output = "{folder / "out"}"
 [model]
 build = "weft.models:decoder"
@@ -343,29 +390,41 @@ log_every = 1
 [optimizer]
 name = "adamw"
 lr = {work.LR}
-"""
+""")
+    return _until_line(
+        ["-m", "weft", "train", str(config)], folder / "out" / "metrics.jsonl", folder
     )
-    return _until_line(["-m", "weft", "train", str(config)], folder / "out" / "metrics.jsonl", folder)
 
 
 def _until_line(arguments: list[str], out: Path, folder: Path) -> float:
-    """Seconds from starting Python with these arguments until the file has a line. Raises if it ends without one."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path[1:]])}
+    """Seconds from starting Python with these arguments until the file has a line. Raises if it
+    ends without one."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path[1:]]),
+    }
     with (folder / "log").open("w+") as log:
         start = time.perf_counter()
         process = subprocess.Popen(
-            [sys.executable, *arguments], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         while not (out.exists() and out.read_bytes().endswith(b"\n")):
             if process.poll() is not None:
-                raise RuntimeError(f"{arguments} wrote no first step:\n{(folder / 'log').read_text()}")
+                raise RuntimeError(
+                    f"{arguments} wrote no first step:\n{(folder / 'log').read_text()}"
+                )
             time.sleep(0.005)
         took = time.perf_counter() - start
         process.wait(timeout=120)  # what comes after the first step is not measured
     return took
 
 
-# ---- results and README ----------------------------------------------------------------------------------------------
+# ---- results and README --------------------------------------------------------------------------
 
 
 def environment() -> dict[str, Any]:
@@ -383,27 +442,45 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     """The tables of README.md, in Markdown."""
     lines: list[str] = []
     if found := results.get("steps"):
-        lines += ["| step | plain, s | weft, s | weft / plain, median (quartiles) | at most | plain / plain |"]
+        lines += [
+            "| step | plain, s | weft, s | weft / plain, median (quartiles) | at most | plain /"
+            " plain |"
+        ]
         lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
         control = {row["layout"]: row for row in found["rows"] if row["rivals"][1] == "plain"}
         for row in (row for row in found["rows"] if row["rivals"][1] == "weft"):
             plain_s, weft_s = row["step_s"]
             lines.append(
-                f"| {row['case']} (`{row['layout']}`) | {plain_s:.3f} | {weft_s:.3f} | {spread(row['ratio'])} | "
-                f"{row['limit']} | {spread(control[row['layout']]['ratio'])} |"
+                f"| {row['case']} (`{row['layout']}`) | {plain_s:.3f} | {weft_s:.3f} |"
+                f" {spread(row['ratio'])} | {row['limit']} |"
+                f" {spread(control[row['layout']]['ratio'])} |"
             )
     if found := results.get("startup"):
         plain_s, weft_s = found["start_s"]
-        lines += ["", "| start-up | torchrun, s | weft train, s | weft / torchrun, median (quartiles) | at most |"]
+        lines += [
+            "",
+            (
+                "| start-up | torchrun, s | weft train, s | weft / torchrun, median (quartiles) |"
+                " at most |"
+            ),
+        ]
         lines += ["| --- | ---: | ---: | ---: | ---: |"]
-        lines += [f"| to the first step | {plain_s:.2f} | {weft_s:.2f} | {spread(found['ratio'])} | {found['limit']} |"]
+        lines += [
+            f"| to the first step | {plain_s:.2f} | {weft_s:.2f} | {spread(found['ratio'])} |"
+            f" {found['limit']} |"
+        ]
     if found := results.get("memory"):
-        lines += ["", "| memory per rank, MB | weights, gradients, moments | plain, peak | weft, peak |"]
+        lines += [
+            "",
+            "| memory per rank, MB | weights, gradients, moments | plain, peak | weft, peak |",
+        ]
         lines += ["| --- | ---: | ---: | ---: |"]
         peak = {(row["layout"], row["side"]): max(row["peak_bytes"]) for row in found["rows"]}
         for layout, row in {row["layout"]: row for row in found["rows"]}.items():
             sides = " | ".join(f"{peak[layout, name] / 1e6:.0f}" for name in ("plain", "weft"))
-            lines.append(f"| {row['case']} (`{layout}`) | {row['state_bytes'] / 1e6:.0f} | {sides} |")
+            lines.append(
+                f"| {row['case']} (`{layout}`) | {row['state_bytes'] / 1e6:.0f} | {sides} |"
+            )
     if found := results.get("check"):
         lines += ["", "| relative difference of the loss from one device, float64 | plain | weft |"]
         lines += ["| --- | ---: | ---: |"]
@@ -428,11 +505,18 @@ def write_readme() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parts: dict[str, Callable[..., dict[str, Any]]] = {
-        "check": check, "memory": memory, "startup": startup, "steps": steps
-    }  # fmt: skip
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(parts)}; all if none is named")
+        "check": check,
+        "memory": memory,
+        "startup": startup,
+        "steps": steps,
+    }
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(parts)}; all if none is named"
+    )
     parser.add_argument("--pairs", type=int, default=60, help="pairs of steps that are measured")
     parser.add_argument("--starts", type=int, default=5, help="pairs of starts that are measured")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """The work that both sides do: one model, one text, one optimizer.
 
-Nothing here imports weft's package: the bare script of the start-up measurement must not pay for it. The model file
-imports nothing of weft either, so it is loaded by its path.
+Nothing here imports weft's package: the bare script of the start-up measurement must not pay for
+it. The model file imports nothing of weft either, so it is loaded by its path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 def decoder_file() -> ModuleType:
     """The module weft.models.decoder, without importing weft."""
     package = importlib.util.find_spec("weft")
-    assert package is not None and package.submodule_search_locations, "install weft first: ./quickstart.sh"
+    assert package is not None and package.submodule_search_locations, (
+        "install weft first: ./quickstart.sh"
+    )
     path = Path(package.submodule_search_locations[0], "models", "decoder.py")
     spec = importlib.util.spec_from_file_location("decoder_file", path)
     assert spec is not None and spec.loader is not None
@@ -35,14 +37,21 @@ def decoder_file() -> ModuleType:
     return module
 
 
-def build(dim: int, layers: int, heads: int, seq_len: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(
+    dim: int, layers: int, heads: int, seq_len: int, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """weft's plain decoder over bytes; the same weights at every call."""
     torch.manual_seed(0)
-    return decoder_file().decoder(vocab=256, dim=dim, layers=layers, heads=heads, seq_len=seq_len).to(dtype)
+    return (
+        decoder_file()
+        .decoder(vocab=256, dim=dim, layers=layers, heads=heads, seq_len=seq_len)
+        .to(dtype)
+    )
 
 
 class Text:
-    """Windows of one source file of the standard library: {"input_ids", "labels"}, int64 [seq_len] each."""
+    """Windows of one source file of the standard library: {"input_ids", "labels"}, int64 [seq_len]
+    each."""
 
     def __init__(self, seq_len: int, split: str = "train"):
         source = Path(sysconfig.get_path("stdlib"), "_pydecimal.py").read_bytes()

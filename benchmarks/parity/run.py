@@ -1,9 +1,11 @@
-"""Every schedule, under every layout, with every model of tests/staged.py, held to one device in float64.
+"""Every schedule, under every layout, with every model of tests/staged.py, held to one device in
+float64.
 
     python benchmarks/parity/run.py                                            all; some 40 minutes on 2 cores
     python benchmarks/parity/run.py --models t5 --schedules zb-v 1f1b --layouts pp2.fsdp2
 
-Writes results/parity.json (runs that were made before and are not made now stay) and the table in README.md.
+Writes results/parity.json (runs that were made before and are not made now stay) and the table in
+README.md.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ Builder = Callable[..., Any]
 
 def schedule_builders() -> dict[str, Builder]:
     """All of weft's, PipeDream once for each way to keep weights."""
-    found: dict[str, Builder] = {name: partial(schedules.make_schedule, name) for name in schedules.registry()}
+    found: dict[str, Builder] = {
+        name: partial(schedules.make_schedule, name) for name in schedules.registry()
+    }
     for versions in ("stash", "vertical", "2bw"):
         found[f"pipedream-{versions}"] = partial(found["pipedream"], versions=versions)
     del found["pipedream"]
@@ -69,8 +73,8 @@ SCHEDULES = schedule_builders()
 
 @dataclass(frozen=True)
 class Run:
-    """One cell of the grid, and what came of it: `error`, the worst of all relative errors; or why it was `refused`;
-    or what was wrong with it (`failure`)."""
+    """One cell of the grid, and what came of it: `error`, the worst of all relative errors; or why
+    it was `refused`; or what was wrong with it (`failure`)."""
 
     model: str
     schedule: str
@@ -90,7 +94,7 @@ class Run:
         return f"python benchmarks/parity/run.py {options}"
 
 
-# ---- one run -----------------------------------------------------------------------------------------------------
+# ---- one run -------------------------------------------------------------------------------------
 
 
 def made(run: Run, pool: Pool) -> Run:
@@ -102,23 +106,31 @@ def made(run: Run, pool: Pool) -> Run:
         return replace(run, refused=refusal.problem)
     world = weft.Layout.parse(run.layout).world
     try:
-        result = pool.run(check_layout, case, run.layout, held_to, world=world, timeout=TIMEOUT_S)[0]
+        result = pool.run(check_layout, case, run.layout, held_to, world=world, timeout=TIMEOUT_S)[
+            0
+        ]
     except (Refusal, WorkerDied) as problem:
         return replace(run, failure=str(problem), seconds=time.perf_counter() - begin)
     error = max(result.loss_rel_err, result.grad_rel_err, result.param_rel_err)
     says = None if result.passed else result.first or result.problem or result.stray or result.worst
     return replace(
-        run, error=error if math.isfinite(error) else None, failure=says, seconds=time.perf_counter() - begin
+        run,
+        error=error if math.isfinite(error) else None,
+        failure=says,
+        seconds=time.perf_counter() - begin,
     )
 
 
 def prepared(run: Run) -> tuple[Case, Reference]:
-    """The case, planned, and what it is held to. Raises Refusal: what cannot be laid starts no process."""
+    """The case, planned, and what it is held to. Raises Refusal: what cannot be laid starts no
+    process."""
     case = subject_of(run.model, run.schedule).case()
     with PREPARING:
         plan = case.plan(case.build(), run.layout)
         late = bool(plan.schedule.versions)
-        held_to = delayed(run.model, run.schedule, plan.layout.size("pp")) if late else alone(run.model)
+        held_to = (
+            delayed(run.model, run.schedule, plan.layout.size("pp")) if late else alone(run.model)
+        )
     return replace(case, plan=partial(given, plan)), held_to
 
 
@@ -138,7 +150,8 @@ def alone(model: str) -> Reference:
 
 @cache
 def delayed(model: str, name: str, ranks: int) -> Reference:
-    """The same delayed weights on one device, for every layout of so many stages: each makes its own plan."""
+    """The same delayed weights on one device, for every layout of so many stages: each makes its
+    own plan."""
     return replace(run_delayed(subject_of(model, name).case(), f"pp{ranks}", STEPS), plan=None)
 
 
@@ -162,7 +175,7 @@ def all_of(runs: list[Run], jobs: int) -> Iterator[Run]:
             yield future.result()
 
 
-# ---- results and README ------------------------------------------------------------------------------------------
+# ---- results and README --------------------------------------------------------------------------
 
 
 def table(runs: list[Run]) -> str:
@@ -170,11 +183,16 @@ def table(runs: list[Run]) -> str:
     names = [name for name in SCHEDULES if any(run.schedule == name for run in runs)]
     lines = ["| |" + "".join(f" {name} |" for name in names), "| --- |" + " ---: |" * len(names)]
     for model in dict.fromkeys(run.model for run in runs):
-        cells = [cell([r for r in runs if (r.model, r.schedule) == (model, name)]) for name in names]
+        cells = [
+            cell([r for r in runs if (r.model, r.schedule) == (model, name)]) for name in names
+        ]
         lines.append(f"| {model} |" + "".join(f" {text} |" for text in cells))
     ran = [run for run in runs if run.refused is None]
     failed = [run for run in ran if run.failure is not None]
-    lines += ["", f"{len(ran) - len(failed)} of {len(ran)} runs equal one device below {TOLERANCE:g}."]
+    lines += [
+        "",
+        f"{len(ran) - len(failed)} of {len(ran)} runs equal one device below {TOLERANCE:g}.",
+    ]
     if failed:
         lines += ["", "Failed:", ""]
         lines += [f"- `{run.command}`: {(run.failure or '').splitlines()[-1]}" for run in failed]
@@ -183,7 +201,10 @@ def table(runs: list[Run]) -> str:
         if run.refused is not None:
             reasons.setdefault(run.refused, Counter())[run.model] += 1
     lines += ["", f"{len(runs) - len(ran)} were refused before any process started:", ""]
-    lines += [f"- {why}: {', '.join(f'{m} ({n})' for m, n in found.items())}" for why, found in reasons.items()]
+    lines += [
+        f"- {why}: {', '.join(f'{m} ({n})' for m, n in found.items())}"
+        for why, found in reasons.items()
+    ]
     return "\n".join(lines)
 
 
@@ -197,12 +218,15 @@ def cell(runs: list[Run]) -> str:
 
 
 def write(runs: list[Run], command: str) -> None:
-    """results/parity.json, with the runs that it held before and that are not made anew, and README.md."""
+    """results/parity.json, with the runs that it held before and that are not made anew, and
+    README.md."""
     if RESULTS.exists():
         before = [Run(**kept) for kept in json.loads(RESULTS.read_text())["runs"]]
         runs = list({run.key: run for run in (*before, *runs)}.values())
     axes = [list(STAGED), list(SCHEDULES), LAYOUTS]
-    runs = sorted(runs, key=lambda run: [order.index(name) for order, name in zip(axes, run.key, strict=True)])
+    runs = sorted(
+        runs, key=lambda run: [order.index(name) for order, name in zip(axes, run.key, strict=True)]
+    )
     environment = {
         "cpus": os.cpu_count(),
         "machine": platform.machine(),
@@ -210,7 +234,12 @@ def write(runs: list[Run], command: str) -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    found = {"environment": environment, "command": command, "steps": STEPS, "runs": [asdict(run) for run in runs]}
+    found = {
+        "environment": environment,
+        "command": command,
+        "steps": STEPS,
+        "runs": [asdict(run) for run in runs],
+    }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     begin, end = "<!-- results: written by run.py -->", "<!-- end of results -->"
@@ -220,28 +249,45 @@ def write(runs: list[Run], command: str) -> None:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[Run], None]]:
-    columns = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")]
+    columns = [
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    ]
     with Progress(*columns) as bar:
         task = bar.add_task("", total=total)
 
         def done(run: Run) -> None:
             bar.update(task, advance=1, description=" ".join(run.key))
             if run.failure is not None:
-                bar.console.print(f"{run.command}\n{run.failure}", markup=False, highlight=False, soft_wrap=True)
+                bar.console.print(
+                    f"{run.command}\n{run.failure}", markup=False, highlight=False, soft_wrap=True
+                )
 
         yield done
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=STAGED, default=list(STAGED), metavar="MODEL")
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="SCHEDULE")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=STAGED, default=list(STAGED), metavar="MODEL"
+    )
+    parser.add_argument(
+        "--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="SCHEDULE"
+    )
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    grid = [Run(*key) for key in
-            ((m, s, y) for m in options.models for s in options.schedules for y in options.layouts)]  # fmt: skip
+    grid = [
+        Run(*key)
+        for key in (
+            (m, s, y) for m in options.models for s in options.schedules for y in options.layouts
+        )
+    ]
     runs: list[Run] = []
     command = f"python benchmarks/parity/run.py {' '.join(sys.argv[1:])}".strip()
     try:

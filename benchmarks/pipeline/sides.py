@@ -1,4 +1,5 @@
-"""One optimizer step of a pipeline, by torch's runtime and by weft's, both in the order of the same Schedule."""
+"""One optimizer step of a pipeline, by torch's runtime and by weft's, both in the order of the same
+Schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ sgd = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 
 
 class Side(Protocol):
-    """A trainer under measurement. `step`: the loss where the last stage is or everywhere, else None."""
+    """A trainer under measurement. `step`: the loss where the last stage is or everywhere, else
+    None."""
 
     def step(self, batch: Batch, /) -> Tensor | None: ...
 
@@ -31,18 +33,25 @@ class Side(Protocol):
 class Torch:
     """torch.distributed.pipelining's runtime, with a PipelineStage per stage of this rank.
 
-    `parts`: all stages; this rank keeps its own. `inputs`, `target`: keys of the batch, of which stage 0 gets the first
-    and the loss the other.
+    `parts`: all stages; this rank keeps its own. `inputs`, `target`: keys of the batch, of which
+    stage 0 gets the first and the loss the other.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], schedule: Schedule, inputs: str, target: str, loss: Loss):
+    def __init__(
+        self, parts: Sequence[nn.Module], schedule: Schedule, inputs: str, target: str, loss: Loss
+    ):
         rank, self.inputs, self.target, self.loss = dist.get_rank(), inputs, target, loss
         mine = [stage for stage, where in enumerate(schedule.placement) if where == rank]
         self.first, self.last = 0 in mine, schedule.stages - 1 in mine
         self.runtime = _PipelineScheduleRuntime(
-            [PipelineStage(parts[stage], stage, schedule.stages, torch.device("cpu")) for stage in mine],
-            schedule.microbatches, loss_fn=self._mean, scale_grads=False,
-        )  # fmt: skip
+            [
+                PipelineStage(parts[stage], stage, schedule.stages, torch.device("cpu"))
+                for stage in mine
+            ],
+            schedule.microbatches,
+            loss_fn=self._mean,
+            scale_grads=False,
+        )
         self.runtime._prepare_schedule_with_comms(torch_actions(schedule))
         self.optimizer = sgd([p for stage in mine for p in parts[stage].parameters()])
         self.weight = torch.zeros(())
@@ -51,12 +60,15 @@ class Torch:
         self.optimizer.zero_grad()
         target = batch[self.target]
         losses: list[Tensor] = []
-        # of the whole batch, which every rank knows: so the mean is taken in backward and needs no collective
+        # of the whole batch, which every rank knows: so the mean is taken in backward and needs no
+        # collective
         self.weight = torch.tensor(float(target.numel()))
         self.runtime.step(
-            *([batch[self.inputs]] if self.first else []), target=target if self.last else None,
-            losses=losses if self.last else None, return_outputs=False,
-        )  # fmt: skip
+            *([batch[self.inputs]] if self.first else []),
+            target=target if self.last else None,
+            losses=losses if self.last else None,
+            return_outputs=False,
+        )
         self.optimizer.step()
         return torch.stack(losses).sum() if self.last else None
 
@@ -69,22 +81,32 @@ def torch_actions(schedule: Schedule) -> dict[int, list[_Action]]:
     split = {a[1:] for actions in schedule.order for a in actions if a.kind == "W"}
     words = {True: {"F": "F", "B": "I", "W": "W"}, False: {"F": "F", "B": "B"}}
     return {
-        rank: [_Action.from_str(f"{a.stage}{words[a[1:] in split][a.kind]}{a.microbatch}") for a in actions]
+        rank: [
+            _Action.from_str(f"{a.stage}{words[a[1:] in split][a.kind]}{a.microbatch}")
+            for a in actions
+        ]
         for rank, actions in enumerate(schedule.order)
     }
 
 
 class Bare:
-    """No runtime, no autograd: the same sleeps and messages, sent and received by hand. What is lost here, the machine
-    takes. `took`: seconds of an action."""
+    """No runtime, no autograd: the same sleeps and messages, sent and received by hand. What is
+    lost here, the machine takes. `took`: seconds of an action."""
 
     def __init__(self, schedule: Schedule, took: Callable[[Action], float], elements: int):
-        self.rank, self.schedule, self.took, self.elements = dist.get_rank(), schedule, took, elements
+        self.rank, self.schedule, self.took, self.elements = (
+            dist.get_rank(),
+            schedule,
+            took,
+            elements,
+        )
         place = schedule.placement
         self.groups = {
             (kind, stage): dist.new_group(sorted({place[stage], place[stage + 1]}))
-            for stage in range(schedule.stages - 1) for kind in "FB" if place[stage] != place[stage + 1]
-        }  # fmt: skip
+            for stage in range(schedule.stages - 1)
+            for kind in "FB"
+            if place[stage] != place[stage + 1]
+        }
         self.message = torch.zeros(elements)
 
     def step(self, batch: Batch) -> None:
@@ -106,12 +128,24 @@ class Weft:
     """weft's Engine. `cut`: the modules with which the second and later stages begin."""
 
     def __init__(
-        self, model: nn.Module, cut: Sequence[str], schedule: Schedule, batch: int, sample: Batch, loss: Loss
-    ):  # fmt: skip
+        self,
+        model: nn.Module,
+        cut: Sequence[str],
+        schedule: Schedule,
+        batch: int,
+        sample: Batch,
+        loss: Loss,
+    ):
         plan = weft.plan(
-            model, f"pp{schedule.ranks}", batch=batch, accumulate=schedule.microbatches, schedule=schedule, cut=cut,
-            sample=sample, loss=loss,
-        )  # fmt: skip
+            model,
+            f"pp{schedule.ranks}",
+            batch=batch,
+            accumulate=schedule.microbatches,
+            schedule=schedule,
+            cut=cut,
+            sample=sample,
+            loss=loss,
+        )
         self.engine = weft.Engine(model, plan, optimizer=sgd, loss=loss)
 
     def step(self, batch: Batch) -> Tensor | None:

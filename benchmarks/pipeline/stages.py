@@ -1,4 +1,5 @@
-"""The two models that both sides run, each a chain of parts: one whose parts only sleep, and a real decoder."""
+"""The two models that both sides run, each a chain of parts: one whose parts only sleep, and a real
+decoder."""
 
 from __future__ import annotations
 
@@ -53,9 +54,11 @@ class Sleeps(NamedTuple):
 
 
 class Sleeper(nn.Module):
-    """x [b, WIDTH] -> [b, WIDTH]. Its backward has two halves, the input's gradient and the weight's.
+    """x [b, WIDTH] -> [b, WIDTH]. Its backward has two halves, the input's gradient and the
+    weight's.
 
-    The first stage has a further weight below all that sleeps, as an embedding is: there is a gradient to carry down.
+    The first stage has a further weight below all that sleeps, as an embedding is: there is a
+    gradient to carry down.
     """
 
     def __init__(self, sleeps: Sleeps, first: bool = False):
@@ -76,7 +79,8 @@ def sleepers(stages: int, sleeps: Sleeps) -> nn.Sequential:
 
 
 def alone(sleeps: Sleeps, rounds: int) -> Sleeps:
-    """What a Sleeper's forward and half its backward take where no runtime is around it: medians."""
+    """What a Sleeper's forward and half its backward take where no runtime is around it:
+    medians."""
     stage, times = Sleeper(sleeps), []
     for _ in range(rounds):
         x = torch.ones(1, WIDTH, requires_grad=True)
@@ -99,13 +103,18 @@ def real() -> nn.Module:
 
 def starts(stages: int) -> list[int]:
     """The block with which each stage of the decoder begins; they are shared out evenly."""
-    assert SIZE["layers"] % stages == 0, f"{SIZE['layers']} blocks are not divided evenly by {stages} stages"
+    assert SIZE["layers"] % stages == 0, (
+        f"{SIZE['layers']} blocks are not divided evenly by {stages} stages"
+    )
     return list(range(0, SIZE["layers"], SIZE["layers"] // stages))
 
 
 def decoder_parts(model: Any, stages: int) -> Sequence[nn.Module]:
     """The decoder's stages as modules of their own."""
-    parts = [list(model.blocks[start:stop]) for start, stop in pairwise([*starts(stages), SIZE["layers"]])]
+    parts = [
+        list(model.blocks[start:stop])
+        for start, stop in pairwise([*starts(stages), SIZE["layers"]])
+    ]
     parts[0].insert(0, model.embedding)
     parts[-1] += [model.norm, model.head]
     return [nn.Sequential(*part) for part in parts]

@@ -1,4 +1,5 @@
-"""What the peers' drivers share: runs in, predictions out, each layout timed. Imports only the standard library.
+"""What the peers' drivers share: runs in, predictions out, each layout timed. Imports only the
+standard library.
 
 A driver runs with a peer's own interpreter:  python drive_PEER.py CHECKOUT RUNS.json OUT.json LIMIT_S
 """
@@ -17,7 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-Predict = Callable[[Any], tuple[float, float]]  # a run -> seconds of a step, GiB of the fullest device
+Predict = Callable[
+    [Any], tuple[float, float]
+]  # a run -> seconds of a step, GiB of the fullest device
 GIB = 2.0**30
 
 
@@ -26,9 +29,14 @@ class Cannot(Exception):
 
 
 def drive(make: Callable[[Path], Predict]) -> None:
-    """Predict run by run, in their order, until all are done or the limit is reached; write what was found, and the
-    core's seconds that it took, reading of the peer's own files aside."""
-    checkout, runs, out, limit_s = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
+    """Predict run by run, in their order, until all are done or the limit is reached; write what
+    was found, and the core's seconds that it took, reading of the peer's own files aside."""
+    checkout, runs, out, limit_s = (
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        Path(sys.argv[3]),
+        float(sys.argv[4]),
+    )
     sys.path[0] = str(checkout)  # the peer's package, and not this folder
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)

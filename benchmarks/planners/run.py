@@ -4,8 +4,8 @@
     python benchmarks/planners/run.py weft                           what weft says now, beside what the peers last said
     python benchmarks/planners/run.py calculon speed --peers DIR
 
-DIR has the peers' repositories (calculon, llm-analysis, SimuMax), each with its own environment in .venv. Each part
-writes results/PART.json, then the tables in README.md are written anew.
+DIR has the peers' repositories (calculon, llm-analysis, SimuMax), each with its own environment in
+.venv. Each part writes results/PART.json, then the tables in README.md are written anew.
 """
 
 from __future__ import annotations
@@ -37,56 +37,84 @@ import scores  # noqa: E402
 import search  # noqa: E402
 from runs import Run  # noqa: E402
 
-PEERS = {"calculon": "Calculon", "llm-analysis": "llm-analysis", "simumax": "SimuMax"}  # part -> name
+PEERS = {
+    "calculon": "Calculon",
+    "llm-analysis": "llm-analysis",
+    "simumax": "SimuMax",
+}  # part -> name
 FOLDERS = {"simumax": "SimuMax"}  # where it is not the part's name
 NO_LIMIT_S, SEARCH_S = 1e9, 30.0
 WORST = 5  # layouts that are shown
-FIGURES = {"median": "median error", "max": "worst error", "spearman": "Spearman", "lost": "lost by the first pick"}
+FIGURES = {
+    "median": "median error",
+    "max": "worst error",
+    "spearman": "Spearman",
+    "lost": "lost by the first pick",
+}
 Sets = Mapping[str, Sequence[Run]]  # by source
 Said = Mapping[str, scores.Steps]  # by side
 
 
-# ---- the sides -------------------------------------------------------------------------------------------------------
+# ---- the sides -----------------------------------------------------------------------------------
 
 
 def asked(part: str, folder: Path, runs: Sequence[Run], limit_s: float) -> dict[str, Any]:
-    """What this peer says of each run, or why it cannot; its commit; the core's seconds that it took."""
+    """What this peer says of each run, or why it cannot; its commit; the core's seconds that it
+    took."""
     checkout = folder / FOLDERS.get(part, part)
     with tempfile.TemporaryDirectory() as scratch:
         given, out = Path(scratch, "runs.json"), Path(scratch, "out.json")
         given.write_text(json.dumps([asdict(run) for run in runs]))
         command = [checkout / ".venv/bin/python", HERE / f"drive_{part.replace('-', '_')}.py"]
-        subprocess.run([*command, checkout, given, out, str(limit_s)], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [*command, checkout, given, out, str(limit_s)], check=True, stderr=subprocess.DEVNULL
+        )
         found: dict[str, Any] = json.loads(out.read_text())
     commit = ["git", "-C", checkout, "rev-parse", "HEAD"]
-    return found | {"commit": subprocess.run(commit, check=True, capture_output=True, text=True).stdout.strip()}
+    return found | {
+        "commit": subprocess.run(commit, check=True, capture_output=True, text=True).stdout.strip()
+    }
 
 
 def constant(runs: Iterable[Run]) -> dict[str, float]:
-    """No planner at all: every device reaches 45 % of its peak. FLOPs of Narayanan et al. 2021 with full recomputation,
-    and without it."""
+    """No planner at all: every device reaches 45 % of its peak. FLOPs of Narayanan et al. 2021 with
+    full recomputation, and without it."""
     steps = {}
     for run in runs:
         if run.accelerator.startswith("A100") and not run.gated:
             full, h = run.recompute == "full", run.hidden
             layers = (96 if full else 72) * run.layers * run.seq_len * h * h
             ends = run.vocab / ((16 if full else 12) * run.layers * h)
-            steps[run.id] = run.batch * layers * (1 + run.seq_len / (6 * h) + ends) / (0.45 * 312e12 * run.devices)
+            steps[run.id] = (
+                run.batch
+                * layers
+                * (1 + run.seq_len / (6 * h) + ends)
+                / (0.45 * 312e12 * run.devices)
+            )
     return steps
 
 
-# ---- parts -----------------------------------------------------------------------------------------------------------
+# ---- parts ---------------------------------------------------------------------------------------
 
 
 def weft() -> dict[str, Any]:
     known, said = {run.id for run in published.read()}, {}
     with tempfile.TemporaryDirectory() as scratch:
-        for table in (PUBLISHED / "data" / name for name in ("training_runs.csv", "vtrain_single_node.csv")):
+        for table in (
+            PUBLISHED / "data" / name for name in ("training_runs.csv", "vtrain_single_node.csv")
+        ):
             out = Path(scratch, table.name)
             command = [sys.executable, PUBLISHED / "run.py", "--runs", table, "--out", out]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
             with out.open() as file:
-                said.update({row["row_id"]: float(row["predicted_iter_time_s"]) for row in csv.DictReader(file)})
+                said.update(
+                    {
+                        row["row_id"]: float(row["predicted_iter_time_s"])
+                        for row in csv.DictReader(file)
+                    }
+                )
     return {"said_s": {run: _short(step) for run, step in said.items() if run in known}}
 
 
@@ -127,13 +155,15 @@ def speed(folder: Path) -> dict[str, Any]:
 def memory(folder: Path) -> dict[str, Any]:
     layouts = peaks.layouts()
     found = asked("simumax", folder, layouts, NO_LIMIT_S)["runs"]
-    said = {run: _short(answer["peak_gib"]) for run, answer in found.items() if "peak_gib" in answer}
+    said = {
+        run: _short(answer["peak_gib"]) for run, answer in found.items() if "peak_gib" in answer
+    }
     cannot = {run: answer["cannot"] for run, answer in found.items() if "cannot" in answer}
     ours = {run: _short(gib) for run, gib in peaks.weft(layouts).items()}
     return {"weft_gib": ours, "simumax_gib": said, "cannot": cannot}
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def tables(results: parts.Results) -> tuple[list[str], bool]:
@@ -143,7 +173,9 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
     runs = published.read()
     said: dict[str, scores.Steps] = {name: found[part]["said_s"] for part, name in names.items()}
     if said:
-        sets: dict[str, list[Run]] = {published.CLASSIC: [run for run in runs if published.classic(run)]}
+        sets: dict[str, list[Run]] = {
+            published.CLASSIC: [run for run in runs if published.classic(run)]
+        }
         for run in runs:
             if not published.classic(run):
                 sets.setdefault(run.source, []).append(run)
@@ -169,12 +201,17 @@ def _accuracy(sets: Sets, said: Said) -> list[str]:
     for source, runs in sets.items():
         held = [run for run in runs if run.held]
         sides = [(side, runs, steps) for side, steps in said.items()]
-        sides += [("weft, held out", held, said.get("weft", {})), ("45 % of the peak", runs, constant(runs))]
+        sides += [
+            ("weft, held out", held, said.get("weft", {})),
+            ("45 % of the peak", runs, constant(runs)),
+        ]
         for side, chosen, steps in sorted(sides, key=lambda one: not one[0].startswith("weft")):
             score = scores.accuracy(chosen, steps)
             cells = [source, side, f"{score['covered']} of {len(chosen)}"]
             if score["covered"]:
-                cells += [f"{score[key]:.1%}" for key in ("median", "mean", "max")] + [f"{score['bias']:+.1%}"]
+                cells += [f"{score[key]:.1%}" for key in ("median", "mean", "max")] + [
+                    f"{score['bias']:+.1%}"
+                ]
             lines.append(_line(cells, 7))
     return [*lines, ""]
 
@@ -183,11 +220,17 @@ def _peaks(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[str]:
     """Of those that SimuMax says, by what weft differs; the worst ones."""
     apart = {run: ours[run] / gib - 1 for run, gib in theirs.items()}
     sizes = sorted(map(abs, apart.values()))
-    lines = [f"Allocated on the fullest device, {len(apart)} of {len(ours)} layouts, those that SimuMax says (its "
-             "heads divide over ranks of cp): weft differs from it by "
-             f"{statistics.median(sizes):.1%} (median), {statistics.fmean(apart.values()):+.1%} (mean, with its sign). "
-             "Most where:", "",
-             "| layout | weft, GiB | SimuMax, GiB | |", "| --- | ---: | ---: | ---: |"]  # fmt: skip
+    lines = [
+        (
+            f"Allocated on the fullest device, {len(apart)} of {len(ours)} layouts, those that"
+            " SimuMax says (its heads divide over ranks of cp): weft differs from it by"
+            f" {statistics.median(sizes):.1%} (median), {statistics.fmean(apart.values()):+.1%}"
+            " (mean, with its sign). Most where:"
+        ),
+        "",
+        "| layout | weft, GiB | SimuMax, GiB | |",
+        "| --- | ---: | ---: | ---: |",
+    ]
     for run in sorted(apart, key=lambda run: -abs(apart[run]))[:WORST]:
         lines.append(f"| {run} | {ours[run]:.1f} | {theirs[run]:.1f} | {apart[run]:+.1%} |")
     return [*lines, ""]
@@ -200,13 +243,21 @@ def _same(runs: Sequence[Run], said: Said) -> tuple[Said, list[Run]]:
 
 
 def _choosing(sets: Sets, said: Said) -> list[str]:
-    lines = ["| choosing | | groups | layouts | Spearman, mean | lost by the first pick, mean | max |"]
+    lines = [
+        "| choosing | | groups | layouts | Spearman, mean | lost by the first pick, mean | max |"
+    ]
     lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     for source, runs in sets.items():
         able, same = _same(runs, said)
         for side, steps in able.items():
             if (score := scores.choosing(same, steps))["groups"]:
-                cells = [source, side, f"{score['groups']}", f"{score['layouts']}", f"{score['spearman']:.2f}"]
+                cells = [
+                    source,
+                    side,
+                    f"{score['groups']}",
+                    f"{score['layouts']}",
+                    f"{score['spearman']:.2f}",
+                ]
                 lines.append(_line([*cells, f"{score['lost']:.1%}", f"{score['lost_max']:.1%}"], 7))
     return [*lines, ""]
 
@@ -216,33 +267,66 @@ def _better(sets: Sets, said: Said) -> list[str]:
     found = []
     for source, runs in sets.items():
         able, same = _same(runs, said)
-        scored = {side: scores.accuracy(same, steps) | scores.choosing(same, steps) for side, steps in able.items()}
+        scored = {
+            side: scores.accuracy(same, steps) | scores.choosing(same, steps)
+            for side, steps in able.items()
+        }
         for side in (side for side in scored if side != "weft" and "weft" in scored):
             for figure, sign in {"median": 1, "max": 1, "spearman": -1, "lost": 1}.items():
                 its, ours = scored[side].get(figure), scored["weft"].get(figure)
                 if its is not None and ours is not None and sign * its < sign * ours:
                     text = "{:.2f} for {:.2f}" if figure == "spearman" else "{:.1%} for {:.1%}"
                     found.append(f"{source}, {FIGURES[figure]}: {side} {text.format(its, ours)}")
-    return [f"Where a peer is better than weft, on the same rows: {'; '.join(found) or 'nowhere'}.", ""]
+    return [
+        f"Where a peer is better than weft, on the same rows: {'; '.join(found) or 'nowhere'}.",
+        "",
+    ]
 
 
 def _classic(runs: Sequence[Run], said: Said) -> list[str]:
     lines = [f"| {published.CLASSIC} | layout | recompute | measured, s | {' | '.join(said)} |"]
     lines += [f"| --- | --- | --- | ---: |{' ---: |' * len(said)}"]
     for run in runs:
-        cells = [run.id, f"pp{run.pp}.dp{run.dp}.tp{run.tp}", run.recompute, f"{scores.measured(run):.2f}"]
-        errors = [steps[run.id] / scores.measured(run) - 1 if run.id in steps else None for steps in said.values()]
-        lines.append(_line([*cells, *("" if error is None else f"{error:+.1%}" for error in errors)], 4 + len(said)))
+        cells = [
+            run.id,
+            f"pp{run.pp}.dp{run.dp}.tp{run.tp}",
+            run.recompute,
+            f"{scores.measured(run):.2f}",
+        ]
+        errors = [
+            steps[run.id] / scores.measured(run) - 1 if run.id in steps else None
+            for steps in said.values()
+        ]
+        lines.append(
+            _line(
+                [*cells, *("" if error is None else f"{error:+.1%}" for error in errors)],
+                4 + len(said),
+            )
+        )
     return [*lines, ""]
 
 
 def _bias(runs: Sequence[Run], said: Said) -> list[str]:
-    heads = [(axis, value) for axis in scores.AXES for value in sorted({getattr(run, axis) for run in runs})]
-    lines = [f"| bias, {published.SINGLE_NODE} | {' | '.join(f'{axis} {value}' for axis, value in heads)} |"]
+    heads = [
+        (axis, value)
+        for axis in scores.AXES
+        for value in sorted({getattr(run, axis) for run in runs})
+    ]
+    lines = [
+        f"| bias, {published.SINGLE_NODE} |"
+        f" {' | '.join(f'{axis} {value}' for axis, value in heads)} |"
+    ]
     lines += [f"| --- |{' ---: |' * len(heads)}"]
     for side, steps in said.items():
-        found = [scores.accuracy([run for run in runs if getattr(run, axis) == v], steps) for axis, v in heads]
-        lines.append(_line([side, *(f"{score['bias']:+.0%}" if score["covered"] else "" for score in found)], 0))
+        found = [
+            scores.accuracy([run for run in runs if getattr(run, axis) == v], steps)
+            for axis, v in heads
+        ]
+        lines.append(
+            _line(
+                [side, *(f"{score['bias']:+.0%}" if score["covered"] else "" for score in found)], 0
+            )
+        )
     return [*lines, ""]
 
 
@@ -260,19 +344,29 @@ def _line(cells: Sequence[str], width: int) -> str:
 
 
 def main() -> int:
-    measured: dict[str, Callable[..., Any]] = {"weft": weft, **{part: partial(peer, part) for part in PEERS}}
+    measured: dict[str, Callable[..., Any]] = {
+        "weft": weft,
+        **{part: partial(peer, part) for part in PEERS},
+    }
     parser = parts.parser(__doc__, measured | {"memory": memory, "speed": speed})
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="the folder with the peers' repositories")
+    parser.add_argument(
+        "--peers", type=Path, metavar="DIR", help="the folder with the peers' repositories"
+    )
     options = parser.parse_args()
     if not options.parts or {*PEERS, "memory", "speed"} & {*options.parts}:
         if options.peers is None:
-            parser.error("--peers DIR: the folder that has calculon, llm-analysis and SimuMax, each with a .venv")
+            parser.error(
+                "--peers DIR: the folder that has calculon, llm-analysis and SimuMax, each with a"
+                " .venv"
+            )
         for part in PEERS:
             python = options.peers / FOLDERS.get(part, part) / ".venv/bin/python"
             if not python.exists():
                 parser.error(f"--peers {options.peers}: {python} is not there; README.md says how")
     folder = options.peers and options.peers.resolve()
-    sys.argv = ["DIR" if given == str(options.peers) else given for given in sys.argv]  # what results tell of a command
+    sys.argv = [
+        "DIR" if given == str(options.peers) else given for given in sys.argv
+    ]  # what results tell of a command
     chosen = {"weft": weft, **{part: partial(peer, part, folder) for part in PEERS}}
     chosen |= {"memory": partial(memory, folder), "speed": partial(speed, folder)}
     return parts.measure(HERE, options.parts, chosen, tables)

@@ -1,4 +1,5 @@
-"""Runs: published training steps as plain data, which a driver gets as JSON. Read as weft's own benchmark does."""
+"""Runs: published training steps as plain data, which a driver gets as JSON. Read as weft's own
+benchmark does."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ import rows as published
 from cells import flag, whole
 
 SINGLE_NODE = "vtrain"
-CLASSIC = "the 18"  # Table 1 of SC'21 (2104.04473) and Table 5 of 2205.05198, but for the run named in its text alone
+# Table 1 of SC'21 (2104.04473) and Table 5 of 2205.05198, but for the run named in its text alone
+CLASSIC = "the 18"
 LATER = "korthikanti2022_table5-0009"
 
 
 @dataclass(frozen=True)
 class Run:
-    """`recompute`: none, selective (the core of attention) or full. `zero`: stage, 0 for replicas. `nic_bps`: bytes per
-    second of one device between nodes, each way. `held`: no constant of weft is fitted to it. `time_s` is None for a
-    layout that nobody ran."""
+    """`recompute`: none, selective (the core of attention) or full. `zero`: stage, 0 for replicas.
+    `nic_bps`: bytes per second of one device between nodes, each way. `held`: no constant of weft
+    is fitted to it. `time_s` is None for a layout that nobody ran."""
 
     id: str
     source: str
@@ -52,13 +54,30 @@ class Run:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Runs of one group are layouts of one model on as many devices, with batches within some 10 %."""
-        return self.source, self.layers, self.hidden, self.heads, self.devices, round(10 * math.log(self.batch))
+        """Runs of one group are layouts of one model on as many devices, with batches within some
+        10 %."""
+        return (
+            self.source,
+            self.layers,
+            self.hidden,
+            self.heads,
+            self.devices,
+            round(10 * math.log(self.batch)),
+        )
 
     @property
     def layout(self) -> tuple[object, ...]:
         """What a planner chooses."""
-        return self.tp, self.cp, self.pp, self.chunks, self.dp, self.zero, self.sequence, self.microbatch
+        return (
+            self.tp,
+            self.cp,
+            self.pp,
+            self.chunks,
+            self.dp,
+            self.zero,
+            self.sequence,
+            self.microbatch,
+        )
 
 
 def read() -> list[Run]:
@@ -86,14 +105,32 @@ def _run(row: published.Row) -> Run:
     dims, tp, pp, cp = published.dims(row), number("tp", 1), number("pp", 1), number("cp", 1)
     devices, recompute = number("n_accel", 0), row.get("recompute") or "none"
     return Run(
-        id=row["row_id"], source=row["source_id"],
-        layers=dims.layers, hidden=dims.hidden, heads=dims.heads, kv_heads=dims.kv_heads, ffn=dims.ffn,
-        gated=dims.gated, vocab=dims.vocab, seq_len=dims.seq_len, experts=max(1, dims.num_experts),
-        accelerator=row.get("accelerator") or "A100-SXM4-80GB", devices=devices,
-        dtype=re.split(r"[ (]", row.get("dtype") or "fp16")[0], flash="flash" in (row.get("attn_kernel") or ""),
-        tp=tp, cp=cp, pp=pp, chunks=number("vp", 1), dp=number("dp", devices // (tp * pp * cp)),
-        zero=int((row.get("zero_stage") or "0")[0]), sequence=bool(flag(row, "sp")),
-        microbatch=number("mbs", 1), batch=number("gbs", 1),
+        id=row["row_id"],
+        source=row["source_id"],
+        layers=dims.layers,
+        hidden=dims.hidden,
+        heads=dims.heads,
+        kv_heads=dims.kv_heads,
+        ffn=dims.ffn,
+        gated=dims.gated,
+        vocab=dims.vocab,
+        seq_len=dims.seq_len,
+        experts=max(1, dims.num_experts),
+        accelerator=row.get("accelerator") or "A100-SXM4-80GB",
+        devices=devices,
+        dtype=re.split(r"[ (]", row.get("dtype") or "fp16")[0],
+        flash="flash" in (row.get("attn_kernel") or ""),
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        chunks=number("vp", 1),
+        dp=number("dp", devices // (tp * pp * cp)),
+        zero=int((row.get("zero_stage") or "0")[0]),
+        sequence=bool(flag(row, "sp")),
+        microbatch=number("mbs", 1),
+        batch=number("gbs", 1),
         recompute="selective" if recompute == "selective(core attention)" else recompute,
-        nic_bps=published.hardware(row).tiers[1].bps, held=published.held(row), time_s=float(row["d_iter_time_s"]),
-    )  # fmt: skip
+        nic_bps=published.hardware(row).tiers[1].bps,
+        held=published.held(row),
+        time_s=float(row["d_iter_time_s"]),
+    )

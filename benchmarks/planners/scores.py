@@ -1,4 +1,5 @@
-"""Scores: how far predictions are from what was measured, and what a planner that believes them loses."""
+"""Scores: how far predictions are from what was measured, and what a planner that believes them
+loses."""
 
 from __future__ import annotations
 
@@ -15,33 +16,43 @@ AXES = ("hidden", "tp", "pp", "dp", "microbatch")
 
 
 def accuracy(runs: Sequence[Run], steps: Steps) -> dict[str, Any]:
-    """Of these runs, those that a planner covers: errors of the step time as shares of what was measured."""
+    """Of these runs, those that a planner covers: errors of the step time as shares of what was
+    measured."""
     errors = [steps[run.id] / measured(run) - 1 for run in runs if run.id in steps]
     if not errors:
         return {"covered": 0}
     sizes = [abs(error) for error in errors]
     return {
-        "covered": len(errors), "median": statistics.median(sizes), "mean": statistics.fmean(sizes),
-        "max": max(sizes), "bias": statistics.fmean(errors),
-    }  # fmt: skip
+        "covered": len(errors),
+        "median": statistics.median(sizes),
+        "mean": statistics.fmean(sizes),
+        "max": max(sizes),
+        "bias": statistics.fmean(errors),
+    }
 
 
 def choosing(runs: Sequence[Run], steps: Steps) -> dict[str, Any]:
-    """In groups of layouts of one model: Spearman's correlation, and the time lost by taking the layout that is
-    predicted to be the fastest, as a share of the fastest measured. Means over groups.
+    """In groups of layouts of one model: Spearman's correlation, and the time lost by taking the
+    layout that is predicted to be the fastest, as a share of the fastest measured. Means over
+    groups.
 
-    Seconds are of a sample, for batches differ a little; a layout that was run several times counts once, by medians.
-    Where several layouts are predicted to be the fastest, what is lost is their mean.
+    Seconds are of a sample, for batches differ a little; a layout that was run several times counts
+    once, by medians. Where several layouts are predicted to be the fastest, what is lost is their
+    mean.
     """
     ranks, losses, layouts = [], [], 0
     for group in grouped(run for run in runs if run.id in steps).values():
         each: dict[Any, list[tuple[float, float]]] = {}
         for run in group:
-            each.setdefault(run.layout, []).append((measured(run) / run.batch, steps[run.id] / run.batch))
+            each.setdefault(run.layout, []).append(
+                (measured(run) / run.batch, steps[run.id] / run.batch)
+            )
         if len(each) < LAYOUTS:
             continue
         took = np.array([statistics.median(real for real, _ in times) for times in each.values()])
-        said = np.array([statistics.median(predicted for _, predicted in times) for times in each.values()])
+        said = np.array(
+            [statistics.median(predicted for _, predicted in times) for times in each.values()]
+        )
         layouts += len(each)
         first = np.isclose(said, said.min(), rtol=1e-9)
         ranks.append(spearman(took, said))
@@ -49,9 +60,12 @@ def choosing(runs: Sequence[Run], steps: Steps) -> dict[str, Any]:
     if not ranks:
         return {"groups": 0}
     return {
-        "groups": len(ranks), "layouts": layouts, "spearman": statistics.fmean(ranks), "lost": statistics.fmean(losses),
+        "groups": len(ranks),
+        "layouts": layouts,
+        "spearman": statistics.fmean(ranks),
+        "lost": statistics.fmean(losses),
         "lost_max": max(losses),
-    }  # fmt: skip
+    }
 
 
 def spearman(one: np.ndarray, other: np.ndarray) -> float:

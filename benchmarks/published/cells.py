@@ -1,4 +1,5 @@
-"""Cells: what one cell of a row says. An empty one is not known; one that cannot be read is refused with the reason."""
+"""Cells: what one cell of a row says. An empty one is not known; one that cannot be read is refused
+with the reason."""
 
 from __future__ import annotations
 
@@ -34,11 +35,16 @@ def number(row: Row, name: str) -> float | None:
 
 
 def whole(row: Row, name: str, default: int | None = None) -> int:
-    """Raises Uncovered for a cell that is empty, or 0, and has no default, and for one that is no whole number."""
+    """Raises Uncovered for a cell that is empty, or 0, and has no default, and for one that is no
+    whole number."""
     value = number(row, name)
     if value is None:
         if default is None:
-            raise Uncovered(f"{name} = 0 is no size" if (row.get(name) or "").strip() else f"{name} is not known")
+            raise Uncovered(
+                f"{name} = 0 is no size"
+                if (row.get(name) or "").strip()
+                else f"{name} is not known"
+            )
         return default
     if value != int(value):
         raise Uncovered(f"{name} = {value:g} is no whole number")
@@ -46,14 +52,16 @@ def whole(row: Row, name: str, default: int | None = None) -> int:
 
 
 def offloads(row: Row) -> tuple[str, ...]:
-    """What rests in host memory, as `Practice` names it; of an optimizer gradients too, and where no more is said, of
-    it alone. Raises Uncovered."""
+    """What rests in host memory, as `Practice` names it; of an optimizer gradients too, and where
+    no more is said, of it alone. Raises Uncovered."""
     text = (row.get("offload") or "").strip().lower()
     if text in NOT:
         return ()
     if not any(word in text for word in OFFLOADED) and text not in YES:
         raise unpriced(row, "offload", ("none", *OFFLOADED))
-    found = [name for word, name in (("param", "weights"), ("activation", "activations")) if word in text]
+    found = [
+        name for word, name in (("param", "weights"), ("activation", "activations")) if word in text
+    ]
     return (*found, *(("gradients", "optimizer") if "optim" in text or not found else ()))
 
 
@@ -74,7 +82,9 @@ def unpriced(row: Row, name: str, words: Iterable[str]) -> Uncovered:
 
 def dtype(row: Row) -> str:
     """In lower case. Raises Uncovered for one whose matmuls no sheet knows."""
-    text = (row.get("dtype") or "").strip().lower().replace("bfloat", "bf").replace("float", "fp") or "fp16"
+    text = (row.get("dtype") or "").strip().lower().replace("bfloat", "bf").replace(
+        "float", "fp"
+    ) or "fp16"
     if not any(word in text for word in DTYPES):
         raise unpriced(row, "dtype", DTYPES)
     return text
@@ -100,8 +110,8 @@ def recomputed(row: Row) -> str:
 
 
 def network(row: Row, node: int) -> float | None:
-    """Bytes per second of one device, each way, of a link such as `8x200Gb/s HDR IB`, `400Gb/s per node` or `25 GB/s
-    per GPU`; None where no rate is named."""
+    """Bytes per second of one device, each way, of a link such as `8x200Gb/s HDR IB`, `400Gb/s per
+    node` or `25 GB/s per GPU`; None where no rate is named."""
     text = row.get("inter_link") or ""
     rate = r"(?:(\d+)\s*[xX×]\s*)?(\d+(?:\.\d+)?)\s*([GT])((?i:bytes?)|(?i:bits?)|[bB])(?:/s|ps)"
     match = re.search(rate, text)
@@ -109,7 +119,9 @@ def network(row: Row, node: int) -> float | None:
         return None
     count, each = int(match[1] or 1), float(match[2]) * (1e12 if match[3] == "T" else 1e9)
     total = count * each / (1 if match[4] == "B" or match[4].lower().startswith("byte") else 8)
-    return total if re.search(r"per (gpu|device|accelerator)", text, re.IGNORECASE) else total / node
+    return (
+        total if re.search(r"per (gpu|device|accelerator)", text, re.IGNORECASE) else total / node
+    )
 
 
 def memory(row: Row, accelerator: str) -> float | None:

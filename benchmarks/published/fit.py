@@ -2,7 +2,8 @@
 
     python benchmarks/published/fit.py [NAME ...]
 
-What a sheet of weft's is fitted from is written there; what belongs to one site or framework alone, to eras.toml here.
+What a sheet of weft's is fitted from is written there; what belongs to one site or framework alone,
+to eras.toml here.
 """
 
 from __future__ import annotations
@@ -25,15 +26,36 @@ from weft.planner.cost.hardware import GIB, SHEETS, Era, named_sheet, read_sheet
 from weft.planner.cost.layer_correction import main_layer_shape
 
 HERE = Path(__file__).parent
-MEGATRON = ("matmul", "matmul_flops", "memory", "launch_s", "waits", "link", "meet_s", "fixed_s", "ragged")
-# Launches are hidden in all of these runs, which therefore do not tell their cost; and a slower network that compute
-# hides takes as long as a faster one that it does not, so how much it hides is held at a half.
-SHARDED = ("matmul", "matmul_flops", "attention", "attention_backward", "memory", "traffic", "network", "fixed_s")
+MEGATRON = (
+    "matmul",
+    "matmul_flops",
+    "memory",
+    "launch_s",
+    "waits",
+    "link",
+    "meet_s",
+    "fixed_s",
+    "ragged",
+)
+# Launches are hidden in all of these runs, which therefore do not tell their cost; and a slower
+# network that compute hides takes as long as a faster one that it does not, so how much it hides is
+# held at a half.
+SHARDED = (
+    "matmul",
+    "matmul_flops",
+    "attention",
+    "attention_backward",
+    "memory",
+    "traffic",
+    "network",
+    "fixed_s",
+)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """One era: the sheets that get it, its runs as source -> weight, and which constants are free."""
+    """One era: the sheets that get it, its runs as source -> weight, and which constants are
+    free."""
 
     sheets: tuple[str, ...]
     era: str
@@ -44,7 +66,9 @@ class Fitted:
     ours: bool = True  # whether it goes to weft's sheets
     everything: tuple[str, ...] = ()  # sources with so few rows that none is held out
     kept: tuple[str, ...] = ()  # which are free by the peaks of whole processes
-    layers: tuple[str, ...] = ()  # sources with many runs of each shape of a layer, which tell what constants leave
+    layers: tuple[
+        str, ...
+    ] = ()  # sources with many runs of each shape of a layer, which tell what constants leave
 
 
 MEGATRON_A100 = Era(
@@ -59,81 +83,147 @@ MEGATRON_A100 = Era(
     waits=0.4,
 )
 # Of runs that do not tell what launches cost.
-LARGE = MEGATRON_A100.model_copy(update={"matmul_flops": 1e10, "launch_s": 9e-5, "waits": 0.1, "network": 0.7})
-EAGER_A100 = Era(
-    matmul=0.8, matmul_flops=1e9, attention=0.5, attention_backward=0.3, memory=0.6, network=0.45, launch_s=1e-5
+LARGE = MEGATRON_A100.model_copy(
+    update={"matmul_flops": 1e10, "launch_s": 9e-5, "waits": 0.1, "network": 0.7}
 )
-# Of two runs, which tell one constant: matmuls at the best one's rate, networks as they are by default.
+EAGER_A100 = Era(
+    matmul=0.8,
+    matmul_flops=1e9,
+    attention=0.5,
+    attention_backward=0.3,
+    memory=0.6,
+    network=0.45,
+    launch_s=1e-5,
+)
+# Of two runs, which tell one constant: matmuls at the best one's rate, networks as they are by
+# default.
 COMPILED_A100 = EAGER_A100.model_copy(update={"matmul": 0.87, "network": 0.85})
 HALF_HIDDEN = EAGER_A100.model_copy(update={"hidden": 0.5})
-# Of matmuls in 16 bits, which no run of its sources has, what kernels reach on A100 PCIe. The best of H100 reaches 0.8.
+# Of matmuls in 16 bits, which no run of its sources has, what kernels reach on A100 PCIe. The best
+# of H100 reaches 0.8.
 CORE_H100 = Era(
-    matmul=0.74, matmul_flops=1e9, attention=0.5, attention_backward=0.3, memory=0.6, network=0.45, launch_s=1e-5
+    matmul=0.74,
+    matmul_flops=1e9,
+    attention=0.5,
+    attention_backward=0.3,
+    memory=0.6,
+    network=0.45,
+    launch_s=1e-5,
 )
-CEILINGS = {"mi300x": ("AMD MI300X", "NVIDIA H100 SXM")}  # sheet -> its card, and that of the constants it has
+CEILINGS = {
+    "mi300x": ("AMD MI300X", "NVIDIA H100 SXM")
+}  # sheet -> its card, and that of the constants it has
 KERNELS = {"b200": "B200-SXM", "a100-pcie": "A100-PCIe-80GB"}  # sheet -> card of the kernels
 MOST = 1.5  # of a share
 FITS = {
     "a100-megatron": Fitted(
-        ("a100", "a100-40"), "megatron", {"vtrain": 1, "mlm_sc21_table1": 1, "korthikanti2022_table5": 1}, MEGATRON,
-        MEGATRON_A100, everything=("mlm_sc21_table1", "korthikanti2022_table5"), layers=("vtrain",),
+        ("a100", "a100-40"),
+        "megatron",
+        {"vtrain": 1, "mlm_sc21_table1": 1, "korthikanti2022_table5": 1},
+        MEGATRON,
+        MEGATRON_A100,
+        everything=("mlm_sc21_table1", "korthikanti2022_table5"),
+        layers=("vtrain",),
     ),
     "bloom": Fitted(
-        ("a100-omnipath",), "megatron", {"bloom_prequel": 1},
-        ("matmul", "matmul_flops", "waits", "link", "network", "uneven", "ragged"), LARGE, ours=False,
+        ("a100-omnipath",),
+        "megatron",
+        {"bloom_prequel": 1},
+        ("matmul", "matmul_flops", "waits", "link", "network", "uneven", "ragged"),
+        LARGE,
+        ours=False,
         kept=("context_gib",),
     ),
     "v100-megatron": Fitted(
-        ("v100",), "megatron", {"mlm_readme_sep2020": 1}, ("matmul", "memory"), LARGE,
-        lambda row: "V100" in row["accelerator"], everything=("mlm_readme_sep2020",),
+        ("v100",),
+        "megatron",
+        {"mlm_readme_sep2020": 1},
+        ("matmul", "memory"),
+        LARGE,
+        lambda row: "V100" in row["accelerator"],
+        everything=("mlm_readme_sep2020",),
     ),
     "a100-eager": Fitted(
-        ("a100", "a100-40", "a100-pcie"), "eager", {"llm_foundry": 1}, SHARDED, HALF_HIDDEN,
+        ("a100", "a100-40", "a100-pcie"),
+        "eager",
+        {"llm_foundry": 1},
+        SHARDED,
+        HALF_HIDDEN,
         lambda row: "A100" in row["accelerator"],
     ),
     "deepspeed": Fitted(
-        ("a100",), "deepspeed", {"deepspeed_azure_zero3": 1},
-        ("matmul", "matmul_flops", "network", "hidden", "fixed_s"), EAGER_A100, ours=False,
+        ("a100",),
+        "deepspeed",
+        {"deepspeed_azure_zero3": 1},
+        ("matmul", "matmul_flops", "network", "hidden", "fixed_s"),
+        EAGER_A100,
+        ours=False,
     ),
     "a100-compiled": Fitted(
-        ("a100", "a100-40", "a100-pcie"), "compiled", {"fms_fsdp": 1}, ("hidden",),
-        COMPILED_A100, lambda row: "A100" in row["accelerator"],
+        ("a100", "a100-40", "a100-pcie"),
+        "compiled",
+        {"fms_fsdp": 1},
+        ("hidden",),
+        COMPILED_A100,
+        lambda row: "A100" in row["accelerator"],
     ),
     "titan": Fitted(
-        ("a100-titan",), "compiled", {"torchtitan": 1}, ("matmul", "network", "hidden"), EAGER_A100,
-        lambda row: "A100" in row["accelerator"], ours=False,
+        ("a100-titan",),
+        "compiled",
+        {"torchtitan": 1},
+        ("matmul", "network", "hidden"),
+        EAGER_A100,
+        lambda row: "A100" in row["accelerator"],
+        ours=False,
     ),
     "h100-eager": Fitted(
-        ("h100", "h200"), "eager", {"llm_foundry": 1}, (*SHARDED, "eight"), HALF_HIDDEN,
+        ("h100", "h200"),
+        "eager",
+        {"llm_foundry": 1},
+        (*SHARDED, "eight"),
+        HALF_HIDDEN,
         lambda row: "H100" in row["accelerator"],
     ),
     "h100-compiled": Fitted(
-        ("h100", "h200"), "compiled", {"torchtitan": 1},
+        ("h100", "h200"),
+        "compiled",
+        {"torchtitan": 1},
         ("eight", "attention", "attention_backward", "memory", "traffic", "link", "network"),
         EAGER_A100,  # matmuls reach what the best one does, 0.8: free, they would reach more
         lambda row: "H" in row["accelerator"].split("-")[0],
     ),
     "nanotron": Fitted(
-        ("h100",), "nanotron", {"nanotron_ultrascale": 1},
-        ("matmul", "memory", "launch_s", "network", "fixed_s"), EAGER_A100, ours=False,
+        ("h100",),
+        "nanotron",
+        {"nanotron_ultrascale": 1},
+        ("matmul", "memory", "launch_s", "network", "fixed_s"),
+        EAGER_A100,
+        ours=False,
     ),
     "h100-core": Fitted(
-        ("h100", "h200"), "megatron-core", {"nemo_2024_h100": 1, "mlm_llama_h100_fp8": 0.3},
-        ("eight", "attention", "traffic", "hidden", "network"), CORE_H100,
+        ("h100", "h200"),
+        "megatron-core",
+        {"nemo_2024_h100": 1, "mlm_llama_h100_fp8": 0.3},
+        ("eight", "attention", "traffic", "hidden", "network"),
+        CORE_H100,
         lambda row: "H100" in row["accelerator"],
     ),
-}  # fmt: skip
+}
 
 
 def fitted(one: Fitted, rows: list[published.Row]) -> Era:
     """Fits on those rows of its sources that are not held out."""
     era = agreed(one, rows, "d_iter_time_s", lambda made: made.step_s, one.start, one.free)
     if one.kept:
-        era = agreed(one, rows, "peak_mem_gib", lambda made: made.process_bytes / GIB, era, one.kept)
+        era = agreed(
+            one, rows, "peak_mem_gib", lambda made: made.process_bytes / GIB, era, one.kept
+        )
     return told(one, rows, era) if one.layers else era
 
 
-def runs_of(one: Fitted, source: str, rows: list[published.Row], column: str) -> list[tuple[float, published.Case]]:
+def runs_of(
+    one: Fitted, source: str, rows: list[published.Row], column: str
+) -> list[tuple[float, published.Case]]:
     """Those of a source that are fitted to, each with what stands in this column."""
     found = []
     for row in rows:
@@ -150,9 +240,13 @@ def runs_of(one: Fitted, source: str, rows: list[published.Row], column: str) ->
 
 
 def agreed(
-    one: Fitted, rows: list[published.Row], column: str, of: Callable[[Estimate], np.ndarray], start: Era,
+    one: Fitted,
+    rows: list[published.Row],
+    column: str,
+    of: Callable[[Estimate], np.ndarray],
+    start: Era,
     free: tuple[str, ...],
-) -> Era:  # fmt: skip
+) -> Era:
     """With these constants free, `of` an estimate agrees with this column."""
     cases, seen, weights = [], [], []
     for source, weight in one.sources.items():
@@ -175,13 +269,19 @@ def told(one: Fitted, rows: list[published.Row], era: Era) -> Era:
     """With what its runs tell of layers of each shape."""
     those = [run for source in one.layers for run in runs_of(one, source, rows, "d_iter_time_s")]
     groups = published.grouped(case for _, case in those)
-    at = {row: shape for group in groups for row, shape in zip(group.rows, main_layer_shape(group.model, group.choices))}
+    at = {
+        row: shape
+        for group in groups
+        for row, shape in zip(group.rows, main_layer_shape(group.model, group.choices))
+    }
 
     def predict(era: Era) -> np.ndarray:
         found = published.price(groups, {(sheet, one.era): era for sheet in one.sheets})
         return np.array([found[case.row_id][0].step_s[found[case.row_id][1]] for _, case in those])
 
-    return fit_layers(predict, [seen for seen, _ in those], np.array([at[case.row_id] for _, case in those]), era)
+    return fit_layers(
+        predict, [seen for seen, _ in those], np.array([at[case.row_id] for _, case in those]), era
+    )
 
 
 def basis(like: str, name: str) -> Era:
@@ -198,12 +298,19 @@ def likes(sheet: str) -> dict[str, str]:
 def section(name: str, era: Era, like: str | None) -> str:
     """A table of those constants that are not as by default, or as in the sheet that it is like."""
     plain = (basis(like, name.rpartition(".")[2]) if like else Era()).model_dump()
-    kept = {key: value for key, value in era.model_dump(exclude={"layers"}).items() if value != plain[key]}
+    kept = {
+        key: value
+        for key, value in era.model_dump(exclude={"layers"}).items()
+        if value != plain[key]
+    }
     text = f"[{name}]\n" + (f'like = "{like}"\n' if like else "")
     text += "".join(f"{key} = {value:.4g}\n" for key, value in kept.items())
     if not era.layers:
         return text
-    each = (", ".join(f"{key} = {value:.4g}" for key, value in layer.model_dump().items()) for layer in era.layers)
+    each = (
+        ", ".join(f"{key} = {value:.4g}" for key, value in layer.model_dump().items())
+        for layer in era.layers
+    )
     return text + "layers = [\n" + "".join(f"  {{ {layer} }},\n" for layer in each) + "]\n"
 
 
@@ -213,7 +320,9 @@ def put(path: Path, name: str, era: Era) -> None:
     like = likes(path.stem).get(name.rpartition(".")[2]) if path.parent == SHEETS else None
     pattern = re.compile(rf"^\[{re.escape(name)}\]\n(?:(?!\[).*\n?)*", re.MULTILINE)
     new = section(name, era, like)
-    text = pattern.sub(new + "\n", text) if pattern.search(text) else text.rstrip("\n") + "\n\n" + new
+    text = (
+        pattern.sub(new + "\n", text) if pattern.search(text) else text.rstrip("\n") + "\n\n" + new
+    )
     path.write_text(re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n", encoding="utf-8")
 
 
@@ -241,10 +350,17 @@ def main() -> int:
             )
     for sheet, card in KERNELS.items():
         own, error = kernels(card)
-        print(sheet, {key: float(f"{value:.3g}") for key, value in own.items()}, f"held out: {error:.1%}", flush=True)
+        print(
+            sheet,
+            {key: float(f"{value:.3g}") for key, value in own.items()},
+            f"held out: {error:.1%}",
+            flush=True,
+        )
         for era_name, like in likes(sheet).items():
             era, eight = basis(like, era_name), {}
-            if "fp8" in named_sheet(sheet).device.flops:  # they reach the share that they do in that era elsewhere
+            if (
+                "fp8" in named_sheet(sheet).device.flops
+            ):  # they reach the share that they do in that era elsewhere
                 eight["eight"] = min(MOST, era.eight * era.matmul / own["matmul"])
             put(SHEETS / f"{sheet}.toml", f"eras.{era_name}", era.model_copy(update=own | eight))
     return 0

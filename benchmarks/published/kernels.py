@@ -1,4 +1,5 @@
-"""Kernels: what a card's matmuls and attentions were measured to reach of its peak, one by one. Half are held out."""
+"""Kernels: what a card's matmuls and attentions were measured to reach of its peak, one by one.
+Half are held out."""
 
 from __future__ import annotations
 
@@ -17,19 +18,25 @@ DATA = Path(__file__).parent / "data"
 def ceiling(card: str) -> float:
     """The share of the peak that the best of its matmuls in bf16 reaches."""
     with (DATA / "ceilings.csv").open(newline="", encoding="utf-8") as file:
-        row = next(row for row in csv.DictReader(file) if (row["accelerator"], row["dtype"]) == (card, "bf16"))
+        row = next(
+            row
+            for row in csv.DictReader(file)
+            if (row["accelerator"], row["dtype"]) == (card, "bf16")
+        )
     return float(row["MAMF_TFLOPS"]) / float(row["theory_TFLOPS"])
 
 
 def kernels(card: str) -> tuple[dict[str, float], float]:
-    """What the card's kernels reach in bf16, whatever the software: constants of all its eras. And the median error of
-    two of them, in the times of matmuls that they are not fitted to."""
+    """What the card's kernels reach in bf16, whatever the software: constants of all its eras. And
+    the median error of two of them, in the times of matmuls that they are not fitted to."""
     with (DATA / "kernels.csv").open(newline="", encoding="utf-8") as file:
         those = [row for row in csv.DictReader(file) if row["accelerator"] == card]
     fits, other = [], []
     for row in those:
         if row["op"] == "matmul":
-            sizes = {name: int(size) for name, size in re.findall(r"\b([bmkn])=(\d+)", row["shape"])}
+            sizes = {
+                name: int(size) for name, size in re.findall(r"\b([bmkn])=(\d+)", row["shape"])
+            }
             flops = 2.0 * math.prod(sizes.values())
             one = flops, flops / float(row["efficiency"])  # and so long, where the peak is 1
             (other if zlib.crc32(row["shape"].encode()) & 1 else fits).append(one)
@@ -37,7 +44,13 @@ def kernels(card: str) -> tuple[dict[str, float], float]:
     errors = [abs((found.fixed_s + flops / found.rate) / took - 1) for flops, took in other]
     # of all FLOPs, half of which a causal attention leaves out
     ahead, back = (
-        median(float(row["efficiency"]) for row in those if row["op"] == op) / 2 for op in ("sdp_fwd", "sdp_bwd")
+        median(float(row["efficiency"]) for row in those if row["op"] == op) / 2
+        for op in ("sdp_fwd", "sdp_bwd")
     )
-    constants = {"matmul": found.rate, "matmul_flops": found.half, "attention": ahead, "attention_backward": back}
+    constants = {
+        "matmul": found.rate,
+        "matmul_flops": found.half,
+        "attention": ahead,
+        "attention_backward": back,
+    }
     return constants, median(errors)

@@ -1,7 +1,8 @@
-"""Rows: a published run as weft's cost model takes it: dimensions, layout, hardware, era of software, practice.
+"""Rows: a published run as weft's cost model takes it: dimensions, layout, hardware, era of
+software, practice.
 
-Columns are those of training_runs.csv; an empty cell is not known, and what stands for it is said here. What the model
-does not cover is refused with the reason.
+Columns are those of training_runs.csv; an empty cell is not known, and what stands for it is said
+here. What the model does not cover is refused with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from cells import (
     unpriced,
     whole,
     zero,
-)  # fmt: skip
+)
 
 from weft.core.layout import Layout
 from weft.pipeline import schedules
@@ -45,29 +46,69 @@ HERE = Path(__file__).parent
 GPT2 = 50257  # words of its vocabulary, where a row does not say
 
 SHEETS = (  # what an accelerator's name holds -> sheet; the first that fits
-    ("V100", "v100"), ("A100", "a100"), ("GB200", "gb200"), ("GB300", "gb200"), ("B200", "b200"), ("B300", "b200"),
-    ("H200", "h200"), ("GH200", "h200"), ("H100", "h100"), ("H800", "h100"), ("H20", "h20"), ("MI300", "mi300x"),
-    ("MI325", "mi325x"), ("L40S", "l40s"), ("4090", "rtx-4090"), ("TPU V4", "tpu-v4"), ("TPU V5E", "tpu-v5e"),
-)  # fmt: skip
+    ("V100", "v100"),
+    ("A100", "a100"),
+    ("GB200", "gb200"),
+    ("GB300", "gb200"),
+    ("B200", "b200"),
+    ("B300", "b200"),
+    ("H200", "h200"),
+    ("GH200", "h200"),
+    ("H100", "h100"),
+    ("H800", "h100"),
+    ("H20", "h20"),
+    ("MI300", "mi300x"),
+    ("MI325", "mi325x"),
+    ("L40S", "l40s"),
+    ("4090", "rtx-4090"),
+    ("TPU V4", "tpu-v4"),
+    ("TPU V5E", "tpu-v5e"),
+)
 PCIE = {"a100": "a100-pcie", "h100": "h100-pcie"}  # sheet -> that of the same card without NVLink
 PLAIN = ("l40s", "rtx-4090")  # cards that have no other
-# The GB that a card is sold with, taken for GiB, are about so much more than its driver gives: whether a run fits is
-# asked of them, for the estimate is no nearer than that.
+# The GB that a card is sold with, taken for GiB, are about so much more than its driver gives:
+# whether a run fits is asked of them, for the estimate is no nearer than that.
 SOLD = 1.01
 XLA = ("jax", "t5x", "maxtext", "paxml")
 FRAMEWORKS = (
-    "megatron", "deepspeed", "neox", "titan", "fsdp", "composer", "nanotron", "nemo", "bridge", "core",
-    "transformerengine", *XLA,
-)  # fmt: skip
-# Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32 masters and two moments.
+    "megatron",
+    "deepspeed",
+    "neox",
+    "titan",
+    "fsdp",
+    "composer",
+    "nanotron",
+    "nemo",
+    "bridge",
+    "core",
+    "transformerengine",
+    *XLA,
+)
+# Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32
+# masters and two moments.
 MIXED = PrecisionPolicy(
-    compute="bf16", weight_bytes=2, grad_bytes=4, state_bytes=12, reduce_bytes=4, gather_bytes=2, update_bytes=36,
-    logit_bytes=10, overlaps=False, offloads=(),
-)  # fmt: skip
+    compute="bf16",
+    weight_bytes=2,
+    grad_bytes=4,
+    state_bytes=12,
+    reduce_bytes=4,
+    gather_bytes=2,
+    update_bytes=36,
+    logit_bytes=10,
+    overlaps=False,
+    offloads=(),
+)
 FSDP = PrecisionPolicy(
-    compute="bf16", weight_bytes=4, grad_bytes=4, state_bytes=8, reduce_bytes=4, gather_bytes=2, update_bytes=32,
-    logit_bytes=10, offloads=(),
-)  # fmt: skip
+    compute="bf16",
+    weight_bytes=4,
+    grad_bytes=4,
+    state_bytes=8,
+    reduce_bytes=4,
+    gather_bytes=2,
+    update_bytes=32,
+    logit_bytes=10,
+    offloads=(),
+)
 
 
 @dataclass(frozen=True)
@@ -125,19 +166,28 @@ def stages(row: Row) -> tuple[str, int]:
 
 
 def framework(row: Row) -> tuple[str, PrecisionPolicy]:
-    """The era of software, and how it keeps what belongs to a parameter: the least where a row does not state it."""
-    name, kind, level = (row.get("framework") or "Megatron-DeepSpeed").lower(), dtype(row), zero(row)
+    """The era of software, and how it keeps what belongs to a parameter: the least where a row does
+    not state it."""
+    name, kind, level = (
+        (row.get("framework") or "Megatron-DeepSpeed").lower(),
+        dtype(row),
+        zero(row),
+    )
     compiled = flag(row, "compile")  # None where it is not said
     if "zero-3" in name and "deepspeed" in name:
-        return "deepspeed", replace(MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True, messages=4)
+        return "deepspeed", replace(
+            MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True, messages=4
+        )
     if "titan" in name:
         eager = compiled is False
-        # its blocks are compiled; its loss too in part of 2024, and since April of 2025 (pull requests 642, 755, 1033),
-        # which leaves logits and a gradient
+        # its blocks are compiled; its loss too in part of 2024, and since April of 2025 (pull
+        # requests 642, 755, 1033), which leaves logits and a gradient
         late = not eager and (row.get("published") or "") >= "2025-04"
         return "eager" if eager else "compiled", replace(FSDP, logit_bytes=6 if late else 14)
     if "fsdp" in name or level == "3" or by_xla(row):
-        fused = 4 if "composer" in name else 10  # its cross-entropy writes the gradient over the logits
+        fused = (
+            4 if "composer" in name else 10
+        )  # its cross-entropy writes the gradient over the logits
         eager = not (compiled or by_xla(row))
         return ("eager" if eager else "compiled"), replace(FSDP, reduce_bytes=2, logit_bytes=fused)
     if "nanotron" in name:
@@ -166,17 +216,32 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
     modern = any(word in name for word in ("core", "nemo", "bridge", "mcore", "transformerengine"))
     if modern or "fp8" in kind:
         return "megatron-core", replace(
-            MIXED, compute="bf16", overlaps=True, logit_bytes=4, logits_stay=True, dummy_bytes=2, sends_beside=True
+            MIXED,
+            compute="bf16",
+            overlaps=True,
+            logit_bytes=4,
+            logits_stay=True,
+            dummy_bytes=2,
+            sends_beside=True,
         )
     fp16 = "bf16" not in kind
     compute, reduced = ("fp16", 2) if fp16 else ("bf16", 4)
-    added = 0 if fp16 else 12  # in bf16 each microbatch's gradient is added to a sum in float32, and then is zero
+    added = (
+        0 if fp16 else 12
+    )  # in bf16 each microbatch's gradient is added to a sum in float32, and then is zero
     plain = replace(
-        MIXED, compute=compute, reduce_bytes=reduced, added_bytes=added, scatters=True, keeps_sent=True
-    )  # fmt: skip
+        MIXED,
+        compute=compute,
+        reduce_bytes=reduced,
+        added_bytes=added,
+        scatters=True,
+        keeps_sent=True,
+    )
     if "deepspeed" in name or "neox" in name:
         plain = replace(plain, grad_bytes=2 if fp16 else 4, scatters=False)
-        if row.get("framework"):  # its optimizers copy their part of gradients in float32, in bf16 all that they sum
+        if row.get(
+            "framework"
+        ):  # its optimizers copy their part of gradients in float32, in bf16 all that they sum
             plain = replace(plain, state_bytes=16) if fp16 else replace(plain, grad_bytes=6)
     return "megatron", plain
 
@@ -189,7 +254,10 @@ def by_xla(row: Row) -> bool:
 def hardware(row: Row) -> Hardware:
     """The sheet of the row's accelerator, with the networks that the row names."""
     name = (row.get("accelerator") or "A100-SXM4-80GB").strip()
-    found, sold = next((sheet for word, sheet in SHEETS if word in name.upper()), None), memory(row, name)
+    found, sold = (
+        next((sheet for word, sheet in SHEETS if word in name.upper()), None),
+        memory(row, name),
+    )
     inside = (row.get("intra_link") or "").upper()
     pcie = "PCI" in name.upper() or ("PCI" in inside and "NVL" not in inside)
     if found == "h100" and re.search(r"\bNVL\b", name.upper()):
@@ -209,10 +277,14 @@ def hardware(row: Row) -> Hardware:
     elif titan and not link:  # it is some other network than the sheet's
         sheet = sheet.model_copy(update={"name": f"{sheet.name}-titan"})
     if "2.4TB/s" in name:
-        sheet = sheet.model_copy(update={"device": sheet.device.model_copy(update={"memory_bps": 2.4e12})})
+        sheet = sheet.model_copy(
+            update={"device": sheet.device.model_copy(update={"memory_bps": 2.4e12})}
+        )
     node = whole(row, "accel_per_node", sheet.node)
     inner, *outer = sheet.tiers
-    inner = inner.model_copy(update={"devices": max(node, 72 if "NVL72" in (row.get("intra_link") or "") else node)})
+    inner = inner.model_copy(
+        update={"devices": max(node, 72 if "NVL72" in (row.get("intra_link") or "") else node)}
+    )
     if "H800" in name.upper() and not pcie:  # an H100 with less of NVLink
         inner = inner.model_copy(update={"bps": 200e9})
     if "EFA" in link:  # whose messages go through the host
@@ -230,12 +302,20 @@ def dims(row: Row) -> TransformerDims:
     if tp > 1:  # as Megatron pads it
         vocab = -(-vocab // (128 * tp)) * 128 * tp
     return TransformerDims(
-        layers=whole(row, "layers"), hidden=hidden, heads=heads, vocab=vocab,
-        seq_len=whole(row, "seq_len"), ffn=whole(row, "ffn", 4 * hidden), kv_heads=whole(row, "kv_heads", heads),
-        head_dim=whole(row, "head_dim", 0), gated=gated, tied=flag(row, "tied_emb") is not False,
-        num_experts=experts, top_k=whole(row, "top_k") if experts else 0,
+        layers=whole(row, "layers"),
+        hidden=hidden,
+        heads=heads,
+        vocab=vocab,
+        seq_len=whole(row, "seq_len"),
+        ffn=whole(row, "ffn", 4 * hidden),
+        kv_heads=whole(row, "kv_heads", heads),
+        head_dim=whole(row, "head_dim", 0),
+        gated=gated,
+        tied=flag(row, "tied_emb") is not False,
+        num_experts=experts,
+        top_k=whole(row, "top_k") if experts else 0,
         moe_ffn=whole(row, "moe_ffn", whole(row, "ffn", 0) or None) if experts else 0,
-    )  # fmt: skip
+    )
 
 
 def case(row: Row) -> Case:
@@ -254,7 +334,9 @@ def case(row: Row) -> Case:
     n = whole(row, "n_accel", 0) or whole(row, "dp") * sizes["tp"] * sizes["cp"] * sizes["pp"]
     dp = whole(row, "dp", n // (sizes["tp"] * sizes["cp"] * sizes["pp"]))
     if dp * sizes["tp"] * sizes["cp"] * sizes["pp"] != n:
-        laid = " x ".join(f"{axis}{size}" for axis, size in ({"dp": dp} | sizes).items() if axis != "ep")
+        laid = " x ".join(
+            f"{axis}{size}" for axis, size in ({"dp": dp} | sizes).items() if axis != "ep"
+        )
         raise Uncovered(f"{n} accelerators are not {laid}")
     mbs = whole(row, "mbs")
     batch = whole(row, "gbs", dp * mbs * whole(row, "grad_accum", 0) or None)
@@ -296,13 +378,21 @@ def case(row: Row) -> Case:
         by_ops=text.startswith("selective-op"),
     )
     return Case(
-        row["row_id"], setting, Layout.parse(".".join(axes)), dp * mbs * accumulate, accumulate, recompute,
-        name, chunks, shards,
+        row["row_id"],
+        setting,
+        Layout.parse(".".join(axes)),
+        dp * mbs * accumulate,
+        accumulate,
+        recompute,
+        name,
+        chunks,
+        shards,
         sizes["ep"] if whole(row, "n_experts", 0) else 1,
-        told=(row.get("recompute") or "").strip().lower() not in ("", "selective"),  # of how many blocks?
+        told=(row.get("recompute") or "").strip().lower()
+        not in ("", "selective"),  # of how many blocks?
         placed=era != "deepspeed" or bool((row.get("offload") or "").strip()),
         notes=tuple(_notes(row, era, sheet, n, batch, dp * mbs * accumulate)),
-    )  # fmt: skip
+    )
 
 
 def _check(model: TransformerDims, sizes: Mapping[str, int], chunks: int, n: int) -> None:
@@ -311,13 +401,28 @@ def _check(model: TransformerDims, sizes: Mapping[str, int], chunks: int, n: int
     problems = (
         (model.heads % tp, f"{model.heads} heads do not divide over tp{tp}"),
         (keys % tp and tp % keys, f"{keys} key heads do not divide over tp{tp}"),
-        (not model.head_dim and model.hidden % model.heads, f"hidden {model.hidden} is no multiple of the heads"),
-        (pp * chunks > transformer_work(model).parts, f"{model.layers} layers are too few for {pp * chunks} stages"),
+        (
+            not model.head_dim and model.hidden % model.heads,
+            f"hidden {model.hidden} is no multiple of the heads",
+        ),
+        (
+            pp * chunks > transformer_work(model).parts,
+            f"{model.layers} layers are too few for {pp * chunks} stages",
+        ),
         (model.heads % keys, f"{model.heads} heads do not divide over {keys} key heads"),
-        (model.top_k > model.num_experts, f"there are no {model.top_k} of {model.num_experts} experts"),
+        (
+            model.top_k > model.num_experts,
+            f"there are no {model.top_k} of {model.num_experts} experts",
+        ),
         (not model.num_experts and ep > 1, f"ep{ep} has no experts"),
-        (model.num_experts and model.num_experts % ep, f"{model.num_experts} experts do not divide over ep{ep}"),
-        (model.num_experts and n // pp % ep, f"the {n // pp} ranks of a stage do not divide by ep{ep}"),
+        (
+            model.num_experts and model.num_experts % ep,
+            f"{model.num_experts} experts do not divide over ep{ep}",
+        ),
+        (
+            model.num_experts and n // pp % ep,
+            f"the {n // pp} ranks of a stage do not divide by ep{ep}",
+        ),
     )
     for wrong, problem in problems:
         if wrong:
@@ -329,12 +434,19 @@ def _notes(row: Row, era: str, sheet: Hardware, n: int, batch: int, priced: int)
     name, link = row.get("framework") or "", row.get("inter_link") or ""
     if name and not any(word in name.lower() for word in FRAMEWORKS):
         yield f"framework {name!r} is priced as {era}"
-    if link and n > sheet.tiers[0].devices and "omni" not in link.lower() and network(row, 1) is None:
+    if (
+        link
+        and n > sheet.tiers[0].devices
+        and "omni" not in link.lower()
+        and network(row, 1) is None
+    ):
         yield f"inter_link {link!r} names no rate: priced with {sheet.tiers[-1].name}"
     parts = whole(row, "grad_accum", 0)
     if (
         parts
-        and parts * whole(row, "mbs") * (n // whole(row, "tp", 1) // whole(row, "cp", 1) // whole(row, "pp", 1))
+        and parts
+        * whole(row, "mbs")
+        * (n // whole(row, "tp", 1) // whole(row, "cp", 1) // whole(row, "pp", 1))
         != batch
     ):
         yield f"grad_accum {parts} is not gbs / (dp x mbs): priced as gbs has it"
@@ -353,16 +465,21 @@ class Group:
 
 
 def _saved_by_ops(model: ModelWork, dims: TransformerDims) -> ModelWork:
-    """With layers that save so much that, where every second runs again, they keep in the mean what torchtitan's "op"
-    does: a layer's input, attention's output and what every second matmul gives."""
+    """With layers that save so much that, where every second runs again, they keep in the mean what
+    torchtitan's "op" does: a layer's input, attention's output and what every second matmul gives.
+    """
     matmuls = dims.query + 2 * dims.keys + 2 * dims.hidden + (2 if dims.gated else 1) * dims.ffn
     stays = (matmuls / 2 + dims.query + dims.hidden) * dims.seq_len * model.itemsize
 
     def less(layer: BlockWork) -> BlockWork:
         share = (2 * stays - layer.output_bytes) / sum(op.saved_bytes for op in layer.ops)
-        return replace(layer, ops=tuple(replace(op, saved_bytes=share * op.saved_bytes) for op in layer.ops))
+        return replace(
+            layer, ops=tuple(replace(op, saved_bytes=share * op.saved_bytes) for op in layer.ops)
+        )
 
-    return replace(model, blocks=tuple(less(block) if block.repeated else block for block in model.blocks))
+    return replace(
+        model, blocks=tuple(less(block) if block.repeated else block for block in model.blocks)
+    )
 
 
 def grouped(cases: Iterable[Case]) -> list[Group]:
@@ -382,10 +499,13 @@ def grouped(cases: Iterable[Case]) -> list[Group]:
         if setting.by_ops:
             model = _saved_by_ops(model, setting.dims)
         choices = LayoutBatch.of(
-            [one.layout for one in those], batch=1, accumulate=[one.accumulate for one in those],
-            recompute=[one.recompute for one in those], schedule=[one.schedule for one in those],
+            [one.layout for one in those],
+            batch=1,
+            accumulate=[one.accumulate for one in those],
+            recompute=[one.recompute for one in those],
+            schedule=[one.schedule for one in those],
             chunks=[one.chunks for one in those],
-        )  # fmt: skip
+        )
         batch = np.array([one.batch for one in those])
         choices = replace(
             choices,
@@ -398,8 +518,11 @@ def grouped(cases: Iterable[Case]) -> list[Group]:
     return found
 
 
-def price(groups: Iterable[Group], eras: Mapping[tuple[str, str], Era]) -> dict[str, tuple[Estimate, int]]:
-    """Row -> the estimate that holds it, and its place there. `eras`: (sheet, era) -> constants, not a sheet's."""
+def price(
+    groups: Iterable[Group], eras: Mapping[tuple[str, str], Era]
+) -> dict[str, tuple[Estimate, int]]:
+    """Row -> the estimate that holds it, and its place there. `eras`: (sheet, era) -> constants,
+    not a sheet's."""
     found = {}
     for group in groups:
         setting = group.setting
@@ -415,8 +538,10 @@ def constants() -> dict[tuple[str, str], Era]:
     """(sheet, era) -> its constants alone, of those that have layers."""
     return {
         (sheet, name): era.model_copy(update={"layers": ()})
-        for sheet in sheet_names() for name, era in named_sheet(sheet).eras.items() if era.layers
-    }  # fmt: skip
+        for sheet in sheet_names()
+        for name, era in named_sheet(sheet).eras.items()
+        if era.layers
+    }
 
 
 def predict(
@@ -444,7 +569,8 @@ REMEDIES = (_again, _away("gradients", "optimizer"), _away("gradients", "optimiz
 
 
 def settled(cases: Sequence[Case], eras: Mapping[tuple[str, str], Era]) -> list[Case]:
-    """What a row does not say is recomputed, or rests in host memory, is so where it must be, to fit."""
+    """What a row does not say is recomputed, or rests in host memory, is so where it must be, to
+    fit."""
     found = list(cases)
     for remedy in REMEDIES:
         made = price(grouped(one for one in found if not one.told or not one.placed), eras)
@@ -477,7 +603,11 @@ def sites() -> dict[tuple[str, str], Era]:
     """Constants of one site or framework alone, in eras.toml: (sheet, era) -> them."""
     path = HERE / "eras.toml"
     tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {(s, name): Era.model_validate(one) for s, eras in tables.items() for name, one in eras.items()}
+    return {
+        (s, name): Era.model_validate(one)
+        for s, eras in tables.items()
+        for name, one in eras.items()
+    }
 
 
 def read(path: Path) -> list[Row]:

@@ -4,8 +4,8 @@
     python benchmarks/published/run.py --runs FILE.csv --out OUT.csv      any rows with these columns
 
 Of FILE.csv every row that the model covers gets a line in OUT.csv: row_id, predicted_iter_time_s,
-predicted_peak_mem_gib, fits; which rows are not covered, and why, is said on stderr. Rows that have the measurement too
-are scored.
+predicted_peak_mem_gib, fits; which rows are not covered, and why, is said on stderr. Rows that have
+the measurement too are scored.
 """
 
 from __future__ import annotations
@@ -56,8 +56,13 @@ class Predicted:
         self.fits = bool(estimate.fits[place])
         kind = (row.get("mem_kind") or "").lower()
         whole = any(word in kind for word in ("smi", "driver", "process", "max first"))
-        # nanotron restarts the peak of what is allocated after each of the first batches: what it prints is reserved
-        reserved = estimate.reserved_bytes if "reserved" in kind or "nanotron" in kind else estimate.peak_bytes
+        # nanotron restarts the peak of what is allocated after each of the first batches: what it
+        # prints is reserved
+        reserved = (
+            estimate.reserved_bytes
+            if "reserved" in kind or "nanotron" in kind
+            else estimate.peak_bytes
+        )
         nbytes = estimate.process_bytes if whole else reserved
         self.peak_gib = float(nbytes[place]) / GIB
         self.measured_s = measured(row, "d_iter_time_s") or measured(row, "iter_time_s")
@@ -76,7 +81,9 @@ def labelled(row: published.Row, name: str) -> bool:
     return bool(flag(row, name))
 
 
-def measured(row: published.Row, name: str, read: Callable[[published.Row, str], Any] = number) -> Any:
+def measured(
+    row: published.Row, name: str, read: Callable[[published.Row, str], Any] = number
+) -> Any:
     """None for a cell that is no measurement."""
     try:
         return read(row, name)
@@ -88,11 +95,14 @@ def measured(row: published.Row, name: str, read: Callable[[published.Row, str],
 def predictions(
     rows: Sequence[published.Row], eras: Mapping[tuple[str, str], Era] | None = None
 ) -> tuple[list[Predicted], Counter[str]]:
-    """Covered rows, and how many are not covered for which reason. `eras`: (sheet, era) -> constants, not a sheet's."""
+    """Covered rows, and how many are not covered for which reason. `eras`: (sheet, era) ->
+    constants, not a sheet's."""
     cases, kept, reasons = [], [], Counter[str]()
     for row in rows:
         try:
-            cases.append(replace(published.case(row), row_id=str(len(kept))))  # names of rows may repeat
+            cases.append(
+                replace(published.case(row), row_id=str(len(kept)))
+            )  # names of rows may repeat
             kept.append(row)
         except (Uncovered, Refusal) as error:
             reasons[f"{row.get('source_id') or 'rows'}: {error}"] += 1
@@ -100,7 +110,9 @@ def predictions(
     for note, count in Counter(note for one in cases for note in one.notes).items():
         print(f"{count} rows: {note}", file=sys.stderr)
     found = published.predict(cases, eras)
-    return [Predicted(row, *found[case.row_id]) for row, case in zip(kept, cases, strict=True)], reasons
+    return [
+        Predicted(row, *found[case.row_id]) for row, case in zip(kept, cases, strict=True)
+    ], reasons
 
 
 def score(found: Sequence[Predicted]) -> dict[str, Any]:
@@ -114,9 +126,15 @@ def score(found: Sequence[Predicted]) -> dict[str, Any]:
     groups = defaultdict(list)
     for one in timed:
         groups[tuple(one.row.get(key, "") for key in GROUP)].append(one)
-    several = [group for group in groups.values() if len({round(one.measured_s or 0, 6) for one in group}) >= 4]
+    several = [
+        group
+        for group in groups.values()
+        if len({round(one.measured_s or 0, 6) for one in group}) >= 4
+    ]
     if several:
-        ranked = [_spearman([o.step_s for o in g], [o.measured_s or 0.0 for o in g]) for g in several]
+        ranked = [
+            _spearman([o.step_s for o in g], [o.measured_s or 0.0 for o in g]) for g in several
+        ]
         lost = []
         for group in several:
             picked = min(group, key=lambda one: one.step_s)
@@ -124,7 +142,11 @@ def score(found: Sequence[Predicted]) -> dict[str, Any]:
         made |= {"groups": len(several), "spearman": mean(ranked), "regret": mean(lost)}
     held = [one.peak_gib / one.measured_gib - 1 for one in found if one.measured_gib]
     if held:
-        made |= {"peaks": len(held), "peak_median": median(map(abs, held)), "peak_bias": median(held)}
+        made |= {
+            "peaks": len(held),
+            "peak_median": median(map(abs, held)),
+            "peak_bias": median(held),
+        }
     told = [one for one in found if one.oom or (one.oom is False and one.measured_s is not None)]
     if told:
         made["fit_called_impossible"] = sum(not one.fits and not one.oom for one in told)
@@ -143,15 +165,26 @@ def write(found: Sequence[Predicted], path: Path) -> None:
         lines = csv.writer(file)
         lines.writerow(["row_id", "predicted_iter_time_s", "predicted_peak_mem_gib", "fits"])
         for one in found:
-            lines.writerow([one.row["row_id"], f"{one.step_s:.6g}", f"{one.peak_gib:.4f}", "Y" if one.fits else "N"])
+            lines.writerow(
+                [
+                    one.row["row_id"],
+                    f"{one.step_s:.6g}",
+                    f"{one.peak_gib:.4f}",
+                    "Y" if one.fits else "N",
+                ]
+            )
 
 
 def table(name: str, scores: dict[str, dict[str, Any]]) -> list[str]:
     lines = [
-        f"**{name}**", "",
-        "| source | rows | timed | median | mean | worst | bias | Spearman | regret | groups | peak, median | peak, bias | ran, but called impossible | out of memory, found |",
+        f"**{name}**",
+        "",
+        (
+            "| source | rows | timed | median | mean | worst | bias | Spearman | regret | groups |"
+            " peak, median | peak, bias | ran, but called impossible | out of memory, found |"
+        ),
         "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
-    ]  # fmt: skip
+    ]
 
     def cell(value: float | None, signed: bool = False) -> str:
         return "" if value is None else f"{value:+.1%}" if signed else f"{value:.1%}"
@@ -160,16 +193,19 @@ def table(name: str, scores: dict[str, dict[str, Any]]) -> list[str]:
         spearman = f"{s['spearman']:.2f}" if "spearman" in s else ""
         oom = f"{s['oom_found']} of {s['oom']}" if s.get("oom") else ""
         lines.append(
-            f"| {source} | {s['rows']} | {s['timed']} | {cell(s.get('median'))} | {cell(s.get('mean'))} "
-            f"| {cell(s.get('worst'))} | {cell(s.get('bias'), True)} | {spearman} | {cell(s.get('regret'))} "
-            f"| {s.get('groups', '')} | {cell(s.get('peak_median'))} | {cell(s.get('peak_bias'), True)} "
-            f"| {s.get('fit_called_impossible', '')} | {oom} |"
+            f"| {source} | {s['rows']} | {s['timed']} | {cell(s.get('median'))} |"
+            f" {cell(s.get('mean'))} | {cell(s.get('worst'))} | {cell(s.get('bias'), True)} |"
+            f" {spearman} | {cell(s.get('regret'))} | {s.get('groups', '')} |"
+            f" {cell(s.get('peak_median'))} | {cell(s.get('peak_bias'), True)} |"
+            f" {s.get('fit_called_impossible', '')} | {oom} |"
         )
     return [*lines, ""]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=Path, metavar="FILE.csv")
     parser.add_argument("--out", type=Path, metavar="OUT.csv")
     asked = parser.parse_args()
@@ -185,7 +221,9 @@ def main() -> int:
     for one in found:
         by_source[one.source].append(one)
     if asked.runs is not None:
-        lines = table(asked.runs.name, {source: score(those) for source, those in by_source.items()})
+        lines = table(
+            asked.runs.name, {source: score(those) for source, those in by_source.items()}
+        )
         print("\n".join(lines))
     else:
         alone, _ = predictions([one.row for one in found], published.constants())
@@ -199,14 +237,18 @@ def main() -> int:
         for half in ("fitted on", "held out"):
             scores = {}
             for source, those in by_source.items():
-                scores[source] = score([one for one in those if published.held(one.row) == (half == "held out")])
+                scores[source] = score(
+                    [one for one in those if published.held(one.row) == (half == "held out")]
+                )
             results[half] = scores
             lines += table(half, scores)
         lines += [f"Not covered: {count} rows, {reason}." for reason, count in reasons.items()]
         print("\n".join(lines))
         (HERE / "results").mkdir(exist_ok=True)
         command = "python benchmarks/published/run.py"
-        (HERE / "results" / "own.json").write_text(json.dumps({"command": command, "runs": results}, indent=1) + "\n")
+        (HERE / "results" / "own.json").write_text(
+            json.dumps({"command": command, "runs": results}, indent=1) + "\n"
+        )
         text = (HERE / "README.md").read_text(encoding="utf-8")
         head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
         (HERE / "README.md").write_text("\n".join([head, "", *lines, tail]), encoding="utf-8")
@@ -214,7 +256,8 @@ def main() -> int:
 
 
 CLASSIC = ("mlm_sc21_table1", "korthikanti2022_table5")
-UNLIKE = "korthikanti2022_table5-0009"  # the one of that table with data parallelism, which the 18 leave out
+# the one of that table with data parallelism, which the 18 leave out
+UNLIKE = "korthikanti2022_table5-0009"
 
 
 if __name__ == "__main__":

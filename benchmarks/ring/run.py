@@ -1,9 +1,11 @@
-"""weft's ring beside gloo's all-reduce, plain TCP, and all traffic through one rank, on links of one rate.
+"""weft's ring beside gloo's all-reduce, plain TCP, and all traffic through one rank, on links of
+one rate.
 
     python benchmarks/ring/run.py                                   some 10 minutes on 2 idle cores
     python benchmarks/ring/run.py --ranks 4 --rates 100 --sizes 1048576
 
-Adds to results/ring.json, then writes the table in README.md anew. Exit code 1 if the ring misses a target.
+Adds to results/ring.json, then writes the table in README.md anew. Exit code 1 if the ring misses a
+target.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ def measured(ranks: int, rate: float, sizes: list[int]) -> list[dict[str, Any]]:
     sizes = [size for size in sizes if ideal_s(ranks, rate, size) <= LONGEST_S]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / "worker.py"), str(rate), str(output), *map(str, sizes)]
+        command = [
+            sys.executable,
+            str(HERE / "worker.py"),
+            str(rate),
+            str(output),
+            *map(str, sizes),
+        ]
         elsewhere = testbed.run(ranks, command, timeout_s=900)
         rows = json.loads(output.read_text())
         return [{"ranks": ranks, "rate": rate, "elsewhere": elsewhere, **row} for row in rows]
@@ -49,7 +57,8 @@ def ideal_s(ranks: int, rate: float, nbytes: int) -> float:
 
 
 def exact(row: dict[str, Any]) -> bool:
-    """Whether each rank has sent 2 (N - 1) / N of the tensor, as far as elements of 4 bytes can be cut."""
+    """Whether each rank has sent 2 (N - 1) / N of the tensor, as far as elements of 4 bytes can be
+    cut."""
     want = 2 * (row["ranks"] - 1) / row["ranks"] * row["bytes"]
     return all(abs(sent - want) < 2 * 4 for sent in row["messages"])
 
@@ -57,8 +66,10 @@ def exact(row: dict[str, Any]) -> bool:
 def table(rows: list[dict[str, Any]]) -> tuple[list[str], bool]:
     """In Markdown; whether all targets are met."""
     lines = [
-        "| ranks | Mbit/s | bytes | sent / bytes: ring | central | TCP, s | ring, s | gloo, s | central, s "
-        "| ring: of the rate | headers counted | of TCP | gloo: of TCP | |",
+        (
+            "| ranks | Mbit/s | bytes | sent / bytes: ring | central | TCP, s | ring, s | gloo, s |"
+            " central, s | ring: of the rate | headers counted | of TCP | gloo: of TCP | |"
+        ),
         "| ---: |" + " ---: |" * 12 + " --- |",
     ]
     found: dict[tuple, dict[str, dict]] = {}
@@ -82,7 +93,9 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[str], bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--rates", nargs="+", type=float, default=[*RATES], help="Mbit/s")
     parser.add_argument("--sizes", nargs="+", type=int, default=[*SIZES], help="bytes")
@@ -101,12 +114,19 @@ def main() -> int:
                     row["command"] = command
                 print("\n".join(table(fresh)[0]), flush=True)
                 new = {(row["ranks"], row["rate"], row["bytes"]) for row in fresh}
-                kept = [row for row in results["rows"] if (row["ranks"], row["rate"], row["bytes"]) not in new]
+                kept = [
+                    row
+                    for row in results["rows"]
+                    if (row["ranks"], row["rate"], row["bytes"]) not in new
+                ]
                 results["rows"] = kept + fresh
                 results["environment"] = {
-                    "cpus": os.cpu_count(), "machine": platform.machine(), "system": platform.system(),
-                    "python": platform.python_version(), "torch": torch.__version__,
-                }  # fmt: skip
+                    "cpus": os.cpu_count(),
+                    "machine": platform.machine(),
+                    "system": platform.system(),
+                    "python": platform.python_version(),
+                    "torch": torch.__version__,
+                }
                 RESULTS.parent.mkdir(exist_ok=True)
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     lines, held = table(results["rows"])

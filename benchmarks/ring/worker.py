@@ -1,10 +1,11 @@
-"""One rank: sums tensors of each size by weft's ring, by gloo's all-reduce and through one rank, and sends what a ring
-sends over plain TCP. `run.py` starts it on every host.
+"""One rank: sums tensors of each size by weft's ring, by gloo's all-reduce and through one rank,
+and sends what a ring sends over plain TCP. `run.py` starts it on every host.
 
     worker.py MBIT_PER_S OUTPUT SIZE...          bytes
 
-Rank 0 writes JSON to OUTPUT: for each size and way the slowest rank's seconds, what each rank gave to `isend`, and what
-left its host, both in bytes. Medians over repetitions, in which the ways take turns.
+Rank 0 writes JSON to OUTPUT: for each size and way the slowest rank's seconds, what each rank gave
+to `isend`, and what left its host, both in bytes. Medians over repetitions, in which the ways take
+turns.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from weft.core.codec import AllReduceRequest
 from weft.engine.replica_sync.transports import OwnerTransport, RingTransport
 
 LONGEST_S = 5.0  # nothing goes through one rank that takes its link longer
-SPENT_S = 5.0  # about, on the repetitions of one size and way, but at least 2 of them and at most 20
+SPENT_S = (
+    5.0  # about, on the repetitions of one size and way, but at least 2 of them and at most 20
+)
 
 given = 0  # bytes that were given to isend
 
@@ -41,7 +44,9 @@ class Stream:
     def __init__(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         command = ["ip", "-4", "-o", "addr", "show", os.environ["GLOO_SOCKET_IFNAME"]]
-        address = re.search(r"inet ([\d.]+)", subprocess.run(command, capture_output=True, text=True).stdout)
+        address = re.search(
+            r"inet ([\d.]+)", subprocess.run(command, capture_output=True, text=True).stdout
+        )
         assert address is not None
         with socket.create_server(("0.0.0.0", 0)) as server:
             every: list[Any] = [None] * size
@@ -65,7 +70,11 @@ def main(rate: float, output: str, sizes: list[int]) -> None:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     groups = [dist.new_group() for _ in range(3)]
-    ring, owners, stream = RingTransport(groups[0], [groups[0]]), OwnerTransport(groups[1], 0), Stream()
+    ring, owners, stream = (
+        RingTransport(groups[0], [groups[0]]),
+        OwnerTransport(groups[1], 0),
+        Stream(),
+    )
     dist.isend = _counted(dist.isend)
     ways: dict[str, Callable[[Tensor], object]] = {
         "tcp": lambda x: stream.exchange(2 * (size - 1) * x.nbytes // size),
@@ -91,7 +100,16 @@ def main(rate: float, output: str, sizes: list[int]) -> None:
             every: list[Any] = [None] * size
             dist.all_gather_object(every, (messages, left))
             sent, wire = ([int(one[i]) for one in every] for i in (0, 1))
-            rows.append({"bytes": nbytes, "way": way, "s": seconds, "messages": sent, "left": wire, "n": len(times)})
+            rows.append(
+                {
+                    "bytes": nbytes,
+                    "way": way,
+                    "s": seconds,
+                    "messages": sent,
+                    "left": wire,
+                    "n": len(times),
+                }
+            )
     if dist.get_rank() == 0:
         Path(output).write_text(json.dumps(rows))
     dist.barrier()
@@ -123,7 +141,9 @@ def _counted(isend: Callable[..., Any]) -> Callable[..., Any]:
 
 def _left_bytes() -> int:
     """What has left this host."""
-    found = re.search(rf"{os.environ['GLOO_SOCKET_IFNAME']}:\s*(.*)", Path("/proc/net/dev").read_text())
+    found = re.search(
+        rf"{os.environ['GLOO_SOCKET_IFNAME']}:\s*(.*)", Path("/proc/net/dev").read_text()
+    )
     return int(found[1].split()[8]) if found else 0
 
 

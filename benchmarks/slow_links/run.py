@@ -1,13 +1,15 @@
-"""Replicas over slow links: how soon each way to agree reaches the loss that plain DDP has after 600 steps.
+"""Replicas over slow links: how soon each way to agree reaches the loss that plain DDP has after
+600 steps.
 
     python benchmarks/slow_links/run.py                              all of it: some three hours on 2 idle cores
     python benchmarks/slow_links/run.py time --rates 25 --sides "torch ddp" "weft int4"
     python benchmarks/slow_links/run.py train --sides "torch ddp" --steps 600
 
-`train` runs each side once without a limit, for its loss by steps. What a step computes does not depend on the link, so
-`time` measures seconds and bytes of a step on each link alone, and the tables multiply: steps to the loss x seconds of
-a step, the median over all runs of `time`. Each part adds to results/PART.json, then the tables in README.md are
-written anew; `table` does only that. Exit code 1 if a target is missed.
+`train` runs each side once without a limit, for its loss by steps. What a step computes does not
+depend on the link, so `time` measures seconds and bytes of a step on each link alone, and the
+tables multiply: steps to the loss x seconds of a step, the median over all runs of `time`. Each
+part adds to results/PART.json, then the tables in README.md are written anew; `table` does only
+that. Exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ BEGIN, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
 RATES = (1000.0, 100.0, 25.0)  # Mbit/s
 STEPS, EVERY, TARGET = 900, 25, 600  # of DDP, 600 are enough
 WARM, TIMED = 4, 12  # steps before those that are timed, and at least so many of them
-ASKED = {25.0: (15.0, 2.0), 100.0: (5.0, 1.3), 1000.0: (1.0, None)}  # times sooner than DDP, than torch's best hook
+ASKED = {
+    25.0: (15.0, 2.0),
+    100.0: (5.0, 1.3),
+    1000.0: (1.0, None),
+}  # times sooner than DDP, than torch's best hook
 PLAIN = "torch ddp"
 MARKS = (TARGET, 400, 200, 100)  # steps of DDP whose losses are looked for
 
@@ -47,7 +53,8 @@ def train(side: str, replicas: int, steps: int) -> dict[str, Any]:
 
 
 def timed(side: str, replicas: int, rate: float, python: str) -> dict[str, Any]:
-    """Seconds and bytes of a step on links of this rate, as means over whole periods: exchanges come now and then."""
+    """Seconds and bytes of a step on links of this rate, as means over whole periods: exchanges
+    come now and then."""
     testbed.limit(replicas, rate)
     sync = SIDES[side].weft
     period = int(sync[2].get("period", 1)) if sync is not None else PERIOD if "local" in side else 1
@@ -66,7 +73,13 @@ def timed(side: str, replicas: int, rate: float, python: str) -> dict[str, Any]:
 
 
 def _worker(
-    side: str, replicas: int, steps: int, every: int, timeout_s: float, apart: bool, python: str = sys.executable
+    side: str,
+    replicas: int,
+    steps: int,
+    every: int,
+    timeout_s: float,
+    apart: bool,
+    python: str = sys.executable,
 ) -> dict[str, Any]:
     script = HERE / ("others.py" if SIDES[side].other else "worker.py")
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +90,8 @@ def _worker(
 
 
 def steps_to(losses: dict[str, float], target: float) -> float | None:
-    """The steps after which the validation loss is first at most the target, between two evaluations by a line."""
+    """The steps after which the validation loss is first at most the target, between two
+    evaluations by a line."""
     before: tuple[int, float] | None = None
     for step, loss in sorted((int(s), loss) for s, loss in losses.items()):
         if loss <= target:
@@ -90,11 +104,14 @@ def steps_to(losses: dict[str, float], target: float) -> float | None:
 
 def _median(measured: list[dict[str, float]]) -> dict[str, float]:
     """Of measurements of the same, made at other times."""
-    return {key: statistics.median(each[key] for each in measured) for key in ("step_s", "sent_bytes")}
+    return {
+        key: statistics.median(each[key] for each in measured) for key in ("step_s", "sent_bytes")
+    }
 
 
 class Found:
-    """What was measured with so many replicas. The target is the loss that DDP has after `mark` steps."""
+    """What was measured with so many replicas. The target is the loss that DDP has after `mark`
+    steps."""
 
     def __init__(self, results: dict[str, dict[str, Any]], replicas: str, mark: int = TARGET):
         self.mark = mark
@@ -126,17 +143,24 @@ class Found:
 
     def at_least(self, side: str, rate: float) -> float | None:
         """Seconds to the target, or those that were not enough."""
-        took, losses = self.time.get(f"{rate:g}", {}).get(side), self.train.get(self.curve(side), {}).get("val_loss")
+        took, losses = (
+            self.time.get(f"{rate:g}", {}).get(side),
+            self.train.get(self.curve(side), {}).get("val_loss"),
+        )
         if took is None or not losses:
             return None
         return (self.steps(side) or max(map(int, losses))) * took["step_s"]
 
     def best(self, rate: float, weft: bool) -> tuple[float, str] | None:
-        """The side that is there first, of weft's or of torch's hooks, and when. A hook that is not there in all steps
-        that were trained counts as being there after the last of them."""
+        """The side that is there first, of weft's or of torch's hooks, and when. A hook that is not
+        there in all steps that were trained counts as being there after the last of them."""
         seconds = self.seconds if weft else self.at_least
         sides = [side for side in SIDES if (SIDES[side].weft is not None) == weft and side != PLAIN]
-        found = [(took, side) for side in sides if (took := seconds(side, rate)) is not None and not SIDES[side].other]
+        found = [
+            (took, side)
+            for side in sides
+            if (took := seconds(side, rate)) is not None and not SIDES[side].other
+        ]
         return min(found) if found else None
 
 
@@ -152,15 +176,21 @@ def tables(results: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
         mark, verdicts = _furthest(results, replicas)
         held &= mark == TARGET and all(verdict for *_, verdict in verdicts)
         if mark != TARGET:
-            lines += [f"FAIL: no side of weft is trained as far as DDP's loss at {TARGET} steps, so no target is met."]
+            lines += [
+                f"FAIL: no side of weft is trained as far as DDP's loss at {TARGET} steps, so no"
+                " target is met."
+            ]
             lines += [f"To DDP's loss at {mark} steps:" if verdicts else "", ""]
         if verdicts:
-            lines += ["| Mbit/s | weft's first | s to the loss | beside | s to the loss | times sooner | asked | |"]
+            lines += [
+                "| Mbit/s | weft's first | s to the loss | beside | s to the loss | times sooner |"
+                " asked | |"
+            ]
             lines += ["| ---: | --- | ---: | --- | ---: | ---: | ---: | --- |"]
             for rate, (own, side), (other, beside), asked, verdict in verdicts:
                 lines.append(
-                    f"| {rate:g} | {side} | {own:.0f} | {beside} | {other:.0f} | {other / own:.2f} | {asked:g} | "
-                    f"{'holds' if verdict else 'FAIL'} |"
+                    f"| {rate:g} | {side} | {own:.0f} | {beside} | {other:.0f} | {other / own:.2f}"
+                    f" | {asked:g} | {'holds' if verdict else 'FAIL'} |"
                 )
             lines.append("")
         lines += [*_losses(found), "", *_times(found), ""]
@@ -171,7 +201,8 @@ Rival = tuple[float, str]
 
 
 def _furthest(results: dict[str, dict[str, Any]], replicas: str) -> tuple[int, list[tuple]]:
-    """The last of these steps of DDP whose loss a side of weft is known to reach, and the verdicts for that loss."""
+    """The last of these steps of DDP whose loss a side of weft is known to reach, and the verdicts
+    for that loss."""
     for mark in MARKS:
         if verdicts := _verdicts(Found(results, replicas, mark)):
             return mark, verdicts
@@ -182,7 +213,11 @@ def _verdicts(found: Found) -> list[tuple[float, Rival, Rival, float, bool]]:
     """(rate, weft's first, whom it is held against, times sooner that is asked, whether it is)."""
     rows = []
     for rate, (than_plain, than_hooks) in ASKED.items():
-        own, plain, hooks = found.best(rate, weft=True), found.seconds(PLAIN, rate), found.best(rate, weft=False)
+        own, plain, hooks = (
+            found.best(rate, weft=True),
+            found.seconds(PLAIN, rate),
+            found.best(rate, weft=False),
+        )
         if own is not None and plain is not None:
             rows.append((rate, own, (plain, PLAIN), than_plain, plain / own[0] >= than_plain))
         if own is not None and hooks is not None and than_hooks is not None:
@@ -194,10 +229,13 @@ def _losses(found: Found) -> list[str]:
     at, marks = [100, 200, 300, 400, 500, TARGET], MARKS[::-1]
     curve = found.train.get(PLAIN, {}).get("val_loss", {})
     lines = [
-        "| validation loss after steps | " + " | ".join(map(str, at)) + " | steps to DDP's loss at "
-        + " | at ".join(map(str, marks)) + " | trained |",
+        "| validation loss after steps | "
+        + " | ".join(map(str, at))
+        + " | steps to DDP's loss at "
+        + " | at ".join(map(str, marks))
+        + " | trained |",
         "| --- |" + " ---: |" * (len(at) + len(marks) + 1),
-    ]  # fmt: skip
+    ]
     for side in (side for side in SIDES if side in found.train):
         losses = found.train[side]["val_loss"]
         cells = [f"{losses[str(n)]:.3f}" if str(n) in losses else "" for n in at]
@@ -210,17 +248,26 @@ def _losses(found: Found) -> list[str]:
 
 def _times(found: Found) -> list[str]:
     lines = [
-        "| side | steps |" + "".join(f" {rate:g} Mbit/s: MB a step | s a step | s to the loss |" for rate in RATES),
+        "| side | steps |"
+        + "".join(f" {rate:g} Mbit/s: MB a step | s a step | s to the loss |" for rate in RATES),
         "| --- | ---: |" + " ---: |" * 3 * len(RATES),
     ]
     for side in SIDES:
         steps, cells = found.steps(side), []
         for rate in RATES:
             took, seconds = found.time.get(f"{rate:g}", {}).get(side), found.seconds(side, rate)
-            cells += ["", ""] if took is None else [f"{took['sent_bytes'] / 1e6:.2f}", f"{took['step_s']:.2f}"]
+            cells += (
+                ["", ""]
+                if took is None
+                else [f"{took['sent_bytes'] / 1e6:.2f}", f"{took['step_s']:.2f}"]
+            )
             cells.append("" if seconds is None else f"{seconds:.0f}")
         if any(cells):
-            lines.append(f"| {side} | {'' if steps is None else f'{steps:.0f}'} | " + " | ".join(cells) + " |")
+            lines.append(
+                f"| {side} | {'' if steps is None else f'{steps:.0f}'} | "
+                + " | ".join(cells)
+                + " |"
+            )
     return lines
 
 
@@ -241,21 +288,31 @@ def keep(part: str, where: Sequence[str], entry: dict[str, Any]) -> None:
     path = RESULTS / f"{part}.json"
     results = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     results["environment"] = {
-        "cpus": os.cpu_count(), "machine": platform.machine(), "system": platform.system(),
-        "python": platform.python_version(), "torch": torch.__version__,
-    }  # fmt: skip
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     place = results["runs"]
     for key in where[:-1]:
         place = place.setdefault(key, {})
     arguments = " ".join(f'"{a}"' if " " in a else a for a in sys.argv[1:])
-    place[where[-1]] = {**entry, "command": f"python benchmarks/slow_links/run.py {arguments}".strip()}
+    place[where[-1]] = {
+        **entry,
+        "command": f"python benchmarks/slow_links/run.py {arguments}".strip(),
+    }
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="train, time or table; all if none is named")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help="train, time or table; all if none is named"
+    )
     parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES], metavar="SIDE")
     parser.add_argument("--rates", nargs="+", type=float, default=[*RATES], metavar="MBIT")
     parser.add_argument("--replicas", nargs="+", type=int, default=[2])

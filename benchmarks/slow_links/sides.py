@@ -17,14 +17,16 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 WARMUP = 10  # steps after which torch's PowerSGD and post-local SGD begin
 PERIOD = 10  # of post-local SGD
-ONE_BUCKET = 64  # PowerSGD's hook dies on gloo with more: its collectives then begin in another order on each rank
+# PowerSGD's hook dies on gloo with more: its collectives then begin in another order on each rank
+ONE_BUCKET = 64
 
 
 @dataclass(frozen=True)
 class Side:
-    """`weft`: (synchroniser, codec, options). `prepare`: a DDP module -> what is called after each optimizer step.
-    `local`: that lets replicas step apart. `bucket_mb`: of DDP, if not its own choice. `other`: it is in others.py, for
-    another Python. `same`: the side that computes the same, whose losses stand for this one's too."""
+    """`weft`: (synchroniser, codec, options). `prepare`: a DDP module -> what is called after each
+    optimizer step. `local`: that lets replicas step apart. `bucket_mb`: of DDP, if not its own
+    choice. `other`: it is in others.py, for another Python. `same`: the side that computes the
+    same, whose losses stand for this one's too."""
 
     weft: tuple[str, Any, dict[str, Any]] | None = None
     prepare: Callable[[nn.parallel.DistributedDataParallel], Callable[[], None]] | None = None
@@ -55,7 +57,9 @@ def _power(rank: int) -> Callable[[nn.parallel.DistributedDataParallel], Callabl
 
 def _local(period: int) -> Callable[[nn.parallel.DistributedDataParallel], Callable[[], None]]:
     def prepare(module: nn.parallel.DistributedDataParallel) -> Callable[[], None]:
-        alone, _ = dist.new_subgroups(1)  # each host is one process; on CPUs torch asks for the size
+        alone, _ = dist.new_subgroups(
+            1
+        )  # each host is one process; on CPUs torch asks for the size
         state = post_local.PostLocalSGDState(None, alone, start_localSGD_iter=WARMUP)
         module.register_comm_hook(state, post_local.post_localSGD_hook)
         averager = PeriodicModelAverager(period, warmup_steps=WARMUP)
@@ -64,8 +68,12 @@ def _local(period: int) -> Callable[[nn.parallel.DistributedDataParallel], Calla
     return prepare
 
 
-def _apart(name: str, codec: Any, period: int, fragments: int, delay: int, **options: float) -> Side:
-    return Side((name, codec, {"period": period, "fragments": fragments, "delay": delay, **options}))
+def _apart(
+    name: str, codec: Any, period: int, fragments: int, delay: int, **options: float
+) -> Side:
+    return Side(
+        (name, codec, {"period": period, "fragments": fragments, "delay": delay, **options})
+    )
 
 
 SIDES = {

@@ -2,9 +2,10 @@
 
     worker.py SIDE STEPS EVAL_EVERY OUTPUT
 
-Rank 0 writes JSON to OUTPUT: the seconds of each step of each replica, its training loss (the replicas' mean), what had
-left the first host by the end of it in bytes, and every EVAL_EVERY steps the validation loss, of those that step apart
-with the mean of their weights. Evaluating takes no time of a step.
+Rank 0 writes JSON to OUTPUT: the seconds of each step of each replica, its training loss (the
+replicas' mean), what had left the first host by the end of it in bytes, and every EVAL_EVERY steps
+the validation loss, of those that step apart with the mean of their weights. Evaluating takes no
+time of a step.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def main(name: str, steps: int, eval_every: int, output: str) -> None:
     size, side = dist.get_world_size(), SIDES[name]
     part = {"data_rank": dist.get_rank(), "data_size": size}
     data = Loader(stdlib(seq_len=SEQ_LEN, max_bytes=BYTES), BATCH, seed=0, **part)
-    held = Loader(stdlib(seq_len=SEQ_LEN, max_bytes=BYTES, split="val"), BATCH, seed=0, shuffle=False, **part)
+    held = Loader(
+        stdlib(seq_len=SEQ_LEN, max_bytes=BYTES, split="val"), BATCH, seed=0, shuffle=False, **part
+    )
     validation = list(islice(held, EVAL_BATCHES))
     step, evaluate, replica = _weft(side, size) if side.weft is not None else _torch(side)
     times: list[float] = []
@@ -82,7 +85,9 @@ def _write(output: Path, own: tuple, sent: list[int]) -> None:
         times, losses, evaluated = zip(*every)
         train = [sum(each) / len(every) for each in zip(*losses)]
         val = {n: sum(each[n] for each in evaluated) / len(every) for n in evaluated[0]}
-        output.write_text(json.dumps({"step_s": times, "sent_bytes": sent, "loss": train, "val_loss": val}))
+        output.write_text(
+            json.dumps({"step_s": times, "sent_bytes": sent, "loss": train, "val_loss": val})
+        )
 
 
 @contextmanager
@@ -101,7 +106,9 @@ def _mean(replica: nn.Module) -> Iterator[None]:
 
 def _sent_bytes() -> int:
     """What has left this host."""
-    found = re.search(rf"{os.environ['GLOO_SOCKET_IFNAME']}:\s*(.*)", Path("/proc/net/dev").read_text())
+    found = re.search(
+        rf"{os.environ['GLOO_SOCKET_IFNAME']}:\s*(.*)", Path("/proc/net/dev").read_text()
+    )
     return int(found[1].split()[8]) if found else 0
 
 
@@ -109,10 +116,20 @@ def _weft(side: Side, size: int) -> tuple[Step, Evaluate, nn.Module]:
     assert side.weft is not None
     name, codec, options = side.weft
     replica = model()
-    plan = weft.plan(replica, f"dp{size}", batch=BATCH, loss=next_token, sync=sync.make_sync(name, codec, **options))
+    plan = weft.plan(
+        replica,
+        f"dp{size}",
+        batch=BATCH,
+        loss=next_token,
+        sync=sync.make_sync(name, codec, **options),
+    )
     adamw = partial(torch.optim.AdamW, lr=LR, fused=True)
     engine = weft.Engine(replica, plan, optimizer=adamw, loss=next_token, device="cpu")
-    return lambda batch: engine.step(batch).loss, lambda batch: float(engine.evaluate(batch).loss), replica
+    return (
+        lambda batch: engine.step(batch).loss,
+        lambda batch: float(engine.evaluate(batch).loss),
+        replica,
+    )
 
 
 def _torch(side: Side) -> tuple[Step, Evaluate, nn.Module]:

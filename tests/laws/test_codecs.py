@@ -1,5 +1,6 @@
-"""Laws of every codec: what is sent and what is kept add up to what came, errors stay in their bounds, and messages
-have the size that is predicted. The ranks are run side by side in one process: a codec only says what it asks for."""
+"""Laws of every codec: what is sent and what is kept add up to what came, errors stay in their
+bounds, and messages have the size that is predicted. The ranks are run side by side in one process:
+a codec only says what it asks for."""
 
 from __future__ import annotations
 
@@ -39,15 +40,22 @@ CODECS = {
     "dgc": codec.make_codec("dgc", density=0.02),
     "powersgd": codec.make_codec("powersgd", rank=2),
 }
-WITH_FEEDBACK = [name for name, c in CODECS.items() if getattr(c, "feedback", False) or name == "dgc"]
+WITH_FEEDBACK = [
+    name for name, c in CODECS.items() if getattr(c, "feedback", False) or name == "dgc"
+]
 MESSAGES = [name for name, c in CODECS.items() if isinstance(c, MessageCodec)]
 
 
-def together(each: Codec, xs: Sequence[Tensor], states: Sequence[CodecState], sharded: bool = False) -> list[list[CommRequest]]:
-    """All ranks' `reduce` in lockstep; the sums are left in xs. Returns what every rank asked for."""
+def together(
+    each: Codec, xs: Sequence[Tensor], states: Sequence[CodecState], sharded: bool = False
+) -> list[list[CommRequest]]:
+    """All ranks' `reduce` in lockstep; the sums are left in xs. Returns what every rank asked
+    for."""
     size = len(xs)
     everyone = enumerate(zip(xs, states, strict=True))
-    return lockstep([each.reduce(x, s, SHAPES, ReplicaView(size, i, sharded, 1.0)) for i, (x, s) in everyone])
+    return lockstep(
+        [each.reduce(x, s, SHAPES, ReplicaView(size, i, sharded, 1.0)) for i, (x, s) in everyone]
+    )
 
 
 def lockstep(runs: Sequence[Any]) -> list[list[CommRequest]]:
@@ -171,8 +179,12 @@ def test_the_stated_bound_holds(name: str, kind: str) -> None:
         assert bool((got.isfinite() | (size > 65000)).all())
     elif name.startswith(("int8", "int4")):
         rows = torch.nn.functional.pad(size, (0, -NUMEL % each.block)).view(-1, each.block)
-        step = rows.amax(1, keepdim=True).expand_as(rows).reshape(-1)[:NUMEL] / (127 if "int8" in name else 7)
-        assert bool((error <= step * (1 if "stochastic" in name else 0.5) * (1 + 1e-5) + 1e-42).all())
+        step = rows.amax(1, keepdim=True).expand_as(rows).reshape(-1)[:NUMEL] / (
+            127 if "int8" in name else 7
+        )
+        assert bool(
+            (error <= step * (1 if "stochastic" in name else 0.5) * (1 + 1e-5) + 1e-42).all()
+        )
     elif name == "sign":
         for a, e in zip(x.double().split(each.block), error.split(each.block), strict=True):
             want = float((a**2).sum() - a.abs().sum() ** 2 / a.numel())
@@ -214,7 +226,9 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
     torch.manual_seed(0)
     mean = torch.stack([each.decode(each.encode(x), NUMEL, x.dtype) for _ in range(2000)]).mean(0)
     nearest = codec.make_codec("int4")
-    assert float((mean - x).norm()) < 0.1 * float((nearest.decode(nearest.encode(x), NUMEL, x.dtype) - x).norm())
+    assert float((mean - x).norm()) < 0.1 * float(
+        (nearest.decode(nearest.encode(x), NUMEL, x.dtype) - x).norm()
+    )
 
 
 @pytest.mark.parametrize("n", [1, 8, 2**17, 2**18 + 3])
@@ -225,7 +239,9 @@ def test_topk_sends_the_largest(n: int, density: float) -> None:
     got = each.decode(each.encode(x), n, x.dtype)
     count = max(1, round(density * n))
     assert int((got != 0).sum()) == count
-    assert float(got.abs().sum()) == pytest.approx(float(x.abs().topk(count).values.sum()), rel=1e-5)
+    assert float(got.abs().sum()) == pytest.approx(
+        float(x.abs().topk(count).values.sum()), rel=1e-5
+    )
 
 
 def test_topk_of_what_is_mostly_zero_or_equal() -> None:
@@ -237,7 +253,12 @@ def test_topk_of_what_is_mostly_zero_or_equal() -> None:
 
 def test_dgc_is_its_paper() -> None:
     """Lin et al. 2018, algorithm 4: two workers, four steps, SGD at rate 1."""
-    each, ranks, momentum, clip = codec.make_codec("dgc", density=0.02, momentum=0.9, clip=30.0), 2, 0.9, 30.0
+    each, ranks, momentum, clip = (
+        codec.make_codec("dgc", density=0.02, momentum=0.9, clip=30.0),
+        2,
+        0.9,
+        30.0,
+    )
     states = start(each, ranks)
     u = [torch.zeros(NUMEL, dtype=torch.float64) for _ in range(ranks)]
     v = [torch.zeros(NUMEL, dtype=torch.float64) for _ in range(ranks)]
@@ -253,7 +274,9 @@ def test_dgc_is_its_paper() -> None:
             want += v[k] * mask
             v[k], u[k] = v[k] * ~mask, u[k] * ~mask
         together(each, gradients, states)
-        torch.testing.assert_close(gradients[0], want, rtol=1e-5, atol=1e-6)  # values travel as float32
+        torch.testing.assert_close(
+            gradients[0], want, rtol=1e-5, atol=1e-6
+        )  # values travel as float32
         for k in range(ranks):
             torch.testing.assert_close(states[k]["residual"], v[k], rtol=0, atol=1e-5)
             torch.testing.assert_close(states[k]["momentum"], u[k], rtol=1e-12, atol=1e-12)
@@ -266,7 +289,14 @@ def test_the_message_of_nothing_has_no_bytes(name: str) -> None:
 
 def test_dgc_warms_up() -> None:
     each = codec.make_codec("dgc", density=0.001, warmup=4)
-    assert [each.count(10**6, step) for step in range(6)] == [250000, 62872, 15811, 3976, 1000, 1000]
+    assert [each.count(10**6, step) for step in range(6)] == [
+        250000,
+        62872,
+        15811,
+        3976,
+        1000,
+        1000,
+    ]
 
 
 def test_powersgd_is_its_paper() -> None:
@@ -295,17 +325,24 @@ def test_a_reduce_scatter_gives_each_its_part(name: str, ranks: int) -> None:
     states = [each.state([(ranks * n,)], like) for _ in range(ranks)]
     came, sent = torch.zeros_like(like), torch.zeros_like(like)
     for _ in range(4):
-        xs = [torch.randn(ranks * n, generator=generator, dtype=torch.float64) for _ in range(ranks)]
+        xs = [
+            torch.randn(ranks * n, generator=generator, dtype=torch.float64) for _ in range(ranks)
+        ]
         came += sum(xs)
         outs = [torch.empty(n, dtype=torch.float64) for _ in range(ranks)]
         lockstep(
-            [each.scatter(x, o, s, ReplicaView(ranks, i)) for i, (x, o, s) in enumerate(zip(xs, outs, states, strict=True))]
+            [
+                each.scatter(x, o, s, ReplicaView(ranks, i))
+                for i, (x, o, s) in enumerate(zip(xs, outs, states, strict=True))
+            ]
         )
         sent += torch.cat(outs)
     if name in WITH_FEEDBACK and name != "bf16 feedback":
         torch.testing.assert_close(sent + sum(map(kept, states)), came, rtol=0, atol=1e-9)
     error = float((sent - came).norm() / came.norm())
-    assert error < {"identity": 1e-12, "sign": 2.0, "int4": 0.2, "int4 stochastic": 0.4}.get(name, 0.02)
+    assert error < {"identity": 1e-12, "sign": 2.0, "int4": 0.2, "int4 stochastic": 0.4}.get(
+        name, 0.02
+    )
 
 
 def test_bad_options_are_refused() -> None:
@@ -328,9 +365,19 @@ def test_compression() -> None:
     """Bytes of a message of a million elements, of 4 MB."""
     million, shapes = 2**20, [(1024, 1024)]
     ratios = {
-        name: 4 * million / sum(asked.nbytes for asked in codec.make_codec(name).asks(shapes, ReplicaView(2), 4))
+        name: (
+            4
+            * million
+            / sum(asked.nbytes for asked in codec.make_codec(name).asks(shapes, ReplicaView(2), 4))
+        )
         for name in ("bf16", "int8", "int4", "sign", "topk", "dgc", "powersgd")
     }
     assert {k: round(v) for k, v in ratios.items()} == {
-        "bf16": 2, "int8": 4, "int4": 8, "sign": 31, "topk": 50, "dgc": 500, "powersgd": 128
-    }  # fmt: skip
+        "bf16": 2,
+        "int8": 4,
+        "int4": 8,
+        "sign": 31,
+        "topk": 50,
+        "dgc": 500,
+        "powersgd": 128,
+    }

@@ -15,7 +15,8 @@ from . import store
 
 
 def describe_checkpoint(folder: Path, step: int | None) -> dict[str, Any]:
-    """Of a run folder: its steps, and of one of them what its index says. Raises CheckpointError."""
+    """Of a run folder: its steps, and of one of them what its index says. Raises
+    CheckpointError."""
     contents = store.read_index(folder / CHECKPOINTS, step)
     place = store.checkpoint_path(folder / CHECKPOINTS, contents.step)
     kinds: dict[str, list[int]] = {}
@@ -31,13 +32,19 @@ def describe_checkpoint(folder: Path, step: int | None) -> dict[str, Any]:
         "meta": contents.meta,
         "scalars": contents.scalars,
         "files": {name: file.size_bytes for name, file in contents.files.items()},
-        "kinds": {kind: dict(zip(("tensors", "elements", "bytes"), row, strict=True)) for kind, row in kinds.items()},
+        "kinds": {
+            kind: dict(zip(("tensors", "elements", "bytes"), row, strict=True))
+            for kind, row in kinds.items()
+        },
         "tensors": {
-            name: {"shape": list(stored.shape), "dtype": str(stored.dtype).removeprefix("torch."),
-                   "parts": len(stored.chunks)}
+            name: {
+                "shape": list(stored.shape),
+                "dtype": str(stored.dtype).removeprefix("torch."),
+                "parts": len(stored.chunks),
+            }
             for name, stored in contents.tensors.items()
         },
-    }  # fmt: skip
+    }
 
 
 def listing_text(found: dict[str, Any], tensors: bool) -> str:
@@ -47,8 +54,13 @@ def listing_text(found: dict[str, Any], tensors: bool) -> str:
     rows |= {key: str(value) for key, value in found["meta"].items()}
     rows |= {key: str(value) for key, value in found["scalars"].items()}
     for kind, row in found["kinds"].items():
-        rows[kind] = f"{row['tensors']} tensors, {short_number(row['elements'])} elements, {decimal(row['bytes'])}"
-    rows["files"] = f"{len(found['files'])}, {decimal(sum(found['files'].values()))}, in {found['folder']}"
+        rows[kind] = (
+            f"{row['tensors']} tensors, {short_number(row['elements'])} elements,"
+            f" {decimal(row['bytes'])}"
+        )
+    rows["files"] = (
+        f"{len(found['files'])}, {decimal(sum(found['files'].values()))}, in {found['folder']}"
+    )
     lines = [f"{name:<{max(map(len, rows))}}  {value}" for name, value in rows.items()]
     if tensors:
         width = max(map(len, found["tensors"]))
@@ -61,4 +73,8 @@ def listing_text(found: dict[str, Any], tensors: bool) -> str:
 
 def _kind(name: str) -> str:
     first, slash, _ = name.partition("/")
-    return {"optimizer": "optimizer", "outer": "replicas", "sync": "codecs"}[first] if slash else "weights"
+    return (
+        {"optimizer": "optimizer", "outer": "replicas", "sync": "codecs"}[first]
+        if slash
+        else "weights"
+    )

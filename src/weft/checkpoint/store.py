@@ -6,14 +6,15 @@
         index.json                      for each global tensor: shape, dtype, which part lies in which file;
                                         for each file: size and checksum; the scalars; the meta data
 
-A chunk says where a part of a file's tensor lies in the global tensor, so a rank that wants other chunks reads just the
-overlap of the two. Everything is written to `.step-000100.partial`, the index last, and the folder then renamed: what
-carries a step's name is complete.
+A chunk says where a part of a file's tensor lies in the global tensor, so a rank that wants other
+chunks reads just the overlap of the two. Everything is written to `.step-000100.partial`, the index
+last, and the folder then renamed: what carries a step's name is complete.
 
-Written straight on safetensors and not through torch.distributed.checkpoint: that keeps its metadata in a pickle, and
-its safetensors storage keys a file by tensor name alone (two chunks of one tensor on one rank collide), guesses the
-global shape from the chunks it finds, and checks neither completeness nor contents. A storage of our own below it would
-need all of this file, to save the few lines that intersect two boxes.
+Written straight on safetensors and not through torch.distributed.checkpoint: that keeps its
+metadata in a pickle, and its safetensors storage keys a file by tensor name alone (two chunks of
+one tensor on one rank collide), guesses the global shape from the chunks it finds, and checks
+neither completeness nor contents. A storage of our own below it would need all of this file, to
+save the few lines that intersect two boxes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ _FILE = re.compile(r"rank-[0-9]+-[0-9]+\.safetensors")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One global tensor of a checkpoint. Its chunks: (file, where in the file's tensor, where in the global tensor)."""
+    """One global tensor of a checkpoint. Its chunks: (file, where in the file's tensor, where in
+    the global tensor)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -89,35 +91,54 @@ class CheckpointIndex:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the `last` ones, and each whose step is a multiple of `every` (0: no others)."""
+    """Which checkpoints stay: the `last` ones, and each whose step is a multiple of `every` (0: no
+    others)."""
 
     last: int = 1
     every: int = 0
 
     def gone(self, steps: Sequence[int]) -> list[int]:
         """Those of these steps, in ascending order, that do not stay."""
-        return [step for step in steps[: max(0, len(steps) - self.last)] if not (self.every and step % self.every == 0)]
+        return [
+            step
+            for step in steps[: max(0, len(steps) - self.last)]
+            if not (self.every and step % self.every == 0)
+        ]
 
 
 def save_checkpoint(
-    folder: Path, step: int, pieces: Iterable[LocalShard], scalars: dict, meta: dict, keep: Retention,
+    folder: Path,
+    step: int,
+    pieces: Iterable[LocalShard],
+    scalars: dict,
+    meta: dict,
+    keep: Retention,
     group: dist.ProcessGroup | None = None,
-) -> None:  # fmt: skip
-    """Write the checkpoint of this step into folder/step-NNNNNN. Called by all ranks together, with one shared folder.
+) -> None:
+    """Write the checkpoint of this step into folder/step-NNNNNN. Called by all ranks together, with
+    one shared folder.
 
-    `scalars` and `meta` are JSON values, taken from rank 0. A checkpoint of the same step is replaced. `group`: through
-    which all ranks agree, where it is not the default one. Raises CheckpointError on every rank if any rank fails;
-    nothing is then published and older checkpoints stay as they are.
+    `scalars` and `meta` are JSON values, taken from rank 0. A checkpoint of the same step is
+    replaced. `group`: through which all ranks agree, where it is not the default one. Raises
+    CheckpointError on every rank if any rank fails; nothing is then published and older checkpoints
+    stay as they are.
     """
     rank, _ = _place()
     final = checkpoint_path(folder, step)
     partial = folder / f".{final.name}.partial"
-    fix = "see that the disk has room and that every rank may write to this folder; older checkpoints are intact"
+    fix = (
+        "see that the disk has room and that every rank may write to this folder; older checkpoints"
+        " are intact"
+    )
     try:
         with _together(partial, fix, group):
             if step < 0 or keep.last < 1:
-                raise CheckpointError("keep", keep.last, f"at step {step}", "steps start at 0; keep at least 1")
-            _dump_json([scalars, meta])  # what JSON cannot hold is refused before anything is written
+                raise CheckpointError(
+                    "keep", keep.last, f"at step {step}", "steps start at 0; keep at least 1"
+                )
+            _dump_json(
+                [scalars, meta]
+            )  # what JSON cannot hold is refused before anything is written
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 _sweep(folder)
@@ -145,22 +166,34 @@ def save_checkpoint(
 
 
 class AsyncCheckpointer:
-    """Saves beside training: `save` returns when this rank's part is copied to host memory, and the files are written
-    by a thread, one checkpoint after the other. All ranks make it together, and call it together."""
+    """Saves beside training: `save` returns when this rank's part is copied to host memory, and the
+    files are written by a thread, one checkpoint after the other. All ranks make it together, and
+    call it together."""
 
     def __init__(self) -> None:
         alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._group = None if alone else dist.new_group(backend="gloo")  # no collective of training meets its own
-        self._host: dict[str, Tensor] = {}  # where copies go, again and again: new memory would cost as much as a copy
+        self._group = (
+            None if alone else dist.new_group(backend="gloo")
+        )  # no collective of training meets its own
+        self._host: dict[
+            str, Tensor
+        ] = {}  # where copies go, again and again: new memory would cost as much as a copy
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def save(
-        self, folder: Path, step: int, pieces: Iterable[LocalShard], scalars: dict, meta: dict, keep: Retention,
+        self,
+        folder: Path,
+        step: int,
+        pieces: Iterable[LocalShard],
+        scalars: dict,
+        meta: dict,
+        keep: Retention,
         unless: Callable[[Sequence[LocalShard]], str | None] = lambda pieces: None,
-    ) -> None:  # fmt: skip
-        """As `checkpoint.save`, whose errors come when it is waited for: by `wait`, or the next save. `unless`, asked
-        of this rank's copies, says on any rank why nothing is to be written: a WeftError on all."""
+    ) -> None:
+        """As `checkpoint.save`, whose errors come when it is waited for: by `wait`, or the next
+        save. `unless`, asked of this rank's copies, says on any rank why nothing is to be written:
+        a WeftError on all."""
         self.wait()
         held = [self._copied(piece) for piece in pieces]
         if any(piece.tensor.is_pinned() for piece in held if not piece.tensor.is_meta):
@@ -175,7 +208,8 @@ class AsyncCheckpointer:
             except BaseException as error:
                 self._error = error
 
-        # a daemon: a process that ends because another one died does not wait for what that one was to write
+        # a daemon: a process that ends because another one died does not wait for what that one was
+        # to write
         self._thread = threading.Thread(target=run, name="weft checkpoint", daemon=True)
         self._thread.start()
 
@@ -200,11 +234,13 @@ class AsyncCheckpointer:
 
 
 def load_checkpoint(folder: Path, step: int | None, pieces: Iterable[LocalShard]) -> dict[str, Any]:
-    """Fill the pieces in place, bit for bit, from the checkpoint of this step (None: the latest); returns the scalars.
+    """Fill the pieces in place, bit for bit, from the checkpoint of this step (None: the latest);
+    returns the scalars.
 
-    Called by all ranks together, in any layout. Tensors that no piece names are not read. Raises CheckpointError on
-    every rank if any rank finds the checkpoint absent, foreign, incomplete or damaged, or a name, shape or dtype that
-    it does not hold. All of that is checked, every file's checksum included, before the first tensor is changed.
+    Called by all ranks together, in any layout. Tensors that no piece names are not read. Raises
+    CheckpointError on every rank if any rank finds the checkpoint absent, foreign, incomplete or
+    damaged, or a name, shape or dtype that it does not hold. All of that is checked, every file's
+    checksum included, before the first tensor is changed.
     """
     rank, world = _place()
     fix = "see that every rank can read this folder"
@@ -239,7 +275,8 @@ class CheckpointReader:
         self._stack.close()
 
     def check(self, rank: int = 0, world: int = 1) -> None:
-        """Raises DamagedCheckpoint unless every file is what was written. Of several ranks each hashes its share."""
+        """Raises DamagedCheckpoint unless every file is what was written. Of several ranks each
+        hashes its share."""
         files = self._contents.files
         for name, file in files.items():
             _check_size(self._path / name, file)
@@ -256,8 +293,12 @@ class CheckpointReader:
                 if common is None:
                     continue
                 if file not in self._opened:
-                    self._opened[file] = self._stack.enter_context(safe_open(self._path / file, framework="pt"))
-                part = self._opened[file].get_slice(piece.name)[shift_index(common, stored_position, stored_local)]
+                    self._opened[file] = self._stack.enter_context(
+                        safe_open(self._path / file, framework="pt")
+                    )
+                part = self._opened[file].get_slice(piece.name)[
+                    shift_index(common, stored_position, stored_local)
+                ]
                 target[shift_index(common, position, local)].copy_(part)
 
     def whole(self, name: str) -> Tensor:
@@ -279,7 +320,8 @@ def latest_step(folder: Path) -> int | None:
 
 
 def quarantine_latest(folder: Path) -> bool:
-    """Take the latest checkpoint out of sight, if there is one before it; whether that is so. Nothing is deleted."""
+    """Take the latest checkpoint out of sight, if there is one before it; whether that is so.
+    Nothing is deleted."""
     here = saved_steps(folder)
     if len(here) < 2:
         return False
@@ -290,16 +332,21 @@ def quarantine_latest(folder: Path) -> bool:
 
 
 def read_index(folder: Path, step: int | None = None) -> CheckpointIndex:
-    """What the checkpoint of this step (None: the latest) holds, from its index alone. Raises CheckpointError."""
+    """What the checkpoint of this step (None: the latest) holds, from its index alone. Raises
+    CheckpointError."""
     here = saved_steps(folder)
     chosen = max(here, default=None) if step is None else step
     if chosen not in here:
-        wanted = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        raise CheckpointError("checkpoint", str(folder), f"{wanted} is here", f"here are steps: {here or 'none'}")
+        wanted = (
+            "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        )
+        raise CheckpointError(
+            "checkpoint", str(folder), f"{wanted} is here", f"here are steps: {here or 'none'}"
+        )
     return _read_index(checkpoint_path(folder, chosen) / _INDEX, chosen)
 
 
-# ---- the ranks together ----------------------------------------------------------------------------------------------
+# ---- the ranks together --------------------------------------------------------------------------
 
 
 def _place() -> tuple[int, int]:
@@ -326,7 +373,8 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 @contextmanager
 def _together(path: Path, fix: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """What fails on one rank in this block is raised on every rank, as a CheckpointError. Leaving it is a barrier."""
+    """What fails on one rank in this block is raised on every rank, as a CheckpointError. Leaving
+    it is a barrier."""
     cause: Exception | None = None
     facts: tuple[type[CheckpointError], str, object, str, str] | None = None
     try:
@@ -342,12 +390,14 @@ def _together(path: Path, fix: str, group: dist.ProcessGroup | None = None) -> I
         raise kind(*told) from cause
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, rank: int, pieces: Iterable[LocalShard]) -> tuple[dict[str, StoredTensor], dict[str, StoredFile]]:
-    """Write this rank's files; returns what they hold. Names that others write are listed too, without chunks, so that
-    rank 0 can tell a tensor that nobody wrote."""
+def _write(
+    folder: Path, rank: int, pieces: Iterable[LocalShard]
+) -> tuple[dict[str, StoredTensor], dict[str, StoredFile]]:
+    """Write this rank's files; returns what they hold. Names that others write are listed too,
+    without chunks, so that rank 0 can tell a tensor that nobody wrote."""
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, StoredFile] = {}
 
@@ -355,25 +405,35 @@ def _write(folder: Path, rank: int, pieces: Iterable[LocalShard]) -> tuple[dict[
         for piece in pieces:
             if piece.name in tensors:
                 problem = f"rank {rank} has it twice"
-                raise CheckpointError("tensor", piece.name, problem, "give each tensor its own name")
+                raise CheckpointError(
+                    "tensor", piece.name, problem, "give each tensor its own name"
+                )
             tensors[piece.name] = StoredTensor(tuple(piece.shape), piece.tensor.dtype, ())
             if piece.writer and piece.chunks:
                 yield piece
 
     for number, batch in enumerate(_batches(named())):
         name = f"rank-{rank:05d}-{number:03d}.safetensors"
-        files[name] = _write_tensors(folder / name, {piece.name: piece.tensor.detach() for piece in batch})
+        files[name] = _write_tensors(
+            folder / name, {piece.name: piece.tensor.detach() for piece in batch}
+        )
         for piece in batch:
-            tensors[piece.name] = replace(tensors[piece.name], chunks=tuple((name, *chunk) for chunk in piece.chunks))
+            tensors[piece.name] = replace(
+                tensors[piece.name], chunks=tuple((name, *chunk) for chunk in piece.chunks)
+            )
     return tensors, files
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
-    """A safetensors file, straight from the tensors' memory: the library's own writer copies all of it first.
+    """A safetensors file, straight from the tensors' memory: the library's own writer copies all of
+    it first.
 
-    https://github.com/huggingface/safetensors#format: the header's length in 8 bytes, the header, the tensors.
+    https://github.com/huggingface/safetensors#format: the header's length in 8 bytes, the header,
+    the tensors.
     """
-    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
+    ordered = sorted(
+        tensors, key=lambda name: (-tensors[name].element_size(), name)
+    )  # so that each is aligned
     ends = [*accumulate(tensors[name].nbytes for name in ordered)]
     header = {
         name: {
@@ -418,8 +478,14 @@ def _batches(pieces: Iterable[LocalShard]) -> Iterator[list[LocalShard]]:
         yield batch
 
 
-def _merge(step: int, scalars: dict, meta: dict, written: list[tuple[dict[str, StoredTensor], dict[str, StoredFile]]]) -> CheckpointIndex:
-    """One index of all ranks' parts. Raises CheckpointError unless every element of every tensor was written once."""
+def _merge(
+    step: int,
+    scalars: dict,
+    meta: dict,
+    written: list[tuple[dict[str, StoredTensor], dict[str, StoredFile]]],
+) -> CheckpointIndex:
+    """One index of all ranks' parts. Raises CheckpointError unless every element of every tensor
+    was written once."""
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, StoredFile] = {}
     for rank, (own_tensors, own_files) in enumerate(written):
@@ -427,8 +493,13 @@ def _merge(step: int, scalars: dict, meta: dict, written: list[tuple[dict[str, S
         for name, own in own_tensors.items():
             known = tensors.setdefault(name, replace(own, chunks=()))
             if (own.shape, own.dtype) != (known.shape, known.dtype):
-                problem = f"is {known.dtype} {known.shape} on one rank and {own.dtype} {own.shape} on rank {rank}"
-                raise CheckpointError("tensor", name, problem, "all ranks must agree on the global tensor")
+                problem = (
+                    f"is {known.dtype} {known.shape} on one rank and {own.dtype} {own.shape} on"
+                    f" rank {rank}"
+                )
+                raise CheckpointError(
+                    "tensor", name, problem, "all ranks must agree on the global tensor"
+                )
             tensors[name] = replace(known, chunks=known.chunks + own.chunks)
     for name, tensor in tensors.items():
         _check_complete(name, tensor)
@@ -445,13 +516,23 @@ def _write_index(folder: Path, contents: CheckpointIndex) -> None:
             name: {
                 "shape": tensor.shape,
                 "dtype": str(tensor.dtype).removeprefix("torch."),
-                "chunks": [[file, _to_json(local), _to_json(position)] for file, local, position in tensor.chunks],
+                "chunks": [
+                    [file, _to_json(local), _to_json(position)]
+                    for file, local, position in tensor.chunks
+                ],
             }
             for name, tensor in contents.tensors.items()
         },
     }
-    body = json.loads(_dump_json(body))  # as a reader will see it, so that the checksum is of the same text
-    index = {"format": _FORMAT, "version": _VERSION, "crc32": crc32(_dump_json(body).encode()), **body}
+    body = json.loads(
+        _dump_json(body)
+    )  # as a reader will see it, so that the checksum is of the same text
+    index = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "crc32": crc32(_dump_json(body).encode()),
+        **body,
+    }
     _write_file(folder / _INDEX, [_dump_json(index).encode()])
     _fsync(folder)
 
@@ -468,7 +549,8 @@ def _write_file(path: Path, parts: Iterable[bytes | memoryview]) -> StoredFile:
 
 
 def _hide(checkpoint: Path) -> None:
-    """Make a leftover of a checkpoint, in one move: a crash while it is removed leaves no half checkpoint in sight."""
+    """Make a leftover of a checkpoint, in one move: a crash while it is removed leaves no half
+    checkpoint in sight."""
     checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.partial"))
 
 
@@ -495,7 +577,7 @@ def _to_json(index: Index) -> list[list[int]]:
     return [[part.start, part.stop] for part in index]
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -509,18 +591,24 @@ def _read_index(path: Path, step: int) -> CheckpointIndex:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise CheckpointError("checkpoint", str(path), f"cannot be read: {error}", foreign) from error
+        raise CheckpointError(
+            "checkpoint", str(path), f"cannot be read: {error}", foreign
+        ) from error
     try:
         index = json.loads(text)
         as_written = _dump_json(index).encode() == text
         form, version, checksum = index.pop("format"), index.pop("version"), index.pop("crc32")
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise DamagedCheckpoint("checkpoint", str(path), "is not the index of a weft checkpoint", foreign) from error
+        raise DamagedCheckpoint(
+            "checkpoint", str(path), "is not the index of a weft checkpoint", foreign
+        ) from error
     if form != _FORMAT or version != _VERSION:
         problem = f"is {form!r} version {version!r}, not {_FORMAT!r} version {_VERSION}"
         raise CheckpointError("checkpoint", str(path), problem, foreign)
     if not as_written or crc32(_dump_json(index).encode()) != checksum:
-        raise DamagedCheckpoint("checkpoint", str(path), "was changed after it was written", foreign)
+        raise DamagedCheckpoint(
+            "checkpoint", str(path), "was changed after it was written", foreign
+        )
     try:
         contents = CheckpointIndex(
             step=index["step"],
@@ -530,15 +618,23 @@ def _read_index(path: Path, step: int) -> CheckpointIndex:
             files={name: StoredFile(*entry) for name, entry in index["files"].items()},
         )
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise DamagedCheckpoint("checkpoint", str(path), "is not the index of a weft checkpoint", foreign) from error
-    for name in {file for tensor in contents.tensors.values() for file, _, _ in tensor.chunks} | contents.files.keys():
-        if name not in contents.files or not _FILE.fullmatch(name):  # never a path that leads out of the folder
+        raise DamagedCheckpoint(
+            "checkpoint", str(path), "is not the index of a weft checkpoint", foreign
+        ) from error
+    for name in {
+        file for tensor in contents.tensors.values() for file, _, _ in tensor.chunks
+    } | contents.files.keys():
+        if name not in contents.files or not _FILE.fullmatch(
+            name
+        ):  # never a path that leads out of the folder
             raise DamagedCheckpoint("checkpoint", str(path), f"names a file {name!r}", foreign)
     for name, tensor in contents.tensors.items():
         _check_complete(name, tensor)
     if contents.step != step:
         problem = f"is the index of step {contents.step}"
-        raise CheckpointError("checkpoint", str(path), problem, f"name the folder step-{contents.step:06d} again")
+        raise CheckpointError(
+            "checkpoint", str(path), problem, f"name the folder step-{contents.step:06d} again"
+        )
     return contents
 
 
@@ -546,7 +642,9 @@ def _to_stored(entry: dict[str, Any]) -> StoredTensor:
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(entry["dtype"])
-    chunks = tuple((file, _to_index(local), _to_index(position)) for file, local, position in entry["chunks"])
+    chunks = tuple(
+        (file, _to_index(local), _to_index(position)) for file, local, position in entry["chunks"]
+    )
     return StoredTensor(tuple(entry["shape"]), dtype, chunks)
 
 
@@ -558,7 +656,10 @@ def _check_complete(name: str, tensor: StoredTensor) -> None:
     problem = coverage_flaw((position for _, _, position in tensor.chunks), tensor.shape)
     if problem:
         raise CheckpointError(
-            "tensor", name, f"{problem} of those written", "each element must have exactly one writer"
+            "tensor",
+            name,
+            f"{problem} of those written",
+            "each element must have exactly one writer",
         )
 
 
@@ -566,11 +667,19 @@ def _check_piece(piece: LocalShard, contents: CheckpointIndex) -> None:
     stored = contents.tensors.get(piece.name)
     where = f"the checkpoint of step {contents.step}"
     if stored is None:
-        fix = f"resume with the model and optimizer that wrote it; it holds {len(contents.tensors)} tensors"
+        fix = (
+            f"resume with the model and optimizer that wrote it; it holds {len(contents.tensors)}"
+            " tensors"
+        )
         raise CheckpointError("tensor", piece.name, f"is not in {where}", fix)
     if stored.shape != tuple(piece.shape) or stored.dtype != piece.tensor.dtype:
-        problem = f"is {piece.tensor.dtype} {tuple(piece.shape)} here and {stored.dtype} {stored.shape} in {where}"
-        raise CheckpointError("tensor", piece.name, problem, "resume with the model and precision that wrote it")
+        problem = (
+            f"is {piece.tensor.dtype} {tuple(piece.shape)} here and {stored.dtype} {stored.shape}"
+            f" in {where}"
+        )
+        raise CheckpointError(
+            "tensor", piece.name, problem, "resume with the model and precision that wrote it"
+        )
 
 
 def _check_size(path: Path, file: StoredFile) -> None:
@@ -590,5 +699,8 @@ def _check_crc(path: Path, file: StoredFile) -> None:
     if checksum != file.crc32:
         problem = "its checksum is not the one that was written"
         raise DamagedCheckpoint(
-            "checkpoint", str(path), problem, "copy it again, or remove its folder to go on from the one before"
+            "checkpoint",
+            str(path),
+            problem,
+            "copy it again, or remove its folder to go on from the one before",
         )

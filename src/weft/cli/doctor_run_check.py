@@ -28,7 +28,11 @@ def check_layout_fits(axes: str, hosts: list[Host], workers: int = 0) -> Finding
     if over:
         fix = f"use {max(1, ranks) * count} ranks, or a number of hosts that divides {world}"
         return Finding(
-            "layout", "wrong", f"{axes} has {world} ranks, which {count} hosts do not share evenly", fix, facts
+            "layout",
+            "wrong",
+            f"{axes} has {world} ranks, which {count} hosts do not share evenly",
+            fix,
+            facts,
         )
     found = f"{axes} has {world} ranks" + (f", {ranks} on each host" if count > 1 else "")
     gpus = min(len(host.facts("gpus").get("gpus", ())) for host in hosts) if not workers else 0
@@ -39,6 +43,9 @@ def check_layout_fits(axes: str, hosts: list[Host], workers: int = 0) -> Finding
         advice = f"only {gpus} GPUs on a host: it would run on the CPU; use {gpus * count} ranks"
         return Finding("layout", "note", found, advice, facts)
     if ranks > cores:
-        advice = f"{ranks} ranks share {cores} cores: enough to check numbers, slower than {cores * count} ranks"
+        advice = (
+            f"{ranks} ranks share {cores} cores: enough to check numbers, slower than"
+            f" {cores * count} ranks"
+        )
         return Finding("layout", "note", found, advice, facts)
     return Finding("layout", "ok", f"{found}, over gloo on the CPU", "", facts)

@@ -21,16 +21,23 @@ PAGE = 120  # columns where there is no terminal
 
 
 def simulate_schedules(
-    names: Sequence[str], ranks: int, microbatches: int, options: Mapping[str, str], costs: ActionCosts
+    names: Sequence[str],
+    ranks: int,
+    microbatches: int,
+    options: Mapping[str, str],
+    costs: ActionCosts,
 ) -> list[tuple[Schedule, Timeline]]:
-    """Each schedule of these names or CSV files, and its timeline. One number in `costs` is of a whole rank, whose
-    stages share it, so that schedules of any number of stages do the same work.
+    """Each schedule of these names or CSV files, and its timeline. One number in `costs` is of a
+    whole rank, whose stages share it, so that schedules of any number of stages do the same work.
 
-    `options` are JSON values, or text that is none. Of several schedules, each gets the options that it has. Raises
-    ConfigError for what cannot be made, and for an option that none of them has.
+    `options` are JSON values, or text that is none. Of several schedules, each gets the options
+    that it has. Raises ConfigError for what cannot be made, and for an option that none of them
+    has.
     """
     made = [
-        _read(name) if name.endswith(".csv") else _make(name, names, ranks, microbatches, options, costs)
+        _read(name)
+        if name.endswith(".csv")
+        else _make(name, names, ranks, microbatches, options, costs)
         for name in names
     ]
     return [(one, simulate(one, costs.shared(one.placement))) for one in made]
@@ -41,7 +48,9 @@ def read_costs(path: Path) -> ActionCosts:
     try:
         return ActionCosts.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError("--costs", str(path), f"cannot be read ({error})", "name a costs.json") from None
+        raise ConfigError(
+            "--costs", str(path), f"cannot be read ({error})", "name a costs.json"
+        ) from None
 
 
 def write_picture(path: Path, drawn: Drawn) -> None:
@@ -54,11 +63,18 @@ def write_picture(path: Path, drawn: Drawn) -> None:
     elif path.suffix == ".csv" and len(drawn) == 1:
         content = to_csv(drawn[0][0])
     else:
-        raise ConfigError("--out", str(path), "not a file to draw in", "name a .svg, a .json, or one schedule's .csv")
+        raise ConfigError(
+            "--out",
+            str(path),
+            "not a file to draw in",
+            "name a .svg, a .json, or one schedule's .csv",
+        )
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise ConfigError("--out", str(path), f"cannot be written ({error})", "name another file") from None
+        raise ConfigError(
+            "--out", str(path), f"cannot be written ({error})", "name another file"
+        ) from None
 
 
 def print_picture(drawn: Drawn) -> None:
@@ -67,7 +83,8 @@ def print_picture(drawn: Drawn) -> None:
 
 
 def print_for_terminal(picture: Callable[..., Text]) -> None:
-    """Print what `picture` makes of the terminal's width, of whether it has colours, and of whether only ASCII."""
+    """Print what `picture` makes of the terminal's width, of whether it has colours, and of whether
+    only ASCII."""
     console = Console()
     columns = shutil.get_terminal_size((PAGE, 24)).columns
     coloured = console.color_system is not None and not console.no_color
@@ -77,7 +94,9 @@ def print_for_terminal(picture: Callable[..., Text]) -> None:
 
 def schedule_figures(drawn: Drawn) -> str:
     """A JSON list: of each schedule its name and `Timeline.summary`."""
-    return json.dumps([{"schedule": made.name, **timeline.summary()} for made, timeline in drawn], indent=2)
+    return json.dumps(
+        [{"schedule": made.name, **timeline.summary()} for made, timeline in drawn], indent=2
+    )
 
 
 def _labelled(drawn: Drawn) -> list[tuple[str, Timeline]]:
@@ -88,22 +107,34 @@ def _read(name: str) -> Schedule:
     try:
         content = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("schedule", name, f"cannot be read ({error})", "name a CSV file") from None
+        raise ConfigError(
+            "schedule", name, f"cannot be read ({error})", "name a CSV file"
+        ) from None
     made = from_csv(content, Path(name).stem)
     schedules.require_valid(made)
     return made
 
 
 def _make(
-    name: str, names: Sequence[str], ranks: int, microbatches: int, options: Mapping[str, str], costs: ActionCosts
+    name: str,
+    names: Sequence[str],
+    ranks: int,
+    microbatches: int,
+    options: Mapping[str, str],
+    costs: ActionCosts,
 ) -> Schedule:
-    takes = {known: inspect.signature(build).parameters for known, build in schedules.registry().items()}
+    takes = {
+        known: inspect.signature(build).parameters for known, build in schedules.registry().items()
+    }
     own: dict[str, Any] = {
         option: _value(value)
         for option, value in options.items()
-        if option in takes.get(name, ()) or not any(option in takes.get(other, ()) for other in names)
+        if option in takes.get(name, ())
+        or not any(option in takes.get(other, ()) for other in names)
     }
-    if "costs" in takes.get(name, ()):  # those of its stages, whose number does not depend on the microbatches
+    if "costs" in takes.get(
+        name, ()
+    ):  # those of its stages, whose number does not depend on the microbatches
         own["costs"] = costs.shared(schedules.make_schedule(name, ranks, 1, **own).placement)
     return schedules.make_schedule(name, ranks, microbatches, **own)
 

@@ -1,7 +1,8 @@
 """A run by Ray Train: each of Ray's workers is a rank.
 
-Ray places the workers, watches them, and starts all of them anew when one has died. They meet in a process group of
-weft's own, not in Ray's, and go on from weft's own latest checkpoint. Nothing here imports Ray until a run is started.
+Ray places the workers, watches them, and starts all of them anew when one has died. They meet in a
+process group of weft's own, not in Ray's, and go on from weft's own latest checkpoint. Nothing here
+imports Ray until a run is started.
 """
 
 from __future__ import annotations
@@ -21,31 +22,40 @@ STORE = "ray"  # the folder of Ray's own notes, in the run's
 
 
 def run_on_ray(run: RunConfig, resume: bool) -> None:
-    """Train on the Ray cluster that RAY_ADDRESS names, else on one that runs on this host or is started here.
+    """Train on the Ray cluster that RAY_ADDRESS names, else on one that runs on this host or is
+    started here.
 
-    Raises ConfigError if Ray is not installed, does not answer or has too little for the layout; WeftError if workers
-    die more than [checkpoint] restarts times.
+    Raises ConfigError if Ray is not installed, does not answer or has too little for the layout;
+    WeftError if workers die more than [checkpoint] restarts times.
     """
     try:
         import ray
         from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
         from ray.train.torch import TorchTrainer
     except ImportError as error:
-        raise ConfigError("weft launch", "ray", f"needs {error.name}", "install it: pip install weft[ray]") from None
-    run = run.model_copy(update={"output": str(Path(run.output).resolve())})  # workers are elsewhere
+        raise ConfigError(
+            "weft launch", "ray", f"needs {error.name}", "install it: pip install weft[ray]"
+        ) from None
+    run = run.model_copy(
+        update={"output": str(Path(run.output).resolve())}
+    )  # workers are elsewhere
     check_output(run, resume)
     try:
         ray.init()
     except (ConnectionError, ValueError) as error:
         at = os.environ.get("RAY_ADDRESS")
-        raise ConfigError("RAY_ADDRESS", at, f"no Ray answers ({error})", "name one that runs, or unset it") from None
+        raise ConfigError(
+            "RAY_ADDRESS", at, f"no Ray answers ({error})", "name one that runs, or unset it"
+        ) from None
     try:
         needed = _needed(run, ray.cluster_resources())
         backend: Backend = "nccl" if "GPU" in needed and not run.workers else "gloo"
         TorchTrainer(
             partial(_rank, run, backend),
             torch_config=_no_group(),
-            scaling_config=ScalingConfig(num_workers=run.world, use_gpu="GPU" in needed, resources_per_worker=needed),
+            scaling_config=ScalingConfig(
+                num_workers=run.world, use_gpu="GPU" in needed, resources_per_worker=needed
+            ),
             run_config=RunConfig(
                 name=STORE,
                 storage_path=run.output,
@@ -54,24 +64,35 @@ def run_on_ray(run: RunConfig, resume: bool) -> None:
         ).fit()
     except WorkerGroupError as error:
         # which came first Ray does not say; it has shown all of each
-        said = [f"\nrank {rank}: {str(each).strip().splitlines()[-1]}" for rank, each in error.worker_failures.items()]
+        said = [
+            f"\nrank {rank}: {str(each).strip().splitlines()[-1]}"
+            for rank, each in error.worker_failures.items()
+        ]
         raise WeftError(f"workers died:{''.join(said)}") from None
     finally:
         ray.shutdown()
 
 
 def _needed(run: RunConfig, there: dict[str, float]) -> dict[str, float]:
-    """What a worker asks Ray for: its threads, and a GPU if each can have one. Raises ConfigError if there are too few
-    CPUs, for which Ray would wait."""
+    """What a worker asks Ray for: its threads, and a GPU if each can have one. Raises ConfigError
+    if there are too few CPUs, for which Ray would wait."""
     world, threads = run.world, run.train.threads or 1
     if world * threads > there.get("CPU", 0):
-        problem = f"has {world} ranks of {threads} threads, and Ray has {there.get('CPU', 0):g} CPUs"
-        raise ConfigError("layout.axes", run.layout.axes, problem, "use fewer ranks or train.threads, or more nodes")
+        problem = (
+            f"has {world} ranks of {threads} threads, and Ray has {there.get('CPU', 0):g} CPUs"
+        )
+        raise ConfigError(
+            "layout.axes",
+            run.layout.axes,
+            problem,
+            "use fewer ranks or train.threads, or more nodes",
+        )
     return {"CPU": threads, **({"GPU": 1} if there.get("GPU", 0) >= world else {})}
 
 
 def _no_group() -> Any:
-    """Ray's settings for torch without a process group, but with every GPU of a node in sight of its ranks."""
+    """Ray's settings for torch without a process group, but with every GPU of a node in sight of
+    its ranks."""
     from ray.train.backend import Backend as RayBackend
     from ray.train.torch import TorchConfig
 
@@ -92,7 +113,9 @@ def _rank(run: RunConfig, backend: Backend) -> None:
     context = ray.train.get_context()
     with socket.socket() as free:
         free.bind(("", 0))
-        host, port = broadcast_from_rank_zero((ray.util.get_node_ip_address(), free.getsockname()[1]))
+        host, port = broadcast_from_rank_zero(
+            (ray.util.get_node_ip_address(), free.getsockname()[1])
+        )
     os.environ.update(
         RANK=str(context.get_world_rank()),
         WORLD_SIZE=str(context.get_world_size()),
@@ -102,7 +125,13 @@ def _rank(run: RunConfig, backend: Backend) -> None:
         MASTER_PORT=str(port),
     )
     worlds = replica_ranks(run)
-    join = join_replica(backend, run.train.threads, worlds) if worlds else join_world(backend, run.train.threads)
-    resume = latest_step(Path(run.output) / CHECKPOINTS) is not None  # asked before any rank can save
+    join = (
+        join_replica(backend, run.train.threads, worlds)
+        if worlds
+        else join_world(backend, run.train.threads)
+    )
+    resume = (
+        latest_step(Path(run.output) / CHECKPOINTS) is not None
+    )  # asked before any rank can save
     with join:
         train(run, resume, again=True)

@@ -1,5 +1,5 @@
-"""`weft train`: a run of this host alone, one rank of a run that others started, or this host's part in one of
-several."""
+"""`weft train`: a run of this host alone, one rank of a run that others started, or this host's
+part in one of several."""
 
 from __future__ import annotations
 
@@ -58,10 +58,14 @@ def saved_step(run: RunConfig) -> int | None:
 
 
 def train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
-    """Train in processes of this host; whether it was stopped before the last step. Raises Refusal, WeftError."""
+    """Train in processes of this host; whether it was stopped before the last step. Raises Refusal,
+    WeftError."""
     check_run(run)
     names = (DRIVER, *run.workers) if run.workers else ()
-    kept, set_aside = partial(saved_step, run), partial(quarantine_latest, Path(run.output) / CHECKPOINTS)
+    kept, set_aside = (
+        partial(saved_step, run),
+        partial(quarantine_latest, Path(run.output) / CHECKPOINTS),
+    )
     while True:
         try:
             check_output(run, resume)
@@ -73,18 +77,22 @@ def train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
     if worlds:
         needed = server_replicas(run)
         return any(
-            run_replicas(train, worlds, run, resume, trace, threads=threads, backend=backend, needed=needed)
+            run_replicas(
+                train, worlds, run, resume, trace, threads=threads, backend=backend, needed=needed
+            )
         )
 
     def start(resume: bool) -> list:
-        return run_workers(train, world, run, resume, trace, threads=threads, backend=backend, names=names)
+        return run_workers(
+            train, world, run, resume, trace, threads=threads, backend=backend, names=names
+        )
 
     return any(run_with_restarts(start, kept, set_aside, resume, run.checkpoint.restarts))
 
 
 def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
-    """Train as one rank of those that torchrun, srun or an agent of weft started; whether it was stopped before the
-    last step. Raises Refusal, WeftError."""
+    """Train as one rank of those that torchrun, srun or an agent of weft started; whether it was
+    stopped before the last step. Raises Refusal, WeftError."""
     found, elastic = launched_rank(), run.layout.elastic or os.environ.get(AGENT) == "elastic"
     assert found is not None
     rank, ranks, _ = found
@@ -103,7 +111,10 @@ def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
         check_output(laid, resume)
     if rank == 0 and ranks != run.world:
         spare = f", {ranks - world} of them to stand by" if ranks > world else ""
-        log_line(f"{ranks} ranks are here{spare}: layout {laid.layout.axes}, of {run.layout.axes} as asked")
+        log_line(
+            f"{ranks} ranks are here{spare}: layout {laid.layout.axes}, of {run.layout.axes} as"
+            " asked"
+        )
     threads, backend = run.train.threads, _backend(run, local_world_size())
     if worlds:
         with join_replica(backend, threads, worlds):
@@ -117,13 +128,17 @@ def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
     except DamagedCheckpoint as error:
         if rank == 0:  # whoever starts the ranks anew finds the one before
             quarantine_damaged(
-                error, partial(quarantine_latest, Path(run.output) / CHECKPOINTS), partial(saved_step, run)
+                error,
+                partial(quarantine_latest, Path(run.output) / CHECKPOINTS),
+                partial(saved_step, run),
             )
         raise SystemExit(1) from None
     except RuntimeError as error:
         if AGENT not in os.environ or "by peer" not in str(error):
             raise
-        log_line(f"rank {rank}: a rank that it was connected to has gone")  # which says itself why, if it can
+        log_line(
+            f"rank {rank}: a rank that it was connected to has gone"
+        )  # which says itself why, if it can
         raise SystemExit(1) from None
     if ranks > world:
         leave_world(store, rank, ranks, stopped)
@@ -131,11 +146,16 @@ def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
 
 
 def train_as_host(
-    run: RunConfig, count: tuple[int, int], ranks: int | None, meeting: Rendezvous, resume: bool | None, arguments: Sequence[str]
+    run: RunConfig,
+    count: tuple[int, int],
+    ranks: int | None,
+    meeting: Rendezvous,
+    resume: bool | None,
+    arguments: Sequence[str],
 ) -> bool:
-    """This host's part in a run over `count`, from the least to the most hosts, each with so many ranks; whether it was
-    stopped before the last step. `resume`: None goes on from a checkpoint if there is one; `arguments`: those with
-    which the ranks are called. Raises Refusal, WeftError."""
+    """This host's part in a run over `count`, from the least to the most hosts, each with so many
+    ranks; whether it was stopped before the last step. `resume`: None goes on from a checkpoint if
+    there is one; `arguments`: those with which the ranks are called. Raises Refusal, WeftError."""
     with on_stop_signal(_stop):  # until there are ranks, which the agent then tells
         return _host(run, count, ranks, meeting, resume, arguments)
 
@@ -145,11 +165,18 @@ def _stop() -> None:
 
 
 def _host(
-    run: RunConfig, count: tuple[int, int], ranks: int | None, meeting: Rendezvous, resume: bool | None, arguments: Sequence[str]
+    run: RunConfig,
+    count: tuple[int, int],
+    ranks: int | None,
+    meeting: Rendezvous,
+    resume: bool | None,
+    arguments: Sequence[str],
 ) -> bool:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         fix = "leave --nodes out, or start it without torchrun"
-        raise ConfigError("--nodes", f"{count[0]}:{count[1]}", "torchrun has started this process as a rank", fix)
+        raise ConfigError(
+            "--nodes", f"{count[0]}:{count[1]}", "torchrun has started this process as a rank", fix
+        )
     least, most = count
     each = ranks or torch.cuda.device_count() or -(-run.world // most)
     check_hosts(run, least, most, each)
@@ -165,11 +192,18 @@ def _host(
 
     hosts_of = HostsSpec(least, most, each, meeting, run.checkpoint.restarts)
     name = "weft-" + re.sub(r"\W", "-", Path(run.output).name)
-    return run_host(hosts_of, name, f"{crc32(settings.encode()):08x}", ["-m", "weft", "train", *arguments], begin)
+    return run_host(
+        hosts_of,
+        name,
+        f"{crc32(settings.encode()):08x}",
+        ["-m", "weft", "train", *arguments],
+        begin,
+    )
 
 
 def check_hosts(run: RunConfig, least: int, most: int, each: int) -> None:
-    """All that is refused of a run over `least` to `most` hosts with `each` ranks on every one. Raises Refusal."""
+    """All that is refused of a run over `least` to `most` hosts with `each` ranks on every one.
+    Raises Refusal."""
     world = run.world
     if world > most * each or (least == most and world != most * each):
         raise world_size_error(run, "--nodes", most, f"{most * each} on {most} hosts")
@@ -184,7 +218,9 @@ def check_hosts(run: RunConfig, least: int, most: int, each: int) -> None:
             shrink_to(run, hosts * each)
 
 
-def world_size_error(run: RunConfig, field: str, value: int | None, what: str | None = None) -> LayoutError:
+def world_size_error(
+    run: RunConfig, field: str, value: int | None, what: str | None = None
+) -> LayoutError:
     """There are not as many ranks as the run has: `value` of them, or `what`."""
     here = f"and there are {what or value}"
     if run.workers:
@@ -195,12 +231,18 @@ def world_size_error(run: RunConfig, field: str, value: int | None, what: str | 
 
 
 def _apart(run: RunConfig) -> ConfigError:
-    problem = f"replicas under {run.sync.name} go on by themselves without one that fails, and keep the layout"
-    return ConfigError("sync.name", run.sync.name, problem, "use a fixed number of hosts, or allreduce")
+    problem = (
+        f"replicas under {run.sync.name} go on by themselves without one that fails, and keep the"
+        " layout"
+    )
+    return ConfigError(
+        "sync.name", run.sync.name, problem, "use a fixed number of hosts, or allreduce"
+    )
 
 
 def _backend(run: RunConfig, local_ranks: int) -> Backend:
-    """NCCL if every rank of this host has a GPU of its own, else gloo on the CPU, as for workers by name."""
+    """NCCL if every rank of this host has a GPU of its own, else gloo on the CPU, as for workers by
+    name."""
     gpus = torch.cuda.device_count()
     if gpus and run.workers:
         log_line(f"{', '.join(run.workers)} and the driver run on the CPU")

@@ -1,15 +1,16 @@
 """Codec: how a gradient, or a difference of weights, is made small for the wire.
 
-A codec never communicates. It says as data what the ranks are to exchange (`Sum`, `Gather`, `Scatter`) and gets the
-answer back, so any transport serves any codec:
+A codec never communicates. It says as data what the ranks are to exchange (`Sum`, `Gather`,
+`Scatter`) and gets the answer back, so any transport serves any codec:
 
     def reduce(self, x, state, shapes, peers):
         message = encode(x)
         messages = yield Gather(message)          # one row for each rank
         x.copy_(sum of what they decode to)
 
-Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what a message leaves out is kept in the state and added to
-the next one, so that all that was sent plus all that is kept is the sum of all that came.
+Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what a message leaves out is kept in
+the state and added to the next one, so that all that was sent plus all that is kept is the sum of
+all that came.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class AllReduceRequest:
-    """Answered by the same tensor, summed over all ranks. `final`: it is the result, so who needs none may get none."""
+    """Answered by the same tensor, summed over all ranks. `final`: it is the result, so who needs
+    none may get none."""
 
     tensor: Tensor
     final: bool = True
@@ -43,7 +45,8 @@ class AllGatherRequest:
 
 @dataclass(frozen=True)
 class ReduceScatterRequest:
-    """Messages [ranks, n], row i for rank i: answered by the rows for this rank, [ranks, n], in rank order.
+    """Messages [ranks, n], row i for rank i: answered by the rows for this rank, [ranks, n], in
+    rank order.
 
     `sums`: answered by their sum instead, [n].
     """
@@ -58,7 +61,8 @@ CodecState = dict[str, Tensor]
 
 
 class RequestSize(NamedTuple):
-    """One thing that is asked for, and what a rank gives to it: of one message, where it has one for each rank."""
+    """One thing that is asked for, and what a rank gives to it: of one message, where it has one
+    for each rank."""
 
     kind: Literal["sum", "gather", "scatter", "sum_scatter"]
     elements: int
@@ -72,16 +76,20 @@ class RequestSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """The ranks that agree: how many, and which one this is. `sharded`: each may sum a part of a tensor for all."""
+    """The ranks that agree: how many, and which one this is. `sharded`: each may sum a part of a
+    tensor for all."""
 
     size: int
     index: int = 0
     sharded: bool = False
-    scale: Tensor | float | None = None  # times this, what is reduced is a part of the mean gradient; None: not known
+    scale: Tensor | float | None = (
+        None  # times this, what is reduced is a part of the mean gradient; None: not known
+    )
 
 
 class Codec(ABC):
-    """A codec with its options; frozen. What it keeps between calls is the `state` of each bucket, saved with it."""
+    """A codec with its options; frozen. What it keeps between calls is the `state` of each bucket,
+    saved with it."""
 
     name: ClassVar[str]
 
@@ -91,19 +99,24 @@ class Codec(ABC):
         return False
 
     def state(self, shapes: Shapes, like: Tensor) -> CodecState:
-        """What is kept for a bucket of tensors of these shapes, which lie one after the other in `like` [n]."""
+        """What is kept for a bucket of tensors of these shapes, which lie one after the other in
+        `like` [n]."""
         return {}
 
     @abstractmethod
     def reduce(self, x: Tensor, state: CodecState, shapes: Shapes, peers: ReplicaView) -> Reduction:
-        """Leaves in x [n] the sum over all ranks, as far as the codec can say it; equal bits on all of them."""
+        """Leaves in x [n] the sum over all ranks, as far as the codec can say it; equal bits on all
+        of them."""
 
     def scatter(self, x: Tensor, out: Tensor, state: CodecState, peers: ReplicaView) -> Reduction:
-        """Leaves in out [n] the sum of what all ranks have for this one; x is [ranks * n]. Only where `scatters`."""
+        """Leaves in out [n] the sum of what all ranks have for this one; x is [ranks * n]. Only
+        where `scatters`."""
         raise NotImplementedError(self.name)
 
     @abstractmethod
-    def asks(self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0) -> list[RequestSize]:
+    def asks(
+        self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0
+    ) -> list[RequestSize]:
         """What the `step`-th `reduce` asks for. `itemsize`: of what is reduced."""
 
     def scatter_asks(self, n: int, peers: ReplicaView, itemsize: int) -> list[RequestSize]:
@@ -120,8 +133,9 @@ class Codec(ABC):
 class MessageCodec(Codec):
     """A codec whose messages are bytes that only decoding can add up.
 
-    Two ranks give each other all (as do those of a sparse codec); more of them sum a part each, and give one another
-    the sums, encoded again: as many bytes as an all-reduce has. With `feedback` both errors are kept.
+    Two ranks give each other all (as do those of a sparse codec); more of them sum a part each, and
+    give one another the sums, encoded again: as many bytes as an all-reduce has. With `feedback`
+    both errors are kept.
     """
 
     feedback: bool = True
@@ -130,8 +144,8 @@ class MessageCodec(Codec):
 
     @abstractmethod
     def encode(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """[..., n] -> uint8 [..., nbytes]; n is a multiple of `block` in all rows, or there is one row. `generator`:
-        where random draws come from."""
+        """[..., n] -> uint8 [..., nbytes]; n is a multiple of `block` in all rows, or there is one
+        row. `generator`: where random draws come from."""
 
     @abstractmethod
     def decode(self, message: Tensor, n: int, dtype: torch.dtype) -> Tensor:
@@ -150,8 +164,11 @@ class MessageCodec(Codec):
         kept = {"residual": torch.zeros_like(like)} if self.feedback else {}
         return kept | ({"calls": torch.zeros((), dtype=torch.int64)} if self.draws else {})
 
-    def _generator(self, state: CodecState, peers: ReplicaView, device: torch.device) -> torch.Generator | None:
-        """Other draws on every replica and in every call, and the same on ranks that hold the same of one replica."""
+    def _generator(
+        self, state: CodecState, peers: ReplicaView, device: torch.device
+    ) -> torch.Generator | None:
+        """Other draws on every replica and in every call, and the same on ranks that hold the same
+        of one replica."""
         if not self.draws:
             return None
         state["calls"] += 1
@@ -172,12 +189,17 @@ class MessageCodec(Codec):
         self._add(messages, x, own, peers)
 
     def _add(self, messages: Tensor, out: Tensor, own: Tensor, peers: ReplicaView) -> None:
-        """The sum of the messages, in rank order: floating-point sums are to be the same everywhere."""
+        """The sum of the messages, in rank order: floating-point sums are to be the same
+        everywhere."""
         for rank in range(peers.size):
-            part = own if rank == peers.index else self.decode(messages[rank], out.numel(), out.dtype)
+            part = (
+                own if rank == peers.index else self.decode(messages[rank], out.numel(), out.dtype)
+            )
             out.copy_(part) if rank == 0 else out.add_(part)
 
-    def _in_parts(self, x: Tensor, state: CodecState, peers: ReplicaView, generator: torch.Generator | None) -> Reduction:
+    def _in_parts(
+        self, x: Tensor, state: CodecState, peers: ReplicaView, generator: torch.Generator | None
+    ) -> Reduction:
         n, part = x.numel(), self._part(x.numel(), peers)
         rows = torch.zeros(peers.size, part, dtype=x.dtype, device=x.device)
         rows.view(-1)[:n] = x
@@ -204,12 +226,16 @@ class MessageCodec(Codec):
 
     def scatter(self, x: Tensor, out: Tensor, state: CodecState, peers: ReplicaView) -> Reduction:
         n = out.numel()
-        rows = torch.zeros(peers.size, -(-n // self.block) * self.block, dtype=x.dtype, device=x.device)
+        rows = torch.zeros(
+            peers.size, -(-n // self.block) * self.block, dtype=x.dtype, device=x.device
+        )
         rows[:, :n] = x.view(peers.size, n)
         if self.feedback:
             rows[:, :n] += state["residual"].view(peers.size, n)
         padded = torch.empty_like(rows[0])
-        error = yield from self._scatter(rows, padded, peers, self._generator(state, peers, x.device))
+        error = yield from self._scatter(
+            rows, padded, peers, self._generator(state, peers, x.device)
+        )
         if self.feedback:
             state["residual"].view(peers.size, n).copy_(error[:, :n])
         out.copy_(padded[:n])
@@ -225,7 +251,9 @@ class MessageCodec(Codec):
         """Elements that one rank sums for all."""
         return -(-n // peers.size // self.block) * self.block if n else 0
 
-    def asks(self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0) -> list[RequestSize]:
+    def asks(
+        self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0
+    ) -> list[RequestSize]:
         n = numel_of(shapes)
         if not (peers.sharded and peers.size > 2 and not self.sparse):
             return [RequestSize("gather", self.nbytes(n), 1)]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 
 class CommTimer:
-    """Seconds in which something was under way, from the first of what is waited for together, and those spent in
-    waiting, as the host sees it."""
+    """Seconds in which something was under way, from the first of what is waited for together, and
+    those spent in waiting, as the host sees it."""
 
     def __init__(self) -> None:
         self.busy_s = self.exposed_s = 0.0

@@ -1,4 +1,5 @@
-"""Which samples of a global batch are whose, and which positions of a sequence. Pure arithmetic; no torch.
+"""Which samples of a global batch are whose, and which positions of a sequence. Pure arithmetic; no
+torch.
 
 batch 8, accumulate 2, data_size 2        microbatch 0    microbatch 1
                                  sample   0 1 | 2 3       4 5 | 6 7
@@ -11,10 +12,12 @@ from .errors import LayoutError
 
 
 def data_rank_indices(batch: int, accumulate: int, data_rank: int, data_size: int) -> list[int]:
-    """Indices into the global batch that this data rank takes, its `accumulate` microbatches one after the other.
+    """Indices into the global batch that this data rank takes, its `accumulate` microbatches one
+    after the other.
 
-    A microbatch is a run of consecutive samples, and each data rank takes a run of it, so the samples of a microbatch
-    are the same on every layout. Raises LayoutError if the batch does not divide.
+    A microbatch is a run of consecutive samples, and each data rank takes a run of it, so the
+    samples of a microbatch are the same on every layout. Raises LayoutError if the batch does not
+    divide.
     """
     parts = accumulate * data_size
     if batch < 1 or batch % parts:
@@ -26,8 +29,9 @@ def data_rank_indices(batch: int, accumulate: int, data_rank: int, data_size: in
 
 
 def zigzag_spans(length: int, size: int) -> list[list[tuple[int, int]]]:
-    """The (start, stop) that each of `size` ranks holds of a sequence: equal pieces from both ends, so that each has
-    the same work under a causal mask (Llama 3, Dubey et al. 2024). One rank holds all of it. Raises LayoutError.
+    """The (start, stop) that each of `size` ranks holds of a sequence: equal pieces from both ends,
+    so that each has the same work under a causal mask (Llama 3, Dubey et al. 2024). One rank holds
+    all of it. Raises LayoutError.
 
     length 8, size 2        0 1 | 6 7        2 3 | 4 5
     """

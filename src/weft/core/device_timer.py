@@ -1,4 +1,5 @@
-"""How long something takes on a device: timed until it is done, many times, and what is typical of that."""
+"""How long something takes on a device: timed until it is done, many times, and what is typical of
+that."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import torch
 OUTLIER = 3  # times the median distance from the median
 
 
-def time_once(work: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+def time_once(
+    work: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Seconds by this clock until it is done on the device."""
     wait_for_device(device)
     began = clock()
@@ -27,8 +30,8 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def typical_time(times: Sequence[float]) -> float:
-    """The median of those that lie no farther from the median of all than others do: what a pause of the machine
-    lengthens is left out."""
+    """The median of those that lie no farther from the median of all than others do: what a pause
+    of the machine lengthens is left out."""
     middle = median(times)
     spread = median(abs(each - middle) for each in times)
     return median(each for each in times if abs(each - middle) <= OUTLIER * spread)

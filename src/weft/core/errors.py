@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 MANY = 100  # words that nobody reads
-STOPPED = 75  # sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue
+# sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue
+STOPPED = 75
 
 
 class WeftError(Exception):
@@ -31,14 +32,17 @@ class WeftError(Exception):
 
 
 class Refusal(WeftError):
-    """What was asked for cannot be done: `field` is the key, `value` what it held, `fix` what would work."""
+    """What was asked for cannot be done: `field` is the key, `value` what it held, `fix` what would
+    work."""
 
     exit_code = 2
 
     def __init__(self, field: str, value: object, problem: str, fix: str):
         self.field, self.value, self.problem, self.fix = field, value, problem, fix
         fix = fix[:1].upper() + fix[1:].rstrip(".")
-        super().__init__(f"{field} = {value!r}: {problem}. {fix}" + ("" if fix.endswith("?") else "."))
+        super().__init__(
+            f"{field} = {value!r}: {problem}. {fix}" + ("" if fix.endswith("?") else ".")
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by what it says: a value may be anything."""
@@ -75,8 +79,9 @@ class DataError(Refusal):
 
 
 class WorkerDied(WeftError):
-    """A process of the run failed. `rank` says which; `report` is that worker's own error. `meant`: weft itself ended
-    it; `stopped`: the run had been told to stop; `name`: what its user calls it."""
+    """A process of the run failed. `rank` says which; `report` is that worker's own error. `meant`:
+    weft itself ended it; `stopped`: the run had been told to stop; `name`: what its user calls it.
+    """
 
     def __init__(self, rank: int, report: str, meant: bool = False, name: str = ""):
         self.rank, self.report, self.meant, self.stopped = rank, report, meant, False
@@ -85,18 +90,22 @@ class WorkerDied(WeftError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for an unknown word: `did you mean "steps"?`, or the known words; of very many those most like it."""
+    """A hint for an unknown word: `did you mean "steps"?`, or the known words; of very many those
+    most like it."""
     words = sorted(known)
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     if close:
         return f'did you mean "{close[0]}"?'
     if len(words) > MANY:
-        return f"of {len(words)} known: " + ", ".join(difflib.get_close_matches(word, words, n=5, cutoff=0))
+        return f"of {len(words)} known: " + ", ".join(
+            difflib.get_close_matches(word, words, n=5, cutoff=0)
+        )
     return "known: " + ", ".join(words)
 
 
 def require(field: str, value: object, kind: type, fits: Callable[..., bool], wanted: str) -> None:
-    """Raises ConfigError unless the value is of this kind, finite, and fits. A whole number passes for a float."""
+    """Raises ConfigError unless the value is of this kind, finite, and fits. A whole number passes
+    for a float."""
     passes = type(value) is kind or (kind is float and type(value) is int)
     if not passes or (isinstance(value, float) and not math.isfinite(value)) or not fits(value):
         raise ConfigError(field, value, "cannot be", f"write {wanted}")

@@ -1,6 +1,7 @@
 """Layout: named axes <-> ranks. Pure arithmetic; no torch.
 
-A layout is written outermost axis first, each axis with its size, and an option of the axis after a `+`:
+A layout is written outermost axis first, each axis with its size, and an option of the axis after a
+`+`:
 
     dp2.fsdp2+zero2.tp4+sequence
 
@@ -34,9 +35,13 @@ class Layout:
         names = self.axes
         for name, size in self.sizes:
             if size < 1:
-                raise LayoutError("layout", str(self), f"axis {name} has size {size}", "sizes start at 1")
+                raise LayoutError(
+                    "layout", str(self), f"axis {name} has size {size}", "sizes start at 1"
+                )
             if names.count(name) > 1:
-                raise LayoutError("layout", str(self), f"axis {name} stands twice", "name each axis once")
+                raise LayoutError(
+                    "layout", str(self), f"axis {name} stands twice", "name each axis once"
+                )
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -47,7 +52,10 @@ class Layout:
             match = _AXIS.fullmatch(part)
             if match is None:
                 raise LayoutError(
-                    "layout", text, f"{part!r} is not an axis with a size", 'write axes as in "dp2.fsdp2.tp2+sequence"'
+                    "layout",
+                    text,
+                    f"{part!r} is not an axis with a size",
+                    'write axes as in "dp2.fsdp2.tp2+sequence"',
                 )
             name, size, flags = match.groups()
             sizes.append((name, int(size)))
@@ -56,7 +64,8 @@ class Layout:
 
     def __str__(self) -> str:
         return ".".join(
-            f"{name}{size}" + "".join(f"+{o}" for a, o in self.options if a == name) for name, size in self.sizes
+            f"{name}{size}" + "".join(f"+{o}" for a, o in self.options if a == name)
+            for name, size in self.sizes
         )
 
     @property
@@ -69,8 +78,8 @@ class Layout:
         return prod(size for _, size in self.sizes)
 
     def expand(self, *axes: str) -> tuple[str, ...]:
-        """These axes, and in place of `experts` those over which experts are spread: `ep`, and each axis that has it as
-        an option, a second reading of the same ranks."""
+        """These axes, and in place of `experts` those over which experts are spread: `ep`, and each
+        axis that has it as an option, a second reading of the same ranks."""
         if EXPERTS not in axes:
             return axes
         return (*axes, "ep", *(axis for axis, option in self.options if option == "ep"))
@@ -83,14 +92,17 @@ class Layout:
     def without(self, *axes: str) -> Layout:
         """The same layout without these axes."""
         sizes = tuple((name, size) for name, size in self.sizes if name not in axes)
-        return Layout(sizes or (("dp", 1),), tuple((a, o) for a, o in self.options if a not in axes))
+        return Layout(
+            sizes or (("dp", 1),), tuple((a, o) for a, o in self.options if a not in axes)
+        )
 
     def option(self, axis: str) -> tuple[str, ...]:
         """The options written after this axis."""
         return tuple(o for a, o in self.options if a == axis)
 
     def live(self, *axes: str) -> tuple[str, ...]:
-        """Those of these axes (of all axes if none is named) that hold more than one rank, in layout order."""
+        """Those of these axes (of all axes if none is named) that hold more than one rank, in
+        layout order."""
         axes = self.expand(*axes)
         return tuple(name for name, size in self.sizes if size > 1 and (not axes or name in axes))
 
@@ -119,11 +131,15 @@ class Layout:
     def replicas(self) -> list[list[int]]:
         """The ranks at each position on `dp`."""
         ranks = range(self.world)
-        return [[r for r in ranks if self.coords(r).get("dp", 0) == i] for i in range(self.size("dp"))]
+        return [
+            [r for r in ranks if self.coords(r).get("dp", 0) == i] for i in range(self.size("dp"))
+        ]
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from this one only on these axes, itself among them, in order."""
         coords, axes = self.coords(rank), self.expand(*axes)
         return tuple(
-            r for r in range(self.world) if all(c == coords[a] for a, c in self.coords(r).items() if a not in axes)
+            r
+            for r in range(self.world)
+            if all(c == coords[a] for a, c in self.coords(r).items() if a not in axes)
         )

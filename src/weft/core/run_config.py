@@ -12,8 +12,8 @@
     [roles]        "blocks.*.up" = "column"
     [workers]      storage = ["embedding"]
 
-All other keys of [model], [data], [optimizer], [pipeline] and [sync] are arguments of what the table names, which
-`weft.train.build` checks.
+All other keys of [model], [data], [optimizer], [pipeline] and [sync] are arguments of what the
+table names, which `weft.train.build` checks.
 """
 
 from __future__ import annotations
@@ -29,34 +29,60 @@ from .errors import ConfigError, LayoutError, nearest
 from .layout import Layout
 from .toml import CallableTable, TomlTable, exactly_one, table_error, toml_refusal
 
-Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+Strings = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]
 Task = Literal[
-    "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "image-classification"
+    "causal-lm",
+    "masked-lm",
+    "seq2seq-lm",
+    "sequence-classification",
+    "token-classification",
+    "image-classification",
 ]
 
 
 class ModelConfig(CallableTable):
     """[model]"""
 
-    build: str | None = Field(default=None, description='"package.module:callable" that returns an nn.Module')
-    hf: str | None = Field(default=None, description="a Hugging Face configuration file or model directory")
-    auto: Task | None = Field(default=None, description="what the Hugging Face model is for; causal-lm if left out")
-    inputs: Strings | None = Field(default=None, description="the batch entries that the model is called with")
+    build: str | None = Field(
+        default=None, description='"package.module:callable" that returns an nn.Module'
+    )
+    hf: str | None = Field(
+        default=None, description="a Hugging Face configuration file or model directory"
+    )
+    auto: Task | None = Field(
+        default=None, description="what the Hugging Face model is for; causal-lm if left out"
+    )
+    inputs: Strings | None = Field(
+        default=None, description="the batch entries that the model is called with"
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         exactly_one(build=self.build, hf=self.hf)
         if self.auto is not None and self.hf is None:
-            raise table_error("is only for Hugging Face models", "leave auto out, or name a model with hf", auto=self.auto)
+            raise table_error(
+                "is only for Hugging Face models",
+                "leave auto out, or name a model with hf",
+                auto=self.auto,
+            )
         return self
 
 
 class DataConfig(CallableTable):
     """[data]"""
 
-    build: str | None = Field(default=None, description='"package.module:callable" that returns a map-style dataset')
-    text: Strings | None = Field(default=None, description='file names or patterns, as in ["corpus/*.txt"]')
-    hf: str | None = Field(default=None, description="a directory written by datasets' save_to_disk")
+    build: str | None = Field(
+        default=None, description='"package.module:callable" that returns a map-style dataset'
+    )
+    text: Strings | None = Field(
+        default=None, description='file names or patterns, as in ["corpus/*.txt"]'
+    )
+    hf: str | None = Field(
+        default=None, description="a directory written by datasets' save_to_disk"
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -70,7 +96,9 @@ class LayoutConfig(TomlTable):
     axes: str = Field(default="dp1", description='axes with their sizes, as in "dp2.tp2"')
     elastic: bool | Strings = Field(
         default=False,
-        description="with fewer ranks go on: on what suits them, or on the first of these layouts that does",
+        description=(
+            "with fewer ranks go on: on what suits them, or on the first of these layouts that does"
+        ),
     )
 
     @field_validator("axes")
@@ -86,8 +114,15 @@ class LayoutConfig(TomlTable):
     def _others_parse(cls, value: object) -> object:
         if isinstance(value, bool):
             return value
-        if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) for text in value):
-            raise table_error("is neither true nor a list of layouts", 'write true, or layouts as in ["dp3.tp2", "dp2.tp2"]')
+        if (
+            not isinstance(value, list | tuple)
+            or not value
+            or not all(isinstance(text, str) for text in value)
+        ):
+            raise table_error(
+                "is neither true nor a list of layouts",
+                'write true, or layouts as in ["dp3.tp2", "dp2.tp2"]',
+            )
         for text in value:
             try:
                 Layout.parse(text)
@@ -101,38 +136,63 @@ class TrainConfig(TomlTable):
 
     batch: int = Field(gt=0, description="samples per optimizer step, over all ranks")
     steps: int = Field(gt=0, description="number of optimizer steps")
-    accumulate: int = Field(default=1, gt=0, description="number of microbatches that the batch is divided into")
-    loss: str = Field(default="weft.losses:next_token", description='"package.module:callable" for (output, batch)')
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of weights, data order and dropout")
+    accumulate: int = Field(
+        default=1, gt=0, description="number of microbatches that the batch is divided into"
+    )
+    loss: str = Field(
+        default="weft.losses:next_token",
+        description='"package.module:callable" for (output, batch)',
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="seed of weights, data order and dropout"
+    )
     clip: float | None = Field(
         default=None, gt=0, description="largest global gradient norm; left out, nothing is clipped"
     )
     skip: float | None = Field(
-        default=None, gt=1,
-        description="leaves out steps whose gradient is not finite, or so many times the median of the last 64",
-    )  # fmt: skip
+        default=None,
+        gt=1,
+        description=(
+            "leaves out steps whose gradient is not finite, or so many times the median of the"
+            " last 64"
+        ),
+    )
     rollback: float | None = Field(
-        default=None, gt=1,
-        description="goes back to the latest checkpoint, past the samples since, when a loss is not finite, or so many "
-        "times the median of the last 64",
-    )  # fmt: skip
-    warmup: int = Field(default=0, ge=0, description="steps over which the learning rate rises from 0")
+        default=None,
+        gt=1,
+        description=(
+            "goes back to the latest checkpoint, past the samples since, when a loss is not finite,"
+            " or so many times the median of the last 64"
+        ),
+    )
+    warmup: int = Field(
+        default=0, ge=0, description="steps over which the learning rate rises from 0"
+    )
     decay: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="how the learning rate falls"
     )
     min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="the learning rate at the end, as a part of the full one"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="the learning rate at the end, as a part of the full one",
     )
     eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
     eval_batches: int = Field(default=8, gt=0, description="batches of one validation")
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics")
-    recompute: str | int = Field(default="none", description="none, selective, full, or k: every k-th block")
-    sample_tokens: int = Field(default=0, ge=0, description="tokens to generate when training has ended")
+    recompute: str | int = Field(
+        default="none", description="none, selective, full, or k: every k-th block"
+    )
+    sample_tokens: int = Field(
+        default=0, ge=0, description="tokens to generate when training has ended"
+    )
     prompt: str = Field(default="", description="the text that the generated sample goes on from")
     hang_s: float = Field(
         default=600.0,
         ge=0,
-        description="seconds without a step after which a run says where it hangs and ends; 0: none",
+        description=(
+            "seconds without a step after which a run says where it hangs and ends; 0: none"
+        ),
     )
     threads: int | None = Field(
         default=None,
@@ -148,16 +208,31 @@ class TrainConfig(TomlTable):
     def _recompute(cls, value: object) -> object:
         if value in ("none", "selective", "full") or (type(value) is int and value > 0):
             return value
-        hint = nearest(value, ("none", "selective", "full")) if isinstance(value, str) else "count from 1"
-        raise table_error("is no way to recompute", f'write "none", "selective", "full" or a number of blocks; {hint}')
+        hint = (
+            nearest(value, ("none", "selective", "full"))
+            if isinstance(value, str)
+            else "count from 1"
+        )
+        raise table_error(
+            "is no way to recompute",
+            f'write "none", "selective", "full" or a number of blocks; {hint}',
+        )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.batch % self.accumulate:
             fix = f"use a multiple of {self.accumulate}"
-            raise table_error(f"does not divide into accumulate = {self.accumulate} microbatches", fix, batch=self.batch)
+            raise table_error(
+                f"does not divide into accumulate = {self.accumulate} microbatches",
+                fix,
+                batch=self.batch,
+            )
         if self.warmup > self.steps:
-            raise table_error("is longer than the whole run", f"use at most steps = {self.steps}", warmup=self.warmup)
+            raise table_error(
+                "is longer than the whole run",
+                f"use at most steps = {self.steps}",
+                warmup=self.warmup,
+            )
         return self
 
 
@@ -170,7 +245,9 @@ class OptimizerConfig(CallableTable):
 class PrecisionConfig(TomlTable):
     """[precision]"""
 
-    compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(default="fp32", description="the dtype computed in")
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default="fp32", description="the dtype computed in"
+    )
 
 
 class CheckpointConfig(TomlTable):
@@ -179,38 +256,56 @@ class CheckpointConfig(TomlTable):
     every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: none")
     keep: int = Field(default=3, gt=0, description="number of checkpoints kept, the latest ones")
     restarts: int = Field(
-        default=3, ge=0, description="times that a run goes on by itself from its latest checkpoint when a process dies"
+        default=3,
+        ge=0,
+        description=(
+            "times that a run goes on by itself from its latest checkpoint when a process dies"
+        ),
     )
-    keep_every: int = Field(default=0, ge=0, description="beside these, those whose step is a multiple; 0: none")
+    keep_every: int = Field(
+        default=0, ge=0, description="beside these, those whose step is a multiple; 0: none"
+    )
 
 
 class PipelineConfig(CallableTable):
     """[pipeline]"""
 
     schedule: str = Field(
-        default="1f1b", description='a schedule that `weft draw` shows, or "package.module:callable" that makes one'
+        default="1f1b",
+        description=(
+            'a schedule that `weft draw` shows, or "package.module:callable" that makes one'
+        ),
     )
     cut: str | Strings = Field(
         default="parameters",
-        description="stages of equal parameters, flops or time, or the list of modules with which the later ones begin",
+        description=(
+            "stages of equal parameters, flops or time, or the list of modules with which the later"
+            " ones begin"
+        ),
     )
     dynamic_shapes: bool = Field(
-        default=False, description="shapes between stages follow from more than the shapes of the batch"
+        default=False,
+        description="shapes between stages follow from more than the shapes of the batch",
     )
 
 
 class SyncConfig(CallableTable):
     """[sync]"""
 
-    name: str = Field(default="allreduce", description="how the replicas on dp agree, as docs/sync.md lists")
+    name: str = Field(
+        default="allreduce", description="how the replicas on dp agree, as docs/sync.md lists"
+    )
     codec: str | dict[str, Any] = Field(
         default="identity",
-        description='what makes messages small: a name, or a table as in { name = "powersgd", rank = 8 }',
+        description=(
+            'what makes messages small: a name, or a table as in { name = "powersgd", rank = 8 }'
+        ),
     )
 
 
 class RunConfig(TomlTable):
-    """All of a run file. In `folder`, before the current directory, its modules and relative paths are looked for."""
+    """All of a run file. In `folder`, before the current directory, its modules and relative paths
+    are looked for."""
 
     model: ModelConfig
     data: DataConfig
@@ -225,10 +320,18 @@ class RunConfig(TomlTable):
         default={}, description='a glob of module names -> its role, as in "blocks.*.up" = "column"'
     )
     workers: dict[str, Strings] = Field(
-        default={}, description='a worker -> the modules that live there, globs allowed, as in big = ["blocks.*"]'
+        default={},
+        description=(
+            'a worker -> the modules that live there, globs allowed, as in big = ["blocks.*"]'
+        ),
     )
-    output: str = Field(min_length=1, description="the run folder; runs/NAME for NAME.toml if left out")
-    folder: str = Field(min_length=1, description="where modules and paths are looked for; the file's own if left out")
+    output: str = Field(
+        min_length=1, description="the run folder; runs/NAME for NAME.toml if left out"
+    )
+    folder: str = Field(
+        min_length=1,
+        description="where modules and paths are looked for; the file's own if left out",
+    )
 
     @property
     def world(self) -> int:
@@ -237,9 +340,11 @@ class RunConfig(TomlTable):
 
 
 def load_run(path: str | Path, overrides: Mapping[str, str] | None = None) -> RunConfig:
-    """Read a run file. `overrides`: dotted key -> TOML value, or text that is no TOML value and counts as a string.
+    """Read a run file. `overrides`: dotted key -> TOML value, or text that is no TOML value and
+    counts as a string.
 
-    Raises ConfigError with the dotted key as its field; LayoutError for a layout that does not parse.
+    Raises ConfigError with the dotted key as its field; LayoutError for a layout that does not
+    parse.
     """
     path = Path(path)
     try:
@@ -247,22 +352,28 @@ def load_run(path: str | Path, overrides: Mapping[str, str] | None = None) -> Ru
     except FileNotFoundError:
         raise ConfigError("run file", str(path), "there is no such file", _beside(path)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("run file", str(path), f"cannot be read ({error})", "name a TOML file") from None
+        raise ConfigError(
+            "run file", str(path), f"cannot be read ({error})", "name a TOML file"
+        ) from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError("run file", str(path), f"is not TOML: {error}", "correct that line") from None
+        raise ConfigError(
+            "run file", str(path), f"is not TOML: {error}", "correct that line"
+        ) from None
     for key, value in (overrides or {}).items():
         _override(tables, key, value)
     tables.setdefault("output", f"runs/{path.stem}")
     here = path.resolve().parent
     folder = tables.get("folder", ".")
-    tables["folder"] = str(here / folder) if isinstance(folder, str) and folder != "." else str(here)
+    tables["folder"] = (
+        str(here / folder) if isinstance(folder, str) and folder != "." else str(here)
+    )
     try:
         return RunConfig.model_validate(tables)
     except ValidationError as error:
         raise toml_refusal(error, RunConfig, "run file") from None
 
 
-# ---- overrides and hints ---------------------------------------------------------------------------------------------
+# ---- overrides and hints -------------------------------------------------------------------------
 
 
 def _override(tables: dict[str, Any], key: str, text: str) -> None:
@@ -284,7 +395,9 @@ def _override(tables: dict[str, Any], key: str, text: str) -> None:
             return
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError("--set", key, f"{name} is a value, not a table", "name a key of a table")
+            raise ConfigError(
+                "--set", key, f"{name} is a value, not a table", "name a key of a table"
+            )
         nested = rest
 
 

@@ -1,7 +1,8 @@
-"""Where the parts of a tensor lie: the arithmetic of chunks, and `Piece`, one rank's part of one global tensor.
+"""Where the parts of a tensor lie: the arithmetic of chunks, and `Piece`, one rank's part of one
+global tensor.
 
-A dim of a local tensor is described by segments (local_start, global_start, length). Cutting a dim gives segments,
-cutting it again keeps them exact, and the product over the dims gives the chunks:
+A dim of a local tensor is described by segments (local_start, global_start, length). Cutting a dim
+gives segments, cutting it again keeps them exact, and the product over the dims gives the chunks:
 
     fused q,k,v of 3 x 4 rows, tensor-parallel rank 1 of 2      local rows  0 1 | 2 3 |  4  5
                                                                global rows  2 3 | 6 7 | 10 11
@@ -25,7 +26,8 @@ Segment = tuple[int, int, int]  # (local start, global start, length) along one 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """One rank's part of one global tensor. Raises ValueError if a chunk does not fit the tensors it joins."""
+    """One rank's part of one global tensor. Raises ValueError if a chunk does not fit the tensors
+    it joins."""
 
     name: str  # global name: "blocks.0.wq.weight", "optimizer/blocks.0.wq.weight/exp_avg"
     tensor: torch.Tensor  # a plain tensor, a view of the live storage: loading writes in place
@@ -46,11 +48,14 @@ class LocalShard:
 def whole_shard(name: str, tensor: torch.Tensor, writer: bool = True) -> LocalShard:
     """The piece of a tensor that this rank holds in full."""
     shape = tuple(tensor.shape)
-    return LocalShard(name, tensor, shape, chunks_of([cut_segments([(0, size)]) for size in shape]), writer)
+    return LocalShard(
+        name, tensor, shape, chunks_of([cut_segments([(0, size)]) for size in shape]), writer
+    )
 
 
 def fsdp_rows(size: int, world: int, rank: int) -> tuple[int, int]:
-    """(start, stop) of the rows of dim 0 that torch's `Shard(0)` gives this rank; trailing ranks may hold none."""
+    """(start, stop) of the rows of dim 0 that torch's `Shard(0)` gives this rank; trailing ranks
+    may hold none."""
     rows = -(-size // world)
     return min(rank * rows, size), min((rank + 1) * rows, size)
 
@@ -60,7 +65,9 @@ def cut_segments(intervals: Iterable[tuple[int, int]]) -> list[Segment]:
     segments: list[Segment] = []
     local = 0
     for start, stop in intervals:
-        if segments and segments[-1][1] + segments[-1][2] == start:  # continues the last one: fewer, larger chunks
+        if (
+            segments and segments[-1][1] + segments[-1][2] == start
+        ):  # continues the last one: fewer, larger chunks
             segments[-1] = (*segments[-1][:2], segments[-1][2] + stop - start)
         elif start < stop:
             segments.append((local, start, stop - start))
@@ -69,7 +76,8 @@ def cut_segments(intervals: Iterable[tuple[int, int]]) -> list[Segment]:
 
 
 def take_segments(segments: Iterable[Segment], start: int, stop: int) -> list[Segment]:
-    """Segments of rows start:stop of such a dim, counted from 0: a further cut of a dim that is already cut."""
+    """Segments of rows start:stop of such a dim, counted from 0: a further cut of a dim that is
+    already cut."""
     taken = []
     for local, position, length in segments:
         first, last = max(local, start), min(local + length, stop)
@@ -79,7 +87,8 @@ def take_segments(segments: Iterable[Segment], start: int, stop: int) -> list[Se
 
 
 def chunks_of(dims: Sequence[Sequence[Segment]]) -> tuple[Chunk, ...]:
-    """The product of the dims' segments. No dims: the one chunk of a 0-dim tensor; an empty dim: no chunks."""
+    """The product of the dims' segments. No dims: the one chunk of a 0-dim tensor; an empty dim: no
+    chunks."""
     return tuple(
         (
             tuple(slice(local, local + length) for local, _, length in segments),
@@ -96,7 +105,9 @@ def index_shape(index: Index) -> tuple[int, ...]:
 
 def index_overlap(one: Index, other: Index) -> Index | None:
     """What two indices of the same tensor have in common; None if nothing."""
-    common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    common = tuple(
+        slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
+    )
     return None if any(part.start >= part.stop for part in common) else common
 
 
@@ -114,7 +125,8 @@ def index_text(index: Index) -> str:
 
 
 def coverage_flaw(boxes: Iterable[Index], shape: tuple[int, ...]) -> str | None:
-    """None if the boxes hold every element of a tensor of this shape exactly once, else where they do not."""
+    """None if the boxes hold every element of a tensor of this shape exactly once, else where they
+    do not."""
     boxes = list(boxes)
     for box in boxes:
         if not _inside(box, shape):
@@ -127,9 +139,12 @@ def coverage_flaw(boxes: Iterable[Index], shape: tuple[int, ...]) -> str | None:
 
 
 def assemble(
-    pieces: Iterable[tuple[torch.Tensor, Sequence[Chunk]]], shape: tuple[int, ...], dtype: torch.dtype
+    pieces: Iterable[tuple[torch.Tensor, Sequence[Chunk]]],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The full tensor, on the CPU. Raises ValueError unless the chunks hold every element exactly once."""
+    """The full tensor, on the CPU. Raises ValueError unless the chunks hold every element exactly
+    once."""
     pieces = list(pieces)
     problem = coverage_flaw((position for _, parts in pieces for _, position in parts), shape)
     if problem:
@@ -142,11 +157,14 @@ def assemble(
 
 
 def _inside(box: Index, shape: tuple[int, ...]) -> bool:
-    return len(box) == len(shape) and all(0 <= part.start <= part.stop <= size for part, size in zip(box, shape))
+    return len(box) == len(shape) and all(
+        0 <= part.start <= part.stop <= size for part, size in zip(box, shape)
+    )
 
 
 def _flaw(boxes: Sequence[Index], shape: tuple[int, ...]) -> tuple[Index, int] | None:
-    """Sweep along the first dim; between two edges the same boxes are open, and those must tile the other dims."""
+    """Sweep along the first dim; between two edges the same boxes are open, and those must tile the
+    other dims."""
     if not shape:
         return None if len(boxes) == 1 else ((), len(boxes))
     opening, closing = defaultdict(list), defaultdict(list)

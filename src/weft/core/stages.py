@@ -1,4 +1,5 @@
-"""Staging: a model's stages, what crosses between them, and the path of its forward. Plain data, which pickles."""
+"""Staging: a model's stages, what crosses between them, and the path of its forward. Plain data,
+which pickles."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class InputRef:
-    """Stands for a tensor that the work was given: the `index`-th within this argument (its position or its name)."""
+    """Stands for a tensor that the work was given: the `index`-th within this argument (its
+    position or its name)."""
 
     argument: int | str
     index: int
@@ -32,7 +34,8 @@ class ParamRef:
 
 @dataclass(frozen=True)
 class OpaqueRef:
-    """Stands for an object of a class that is no structure of tensors: this argument of the work, if it is one."""
+    """Stands for an object of a class that is no structure of tensors: this argument of the work,
+    if it is one."""
 
     kind: str
     argument: int | str | None
@@ -40,13 +43,14 @@ class OpaqueRef:
 
 @dataclass(frozen=True)
 class PathNode:
-    """One piece of work of the path along which a model is cut: a module call that is done whole, or a function between
-    such calls. Only work that depends on weights counts: the rest is done again by every stage.
+    """One piece of work of the path along which a model is cut: a module call that is done whole,
+    or a function between such calls. Only work that depends on weights counts: the rest is done
+    again by every stage.
 
-    `output`: what it returns, with Made, Given and State in place of tensors; these have `names`, for people, those
-    that are `differentiable` take a gradient, and those at the places `made` are new. `changed`: arguments that it
-    changes in place. `numbers`: whether it returns int or float, which may follow from shapes. `dropouts`: masks that
-    it draws outside of blocks.
+    `output`: what it returns, with Made, Given and State in place of tensors; these have `names`,
+    for people, those that are `differentiable` take a gradient, and those at the places `made` are
+    new. `changed`: arguments that it changes in place. `numbers`: whether it returns int or float,
+    which may follow from shapes. `dropouts`: masks that it draws outside of blocks.
     """
 
     name: str
@@ -64,8 +68,9 @@ class PathNode:
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor that crosses stages. `key`: (tensor of the chart, place on the path of what wrote it last). `shape`
-    and `dtype` are those on the sample; `differentiable`: whether a gradient comes back."""
+    """One tensor that crosses stages. `key`: (tensor of the chart, place on the path of what wrote
+    it last). `shape` and `dtype` are those on the sample; `differentiable`: whether a gradient
+    comes back."""
 
     key: tuple[int, int]
     name: str
@@ -78,8 +83,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Stage:
-    """`first`: the module with whose call it begins. `modules`: those that it calls whole, in order. `weights`: the
-    parameters that it uses, a shared one in every stage that does. `buffers`: those that it changes."""
+    """`first`: the module with whose call it begins. `modules`: those that it calls whole, in
+    order. `weights`: the parameters that it uses, a shared one in every stage that does. `buffers`:
+    those that it changes."""
 
     index: int
     first: str
@@ -90,8 +96,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Staging:
-    """`items`: the path. `around`: modules whose calls contain a cut. `copied`: (stage, tensor) that the stage receives
-    and changes in place, so it works on a copy. `noted`: changed buffers that functions between calls use."""
+    """`items`: the path. `around`: modules whose calls contain a cut. `copied`: (stage, tensor)
+    that the stage receives and changes in place, so it works on a copy. `noted`: changed buffers
+    that functions between calls use."""
 
     stages: tuple[Stage, ...]
     values: tuple[Value, ...]

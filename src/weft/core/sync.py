@@ -18,9 +18,9 @@ ROUNDS = 2  # a codec's rounds: the second must not queue up behind the next buc
 class SyncEveryStep:
     """Gradients are summed in every step, so replicas stay equal.
 
-    `route`: how: the backend's collectives; a ring of messages, the ranks of `local` neighbours first where that is
-    more than one; or to the `owners`, the first `servers` replicas, which alone update what they own and send weights
-    back.
+    `route`: how: the backend's collectives; a ring of messages, the ranks of `local` neighbours
+    first where that is more than one; or to the `owners`, the first `servers` replicas, which alone
+    update what they own and send weights back.
     """
 
     name: str
@@ -40,8 +40,9 @@ class SyncEveryStep:
         return ReplicaView(size, index, sharded=self.route != "owners")
 
     def groups(self, size: int) -> list[list[list[int]]]:
-        """The process groups that it takes, each time all `size` replicas in parts. Of the backend's: one for each
-        round of a codec. Of a ring: all, those on one host, those in the same place on all hosts."""
+        """The process groups that it takes, each time all `size` replicas in parts. Of the
+        backend's: one for each round of a codec. Of a ring: all, those on one host, those in the
+        same place on all hosts."""
         everyone = [list(range(size))]
         if self.route == "backend":
             return [everyone] * ROUNDS
@@ -53,9 +54,9 @@ class SyncEveryStep:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Each replica steps by itself; every `period` steps their weights agree, by an outer step of SGD with this rate
-    and momentum on the mean of their differences. In `fragments`, which take turns; the exchange takes up to `delay`
-    steps, in which replicas step on."""
+    """Each replica steps by itself; every `period` steps their weights agree, by an outer step of
+    SGD with this rate and momentum on the mean of their differences. In `fragments`, which take
+    turns; the exchange takes up to `delay` steps, in which replicas step on."""
 
     name: str
     codec: Codec
@@ -76,8 +77,9 @@ class LocalSteps:
 
 @dataclass(frozen=True)
 class AsyncServers:
-    """Each replica sends gradients to `servers`, the first replicas, and gets weights back, without waiting for others:
-    but for those that are more than `staleness` steps behind (None: for none)."""
+    """Each replica sends gradients to `servers`, the first replicas, and gets weights back, without
+    waiting for others: but for those that are more than `staleness` steps behind (None: for none).
+    """
 
     name: str
     codec: Codec
@@ -96,7 +98,8 @@ Sync = SyncEveryStep | LocalSteps | AsyncServers
 
 
 def bucket_owners(sizes: list[int], servers: int) -> list[int]:
-    """Of tensors of these sizes, in order, the server that owns each: stretches of equal size, as far as may be."""
+    """Of tensors of these sizes, in order, the server that owns each: stretches of equal size, as
+    far as may be."""
     total, done, found = sum(sizes), 0, []
     for size in sizes:
         found.append(min(servers - 1, servers * (2 * done + size) // (2 * total)) if total else 0)

@@ -1,5 +1,5 @@
-"""Tables of a TOML file, held by pydantic: their keys are known, what is wrong is a ConfigError that names it, and what
-is written reads back the same. No torch."""
+"""Tables of a TOML file, held by pydantic: their keys are known, what is wrong is a ConfigError
+that names it, and what is written reads back the same. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CallableTable(BaseModel):
         return dict(self.model_extra or {})
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def dump_toml(table: BaseModel) -> str:
@@ -41,7 +41,10 @@ def dump_toml(table: BaseModel) -> str:
     parts = ["".join(f"{_key(k)} = {_value(v)}\n" for k, v in plain.items())]
     for name, inner in tables.items():
         if isinstance(inner, dict):
-            parts.append(f"[{_key(name)}]\n" + "".join(f"{_key(k)} = {_value(v)}\n" for k, v in inner.items()))
+            parts.append(
+                f"[{_key(name)}]\n"
+                + "".join(f"{_key(k)} = {_value(v)}\n" for k, v in inner.items())
+            )
     return "\n".join(parts)
 
 
@@ -66,7 +69,7 @@ def _value(value: Any) -> str:
     raise TypeError(f"{type(value).__name__} is no TOML value")
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def table_error(problem: str, fix: str, **key: object) -> PydanticCustomError:
@@ -78,7 +81,9 @@ def exactly_one(**keys: object) -> None:
     given = [name for name, value in keys.items() if value is not None]
     if len(given) != 1:
         names = ", ".join(keys)
-        raise table_error(f"names {' and '.join(given) or 'nothing'}", f"give exactly one of {names}")
+        raise table_error(
+            f"names {' and '.join(given) or 'nothing'}", f"give exactly one of {names}"
+        )
 
 
 _KINDS = {
@@ -94,19 +99,26 @@ _KINDS = {
 
 
 def toml_refusal(error: ValidationError, model: type[BaseModel], file: str) -> ConfigError:
-    """The ConfigError that says what pydantic found first in a `file` of this model ("run file")."""
+    """The ConfigError that says what pydantic found first in a `file` of this model ("run
+    file")."""
     # A misspelt key first: the key that it stands for is missing because of it.
-    return _refusal(sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")[0], model, file)
+    return _refusal(
+        sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")[0], model, file
+    )
 
 
-def _owner(model: type[BaseModel], found: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str]]:
-    """The innermost table that holds what is at this place, and its dotted path: an item of a list of values, or one of
-    several types, is not gone into."""
+def _owner(
+    model: type[BaseModel], found: tuple[int | str, ...]
+) -> tuple[type[BaseModel], list[str]]:
+    """The innermost table that holds what is at this place, and its dotted path: an item of a list
+    of values, or one of several types, is not gone into."""
     path: list[str] = []
     inside: Any = model
     for part in found:
         if not (isinstance(inside, type) and issubclass(inside, BaseModel)):
-            tables = [a for a in get_args(inside) if isinstance(a, type) and issubclass(a, BaseModel)]
+            tables = [
+                a for a in get_args(inside) if isinstance(a, type) and issubclass(a, BaseModel)
+            ]
             if not tables and get_origin(inside) is not dict:
                 break
             inside = tables[0] if tables else get_args(inside)[1]
@@ -121,7 +133,12 @@ def _owner(model: type[BaseModel], found: tuple[int | str, ...]) -> tuple[type[B
 def _refusal(error: ErrorDetails, model: type[BaseModel], file: str) -> ConfigError:
     owner, path = _owner(model, error["loc"])
     fields = owner.model_fields
-    field, value, kind, context = ".".join(path), error["input"], error["type"], error.get("ctx", {})
+    field, value, kind, context = (
+        ".".join(path),
+        error["input"],
+        error["type"],
+        error.get("ctx", {}),
+    )
     about = fields[path[-1]].description if path and path[-1] in fields else None
     if kind == "extra_forbidden":
         place = f"[{'.'.join(path[:-1])}]" if len(path) > 1 else f"a {file}"
@@ -133,9 +150,15 @@ def _refusal(error: ErrorDetails, model: type[BaseModel], file: str) -> ConfigEr
         for key, of_key in context["key"].items():
             field, value = ".".join([*path, key]), of_key
         return ConfigError(field, value, context["problem"], context["fix"])
-    problem, fix = _KINDS.get(kind, (error["msg"].replace("Input should be", "must be"), "change it"))
+    problem, fix = _KINDS.get(
+        kind, (error["msg"].replace("Input should be", "must be"), "change it")
+    )
     if kind == "literal_error":
         known = re.findall(r"'([^']*)'", context["expected"])
         problem, fix = "is not known", f"write one of {', '.join(known)}"
-        fix += f"; {nearest(value, known)}" if isinstance(value, str) and "did you" in nearest(value, known) else ""
+        fix += (
+            f"; {nearest(value, known)}"
+            if isinstance(value, str) and "did you" in nearest(value, known)
+            else ""
+        )
     return ConfigError(field, value, problem, f"{fix} ({about})" if about else fix)

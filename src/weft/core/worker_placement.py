@@ -16,13 +16,15 @@ from torch import nn
 
 from .errors import ConfigError, nearest
 
-DRIVER = "driver"  # the process that has the data, the loss, and every module that no worker is named for
+# the process that has the data, the loss, and every module that no worker is named for
+DRIVER = "driver"
 NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")  # what torch.distributed.rpc takes
 
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """`workers` by rank, from 1; rank 0 is the driver. `modules`: each placed module and its worker."""
+    """`workers` by rank, from 1; rank 0 is the driver. `modules`: each placed module and its
+    worker."""
 
     workers: tuple[str, ...]
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -34,16 +36,21 @@ class WorkerPlacement:
 
     def of(self, name: str) -> str:
         """Where a module, parameter or buffer lives."""
-        return next((worker for module, worker in self.modules.items() if _inside(name, module)), DRIVER)
+        return next(
+            (worker for module, worker in self.modules.items() if _inside(name, module)), DRIVER
+        )
 
     def __str__(self) -> str:
-        held = ((worker, [m for m, at in self.modules.items() if at == worker]) for worker in self.workers)
+        held = (
+            (worker, [m for m, at in self.modules.items() if at == worker])
+            for worker in self.workers
+        )
         return "; ".join(f"{worker} holds {', '.join(modules)}" for worker, modules in held)
 
 
 def place_modules(model: nn.Module, workers: Mapping[str, Sequence[str]]) -> WorkerPlacement:
-    """Where the modules of a model live, which may be on the meta device. `workers`: name -> globs of modules' names.
-    Raises ConfigError."""
+    """Where the modules of a model live, which may be on the meta device. `workers`: name -> globs
+    of modules' names. Raises ConfigError."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     found: dict[str, str] = {}
     for worker, patterns in workers.items():
@@ -56,7 +63,9 @@ def place_modules(model: nn.Module, workers: Mapping[str, Sequence[str]]) -> Wor
                 raise ConfigError(f"workers.{worker}", pattern, "no module has such a name", fix)
             matches |= set(matching)
         if not matches:
-            raise ConfigError(f"workers.{worker}", list(patterns), "names no module", "name one, or leave it out")
+            raise ConfigError(
+                f"workers.{worker}", list(patterns), "names no module", "name one, or leave it out"
+            )
         for name in modules:
             if name in matches and not any(_inside(name, other) for other in matches - {name}):
                 _check_callable(worker, name, modules[name])
@@ -74,10 +83,14 @@ def _inside(name: str, module: str) -> bool:
 def _check_name(worker: str) -> None:
     if worker == DRIVER:
         problem = "is the process that runs the model's own forward"
-        raise ConfigError("workers", worker, problem, "leave it out: it has what no worker is named for")
+        raise ConfigError(
+            "workers", worker, problem, "leave it out: it has what no worker is named for"
+        )
     if not NAME.fullmatch(worker):
         problem = "is no name that torch.distributed.rpc takes"
-        raise ConfigError("workers", worker, problem, "use up to 127 letters, digits and any of _ - :")
+        raise ConfigError(
+            "workers", worker, problem, "use up to 127 letters, digits and any of _ - :"
+        )
 
 
 def _check_callable(worker: str, name: str, module: nn.Module) -> None:
@@ -90,14 +103,27 @@ def _check_apart(worker: str, name: str, found: Mapping[str, str]) -> None:
     """Refuse a module that another worker has, in whole or in part."""
     for other, at in found.items():
         if _inside(name, other) or _inside(other, name):
-            problem = f"is on worker {at} too" if name == other else f"and {other}, on worker {at}, lie in one another"
-            raise ConfigError(f"workers.{worker}", name, problem, "name each module, with all inside, for one worker")
+            problem = (
+                f"is on worker {at} too"
+                if name == other
+                else f"and {other}, on worker {at}, lie in one another"
+            )
+            raise ConfigError(
+                f"workers.{worker}",
+                name,
+                problem,
+                "name each module, with all inside, for one worker",
+            )
 
 
 def _check_tied(model: nn.Module, places: WorkerPlacement) -> None:
     """Refuse a tensor that would live in two places, and be trained in each by itself."""
     kept = model.state_dict(keep_vars=True)
-    buffers = ((name, tensor) for name, tensor in model.named_buffers(remove_duplicate=False) if name in kept)
+    buffers = (
+        (name, tensor)
+        for name, tensor in model.named_buffers(remove_duplicate=False)
+        if name in kept
+    )
     for names in _together([*model.named_parameters(remove_duplicate=False), *buffers]):
         at = {places.of(name): name for name in names}
         if len(at) > 1:
@@ -105,7 +131,9 @@ def _check_tied(model: nn.Module, places: WorkerPlacement) -> None:
             worker, name = (one, first) if one != DRIVER else (other, second)
             where = f"{first} on {one} and {second} on {other}"
             fix = "place the modules that share it on one worker, none of them, or untie them"
-            raise ConfigError(f"workers.{worker}", name, f"is one tensor with two names: {where}", fix)
+            raise ConfigError(
+                f"workers.{worker}", name, f"is one tensor with two names: {where}", fix
+            )
 
 
 def _together(named: Iterable[tuple[str, object]]) -> list[list[str]]:

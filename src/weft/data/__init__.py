@@ -1,4 +1,5 @@
-"""Datasets that run files and scripts name: `build = "weft.data:stdlib"`. They are defined in `weft/train/data.py`."""
+"""Datasets that run files and scripts name: `build = "weft.data:stdlib"`. They are defined in
+`weft/train/data.py`."""
 
 from weft.train import Dataset, Images, Loader, Text, collate, hf, shapes, stdlib, text
 

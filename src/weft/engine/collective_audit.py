@@ -1,4 +1,5 @@
-"""The collectives that really ran, seen at PyTorch's dispatcher: whoever called them, weft, FSDP2 or a library."""
+"""The collectives that really ran, seen at PyTorch's dispatcher: whoever called them, weft, FSDP2
+or a library."""
 
 from __future__ import annotations
 
@@ -38,12 +39,16 @@ class Audit(TorchDispatchMode):
         self.mesh = mesh
         self.seen: list[Collective] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if getattr(func, "namespace", "") == "c10d":
             self._record(func, args)
         elif getattr(func, "namespace", "") == "_c10d_functional" and "wait" not in func.__name__:
             axis = self.mesh.axes_of(str(args[-1])) or "(another group)"
-            self.seen.append(Collective(func._schema.name.split("::")[1], axis, _nbytes(args[0]), "", ""))
+            self.seen.append(
+                Collective(func._schema.name.split("::")[1], axis, _nbytes(args[0]), "", "")
+            )
         return func(*args, **(kwargs or {}))
 
     def _record(self, func: Callable, args: tuple) -> None:
@@ -51,9 +56,18 @@ class Audit(TorchDispatchMode):
         if name not in _KINDS:
             return
         kind, message = _KINDS[name]
-        group = next((_unboxed(a) for a in args if isinstance(a, torch.ScriptObject) and _unboxed(a) is not None), None)
+        group = next(
+            (
+                _unboxed(a)
+                for a in args
+                if isinstance(a, torch.ScriptObject) and _unboxed(a) is not None
+            ),
+            None,
+        )
         axis = self.mesh.axes_of(group.group_name) if group is not None else None
-        self.seen.append(Collective(kind, axis or "(another group)", _nbytes(args[message]), "", ""))
+        self.seen.append(
+            Collective(kind, axis or "(another group)", _nbytes(args[message]), "", "")
+        )
 
 
 def _unboxed(value: torch.ScriptObject) -> dist.ProcessGroup | None:

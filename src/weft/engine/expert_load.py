@@ -1,4 +1,5 @@
-"""How many tokens each expert gets, and what its gate adds to the loss: counted in the forwards of training."""
+"""How many tokens each expert gets, and what its gate adds to the loss: counted in the forwards of
+training."""
 
 from __future__ import annotations
 
@@ -15,19 +16,25 @@ from weft.parallel import Mesh
 
 
 class ExpertLoad:
-    """Of the modules of a model that hold experts. Made before the model is cut: what is counted is what each rank's
-    own tokens choose."""
+    """Of the modules of a model that hold experts. Made before the model is cut: what is counted is
+    what each rank's own tokens choose."""
 
     def __init__(self, model: nn.Module, experts: Iterable[ExpertsRole], mesh: Mesh):
         device, self._mesh = mesh.device, mesh
-        self.active: dict[str, int] = {}  # module -> how many experts a token goes to, where this rank has run it
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # that gates have added, summed over tokens
+        self.active: dict[
+            str, int
+        ] = {}  # module -> how many experts a token goes to, where this rank has run it
+        self.loss = torch.zeros(
+            (), dtype=torch.float64, device=device
+        )  # that gates have added, summed over tokens
         self._counts: dict[str, Tensor] = {}
         self._asked: Tensor | None = None
         self.inside = 0  # how many modules that hold experts run
         for each in experts:
             # choices that none took, then all choices of every expert
-            self._counts[each.module] = torch.zeros(1 + each.count, dtype=torch.int64, device=device)
+            self._counts[each.module] = torch.zeros(
+                1 + each.count, dtype=torch.int64, device=device
+            )
             module = model.get_submodule(each.module)
             module.register_forward_pre_hook(partial(self._enter, each), with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
@@ -39,7 +46,9 @@ class ExpertLoad:
     def modules(self) -> tuple[str, ...]:
         return tuple(self._counts)
 
-    def _enter(self, experts: ExpertsRole, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, experts: ExpertsRole, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.inside += 1
         _, index, _ = routing_arguments(experts.names, args, kwargs)
         asked, self._asked = self._asked, None
@@ -63,10 +72,15 @@ class ExpertLoad:
             self.loss += loss.detach()
 
     def take(self) -> tuple[dict[str, list[int]], float]:
-        """(module -> choices that none took, then all of every expert; what gates have added), since the last call and
-        over the ranks of this replica: all call it together. Ranks that have the same tokens are all counted."""
-        every = torch.cat([*self._counts.values(), self.loss.unsqueeze(0)])  # float64, which counts exactly
-        active = torch.tensor([self.active.get(name, 0) for name in self._counts], device=every.device)
+        """(module -> choices that none took, then all of every expert; what gates have added),
+        since the last call and over the ranks of this replica: all call it together. Ranks that
+        have the same tokens are all counted."""
+        every = torch.cat(
+            [*self._counts.values(), self.loss.unsqueeze(0)]
+        )  # float64, which counts exactly
+        active = torch.tensor(
+            [self.active.get(name, 0) for name in self._counts], device=every.device
+        )
         live = self._mesh.layout.live()
         if live:
             group = self._mesh.group(*live)
@@ -76,4 +90,6 @@ class ExpertLoad:
         *counts, loss = every.split([*map(len, self._counts.values()), 1])
         for own in (*self._counts.values(), self.loss):
             own.zero_()
-        return {name: row.long().tolist() for name, row in zip(self._counts, counts, strict=True)}, float(loss)
+        return {
+            name: row.long().tolist() for name, row in zip(self._counts, counts, strict=True)
+        }, float(loss)

@@ -1,8 +1,9 @@
 """When FSDP2's units gather and reduce, for each action of a schedule.
 
-One stage: autograd's own hooks do it, as FSDP2 means them to. In a pipeline a stage's forward is left before the root
-module ends and its backward may come in two parts, so there the root unit (what no block holds: embedding, norm, head)
-is gathered once a step and reduced at its end, and a unit whose weight gradients come with W is reduced after W.
+One stage: autograd's own hooks do it, as FSDP2 means them to. In a pipeline a stage's forward is
+left before the root module ends and its backward may come in two parts, so there the root unit
+(what no block holds: embedding, norm, head) is gathered once a step and reduced at its end, and a
+unit whose weight gradients come with W is reduced after W.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class ScheduledUnit:
     learns: bool  # one of its parameters is trainable
 
     def reduced(self) -> Tensor | None:
-        """A tensor like that of all its gradients, padded as FSDP2 reduces them; None if it holds no parameters."""
+        """A tensor like that of all its gradients, padded as FSDP2 reduces them; None if it holds
+        no parameters."""
         groups = fully_shard.state(self.module)._fsdp_param_groups  # type: ignore[attr-defined]
         if not groups:
             return None
@@ -53,7 +55,8 @@ class FSDPUnits:
         return iter(self.units)
 
     def before(self, action: Action, last: bool, split: bool) -> None:
-        """`last`: of this stage's actions that leave gradients of weights. `split`: B comes without these."""
+        """`last`: of this stage's actions that leave gradients of weights. `split`: B comes without
+        these."""
         if not self.units:
             return
         if action.kind == "B":
@@ -61,7 +64,8 @@ class FSDPUnits:
                 self._flags(unit, last, (last or unit.gather.reduced == "microbatch") and not split)
         elif action.kind == "W":
             for unit in self._of(action.stage):
-                # where a unit's input is the weights' alone, autograd tells FSDP2 of its end in the midst of W
+                # where a unit's input is the weights' alone, autograd tells FSDP2 of its end in the
+                # midst of W
                 unit.module.set_requires_gradient_sync(False, recurse=False)
                 unit.module.set_reshard_after_backward(False, recurse=False)
                 if unit.gather.gathered == "use" and unit.learns:
@@ -78,14 +82,18 @@ class FSDPUnits:
         self._keep()
 
     def reshard(self) -> None:
-        """No backward follows a forward: let go of what it gathered. Weights may be loaded before the next one."""
+        """No backward follows a forward: let go of what it gathered. Weights may be loaded before
+        the next one."""
         for unit in self.units:
             for group in fully_shard.state(unit.module)._fsdp_param_groups:  # type: ignore[attr-defined]
-                group._training_state = TrainingState.IDLE  # a stage's forward is left before the root's ends
+                group._training_state = (
+                    TrainingState.IDLE
+                )  # a stage's forward is left before the root's ends
             unit.module.reshard()
 
     def _keep(self) -> None:
-        """No backward of another stage is to reduce a unit, or to let go of one that is gathered once a step."""
+        """No backward of another stage is to reduce a unit, or to let go of one that is gathered
+        once a step."""
         for unit in self.units if self._staged else ():
             if unit.gather.gathered == "step":
                 unit.module.set_requires_gradient_sync(False, recurse=False)
@@ -97,7 +105,9 @@ class FSDPUnits:
     def _flags(self, unit: ScheduledUnit, last: bool, reduce: bool) -> None:
         unit.module.set_requires_gradient_sync(reduce, recurse=False)
         unit.module.set_requires_all_reduce(last, recurse=False)  # across replicas once a step
-        unit.module.set_reshard_after_backward(last or unit.gather.gathered != "step", recurse=False)
+        unit.module.set_reshard_after_backward(
+            last or unit.gather.gathered != "step", recurse=False
+        )
 
     def _reduce(self, units: list[ScheduledUnit], last: bool) -> None:
         """Reduce outside of a backward, as FSDP2 does at its end."""
@@ -112,7 +122,8 @@ class FSDPUnits:
             unit.module.set_requires_gradient_sync(False, recurse=False)
 
     def _prefetch_within_stages(self) -> None:
-        """FSDP2 gathers ahead what ran before: that may be another stage's, whose turn is not next."""
+        """FSDP2 gathers ahead what ran before: that may be another stage's, whose turn is not
+        next."""
         before: dict[int | None, FSDPModule] = {}
         for unit in self.units:
             unit.module.set_modules_to_backward_prefetch([before.get(unit.stage, unit.module)])
@@ -126,4 +137,10 @@ def _units(model: nn.Module, plan: Plan) -> Iterator[ScheduledUnit]:
         if step.gather is not None and isinstance(module, FSDPModule):
             root = plan.staging is not None and not step.module
             stage = None if root else plan.users(step.params[0].name)[0] if step.params else 0
-            yield ScheduledUnit(step.module, module, step.gather, stage, any(param.name in trainable for param in step.params))
+            yield ScheduledUnit(
+                step.module,
+                module,
+                step.gather,
+                stage,
+                any(param.name in trainable for param in step.params),
+            )

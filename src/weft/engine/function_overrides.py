@@ -1,4 +1,5 @@
-"""What weft replaces inside a user's forward: dropout, and attention where it is recomputed or the sequence is shared.
+"""What weft replaces inside a user's forward: dropout, and attention where it is recomputed or the
+sequence is shared.
 
 They are ordinary calls of `torch.nn.functional`, so a TorchFunctionMode sees them in any model.
 """
@@ -40,7 +41,8 @@ from .expert_load import ExpertLoad
 _SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
 
 
-# torch's own function calls dropout and attention with modes off: the same code, which does not hand itself over
+# torch's own function calls dropout and attention with modes off: the same code, which does not
+# hand itself over
 _multi_head_attention = FunctionType(
     F.multi_head_attention_forward.__code__,
     {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda tensors: False},
@@ -49,36 +51,58 @@ _multi_head_attention = FunctionType(
 
 
 def _runs_again() -> bool:
-    """Whether torch.utils.checkpoint, called by the model, runs this forward, and runs it again in backward."""
+    """Whether torch.utils.checkpoint, called by the model, runs this forward, and runs it again in
+    backward."""
     if torch.is_grad_enabled():
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook")
     frame = sys._getframe()
     while frame.f_back is not None:  # the older kind runs it first without gradients
         frame = frame.f_back
-        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+        if (
+            frame.f_code.co_name == "forward"
+            and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        ):
             return True
     return False
 
 
 class FunctionOverrides(TorchFunctionMode):
-    """Active around forward. `attention_cores` counts the cores that it recomputes. `sequence`: which ranks share.
-    `seen`, `asked`: told of every call of attention, and of what is asked of all tokens: shares of so many experts, the
-    capacity for so many choices, so many positions that the model has made, and are not `known` from the batch.
-    `loads`: told of every loss that a gate adds. `mesh`: whose ranks have other tokens."""
+    """Active around forward. `attention_cores` counts the cores that it recomputes. `sequence`:
+    which ranks share. `seen`, `asked`: told of every call of attention, and of what is asked of all
+    tokens: shares of so many experts, the capacity for so many choices, so many positions that the
+    model has made, and are not `known` from the batch. `loads`: told of every loss that a gate
+    adds. `mesh`: whose ranks have other tokens."""
 
     def __init__(
-        self, randomness: Randomness, selective: bool, sequence: ContextParallel | None = None,
-        seen: Callable[[Tensor, Tensor, Tensor], None] | None = None, mesh: Mesh | None = None,
-        asked: Callable[[str, int], None] | None = None, loads: ExpertLoad | None = None, known: Sequence[Tensor] = (),
-    ):  # fmt: skip
+        self,
+        randomness: Randomness,
+        selective: bool,
+        sequence: ContextParallel | None = None,
+        seen: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+        mesh: Mesh | None = None,
+        asked: Callable[[str, int], None] | None = None,
+        loads: ExpertLoad | None = None,
+        known: Sequence[Tensor] = (),
+    ):
         super().__init__()
         self.randomness, self.selective, self.attention_cores = randomness, selective, 0
-        self.sequence, self.seen, self.asked, self.loads, self.mesh = sequence, seen, asked, loads, mesh
+        self.sequence, self.seen, self.asked, self.loads, self.mesh = (
+            sequence,
+            seen,
+            asked,
+            loads,
+            mesh,
+        )
         self.known = known
-        self.scale, self.routed = 1.0, False  # of the loss that backward starts from; whether experts have asked
+        self.scale, self.routed = (
+            1.0,
+            False,
+        )  # of the loss that backward starts from; whether experts have asked
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(args, kwargs)
@@ -111,17 +135,29 @@ class FunctionOverrides(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropout(
-        self, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self,
+        func: Callable,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
     ) -> Tensor:
         if not training or p == 0.0:
             return input
         if not self.randomness.recomputed and _runs_again():
-            problem = "it is inside of torch.utils.checkpoint, whose second forward would draw another mask"
-            raise UnsupportedModel("dropout", p, problem, 'leave that out and set train.recompute = "full"')
+            problem = (
+                "it is inside of torch.utils.checkpoint, whose second forward would draw another"
+                " mask"
+            )
+            raise UnsupportedModel(
+                "dropout", p, problem, 'leave that out and set train.recompute = "full"'
+            )
         within = self.loads is not None and self.loads.inside and not self.randomness.apart
         if within and self.mesh is not None and self.mesh.layout.live():
             problem = "it drops within experts, whose rows are others on every layout"
-            raise UnsupportedModel("dropout", p, problem, "put it after the experts, or set it to 0")
+            raise UnsupportedModel(
+                "dropout", p, problem, "put it after the experts, or set it to 0"
+            )
         site = self.randomness.site()
         if func in DROPOUTS_OF_CHANNELS and input.ndim > 2:
             channels = self.randomness.dropout(input.new_ones(input.shape[:2]), p, site)
@@ -130,7 +166,10 @@ class FunctionOverrides(TorchFunctionMode):
             return self._alpha(input, p, site)
         if func not in (F.dropout, torch.dropout):
             raise UnsupportedModel(
-                "dropout", func.__name__, "weft has no mask for it that does not depend on the layout", "use nn.Dropout"
+                "dropout",
+                func.__name__,
+                "weft has no mask for it that does not depend on the layout",
+                "use nn.Dropout",
             )
         return self.randomness.dropout(input, p, site)
 
@@ -148,8 +187,15 @@ class FunctionOverrides(TorchFunctionMode):
         core: Callable = F.scaled_dot_product_attention
         if self._shared():
             assert self.sequence is not None
-            site, interior = self.randomness.site() if dropout > 0.0 else 0, self.randomness.interior
-            keep = partial(self._kept, dropout, site, interior, list(self.randomness.samples)) if site else None
+            site, interior = (
+                self.randomness.site() if dropout > 0.0 else 0,
+                self.randomness.interior,
+            )
+            keep = (
+                partial(self._kept, dropout, site, interior, list(self.randomness.samples))
+                if site
+                else None
+            )
             core = partial(self.sequence.attention, keep=keep)
         elif dropout > 0.0:
             # the mask is drawn for this site, so a recomputed core draws the same one
@@ -179,13 +225,19 @@ class FunctionOverrides(TorchFunctionMode):
         self.routed = True
         if self.loads is not None:
             self.loads.choose(index, experts)
-        group = self.mesh.group("tp") if self.mesh is not None and self.randomness.interior == "sequence" else None
+        group = (
+            self.mesh.group("tp")
+            if self.mesh is not None and self.randomness.interior == "sequence"
+            else None
+        )
         if group is not None:
             index = all_gather(index, 1, group, None)
         if self._shared():
             assert self.sequence is not None
             mine = self.sequence.positions(self.sequence.now.length, index.device)
-            index = within_capacity(self.sequence.whole(index), experts, factor).index_select(1, mine)
+            index = within_capacity(self.sequence.whole(index), experts, factor).index_select(
+                1, mine
+            )
         else:
             index = within_capacity(index, experts, factor)
         return index if group is None else split_dim(index, 1, group.rank(), group.size())
@@ -195,9 +247,16 @@ class FunctionOverrides(TorchFunctionMode):
         return self.sequence is not None and self.sequence.now.length > 0
 
     def _kept(
-        self, p: float, site: int, interior: Any, samples: list[int], heads: tuple[int, int, int],
-        queries: tuple[int, int], keys: tuple[int, int], device: torch.device,
-    ) -> Tensor:  # fmt: skip
+        self,
+        p: float,
+        site: int,
+        interior: Any,
+        samples: list[int],
+        heads: tuple[int, int, int],
+        queries: tuple[int, int],
+        keys: tuple[int, int],
+        device: torch.device,
+    ) -> Tensor:
         """Factors of the weights between two stretches, in backward as in forward."""
         draws = replace(self.randomness, interior=interior, samples=samples)
         first, count, all_heads = heads
@@ -224,19 +283,30 @@ def plain_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` [.., heads, s, d] written out, with a dropout mask that no layout changes."""
+    """`scaled_dot_product_attention` [.., heads, s, d] written out, with a dropout mask that no
+    layout changes."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = query @ key.transpose(-2, -1) * (scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
+    scores = (
+        query
+        @ key.transpose(-2, -1)
+        * (scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
+    )
     if is_causal:
         s, t = scores.shape[-2:]
         keep = torch.ones(s, t, dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~keep, float("-inf"))
     if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+        scores = (
+            scores.masked_fill(~attn_mask, float("-inf"))
+            if attn_mask.dtype == torch.bool
+            else scores + attn_mask
+        )
     now, randomness.interior = randomness.interior, interior
-    seen = (scores > float("-inf")).any(-1, keepdim=True)  # what sees nothing gets nothing, as of torch's own
+    seen = (scores > float("-inf")).any(
+        -1, keepdim=True
+    )  # what sees nothing gets nothing, as of torch's own
     weights = torch.softmax(scores.masked_fill(~seen, 0.0), -1).masked_fill(~seen, 0.0)
     weights = randomness.dropout(weights, dropout_p, site)
     randomness.interior = now

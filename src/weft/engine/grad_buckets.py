@@ -1,8 +1,9 @@
 """Gradients summed in buckets, each launched as soon as backward has filled it (Li et al. 2020).
 
-Buckets are launched in one fixed order on every rank, which is what NCCL needs: a stage's in the order in which its
-last backward fills them, then those that are known only at the end: gradients that FSDP2 has to reduce first (partial
-sums over `tp`), and those of weights that several stages use.
+Buckets are launched in one fixed order on every rank, which is what NCCL needs: a stage's in the
+order in which its last backward fills them, then those that are known only at the end: gradients
+that FSDP2 has to reduce first (partial sums over `tp`), and those of weights that several stages
+use.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 @dataclass
 class FilledBucket:
     group: dist.ProcessGroup  # of all ranks that it is summed over
-    within: dist.ProcessGroup | None  # of those that the backend sums it over; None: of the synchroniser's alone
+    within: (
+        dist.ProcessGroup | None
+    )  # of those that the backend sums it over; None: of the synchroniser's alone
     params: list[nn.Parameter]
     stage: int | None  # None: reduced when all backwards are done
     stored: bool  # by FSDP2, whose gradients are copied in and out
@@ -39,7 +42,9 @@ class FilledBucket:
     waiting: int = 0
     launched: bool = False
     work: dist.Work | None = None  # the backend's part of it
-    reached: set[int] = field(default_factory=set)  # parameters that this step's backward has given a gradient
+    reached: set[int] = field(
+        default_factory=set
+    )  # parameters that this step's backward has given a gradient
 
 
 class GradReducer:
@@ -48,10 +53,13 @@ class GradReducer:
     def __init__(self, plan: Plan, params: dict[str, nn.Parameter], mesh: Mesh):
         self.clock = CommTimer()
         self.buckets: list[FilledBucket] = []
-        self._ready_buckets: list[FilledBucket] = []  # of the stage whose last backward runs, those not launched yet
+        self._ready_buckets: list[
+            FilledBucket
+        ] = []  # of the stage whose last backward runs, those not launched yet
         self._of: dict[nn.Parameter, tuple[FilledBucket, int]] = {}
         crossing: list[BucketMessage] = []
-        # autograd holds its hooks where Python's collector does not see them: an engine that is done with is to go
+        # autograd holds its hooks where Python's collector does not see them: an engine that is
+        # done with is to go
         here = weakref.ref(self)
 
         def accumulated(p: Tensor) -> None:
@@ -65,9 +73,13 @@ class GradReducer:
             assert group is not None
             within: dist.ProcessGroup | None = group
             if plan.apart and "dp" in bucket.axes:
-                within = mesh.group(*(axis for axis in bucket.axes if axis != "dp"), among=bucket.among)
+                within = mesh.group(
+                    *(axis for axis in bucket.axes if axis != "dp"), among=bucket.among
+                )
             flat = torch.zeros(
-                sum(local_tensor(p).numel() for p in members), dtype=members[0].dtype, device=local_tensor(members[0]).device
+                sum(local_tensor(p).numel() for p in members),
+                dtype=members[0].dtype,
+                device=local_tensor(members[0]).device,
             )
             views, offset = [], 0
             for p in members:
@@ -75,15 +87,32 @@ class GradReducer:
                 views.append(flat[offset : offset + size].view(local_tensor(p).shape))
                 offset += size
             number = len(crossing) if plan.apart and "dp" in bucket.axes else None
-            made = FilledBucket(group, within, members, bucket.stage, isinstance(members[0], DTensor), flat, views, number)
+            made = FilledBucket(
+                group,
+                within,
+                members,
+                bucket.stage,
+                isinstance(members[0], DTensor),
+                flat,
+                views,
+                number,
+            )
             self.buckets.append(made)
             if number is not None:
-                crossing.append(BucketMessage(flat, tuple(tuple(local_tensor(p).shape) for p in members), bucket.owner))
+                crossing.append(
+                    BucketMessage(
+                        flat, tuple(tuple(local_tensor(p).shape) for p in members), bucket.owner
+                    )
+                )
             for i, p in enumerate(members):
                 self._of[p] = made, i
                 if not made.stored or bucket.stage is not None:
                     p.register_post_accumulate_grad_hook(accumulated)
-        self.exchange = BucketExchange(plan.sync, mesh, crossing) if isinstance(plan.sync, SyncEveryStep) and crossing else None
+        self.exchange = (
+            BucketExchange(plan.sync, mesh, crossing)
+            if isinstance(plan.sync, SyncEveryStep) and crossing
+            else None
+        )
 
     def begin(self) -> None:
         """A step begins: gradients are cleared."""
@@ -93,7 +122,8 @@ class GradReducer:
             if not bucket.stored:
                 bucket.flat.zero_()
                 for p, view in zip(bucket.params, bucket.views, strict=True):
-                    p.grad = view  # backward adds in place: the bucket is the gradient, there is no second copy
+                    # backward adds in place: the bucket is the gradient, there is no second copy
+                    p.grad = view
 
     def arm(self, stage: int) -> None:
         """The next backward is the last of this stage: what it fills is reduced while it runs."""
@@ -132,7 +162,8 @@ class GradReducer:
             self.exchange.launch(bucket.number, bucket.work)
 
     def finish(self) -> list[tuple[FilledBucket, int]]:
-        """Reduce what is left and wait. Returns the parameters that this rank's backward did not reach."""
+        """Reduce what is left and wait. Returns the parameters that this rank's backward did not
+        reach."""
         for bucket in self.buckets:
             if not bucket.launched:
                 self._launch(bucket)
@@ -149,7 +180,12 @@ class GradReducer:
                 elif bucket.stored and bucket.number is not None and isinstance(p, DTensor):
                     # reached on another replica alone; where on none, drop_unused takes it away
                     p.grad = DTensor.from_local(
-                        view.clone(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                        view.clone(),
+                        p.device_mesh,
+                        p.placements,
+                        run_check=False,
+                        shape=p.shape,
+                        stride=p.stride(),
                     )
         return [(b, i) for b in self.buckets for i in range(len(b.params)) if i not in b.reached]
 
@@ -160,20 +196,29 @@ class GradReducer:
         with torch.no_grad():
             for bucket in (b for b in self.buckets if b.number is not None):
                 assert bucket.number is not None
-                flats.append(torch.cat([local_tensor(p.detach()).reshape(-1) for p in bucket.params]))
+                flats.append(
+                    torch.cat([local_tensor(p.detach()).reshape(-1) for p in bucket.params])
+                )
                 self.exchange.spread(bucket.number, flats[-1])
             with self.clock.waiting():
                 self.exchange.finish()
-            for bucket, flat in zip((b for b in self.buckets if b.number is not None), flats, strict=True):
-                for p, part in zip(bucket.params, flat.split([v.numel() for v in bucket.views]), strict=True):
+            for bucket, flat in zip(
+                (b for b in self.buckets if b.number is not None), flats, strict=True
+            ):
+                for p, part in zip(
+                    bucket.params, flat.split([v.numel() for v in bucket.views]), strict=True
+                ):
                     local_tensor(p.detach()).copy_(part.view(local_tensor(p).shape))
 
     def drop_unused(self, missing: list[tuple[FilledBucket, int]], mesh: Mesh) -> None:
-        """Leave no gradient where no rank's backward reached a parameter, as on one device. All ranks call it."""
+        """Leave no gradient where no rank's backward reached a parameter, as on one device. All
+        ranks call it."""
         for bucket in self.buckets:
             gone = {i for b, i in missing if b is bucket}
             used = torch.tensor(
-                [i not in gone for i in range(len(bucket.params))], dtype=torch.int32, device=mesh.device
+                [i not in gone for i in range(len(bucket.params))],
+                dtype=torch.int32,
+                device=mesh.device,
             )
             dist.all_reduce(used, group=bucket.group)
             for p, count in zip(bucket.params, used.tolist(), strict=True):

@@ -1,9 +1,11 @@
-"""This host's part in a run over several: a torchelastic agent, which starts the ranks of this host once enough hosts
-have come, and starts them anew with those that are left when one is lost, and with those that come back.
+"""This host's part in a run over several: a torchelastic agent, which starts the ranks of this host
+once enough hosts have come, and starts them anew with those that are left when one is lost, and
+with those that come back.
 
-What torchelastic leaves to do: hosts meet by the addresses by which they reach each other, whatever their names resolve
-to; a host that falls silent is noticed by its missing beats, and not only when a collective has timed out; ranks that
-were told to stop have not failed; and what weft itself ended is not tried again.
+What torchelastic leaves to do: hosts meet by the addresses by which they reach each other, whatever
+their names resolve to; a host that falls silent is noticed by its missing beats, and not only when
+a collective has timed out; ranks that were told to stop have not failed; and what weft itself ended
+is not tried again.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ SAVE_S = 100  # for ranks that are told to stop: a step, and a checkpoint; less 
 
 @dataclass(frozen=True)
 class HostsSpec:
-    """How many hosts take part, from the least to the most; the ranks of each; where they meet; and how often this one
-    starts its ranks anew after a failure."""
+    """How many hosts take part, from the least to the most; the ranks of each; where they meet; and
+    how often this one starts its ranks anew after a failure."""
 
     least: int
     most: int
@@ -91,12 +93,15 @@ class AllStopped(Exception):
     """All ranks were told to stop, and have saved."""
 
 
-def run_host(hosts: HostsSpec, name: str, digest: str, command: Sequence[str], begin: Callable[[], None]) -> bool:
-    """Run `command` as the ranks of this host until the run has ended; whether it was stopped before its last step.
+def run_host(
+    hosts: HostsSpec, name: str, digest: str, command: Sequence[str], begin: Callable[[], None]
+) -> bool:
+    """Run `command` as the ranks of this host until the run has ended; whether it was stopped
+    before its last step.
 
-    `name` is the run's, where several meet at one place; `digest` that of its settings, which must be the same on all
-    hosts; `begin` is called before the first ranks start, and may refuse. Raises Refusal, and WeftError when ranks fail
-    for good or the place where hosts meet is lost.
+    `name` is the run's, where several meet at one place; `digest` that of its settings, which must
+    be the same on all hosts; `begin` is called before the first ranks start, and may refuse. Raises
+    Refusal, and WeftError when ranks fail for good or the place where hosts meet is lost.
     """
     for logger in logging.root.manager.loggerDict:
         if logger.startswith("torch.distributed.elastic"):
@@ -105,10 +110,14 @@ def run_host(hosts: HostsSpec, name: str, digest: str, command: Sequence[str], b
     address = _found(meeting)
     found = interface_of(address)
     if found is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # else gloo takes what the host's name resolves to
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", found
+        )  # else gloo takes what the host's name resolves to
     # a store of its own for each start: in the agents' the addresses of ranks that died would stay
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in (*STOP, signal.SIGINT, signal.SIGHUP))
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
+        each.name for each in (*STOP, signal.SIGINT, signal.SIGHUP)
+    )
     os.environ[AGENT] = "elastic" if hosts.elastic else "fixed"
     logs = tempfile.mkdtemp(prefix="weft-")
     agent: ElasticAgent | None = None
@@ -118,14 +127,26 @@ def run_host(hosts: HostsSpec, name: str, digest: str, command: Sequence[str], b
     try:
         store = _answering(meeting)
         handler = DynamicRendezvousHandler.from_backend(
-            name, store, C10dRendezvousBackend(store, name), hosts.least, hosts.most, address,
+            name,
+            store,
+            C10dRendezvousBackend(store, name),
+            hosts.least,
+            hosts.most,
+            address,
             RendezvousTimeout(join=timedelta(seconds=COME_S), last_call=timedelta(seconds=MORE_S)),
-            keep_alive_interval=ALIVE_S, keep_alive_max_attempt=MISSED,
-        )  # fmt: skip
+            keep_alive_interval=ALIVE_S,
+            keep_alive_max_attempt=MISSED,
+        )
         spec = WorkerSpec(
-            role="weft", local_world_size=hosts.ranks, entrypoint=sys.executable, args=tuple(command),
-            rdzv_handler=handler, max_restarts=hosts.restarts, monitor_interval=0.1, local_addr=address,
-        )  # fmt: skip
+            role="weft",
+            local_world_size=hosts.ranks,
+            entrypoint=sys.executable,
+            args=tuple(command),
+            rdzv_handler=handler,
+            max_restarts=hosts.restarts,
+            monitor_interval=0.1,
+            local_addr=address,
+        )
         common = dist.PrefixStore(name, store)
         if common.compare_set("weft/digest", "", digest) != digest.encode():
             problem = "a run of this name and with other settings meets there"
@@ -159,10 +180,17 @@ def run_host(hosts: HostsSpec, name: str, digest: str, command: Sequence[str], b
     except RendezvousClosedError:
         raise WeftError("the run has ended on the other hosts") from None
     except (RendezvousTimeoutError, dist.DistStoreError):
-        raise WeftError(f"fewer than {hosts.least} hosts came to {meeting} within {COME_S:.0f} s") from None
+        raise WeftError(
+            f"fewer than {hosts.least} hosts came to {meeting} within {COME_S:.0f} s"
+        ) from None
     except (RendezvousError, dist.DistError) as error:
-        what = f"{meeting}, where hosts meet, is lost or was never there ({str(error).splitlines()[0]})"
-        raise WeftError(f"{what}. Started with --auto-resume it goes on from the latest checkpoint") from error
+        what = (
+            f"{meeting}, where hosts meet, is lost or was never there"
+            f" ({str(error).splitlines()[0]})"
+        )
+        raise WeftError(
+            f"{what}. Started with --auto-resume it goes on from the latest checkpoint"
+        ) from error
     finally:
         shutil.rmtree(logs, ignore_errors=True)
         if over and agent is not None and hosts.most > 1:
@@ -173,8 +201,8 @@ def run_host(hosts: HostsSpec, name: str, digest: str, command: Sequence[str], b
 
 
 def _found(meeting: Rendezvous) -> str:
-    """This host's address on the way to the others. Of a host that is only being started the name may not be known yet:
-    it is asked for again for a while. Raises ConfigError."""
+    """This host's address on the way to the others. Of a host that is only being started the name
+    may not be known yet: it is asked for again for a while. Raises ConfigError."""
     since = time.monotonic()
     while True:
         try:
@@ -189,7 +217,8 @@ def _found(meeting: Rendezvous) -> str:
 
 
 def _answering(meeting: Rendezvous) -> dist.Store:
-    """The store where hosts meet. Raises WeftError if what answers there is none: the connection would never end."""
+    """The store where hosts meet. Raises WeftError if what answers there is none: the connection
+    would never end."""
     found: list[dist.Store | BaseException] = []
 
     def connect() -> None:
@@ -202,14 +231,17 @@ def _answering(meeting: Rendezvous) -> dist.Store:
     thread.start()
     thread.join(COME_S + CUT_OFF_S)
     if not found:
-        raise WeftError(f"what answers at {meeting} is no store: give --rdzv a port that nothing else uses")
+        raise WeftError(
+            f"what answers at {meeting} is no store: give --rdzv a port that nothing else uses"
+        )
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]
 
 
 def _store(meeting: Rendezvous) -> dist.Store:
-    """That of the hosts; kept by this process if they meet here, and no other process does so already."""
+    """That of the hosts; kept by this process if they meet here, and no other process does so
+    already."""
     if meeting.file:
         file = Path(meeting.file)
         with suppress(FileNotFoundError):  # hosts that are there write to it every ALIVE_S seconds
@@ -220,13 +252,20 @@ def _store(meeting: Rendezvous) -> dist.Store:
     for keeps in (True, False) if meeting.here() else (False,):
         try:
             return dist.TCPStore(
-                meeting.host, meeting.port, is_master=keeps, wait_for_workers=False, multi_tenant=True,
+                meeting.host,
+                meeting.port,
+                is_master=keeps,
+                wait_for_workers=False,
+                multi_tenant=True,
                 timeout=timedelta(seconds=COME_S),
-            )  # fmt: skip
+            )
         except dist.DistError:
             if not keeps:
                 raise
-            log_line(f"another process of this host has port {meeting.port}: if it is a run's, this one meets there too")
+            log_line(
+                f"another process of this host has port {meeting.port}: if it is a run's, this one"
+                " meets there too"
+            )
     raise AssertionError
 
 
@@ -234,20 +273,28 @@ def _told(result: RunResult) -> str:
     if not result.failures:
         return "hosts were lost more often than [checkpoint] restarts allows; --resume goes on"
     rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
-    how = f"killed by {first.signal_name()}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
+    how = (
+        f"killed by {first.signal_name()}"
+        if first.exitcode < 0
+        else f"exited with code {first.exitcode}"
+    )
     return f"rank {rank} of this host {how}, and it is not started anew"
 
 
 class ElasticAgent(LocalElasticAgent):
     """torchelastic's agent of one host."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, hosts: HostsSpec, store: dist.Store):
+    def __init__(
+        self, spec: WorkerSpec, logs: DefaultLogsSpecs, hosts: HostsSpec, store: dist.Store
+    ):
         super().__init__(spec, logs, start_method="spawn", shutdown_timeout=SAVE_S)
         self._remaining_restarts: int = spec.max_restarts
         self._hosts, self._common = hosts, store
         self._came: list[str] = []  # the hosts, the last time
         self._beat, self._beaten = 0, 0.0
-        self._heard: dict[int, tuple[bytes, float]] = {}  # of a host: its last beat, and when it was new
+        self._heard: dict[
+            int, tuple[bytes, float]
+        ] = {}  # of a host: its last beat, and when it was new
         self._until = math.inf  # when an answer of the store must have come
         threading.Thread(target=self._end_if_cut_off, name="weft agent", daemon=True).start()
 
@@ -260,7 +307,11 @@ class ElasticAgent(LocalElasticAgent):
         self._until = math.inf  # torchelastic limits how long it waits
         super()._rendezvous(worker_group)
         self._allow()
-        store, here, count = worker_group.store, worker_group.group_rank, worker_group.group_world_size
+        store, here, count = (
+            worker_group.store,
+            worker_group.group_rank,
+            worker_group.group_world_size,
+        )
         assert store is not None and here is not None and count is not None
         store.set(f"weft/who/{here}", f"{socket.gethostname()} ({worker_group.spec.local_addr})")
         came = [store.get(f"weft/who/{other}").decode() for other in range(count)]
@@ -271,9 +322,15 @@ class ElasticAgent(LocalElasticAgent):
             self._common.set("weft/begun", "")
             for key in ("weft/failed", *(f"weft/told/{other}" for other in range(count))):
                 store.delete_key(key)  # in a file there may be an earlier run's
-            log_line(f"{count} of {self._hosts.most} hosts are here: {count * self._hosts.ranks} ranks; {', '.join(came)}")
+            log_line(
+                f"{count} of {self._hosts.most} hosts are here: {count * self._hosts.ranks} ranks;"
+                f" {', '.join(came)}"
+            )
         elif came != self._came:
-            log_line(f"host {here} of {count} that are here; number 0, {came[0]}, prints how the run goes")
+            log_line(
+                f"host {here} of {count} that are here; number 0, {came[0]}, prints how the run"
+                " goes"
+            )
         self._came, self._heard, self._beaten = came, {}, 0.0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -283,8 +340,12 @@ class ElasticAgent(LocalElasticAgent):
             if STOPPED in codes and not self._hosts.elastic:
                 raise AllStopped
             if STOPPED in codes:
-                self._remaining_restarts += 1  # another host was told to stop, which is no failure here
-            elif any(failure.exitcode == 2 or _meant(failure) for failure in result.failures.values()):
+                self._remaining_restarts += (
+                    1  # another host was told to stop, which is no failure here
+                )
+            elif any(
+                failure.exitcode == 2 or _meant(failure) for failure in result.failures.values()
+            ):
                 self._remaining_restarts = 0  # it would come again
             else:
                 self._tell("weft/failed")
@@ -298,12 +359,15 @@ class ElasticAgent(LocalElasticAgent):
                 self._remaining_restarts += left.told  # which is no failure
                 if not left.told:
                     self._tell("weft/failed")
-                self._shutdown(timeout=SAVE_S if left.told else 1)  # else they wait for what will not come
+                self._shutdown(
+                    timeout=SAVE_S if left.told else 1
+                )  # else they wait for what will not come
                 return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
     def tell(self) -> None:
-        """Tell the other hosts that this one was told to stop, whose ranks may not have been able to."""
+        """Tell the other hosts that this one was told to stop, whose ranks may not have been able
+        to."""
         self._tell(f"weft/told/{self._worker_group.group_rank}")
 
     def _tell(self, key: str) -> None:
@@ -312,11 +376,16 @@ class ElasticAgent(LocalElasticAgent):
                 self._worker_group.store.set(key, "")
 
     def _left(self, worker_group: WorkerGroup) -> LostHost | None:
-        """A host that was told to stop, or has fallen silent: the first watches all, and all watch the first."""
+        """A host that was told to stop, or has fallen silent: the first watches all, and all watch
+        the first."""
         now = time.monotonic()
         if now < self._beaten + BEAT_S:
             return None
-        store, here, count = worker_group.store, worker_group.group_rank, worker_group.group_world_size
+        store, here, count = (
+            worker_group.store,
+            worker_group.group_rank,
+            worker_group.group_world_size,
+        )
         assert store is not None and here is not None and count is not None
         self._beat, self._beaten = self._beat + 1, now
         store.set(f"weft/beat/{here}", str(self._beat))
@@ -329,19 +398,28 @@ class ElasticAgent(LocalElasticAgent):
             last, since = self._heard.get(other, (None, now))
             self._heard[other] = (beat, now if beat != last else since)
             if now - self._heard[other][1] > SILENT_S:
-                then = "going on without it" if self._hosts.elastic else "all ranks are started anew when it is back"
-                log_line(f"of {self._came[other]} nothing has been heard for {SILENT_S:.0f} s: {then}")
+                then = (
+                    "going on without it"
+                    if self._hosts.elastic
+                    else "all ranks are started anew when it is back"
+                )
+                log_line(
+                    f"of {self._came[other]} nothing has been heard for {SILENT_S:.0f} s: {then}"
+                )
                 return LostHost(told=False)
         self._allow()
         return None
 
     def _end_if_cut_off(self) -> None:
-        """End this process and its ranks when nothing comes from where hosts meet: a call that waits for it would do so
-        until TCP gives up, a quarter of an hour later."""
+        """End this process and its ranks when nothing comes from where hosts meet: a call that
+        waits for it would do so until TCP gives up, a quarter of an hour later."""
         while True:
             time.sleep(BEAT_S)
             if time.monotonic() > self._until:
-                log_line(f"{self._hosts.meeting} has not answered for {CUT_OFF_S:.0f} s: this host is cut off, and ends")
+                log_line(
+                    f"{self._hosts.meeting} has not answered for {CUT_OFF_S:.0f} s: this host is"
+                    " cut off, and ends"
+                )
                 for process in self._pcontext.pids().values() if self._pcontext is not None else ():
                     with suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
@@ -357,7 +435,9 @@ class ElasticAgent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         failed = worker_group.store is not None and worker_group.store.check(["weft/failed"])
-        self._shutdown(timeout=1 if failed else SAVE_S)  # where ranks are missing the others cannot save
+        self._shutdown(
+            timeout=1 if failed else SAVE_S
+        )  # where ranks are missing the others cannot save
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SAVE_S) -> None:
         self._allow(timeout)

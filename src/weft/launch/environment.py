@@ -8,7 +8,8 @@ import re
 import time
 from pathlib import Path
 
-AGENT = "WEFT_AGENT"  # set by an agent of weft for the ranks it starts: "elastic" where their number may change
+# set by an agent of weft for the ranks it starts: "elastic" where their number may change
+AGENT = "WEFT_AGENT"
 
 
 def launched_rank() -> tuple[int, int, int] | None:
@@ -23,11 +24,13 @@ def launched_rank() -> tuple[int, int, int] | None:
 
 
 def note_error(text: str) -> None:
-    """Tell the torchelastic agent that started this process, if one did, that weft itself ended it, and why."""
+    """Tell the torchelastic agent that started this process, if one did, that weft itself ended it,
+    and why."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         Path(file).write_text(
-            json.dumps({"message": text, "timestamp": int(time.time()), "weft": True}), encoding="utf-8"
+            json.dumps({"message": text, "timestamp": int(time.time()), "weft": True}),
+            encoding="utf-8",
         )
 
 
@@ -45,8 +48,11 @@ def local_world_size() -> int:
 
 
 def master_address() -> tuple[str, int]:
-    """(host, port) where the ranks meet: MASTER_ADDR and MASTER_PORT, or derived from the SLURM job."""
-    host = os.environ.get("MASTER_ADDR") or first_host(os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1"))
+    """(host, port) where the ranks meet: MASTER_ADDR and MASTER_PORT, or derived from the SLURM
+    job."""
+    host = os.environ.get("MASTER_ADDR") or first_host(
+        os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    )
     # The same port on all hosts, and another for each job.
     port = os.environ.get("MASTER_PORT") or 20000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000
     return host, int(port)

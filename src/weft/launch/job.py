@@ -1,7 +1,8 @@
-"""A run as those see it who start it on a cluster: how many hosts, how many ranks on each, and what each host runs.
+"""A run as those see it who start it on a cluster: how many hosts, how many ranks on each, and what
+each host runs.
 
-Nothing is started here. The file that a launcher writes runs `weft train` once on every host; that process starts the
-ranks of its host.
+Nothing is started here. The file that a launcher writes runs `weft train` once on every host; that
+process starts the ranks of its host.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ SAVE_S = 120  # from SIGTERM to the end: for the step that is being taken, and a
 
 @dataclass(frozen=True)
 class Job:
-    """A run on `least` to `most` hosts, with `ranks` on each. `given`: options of `weft train`, but those of hosts."""
+    """A run on `least` to `most` hosts, with `ranks` on each. `given`: options of `weft train`, but
+    those of hosts."""
 
     path: str
     run: RunConfig
@@ -31,13 +33,16 @@ class Job:
 
     @classmethod
     def of(cls, path: str, run: RunConfig, hosts: str, given: Sequence[str] = ()) -> Self:
-        """`hosts` is 4, or 2:4. Raises ConfigError; LayoutError if the layout's ranks do not divide over them."""
+        """`hosts` is 4, or 2:4. Raises ConfigError; LayoutError if the layout's ranks do not divide
+        over them."""
         least, most = parse_nodes(hosts)
         world = run.world
         if world % most:
             fits = ", ".join(str(count) for count in range(1, world + 1) if world % count == 0)
             problem = f"the run has {world} ranks, which do not divide over {most} hosts"
-            raise LayoutError("--nodes", hosts, problem, f"use one of {fits} hosts at most, or another layout")
+            raise LayoutError(
+                "--nodes", hosts, problem, f"use one of {fits} hosts at most, or another layout"
+            )
         return cls(path, run, least, most, world // most, tuple(given))
 
     @property
@@ -50,9 +55,13 @@ class Job:
         return f"{self.least}:{self.most}" if self.elastic else str(self.most)
 
     def check_gpus(self, gpus: int | None) -> None:
-        """Raises ConfigError if a host has too few for its ranks, which would then run on its CPU."""
+        """Raises ConfigError if a host has too few for its ranks, which would then run on its
+        CPU."""
         if gpus is not None and gpus < self.ranks and not self.run.workers:
-            problem = f"a host has {self.ranks} ranks of {self.run.layout.axes}, and each needs a GPU of its own"
+            problem = (
+                f"a host has {self.ranks} ranks of {self.run.layout.axes}, and each needs a GPU of"
+                " its own"
+            )
             raise ConfigError("--gpus", gpus, problem, f"use {self.ranks}, or more hosts")
 
     def command(self, hosts: str, meeting: str) -> list[str]:
@@ -66,4 +75,6 @@ def write_job(out: Path, text: str) -> None:
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError("--out", str(out), f"cannot be written ({error})", "name another file") from None
+        raise ConfigError(
+            "--out", str(out), f"cannot be written ({error})", "name another file"
+        ) from None

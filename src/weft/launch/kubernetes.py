@@ -1,7 +1,7 @@
 """A run as a PyTorchJob of the Kubeflow training operator, v1: the manifest that kubectl takes.
 
-The operator makes a pod for each host, and a new one for a pod that is gone. It tells each, in PET_NNODES and
-PET_RDZV_ENDPOINT, how many there are and where they meet: at the first.
+The operator makes a pod for each host, and a new one for a pod that is gone. It tells each, in
+PET_NNODES and PET_RDZV_ENDPOINT, how many there are and where they meet: at the first.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def kubernetes_manifest(
     cpu: str | None = None,
     memory: str | None = None,
 ) -> str:
-    """The YAML text. `volumes`: CLAIM:/path, on one of which the run folder has to be; `gpus`, `cpu` and `memory` are
-    of each host, as Kubernetes writes quantities.
+    """The YAML text. `volumes`: CLAIM:/path, on one of which the run folder has to be; `gpus`,
+    `cpu` and `memory` are of each host, as Kubernetes writes quantities.
 
     Raises ConfigError for what Kubernetes would not take, or where checkpoints would be lost.
     """
@@ -45,12 +45,16 @@ def kubernetes_manifest(
     if not re.fullmatch(r"[\w.:/@-]+", image, re.ASCII):
         raise ConfigError("--image", image, "is no image", "write as in registry.example/me/weft:1")
     if namespace is not None and not re.fullmatch(LABEL, namespace):
-        raise ConfigError("--namespace", namespace, "is no namespace", "write lower-case letters, digits and -")
+        raise ConfigError(
+            "--namespace", namespace, "is no namespace", "write lower-case letters, digits and -"
+        )
     for field, quantity in (("--cpu", cpu), ("--memory", memory)):
         if quantity is not None and not re.fullmatch(QUANTITY, quantity):
             raise ConfigError(field, quantity, "is no quantity", "write as in 8, 500m or 64Gi")
     limits = {"cpu": cpu, "memory": memory, "nvidia.com/gpu": None if gpus is None else str(gpus)}
-    names = {claim: f"volume-{number}" for number, claim in enumerate(dict.fromkeys(claims.values()))}
+    names = {
+        claim: f"volume-{number}" for number, claim in enumerate(dict.fromkeys(claims.values()))
+    }
     pod = {
         "terminationGracePeriodSeconds": SAVE_S,
         "containers": [
@@ -68,17 +72,26 @@ def kubernetes_manifest(
         ],
         "volumes": [
             {
-                "# Through it processes of a host exchange tensors; a container has 64 MiB of it otherwise.": None,
+                "# Through it processes of a host exchange tensors; a container has 64 MiB of it otherwise.": (
+                    None
+                ),
                 "name": "shm",
                 "emptyDir": {"medium": "Memory"},
             },
-            *({"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in names.items()),
+            *(
+                {"name": name, "persistentVolumeClaim": {"claimName": claim}}
+                for claim, name in names.items()
+            ),
         ],
     }
     worker = {
         "replicas": job.most,
-        "# A host that was stopped ends with 75 once the run has saved, and one that lost the first host with 1.": None,
-        "# Both are to start again; the policy ExitCode takes a code below 128 as the end of the job.": None,
+        "# A host that was stopped ends with 75 once the run has saved, and one that lost the first host with 1.": (
+            None
+        ),
+        "# Both are to start again; the policy ExitCode takes a code below 128 as the end of the job.": (
+            None
+        ),
         "restartPolicy": "OnFailure",
         "template": {"spec": pod},
     }
@@ -91,10 +104,15 @@ def kubernetes_manifest(
             "maxRestarts": job.run.checkpoint.restarts,
         },
         "runPolicy": {
-            "# Restarts of containers, on all hosts together, after which the job has failed.": None,
+            "# Restarts of containers, on all hosts together, after which the job has failed.": (
+                None
+            ),
             "backoffLimit": RETRIES * job.most,
         },
-        "pytorchReplicaSpecs": {"# All hosts: an elastic job has no master.": None, "Worker": worker},
+        "pytorchReplicaSpecs": {
+            "# All hosts: an elastic job has no master.": None,
+            "Worker": worker,
+        },
     }
     whole = {
         "# kubectl apply -f FILE, where the Kubeflow training operator runs.": None,
@@ -117,11 +135,20 @@ def _claims(volumes: Sequence[str]) -> dict[str, str]:
     claims: dict[str, str] = {}
     for volume in volumes:
         claim, _, path = volume.partition(":")
-        fits = re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) and re.fullmatch(r"/[^:]*[^:/]", path)
+        fits = re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) and re.fullmatch(
+            r"/[^:]*[^:/]", path
+        )
         if not fits or posixpath.normpath(path) != path:
-            raise ConfigError("--volume", volume, "is no claim with a path", "write CLAIM:/path, as in training:/data")
+            raise ConfigError(
+                "--volume",
+                volume,
+                "is no claim with a path",
+                "write CLAIM:/path, as in training:/data",
+            )
         if path in claims or path == "/dev/shm":
-            raise ConfigError("--volume", volume, f"something else lies at {path}", "mount it elsewhere")
+            raise ConfigError(
+                "--volume", volume, f"something else lies at {path}", "mount it elsewhere"
+            )
         claims[path] = claim
     return claims
 
@@ -133,12 +160,20 @@ def _check_output(job: Job, paths: Sequence[str]) -> None:
         return
     problem = "lies on no volume, and checkpoints would be lost with the pod"
     at = f"{paths[0] if paths else '/data'}/{PurePosixPath(output).name}"
-    given = "" if paths else " and --volume CLAIM:/data, a PersistentVolumeClaim that all hosts may write"
+    given = (
+        ""
+        if paths
+        else " and --volume CLAIM:/data, a PersistentVolumeClaim that all hosts may write"
+    )
     raise ConfigError("output", job.run.output, problem, f"add --output {at}{given}")
 
 
 def _name(job: Job, given: str | None) -> str:
-    name = re.sub(r"[^a-z0-9]+", "-", Path(job.path).stem.lower()).strip("-") if given is None else given
+    name = (
+        re.sub(r"[^a-z0-9]+", "-", Path(job.path).stem.lower()).strip("-")
+        if given is None
+        else given
+    )
     longest = LONGEST - len(f"-worker-{job.most - 1}")
     if not re.fullmatch(LABEL, name) or len(name) > longest:
         fix = f"give a --name of at most {longest} lower-case letters, digits and -, a letter first"
@@ -146,14 +181,19 @@ def _name(job: Job, given: str | None) -> str:
     return name
 
 
-# ---- YAML ------------------------------------------------------------------------------------------------------------
+# ---- YAML ----------------------------------------------------------------------------------------
 
 
 def _lines(node: dict[str, Any] | list[Any], indent: str = "") -> Iterator[str]:
-    """Of a table or a list. A key that begins with # is a comment; one whose value is None is left out."""
+    """Of a table or a list. A key that begins with # is a comment; one whose value is None is left
+    out."""
     if isinstance(node, list):
         for item in node:
-            lines = [*_lines(item, f"{indent}  ")] if isinstance(item, dict) else [f"{indent}  {yaml_scalar(item)}"]
+            lines = (
+                [*_lines(item, f"{indent}  ")]
+                if isinstance(item, dict)
+                else [f"{indent}  {yaml_scalar(item)}"]
+            )
             notes = [*itertools.takewhile(lambda line: line.lstrip().startswith("#"), lines)]
             yield from (f"{indent}{note.lstrip()}" for note in notes)
             yield f"{indent}- {lines[len(notes)].lstrip()}"
@@ -170,11 +210,16 @@ def _lines(node: dict[str, Any] | list[Any], indent: str = "") -> Iterator[str]:
 
 
 def yaml_scalar(value: str | int) -> str:
-    """As YAML: bare where that can be nothing but this text, else in double quotes, whose escapes are JSON's."""
+    """As YAML: bare where that can be nothing but this text, else in double quotes, whose escapes
+    are JSON's."""
     if isinstance(value, int):
         return str(value)
     bare = re.fullmatch(r"(--)?[a-zA-Z/][\w./-]*([:=@][\w./-]+)*", value, re.ASCII)
     if bare and value.lower() not in ("y", "n", "yes", "no", "on", "off", "true", "false", "null"):
         return value
     quoted = json.dumps(value, ensure_ascii=False)
-    return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]", lambda match: f"\\u{ord(match[0]):04x}", quoted)
+    return re.sub(
+        r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]",
+        lambda match: f"\\u{ord(match[0]):04x}",
+        quoted,
+    )

@@ -4,11 +4,12 @@
     Pool(world).run(function, ...)  the same processes for many tasks, each in a fresh process group
     join(backend)                   this process is a rank already: torchrun or srun started it
 
-Ranks meet through a file, so no port is guessed. If a rank fails, the parent ends the others and raises the error of
-the one that failed first. Ranks end if the parent dies.
+Ranks meet through a file, so no port is guessed. If a rank fails, the parent ends the others and
+raises the error of the one that failed first. Ranks end if the parent dies.
 
-On Linux ranks are forked: they start in milliseconds and inherit what the parent has imported. CUDA does not survive a
-fork, so ranks that use it are spawned, as are those on other systems; their function and arguments are pickled.
+On Linux ranks are forked: they start in milliseconds and inherit what the parent has imported. CUDA
+does not survive a fork, so ranks that use it are spawned, as are those on other systems; their
+function and arguments are pickled.
 """
 
 from __future__ import annotations
@@ -49,21 +50,26 @@ from .signals import on_stop_signal
 Backend = Literal["gloo", "nccl"]
 
 POLL_S = 0.2
-GRACE_S = 0.5  # after the first failure: a killed peer is seen later than the errors of those that lost it
+# after the first failure: a killed peer is seen later than the errors of those that lost it
+GRACE_S = 0.5
 END_S = 1.0  # from SIGTERM to SIGKILL
 STORE_S = 15.0  # for an answer of the store where replicas meet
 STACK = 6  # innermost calls shown of a rank that hangs
 
 
 def run_workers(
-    function: Callable[..., Any], world: int, *args: Any, threads: int | None = None, backend: Backend = "gloo",
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    threads: int | None = None,
+    backend: Backend = "gloo",
     names: Sequence[str] = (),
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """`function(*args)` in `world` processes, inside a process group; the results in rank order.
 
-    `threads`: torch threads of each process (cores // world if left out). `names`: of the ranks, for errors. Raises
-    WorkerDied with the error of the rank that failed first; a Refusal raised by a rank is raised as it is. A SIGTERM is
-    passed on to the ranks, so that they can end in order.
+    `threads`: torch threads of each process (cores // world if left out). `names`: of the ranks,
+    for errors. Raises WorkerDied with the error of the rank that failed first; a Refusal raised by
+    a rank is raised as it is. A SIGTERM is passed on to the ranks, so that they can end in order.
     """
     folder = tempfile.mkdtemp(prefix="weft-")
     file = os.path.join(folder, "store")
@@ -71,7 +77,11 @@ def run_workers(
     try:
         with pass_on_stop(workers) as told:
             for rank in range(world):
-                workers.append(WorkerProcess(backend, RankTask(function, args, rank, world, file, backend, threads)))
+                workers.append(
+                    WorkerProcess(
+                        backend, RankTask(function, args, rank, world, file, backend, threads)
+                    )
+                )
             try:
                 return _collect(WorldWatch(workers, names=names))
             except WorkerDied as error:
@@ -85,8 +95,8 @@ def run_workers(
 class Pool:
     """`world` processes kept alive for many tasks. A context manager.
 
-    Functions and arguments are pickled: name functions at the top of a module. After a task that failed, the processes
-    that ran it are replaced.
+    Functions and arguments are pickled: name functions at the top of a module. After a task that
+    failed, the processes that ran it are replaced.
     """
 
     def __init__(self, world: int, threads: int | None = 1, backend: Backend = "gloo"):
@@ -104,10 +114,11 @@ class Pool:
         timeout: float | None = None,
         apart: Sequence[Sequence[int]] = (),
     ) -> list[Any]:
-        """`function(*args)` on the first `world` processes (all if left out); the results in rank order.
+        """`function(*args)` on the first `world` processes (all if left out); the results in rank
+        order.
 
-        After `timeout` seconds WorkerDied says where every rank hangs. `apart`: the ranks of each replica, where
-        replicas are worlds of their own (as of `replicas.run`). Errors as of `run`.
+        After `timeout` seconds WorkerDied says where every rank hangs. `apart`: the ranks of each
+        replica, where replicas are worlds of their own (as of `replicas.run`). Errors as of `run`.
         """
         world = sum(map(len, apart)) or (len(self._workers) if world is None else world)
         if not 1 <= world <= len(self._workers):
@@ -118,19 +129,37 @@ class Pool:
         self._tasks += 1
         file = os.path.join(self._folder, str(self._tasks))
         tasks = [
-            RankTask(function, args, rank, world, file, self._backend, self._threads, timeout, f"{file}.{rank}")
+            RankTask(
+                function,
+                args,
+                rank,
+                world,
+                file,
+                self._backend,
+                self._threads,
+                timeout,
+                f"{file}.{rank}",
+            )
             for rank in range(world)
         ]
         try:
             with replica_store() if apart else nullcontext((None, None)) as (store, _):
                 for replica, ranks in enumerate(apart):
                     for index, rank in enumerate(ranks):
-                        seat = WorkerSlot(store.port, replica, 0, world) if store is not None else None
+                        seat = (
+                            WorkerSlot(store.port, replica, 0, world) if store is not None else None
+                        )
                         own = f"{file}-{replica}"
-                        tasks[rank] = replace(tasks[rank], rank=index, world=len(ranks), file=own, seat=seat)
+                        tasks[rank] = replace(
+                            tasks[rank], rank=index, world=len(ranks), file=own, seat=seat
+                        )
                 for worker, task in zip(self._workers, tasks, strict=False):
                     worker.connection.send_bytes(pickle.dumps(task))
-                return _collect(WorldWatch(self._workers[:world], timeout, stacks=[task.stack for task in tasks]))
+                return _collect(
+                    WorldWatch(
+                        self._workers[:world], timeout, stacks=[task.stack for task in tasks]
+                    )
+                )
         except BaseException:
             end_workers(self._workers[:world])
             self._workers[:world] = [WorkerProcess(self._backend) for _ in range(world)]
@@ -151,20 +180,33 @@ class Pool:
 
 @contextmanager
 def join_world(
-    backend: Backend = "gloo", threads: int | None = None, world: int | None = None, store: dist.Store | None = None
+    backend: Backend = "gloo",
+    threads: int | None = None,
+    world: int | None = None,
+    store: dist.Store | None = None,
 ) -> Iterator[None]:
-    """The process group of the processes that torchrun or srun started, of which this is one; see `environment`. Of the
-    first `world` of them, if it is given; `store`: where they meet, if that is known already."""
+    """The process group of the processes that torchrun or srun started, of which this is one; see
+    `environment`. Of the first `world` of them, if it is given; `store`: where they meet, if that
+    is known already."""
     found = launched_rank()
     if found is None:
         raise RuntimeError("neither torchrun nor srun started this process")
     rank, size, local_rank = found
-    with enter_rank(backend, rank, world or size, local_rank, local_world_size(), threads, store or rendezvous_store()):
+    with enter_rank(
+        backend,
+        rank,
+        world or size,
+        local_rank,
+        local_world_size(),
+        threads,
+        store or rendezvous_store(),
+    ):
         yield
 
 
 def wait_as_spare(store: dist.Store, rank: int, size: int) -> bool:
-    """For a rank of `size` without a part: wait until the run ends; whether it was stopped. Exits if the run fails."""
+    """For a rank of `size` without a part: wait until the run ends; whether it was stopped. Exits
+    if the run fails."""
     told = threading.Event()
     try:
         with on_stop_signal(told.set):
@@ -173,12 +215,15 @@ def wait_as_spare(store: dist.Store, rank: int, size: int) -> bool:
         stopped = told.is_set() or store.get("weft/left/0") == b"stopped"
         leave_world(store, rank, size, stopped)
     except dist.DistError:
-        raise SystemExit(1) from None  # the first rank has gone without a word: a failure, told by who failed
+        raise SystemExit(
+            1
+        ) from None  # the first rank has gone without a word: a failure, told by who failed
     return stopped
 
 
 def leave_world(store: dist.Store, rank: int, size: int, stopped: bool = False) -> None:
-    """Say that this rank of `size` is done. Rank 0, which may keep the store, waits a while for the others."""
+    """Say that this rank of `size` is done. Rank 0, which may keep the store, waits a while for the
+    others."""
     with suppress(dist.DistError) if rank else nullcontext():  # rank 0 may have waited long enough
         store.set(f"weft/left/{rank}", "stopped" if stopped else "")
     since = time.monotonic()
@@ -193,7 +238,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-# ---- in the parent -------------------------------------------------------------------------------------------------
+# ---- in the parent -------------------------------------------------------------------------------
 
 
 def _context(backend: Backend) -> BaseContext:
@@ -203,7 +248,8 @@ def _context(backend: Backend) -> BaseContext:
 
 
 def _release_threads() -> None:
-    """End this thread's OpenMP threads: a forked child would wait for them for ever. They come back when needed."""
+    """End this thread's OpenMP threads: a forked child would wait for them for ever. They come back
+    when needed."""
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if re.search(r"/lib[gi]?omp[^/]*\.so", line)}
     for library in libraries:
@@ -212,15 +258,20 @@ def _release_threads() -> None:
 
 @contextmanager
 def replica_store() -> Iterator[tuple[dist.TCPStore, BaseProcess]]:
-    """Where replicas that are worlds of their own meet, and the process that keeps it: the store's thread would hold
-    locks when this process forks, and the fork would wait for them for ever."""
+    """Where replicas that are worlds of their own meet, and the process that keeps it: the store's
+    thread would hold locks when this process forks, and the fork would wait for them for ever."""
     here, theirs = multiprocessing.Pipe()
     keeper = _context("gloo").Process(target=_keep, args=(theirs, os.getpid()))  # type: ignore[attr-defined]
     keeper.start()
     theirs.close()
     try:
         port, patience = here.recv(), timedelta(seconds=STORE_S)
-        yield dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience), keeper
+        yield (
+            dist.TCPStore(
+                "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience
+            ),
+            keeper,
+        )
     finally:
         keeper.kill()
         keeper.join()
@@ -249,7 +300,9 @@ class WorkerProcess:
 
     def answer(self) -> _TaskResult | _TaskFailure | None:
         """What the process has answered, or how it died; None if it is still at work."""
-        died = self.process.exitcode is not None  # asked first: an answer sent just before the end is still read
+        died = (
+            self.process.exitcode is not None
+        )  # asked first: an answer sent just before the end is still read
         try:
             if self.connection.poll():
                 return pickle.loads(self.connection.recv_bytes())
@@ -259,14 +312,18 @@ class WorkerProcess:
         if not died:
             return None
         code = self.process.exitcode
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+        how = (
+            f"killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"exited with code {code}"
+        )
         # An abort is often a consequence: a library's own end when its peer is gone.
         return _TaskFailure(time.monotonic() if code == -signal.SIGABRT else 0.0, how)
 
 
 class WorldWatch:
-    """The ranks of one world at one task. `ranks`: their numbers in what is said of them, and `names`; `stacks`: the
-    files in which those that hang say where."""
+    """The ranks of one world at one task. `ranks`: their numbers in what is said of them, and
+    `names`; `stacks`: the files in which those that hang say where."""
 
     def __init__(
         self,
@@ -306,13 +363,19 @@ class WorldWatch:
         """In rank order. Raises the error of the rank that failed first."""
         if self._failed:
             rank = min(self._failed, key=lambda r: self._failed[r].when)
-            raise self._failed[rank].error(self._ranks[rank], self._names[rank] if self._names else "")
+            raise self._failed[rank].error(
+                self._ranks[rank], self._names[rank] if self._names else ""
+            )
         if self._waiting:
             stacks = [(rank, Path(self._stacks[rank])) for rank in self._waiting]
             places = [
-                f"\nrank {rank} is at\n{stack.read_text(encoding='utf-8')}" for rank, stack in stacks if stack.exists()
+                f"\nrank {rank} is at\n{stack.read_text(encoding='utf-8')}"
+                for rank, stack in stacks
+                if stack.exists()
             ]
-            raise WorkerDied(min(self._waiting), f"no answer within {self._timeout} s{''.join(places)}")
+            raise WorkerDied(
+                min(self._waiting), f"no answer within {self._timeout} s{''.join(places)}"
+            )
         return [self._results[rank] for rank in range(len(self._ranks))]
 
 
@@ -350,7 +413,7 @@ def end_workers(workers: Sequence[WorkerProcess]) -> None:
         worker.connection.close()
 
 
-# ---- in a rank -----------------------------------------------------------------------------------------------------
+# ---- in a rank -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -360,8 +423,8 @@ class _TaskResult:
 
 @dataclass(frozen=True)
 class _TaskFailure:
-    """`when` by the host's clock (0: before all that peers report); `refusal`: its type, arguments and attributes;
-    `meant`: weft raised it."""
+    """`when` by the host's clock (0: before all that peers report); `refusal`: its type, arguments
+    and attributes; `meant`: weft raised it."""
 
     when: float
     report: str
@@ -372,9 +435,16 @@ class _TaskFailure:
     def by(cls, error: BaseException) -> _TaskFailure:
         refusal = None
         if isinstance(error, Refusal):  # its fields become text: a value may be anything
-            fields = {key: x if isinstance(x, int | float | None) else str(x) for key, x in vars(error).items()}
+            fields = {
+                key: x if isinstance(x, int | float | None) else str(x)
+                for key, x in vars(error).items()
+            }
             refusal = type(error), error.args, fields
-        said = str(error) if isinstance(error, WeftError) else "".join(traceback.format_exception(error))
+        said = (
+            str(error)
+            if isinstance(error, WeftError)
+            else "".join(traceback.format_exception(error))
+        )
         return cls(time.monotonic(), said, refusal, isinstance(error, WeftError))
 
     def error(self, rank: int, name: str) -> Exception:
@@ -388,8 +458,8 @@ class _TaskFailure:
 
 @dataclass(frozen=True)
 class RankTask:
-    """One rank's part of one task. `file` is where the ranks of its world meet, `seat` what the world is among others;
-    after `timeout` seconds `stack` says where it is."""
+    """One rank's part of one task. `file` is where the ranks of its world meet, `seat` what the
+    world is among others; after `timeout` seconds `stack` says where it is."""
 
     function: Callable[..., Any]
     args: tuple
@@ -403,15 +473,21 @@ class RankTask:
     seat: WorkerSlot | None = None
 
     def __call__(self) -> Any:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # for who asks; nobody listens there
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        )  # for who asks; nobody listens there
         store = dist.FileStore(self.file, self.world)
-        alarm = threading.Timer(self.timeout or 0.0, _note_stack, (threading.get_ident(), self.stack))
+        alarm = threading.Timer(
+            self.timeout or 0.0, _note_stack, (threading.get_ident(), self.stack)
+        )
         alarm.daemon = True
         if self.timeout is not None:
             alarm.start()
         neighbours = self.world if self.seat is None else self.seat.neighbours
         company = None if self.seat is None else self.seat.company()
-        with enter_rank(self.backend, self.rank, self.world, self.rank, neighbours, self.threads, store, company):
+        with enter_rank(
+            self.backend, self.rank, self.world, self.rank, neighbours, self.threads, store, company
+        ):
             result = self.function(*self.args)
         alarm.cancel()
         return result
@@ -419,8 +495,8 @@ class RankTask:
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """What a world is among replicas on this host that are worlds of their own: `port` is that of the store where they
-    meet; `neighbours` counts the ranks of all of them."""
+    """What a world is among replicas on this host that are worlds of their own: `port` is that of
+    the store where they meet; `neighbours` counts the ranks of all of them."""
 
     port: int
     replica: int
@@ -436,7 +512,8 @@ _COMPANY: list[ReplicaGroup] = []  # of this process, if it has any
 
 
 def replica_slot() -> ReplicaGroup | None:
-    """Where this process stands among replicas that are worlds of their own; None where all ranks are in one world."""
+    """Where this process stands among replicas that are worlds of their own; None where all ranks
+    are in one world."""
     return _COMPANY[0] if _COMPANY else None
 
 
@@ -455,7 +532,8 @@ def rendezvous_store() -> dist.Store:
     store, _, _ = next(dist.rendezvous("env://", rank=found[0], world_size=found[1]))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store
-    # torchrun keeps its store when it starts processes anew, and with it the addresses of those that died
+    # torchrun keeps its store when it starts processes anew, and with it the addresses of those
+    # that died
     return dist.PrefixStore(f"attempt-{restart_count()}", store)
 
 
@@ -470,23 +548,35 @@ def enter_rank(
     store: dist.Store,
     company: ReplicaGroup | None = None,
 ) -> Iterator[None]:
-    """This process is a rank, one of `neighbours` on this host, until all ranks are done: some may still be connecting,
-    or need the store of the first."""
+    """This process is a rank, one of `neighbours` on this host, until all ranks are done: some may
+    still be connecting, or need the store of the first."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(neighbours)
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(neighbours),
     )
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the flight recorder remembers
+    os.environ.setdefault(
+        "TORCH_FR_BUFFER_SIZE", "2000"
+    )  # collectives that the flight recorder remembers
     # torch's own way to say it; but torchrun says 1 where nobody has
     asked = (
-        os.environ.get("OMP_NUM_THREADS", "") if "TORCHELASTIC_RUN_ID" not in os.environ or AGENT in os.environ else ""
+        os.environ.get("OMP_NUM_THREADS", "")
+        if "TORCHELASTIC_RUN_ID" not in os.environ or AGENT in os.environ
+        else ""
     )
-    torch.set_num_threads(threads or (int(asked) if asked.isdigit() and int(asked) else max(1, usable_cores() // neighbours)))
+    torch.set_num_threads(
+        threads
+        or (int(asked) if asked.isdigit() and int(asked) else max(1, usable_cores() // neighbours))
+    )
     if backend == "gloo":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     else:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world, device_id=device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world, device_id=device
+        )
     _COMPANY[:] = [] if company is None else [company]
     yield
     dist.barrier()  # not after an error: peers that are gone would be waited for
@@ -495,8 +585,12 @@ def enter_rank(
 
 def _work(connection: Connection, parent: int, task: RankTask | None) -> None:
     """A worker's life: `task`, or every task that comes over the connection."""
-    gc.freeze()  # the parent's garbage is not this process's to collect: destructors may join threads or delete files
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    # the parent's garbage is not this process's to collect: destructors may join threads or delete
+    # files
+    gc.freeze()
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
     if task is not None:
@@ -510,7 +604,8 @@ def _work(connection: Connection, parent: int, task: RankTask | None) -> None:
         except EOFError:
             return
         answer = _answer(lambda message=message: pickle.loads(message)())  # type: ignore[misc]
-        # DTensor caches by mesh, and a mesh of the next task may equal one of this task, whose groups are gone.
+        # DTensor caches by mesh, and a mesh of the next task may equal one of this task, whose
+        # groups are gone.
         _clear_sharding_prop_cache()
         gc.collect()  # an engine is a cycle, and holds process groups with their threads
         connection.send_bytes(answer)

@@ -1,4 +1,5 @@
-"""Hosts that take part in one run: how many, where they meet, and by which address the others reach this one. No torch.
+"""Hosts that take part in one run: how many, where they meet, and by which address the others reach
+this one. No torch.
 
 nodes("2:4")                       from 2 to 4 of them
 Meeting.parse("10.0.0.1:29400")    at a port of one of them; or file:///shared/run1, a file that all of them see
@@ -26,7 +27,9 @@ def parse_nodes(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
-        raise ConfigError("--nodes", text, "is no number of hosts", "write 4, or 2:4 for any number from 2 to 4")
+        raise ConfigError(
+            "--nodes", text, "is no number of hosts", "write 4, or 2:4 for any number from 2 to 4"
+        )
     return least, most
 
 
@@ -40,18 +43,25 @@ class Rendezvous:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`host:port`, `tcp://host:port`, `file:///path`, or `env://`: what MASTER_ADDR and MASTER_PORT say. Raises
-        ConfigError."""
+        """`host:port`, `tcp://host:port`, `file:///path`, or `env://`: what MASTER_ADDR and
+        MASTER_PORT say. Raises ConfigError."""
         fix = "write host:port, tcp://host:port, file:///path or env://"
         if text == "env://":
             host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", str(PORT))
             if not host or not port.isdigit():
-                raise ConfigError("--rdzv", text, "MASTER_ADDR and MASTER_PORT do not say where", fix)
+                raise ConfigError(
+                    "--rdzv", text, "MASTER_ADDR and MASTER_PORT do not say where", fix
+                )
             return cls(host, int(port))
         scheme, _, rest = text.rpartition("://")
         if scheme == "file":
             if not rest.startswith("/") or not Path(rest).parent.is_dir():
-                raise ConfigError("--rdzv", text, "is no file in a folder that exists", "write file:///folder/name")
+                raise ConfigError(
+                    "--rdzv",
+                    text,
+                    "is no file in a folder that exists",
+                    "write file:///folder/name",
+                )
             return cls(file=rest)
         match = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:/\s\[\]]+)(?::(\d{1,5}))?", rest)
         if scheme not in ("", "tcp") or match is None or not 0 < int(match[2] or PORT) < 1 << 16:
@@ -63,20 +73,29 @@ class Rendezvous:
         return f"file://{self.file}" if self.file else f"{host}:{self.port}"
 
     def address(self) -> str:
-        """The address by which the other hosts reach this one: that of its way to where they meet. Nothing is sent.
-        Raises ConfigError if there is no way."""
+        """The address by which the other hosts reach this one: that of its way to where they meet.
+        Nothing is sent. Raises ConfigError if there is no way."""
         try:
             found = _way(self.host, self.port) if not self.file else "127.0.0.1"
         except OSError as error:
             problem = f"there is no way to it ({error.strerror or error})"
-            raise ConfigError("--rdzv", str(self), problem, "name a host that this one reaches") from None
-        if self.host != "localhost" and not re.match(r"[\d.]+$|.*:", self.host) and found.startswith("127."):
-            with suppress(OSError):  # its own name is often a loopback's; without a network that is all there is
+            raise ConfigError(
+                "--rdzv", str(self), problem, "name a host that this one reaches"
+            ) from None
+        if (
+            self.host != "localhost"
+            and not re.match(r"[\d.]+$|.*:", self.host)
+            and found.startswith("127.")
+        ):
+            with suppress(
+                OSError
+            ):  # its own name is often a loopback's; without a network that is all there is
                 return _way("192.0.2.1", 9)  # RFC 5737: any host but this one
         return found
 
     def here(self) -> bool:
-        """Whether it is a port of this host: one of its addresses can be taken, whatever its name stands for."""
+        """Whether it is a port of this host: one of its addresses can be taken, whatever its name
+        stands for."""
         if self.file:
             return False
         family, kind, _, _, where = socket.getaddrinfo(self.host, 0, type=socket.SOCK_DGRAM)[0]
@@ -105,7 +124,9 @@ def interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
+                answer = fcntl.ioctl(
+                    probe, 0x8915, struct.pack("256s", name[:15].encode())
+                )  # SIOCGIFADDR
             except OSError:  # it has none
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:

@@ -1,10 +1,12 @@
-"""The processes of replicas that step by themselves: each replica is a world of its own, so one may fail alone.
+"""The processes of replicas that step by themselves: each replica is a world of its own, so one may
+fail alone.
 
     run(function, worlds, *args)        the processes of all replicas on this host
     join(backend, threads, worlds)      this process is a rank already: torchrun or srun started it
 
-Replicas meet at a store that a process beside them keeps. When a process ends that should not, the rest of its replica
-is ended, the others are told, and the replica is started anew: it catches up from one of them.
+Replicas meet at a store that a process beside them keeps. When a process ends that should not, the
+rest of its replica is ended, the others are told, and the replica is started anew: it catches up
+from one of them.
 """
 
 from __future__ import annotations
@@ -51,16 +53,20 @@ def run_replicas(
     backend: Backend = "gloo",
     needed: Collection[int] = (),
 ) -> list[Any]:
-    """`function(*args)` in the processes of all replicas; the results in rank order, None of a replica that failed for
-    good. `worlds`: the ranks of each replica; `needed`: replicas without which the others cannot go on.
+    """`function(*args)` in the processes of all replicas; the results in rank order, None of a
+    replica that failed for good. `worlds`: the ranks of each replica; `needed`: replicas without
+    which the others cannot go on.
 
-    Raises WorkerDied when a replica that is needed fails, or the last one; a Refusal is raised as it is.
+    Raises WorkerDied when a replica that is needed fails, or the last one; a Refusal is raised as
+    it is.
     """
     folder = tempfile.mkdtemp(prefix="weft-")
     every: list[WorkerProcess] = []
     size = sum(map(len, worlds))
 
-    def started(store: dist.TCPStore, replica: int, incarnation: int) -> tuple[list[WorkerProcess], WorldWatch]:
+    def started(
+        store: dist.TCPStore, replica: int, incarnation: int
+    ) -> tuple[list[WorkerProcess], WorldWatch]:
         file = os.path.join(folder, f"{replica}-{incarnation}")
         seat, ranks = WorkerSlot(store.port, replica, incarnation, size), worlds[replica]
         workers = []
@@ -72,19 +78,30 @@ def run_replicas(
 
     results: list[Any] = [None] * size
     try:
-        with local_workers.replica_store() as (store, keeper), ExitStack() as before, pass_on_stop(every) as told:
+        with (
+            local_workers.replica_store() as (store, keeper),
+            ExitStack() as before,
+            pass_on_stop(every) as told,
+        ):
             before.callback(end_workers, every)  # while they can still meet
             running = {replica: (0, *started(store, replica, 0)) for replica in range(len(worlds))}
             done, last, first = 0, time.monotonic(), None
             while running:
-                served = bool(needed) and not set(needed) & running.keys()  # who is not done by then cannot go on
+                served = (
+                    bool(needed) and not set(needed) & running.keys()
+                )  # who is not done by then cannot go on
                 try:
-                    over = served or (keeper.is_alive() and all(is_left_out(store, each) for each in running))
+                    over = served or (
+                        keeper.is_alive() and all(is_left_out(store, each) for each in running)
+                    )
                 except dist.DistNetworkError:
                     keeper.join(END_S)
                 check_store(keeper)
                 if done and over and time.monotonic() > last + LAST_S:
-                    log_line(f"replicas {', '.join(map(str, running))} stall, and the others are done: ended")
+                    log_line(
+                        f"replicas {', '.join(map(str, running))} stall, and the others are done:"
+                        " ended"
+                    )
                     break
                 events = [event for _, _, watch in running.values() for event in watch.events()]
                 wait([*events, keeper.sentinel], timeout=POLL_S)
@@ -102,7 +119,10 @@ def run_replicas(
                         mark_ended(store, replica)
                         first = first or error  # those of others are consequences, if none is left
                         if replica in needed:
-                            log_line(f"replica {replica}, which serves the others, has failed; --resume goes on")
+                            log_line(
+                                f"replica {replica}, which serves the others, has failed; --resume"
+                                " goes on"
+                            )
                         if replica in needed:
                             raise
                         if not (running or done):
@@ -110,7 +130,10 @@ def run_replicas(
                         again = bool(running) and incarnation < RESTARTS and not told.is_set()
                         _say(replica, error, incarnation if again else None)
                         if again:
-                            running[replica] = incarnation + 1, *started(store, replica, incarnation + 1)
+                            running[replica] = (
+                                incarnation + 1,
+                                *started(store, replica, incarnation + 1),
+                            )
         return results
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -119,13 +142,17 @@ def run_replicas(
 def check_store(keeper: BaseProcess) -> None:
     """Raises WeftError if the process that keeps the replicas' store has died."""
     if not keeper.is_alive():
-        raise WeftError("the process that keeps the store where replicas meet has died; --resume goes on")
+        raise WeftError(
+            "the process that keeps the store where replicas meet has died; --resume goes on"
+        )
 
 
 @contextmanager
-def join_replica(backend: Backend, threads: int | None, worlds: Sequence[Sequence[int]]) -> Iterator[None]:
-    """The world of its replica, for a process that torchrun or srun started. Rank 0, which may keep the store where
-    replicas meet, waits a while for the others at the end."""
+def join_replica(
+    backend: Backend, threads: int | None, worlds: Sequence[Sequence[int]]
+) -> Iterator[None]:
+    """The world of its replica, for a process that torchrun or srun started. Rank 0, which may keep
+    the store where replicas meet, waits a while for the others at the end."""
     found = launched_rank()
     assert found is not None
     rank, size, local_rank = found
@@ -133,12 +160,25 @@ def join_replica(backend: Backend, threads: int | None, worlds: Sequence[Sequenc
     replica = next(i for i, ranks in enumerate(worlds) if rank in ranks)
     index, world = worlds[replica].index(rank), len(worlds[replica])
     own = dist.PrefixStore(f"replica-{replica}", store)
-    with local_workers.enter_rank(backend, index, world, local_rank, local_world_size(), threads, own, ReplicaGroup(store, replica)):
+    with local_workers.enter_rank(
+        backend,
+        index,
+        world,
+        local_rank,
+        local_world_size(),
+        threads,
+        own,
+        ReplicaGroup(store, replica),
+    ):
         yield
     local_workers.leave_world(store, rank, size)
 
 
 def _say(replica: int, error: WorkerDied, restarts: int | None) -> None:
-    what = "the others go on without it" if restarts is None else f"started anew ({restarts + 1} of {RESTARTS})"
+    what = (
+        "the others go on without it"
+        if restarts is None
+        else f"started anew ({restarts + 1} of {RESTARTS})"
+    )
     lines = str(error).splitlines()
     log_line(f"replica {replica} has failed, {what}: {lines[0]} {lines[-1]}")

@@ -1,4 +1,5 @@
-"""A run of one world whose process dies goes on by itself, from its latest checkpoint that is whole."""
+"""A run of one world whose process dies goes on by itself, from its latest checkpoint that is
+whole."""
 
 from __future__ import annotations
 
@@ -13,14 +14,19 @@ T = TypeVar("T")
 
 
 def run_with_restarts(
-    start: Callable[[bool], T], latest: Callable[[], int | None], set_aside: Callable[[], bool], resume: bool,
+    start: Callable[[bool], T],
+    latest: Callable[[], int | None],
+    set_aside: Callable[[], bool],
+    resume: bool,
     restarts: int,
-) -> T:  # fmt: skip
-    """What `start(resume)` gives. If one of its processes dies it is started anew, to go on from the step that `latest`
-    tells, at most `restarts` times. A checkpoint that is found damaged is `set_aside` for the one before it, if any.
+) -> T:
+    """What `start(resume)` gives. If one of its processes dies it is started anew, to go on from
+    the step that `latest` tells, at most `restarts` times. A checkpoint that is found damaged is
+    `set_aside` for the one before it, if any.
 
-    It ends with the error as it came where there is no checkpoint to go on from, where weft itself ended the run (a
-    loss that is not finite), when it was told to stop, and at the same error twice without a checkpoint between.
+    It ends with the error as it came where there is no checkpoint to go on from, where weft itself
+    ended the run (a loss that is not finite), when it was told to stop, and at the same error twice
+    without a checkpoint between.
     """
     died: tuple[str, int | None] | None = None
     number = 0
@@ -31,17 +37,25 @@ def run_with_restarts(
             quarantine_damaged(error, set_aside, latest)
         except WorkerDied as error:
             step, how = latest(), error.report.strip().splitlines()[-1]
-            from_outside = how.startswith(("killed by", "exited with"))  # which may come again at any time
+            from_outside = how.startswith(
+                ("killed by", "exited with")
+            )  # which may come again at any time
             again = died == (how, step) and not from_outside
             if number == restarts or step is None or error.meant or error.stopped or again:
                 raise
             number += 1
             died, resume = (how, step), True
-            log_line(f"{error.who.rstrip(',')}: {how}; going on from step {step} ({number} of {restarts})")
+            log_line(
+                f"{error.who.rstrip(',')}: {how}; going on from step {step} ({number} of"
+                f" {restarts})"
+            )
 
 
-def quarantine_damaged(error: DamagedCheckpoint, set_aside: Callable[[], bool], latest: Callable[[], int | None]) -> None:
-    """Set the latest checkpoint aside, which is damaged. Raises the error if there is none before it."""
+def quarantine_damaged(
+    error: DamagedCheckpoint, set_aside: Callable[[], bool], latest: Callable[[], int | None]
+) -> None:
+    """Set the latest checkpoint aside, which is damaged. Raises the error if there is none before
+    it."""
     if not set_aside():
         raise error
     log_line(f"{error.value}: {error.problem}; set aside, going on from step {latest()}")

@@ -1,7 +1,8 @@
 """Remote procedure calls between the processes of a run, beside their process group.
 
-Whoever can connect to a process may call any function in it: torch.distributed.rpc trusts its network. A process
-listens at the address by which the others reach its host, and on a run of one host at the loopback alone.
+Whoever can connect to a process may call any function in it: torch.distributed.rpc trusts its
+network. A process listens at the address by which the others reach its host, and on a run of one
+host at the loopback alone.
 """
 
 from __future__ import annotations
@@ -23,15 +24,22 @@ _SCHEME = "weft"
 
 @contextmanager
 def rpc_session(names: Sequence[str]) -> Iterator[None]:
-    """The processes of the default process group can call one another, by these names, in rank order. Nothing times
-    out: a connection that breaks is an error, and `train.hang_s` is for what hangs."""
+    """The processes of the default process group can call one another, by these names, in rank
+    order. Nothing times out: a connection that breaks is an error, and `train.hang_s` is for what
+    hangs."""
     rank, world = dist.get_rank(), dist.get_world_size()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world  # no other host is to connect
-    listen = interface_of("127.0.0.1" if here else Rendezvous(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9).address())
+    listen = interface_of(
+        "127.0.0.1" if here else Rendezvous(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9).address()
+    )
     if listen is not None:
         os.environ.setdefault("TP_SOCKET_IFNAME", listen)  # TensorPipe has no other way to be told
-    patience = dist.distributed_c10d._get_default_store().timeout  # else torch sets the store another one
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{_SCHEME}://", rpc_timeout=patience.total_seconds())
+    patience = (
+        dist.distributed_c10d._get_default_store().timeout
+    )  # else torch sets the store another one
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"{_SCHEME}://", rpc_timeout=patience.total_seconds()
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of its own way to use a process group
         rpc.init_rpc(names[rank], rank=rank, world_size=world, rpc_backend_options=options)
@@ -40,7 +48,9 @@ def rpc_session(names: Sequence[str]) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(RuntimeError):
-            rpc.shutdown(graceful=False)  # peers that are gone would be waited for; left alone it aborts the process
+            rpc.shutdown(
+                graceful=False
+            )  # peers that are gone would be waited for; left alone it aborts the process
         raise
     rpc.shutdown()  # when all are done
 

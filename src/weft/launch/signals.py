@@ -1,4 +1,5 @@
-"""The signals by which a run is told to stop: SIGTERM, and SIGUSR1, which SLURM's users often choose. No torch."""
+"""The signals by which a run is told to stop: SIGTERM, and SIGUSR1, which SLURM's users often
+choose. No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ STOP = (signal.SIGTERM, signal.SIGUSR1)
 
 @contextmanager
 def on_stop_signal(then: Callable[[], None]) -> Iterator[None]:
-    """Within, `then` is called at each of them. Not in another thread than the main one, as under Ray: Python lets no
-    other thread handle signals."""
+    """Within, `then` is called at each of them. Not in another thread than the main one, as under
+    Ray: Python lets no other thread handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

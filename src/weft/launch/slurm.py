@@ -1,11 +1,12 @@
 """A run as a job of SLURM: the file that sbatch takes.
 
-The job's one step has one task on each host. SLURM sends SIGTERM to all processes of the step, and not to the script:
-before the time limit because `--signal` asks for it, and when a job is preempted in a partition that has a GraceTime.
-All tasks save and end with 75; srun ends with the highest code of its tasks, and the script asks for another turn.
-Where hosts may be lost, newer versions' srun ends with 1 once one was, whatever the others say; the job then has fewer
-hosts than it began with. The first host takes the script along, and SLURM lets the job be: then the tasks of the others
-ask for another turn, when they end for want of a place to meet.
+The job's one step has one task on each host. SLURM sends SIGTERM to all processes of the step, and
+not to the script: before the time limit because `--signal` asks for it, and when a job is preempted
+in a partition that has a GraceTime. All tasks save and end with 75; srun ends with the highest code
+of its tasks, and the script asks for another turn. Where hosts may be lost, newer versions' srun
+ends with 1 once one was, whatever the others say; the job then has fewer hosts than it began with.
+The first host takes the script along, and SLURM lets the job be: then the tasks of the others ask
+for another turn, when they end for want of a place to meet.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from weft.core import ConfigError
 
 from .job import SAVE_S, Job
 
-LEAST_S = SAVE_S + 180  # SLURM sends signals up to a minute early, and steps are to be taken between
+LEAST_S = (
+    SAVE_S + 180
+)  # SLURM sends signals up to a minute early, and steps are to be taken between
 HOST, PORT = "$host", "$port"
 
 MEET = """\
@@ -38,7 +41,8 @@ fi
 """
 
 LOST = """\
-# Once a host was lost, srun's code may not be that of the others: the next turn goes on, or finds the run done.
+# Once a host was lost, srun's code may not be that of the others: the next turn goes on, or finds
+# the run done.
 left=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D)
 if [[ $code -ne 0 && ${left:-$SLURM_JOB_NUM_NODES} -lt $SLURM_JOB_NUM_NODES ]]; then code=75; fi
 """
@@ -69,20 +73,25 @@ def slurm_script(
     gpus: int | None = None,
     cpus: int | None = None,
 ) -> str:
-    """The text of the file. `time` as SLURM writes it; `gpus` and `cpus` of each host, one CPU per rank if left out.
+    """The text of the file. `time` as SLURM writes it; `gpus` and `cpus` of each host, one CPU per
+    rank if left out.
 
     Raises ConfigError for what SLURM would not take.
     """
     job.check_gpus(gpus)
     for field, name in (("--partition", partition), ("--account", account)):
         if name is not None and not re.fullmatch(r"[\w.,@+-]+", name):
-            raise ConfigError(field, name, "is no name that SLURM has", "write a name without spaces or quotes")
+            raise ConfigError(
+                field, name, "is no name that SLURM has", "write a name without spaces or quotes"
+            )
     if time is not None and slurm_seconds(time) < LEAST_S:
         problem = f"leaves no time to train: {SAVE_S} s before the end the run saves"
         raise ConfigError("--time", time, problem, f"ask for {LEAST_S // 60} minutes or more")
     options = {
         "job-name": re.sub(r"[^\w.-]+", "-", Path(job.path).stem),
-        "nodes": job.hosts.replace(":", "-"),  # tasks per node are srun's: with them here SLURM gives the fewest nodes
+        "nodes": job.hosts.replace(
+            ":", "-"
+        ),  # tasks per node are srun's: with them here SLURM gives the fewest nodes
         "cpus-per-task": cpus or job.ranks,
         "gpus-per-node": gpus,
         "time": time,
@@ -108,7 +117,10 @@ def slurm_script(
 def _srun(job: Job) -> str:
     """The step. A task that ends ends no others: they are still saving, or go on without it."""
     lines = [
-        'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"',
+        (
+            'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
+            ' --cpus-per-task="$SLURM_CPUS_PER_TASK"'
+        ),
         "--kill-on-bad-exit=0 --wait=0" + (" --no-kill" if job.elastic else ""),
         *([TASK] if job.elastic else []),
     ]
@@ -122,12 +134,19 @@ def _srun(job: Job) -> str:
 
 
 def slurm_seconds(text: str) -> int:
-    """Of a time as SLURM writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
-    Raises ConfigError."""
+    """Of a time as SLURM writes it: minutes, minutes:seconds, hours:minutes:seconds,
+    days-hours[:minutes[:seconds]]. Raises ConfigError."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
-        raise ConfigError("--time", text, "is no time of SLURM's", "write 12:00:00, or 2-12 for two days and a half")
+        raise ConfigError(
+            "--time",
+            text,
+            "is no time of SLURM's",
+            "write 12:00:00, or 2-12 for two days and a half",
+        )
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
     units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
-    return 86400 * int(days or 0) + sum(unit * number for unit, number in zip(units, numbers, strict=False))
+    return 86400 * int(days or 0) + sum(
+        unit * number for unit, number in zip(units, numbers, strict=False)
+    )

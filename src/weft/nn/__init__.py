@@ -1,4 +1,5 @@
-"""What runs inside a user's model: losses, attention masks, dropout, batch norm, expert routing, and weft's own models.
+"""What runs inside a user's model: losses, attention masks, dropout, batch norm, expert routing,
+and weft's own models.
 
 Open `module_roles.py` first: it finds which modules of a model can be sharded.
 """

@@ -1,7 +1,7 @@
 """Masks of attention that a rank with a part of the sequence can take part in.
 
-A mask [b, 1, s, s] says nothing of other ranks' keys. What is asked for here, or by a model of transformers, is kept as
-a rule over positions, and what the model is given then only stands for it.
+A mask [b, 1, s, s] says nothing of other ranks' keys. What is asked for here, or by a model of
+transformers, is kept as a rule over positions, and what the model is given then only stands for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class AttentionPattern:
-    """Which keys a query attends to. `rule`: a further one beside `causal`. `documents`: [b, s] of the whole sequence,
-    those of equal numbers see each other; `valid`: [b, s], false for keys that are padding."""
+    """Which keys a query attends to. `rule`: a further one beside `causal`. `documents`: [b, s] of
+    the whole sequence, those of equal numbers see each other; `valid`: [b, s], false for keys that
+    are padding."""
 
     causal: bool
     rule: Rule | None = None
@@ -33,9 +34,11 @@ class AttentionPattern:
         """Whether it is the causal mask, or none."""
         return self.rule is None and self.documents is None and self.valid is None
 
-    def between(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor | bool | None:
-        """(start, stop) of the whole sequence, twice: a mask [b or 1, 1, q, k]; True or False where all, or none, is
-        seen; None for the causal mask of a stretch with itself."""
+    def between(
+        self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device
+    ) -> Tensor | bool | None:
+        """(start, stop) of the whole sequence, twice: a mask [b or 1, 1, q, k]; True or False where
+        all, or none, is seen; None for the causal mask of a stretch with itself."""
         if self.plain and self.causal and queries == keys:
             return None
         if self.causal and keys[0] >= queries[1]:
@@ -47,13 +50,21 @@ class AttentionPattern:
             self.seen[queries, keys] = bool(mask.any()) if mask.all() or not mask.any() else mask
         return self.seen[queries, keys]
 
-    def _mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
-        q, k = torch.arange(*queries, device=device)[:, None], torch.arange(*keys, device=device)[None, :]
+    def _mask(
+        self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device
+    ) -> Tensor:
+        q, k = (
+            torch.arange(*queries, device=device)[:, None],
+            torch.arange(*keys, device=device)[None, :],
+        )
         mask = (k <= q if self.causal else torch.ones_like(k <= q))[None, None]
         if self.rule is not None:
             mask = mask & self.rule(q, k)
         if self.documents is not None:
-            mine, theirs = self.documents[:, None, slice(*queries), None], self.documents[:, None, None, slice(*keys)]
+            mine, theirs = (
+                self.documents[:, None, slice(*queries), None],
+                self.documents[:, None, None, slice(*keys)],
+            )
             mask = mask & (mine == theirs)
         if self.valid is not None:
             mask = mask & self.valid[:, None, None, slice(*keys)]
@@ -61,19 +72,20 @@ class AttentionPattern:
 
 
 def documents_of(position_ids: Tensor) -> Tensor | None:
-    """[b, s]: which document of its sample each position is of, if any sample has several: positions of one go up by 1,
-    and begin anew with the next, as in transformers."""
+    """[b, s]: which document of its sample each position is of, if any sample has several:
+    positions of one go up by 1, and begin anew with the next, as in transformers."""
     after = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
     found = (after != 1).cumsum(-1)
     return found if bool(found[:, -1].any()) else None
 
 
 def causal_mask(position_ids: Tensor, window: int | None = None) -> Tensor | None:
-    """For `scaled_dot_product_attention`: bool [b, 1, s, s], true where a position is seen. None where that is the
-    causal mask alone (`is_causal`).
+    """For `scaled_dot_product_attention`: bool [b, 1, s, s], true where a position is seen. None
+    where that is the causal mask alone (`is_causal`).
 
-    `position_ids` [b, s]: those of one document go up by 1; no document sees another one. `window`: how many positions
-    are seen, the own among them. Where ranks share the sequence, each gives its part of `position_ids`.
+    `position_ids` [b, s]: those of one document go up by 1; no document sees another one. `window`:
+    how many positions are seen, the own among them. Where ranks share the sequence, each gives its
+    part of `position_ids`.
     """
     if _get_current_function_mode_stack():
         found: Tensor | None = handle_torch_function(causal_mask, (), position_ids, window)

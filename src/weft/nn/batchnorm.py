@@ -1,7 +1,7 @@
 """Batch normalisation whose statistics are those of the whole microbatch, on any backend.
 
-`torch.nn.SyncBatchNorm` runs on accelerators only. Here the sums are all-reduced by operators that autograd
-differentiates: mean first, then the squared deviations from it, so nothing cancels.
+`torch.nn.SyncBatchNorm` runs on accelerators only. Here the sums are all-reduced by operators that
+autograd differentiates: mean first, then the squared deviations from it, so nothing cancels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class _Sum(torch.autograd.Function):
 
 
 class BatchNorm(_BatchNorm):
-    """`torch.nn.BatchNorm*d` over all ranks of a group, each of which holds the same number of samples."""
+    """`torch.nn.BatchNorm*d` over all ranks of a group, each of which holds the same number of
+    samples."""
 
     group: dist.ProcessGroup
 
@@ -66,7 +67,11 @@ class BatchNorm(_BatchNorm):
         return y.to(input.dtype)
 
     def _track(self, mean: Tensor, var: Tensor) -> None:
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        assert (
+            self.running_mean is not None
+            and self.running_var is not None
+            and self.num_batches_tracked is not None
+        )
         self.num_batches_tracked.add_(1)
         rate = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)

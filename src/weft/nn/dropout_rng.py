@@ -1,8 +1,9 @@
 """Dropout that does not depend on the layout.
 
-A mask is a function of (seed, step, sample, place in the program, place in the sample's tensor) and of nothing else: a
-counter-based generator (Salmon et al. 2011; the mixing function is splitmix64's, Steele et al. 2014). So every rank
-draws its own part of one global mask, whatever part it holds, and a recomputed forward draws the same mask again.
+A mask is a function of (seed, step, sample, place in the program, place in the sample's tensor) and
+of nothing else: a counter-based generator (Salmon et al. 2011; the mixing function is splitmix64's,
+Steele et al. 2014). So every rank draws its own part of one global mask, whatever part it holds,
+and a recomputed forward draws the same mask again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from torch import Tensor
 from weft.core import ActivationSharding
 
 DROPOUTS_OF_CHANNELS = frozenset({F.dropout1d, F.dropout2d, F.dropout3d})
-DROPOUTS = DROPOUTS_OF_CHANNELS | {F.dropout, torch.dropout, F.alpha_dropout, F.feature_alpha_dropout}
+DROPOUTS = DROPOUTS_OF_CHANNELS | {
+    F.dropout,
+    torch.dropout,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+}
 
 _BITS = 31
 
@@ -39,10 +45,12 @@ def _signed(word: int) -> int:
 
 @dataclass
 class Randomness:
-    """Where the program is: which samples this rank holds, which call comes next, how activations are cut here.
+    """Where the program is: which samples this rank holds, which call comes next, how activations
+    are cut here.
 
-    `samples`: global indices of this microbatch's samples. `index` of `size`: this rank on the axis that cuts
-    activations. `rows`: the positions that it has of sequences of `length`, where ranks share them.
+    `samples`: global indices of this microbatch's samples. `index` of `size`: this rank on the axis
+    that cuts activations. `rows`: the positions that it has of sequences of `length`, where ranks
+    share them.
     """
 
     seed: int
@@ -56,8 +64,11 @@ class Randomness:
     place: int = 0
     calls: int = 0
     apart: bool = False  # whether a module runs that counts its own calls wherever it is called
-    recomputed: bool = False  # whether weft's own recomputation runs a block, which repeats its masks
-    drawn: int = 0  # masks drawn since the engine was made: 0 after a step means that the model has no dropout
+    recomputed: bool = (
+        False  # whether weft's own recomputation runs a block, which repeats its masks
+    )
+    # masks drawn since the engine was made: 0 after a step means that the model has no dropout
+    drawn: int = 0
 
     def begin(self, step: int, samples: list[int]) -> None:
         """A microbatch begins."""
@@ -65,7 +76,8 @@ class Randomness:
         self.place, self.calls, self.interior, self.apart = 0, 0, "whole", False
 
     def enter(self, name: str, interior: ActivationSharding) -> None:
-        """The module `name` begins: its calls are counted anew, so that a recomputed module repeats them."""
+        """The module `name` begins: its calls are counted anew, so that a recomputed module repeats
+        them."""
         self.place, self.calls, self.interior = zlib.crc32(name.encode()), 0, interior
 
     def site(self) -> int:
@@ -78,11 +90,15 @@ class Randomness:
         """As many calls were another rank's to make."""
         self.calls += calls
 
-    def _coordinates(self, shape: torch.Size, dim: int, sharded: int | None, device: torch.device) -> Tensor:
+    def _coordinates(
+        self, shape: torch.Size, dim: int, sharded: int | None, device: torch.device
+    ) -> Tensor:
         length = shape[dim]
         coords = torch.arange(length, device=device, dtype=torch.int64)
         if dim == 0:
-            rows = max(1, length // max(1, len(self.samples)))  # samples may be flattened with tokens
+            rows = max(
+                1, length // max(1, len(self.samples))
+            )  # samples may be flattened with tokens
             if length == rows * len(self.samples):
                 base = torch.tensor(self.samples, device=device, dtype=torch.int64)
                 own, total = torch.arange(rows, device=device), rows
@@ -122,18 +138,31 @@ class Randomness:
         return self._drawn(places, p, site, device)
 
     def keep_weights(
-        self, heads: tuple[int, int, int], queries: tuple[int, int], keys: tuple[int, int], p: float, site: int,
+        self,
+        heads: tuple[int, int, int],
+        queries: tuple[int, int],
+        keys: tuple[int, int],
+        p: float,
+        site: int,
         device: torch.device,
-    ) -> Tensor:  # fmt: skip
-        """`keep` for weights of attention [samples, heads, queries, keys] between two stretches of a sequence. `heads`:
-        the first one, how many, and how many all ranks have."""
+    ) -> Tensor:
+        """`keep` for weights of attention [samples, heads, queries, keys] between two stretches of
+        a sequence. `heads`: the first one, how many, and how many all ranks have."""
         first, count, every = heads
-        places = [(self._coordinates(torch.Size([len(self.samples)]), 0, None, device), len(self.samples))]
-        for (start, stop), total in (((first, first + count), every), (queries, self.length), (keys, self.length)):
+        places = [
+            (self._coordinates(torch.Size([len(self.samples)]), 0, None, device), len(self.samples))
+        ]
+        for (start, stop), total in (
+            ((first, first + count), every),
+            (queries, self.length),
+            (keys, self.length),
+        ):
             places.append((torch.arange(start, stop, device=device), total))
         return self._drawn(places, p, site, device)
 
-    def _drawn(self, places: list[tuple[Tensor, int]], p: float, site: int, device: torch.device) -> Tensor:
+    def _drawn(
+        self, places: list[tuple[Tensor, int]], p: float, site: int, device: torch.device
+    ) -> Tensor:
         """`places`: for every dim, the coordinates in the global tensor, and its length."""
         number = torch.zeros((), dtype=torch.int64, device=device)
         for coords, total in places:

@@ -1,10 +1,10 @@
 """Losses: (output, batch) -> (sum, weight), two 0-dim tensors whose quotient is the mean.
 
-`sum` is over what counts (tokens, samples), `weight` is how many count, in the dtype of the sum: so means over
-microbatches, ranks and padding can be taken exactly, once, at the end.
+`sum` is over what counts (tokens, samples), `weight` is how many count, in the dtype of the sum: so
+means over microbatches, ranks and padding can be taken exactly, once, at the end.
 
-A loss marked `@vocab_parallel` also takes its logits as a DTensor whose last dim is sharded over one mesh axis. The
-full logits then never exist on a rank: see `cross_entropy`.
+A loss marked `@vocab_parallel` also takes its logits as a DTensor whose last dim is sharded over
+one mesh axis. The full logits then never exist on a rank: see `cross_entropy`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def accepts_sharded_logits(loss: Callable[..., Any]) -> bool:
 
 
 def positionwise(loss: Loss) -> Loss:
-    """Mark a loss as a sum over the positions of a sequence, each of which needs nothing of the others: where ranks
-    have parts of the sequence (`cp`), each computes it on its part."""
+    """Mark a loss as a sum over the positions of a sequence, each of which needs nothing of the
+    others: where ranks have parts of the sequence (`cp`), each computes it on its part."""
     loss.__dict__["positionwise"] = True
     return loss
 
@@ -54,7 +54,8 @@ def is_positionwise(loss: Callable[..., Any]) -> bool:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits of a model's output: the output itself, or its `.logits` as transformers' models return them."""
+    """The logits of a model's output: the output itself, or its `.logits` as transformers' models
+    return them."""
     return output if isinstance(output, Tensor) else output.logits
 
 
@@ -63,8 +64,8 @@ def logits_of(output: Any) -> Tensor:
 def next_token(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each next token; logits [b, s, V], weight in tokens.
 
-    `batch["labels"]` [b, s] are the targets position by position, -100 where none counts; without them the targets are
-    `batch["input_ids"]` [b, s] shifted by one, and the last position has none.
+    `batch["labels"]` [b, s] are the targets position by position, -100 where none counts; without
+    them the targets are `batch["input_ids"]` [b, s] shifted by one, and the last position has none.
     """
     labels = batch.get("labels")
     if labels is None:
@@ -75,7 +76,8 @@ def next_token(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 @vocab_parallel
 def classification(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the classes `batch["label"]` or `batch["labels"]` [b]; logits [b, C], weight in samples."""
+    """Cross-entropy of the classes `batch["label"]` or `batch["labels"]` [b]; logits [b, C], weight
+    in samples."""
     return cross_entropy(logits_of(output), batch["label"] if "label" in batch else batch["labels"])
 
 
@@ -83,59 +85,85 @@ def mse(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Squared error against `batch["target"]`, of the shape of the output; weight in elements."""
     output, target = logits_of(output), batch["target"]
     if output.shape != target.shape:  # broadcasting would give a number, and a wrong one
-        raise ValueError(f"output has shape {list(output.shape)}, batch['target'] {list(target.shape)}")
+        raise ValueError(
+            f"output has shape {list(output.shape)}, batch['target'] {list(target.shape)}"
+        )
     dtype = torch.promote_types(output.dtype, torch.float32)
     total = F.mse_loss(output.to(dtype), target.to(dtype), reduction="sum")
     return total, torch.full_like(total, output.numel(), requires_grad=False)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> tuple[Tensor, Tensor]:
-    """Sum over counted labels of -log softmax(logits)[label], and how many are counted; in float32 at least.
+def cross_entropy(
+    logits: Tensor, labels: Tensor, ignore_index: int = IGNORED
+) -> tuple[Tensor, Tensor]:
+    """Sum over counted labels of -log softmax(logits)[label], and how many are counted; in float32
+    at least.
 
-    logits [..., V], labels [...] int64. A DTensor sharded on its last dim takes the vocabulary-parallel form of
-    Megatron-LM (Shoeybi et al. 2019): two all-reduces of the labels' size over that axis, none in backward, and each
-    rank's gradient is that of its own slice. Any other DTensor is taken as its local tensor.
+    logits [..., V], labels [...] int64. A DTensor sharded on its last dim takes the
+    vocabulary-parallel form of Megatron-LM (Shoeybi et al. 2019): two all-reduces of the labels'
+    size over that axis, none in backward, and each rank's gradient is that of its own slice. Any
+    other DTensor is taken as its local tensor.
     """
     counted = labels != ignore_index
     if isinstance(logits, DTensor):
         last = logits.dim() - 1
-        axes = [i for i, p in enumerate(logits.placements) if isinstance(p, Shard) and p.dim % logits.dim() == last]
+        axes = [
+            i
+            for i, p in enumerate(logits.placements)
+            if isinstance(p, Shard) and p.dim % logits.dim() == last
+        ]
         if len(axes) > 1 or any(p.is_partial() for p in logits.placements):
             raise ValueError(
-                f"logits with placements {logits.placements}: one axis may shard the last dim, none be partial"
+                f"logits with placements {logits.placements}: one axis may shard the last dim, none"
+                " be partial"
             )
         local = logits.to_local()
         if axes:
             mesh = logits.device_mesh
             _, offset = compute_local_shape_and_global_offset(logits.shape, mesh, logits.placements)
-            # Out of the vocabulary, no rank would hold the target: F.cross_entropy refuses such labels, so do we.
+            # Out of the vocabulary, no rank would hold the target: F.cross_entropy refuses such
+            # labels, so do we.
             inside = (labels >= 0) & (labels < logits.size(last))
             torch._assert_async(
-                (inside | ~counted).all(), f"a label lies outside the vocabulary of {logits.size(last)}"
+                (inside | ~counted).all(),
+                f"a label lies outside the vocabulary of {logits.size(last)}",
             )
-            total = _VocabParallel.apply(local, labels, counted, offset[last], mesh.get_group(axes[0]))
+            total = _VocabParallel.apply(
+                local, labels, counted, offset[last], mesh.get_group(axes[0])
+            )
             return total, counted.sum().to(total.dtype)
         logits = local
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total = F.cross_entropy(
-        logits.reshape(-1, logits.size(-1)).to(dtype), labels.reshape(-1), ignore_index=ignore_index, reduction="sum"
+        logits.reshape(-1, logits.size(-1)).to(dtype),
+        labels.reshape(-1),
+        ignore_index=ignore_index,
+        reduction="sum",
     )
     return total, counted.sum().to(total.dtype)
 
 
 def reduced_numels(rows: int) -> tuple[int, ...]:
-    """Elements of each all-reduce that the vocabulary-parallel form makes for `rows` labels: maxima, then two sums."""
+    """Elements of each all-reduce that the vocabulary-parallel form makes for `rows` labels:
+    maxima, then two sums."""
     return rows, 2 * rows
 
 
 class _VocabParallel(torch.autograd.Function):
-    """Cross-entropy of local logits [..., V_local], whose first column is word `offset` of the vocabulary."""
+    """Cross-entropy of local logits [..., V_local], whose first column is word `offset` of the
+    vocabulary."""
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, labels: Tensor, counted: Tensor, offset: int, group: dist.ProcessGroup
+        ctx: Any,
+        local: Tensor,
+        labels: Tensor,
+        counted: Tensor,
+        offset: int,
+        group: dist.ProcessGroup,
     ) -> Tensor:
-        # One buffer holds in turn logits, shifted logits, exponentials, softmax, and in backward the gradient.
+        # One buffer holds in turn logits, shifted logits, exponentials, softmax, and in backward
+        # the gradient.
         buffer = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
         width = buffer.size(-1)
         # torch.chunk leaves the last ranks nothing when the vocabulary is small.

@@ -1,10 +1,12 @@
 """Roles: which modules of a model are column, row, embedding or head, and which chains they form.
 
-A *chain* is what tensor parallelism cuts: linears that read one tensor and whose outputs are cut (columns), up to the
-one whose input is cut (row). Between them every rank works on its own heads or its own hidden features.
+A *chain* is what tensor parallelism cuts: linears that read one tensor and whose outputs are cut
+(columns), up to the one whose input is cut (row). Between them every rank works on its own heads or
+its own hidden features.
 
-Roles come, in this order, from the user (glob -> role), from a Hugging Face model's own plan, and from a guess on
-the module tree. A guess is taken only where its sizes agree; what was not understood stays whole and is noted.
+Roles come, in this order, from the user (glob -> role), from a Hugging Face model's own plan, and
+from a guess on the module tree. A guess is taken only where its sizes agree; what was not
+understood stays whole and is noted.
 """
 
 from __future__ import annotations
@@ -36,17 +38,29 @@ _ROW = re.compile(
 _PROJECTION = re.compile(r"w?[qkv]|[qkv]_proj|query|key|value|.*qkv.*|c_attn")
 _CROSS = re.compile(r"encoder_hidden|cross|context|memory|kv|key_value_states")
 _ELEMENTWISE = (
-    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.ReLU6, nn.Mish, nn.Identity,
+    nn.ReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.Softplus,
+    nn.ReLU6,
+    nn.Mish,
+    nn.Identity,
     nn.Dropout,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Columns and the row that ends them. `entry`: where the shared input enters; None: at each column by itself.
+    """Columns and the row that ends them. `entry`: where the shared input enters; None: at each
+    column by itself.
 
-    `cuts`: linear or table -> how its features are divided; `inner`: parameters that every rank holds whole and uses on
-    its part (query and key norms); `tables`: embeddings of one number per head (T5's biases of relative positions).
+    `cuts`: linear or table -> how its features are divided; `inner`: parameters that every rank
+    holds whole and uses on its part (query and key norms); `tables`: embeddings of one number per
+    head (T5's biases of relative positions).
     """
 
     columns: tuple[str, ...]
@@ -59,20 +73,24 @@ class Chain:
     attributes: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     cross: bool = False  # some columns read another tensor (cross-attention)
     tables: tuple[str, ...] = ()
-    flat: bool = False  # an attention in the block's own forward, which may count positions before a boundary
+    # an attention in the block's own forward, which may count positions before a boundary
+    flat: bool = False
 
 
 def chain_module(chain: Chain) -> str:
     """The innermost module that holds all linears of a chain."""
     first, *rest = [name.split(".")[:-1] for name in (*chain.columns, chain.row)]
-    same = [i for i, part in enumerate(first) if all(other[: i + 1] == first[: i + 1] for other in rest)]
+    same = [
+        i for i, part in enumerate(first) if all(other[: i + 1] == first[: i + 1] for other in rest)
+    ]
     return ".".join(first[: len(same)])
 
 
 @dataclass(frozen=True)
 class ExpertsRole:
-    """A module that holds the weights of `count` experts. `cuts`: parameter -> how the features inside of every expert
-    are divided; empty where its shapes do not tell. `shared`: the module beside it that all tokens go through, if any.
+    """A module that holds the weights of `count` experts. `cuts`: parameter -> how the features
+    inside of every expert are divided; empty where its shapes do not tell. `shared`: the module
+    beside it that all tokens go through, if any.
     """
 
     module: str
@@ -84,9 +102,11 @@ class ExpertsRole:
 
 @dataclass(frozen=True)
 class Roles:
-    """What was found: chains, the vocabulary's embeddings and heads, the repeated blocks, and where each came from.
+    """What was found: chains, the vocabulary's embeddings and heads, the repeated blocks, and where
+    each came from.
 
-    More than one embedding or head: modules of their own that hold the same weight (a T5's encoder and decoder).
+    More than one embedding or head: modules of their own that hold the same weight (a T5's encoder
+    and decoder).
     """
 
     chains: tuple[Chain, ...]
@@ -102,14 +122,20 @@ class Roles:
         return any(name.startswith(each.module + ".") for each in self.experts)
 
     def alike(self, weights: Iterable[Weight], layout: Layout, axis: str) -> list[Weight]:
-        """Those that are the same on all ranks of an axis, or a gathering of them: not experts that it spreads."""
+        """Those that are the same on all ranks of an axis, or a gathering of them: not experts that
+        it spreads."""
         spread = "ep" in layout.option(axis)
         return [w for w in weights if not (spread and self.of_experts(w.name))]
 
     def stacks(self) -> tuple[tuple[str, ...], ...]:
-        """The lists of blocks all of which hold a chain: where a residual stream runs from first to last."""
+        """The lists of blocks all of which hold a chain: where a residual stream runs from first to
+        last."""
         rows = [chain.row for chain in self.chains]
-        return tuple(blocks for blocks in self.blocks if all(any(r.startswith(b + ".") for r in rows) for b in blocks))
+        return tuple(
+            blocks
+            for blocks in self.blocks
+            if all(any(r.startswith(b + ".") for r in rows) for b in blocks)
+        )
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -119,7 +145,11 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Hugging Face's Conv1D: a linear whose weight is stored [in, out]."""
-    return type(module).__name__ == "Conv1D" and getattr(module, "weight", None) is not None and module.weight.ndim == 2  # type: ignore[union-attr, operator]
+    return (
+        type(module).__name__ == "Conv1D"
+        and getattr(module, "weight", None) is not None
+        and module.weight.ndim == 2
+    )  # type: ignore[union-attr, operator]
 
 
 def linear_features(module: nn.Module) -> tuple[int, int]:
@@ -129,7 +159,8 @@ def linear_features(module: nn.Module) -> tuple[int, int]:
 
 
 def block_lists(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The lists of repeated blocks: children, all of one class and not leaves, of a ModuleList or Sequential."""
+    """The lists of repeated blocks: children, all of one class and not leaves, of a ModuleList or
+    Sequential."""
     lists: list[tuple[str, ...]] = []
     for name, module in model.named_modules():
         children = list(module.named_children())
@@ -139,14 +170,17 @@ def block_lists(model: nn.Module) -> tuple[tuple[str, ...], ...]:
             continue  # a list inside a block
         first = type(children[0][1])
         repeated = len(children) > 1 or isinstance(module, nn.ModuleList)
-        inner = any(True for _ in children[0][1].children()) and any(True for _ in children[0][1].parameters())
+        inner = any(True for _ in children[0][1].children()) and any(
+            True for _ in children[0][1].parameters()
+        )
         if repeated and inner and all(type(child) is first for _, child in children):
             lists.append(tuple(f"{name}.{child}" if name else child for child, _ in children))
     return tuple(lists)
 
 
 def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -> Roles:
-    """The roles of a model's modules. Raises CannotCut or ConfigError for a declared role that does not fit."""
+    """The roles of a model's modules. Raises CannotCut or ConfigError for a declared role that does
+    not fit."""
     modules = dict(model.named_modules())
     table = _declared(modules, declared or {})
     hf = {} if declared else _hf_plan(model, modules)
@@ -155,68 +189,99 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
     chains: list[Chain] = []
     fused = {n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
     if fused:
-        notes.append("nn.MultiheadAttention keeps its projections in one tensor of its own: left whole under tp")
+        notes.append(
+            "nn.MultiheadAttention keeps its projections in one tensor of its own: left whole"
+            " under tp"
+        )
     for scope, linears in _scopes(modules, lists, fused):
         kinds: dict[str, str] = {}
         for name in linears:
-            kind = (table[name]["role"] if name in table else hf.get(name)) or _guess(name, modules, linears, scope)
+            kind = (table[name]["role"] if name in table else hf.get(name)) or _guess(
+                name, modules, linears, scope
+            )
             kinds[name] = str(kind)
         chains += _chains(scope, linears, kinds, modules, table, notes)
     for name, role in table.items():
         used = {c for chain in chains for c in (*chain.columns, chain.row)}
         if role["role"] in ("column", "row") and name not in used:
             raise UnsupportedModel(
-                f"roles.{name}", role["role"], "it is part of no chain of columns that ends in a row",
+                f"roles.{name}",
+                role["role"],
+                "it is part of no chain of columns that ends in a row",
                 "declare the columns and the row that follows them in one block",
-            )  # fmt: skip
+            )
     embeddings, heads = _vocabulary(modules, lists, table)
     source = "declared" if declared else "the model's own plan" if hf else "guessed"
     whole = {name for name, role in table.items() if role["role"] == "whole"}
     experts = tuple(replace(e, cuts={}) if e.module in whole else e for e in experts_of(model))
     unknown = [each.module for each in experts if not each.cuts]
-    notes += [f"{name}: its shapes do not tell what is inside of an expert; left whole under tp" for name in unknown]
+    notes += [
+        f"{name}: its shapes do not tell what is inside of an expert; left whole under tp"
+        for name in unknown
+    ]
     notes = list(dict.fromkeys(notes))
     return Roles(tuple(chains), embeddings, heads, lists, source, tuple(notes), experts)
 
 
 def experts_of(model: nn.Module) -> Iterator[ExpertsRole]:
-    """Modules called with (tokens [n, dim], experts [n, k], weights [n, k]), of whose parameters dim 0 counts experts,
-    as in transformers."""
+    """Modules called with (tokens [n, dim], experts [n, k], weights [n, k]), of whose parameters
+    dim 0 counts experts, as in transformers."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if expert_count(module) and why_no_experts(module) is None:
             count, names = expert_count(module), [*inspect.signature(module.forward).parameters]
             prefix = name.rpartition(".")[0] + "." if "." in name else ""
-            shared = [prefix + leaf for leaf in ("shared", "shared_expert", "shared_experts", "shared_mlp")]
+            shared = [
+                prefix + leaf
+                for leaf in ("shared", "shared_expert", "shared_experts", "shared_mlp")
+            ]
             held = (other for other in shared if modules.get(other) is not None)
             beside = [*modules[prefix.rstrip(".")].parameters()]
-            widths = {p.shape[1] for p in beside if p.ndim == 2 and p.shape[0] == count}  # of the gate
-            yield ExpertsRole(name, count, _features_inside(name, module, widths), tuple(names[:3]), next(held, ""))
+            widths = {
+                p.shape[1] for p in beside if p.ndim == 2 and p.shape[0] == count
+            }  # of the gate
+            yield ExpertsRole(
+                name,
+                count,
+                _features_inside(name, module, widths),
+                tuple(names[:3]),
+                next(held, ""),
+            )
 
 
 def expert_count(module: nn.Module) -> int:
     """How many experts a module says that it has, of two or more, 0 for none."""
     count = getattr(module, "num_experts", None)
-    return count if isinstance(count, int) and count > 1 and any(True for _ in module.parameters()) else 0
+    return (
+        count
+        if isinstance(count, int) and count > 1 and any(True for _ in module.parameters())
+        else 0
+    )
 
 
 def why_no_experts(module: nn.Module) -> str | None:
     """Why a module that counts experts is not taken for one that holds them."""
-    inner = next((name for name, child in module.named_children() if any(True for _ in child.parameters())), None)
+    inner = next(
+        (name for name, child in module.named_children() if any(True for _ in child.parameters())),
+        None,
+    )
     if inner is not None:
         return f"its part {inner} holds weights, and not the module itself"
     for name, p in module.named_parameters():
         if p.ndim < 2 or p.shape[0] != expert_count(module):
-            return f"its parameter {name} {list(p.shape)} has no part for each of {expert_count(module)} experts"
+            return (
+                f"its parameter {name} {list(p.shape)} has no part for each of"
+                f" {expert_count(module)} experts"
+            )
     if len(inspect.signature(module.forward).parameters) < 3:
         return "its forward does not take (tokens, experts, weights)"
     return None
 
 
 def _features_inside(name: str, module: nn.Module, widths: set[int]) -> dict[str, DimShard]:
-    """How to divide what is inside of each expert: of two weights, the one that makes its features (or two of them, a
-    gate's beside) and the one that takes them, [experts, out, in] or [experts, in, out]. Nothing, where the shapes tell
-    more than one way. `widths` of tokens, if known."""
+    """How to divide what is inside of each expert: of two weights, the one that makes its features
+    (or two of them, a gate's beside) and the one that takes them, [experts, out, in] or [experts,
+    in, out]. Nothing, where the shapes tell more than one way. `widths` of tokens, if known."""
     held = [(f"{name}.{leaf}", tuple(p.shape)) for leaf, p in module.named_parameters()]
     if len(held) != 2 or any(len(shape) != 3 for _, shape in held):
         return {}
@@ -238,21 +303,32 @@ def _declared(modules: Mapping[str, nn.Module], declared: Mapping[str, object]) 
         role = dict(value) if isinstance(value, Mapping) else {"role": value}
         field = f'roles."{pattern}"'
         if role.get("role") not in KINDS:
-            raise ConfigError(field, role.get("role"), "not a role", f"{nearest(str(role.get('role')), KINDS)}")
+            raise ConfigError(
+                field, role.get("role"), "not a role", f"{nearest(str(role.get('role')), KINDS)}"
+            )
         known = {"role", "heads", "kv_heads"} if role["role"] == "attention" else {"role"}
         unknown = sorted(set(role) - known)
         if unknown:
-            fix = 'heads and kv_heads stand beside role = "attention", on the module that holds the projections'
+            fix = (
+                'heads and kv_heads stand beside role = "attention", on the module that holds the'
+                " projections"
+            )
             raise ConfigError(field, unknown[0], "not a key of this role", fix)
         matches = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
         if not matches:
             raise ConfigError(
-                field, role["role"], "no module has such a name", nearest(pattern, [m for m in modules if m])
+                field,
+                role["role"],
+                "no module has such a name",
+                nearest(pattern, [m for m in modules if m]),
             )
         for name in matches:
             if role["role"] in ("column", "row", "head") and not is_linear(modules[name]):
                 raise UnsupportedModel(
-                    field, role["role"], f"{name} is a {type(modules[name]).__name__}", "name a linear layer"
+                    field,
+                    role["role"],
+                    f"{name} is a {type(modules[name]).__name__}",
+                    "name a linear layer",
                 )
             table[name] = role
     return table
@@ -267,20 +343,24 @@ def _hf_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, st
     found = {}
     for name in modules:
         generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        style = next((s for p, s in plan.items() if generic == p or generic.endswith("." + p)), None)
+        style = next(
+            (s for p, s in plan.items() if generic == p or generic.endswith("." + p)), None
+        )
         if style in styles:
             found[name] = styles[style]
     return found
 
 
 def _scopes(modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...], fused: set[str]):
-    """Where chains are looked for, with its linears in order: each block, and each Sequential outside of blocks."""
+    """Where chains are looked for, with its linears in order: each block, and each Sequential
+    outside of blocks."""
 
     def linears(scope: str) -> list[str]:
         return [
-            n for n, m in _below(scope, modules)
+            n
+            for n, m in _below(scope, modules)
             if n != scope and is_linear(m) and not any(n.startswith(f + ".") for f in fused)
-        ]  # fmt: skip
+        ]
 
     blocks = [block for blocks in lists for block in blocks]
     for block in blocks:
@@ -288,7 +368,14 @@ def _scopes(modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...]
     for name in (name for name, module in modules.items() if isinstance(module, nn.Sequential)):
         inside = any(name == b or name.startswith(b + ".") for b in blocks)
         if not inside and not any(b.startswith(name + ".") for b in blocks):
-            yield name, [f"{name}.{c}" if name else c for c, m in modules[name].named_children() if is_linear(m)]
+            yield (
+                name,
+                [
+                    f"{name}.{c}" if name else c
+                    for c, m in modules[name].named_children()
+                    if is_linear(m)
+                ],
+            )
 
 
 def _below(name: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -297,7 +384,9 @@ def _below(name: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, n
     return ((n, m) for n, m in inside if n in modules)
 
 
-def _guess(name: str, modules: Mapping[str, nn.Module], linears: list[str], scope: str) -> str | None:
+def _guess(
+    name: str, modules: Mapping[str, nn.Module], linears: list[str], scope: str
+) -> str | None:
     parent_name, _, leaf = name.rpartition(".")
     parent = modules[parent_name]
     if isinstance(parent, nn.Sequential):
@@ -312,8 +401,11 @@ def _guess(name: str, modules: Mapping[str, nn.Module], linears: list[str], scop
     return "row" if _ROW.fullmatch(leaf) else None
 
 
-def _guess_in_sequential(name: str, parent_name: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """In a Sequential, linears with only elementwise modules between them pair up: column, row, column, row."""
+def _guess_in_sequential(
+    name: str, parent_name: str, modules: Mapping[str, nn.Module]
+) -> str | None:
+    """In a Sequential, linears with only elementwise modules between them pair up: column, row,
+    column, row."""
     prefix = parent_name + "." if parent_name else ""
     position, open_column = {}, None
     for child, module in modules[parent_name].named_children():
@@ -368,11 +460,19 @@ def _chains(
                 except _Whole as problem:
                     if any(linear in table for linear in (*columns, name)):
                         raise UnsupportedModel(
-                            f"roles.{name}", "row", str(problem), "declare heads, or leave these modules whole"
+                            f"roles.{name}",
+                            "row",
+                            str(problem),
+                            "declare heads, or leave these modules whole",
                         ) from None
                     notes.append(f"{name}: {problem}; its chain is left whole")
             elif name in table:
-                raise UnsupportedModel(f"roles.{name}", "row", "no column comes before it", "declare the columns that feed it")
+                raise UnsupportedModel(
+                    f"roles.{name}",
+                    "row",
+                    "no column comes before it",
+                    "declare the columns that feed it",
+                )
             columns = []
     if columns:
         notes.append(f"{columns[0]}: a column with no row after it is left whole")
@@ -399,7 +499,9 @@ def _chain(
         bool(declared)
         or any(re.search(r"att", a.rsplit(".", 1)[-1]) for a in around)
         or any(_PROJECTION.fullmatch(name.rsplit(".", 1)[-1]) for name in columns)
-        or any(isinstance(vars(m).get(key), int) for m in own for key in HEADS)  # it counts heads, whatever the names
+        or any(
+            isinstance(vars(m).get(key), int) for m in own for key in HEADS
+        )  # it counts heads, whatever the names
     )
     heads = kv_heads = head_dim = 0
     cuts: dict[str, DimShard] = {}
@@ -418,21 +520,32 @@ def _chain(
                 cuts[name] = DimShard(dim, (width,), (heads,))
             elif out > width and (out - width) % (2 * head_dim) == 0 and len(columns) == 1:
                 kv_heads = (out - width) // 2 // head_dim
-                cuts[name] = DimShard(dim, (width, kv_heads * head_dim, kv_heads * head_dim), (heads, kv_heads, kv_heads))
+                cuts[name] = DimShard(
+                    dim,
+                    (width, kv_heads * head_dim, kv_heads * head_dim),
+                    (heads, kv_heads, kv_heads),
+                )
             elif out % head_dim == 0 and out < width:
                 kv_heads = out // head_dim
                 cuts[name] = DimShard(dim, (out,), (kv_heads,))
             else:
-                raise _Whole(f"{name} has {out} features, which are no whole number of heads of {head_dim}")
+                raise _Whole(
+                    f"{name} has {out} features, which are no whole number of heads of {head_dim}"
+                )
         if int(declared.get("kv_heads", kv_heads)) != kv_heads:
-            raise _Whole(f"kv_heads is declared as {declared['kv_heads']}, the key projection holds {kv_heads}")
+            raise _Whole(
+                f"kv_heads is declared as {declared['kv_heads']}, the key projection holds"
+                f" {kv_heads}"
+            )
         cuts[row] = DimShard(0 if is_conv1d(modules[row]) else 1, (width,), (heads,))
     else:
         for name, out in outs.items():
             if out % width:
                 raise _Whole(f"{name} has {out} features, its row takes {width}")
             parts = out // width  # a fused gate and up projection has two
-            cuts[name] = DimShard(1 if is_conv1d(modules[name]) else 0, (width,) * parts, (width,) * parts)
+            cuts[name] = DimShard(
+                1 if is_conv1d(modules[name]) else 0, (width,) * parts, (width,) * parts
+            )
         cuts[row] = DimShard(0 if is_conv1d(modules[row]) else 1, (width,), (width,))
 
     entry: str | None = _common(columns)
@@ -461,23 +574,44 @@ def _chain(
         elif norm and sizes == {hidden}:  # before the columns or after the row
             entry = None if entry and name.startswith(entry + ".") else entry
         elif base != scope or isinstance(module, nn.PReLU):
-            # on cut activations its gradient would be a part of the sum, before them the whole: sizes do not tell
+            # on cut activations its gradient would be a part of the sum, before them the whole:
+            # sizes do not tell
             raise _Whole(f"{own[0]} is a parameter of its own beside the linears")
     flat = bool(heads) and _common(columns) == scope
-    cross = container is not None and len(columns) > 1 and bool(_CROSS.search(" ".join(_arguments(container))))
+    cross = (
+        container is not None
+        and len(columns) > 1
+        and bool(_CROSS.search(" ".join(_arguments(container))))
+    )
     if not entry or entry == scope or isinstance(container, nn.Sequential) or cross:
         entry = None
 
     attributes: dict[str, tuple[tuple[str, int], ...]] = {}
     if heads:
-        expected = {**dict.fromkeys(HEADS, heads), **dict.fromkeys(KV_HEADS, kv_heads), **dict.fromkeys(WIDTHS, width)}
+        expected = {
+            **dict.fromkeys(HEADS, heads),
+            **dict.fromkeys(KV_HEADS, kv_heads),
+            **dict.fromkeys(WIDTHS, width),
+        }
         expected |= dict.fromkeys(GROUPS, heads // kv_heads)
         for name in around:
-            found = [(key, v) for key, v in expected.items() if modules[name].__dict__.get(key) == v]
+            found = [
+                (key, v) for key, v in expected.items() if modules[name].__dict__.get(key) == v
+            ]
             if found:
                 attributes[name] = tuple(found)
     return Chain(
-        tuple(columns), row, cuts, entry, tuple(inner), heads, kv_heads, attributes, cross, tuple(tables), flat
+        tuple(columns),
+        row,
+        cuts,
+        entry,
+        tuple(inner),
+        heads,
+        kv_heads,
+        attributes,
+        cross,
+        tuple(tables),
+        flat,
     )
 
 
@@ -492,24 +626,31 @@ def _ancestors(name: str, scope: str) -> list[str]:
 def _arguments(module: nn.Module) -> list[str]:
     import inspect
 
-    return [p for p in inspect.signature(module.forward).parameters if p not in ("self", "past_key_values")]
+    return [
+        p
+        for p in inspect.signature(module.forward).parameters
+        if p not in ("self", "past_key_values")
+    ]
 
 
 def _vocabulary(
     modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...], table: Mapping[str, dict]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The token embedding (the largest that is no table of positions), the linear outside of the blocks that scores the
-    same vocabulary, and all that hold the weight of one of the two."""
+    """The token embedding (the largest that is no table of positions), the linear outside of the
+    blocks that scores the same vocabulary, and all that hold the weight of one of the two."""
     whole = {name for name, role in table.items() if role["role"] == "whole"}
     declared = {role["role"]: name for name, role in table.items()}
     inside = tuple(block + "." for blocks in lists for block in blocks)
     outside = {n: m for n, m in modules.items() if not n.startswith(inside) and n not in whole}
     tables = {
-        n: m for n, m in outside.items()
+        n: m
+        for n, m in outside.items()
         if isinstance(m, nn.Embedding) and not re.search(r"pos|type|segment", n.rsplit(".", 1)[-1])
-    }  # fmt: skip
+    }
     linears = {n: m for n, m in outside.items() if is_linear(m) and not is_conv1d(m)}
-    embedding = declared.get("embedding") or max(tables, key=lambda n: tables[n].num_embeddings, default=None)
+    embedding = declared.get("embedding") or max(
+        tables, key=lambda n: tables[n].num_embeddings, default=None
+    )
     head = declared.get("head")
     if embedding is not None and head is None:
         vocab = modules[embedding].num_embeddings

@@ -1,4 +1,5 @@
-"""From a model and a layout to a Plan, and from a Plan to a sharded model. One file per axis in `strategies/`.
+"""From a model and a layout to a Plan, and from a Plan to a sharded model. One file per axis in
+`strategies/`.
 
 Open `strategies/data.py` first, then `make_plan.py` and `apply.py`.
 """

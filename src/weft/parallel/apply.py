@@ -1,4 +1,5 @@
-"""Make a Plan true on a live module: cut its parameters, put boundaries at its edges, shard what is sharded.
+"""Make a Plan true on a live module: cut its parameters, put boundaries at its edges, shard what is
+sharded.
 
 The user's forward is not edited: inside a boundary it computes on plain local tensors.
 """
@@ -39,14 +40,23 @@ from .collectives import cross_boundary
 from .expert_dispatch import ExpertCommStats, shard_experts
 from .mesh import Mesh
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
-def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness) -> ExpertCommStats:
-    """Change `model` in place. Afterwards its parameters are this rank's, and its forward is a part of the whole's.
-    Returns what will count the exchanges for experts."""
+def parallelize(
+    plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
+) -> ExpertCommStats:
+    """Change `model` in place. Afterwards its parameters are this rank's, and its forward is a part
+    of the whole's. Returns what will count the exchanges for experts."""
     modules = dict(model.named_modules())
-    cuts: dict[str, dict[str, Param]] = {}  # by name and axis: of an expert's features, also by experts
+    cuts: dict[
+        str, dict[str, Param]
+    ] = {}  # by name and axis: of an expert's features, also by experts
     for param in (p for step in plan.steps for p in step.params if p.cut is not None):
         cuts.setdefault(param.name, {})[param.axis] = param
     names = {alias: w.name for w in plan.weights for alias in (w.name, *w.aliases)}
@@ -56,12 +66,19 @@ def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
         module = modules[step.module]
         for key, value in step.attributes:
             setattr(module, key, value)
-        held = {leaf: cuts.get(names.get(f"{step.module}.{leaf}", ""), {}) for leaf in module._parameters}
-        _cut_module(module, {leaf: found["tp"] for leaf, found in held.items() if "tp" in found}, mesh)
+        held = {
+            leaf: cuts.get(names.get(f"{step.module}.{leaf}", ""), {})
+            for leaf in module._parameters
+        }
+        _cut_module(
+            module, {leaf: found["tp"] for leaf, found in held.items() if "tp" in found}, mesh
+        )
         if step.dispatch is not None:
             shard_experts(model, step.module, step.dispatch, traffic)
         if step.input is not None:
-            module.register_forward_pre_hook(partial(_enter, step, mesh, randomness), with_kwargs=True)
+            module.register_forward_pre_hook(
+                partial(_enter, step, mesh, randomness), with_kwargs=True
+            )
         if step.output is not None:
             _leave(module, step, mesh, randomness, plan)
     for name in plan.batchnorms:
@@ -70,7 +87,9 @@ def parallelize(plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
     recomputed = set(plan.recomputed())
     for block in plan.blocks:
         module = modules[block]
-        module.forward = partial(_in_place, module.forward, randomness, block, interiors.get(block) or "whole")  # type: ignore[method-assign]
+        module.forward = partial(
+            _in_place, module.forward, randomness, block, interiors.get(block) or "whole"
+        )  # type: ignore[method-assign]
         if block in recomputed:
             module.forward = partial(_recompute, module, module.forward, randomness)  # type: ignore[method-assign]
     for name in plan.counted:
@@ -90,16 +109,20 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
     setattr(parent, leaf, new)
 
 
-# ---- parameters --------------------------------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------------
 
 
 def shard_of(tensor: Tensor, cut: DimShard, index: int, size: int) -> Tensor:
     """What a rank holds of a tensor that is cut."""
-    pieces = [tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.intervals(index, size)]
+    pieces = [
+        tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.intervals(index, size)
+    ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
 
 
-def _cut_parameters(plan: Plan, model: nn.Module, cuts: dict[str, dict[str, Param]], mesh: Mesh) -> None:
+def _cut_parameters(
+    plan: Plan, model: nn.Module, cuts: dict[str, dict[str, Param]], mesh: Mesh
+) -> None:
     for weight in plan.weights:
         params = [p for p in cuts.get(weight.name, {}).values() if p.stored != COPY]
         if not params:
@@ -156,7 +179,9 @@ def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
     assert param.cut is not None
     ((start, stop),) = param.cut.intervals(mesh.index(param.axis), mesh.size(param.axis))
     if module.padding_idx is not None:
-        module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None  # type: ignore[assignment]
+        module.padding_idx = (
+            module.padding_idx - start if start <= module.padding_idx < stop else None
+        )  # type: ignore[assignment]
     absent: list[Tensor] = []
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -171,7 +196,7 @@ def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
     module.register_forward_hook(after)
 
 
-# ---- boundaries --------------------------------------------------------------------------------------------------
+# ---- boundaries ----------------------------------------------------------------------------------
 
 
 def _enter(
@@ -184,40 +209,67 @@ def _enter(
     if step.input.every:
 
         def taken(value: Any) -> Any:
-            return cross_boundary(value, step.input, True, mesh) if isinstance(value, Tensor) else value  # type: ignore[arg-type]
+            return (
+                cross_boundary(value, step.input, True, mesh)
+                if isinstance(value, Tensor)
+                else value
+            )  # type: ignore[arg-type]
 
         return tuple(map(taken, args)), {key: taken(value) for key, value in kwargs.items()}
     _alone(step.module, args, kwargs)
     for i, value in enumerate(args):
         if isinstance(value, Tensor) and value.is_floating_point():
-            return (*args[:i], cross_boundary(value, _flat(step.input, value, step), True, mesh), *args[i + 1 :]), kwargs
+            return (
+                *args[:i],
+                cross_boundary(value, _flat(step.input, value, step), True, mesh),
+                *args[i + 1 :],
+            ), kwargs
     for key, value in kwargs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            return args, {**kwargs, key: cross_boundary(value, _flat(step.input, value, step), True, mesh)}
-    raise UnsupportedModel("layout", step.module, "no floating-point tensor enters it", "declare the roles of this module")
+            return args, {
+                **kwargs,
+                key: cross_boundary(value, _flat(step.input, value, step), True, mesh),
+            }
+    raise UnsupportedModel(
+        "layout",
+        step.module,
+        "no floating-point tensor enters it",
+        "declare the roles of this module",
+    )
 
 
 def _flat(boundary: Boundary, x: Tensor, step: Step) -> Boundary:
-    """The boundary of a tensor [positions, dim] that is cut by positions: samples and positions may be one dim, and
-    come in another order then, which is nothing to what looks at each by itself."""
+    """The boundary of a tensor [positions, dim] that is cut by positions: samples and positions may
+    be one dim, and come in another order then, which is nothing to what looks at each by itself."""
     if x.ndim != 2 or Shard(1) not in boundary.outside.values():
         return boundary
     if step.interior == "heads":
         raise UnsupportedModel(
-            "layout", step.module, "its attention is called with samples and positions in one dim",
+            "layout",
+            step.module,
+            "its attention is called with samples and positions in one dim",
             "use tp without sequence, or call it with [samples, positions, features]",
-        )  # fmt: skip
-    return replace(boundary, outside={axis: Shard(0) if p == Shard(1) else p for axis, p in boundary.outside.items()})
+        )
+    return replace(
+        boundary,
+        outside={axis: Shard(0) if p == Shard(1) else p for axis, p in boundary.outside.items()},
+    )
 
 
 def _alone(module: str, args: tuple, kwargs: dict) -> None:
-    """Refuse a second tensor that needs a gradient: used on a part of activations, it would get a part of the sum."""
-    values = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, (tuple, list)) else (a,))]
+    """Refuse a second tensor that needs a gradient: used on a part of activations, it would get a
+    part of the sum."""
+    values = [
+        v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, (tuple, list)) else (a,))
+    ]
     if sum(isinstance(v, Tensor) and v.requires_grad for v in values) > 1:
         raise UnsupportedModel(
-            "layout", module, "more than one tensor that needs a gradient enters it, and only the first is known",
-            'declare its linears "whole" in [roles]; without the option sequence, if it is a whole block',
-        )  # fmt: skip
+            "layout",
+            module,
+            "more than one tensor that needs a gradient enters it, and only the first is known",
+            'declare its linears "whole" in [roles]; without the option sequence, if it is a whole'
+            " block",
+        )
 
 
 def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, plan: Plan) -> None:
@@ -228,11 +280,17 @@ def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, pl
 
     def outwards(y: Tensor) -> Tensor:
         y = cross_boundary(y, _flat(boundary, y, step), False, mesh, total)
-        cut = {Shard(0), Shard(1)} & {*boundary.outside.values()}  # samples and positions may be one dim
+        cut = {Shard(0), Shard(1)} & {
+            *boundary.outside.values()
+        }  # samples and positions may be one dim
         randomness.interior = "sequence" if cut else "whole"
         return _typed(y, boundary, mesh, total) if boundary.typed else y
 
-    if is_linear(module) and SUM in boundary.inside.values() and getattr(module, "bias", None) is not None:
+    if (
+        is_linear(module)
+        and SUM in boundary.inside.values()
+        and getattr(module, "bias", None) is not None
+    ):
 
         def forward(x: Tensor) -> Tensor:
             return outwards(_linear(module, x, module.weight, None)) + module.bias  # type: ignore[arg-type, operator]
@@ -268,21 +326,28 @@ def _typed(y: Tensor, boundary: Boundary, mesh: Mesh, total: int | None) -> Tens
     )
 
 
-# ---- recompute and randomness ------------------------------------------------------------------------------------
+# ---- recompute and randomness --------------------------------------------------------------------
 
 
-def _in_place(forward: Callable, randomness: Randomness, name: str, interior: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_place(
+    forward: Callable, randomness: Randomness, name: str, interior: Any, *args: Any, **kwargs: Any
+) -> Any:
     outside = randomness.place, randomness.calls
     randomness.enter(name, interior)
     if interior == "sequence":
         _alone(name, args, kwargs)
     out = forward(*args, **kwargs)
-    randomness.place, randomness.calls = outside  # calls between blocks are counted apart: a block may be elsewhere
+    randomness.place, randomness.calls = (
+        outside  # calls between blocks are counted apart: a block may be elsewhere
+    )
     return out
 
 
-def _counted(forward: Callable, randomness: Randomness, name: str, *args: Any, **kwargs: Any) -> Any:
-    """A module's forward, whose dropout masks are the same wherever in the order of the others it comes."""
+def _counted(
+    forward: Callable, randomness: Randomness, name: str, *args: Any, **kwargs: Any
+) -> Any:
+    """A module's forward, whose dropout masks are the same wherever in the order of the others it
+    comes."""
     outside = randomness.place, randomness.calls, randomness.apart
     randomness.enter(name, randomness.interior)
     randomness.apart = True
@@ -291,23 +356,29 @@ def _counted(forward: Callable, randomness: Randomness, name: str, *args: Any, *
     return out
 
 
-def _recompute(module: nn.Module, forward: Callable, randomness: Randomness, *args: Any, **kwargs: Any) -> Any:
+def _recompute(
+    module: nn.Module, forward: Callable, randomness: Randomness, *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     modes, outside = _get_current_function_mode_stack(), randomness.recomputed
     randomness.recomputed = True
     try:
         return checkpoint(
-            forward, *args, use_reentrant=False, early_stop=False,
-            context_fn=lambda: (contextlib.nullcontext(), _RecomputeContext(module, modes)), **kwargs,
-        )  # fmt: skip
+            forward,
+            *args,
+            use_reentrant=False,
+            early_stop=False,
+            context_fn=lambda: (contextlib.nullcontext(), _RecomputeContext(module, modes)),
+            **kwargs,
+        )
     finally:
         randomness.recomputed = outside
 
 
 class _RecomputeContext:
-    """A further forward of a module: in backward, where function modes are off, they are on again; running statistics
-    were updated by the first one. A backward in two parts enters it twice."""
+    """A further forward of a module: in backward, where function modes are off, they are on again;
+    running statistics were updated by the first one. A backward in two parts enters it twice."""
 
     def __init__(self, module: nn.Module, modes: list[TorchFunctionMode]):
         self._norms, self._modes = [m for m in module.modules() if isinstance(m, _BatchNorm)], modes
@@ -323,7 +394,7 @@ class _RecomputeContext:
         self._stack.close()
 
 
-# ---- sharded storage ---------------------------------------------------------------------------------------------
+# ---- sharded storage -----------------------------------------------------------------------------
 
 
 def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
@@ -332,17 +403,28 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
         return
     assert mesh.device_mesh is not None
     sharded = {param.name for step in units for param in step.params}
-    absent = {p for p in modules[""].parameters() if isinstance(p, PlaceholderTensor)}  # another stage's
+    absent = {
+        p for p in modules[""].parameters() if isinstance(p, PlaceholderTensor)
+    }  # another stage's
     spread = {param.name for step in plan.steps for param in step.params if param.axis == EXPERTS}
     absent |= {modules[""].get_parameter(name) for name in spread - sharded}
     for step in units:
         gather = step.gather
         assert gather is not None
         axes = (gather.axis,) if plan.apart else mesh.layout.live("dp", gather.axis)
-        offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if gather.offload else OffloadPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+            if gather.offload
+            else OffloadPolicy()
+        )
         unit = fully_shard(
-            modules[step.module], mesh=mesh.device_mesh[axes], reshard_after_forward=gather.gathered == "use",
-            offload_policy=offload, ignored_params=absent or None,  # types are autocast's, as without sharding
-        )  # fmt: skip
-        unit.set_gradient_divide_factor(1.0)  # gradients are summed, then divided once by the global weight
+            modules[step.module],
+            mesh=mesh.device_mesh[axes],
+            reshard_after_forward=gather.gathered == "use",
+            offload_policy=offload,
+            ignored_params=absent or None,  # types are autocast's, as without sharding
+        )
+        unit.set_gradient_divide_factor(
+            1.0
+        )  # gradients are summed, then divided once by the global weight
         unit.set_force_sum_reduction_for_comms(True)

@@ -24,7 +24,12 @@ def _dim(placement: Placement, x: Tensor) -> int:
 
 def _divisible(length: int, size: int, dim: int) -> int:
     if length % size:
-        raise UnsupportedModel("layout", size, f"dim {dim} of an activation has {length} rows", f"use a multiple of {size}")
+        raise UnsupportedModel(
+            "layout",
+            size,
+            f"dim {dim} of an activation has {length} rows",
+            f"use a multiple of {size}",
+        )
     return length // size
 
 
@@ -35,7 +40,8 @@ def split_dim(x: Tensor, dim: int, index: int, size: int) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, total: int | None) -> Tensor:
-    """Shards -> the whole tensor. `total`: its length on `dim` where shards differ (torch.chunk's rule)."""
+    """Shards -> the whole tensor. `total`: its length on `dim` where shards differ (torch.chunk's
+    rule)."""
     size = dist.get_world_size(group)
     each = x.shape[dim] if total is None else -(-total // size)
     if x.shape[dim] < each:
@@ -44,7 +50,9 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, total: int | None)
         x = torch.cat([x, x.new_zeros(pad)], dim)
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
     dist.all_gather_single(out, x.contiguous(), group=group)
-    whole = out.unflatten(0, (size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1) if dim else out
+    whole = (
+        out.unflatten(0, (size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1) if dim else out
+    )
     return whole if total is None else whole.narrow(dim, 0, total)
 
 
@@ -75,7 +83,9 @@ def all_to_all(x: Tensor, src: int, dst: int, group: dist.ProcessGroup) -> Tenso
     return received.movedim(0, src).flatten(src, src + 1)
 
 
-def convert_placement(x: Tensor, move: Move, group: dist.ProcessGroup, total: int | None = None) -> Tensor:
+def convert_placement(
+    x: Tensor, move: Move, group: dist.ProcessGroup, total: int | None = None
+) -> Tensor:
     """A tensor placed as move[0] -> placed as move[1]."""
     src, dst = move
     match collective(src, dst):
@@ -100,7 +110,12 @@ def convert_placement(x: Tensor, move: Move, group: dist.ProcessGroup, total: in
 class _Cross(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, forward: Move, backward: Move, group: dist.ProcessGroup, total: int | None
+        ctx: Any,
+        x: Tensor,
+        forward: Move,
+        backward: Move,
+        group: dist.ProcessGroup,
+        total: int | None,
     ) -> Tensor:
         ctx.rest = backward, group, total
         moved = convert_placement(x, forward, group, total)
@@ -111,7 +126,9 @@ class _Cross(torch.autograd.Function):
         return convert_placement(grads[0], *ctx.rest), None, None, None, None
 
 
-def cross_boundary(x: Tensor, boundary: Boundary, entry: bool, mesh: Mesh, total: int | None = None) -> Tensor:
+def cross_boundary(
+    x: Tensor, boundary: Boundary, entry: bool, mesh: Mesh, total: int | None = None
+) -> Tensor:
     """Take a tensor over a boundary, inwards (`entry`) or outwards."""
     for axis, forward, backward in boundary.moves(entry):
         group = mesh.group(axis)

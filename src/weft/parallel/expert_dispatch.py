@@ -1,9 +1,10 @@
 """Tokens that travel to their experts, and back.
 
-A module that holds experts is called with tokens [n, dim], which experts each goes to [n, k], and with which weights
-[n, k]. Where its experts are spread over ranks, every rank sends each token to the ranks of its experts, each rank runs
-the module's own forward with what has come to those it has, and sends that back, where it is weighted and summed. While
-tokens travel an expert that all of them use runs, if the model has one; in backward, while their gradients do.
+A module that holds experts is called with tokens [n, dim], which experts each goes to [n, k], and
+with which weights [n, k]. Where its experts are spread over ranks, every rank sends each token to
+the ranks of its experts, each rank runs the module's own forward with what has come to those it
+has, and sends that back, where it is weighted and summed. While tokens travel an expert that all of
+them use runs, if the model has one; in backward, while their gradients do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from weft.pipeline import native_call
 
 @dataclass
 class ExpertCommStats:
-    """What the ranks of `group` have exchanged for experts: bytes that this one has sent to others, for how long."""
+    """What the ranks of `group` have exchanged for experts: bytes that this one has sent to others,
+    for how long."""
 
     group: dist.ProcessGroup | None
     sent_bytes: int = 0
@@ -68,8 +70,8 @@ def _training() -> bool:
 
 
 class _StartAllToAll(torch.autograd.Function):
-    """Rows set out on a trip, and a token is given for them. What runs before they `_Arrive` runs meanwhile, and so it
-    is in backward with the token's gradient."""
+    """Rows set out on a trip, and a token is given for them. What runs before they `_Arrive` runs
+    meanwhile, and so it is in backward with the token's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, trip: _AsyncAllToAll) -> Tensor:
@@ -95,11 +97,19 @@ class _WaitAllToAll(torch.autograd.Function):
 
 
 def dispatch_tokens(
-    forward: Callable[..., Tensor], params: Sequence[Tensor], experts: int, traffic: ExpertCommStats,
-    beside: Callable[[], None], tokens: Tensor, index: Tensor, weights: Tensor, *rest: Any, **named: Any,
-) -> Tensor:  # fmt: skip
-    """`forward` of a module that has its part of the experts in `params`: [n, dim], int [n, k], [n, k] -> [n, dim]. A
-    choice below 0 is nobody's. `beside` runs while tokens travel."""
+    forward: Callable[..., Tensor],
+    params: Sequence[Tensor],
+    experts: int,
+    traffic: ExpertCommStats,
+    beside: Callable[[], None],
+    tokens: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    *rest: Any,
+    **named: Any,
+) -> Tensor:
+    """`forward` of a module that has its part of the experts in `params`: [n, dim], int [n, k], [n,
+    k] -> [n, dim]. A choice below 0 is nobody's. `beside` runs while tokens travel."""
     assert traffic.group is not None
     size = traffic.group.size()
     each, k = experts // size, index.shape[-1]
@@ -129,14 +139,19 @@ def dispatch_tokens(
 
 
 class _OverlappedModule:
-    """A module of a mixture that takes what the mixture does: it is called while tokens travel, and when the mixture
-    calls it, it gives what it made then. If it is called before, or with something else, it is as it always was."""
+    """A module of a mixture that takes what the mixture does: it is called while tokens travel, and
+    when the mixture calls it, it gives what it made then. If it is called before, or with something
+    else, it is as it always was."""
 
     def __init__(self, mixture: nn.Module, module: nn.Module):
         self._call = native_call(module)
-        self._entered: tuple[Tensor, int] | None = None  # and how often it had been changed in place
+        self._entered: tuple[Tensor, int] | None = (
+            None  # and how often it had been changed in place
+        )
         self._made: Tensor | None = None
-        vars(module)["_compiled_call_impl"] = self._called  # the attribute that Module.__call__ asks first
+        vars(module)["_compiled_call_impl"] = (
+            self._called
+        )  # the attribute that Module.__call__ asks first
         mixture.register_forward_pre_hook(self._enter)
         mixture.register_forward_hook(lambda *_: self._forget(), always_call=True)
 
@@ -161,18 +176,24 @@ class _OverlappedModule:
         self._entered = self._made = None
 
 
-def shard_experts(model: nn.Module, name: str, dispatch: ExpertDispatch, traffic: ExpertCommStats) -> None:
+def shard_experts(
+    model: nn.Module, name: str, dispatch: ExpertDispatch, traffic: ExpertCommStats
+) -> None:
     """Let a module that holds its part of the experts be called as if it held all."""
     if traffic.group is None:
         return
     module = model.get_submodule(name)
     forward, early = module.forward, lambda: None
     if dispatch.beside:
-        early = _OverlappedModule(model.get_submodule(name.rpartition(".")[0]), model.get_submodule(dispatch.beside)).run
+        early = _OverlappedModule(
+            model.get_submodule(name.rpartition(".")[0]), model.get_submodule(dispatch.beside)
+        ).run
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         held, given = [*module.parameters()], routing_arguments(dispatch.names, args, kwargs)
         named = {key: value for key, value in kwargs.items() if key not in dispatch.names}
-        return dispatch_tokens(forward, held, dispatch.experts, traffic, early, *given, *args[3:], **named)
+        return dispatch_tokens(
+            forward, held, dispatch.experts, traffic, early, *given, *args[3:], **named
+        )
 
     module.forward = call  # type: ignore[method-assign]

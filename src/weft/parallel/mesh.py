@@ -12,49 +12,72 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from weft.core import TOKEN_AXES, Layout, LayoutError
 
 # the sets of axes over which a gradient can be partial
-PARTIAL = [axes for n in range(1, len(TOKEN_AXES) + 2) for axes in combinations((*TOKEN_AXES, "tp"), n)]
+PARTIAL = [
+    axes for n in range(1, len(TOKEN_AXES) + 2) for axes in combinations((*TOKEN_AXES, "tp"), n)
+]
 
 
 class Mesh:
-    """The ranks of a run on its layout's axes. One process without torch.distributed, or `alone`, is one rank.
+    """The ranks of a run on its layout's axes. One process without torch.distributed, or `alone`,
+    is one rank.
 
-    `shared`: sets of positions on `pp` whose ranks have something to reduce together; `pairs`: positions (lower,
-    higher) between which messages go. `replicas`: groups for a synchroniser, each as the parts that the positions on
-    `dp` are in; `lanes` are this rank's. `apart`: axes of the layout whose ranks go each their own way: this is the
-    mesh of one of them, with its own ranks from 0. `replica`: the position on `dp` of this process, where the processes
-    of a replica have a world to themselves.
+    `shared`: sets of positions on `pp` whose ranks have something to reduce together; `pairs`:
+    positions (lower, higher) between which messages go. `replicas`: groups for a synchroniser, each
+    as the parts that the positions on `dp` are in; `lanes` are this rank's. `apart`: axes of the
+    layout whose ranks go each their own way: this is the mesh of one of them, with its own ranks
+    from 0. `replica`: the position on `dp` of this process, where the processes of a replica have a
+    world to themselves.
     """
 
     def __init__(
-        self, layout: Layout, device: torch.device, alone: bool = False,
-        shared: Iterable[tuple[int, ...]] = (), pairs: Iterable[tuple[int, int]] = (),
-        replicas: Iterable[Iterable[Iterable[int]]] = (), apart: tuple[str, ...] = (), replica: int | None = None,
-    ):  # fmt: skip
+        self,
+        layout: Layout,
+        device: torch.device,
+        alone: bool = False,
+        shared: Iterable[tuple[int, ...]] = (),
+        pairs: Iterable[tuple[int, int]] = (),
+        replicas: Iterable[Iterable[Iterable[int]]] = (),
+        apart: tuple[str, ...] = (),
+        replica: int | None = None,
+    ):
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
-        self.whole, self.layout, self.device = layout, layout.without(*apart) if apart else layout, device
-        self._here = self.layout if replica is not None else layout  # of all processes of this world
+        self.whole, self.layout, self.device = (
+            layout,
+            layout.without(*apart) if apart else layout,
+            device,
+        )
+        self._here = (
+            self.layout if replica is not None else layout
+        )  # of all processes of this world
         if self._here.world != world:
             raise LayoutError(
-                "layout", str(layout), f"it has {self._here.world} ranks, {world} processes run",
+                "layout",
+                str(layout),
+                f"it has {self._here.world} ranks, {world} processes run",
                 f"start {self._here.world} processes",
-            )  # fmt: skip
+            )
         self._world_rank = dist.get_rank() if world > 1 else 0
         self.place = self._world_rank  # in the whole layout
         if replica is not None:
             self.place = layout.rank(**{**self.layout.coords(self._world_rank), "dp": replica})
-        self.coords = {axis: c for axis, c in layout.coords(self.place).items() if axis not in apart}
+        self.coords = {
+            axis: c for axis, c in layout.coords(self.place).items() if axis not in apart
+        }
         self.rank = self.layout.rank(**self.coords)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._parts: dict[tuple[str, ...], list[list[int]]] = {}
         self._among: dict[tuple[tuple[str, ...], tuple[int, ...]], dist.ProcessGroup] = {}
-        # position on `pp` -> groups of that rank and this one: for messages to the higher of the two, and to the lower.
-        # What flows both ways, or to several ranks, must not queue up in one communicator
+        # position on `pp` -> groups of that rank and this one: for messages to the higher of the
+        # two, and to the lower. What flows both ways, or to several ranks, must not queue up in one
+        # communicator
         self.pipes: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self.device_mesh: DeviceMesh | None = None
         self.lanes: list[dist.ProcessGroup] = []
         if world > 1:
             self.device_mesh = init_device_mesh(
-                device.type, tuple(size for _, size in self._here.sizes), mesh_dim_names=self._here.axes
+                device.type,
+                tuple(size for _, size in self._here.sizes),
+                mesh_dim_names=self._here.axes,
             )
             # every group that a run may need, made by all ranks in the same order
             own = self.layout
@@ -86,12 +109,17 @@ class Mesh:
             else:
                 self._groups[live] = self.device_mesh[live]._flatten(".".join(live)).get_group()
 
-    def _new(self, axes: tuple[str, ...], among: tuple[int, ...], axis: str = "pp") -> dist.ProcessGroup | None:
-        """Of the ranks that differ only on these axes, the group of those at these positions on `axis`, if this rank is
-        one. Every rank makes those of all ranks: torch names a group by how many were made before."""
+    def _new(
+        self, axes: tuple[str, ...], among: tuple[int, ...], axis: str = "pp"
+    ) -> dist.ProcessGroup | None:
+        """Of the ranks that differ only on these axes, the group of those at these positions on
+        `axis`, if this rank is one. Every rank makes those of all ranks: torch names a group by how
+        many were made before."""
         mine = None
         for peers in self._lines(axes):
-            group = dist.new_group(ranks := [rank for rank in peers if self._here.coords(rank)[axis] in among])
+            group = dist.new_group(
+                ranks := [rank for rank in peers if self._here.coords(rank)[axis] in among]
+            )
             if self._world_rank in ranks:
                 mine = group
         return mine
@@ -107,7 +135,8 @@ class Mesh:
         return self._parts[axes]
 
     def _make_among(self, among: tuple[int, ...]) -> None:
-        """The groups of these positions on `pp`, with every set of other axes over which a gradient can be partial."""
+        """The groups of these positions on `pp`, with every set of other axes over which a gradient
+        can be partial."""
         seen = set()
         for others in ((), *PARTIAL):
             axes = self.layout.live(*others, "pp")
@@ -118,7 +147,8 @@ class Mesh:
                     self._among[axes, among] = group
 
     def group(self, *axes: str, among: tuple[int, ...] = ()) -> dist.ProcessGroup | None:
-        """The group of the ranks that differ only on these axes; None where that is this rank alone.
+        """The group of the ranks that differ only on these axes; None where that is this rank
+        alone.
 
         `among`: only those at these positions on `pp`.
         """
@@ -136,7 +166,10 @@ class Mesh:
 
     def axes_of(self, group_name: str) -> str | None:
         """The axes of the group with this name, joined by a dot."""
-        named = [*self._groups.items(), *((live, group) for (live, _), group in self._among.items())]
+        named = [
+            *self._groups.items(),
+            *((live, group) for (live, _), group in self._among.items()),
+        ]
         named += [(("pp",), group) for pipe in self.pipes.values() for group in pipe]
         for live, group in [*named, *((("dp",), lane) for lane in self.lanes)]:
             if group.group_name == group_name:
@@ -145,8 +178,8 @@ class Mesh:
 
 
 def _open(pipe: dist.ProcessGroup, device: torch.device, first: bool) -> None:
-    """Send something once: NCCL connects two ranks at their first message, for which both must be there. Later, one may
-    post a receive long before the other comes to send."""
+    """Send something once: NCCL connects two ranks at their first message, for which both must be
+    there. Later, one may post a receive long before the other comes to send."""
     token, peer = torch.zeros(1, device=device), 1 - pipe.rank()
     if first:
         dist.send(token, group=pipe, group_dst=peer)

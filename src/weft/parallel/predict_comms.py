@@ -1,7 +1,7 @@
 """The collectives that a plan implies: every one of an optimizer step, in kind, axis and bytes.
 
-`nbytes` is the message as the collective sees it: the tensor of an all-reduce or broadcast, what an all-gather gives,
-what a reduce-scatter takes.
+`nbytes` is the message as the collective sees it: the tensor of an all-reduce or broadcast, what an
+all-gather gives, what a reduce-scatter takes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from weft.engine import HEADER_BYTES, request_traffic
 from weft.nn import reduced_numels
 
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
-STATISTICS_BYTES = 6 * 8  # squared norm, loss, weight, unreached parameters, trail and its square, in float64
+STATISTICS_BYTES = (
+    6 * 8
+)  # squared norm, loss, weight, unreached parameters, trail and its square, in float64
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Collective:
 
 @dataclass(frozen=True)
 class BoundaryShape:
-    """What crosses a module on one device, per sample: shapes without dim 0 where that is the batch."""
+    """What crosses a module on one device, per sample: shapes without dim 0 where that is the
+    batch."""
 
     entered: tuple[int, ...] | None  # first floating-point tensor that enters
     left: tuple[int, ...] | None
@@ -62,8 +65,8 @@ class BoundaryShape:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call of `scaled_dot_product_attention` on one device: shapes [b, heads, s, width], of all samples, and whose it
-    is."""
+    """A call of `scaled_dot_product_attention` on one device: shapes [b, heads, s, width], of all
+    samples, and whose it is."""
 
     module: str
     query: tuple[int, ...]
@@ -74,8 +77,9 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class GateQuery:
-    """What is asked of all tokens: by a gate "shares" of `size` experts, "capacity" for `size` choices of a sample, or
-    once a step the "bias" of `size` experts; for a mask `size` "positions" of a sample, which the model has made."""
+    """What is asked of all tokens: by a gate "shares" of `size` experts, "capacity" for `size`
+    choices of a sample, or once a step the "bias" of `size` experts; for a mask `size` "positions"
+    of a sample, which the model has made."""
 
     module: str
     what: str
@@ -84,8 +88,9 @@ class GateQuery:
 
 @dataclass(frozen=True, eq=False)
 class RoutingCall:
-    """A call of a module that holds experts, on one device: which ones each token of the batch goes to, int [n, k], and
-    whether tokens, their weights and what experts make of them need a gradient."""
+    """A call of a module that holds experts, on one device: which ones each token of the batch goes
+    to, int [n, k], and whether tokens, their weights and what experts make of them need a gradient.
+    """
 
     module: str
     index: Tensor
@@ -107,10 +112,10 @@ def predict_collectives(
 ) -> list[Collective]:
     """The collectives of the first optimizer step on `rank`, and what it sends to other stages.
 
-    `itemsize`: bytes of an element of activations and of gradients. `unreached`: parameters that get no gradient.
-    `buffers`: bytes of each buffer that is broadcast at the start of a step. `values`: bytes of each value that crosses
-    stages, of one microbatch on one rank. `cores`: the model's attention. `routings`: where its tokens go.
-    `asked`: what its gates ask of all tokens.
+    `itemsize`: bytes of an element of activations and of gradients. `unreached`: parameters that
+    get no gradient. `buffers`: bytes of each buffer that is broadcast at the start of a step.
+    `values`: bytes of each value that crosses stages, of one microbatch on one rank. `cores`: the
+    model's attention. `routings`: where its tokens go. `asked`: what its gates ask of all tokens.
     """
     whole, plan = plan, plan.of(rank)
     comms: list[Collective] = []
@@ -135,7 +140,11 @@ def predict_collectives(
         within = [a for a in bucket.axes if not (apart and a == "dp")]
         if within:
             nbytes = _bucket_bytes(plan, names, rank)
-            comms.append(Collective("all_reduce", ".".join(plan.layout.live(*within)), nbytes, "reduce", names[0]))
+            comms.append(
+                Collective(
+                    "all_reduce", ".".join(plan.layout.live(*within)), nbytes, "reduce", names[0]
+                )
+            )
         if apart:
             comms += _between_replicas(plan, bucket, rank)
         if unreached:
@@ -144,12 +153,18 @@ def predict_collectives(
     comms += _updates(plan, rank, itemsize)
     data = plan.layout.live(*DATA_AXES)
     if tokens := plan.layout.live(*TOKEN_AXES):
-        comms += [Collective("broadcast", ".".join(tokens), nbytes, "step", "") for nbytes in buffers]
-    biases = [e.size for e in asked if e.what == "bias" and plan.stage_of(e.module) in whole.stages(rank)]
+        comms += [
+            Collective("broadcast", ".".join(tokens), nbytes, "step", "") for nbytes in buffers
+        ]
+    biases = [
+        e.size for e in asked if e.what == "bias" and plan.stage_of(e.module) in whole.stages(rank)
+    ]
     if biases and (axis := ".".join(plan.layout.live(*plan.token_axes))):
         comms.append(Collective("all_reduce", axis, sum(biases) * itemsize, "step", ""))
     if plan.layout.live():
-        comms.append(Collective("all_reduce", ".".join(plan.layout.live()), STATISTICS_BYTES, "step", ""))
+        comms.append(
+            Collective("all_reduce", ".".join(plan.layout.live()), STATISTICS_BYTES, "step", "")
+        )
     if plan.staging is not None and any(step.gather is not None for step in plan.steps):
         comms.append(Collective("all_reduce", ".".join(data), TRAIL_BYTES, "step", ""))
     return comms
@@ -172,7 +187,10 @@ def _boundaries(
     if crossing is None:  # not reached by the forward
         return
     again = _recomputations(plan, step.module, microbatch)
-    for boundary, shape, entry in ((step.input, crossing.entered, True), (step.output, crossing.left, False)):
+    for boundary, shape, entry in (
+        (step.input, crossing.entered, True),
+        (step.output, crossing.left, False),
+    ):
         if boundary is None or shape is None or (step.input is not None and step.input.every):
             continue
         rows: float = plan.microbatch if crossing.batched else 1
@@ -188,28 +206,47 @@ def _boundaries(
             nbytes = round(rows * prod(whole)) // plan.sequence_size * itemsize
             for move, when in ((forward, "forward"), (backward, "backward")):
                 kind = collective(*move)
-                if kind is None or (when == "backward" and not (crossing.needs_grad if entry else crossing.gives_grad)):
+                if kind is None or (
+                    when == "backward"
+                    and not (crossing.needs_grad if entry else crossing.gives_grad)
+                ):
                     continue
                 yield Collective(kind, axis, nbytes, when, step.module)
                 for _ in range(again if when == "forward" else 0):
                     yield Collective(kind, axis, nbytes, "recompute", step.module)
             if boundary.typed:
                 for count in reduced_numels(round(rows * prod(shape[:-1])) // plan.sequence_size):
-                    yield Collective("all_reduce", axis, count * max(4, itemsize), "forward", "(loss)")
+                    yield Collective(
+                        "all_reduce", axis, count * max(4, itemsize), "forward", "(loss)"
+                    )
 
 
-def _attention(plan: Plan, core: AttentionCall, microbatch: int, itemsize: int) -> Iterator[Collective]:
+def _attention(
+    plan: Plan, core: AttentionCall, microbatch: int, itemsize: int
+) -> Iterator[Collective]:
     """What attention over a sequence that ranks share exchanges, in forward and backward."""
-    methods = {step.sequence.method: step.sequence.axis for step in plan.steps if step.sequence is not None}
+    methods = {
+        step.sequence.method: step.sequence.axis for step in plan.steps if step.sequence is not None
+    }
     params = [p for step in plan.steps for p in step.params]
-    cut = any(p.axis == "tp" and p.cut is not None and p.name.startswith(core.module + ".") for p in params)
+    cut = any(
+        p.axis == "tp" and p.cut is not None and p.name.startswith(core.module + ".")
+        for p in params
+    )
     tp = plan.layout.size("tp") if cut else 1
-    heads, kv, length = core.query[1] // tp, max(1, core.key[1] // tp), core.query[2] // plan.sequence_size
+    heads, kv, length = (
+        core.query[1] // tp,
+        max(1, core.key[1] // tp),
+        core.query[2] // plan.sequence_size,
+    )
     again = _recomputations(plan, core.module + ".", microbatch)
     if plan.recompute == "selective":
         again = 1  # a second backward, of weights alone, does not come to it
     again = again if core.needs_grad else 0
-    times = (*(("forward", "backward") if core.needs_grad else ("forward",)), *("recompute",) * again)
+    times = (
+        *(("forward", "backward") if core.needs_grad else ("forward",)),
+        *("recompute",) * again,
+    )
 
     def nbytes(count: int, positions: int, shape: tuple[int, ...]) -> int:
         return plan.microbatch * count * positions * shape[-1] * itemsize
@@ -219,9 +256,11 @@ def _attention(plan: Plan, core: AttentionCall, microbatch: int, itemsize: int) 
         size = plan.layout.size(axis)
         kv = max(kv, size)
         sent = [
-            nbytes(heads, length, core.query), nbytes(kv, length, core.key), nbytes(kv, length, core.value),
+            nbytes(heads, length, core.query),
+            nbytes(kv, length, core.key),
+            nbytes(kv, length, core.value),
             nbytes(heads, length, core.value),
-        ]  # fmt: skip
+        ]
         for when in times:
             # what nothing in backward needs is not made again where the core alone is
             made = sent[:3] if when == "recompute" and plan.recompute == "selective" else sent
@@ -231,44 +270,81 @@ def _attention(plan: Plan, core: AttentionCall, microbatch: int, itemsize: int) 
         size = plan.layout.size(axis)
         if size == 1:
             continue
-        own, wide = [nbytes(kv, length, core.key), nbytes(kv, length, core.value)], max(4, itemsize) / itemsize
+        own, wide = (
+            [nbytes(kv, length, core.key), nbytes(kv, length, core.value)],
+            max(4, itemsize) / itemsize,
+        )
         if method == "gather":
             for when in times:
-                yield from (Collective("all_gather", axis, n * size, when, core.module) for n in own)
+                yield from (
+                    Collective("all_gather", axis, n * size, when, core.module) for n in own
+                )
             sums = own if core.needs_grad else []
-            yield from (Collective("reduce_scatter", axis, round(n * size * wide), "backward", core.module) for n in sums)
+            yield from (
+                Collective("reduce_scatter", axis, round(n * size * wide), "backward", core.module)
+                for n in sums
+            )
             continue
         for when in times:
-            yield from (Collective("send", axis, n, when, core.module) for n in own for _ in range(size - 1))
+            yield from (
+                Collective("send", axis, n, when, core.module) for n in own for _ in range(size - 1)
+            )
         sums = own if core.needs_grad else []
-        yield from (Collective("send", axis, round(n * wide), "backward", core.module) for n in sums for _ in range(size))
+        yield from (
+            Collective("send", axis, round(n * wide), "backward", core.module)
+            for n in sums
+            for _ in range(size)
+        )
 
 
-def _inside(plan: Plan, routing: RoutingCall, microbatch: int, itemsize: int) -> Iterator[Collective]:
-    """What ranks exchange that have a part of each expert: tokens, where these go and with which weights, and what
-    comes of them."""
-    step = next((s for s in plan.steps if s.input is not None and s.input.every and s.module == routing.module), None)
+def _inside(
+    plan: Plan, routing: RoutingCall, microbatch: int, itemsize: int
+) -> Iterator[Collective]:
+    """What ranks exchange that have a part of each expert: tokens, where these go and with which
+    weights, and what comes of them."""
+    step = next(
+        (
+            s
+            for s in plan.steps
+            if s.input is not None and s.input.every and s.module == routing.module
+        ),
+        None,
+    )
     if step is None or step.input is None or step.output is None:
         return
     again = _recomputations(plan, routing.module, microbatch)
-    n, k = len(routing.index) // (plan.data_size * plan.accumulate * plan.sequence_size), routing.index.shape[1]
+    n, k = (
+        len(routing.index) // (plan.data_size * plan.accumulate * plan.sequence_size),
+        routing.index.shape[1],
+    )
     tokens, weights, made = routing.needs_grad
     rows = n * routing.width * itemsize
-    entering = ((rows, tokens), (n * k * routing.index.itemsize, False), (n * k * itemsize, weights))
-    for boundary, entry, crossing in ((step.input, True, entering), (step.output, False, ((rows, made or weights),))):
+    entering = (
+        (rows, tokens),
+        (n * k * routing.index.itemsize, False),
+        (n * k * itemsize, weights),
+    )
+    for boundary, entry, crossing in (
+        (step.input, True, entering),
+        (step.output, False, ((rows, made or weights),)),
+    ):
         for axis, forward, backward in boundary.moves(entry):
             for nbytes, needs_grad in crossing if plan.layout.size(axis) > 1 else ():
                 ahead, back = collective(*forward), collective(*backward)
                 if ahead is not None:
                     yield from (
-                        Collective(ahead, axis, nbytes, when, routing.module) for when in ("forward", *("recompute",) * again)
+                        Collective(ahead, axis, nbytes, when, routing.module)
+                        for when in ("forward", *("recompute",) * again)
                     )
                 if back is not None and needs_grad:
                     yield Collective(back, axis, nbytes, "backward", routing.module)
 
 
-def _dispatch(plan: Plan, whole: Plan, routing: RoutingCall, microbatch: int, rank: int, itemsize: int) -> Iterator[Collective]:
-    """Tokens that go to their experts and come back, in forward and backward, and how many they are."""
+def _dispatch(
+    plan: Plan, whole: Plan, routing: RoutingCall, microbatch: int, rank: int, itemsize: int
+) -> Iterator[Collective]:
+    """Tokens that go to their experts and come back, in forward and backward, and how many they
+    are."""
     step = next((s for s in plan.steps if s.dispatch and s.module == routing.module), None)
     axis = ".".join(plan.layout.live(EXPERTS))
     if step is None or not axis:
@@ -278,7 +354,9 @@ def _dispatch(plan: Plan, whole: Plan, routing: RoutingCall, microbatch: int, ra
     length, each = len(index) // plan.batch, step.dispatch.experts // size
     mine = plan.layout.index(rank, EXPERTS)
     sliced = plan.sliced(routing.module)
-    sliced &= not any(s.input is not None and s.input.every and s.module == routing.module for s in plan.steps)
+    sliced &= not any(
+        s.input is not None and s.input.every and s.module == routing.module for s in plan.steps
+    )
 
     def routed(peer: int) -> Tensor:
         data = plan.layout.index(peer, *DATA_AXES)
@@ -291,7 +369,9 @@ def _dispatch(plan: Plan, whole: Plan, routing: RoutingCall, microbatch: int, ra
         return rows[:, held] // each
 
     here = (
-        sum(int((routed(peer) == mine).sum()) for peer in plan.layout.peers(rank, EXPERTS)) * routing.width * itemsize
+        sum(int((routed(peer) == mine).sum()) for peer in plan.layout.peers(rank, EXPERTS))
+        * routing.width
+        * itemsize
     )
     sent = int((routed(rank) >= 0).sum()) * routing.width * itemsize
     again = _recomputations(plan, routing.module, microbatch)
@@ -304,18 +384,27 @@ def _dispatch(plan: Plan, whole: Plan, routing: RoutingCall, microbatch: int, ra
 
 
 def _of_all_tokens(plan: Plan, asked: GateQuery, microbatch: int) -> Iterator[Collective]:
-    """Shares: how many choices each expert has, summed over all ranks with tokens of their own. Capacity: which choices
-    a sequence has, gathered from the ranks that have parts of it."""
+    """Shares: how many choices each expert has, summed over all ranks with tokens of their own.
+    Capacity: which choices a sequence has, gathered from the ranks that have parts of it."""
     sliced = plan.sliced(asked.module)
     times = ("forward", *("recompute",) * _recomputations(plan, asked.module, microbatch))
     axis = ".".join(plan.layout.live(*TOKEN_AXES, *(("tp",) if sliced else ())))
     if asked.what == "shares" and axis:
-        yield from (Collective("all_reduce", axis, asked.size * 8, when, asked.module) for when in times)
+        yield from (
+            Collective("all_reduce", axis, asked.size * 8, when, asked.module) for when in times
+        )
     if asked.what not in ("capacity", "positions"):
         return
     sliced &= asked.what == "capacity"  # masks are of what tp has gathered
-    cuts = sorted((s.sequence for s in plan.steps if s.sequence is not None), key=lambda c: c.method != "ulysses")
-    axes = [axis for axis in (*(("tp",) if sliced else ()), *(c.axis for c in cuts)) if plan.layout.size(axis) > 1]
+    cuts = sorted(
+        (s.sequence for s in plan.steps if s.sequence is not None),
+        key=lambda c: c.method != "ulysses",
+    )
+    axes = [
+        axis
+        for axis in (*(("tp",) if sliced else ()), *(c.axis for c in cuts))
+        if plan.layout.size(axis) > 1
+    ]
     nbytes = plan.microbatch * asked.size * 8 // prod(map(plan.layout.size, axes))
     for axis in axes:
         nbytes *= plan.layout.size(axis)
@@ -343,7 +432,8 @@ def _statistics(
 
 
 def _updates(plan: Plan, rank: int, itemsize: int) -> Iterator[Collective]:
-    """What an asynchronous schedule reduces: the gradients of every update, the weight of every microbatch's loss."""
+    """What an asynchronous schedule reduces: the gradients of every update, the weight of every
+    microbatch's loss."""
     if not plan.schedule.versions:
         return
     table, data = plan.params(), ".".join(plan.layout.live(*TOKEN_AXES))
@@ -359,7 +449,9 @@ def _updates(plan: Plan, rank: int, itemsize: int) -> Iterator[Collective]:
                 count = prod(plan.local_shape(weight, table, plan.layout.coords(rank).get("tp", 0)))
                 together[axes, weight.dtype] += count + 1  # whether there is a gradient
         for (axes, _), count in together.items():
-            yield Collective("all_reduce", ".".join(axes), count * itemsize, "reduce", f"stage {action.stage}")
+            yield Collective(
+                "all_reduce", ".".join(axes), count * itemsize, "reduce", f"stage {action.stage}"
+            )
 
 
 def _between_replicas(plan: Plan, bucket: GradBucket, rank: int) -> Iterator[Collective]:
@@ -383,7 +475,10 @@ def _messages(plan: Plan, rank: int, values: Mapping[int, int]) -> Iterator[Coll
     """What a rank sends over `pp`: values to the ranks of later stages, their gradients back."""
     placement, here = plan.schedule.placement, plan.layout.coords(rank).get("pp", 0)
     for index, value in enumerate(plan.staging.values if plan.staging is not None else ()):
-        source, others = placement[value.source], {placement[t] for t in value.targets} - {placement[value.source]}
+        source, others = (
+            placement[value.source],
+            {placement[t] for t in value.targets} - {placement[value.source]},
+        )
         for microbatch in range(plan.accumulate):
             if source == here:
                 for _ in others:
@@ -412,9 +507,14 @@ def _gathers(
         gathered = sum(n * weights[name].dtype.itemsize for name, n in padded.items())
         reduced = sum(
             n * weights[name].dtype.itemsize
-            for name, n in padded.items() if weights[name].trainable and name not in unreached
-        )  # fmt: skip
-        uses = {"step": 1, "microbatch": plan.accumulate, "use": plan.accumulate + used.get(step.module, 0)}
+            for name, n in padded.items()
+            if weights[name].trainable and name not in unreached
+        )
+        uses = {
+            "step": 1,
+            "microbatch": plan.accumulate,
+            "use": plan.accumulate + used.get(step.module, 0),
+        }
         for _ in range(uses[gather.gathered]):
             yield Collective("all_gather", gather.axis, gathered, "gather", step.module)
         for _ in range(plan.accumulate if gather.reduced == "microbatch" else 1):
@@ -430,17 +530,23 @@ def _gathers(
             yield Collective("all_reduce", "dp", reduced // size, "reduce", step.module)
 
 
-def _gathered_in_backward(plan: Plan, crossings: Mapping[str, BoundaryShape], unreached: Collection[str]) -> dict[str, int]:
-    """Unit -> how often the backwards of a step gather it. Nothing goes back through what is frozen, if all before it
-    is; but FSDP2 gathers the unit before one that it comes to."""
+def _gathered_in_backward(
+    plan: Plan, crossings: Mapping[str, BoundaryShape], unreached: Collection[str]
+) -> dict[str, int]:
+    """Unit -> how often the backwards of a step gather it. Nothing goes back through what is
+    frozen, if all before it is; but FSDP2 gathers the unit before one that it comes to."""
     learning = {w.name for w in plan.weights if w.trainable} - set(unreached)
-    stages: dict[int, list[tuple[str, bool, bool]]] = {}  # of each unit: whether it learns, and what is before it
+    stages: dict[
+        int, list[tuple[str, bool, bool]]
+    ] = {}  # of each unit: whether it learns, and what is before it
     for step in plan.steps:
         if step.gather is not None and step.gather.gathered == "use" and step.params:
             crossing = crossings.get(step.module)
             below = crossing is None or crossing.needs_grad
             learns = any(param.name in learning for param in step.params)
-            stages.setdefault(plan.users(step.params[0].name)[0], []).append((step.module, learns, below))
+            stages.setdefault(plan.users(step.params[0].name)[0], []).append(
+                (step.module, learns, below)
+            )
     found: Counter[str] = Counter()
     for stage, units in stages.items():
         for microbatch in range(plan.accumulate):
@@ -455,10 +561,14 @@ def _gathered_in_backward(plan: Plan, crossings: Mapping[str, BoundaryShape], un
 def _bucket_bytes(plan: Plan, names: tuple[str, ...], rank: int) -> int:
     table = plan.params()
     held = [weight for weight in plan.weights if weight.name in names]
-    return sum(prod(_stored_shape(plan, weight, table, rank)) * weight.dtype.itemsize for weight in held)
+    return sum(
+        prod(_stored_shape(plan, weight, table, rank)) * weight.dtype.itemsize for weight in held
+    )
 
 
-def _stored_shape(plan: Plan, weight: Weight, table: Mapping[str, Mapping[str, Param]], rank: int) -> tuple[int, ...]:
+def _stored_shape(
+    plan: Plan, weight: Weight, table: Mapping[str, Mapping[str, Param]], rank: int
+) -> tuple[int, ...]:
     """Of what a rank keeps of a parameter."""
     coords = plan.layout.coords(rank)
     shape = list(plan.local_shape(weight, table, coords.get("tp", 0)))

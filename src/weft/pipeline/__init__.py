@@ -1,4 +1,5 @@
-"""Pipelines before they run: schedules, their simulation and drawing, and how a model is split into stages.
+"""Pipelines before they run: schedules, their simulation and drawing, and how a model is split into
+stages.
 
 Open `schedules/one_f_one_b.py` first, then `simulator.py` and `split_model.py`.
 """

@@ -16,13 +16,15 @@ Number = float | Sequence[float]
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """Seconds of one microbatch in one stage, and bytes; each one number for all stages, or one per stage.
+    """Seconds of one microbatch in one stage, and bytes; each one number for all stages, or one per
+    stage.
 
-    `forward_s` of an F; `backward_s` of a B whose W comes later, the gradient of the input; `weight_s` of a W; a whole
-    backward takes both. `update_s` of a U. `comm_s` from the end of an action to the arrival of its result on another
-    rank: one number, or one per pair of neighbouring stages (stages - 1); ranks compute while they send.
-    `activation_bytes` are kept from an F to the end of its last backward, but for the share `freed_by_b` (0 to 1) that
-    goes at the end of its B already. Where they are all 1, live activations are counted.
+    `forward_s` of an F; `backward_s` of a B whose W comes later, the gradient of the input;
+    `weight_s` of a W; a whole backward takes both. `update_s` of a U. `comm_s` from the end of an
+    action to the arrival of its result on another rank: one number, or one per pair of neighbouring
+    stages (stages - 1); ranks compute while they send. `activation_bytes` are kept from an F to the
+    end of its last backward, but for the share `freed_by_b` (0 to 1) that goes at the end of its B
+    already. Where they are all 1, live activations are counted.
     """
 
     forward_s: Number = 1.0
@@ -35,19 +37,27 @@ class ActionCosts:
 
     def __post_init__(self) -> None:
         if not 0 <= self.freed_by_b <= 1:
-            raise ConfigError("costs.freed_by_b", self.freed_by_b, "not a share", "use a number from 0 to 1")
+            raise ConfigError(
+                "costs.freed_by_b", self.freed_by_b, "not a share", "use a number from 0 to 1"
+            )
 
     def each(self, field: str, count: int) -> tuple[float, ...]:
-        """`count` numbers, one per stage (or boundary) of this field. Raises ConfigError unless all are 0 or more."""
+        """`count` numbers, one per stage (or boundary) of this field. Raises ConfigError unless all
+        are 0 or more."""
         value = getattr(self, field)
         numbers = tuple(value) if isinstance(value, Sequence) else (value,) * count
         if len(numbers) != count:
             what = "boundaries" if field == "comm_s" else "stages"
             raise ConfigError(
-                f"costs.{field}", value, f"{len(numbers)} numbers for {count} {what}", f"give one, or {count}"
+                f"costs.{field}",
+                value,
+                f"{len(numbers)} numbers for {count} {what}",
+                f"give one, or {count}",
             )
         if not all(isinstance(n, int | float) and math.isfinite(n) and n >= 0 for n in numbers):
-            raise ConfigError(f"costs.{field}", value, "not a time or size", "use numbers of 0 or more")
+            raise ConfigError(
+                f"costs.{field}", value, "not a time or size", "use numbers of 0 or more"
+            )
         return numbers
 
     def json(self) -> str:
@@ -60,19 +70,23 @@ class ActionCosts:
         try:
             made = cls(**json.loads(text))
         except (ValueError, TypeError) as error:
-            raise ConfigError("costs", text[:40], f"not costs ({error})", "use a file that weft wrote") from None
+            raise ConfigError(
+                "costs", text[:40], f"not costs ({error})", "use a file that weft wrote"
+            ) from None
         return made
 
     def shared(self, placement: Sequence[int]) -> Self:
-        """These costs, of a whole rank where they are one number, as costs of its stages, which have equal parts.
+        """These costs, of a whole rank where they are one number, as costs of its stages, which
+        have equal parts.
 
-        `placement` is stage -> rank. `comm_s`, which is of a message, stays, and so does `activation_bytes` where it
-        only counts.
+        `placement` is stage -> rank. `comm_s`, which is of a message, stays, and so does
+        `activation_bytes` where it only counts.
         """
         on = Counter(placement)
         parts: dict[str, Any] = {
             field: tuple(value / on[rank] for rank in placement)
             for field in ("forward_s", "backward_s", "weight_s", "update_s", "activation_bytes")
-            if not isinstance(value := getattr(self, field), Sequence) and (field, value) != ("activation_bytes", 1)
+            if not isinstance(value := getattr(self, field), Sequence)
+            and (field, value) != ("activation_bytes", 1)
         }
         return replace(self, **parts)

@@ -1,10 +1,12 @@
-"""Partition: a chain of atoms into consecutive stages whose slowest is as fast as can be. Pure arithmetic; no torch.
+"""Partition: a chain of atoms into consecutive stages whose slowest is as fast as can be. Pure
+arithmetic; no torch.
 
 costs 1 1 1 1 4, 3 stages        1 1 | 1 1 | 4        slowest 4
 
-Optimal over the chain, by bisecting on the slowest stage's time (Pınar and Aykanat, "Fast optimal load balancing
-algorithms for 1D partitioning", 2004). Their greedy probe counts the stages that a time needs at least, which says
-nothing once a cut itself costs time; here a probe asks for exactly `parts` stages.
+Optimal over the chain, by bisecting on the slowest stage's time (Pınar and Aykanat, "Fast optimal
+load balancing algorithms for 1D partitioning", 2004). Their greedy probe counts the stages that a
+time needs at least, which says nothing once a cut itself costs time; here a probe asks for exactly
+`parts` stages.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from weft.core import ConfigError
 
 Ints = NDArray[np.int64]
 FIELD = "pipeline"
-GRAIN = 48  # times are whole multiples of a power of two, at most 2**-GRAIN of their total: sums and ties are exact
+# times are whole multiples of a power of two, at most 2**-GRAIN of their total: sums and ties are
+# exact
+GRAIN = 48
 NEVER = np.iinfo(np.int64).max // 4
 
 
@@ -34,30 +38,36 @@ def partition(
     limit: float = math.inf,
     placement: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """The first atom of each of `parts` nonempty stages, chosen so that the largest stage time is least.
+    """The first atom of each of `parts` nonempty stages, chosen so that the largest stage time is
+    least.
 
-    `costs[i]` is the time of atom i, and a stage's time the sum over its atoms. `crossing[i]` is the time of a cut
-    before atom i, which both neighbouring stages pay; infinity forbids that cut (`crossing[0]` is not read). Before
-    every atom of `fixed` there is a cut. The `sizes` of a stage's atoms (its memory) sum to at most `limit`.
-    Among equally good partitions each cut, from the front, leaves its stage nearest to an even share of what remains,
-    so equal atoms give even stages.
+    `costs[i]` is the time of atom i, and a stage's time the sum over its atoms. `crossing[i]` is
+    the time of a cut before atom i, which both neighbouring stages pay; infinity forbids that cut
+    (`crossing[0]` is not read). Before every atom of `fixed` there is a cut. The `sizes` of a
+    stage's atoms (its memory) sum to at most `limit`. Among equally good partitions each cut, from
+    the front, leaves its stage nearest to an even share of what remains, so equal atoms give even
+    stages.
 
-    With `placement` (stage -> rank; several stages on one rank) the largest time of a *rank* is made small: the
-    chain's optimum, then cuts moved while that helps. This is a local optimum, not always the best. Neighbouring
-    stages on the same rank pay no crossing.
+    With `placement` (stage -> rank; several stages on one rank) the largest time of a *rank* is
+    made small: the chain's optimum, then cuts moved while that helps. This is a local optimum, not
+    always the best. Neighbouring stages on the same rank pay no crossing.
 
-    Raises ConfigError (field `pipeline`) for fewer atoms than stages, and where the limit or the cuts that are fixed
-    or forbidden leave no partition. Cost: O(parts n) per bisection; 10,000 atoms in 512 stages take about a second.
+    Raises ConfigError (field `pipeline`) for fewer atoms than stages, and where the limit or the
+    cuts that are fixed or forbidden leave no partition. Cost: O(parts n) per bisection; 10,000
+    atoms in 512 stages take about a second.
     """
     chain = _Chain(costs, parts, crossing, fixed, sizes, limit)
     if placement is not None and len(placement) != parts:
-        raise ConfigError(FIELD, parts, f"the placement has {len(placement)} stages", "give each stage a rank")
+        raise ConfigError(
+            FIELD, parts, f"the placement has {len(placement)} stages", "give each stage a rank"
+        )
     cuts = chain.best()
     return tuple(cuts if placement is None else _spread(chain, cuts, tuple(placement)))
 
 
 class _Chain:
-    """Atoms as prefix sums in whole units. Position i is the cut before atom i; position n is the end."""
+    """Atoms as prefix sums in whole units. Position i is the cut before atom i; position n is the
+    end."""
 
     def __init__(
         self,
@@ -73,16 +83,30 @@ class _Chain:
         if parts < 1:
             raise ConfigError(FIELD, parts, "a pipeline has at least one stage", "use 1 or more")
         if n < parts:
-            raise ConfigError(FIELD, parts, f"there are {n} parts of the model to share out", f"use at most {n} stages")
+            raise ConfigError(
+                FIELD,
+                parts,
+                f"there are {n} parts of the model to share out",
+                f"use at most {n} stages",
+            )
         time = np.asarray(costs, dtype=float)
         cross = np.zeros(n + 1)
         if crossing is not None:
             cross[1:n] = np.asarray(crossing, dtype=float)[1:n]
-        if not np.isfinite(time).all() or (time < 0).any() or np.isnan(cross).any() or (cross < 0).any():
-            raise ConfigError(FIELD, parts, "a time is negative or not a number", "use times of 0 or more")
+        if (
+            not np.isfinite(time).all()
+            or (time < 0).any()
+            or np.isnan(cross).any()
+            or (cross < 0).any()
+        ):
+            raise ConfigError(
+                FIELD, parts, "a time is negative or not a number", "use times of 0 or more"
+            )
         self.fixed = frozenset(i for i in fixed if i)
         if not all(0 < i < n for i in self.fixed):
-            raise ConfigError(FIELD, parts, f"a fixed cut lies outside atoms 1 to {n - 1}", "name an atom inside")
+            raise ConfigError(
+                FIELD, parts, f"a fixed cut lies outside atoms 1 to {n - 1}", "name an atom inside"
+            )
 
         self.allowed = np.isfinite(cross)
         cross = np.where(self.allowed, cross, 0.0)
@@ -97,7 +121,8 @@ class _Chain:
         self.reach = self._reach(sizes)
 
     def _reach(self, sizes: Sequence[float] | None) -> Ints | None:
-        """Position a -> the last position where a stage that starts there may end; None if that is always n."""
+        """Position a -> the last position where a stage that starts there may end; None if that is
+        always n."""
         n = self.atoms
         reach = np.full(n + 1, n)
         if sizes is not None and math.isfinite(self.limit):
@@ -109,7 +134,8 @@ class _Chain:
         return reach if (reach < n).any() else None
 
     def best(self) -> list[int]:
-        """The first atoms of the stages whose slowest is fastest; raises ConfigError if there are none."""
+        """The first atoms of the stages whose slowest is fastest; raises ConfigError if there are
+        none."""
         if (cuts := self.cut(NEVER)) is None:
             raise _no_partition(self)
         low, high = self.least, self.slowest(cuts)
@@ -149,12 +175,14 @@ class _Chain:
         return possible
 
     def _soonest(self, ends: Ints) -> Ints:
-        """For each position a, the least of `ends` over the positions where a stage from a may end."""
+        """For each position a, the least of `ends` over the positions where a stage from a may
+        end."""
         soonest = np.full(self.atoms + 1, NEVER)
         if self.reach is None:
             soonest[:-1] = np.minimum.accumulate(ends[:0:-1])[::-1]
             return soonest
-        # A window is the union of two runs of 2**k positions: a table of the least over runs answers all windows.
+        # A window is the union of two runs of 2**k positions: a table of the least over runs
+        # answers all windows.
         width = self.reach - np.arange(self.atoms + 1)
         run, size, table = ends, 1, []
         while size <= width.max():
@@ -178,11 +206,17 @@ def _no_partition(chain: _Chain) -> ConfigError:
     problem = f"no partition keeps every stage within the limit of {chain.limit:g}"
     fix = "raise the limit, or use more stages"
     if len(chain.fixed) >= chain.parts:
-        problem, fix = f"{len(chain.fixed)} cuts are fixed", f"use at least {len(chain.fixed) + 1} stages"
+        problem, fix = (
+            f"{len(chain.fixed)} cuts are fixed",
+            f"use at least {len(chain.fixed) + 1} stages",
+        )
     elif any(not chain.allowed[i] for i in chain.fixed):
         problem, fix = "a fixed cut is also forbidden", "allow that cut, or do not fix it"
     elif free < chain.parts:
-        problem, fix = f"{chain.parts - 1} cuts are needed and {free - 1} allowed", f"use at most {free} stages"
+        problem, fix = (
+            f"{chain.parts - 1} cuts are needed and {free - 1} allowed",
+            f"use at most {free} stages",
+        )
     elif reach is not None and (alone := np.flatnonzero(reach[:-1] == np.arange(chain.atoms))).size:
         problem = f"atom {alone[0]} alone is above the limit of {chain.limit:g}"
         fix = "raise the limit"
@@ -190,7 +224,8 @@ def _no_partition(chain: _Chain) -> ConfigError:
 
 
 def _spread(chain: _Chain, cuts: list[int], placement: tuple[int, ...]) -> list[int]:
-    """Move one cut, or two at once, by one atom while (largest rank, sum of squares over ranks) falls."""
+    """Move one cut, or two at once, by one atom while (largest rank, sum of squares over ranks)
+    falls."""
     n, parts = chain.atoms, chain.parts
     pays = [a != b for a, b in pairwise(placement)]
 
@@ -205,11 +240,13 @@ def _spread(chain: _Chain, cuts: list[int], placement: tuple[int, ...]) -> list[
     def sound(cuts: Sequence[int]) -> bool:
         bounds = [*cuts, n]
         return all(
-            a < i and chain.allowed[a] and (chain.reach is None or i <= chain.reach[a]) for a, i in pairwise(bounds)
+            a < i and chain.allowed[a] and (chain.reach is None or i <= chain.reach[a])
+            for a, i in pairwise(bounds)
         ) and chain.fixed <= set(cuts)
 
     single = [{k: step} for k in range(1, parts) for step in (-1, 1)]
-    # Two cuts at once only where they bound stages of one rank: what one adds to it, the other may take away.
+    # Two cuts at once only where they bound stages of one rank: what one adds to it, the other may
+    # take away.
     ranks = [{*placement[k - 1 : k + 1]} for k in range(parts)]
     pairs = [(k, i) for k in range(1, parts) for i in range(k + 1, parts) if ranks[k] & ranks[i]]
     double = [{k: one, i: two} for k, i in pairs for one in (-1, 1) for two in (-1, 1)]

@@ -37,31 +37,41 @@ def make_stages(
 ) -> tuple[Staging, Schedule]:
     """The stages of `model` over `pp`, and the schedule that runs them. Raises Refusal.
 
-    `schedule`: a name, a Schedule, or a function (ranks, microbatches, **options) -> Schedule; an option of `pp` in the
-    layout overrides it. `where`: stages of equal "parameters", "flops" or measured "time", or the modules with which
-    the second and later stages begin. `counted`: modules that count their own dropout masks, as blocks do. With "time"
-    all ranks of a running process group call it; rank 0's times count.
+    `schedule`: a name, a Schedule, or a function (ranks, microbatches, **options) -> Schedule; an
+    option of `pp` in the layout overrides it. `where`: stages of equal "parameters", "flops" or
+    measured "time", or the modules with which the second and later stages begin. `counted`: modules
+    that count their own dropout masks, as blocks do. With "time" all ranks of a running process
+    group call it; rank 0's times count.
     """
     if sample is None:
         raise ConfigError(
-            "sample", None, "a pipeline is cut along a forward of the model", "give a batch of two samples"
+            "sample",
+            None,
+            "a pipeline is cut along a forward of the model",
+            "give a batch of two samples",
         )
     made = choose_schedule(layout, microbatches, schedule, options)
     names = inputs if inputs is not None else named_inputs(model)
     try:
-        recorded = trace_forward(model, model_arguments(names, dict(sample)), profile=PROFILES if where == "time" else 0)
+        recorded = trace_forward(
+            model, model_arguments(names, dict(sample)), profile=PROFILES if where == "time" else 0
+        )
     except (RuntimeError, ValueError, TypeError, IndexError) as problem:
         size = next(iter(sample.values())).shape[0]
         raise UnsupportedModel(
-            "sample", f"{size} samples", f"the model does not run on it: {str(problem).splitlines()[0]}",
+            "sample",
+            f"{size} samples",
+            f"the model does not run on it: {str(problem).splitlines()[0]}",
             "give a batch that it runs on, of at least two samples if it has batch norm",
-        ) from problem  # fmt: skip
+        ) from problem
     if made.versions and any(event.name == with_loss.__name__ for event in recorded.events):
         raise ConfigError(
-            "pipeline.schedule", made.name,
-            "a gate adds a loss of its own, and each stage would have to know what counts in a microbatch",
+            "pipeline.schedule",
+            made.name,
+            "a gate adds a loss of its own, and each stage would have to know what counts in a"
+            " microbatch",
             "balance by a bias instead, or use a synchronous schedule such as 1f1b",
-        )  # fmt: skip
+        )
     check_cut(where, made.stages, f"{made.name} over {layout}")
     points = _points(recorded, made, where, blocks)
     if where == "time" and dist.is_initialized():  # every rank has measured times of its own
@@ -80,15 +90,22 @@ def schedule_of(layout: Layout) -> str | None:
     """The schedule that a layout names. Raises LayoutError."""
     found = layout.option("pp")
     if len(found) > 1:
-        raise ConfigError("layout", str(layout), f"{' and '.join(found)} at once", "choose one schedule")
+        raise ConfigError(
+            "layout", str(layout), f"{' and '.join(found)} at once", "choose one schedule"
+        )
     if found and found[0] not in schedules.builtin_schedules():
         problem = f"axis pp has no option {found[0]!r}"
-        raise LayoutError("layout", str(layout), problem, nearest(found[0], schedules.builtin_schedules()))
+        raise LayoutError(
+            "layout", str(layout), problem, nearest(found[0], schedules.builtin_schedules())
+        )
     return found[0] if found else None
 
 
 def choose_schedule(
-    layout: Layout, microbatches: int, schedule: str | Schedule | Callable[..., Schedule], options: Mapping[str, Any]
+    layout: Layout,
+    microbatches: int,
+    schedule: str | Schedule | Callable[..., Schedule],
+    options: Mapping[str, Any],
 ) -> Schedule:
     """The schedule over `pp`."""
     ranks, schedule = layout.size("pp"), schedule_of(layout) or schedule
@@ -96,16 +113,29 @@ def choose_schedule(
         return schedules.make_schedule(schedule, ranks, microbatches, **options)
     if isinstance(schedule, Schedule) and options:
         option, value = next(iter(options.items()))
-        raise ConfigError(f"pipeline.{option}", value, f"the schedule {schedule.name} is made already", "leave it out")
-    made = schedule if isinstance(schedule, Schedule) else _call(schedule, ranks, microbatches, options)
+        raise ConfigError(
+            f"pipeline.{option}",
+            value,
+            f"the schedule {schedule.name} is made already",
+            "leave it out",
+        )
+    made = (
+        schedule
+        if isinstance(schedule, Schedule)
+        else _call(schedule, ranks, microbatches, options)
+    )
     if (made.ranks, made.microbatches) != (ranks, microbatches):
         problem = f"has {made.ranks} ranks and {made.microbatches} microbatches"
-        raise ConfigError("pipeline.schedule", made.name, problem, f"make it for {ranks} and {microbatches}")
+        raise ConfigError(
+            "pipeline.schedule", made.name, problem, f"make it for {ranks} and {microbatches}"
+        )
     schedules.require_valid(made)
     return made
 
 
-def _call(build: Callable[..., Schedule], ranks: int, microbatches: int, options: Mapping[str, Any]) -> Schedule:
+def _call(
+    build: Callable[..., Schedule], ranks: int, microbatches: int, options: Mapping[str, Any]
+) -> Schedule:
     """A user's own."""
     name = f"{build.__module__}:{build.__name__}" if inspect.isfunction(build) else str(build)
     schedules.check_options(name, build, options)
@@ -116,10 +146,14 @@ def _call(build: Callable[..., Schedule], ranks: int, microbatches: int, options
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"raises {type(error).__name__}: {error} (line {last.lineno} of {last.filename})"
-        raise ConfigError("pipeline.schedule", name, problem, f"correct it for {ranks} ranks") from error
+        raise ConfigError(
+            "pipeline.schedule", name, problem, f"correct it for {ranks} ranks"
+        ) from error
     if not isinstance(made, Schedule):
         problem = f"returns {type(made).__name__}"
-        raise ConfigError("pipeline.schedule", name, problem, "return a weft.core.schedule.Schedule")
+        raise ConfigError(
+            "pipeline.schedule", name, problem, "return a weft.core.schedule.Schedule"
+        )
     return made
 
 
@@ -134,7 +168,9 @@ def check_cut(where: str | Sequence[str], stages: int, who: str) -> None:
         raise ConfigError("pipeline.cut", where, "not a way to cut", fix)
 
 
-def _points(recorded: ForwardGraph, made: Schedule, where: str | Sequence[str], blocks: Sequence[str]) -> tuple[str, ...]:
+def _points(
+    recorded: ForwardGraph, made: Schedule, where: str | Sequence[str], blocks: Sequence[str]
+) -> tuple[str, ...]:
     if not isinstance(where, str):
         return tuple(where)
     atoms = split_points(recorded, blocks)
@@ -142,9 +178,13 @@ def _points(recorded: ForwardGraph, made: Schedule, where: str | Sequence[str], 
         atoms = split_points(recorded)
     if len(atoms) < made.stages:
         raise UnsupportedModel(
-            "pipeline.schedule", made.name, f"has {made.stages} stages, and the model {len(atoms)} parts to cut into",
+            "pipeline.schedule",
+            made.name,
+            f"has {made.stages} stages, and the model {len(atoms)} parts to cut into",
             "use fewer stages, or name the modules with which stages begin in [pipeline] cut",
-        )  # fmt: skip
+        )
     costs = [float(getattr(atom, where)) for atom in atoms]
-    starts = partition(costs, made.stages, placement=made.placement if made.stages > made.ranks else None)
+    starts = partition(
+        costs, made.stages, placement=made.placement if made.stages > made.ranks else None
+    )
     return tuple(atoms[i].module for i in starts[1:])

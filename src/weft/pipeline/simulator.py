@@ -1,4 +1,5 @@
-"""Simulate: when each action of a schedule runs if actions cost what they are said to. Event-driven; no torch."""
+"""Simulate: when each action of a schedule runs if actions cost what they are said to.
+Event-driven; no torch."""
 
 from __future__ import annotations
 
@@ -13,21 +14,26 @@ from .timeline import Lane, Timeline
 from .validate import find_faults
 
 KINDS = get_args(Kind)
-Row = tuple[int, float, list[tuple[int, float]]]  # where its microbatches begin in `ends`; seconds; (such a place, lag)
+Row = tuple[
+    int, float, list[tuple[int, float]]
+]  # where its microbatches begin in `ends`; seconds; (such a place, lag)
 
 
 def simulate(schedule: Schedule, costs: ActionCosts | None = None) -> Timeline:
     """Each rank begins its next action once it is free and all that the action needs has arrived.
 
-    An action needs others of its own microbatch, of its own or neighbouring stages (`Schedule.needs`). Time and memory
-    are linear in the number of actions. Raises ConfigError for costs that do not fit the schedule, and for a schedule
-    that cannot run to its end, in the words of `correct.check`.
+    An action needs others of its own microbatch, of its own or neighbouring stages
+    (`Schedule.needs`). Time and memory are linear in the number of actions. Raises ConfigError for
+    costs that do not fit the schedule, and for a schedule that cannot run to its end, in the words
+    of `correct.check`.
     """
     costs = costs or ActionCosts()
     stages, microbatches = schedule.stages, schedule.microbatches
     found, apart = cost_rows(schedule, costs), split_backwards(schedule)
 
-    ends = array("d", [-1.0]) * (len(KINDS) * stages * microbatches)  # of each row, one per microbatch
+    ends = array("d", [-1.0]) * (
+        len(KINDS) * stages * microbatches
+    )  # of each row, one per microbatch
     starts = tuple(array("d") for _ in schedule.order)
     stops = tuple(array("d") for _ in schedule.order)
     waiting: dict[int, list[int]] = {}  # place in `ends` -> ranks that wait for it
@@ -58,7 +64,12 @@ def simulate(schedule: Schedule, costs: ActionCosts | None = None) -> Timeline:
             waiting.setdefault(need + microbatch, []).append(rank)
             break
     if any(len(stop_s) < len(order) for stop_s, order in zip(stops, schedule.order)):
-        raise ConfigError("pipeline.schedule", schedule.name, "; ".join(find_faults(schedule)[:3]), "correct its order")
+        raise ConfigError(
+            "pipeline.schedule",
+            schedule.name,
+            "; ".join(find_faults(schedule)[:3]),
+            "correct its order",
+        )
     lanes = tuple(Lane(*columns) for columns in zip(schedule.order, starts, stops))
     return Timeline(lanes, costs.each("activation_bytes", stages), costs.freed_by_b)
 
@@ -74,7 +85,8 @@ def cost_rows(schedule: Schedule, costs: ActionCosts) -> dict[str, list[Row]]:
     """Kind -> stage -> what all its microbatches have in common; "b" is a B whose W comes later."""
     placement, microbatches = schedule.placement, schedule.microbatches
     forward, backward, weight, update = (
-        costs.each(field, schedule.stages) for field in ("forward_s", "backward_s", "weight_s", "update_s")
+        costs.each(field, schedule.stages)
+        for field in ("forward_s", "backward_s", "weight_s", "update_s")
     )
     comm = costs.each("comm_s", schedule.stages - 1)
     whole = tuple(b + w for b, w in zip(backward, weight))
@@ -84,12 +96,22 @@ def cost_rows(schedule: Schedule, costs: ActionCosts) -> dict[str, list[Row]]:
 
     def row(kind: Kind, stage: int, seconds: float) -> Row:
         needs = [
-            (place(a.kind, a.stage), 0.0 if placement[a.stage] == placement[stage] else comm[min(a.stage, stage)])
+            (
+                place(a.kind, a.stage),
+                0.0 if placement[a.stage] == placement[stage] else comm[min(a.stage, stage)],
+            )
             for a in schedule.needs(Action(kind, stage, 0))
         ]
         return place(kind, stage), seconds, needs
 
     taken: dict[str, tuple[Kind, Sequence[float]]] = {
-        "F": ("F", forward), "B": ("B", whole), "b": ("B", backward), "W": ("W", weight), "U": ("U", update)
-    }  # fmt: skip
-    return {key: [row(kind, s, t) for s, t in enumerate(seconds)] for key, (kind, seconds) in taken.items()}
+        "F": ("F", forward),
+        "B": ("B", whole),
+        "b": ("B", backward),
+        "W": ("W", weight),
+        "U": ("U", update),
+    }
+    return {
+        key: [row(kind, s, t) for s, t in enumerate(seconds)]
+        for key, (kind, seconds) in taken.items()
+    }

@@ -1,9 +1,11 @@
-"""Cutting a model into pipeline stages along its forward, and running one stage, without editing the forward.
+"""Cutting a model into pipeline stages along its forward, and running one stage, without editing
+the forward.
 
-`cut` makes a Staging of a Chart. `StageForward` runs a stage: the model's own forward runs from its beginning, but the
-work of earlier stages is not done. What this stage needs from them was received, and is put in where it would have been
-made; for the rest ghosts stand in. After the stage's last work the forward is left. So a stage may be any stretch of
-any forward, and its own modules compute on plain tensors.
+`cut` makes a Staging of a Chart. `StageForward` runs a stage: the model's own forward runs from its
+beginning, but the work of earlier stages is not done. What this stage needs from them was received,
+and is put in where it would have been made; for the rest ghosts stand in. After the stage's last
+work the forward is left. So a stage may be any stretch of any forward, and its own modules compute
+on plain tensors.
 """
 
 from __future__ import annotations
@@ -49,18 +51,22 @@ from .capture.hooks import (
 )
 from .capture.placeholder import PlaceholderTensor, Shapes, Skipped
 
-# ---- planning ----------------------------------------------------------------------------------------------------
+# ---- planning ------------------------------------------------------------------------------------
 
 
-def split_stages(chart: ForwardGraph, points: Sequence[str], blocks: Collection[str] = ()) -> Staging:
-    """The stages of a charted model. Each but the first begins with the call of one of `points`, modules by name in the
-    order in which they run. `blocks`: modules that count their own dropout masks. Raises CannotCut.
+def split_stages(
+    chart: ForwardGraph, points: Sequence[str], blocks: Collection[str] = ()
+) -> Staging:
+    """The stages of a charted model. Each but the first begins with the call of one of `points`,
+    modules by name in the order in which they run. `blocks`: modules that count their own dropout
+    masks. Raises CannotCut.
     """
     return _StageSplitter(chart, points).staging(blocks)
 
 
 class _StageSplitter:
-    """The path: what the model's open calls (those that contain a cut) do directly, each a whole call or a function."""
+    """The path: what the model's open calls (those that contain a cut) do directly, each a whole
+    call or a function."""
 
     def __init__(self, chart: ForwardGraph, points: Sequence[str]):
         self.chart, self.points = chart, points
@@ -80,7 +86,9 @@ class _StageSplitter:
         for index, event in enumerate(self.chart.events):
             if event.parent not in self.open or index in self.open:
                 continue
-            if event.heavy(self.tainted, self.chart.changed) or (event.call and event.name in counted):
+            if event.heavy(self.tainted, self.chart.changed) or (
+                event.call and event.name in counted
+            ):
                 self.path.append(index)
                 self.tainted |= {*event.made, *event.writes}
                 self.born |= dict.fromkeys(event.made, index)
@@ -104,20 +112,27 @@ class _StageSplitter:
                 raise UnsupportedModel("pipeline.cut", point, "the model has no such module", hint)
             if name not in calls:
                 raise UnsupportedModel(
-                    "pipeline.cut", point, "the forward never calls it", nearest(point, [n for n in calls if n])
+                    "pipeline.cut",
+                    point,
+                    "the forward never calls it",
+                    nearest(point, [n for n in calls if n]),
                 )
             if len(calls[name]) > 1:
                 lines = ", ".join(dict.fromkeys(self.chart.events[i].line for i in calls[name]))
                 raise UnsupportedModel(
-                    "pipeline.cut", point, f"the forward calls it {len(calls[name])} times, at {lines}",
+                    "pipeline.cut",
+                    point,
+                    f"the forward calls it {len(calls[name])} times, at {lines}",
                     "name a module that is called once",
-                )  # fmt: skip
+                )
             if starts and calls[name][0] <= starts[-1]:
                 before = self.points[len(starts) - 1]
                 raise UnsupportedModel(
-                    "pipeline.cut", point, f"it runs no later than {before}, which is named before it",
+                    "pipeline.cut",
+                    point,
+                    f"it runs no later than {before}, which is named before it",
                     "name the modules in the order in which they run, each once",
-                )  # fmt: skip
+                )
             self._check_reachable(point, calls[name][0])
             starts.append(calls[name][0])
         return starts
@@ -132,13 +147,22 @@ class _StageSplitter:
     def _check_reachable(self, point: str, start: int) -> None:
         event = self.chart.events[start]
         inside = [self.chart.events[i] for i in self._around(start)]
-        held = next((e for e in inside if e.within), event if event.within not in ("", "checkpoint") else None)
+        held = next(
+            (e for e in inside if e.within),
+            event if event.within not in ("", "checkpoint") else None,
+        )
         if held is not None:
-            what = "torch.utils.checkpoint" if held.within in ("checkpoint", "CheckpointFunction") else held.within
+            what = (
+                "torch.utils.checkpoint"
+                if held.within in ("checkpoint", "CheckpointFunction")
+                else held.within
+            )
             raise UnsupportedModel(
-                "pipeline.cut", point, f"it runs inside {what}, called at {held.line}: `{held.text}`",
+                "pipeline.cut",
+                point,
+                f"it runs inside {what}, called at {held.line}: `{held.text}`",
                 "cut outside of it; of recomputation, leave it to weft instead of the model",
-            )  # fmt: skip
+            )
 
     # ---- stages ----
 
@@ -167,28 +191,61 @@ class _StageSplitter:
             t = self.chart.tensors[number]
             values.append(
                 Value(
-                    (number, position[version]), self.name(number), self.stage(version), tuple(targets),
-                    t.shape, t.dtype, t.differentiable,
+                    (number, position[version]),
+                    self.name(number),
+                    self.stage(version),
+                    tuple(targets),
+                    t.shape,
+                    t.dtype,
+                    t.differentiable,
                 )
-            )  # fmt: skip
-        quiet = {i for start in self.chart.calls() if events[start].name in blocks
-                 for i in range(start, events[start].end + 1)}  # fmt: skip
+            )
+        quiet = {
+            i
+            for start in self.chart.calls()
+            if events[start].name in blocks
+            for i in range(start, events[start].end + 1)
+        }
         items = tuple(self._item(index, quiet) for index in self.path)
-        functions = {b for i in self.path if not events[i].call for b in events[i].buffers} & self.chart.changed
+        functions = {
+            b for i in self.path if not events[i].call for b in events[i].buffers
+        } & self.chart.changed
         around = tuple(dict.fromkeys(events[i].name for i in sorted(self.open)))
-        return Staging(stages_made, tuple(values), items, around, self._copied(needed), frozenset(functions))
+        return Staging(
+            stages_made, tuple(values), items, around, self._copied(needed), frozenset(functions)
+        )
 
     def _item(self, index: int, quiet: Collection[int]) -> PathNode:
         event = self.chart.events[index]
         leaves = tensors_in(event.output)
-        dropouts = sum(self.chart.events[i].dropouts for i in range(index, event.end + 1) if i not in quiet)
-        names = tuple(self.name(leaf.number) if isinstance(leaf, TensorRef) else "" for leaf in leaves)
-        differentiable = tuple(isinstance(at, TensorRef) and self.chart.tensors[at.number].differentiable for at in leaves)
-        made = tuple(p for p, leaf in enumerate(leaves) if isinstance(leaf, TensorRef) and leaf.number in event.made)
+        dropouts = sum(
+            self.chart.events[i].dropouts for i in range(index, event.end + 1) if i not in quiet
+        )
+        names = tuple(
+            self.name(leaf.number) if isinstance(leaf, TensorRef) else "" for leaf in leaves
+        )
+        differentiable = tuple(
+            isinstance(at, TensorRef) and self.chart.tensors[at.number].differentiable
+            for at in leaves
+        )
+        made = tuple(
+            p
+            for p, leaf in enumerate(leaves)
+            if isinstance(leaf, TensorRef) and leaf.number in event.made
+        )
         return PathNode(
-            event.name, event.call, self.stage(index), event.line, event.output, names, differentiable, made,
-            event.changed, bool(numbers_in(event.output)), dropouts,
-        )  # fmt: skip
+            event.name,
+            event.call,
+            self.stage(index),
+            event.line,
+            event.output,
+            names,
+            differentiable,
+            made,
+            event.changed,
+            bool(numbers_in(event.output)),
+            dropouts,
+        )
 
     def _stage(self, stage: int) -> Stage:
         events = self.chart.events
@@ -196,15 +253,20 @@ class _StageSplitter:
         if not inside:
             after = f" before {self.points[stage]}" if stage < self.last else ""
             point = self.points[max(stage - 1, 0)]
-            raise UnsupportedModel("pipeline.cut", point, f"stage {stage} would do nothing{after}", "cut elsewhere")
+            raise UnsupportedModel(
+                "pipeline.cut", point, f"stage {stage} would do nothing{after}", "cut elsewhere"
+            )
         modules = tuple(dict.fromkeys(e.name for e in inside if e.call))
         used = {name for e in inside for name in e.weights}
-        # a weight that the sample did not reach (an expert that no token chose) is where its module is
+        # a weight that the sample did not reach (an expert that no token chose) is where its module
+        # is
         reached = {name for i in self.path for name in events[i].weights}
         used |= {
-            name for name, weight in self.chart.weights.items()
-            if name not in reached and any(n.startswith(f"{m}.") for n in weight.names for m in modules)
-        }  # fmt: skip
+            name
+            for name, weight in self.chart.weights.items()
+            if name not in reached
+            and any(n.startswith(f"{m}.") for n in weight.names for m in modules)
+        }
         buffers = {b for e in inside for b in e.buffers} & self.chart.changed
         first = self.chart.names[self.points[stage - 1]] if stage else next(iter(modules), "")
         ordered = tuple(name for name in self.chart.weights if name in used)
@@ -216,7 +278,9 @@ class _StageSplitter:
         """Of a tensor, for people."""
         if number in self.born:
             maker = self.chart.events[self.born[number]]
-            places = [p for p, leaf in enumerate(tensors_in(maker.output)) if leaf == TensorRef(number)]
+            places = [
+                p for p, leaf in enumerate(tensors_in(maker.output)) if leaf == TensorRef(number)
+            ]
             if maker.call and places:
                 return f"output {places[0]} of {maker.name}"
         return self.chart.tensors[number].name
@@ -235,14 +299,18 @@ class _StageSplitter:
             if self._first(number) < self.last:
                 kind = next(iter(unknown_classes(root.output)), "object")
                 raise self._refuse(
-                    self.last, f"the model returns {self.name(number)} of an earlier stage inside a {kind}",
-                    "return tensors in tuples, dicts or dataclasses (Hugging Face: model.config.use_cache = False)",
-                )  # fmt: skip
+                    self.last,
+                    f"the model returns {self.name(number)} of an earlier stage inside a {kind}",
+                    "return tensors in tuples, dicts or dataclasses (Hugging Face:"
+                    " model.config.use_cache = False)",
+                )
         return needed
 
     def _first(self, number: int) -> int:
         """The stage that makes or first changes it."""
-        return self.stage(self.writers[number][0] if number in self.writers else self.chart.tensors[number].birth)
+        return self.stage(
+            self.writers[number][0] if number in self.writers else self.chart.tensors[number].birth
+        )
 
     def _need(self, number: int, stage: int, reader: int, needed: list[set[int]]) -> None:
         if self._first(number) >= stage or number in needed[stage]:
@@ -251,23 +319,31 @@ class _StageSplitter:
         use = f"used at {event.line}: `{event.text}`" if reader else "returned by the model"
         born = self.born.get(number)
         if t.home or born is None:
-            why = t.home or "was made by code without weights, which every stage runs, and then changed in place"
+            why = (
+                t.home
+                or "was made by code without weights, which every stage runs, and then changed in place"
+            )
             where = self.chart.events[self.writers.get(number, [t.birth])[0]]
             raise self._refuse(
-                stage, f"{self.name(number)} {why} ({where.line}: `{where.text}`), and is {use}",
+                stage,
+                f"{self.name(number)} {why} ({where.line}: `{where.text}`), and is {use}",
                 "make a new tensor with a PyTorch function instead, or cut after its last use",
-            )  # fmt: skip
+            )
         maker = self.chart.events[born]
         if maker.within not in ("", "checkpoint"):
             raise self._refuse(
-                stage, f"{self.name(number)} is made inside the autograd function {maker.within}, and is {use}",
+                stage,
+                f"{self.name(number)} is made inside the autograd function {maker.within}, and is"
+                f" {use}",
                 "put that function into a module and cut outside of it",
-            )  # fmt: skip
+            )
         if TensorRef(number) not in tensors_in(maker.output):
             raise self._refuse(
-                stage, f"{self.name(number)} leaves {maker.name} (called at {maker.line}) otherwise than by its return "
-                f"value, and is {use}", f"return it from {maker.name}, or cut after its last use",
-            )  # fmt: skip
+                stage,
+                f"{self.name(number)} leaves {maker.name} (called at {maker.line}) otherwise than"
+                f" by its return value, and is {use}",
+                f"return it from {maker.name}, or cut after its last use",
+            )
         needed[stage].add(number)
 
     def _copied(self, needed: list[set[int]]) -> frozenset[tuple[int, int]]:
@@ -279,9 +355,11 @@ class _StageSplitter:
             if len(set(storages)) < len(storages):
                 one, other = (self.name(n) for n in changed[:2])
                 raise self._refuse(
-                    stage, f"{one} and {other} share memory, and {event.line} changes it in place: `{event.text}`",
+                    stage,
+                    f"{one} and {other} share memory, and {event.line} changes it in place:"
+                    f" `{event.text}`",
                     "write it without changing a tensor in place",
-                )  # fmt: skip
+                )
             copied |= {(stage, n) for n in changed}
         return frozenset(copied)
 
@@ -291,23 +369,29 @@ class _StageSplitter:
         if stage == self.last:
             return
         if event.asks and not event.call:
-            value = ", ".join(self.name(n) for n in sorted(event.reads & self.tainted)) or "a weight"
+            value = (
+                ", ".join(self.name(n) for n in sorted(event.reads & self.tainted)) or "a weight"
+            )
             raise self._refuse(
-                stage + 1, f"{event.line} reads {value} into Python: `{event.text}`, and every later stage runs this "
-                "line without that value", "read it inside of a module that is not cut, or cut before it is made",
-            )  # fmt: skip
+                stage + 1,
+                f"{event.line} reads {value} into Python: `{event.text}`, and every later stage"
+                " runs this line without that value",
+                "read it inside of a module that is not cut, or cut before it is made",
+            )
         if event.reshapes and not event.call:
             raise self._refuse(
-                stage + 1, f"{event.line} changes a tensor's shape in place: `{event.text}`",
+                stage + 1,
+                f"{event.line} changes a tensor's shape in place: `{event.text}`",
                 "use the function without the underscore",
-            )  # fmt: skip
+            )
         kinds = unknown_classes(event.output)
         if kinds:
             raise self._refuse(
-                stage + 1, f"{event.name} (called at {event.line}) returns an object of class {kinds[0]}, "
+                stage + 1,
+                f"{event.name} (called at {event.line}) returns an object of class {kinds[0]}, "
                 "which weft cannot follow",
                 "return tensors in tuples, dicts or dataclasses",
-            )  # fmt: skip
+            )
 
     def _check_buffers(self, stages: Sequence[Stage]) -> None:
         seen: dict[str, int] = {}
@@ -315,21 +399,25 @@ class _StageSplitter:
             for name in stage.buffers:
                 if name in seen:
                     raise self._refuse(
-                        stage.index, f"the buffer {name} is changed by the forward, and stages {seen[name]} and "
-                        f"{stage.index} use it", "cut elsewhere, or give each use its own buffer",
-                    )  # fmt: skip
+                        stage.index,
+                        f"the buffer {name} is changed by the forward, and stages {seen[name]} and "
+                        f"{stage.index} use it",
+                        "cut elsewhere, or give each use its own buffer",
+                    )
                 seen[name] = stage.index
 
 
-# ---- running -----------------------------------------------------------------------------------------------------
+# ---- running -------------------------------------------------------------------------------------
 
 
 class _Stop(BaseException):
-    """Leaves the forward after a stage's last work; not an Exception, so that no model catches it."""
+    """Leaves the forward after a stage's last work; not an Exception, so that no model catches
+    it."""
 
 
 class StageForward:
-    """The forwards of some stages of `model`, which is changed in place: parameters that none uses become ghosts.
+    """The forwards of some stages of `model`, which is changed in place: parameters that none uses
+    become ghosts.
 
     `skipped(n)` is told of n dropout masks that an earlier stage draws.
     """
@@ -353,13 +441,18 @@ class StageForward:
     def __call__(
         self, stage: int, inputs: Mapping[str, Any], received: Mapping[int, Tensor]
     ) -> tuple[dict[int, Tensor], Any]:
-        """Run a stage on the model's keyword arguments. `received`: index in `staging.values` -> tensor, for all whose
-        targets hold `stage`. Returns the tensors of the values that this stage makes, by the same index, and what the
-        model returns on the last stage, else None. Raises CannotCut where the forward leaves the planned path.
+        """Run a stage on the model's keyword arguments. `received`: index in `staging.values` ->
+        tensor, for all whose targets hold `stage`. Returns the tensors of the values that this
+        stage makes, by the same index, and what the model returns on the last stage, else None.
+        Raises CannotCut where the forward leaves the planned path.
         """
         if not self._handlers:  # modules may have been replaced since
             names = dict.fromkeys(item.name for item in self.staging.items if item.call)
-            self._handlers = [(m, self._handler(name, m)) for name in names for m in (self.model.get_submodule(name),)]
+            self._handlers = [
+                (m, self._handler(name, m))
+                for name in names
+                for m in (self.model.get_submodule(name),)
+            ]
             for module in map(self.model.get_submodule, self.staging.around):
                 self._quieten(module._forward_pre_hooks)
                 self._quieten(module._forward_hooks)
@@ -410,9 +503,11 @@ class StageForward:
         used = {name for stage in self.staging.stages for name in stage.weights}
         kept = {name for stage in stages for name in self.staging.stages[stage].weights}
         ghosts = {
-            id(p): PlaceholderTensor.of_weight(name, p, self.shapes.mode) for name, p in self.model.named_parameters()
-            if name not in kept and (name in used or 0 not in stages)  # what no stage uses is the first one's
-        }  # fmt: skip
+            id(p): PlaceholderTensor.of_weight(name, p, self.shapes.mode)
+            for name, p in self.model.named_parameters()
+            if name not in kept
+            and (name in used or 0 not in stages)  # what no stage uses is the first one's
+        }
         for module in self.model.modules():
             for key, p in module._parameters.items():
                 if p is not None and id(p) in ghosts:
@@ -426,7 +521,9 @@ class _StageProgram:
         self.stage, self.items = stage, staging.items
         last = stage == len(staging.stages) - 1
         own = [place for place, item in enumerate(staging.items) if item.stage == stage]
-        self.end = len(staging.items) + 1 if last else own[-1] + 1  # the position at which the forward is left
+        self.end = (
+            len(staging.items) + 1 if last else own[-1] + 1
+        )  # the position at which the forward is left
         self.incoming = {v.key[0]: i for i, v in enumerate(staging.values) if stage in v.targets}
         self.outgoing: dict[int, list[int]] = {}
         for i, v in enumerate(staging.values):
@@ -436,10 +533,12 @@ class _StageProgram:
         self.buffers = staging.noted
         self.sent = {
             place: [
-                (k, leaf.number) for k, leaf in enumerate(tensors_in(self.items[place].output))
+                (k, leaf.number)
+                for k, leaf in enumerate(tensors_in(self.items[place].output))
                 if isinstance(leaf, TensorRef) and leaf.number in self.outgoing
-            ] for place in own
-        }  # fmt: skip
+            ]
+            for place in own
+        }
 
 
 class _StageExecution(TorchFunctionMode):
@@ -459,7 +558,11 @@ class _StageExecution(TorchFunctionMode):
     def finish(self) -> dict[int, Tensor]:
         if self.position < min(self.program.end, len(self.program.items)):
             raise self._astray("its end")
-        return {i: self.sent[number] for number, indices in self.program.outgoing.items() for i in indices}
+        return {
+            i: self.sent[number]
+            for number, indices in self.program.outgoing.items()
+            for i in indices
+        }
 
     # ---- what the forward does ----
 
@@ -479,7 +582,9 @@ class _StageExecution(TorchFunctionMode):
                 self.__enter__()
         return self._done(item, out, args, kwargs)
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if self.inside:  # below another mode of the model's own
             return func(*args, **kwargs)
@@ -495,15 +600,23 @@ class _StageExecution(TorchFunctionMode):
 
     def _is_tainted(self, t: Tensor) -> bool:
         ref = self.tainted.get(id(t))
-        if (ref is not None and ref() is t) or isinstance(t, PlaceholderTensor) or is_weight(t) or id(t) in self.buffers:
+        if (
+            (ref is not None and ref() is t)
+            or isinstance(t, PlaceholderTensor)
+            or is_weight(t)
+            or id(t) in self.buffers
+        ):
             return True
         return bool(self.dirty) and storage_of(t) in self.dirty
 
     def _next(self, name: str, call: bool) -> PathNode:
-        """The piece of work that comes now. Only here is the forward left: not where a context manager ends."""
+        """The piece of work that comes now. Only here is the forward left: not where a context
+        manager ends."""
         if self.position >= self.program.end:
             raise _Stop
-        item = self.program.items[self.position] if self.position < len(self.program.items) else None
+        item = (
+            self.program.items[self.position] if self.position < len(self.program.items) else None
+        )
         if item is None or item.name != name or item.call is not call:
             raise self._astray(f"{name} at {source_line()}")
         return item
@@ -516,8 +629,10 @@ class _StageExecution(TorchFunctionMode):
         return UnsupportedModel(
             "pipeline.cut",
             found,
-            f"the forward took another path than when it was planned{self._mode()}, where {planned} came",
-            "a forward that depends on data is cut only where every path passes: move the branch into one module",
+            f"the forward took another path than when it was planned{self._mode()}, where {planned}"
+            " came",
+            "a forward that depends on data is cut only where every path passes: move the branch"
+            " into one module",
         )
 
     def _mode(self) -> str:
@@ -528,7 +643,9 @@ class _StageExecution(TorchFunctionMode):
     def _done(self, item: PathNode, out: Any, args: tuple, kwargs: dict) -> Any:
         found = tensors_in(out)
         if len(found) != len(item.names):
-            raise self._astray(f"{item.name} at {source_line()} with {len(found)} tensors, not {len(item.names)}")
+            raise self._astray(
+                f"{item.name} at {source_line()} with {len(found)} tensors, not {len(item.names)}"
+            )
         for place in item.made:
             self._taint(found[place])
         for place, number in self.program.sent[self.position]:
@@ -551,7 +668,9 @@ class _StageExecution(TorchFunctionMode):
             place, leaf = next(leaves)
             if isinstance(leaf, TensorRef):
                 return self._place(item, leaf, skipped, place)
-            return argument_at(leaf, args, kwargs) if isinstance(leaf, InputRef) else self._state(leaf)
+            return (
+                argument_at(leaf, args, kwargs) if isinstance(leaf, InputRef) else self._state(leaf)
+            )
 
         def other(part: Any) -> Any:
             handed = isinstance(part, OpaqueRef) and part.argument is not None

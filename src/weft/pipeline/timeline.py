@@ -26,8 +26,9 @@ Steps = tuple[list[float], list[float]]  # from times[i] on it is values[i]
 class Lane:
     """What one rank did, in the order of its starts: `labels[i]` from `start_s[i]` to `stop_s[i]`.
 
-    An action is computing, one at a time. Any other label ("recv-wait", "send", "reduce") names what else passed the
-    time, and may overlap with actions. In columns, since a large schedule has millions of spans.
+    An action is computing, one at a time. Any other label ("recv-wait", "send", "reduce") names
+    what else passed the time, and may overlap with actions. In columns, since a large schedule has
+    millions of spans.
     """
 
     labels: tuple[Label, ...]
@@ -60,10 +61,12 @@ class Lane:
     def live(self, sizes: Mapping[int, float], freed_by_b: float = 0.0) -> Steps:
         """What is live when, from {stage: size of one activation}.
 
-        It is live from the start of its F to the end of its last backward: W if it has one, else B. The share
-        `freed_by_b` of it goes with the B already.
+        It is live from the start of its F to the end of its last backward: W if it has one, else B.
+        The share `freed_by_b` of it goes with the B already.
         """
-        split = {label[1:] for label in self.labels if not isinstance(label, str) and label.kind == "W"}
+        split = {
+            label[1:] for label in self.labels if not isinstance(label, str) and label.kind == "W"
+        }
         times, values, now = [0.0], [0.0], 0.0
 
         def step(time: float, by: float) -> None:
@@ -92,7 +95,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A lane per rank, and the bytes of one microbatch's activations per stage (empty if not known)."""
+    """A lane per rank, and the bytes of one microbatch's activations per stage (empty if not
+    known)."""
 
     lanes: tuple[Lane, ...]
     activation_bytes: tuple[float, ...] = ()
@@ -100,12 +104,19 @@ class Timeline:
 
     @classmethod
     def of(cls, ranks: Iterable[Iterable[Span]], activation_bytes: Sequence[float] = ()) -> Self:
-        """From each rank's measured spans, in any order and on one clock, whose zero does not matter."""
-        columns = [tuple(zip(*sorted(spans, key=lambda span: span[1]))) or ((), (), ()) for spans in ranks]
+        """From each rank's measured spans, in any order and on one clock, whose zero does not
+        matter."""
+        columns = [
+            tuple(zip(*sorted(spans, key=lambda span: span[1]))) or ((), (), ()) for spans in ranks
+        ]
         zero = min((starts[0] for _, starts, _ in columns if starts), default=0.0)
         return cls(
             tuple(
-                Lane(labels, array("d", (t - zero for t in starts)), array("d", (t - zero for t in stops)))
+                Lane(
+                    labels,
+                    array("d", (t - zero for t in starts)),
+                    array("d", (t - zero for t in stops)),
+                )
                 for labels, starts, stops in columns
             ),
             tuple(activation_bytes),
@@ -119,7 +130,9 @@ class Timeline:
     @cached_property
     def acted_s(self) -> float:
         """From the first start to the stop of the last action."""
-        actions = ((lane.labels[i], stop) for lane in self.lanes for i, stop in enumerate(lane.stop_s))
+        actions = (
+            (lane.labels[i], stop) for lane in self.lanes for i, stop in enumerate(lane.stop_s)
+        )
         return max((stop for label, stop in actions if not isinstance(label, str)), default=0.0)
 
     @cached_property
@@ -129,8 +142,8 @@ class Timeline:
 
     @property
     def bubble_s(self) -> float:
-        """What the busiest rank waits until the last action is done, 0 for what is less than rounding; what follows
-        that is no bubble."""
+        """What the busiest rank waits until the last action is done, 0 for what is less than
+        rounding; what follows that is no bubble."""
         waits = self.acted_s - self.ideal_s
         return waits if abs(waits) > 1e-9 * self.acted_s else 0.0
 
@@ -151,7 +164,8 @@ class Timeline:
 
     @cached_property
     def peak_live(self) -> tuple[float, ...]:
-        """Rank -> the most activations live at once, in microbatches of all its stages (1F1B: p, p-1, ..., 1)."""
+        """Rank -> the most activations live at once, in microbatches of all its stages (1F1B: p,
+        p-1, ..., 1)."""
         return tuple(max(self._counted(lane)[1]) for lane in self.lanes)
 
     @cached_property
@@ -160,7 +174,8 @@ class Timeline:
         return tuple(max(self.memory(rank)[1]) for rank in range(len(self.lanes)))
 
     def memory(self, rank: int) -> Steps:
-        """(times, values): from times[i] on, live activations are values[i] bytes; microbatches, unless `sized`."""
+        """(times, values): from times[i] on, live activations are values[i] bytes; microbatches,
+        unless `sized`."""
         lane = self.lanes[rank]
         if not self.sized:
             return self._counted(lane)
@@ -188,11 +203,20 @@ class Timeline:
     def json(self) -> str:
         """One object, which `from_json` reads."""
         lanes = [
-            {"spans": list(map(str, lane.labels)), "start_s": list(lane.start_s), "stop_s": list(lane.stop_s)}
+            {
+                "spans": list(map(str, lane.labels)),
+                "start_s": list(lane.start_s),
+                "stop_s": list(lane.stop_s),
+            }
             for lane in self.lanes
         ]
         return json.dumps(
-            {"activation_bytes": self.activation_bytes, "freed_by_b": self.freed_by_b, "ranks": lanes}, allow_nan=False
+            {
+                "activation_bytes": self.activation_bytes,
+                "freed_by_b": self.freed_by_b,
+                "ranks": lanes,
+            },
+            allow_nan=False,
         )
 
     @classmethod
@@ -201,7 +225,11 @@ class Timeline:
         try:
             found = json.loads(text)
             lanes = tuple(
-                Lane(tuple(map(_label, lane["spans"])), array("d", lane["start_s"]), array("d", lane["stop_s"]))
+                Lane(
+                    tuple(map(_label, lane["spans"])),
+                    array("d", lane["start_s"]),
+                    array("d", lane["stop_s"]),
+                )
                 for lane in found["ranks"]
             )
             return cls(lanes, tuple(found["activation_bytes"]), found["freed_by_b"])

@@ -15,7 +15,8 @@ Place = tuple[int, int]  # rank, position in its order
 
 
 def find_faults(schedule: Schedule) -> tuple[str, ...]:
-    """Every fault, a sentence each; empty if the schedule is correct. Time near-linear in the number of actions."""
+    """Every fault, a sentence each; empty if the schedule is correct. Time near-linear in the
+    number of actions."""
     faults = [
         f"stage {stage} lies on rank {rank}, and there are {schedule.ranks} ranks"
         for stage, rank in enumerate(schedule.placement)
@@ -35,7 +36,10 @@ def _places(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
             if kind not in KINDS:
                 yield f"{action} on rank {rank}: {kind!r} is not a kind ({', '.join(KINDS)})"
             elif not 0 <= stage < schedule.stages:
-                yield f"{action} on rank {rank}: there is no stage {stage}, only 0 to {schedule.stages - 1}"
+                yield (
+                    f"{action} on rank {rank}: there is no stage {stage}, only 0 to"
+                    f" {schedule.stages - 1}"
+                )
             elif microbatch < 0:
                 yield f"{action} on rank {rank}: there is no microbatch {microbatch}"
             elif action in where:
@@ -43,7 +47,9 @@ def _places(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
             else:
                 where[action] = rank, position
                 if (right := schedule.placement[stage]) != rank:
-                    yield f"{action} on rank {rank} is misplaced: stage {stage} lies on rank {right}"
+                    yield (
+                        f"{action} on rank {rank} is misplaced: stage {stage} lies on rank {right}"
+                    )
 
 
 def _missing(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
@@ -72,7 +78,10 @@ def _updates(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
     ends = sorted({a.microbatch for a in where if a.kind == "U"})
     if not schedule.versions:
         if ends:
-            yield f"updates after microbatches {ends}, but the schedule has no `versions`: a synchronous one has no U"
+            yield (
+                f"updates after microbatches {ends}, but the schedule has no `versions`: a"
+                " synchronous one has no U"
+            )
         return
     if schedule.microbatches - 1 not in ends:
         ends.append(schedule.microbatches - 1)
@@ -88,19 +97,29 @@ def _updates(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
                 if gradient not in where:
                     gradient = Action("B", stage, microbatch)
                 if _later(where, gradient, update):
-                    yield f"{update} on rank {rank} stands before {gradient}, whose gradient it applies"
+                    yield (
+                        f"{update} on rank {rank} stands before {gradient}, whose gradient it"
+                        " applies"
+                    )
                 if before and _later(where, before, gradient):
-                    yield f"{before} on rank {rank} stands after {gradient}, whose gradient is not its own"
+                    yield (
+                        f"{before} on rank {rank} stands after {gradient}, whose gradient is not"
+                        " its own"
+                    )
             before = update
 
 
 def _versions(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
-    """A stage has made the version that a microbatch is to compute with (of an otherwise correct schedule)."""
+    """A stage has made the version that a microbatch is to compute with (of an otherwise correct
+    schedule)."""
     newest = versions_used(replace(schedule, versions="stash"))
     for (stage, microbatch), version in versions_used(schedule).items():
         if version > newest[stage, microbatch]:
             forward = Action("F", stage, microbatch)
-            yield f"{forward} on rank {where[forward][0]} stands before version {version} of its weights is made"
+            yield (
+                f"{forward} on rank {where[forward][0]} stands before version {version} of its"
+                " weights is made"
+            )
 
 
 def _later(where: dict[Action, Place], action: Action, other: Action) -> bool:
@@ -114,7 +133,8 @@ def _later(where: dict[Action, Place], action: Action, other: Action) -> bool:
 def _deadlock(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
     """The ranks that wait for each other in a circle, if the order cannot run to its end.
 
-    Needs that are missing or stand later on the same rank are other faults, and are taken as done here.
+    Needs that are missing or stand later on the same rank are other faults, and are taken as done
+    here.
     """
     orders = [[a for a in actions if a in where] for actions in schedule.order]
     position = [0] * len(orders)
@@ -127,7 +147,14 @@ def _deadlock(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
         order = orders[rank]
         while position[rank] < len(order):
             action = order[position[rank]]
-            need = next((n for n in schedule.needs(action) if n not in done and where.get(n, (rank,))[0] != rank), None)
+            need = next(
+                (
+                    n
+                    for n in schedule.needs(action)
+                    if n not in done and where.get(n, (rank,))[0] != rank
+                ),
+                None,
+            )
             if need is not None:
                 waits[rank] = need
                 waiting.setdefault(need, []).append(rank)
@@ -140,7 +167,8 @@ def _deadlock(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
     if waits:
         circle = _circle({rank: where[need][0] for rank, need in waits.items()})
         yield "deadlock: " + ", ".join(
-            f"rank {rank} waits at {orders[rank][position[rank]]} for {waits[rank]}" for rank in circle
+            f"rank {rank} waits at {orders[rank][position[rank]]} for {waits[rank]}"
+            for rank in circle
         )
 
 

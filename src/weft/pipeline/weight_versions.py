@@ -1,8 +1,9 @@
-"""Which version of a stage's weights a microbatch computes with, where weights change without a flush. No torch.
+"""Which version of a stage's weights a microbatch computes with, where weights change without a
+flush. No torch.
 
-Version v is what a stage's weights are after v updates. PipeDream (Harlap et al. 2018) with 3 stages, an update after
-every microbatch: stage 0 begins microbatches 0, 1, 2 with version 0, microbatch 3 with version 1, ...; the last stage
-begins microbatch m with version m.
+Version v is what a stage's weights are after v updates. PipeDream (Harlap et al. 2018) with 3
+stages, an update after every microbatch: stage 0 begins microbatches 0, 1, 2 with version 0,
+microbatch 3 with version 1, ...; the last stage begins microbatch m with version m.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ from weft.core import Schedule
 
 
 def weight_updates(schedule: Schedule) -> tuple[int, ...]:
-    """The last microbatch of each update, in order; the same for all stages. Empty for a synchronous schedule."""
-    return tuple(a.microbatch for actions in schedule.order for a in actions if a.kind == "U" and a.stage == 0)
+    """The last microbatch of each update, in order; the same for all stages. Empty for a
+    synchronous schedule."""
+    return tuple(
+        a.microbatch
+        for actions in schedule.order
+        for a in actions
+        if a.kind == "U" and a.stage == 0
+    )
 
 
 def update_shares(schedule: Schedule) -> dict[int, int]:
@@ -25,9 +32,10 @@ def update_shares(schedule: Schedule) -> dict[int, int]:
 def versions_used(schedule: Schedule) -> dict[tuple[int, int], int]:
     """(stage, microbatch) -> version.
 
-    "stash": the newest that the stage has when it begins the microbatch. "vertical": on all stages the one that stage 0
-    begins with. "2bw": the newest but one of those that exist when all earlier microbatches have had their update
-    (Narayanan et al. 2021: gradients at W(t-1) are applied to W(t)).
+    "stash": the newest that the stage has when it begins the microbatch. "vertical": on all stages
+    the one that stage 0 begins with. "2bw": the newest but one of those that exist when all earlier
+    microbatches have had their update (Narayanan et al. 2021: gradients at W(t-1) are applied to
+    W(t)).
     """
     found: dict[tuple[int, int], int] = {}
     done = [0] * schedule.stages

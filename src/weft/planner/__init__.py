@@ -1,4 +1,5 @@
-"""What a run would cost on a cluster, and which layout to choose: cost model, search, simulation, calibration.
+"""What a run would cost on a cluster, and which layout to choose: cost model, search, simulation,
+calibration.
 
 Open `cost/estimate.py` first, then `search/ranking.py`.
 """

@@ -37,7 +37,8 @@ LONG = 200_000  # choices from which on a search shows how far it is
 
 
 def era_of(cluster: Cluster, name: str | None) -> str:
-    """The software that weft is: what torch runs eagerly, if the sheet knows of it. Raises ConfigError."""
+    """The software that weft is: what torch runs eagerly, if the sheet knows of it. Raises
+    ConfigError."""
     eras = cluster.hardware.eras
     found = name or ("eager" if "eager" in eras else next(iter(eras)))
     cluster.hardware.era(found)
@@ -51,9 +52,13 @@ def limit_memory(cluster: Cluster, memory_gib: float | None) -> Cluster:
     device = cluster.hardware.device
     if not 0 < memory_gib <= device.memory_gib:
         fix = f"give more than 0 and at most {device.memory_gib:g} GiB"
-        raise ConfigError("--max-memory", memory_gib, f"is no part of the memory of {cluster.hardware.name}", fix)
+        raise ConfigError(
+            "--max-memory", memory_gib, f"is no part of the memory of {cluster.hardware.name}", fix
+        )
     small = device.model_copy(update={"memory_gib": memory_gib})
-    return cluster.model_copy(update={"hardware": cluster.hardware.model_copy(update={"device": small})})
+    return cluster.model_copy(
+        update={"hardware": cluster.hardware.model_copy(update={"device": small})}
+    )
 
 
 def plan_for_cluster(
@@ -66,10 +71,12 @@ def plan_for_cluster(
     explain: str | None = None,
     top: int = 10,
 ) -> tuple[PlanReport, RunConfig]:
-    """What was found, and the run as it is best laid. `explain`: a whole layout that is looked at beside,
-    as it is among the `top` or the obvious ones, if it is. Raises Refusal."""
+    """What was found, and the run as it is best laid. `explain`: a whole layout that is looked at
+    beside, as it is among the `top` or the obvious ones, if it is. Raises Refusal."""
     if run.workers:
-        raise ConfigError("workers", list(run.workers), "has no layout to choose", "leave [workers] out")
+        raise ConfigError(
+            "workers", list(run.workers), "has no layout to choose", "leave [workers] out"
+        )
     where = limit_memory(Cluster.parse(cluster), memory_gib)
     named = era_of(where, era)
     pattern = ANY if layout is None else LayoutPattern.parse(layout)
@@ -80,7 +87,11 @@ def plan_for_cluster(
     judge = FeasibilityChecker(run, bare, held)
     began = time.perf_counter()
     with _bar() as progress:
-        found = single_layout.price_alone(judge, question, pattern) if pattern.exact else rank(question, pattern, wide, progress)
+        found = (
+            single_layout.price_alone(judge, question, pattern)
+            if pattern.exact
+            else rank(question, pattern, wide, progress)
+        )
     if not found.rows:
         raise no_candidates(question, pattern)
     if not found.fits and not pattern.exact:
@@ -94,7 +105,12 @@ def plan_for_cluster(
     said = plan_notes(question, pattern, found, FeasibilityChecker(run, bare, held))
     report = PlanReport(question, found, best, others, judge.refused, out, named, took, said)
     if asked is not None:
-        report = replace(report, explained=single_layout.explain_layout(report, asked, FeasibilityChecker(run, bare, held), top))
+        report = replace(
+            report,
+            explained=single_layout.explain_layout(
+                report, asked, FeasibilityChecker(run, bare, held), top
+            ),
+        )
     return report, run_with_row(run, best)
 
 
@@ -102,14 +118,22 @@ def check_schedule(run: RunConfig) -> None:
     """Raises ConfigError for a schedule that is none."""
     name, known = run.pipeline.schedule, schedules.builtin_schedules()
     if ":" not in name and name not in known:
-        raise ConfigError("pipeline.schedule", name, "there is no such schedule", nearest(name, known))
+        raise ConfigError(
+            "pipeline.schedule", name, "there is no such schedule", nearest(name, known)
+        )
 
 
-def plan_notes(question: PlanQuery, pattern: LayoutPattern, found: Ranking, judge: FeasibilityChecker) -> list[str]:
+def plan_notes(
+    question: PlanQuery, pattern: LayoutPattern, found: Ranking, judge: FeasibilityChecker
+) -> list[str]:
     """What a layout that does not fit would need; that a search has its own schedules."""
     if not pattern.exact:
         name = judge.run.pipeline.schedule
-        own = name not in SEARCHED and not pattern.given("pp") and any(row.schedule for row in found.rows)
+        own = (
+            name not in SEARCHED
+            and not pattern.given("pp")
+            and any(row.schedule for row in found.rows)
+        )
         return [f"{name} is not searched: a whole --layout is priced with it"] if own else []
     said = [] if found.fits else single_layout.other_ways(question, pattern, judge)
     if found.rows[0].schedule and not isinstance(judge.run.pipeline.cut, str):
@@ -117,10 +141,14 @@ def plan_notes(question: PlanQuery, pattern: LayoutPattern, found: Ranking, judg
     return said
 
 
-def make_plan_query(run: RunConfig, where: Cluster, era: str, work: ModelWork | None = None) -> PlanQuery:
+def make_plan_query(
+    run: RunConfig, where: Cluster, era: str, work: ModelWork | None = None
+) -> PlanQuery:
     """How to lay a run over a cluster. `work`: its model's, where that is known. Raises Refusal."""
     work = work or work_of_run(run, build_skeleton(run), build_dataset(run), where.hardware.kind)
-    return PlanQuery(work, run.train.batch, where, where.hardware.era(era), run_precision(run), build_sync(run))
+    return PlanQuery(
+        work, run.train.batch, where, where.hardware.era(era), run_precision(run), build_sync(run)
+    )
 
 
 def write_run_file(run: RunConfig, out: Path) -> None:
@@ -129,10 +157,12 @@ def write_run_file(run: RunConfig, out: Path) -> None:
     try:
         out.write_text(dump_toml(run.model_copy(update={"folder": folder})), encoding="utf-8")
     except OSError as error:
-        raise ConfigError("--out", str(out), f"cannot be written ({error})", "name another file") from None
+        raise ConfigError(
+            "--out", str(out), f"cannot be written ({error})", "name another file"
+        ) from None
 
 
-# ---- progress --------------------------------------------------------------------------------------------------------
+# ---- progress ------------------------------------------------------------------------------------
 
 
 @contextmanager

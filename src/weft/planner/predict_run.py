@@ -1,4 +1,5 @@
-"""What was to be expected of a run, beside what it took: the estimate that `weft plan` gives, on this machine."""
+"""What was to be expected of a run, beside what it took: the estimate that `weft plan` gives, on
+this machine."""
 
 from __future__ import annotations
 
@@ -17,13 +18,18 @@ from .cost.hardware import GIB, LOCAL, Cluster, Hardware, local_sheet, named_she
 from .search.query_from_run import query_from_run
 
 ERA = "eager"  # of what weft itself runs
-KIN = {"laptop", "d", "nvl", "3e"}  # in the name of a card that is unlike the one of the rest of its name
+KIN = {
+    "laptop",
+    "d",
+    "nvl",
+    "3e",
+}  # in the name of a card that is unlike the one of the rest of its name
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step: seconds, bytes that a rank holds at most, bytes that it sends over each axis, and the share of the
-    step in which the pipeline is idle."""
+    """Of one step: seconds, bytes that a rank holds at most, bytes that it sends over each axis,
+    and the share of the step in which the pipeline is idle."""
 
     step_s: float
     memory_bytes: float
@@ -33,11 +39,16 @@ class Prediction:
 
     def sent(self) -> str:
         """Bytes by axis."""
-        return ", ".join(f"{axis} {decimal(round(nbytes))}" for axis, nbytes in self.traffic.items() if nbytes >= 1)
+        return ", ".join(
+            f"{axis} {decimal(round(nbytes))}"
+            for axis, nbytes in self.traffic.items()
+            if nbytes >= 1
+        )
 
 
 def machine_sheet(device: torch.device) -> Hardware | None:
-    """This machine's own, as `weft calibrate` left it, or the one whose name is in that of the GPU."""
+    """This machine's own, as `weft calibrate` left it, or the one whose name is in that of the
+    GPU."""
     if local_sheet().exists():
         found = named_sheet(LOCAL)
         return found if found.kind == device.type else None
@@ -48,8 +59,8 @@ def machine_sheet(device: torch.device) -> Hardware | None:
 
 
 def sheet_of_card(title: str) -> str | None:
-    """The sheet whose words are all among those of a card's name, as a driver gives it: the one of most of them. None
-    for a card that is another one's kin, or two sheets' alike."""
+    """The sheet whose words are all among those of a card's name, as a driver gives it: the one of
+    most of them. None for a card that is another one's kin, or two sheets' alike."""
     words = set(re.sub(r"(\d)gb\b", r"\1", title.lower().replace("-", " ")).split())
     known = {name: len(name.split("-")) for name in sheet_names() if set(name.split("-")) <= words}
     best = [name for name, count in known.items() if count == max(known.values())]
@@ -72,8 +83,14 @@ def predict(run: RunConfig, device: torch.device) -> Prediction | str:
         return f"nothing is said, for asking failed ({type(error).__name__}: {error})"
     parts = {part.name: float(part.value[0]) for part in made.time}
     step_s = float(made.step_s[0])
-    outside = era.context_gib * GIB if device.type == "cpu" else 0.0  # of CUDA, what the allocator has given is counted
+    outside = (
+        era.context_gib * GIB if device.type == "cpu" else 0.0
+    )  # of CUDA, what the allocator has given is counted
     traffic = {axis: float(np.asarray(nbytes)[0]) for axis, nbytes in made.traffic.items()}
     return Prediction(
-        step_s, float(made.peak_bytes[0]) + outside, traffic, parts.get("bubble", 0.0) / step_s, hardware.title
+        step_s,
+        float(made.peak_bytes[0]) + outside,
+        traffic,
+        parts.get("bubble", 0.0) / step_s,
+        hardware.title,
     )

@@ -30,10 +30,10 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class SimulateRequest:
-    """`slow`: device -> factor, None for one device anywhere. `mtbf_h`, `node_mtbf_h`: hours, of one device or node.
-    A checkpoint stops training for `checkpoint_s`; or, with `storage_gbps` (GB per second of all ranks together), for a
-    copy to host memory, and is written beside training. `restart_s`, or RESTART_S. `every`: the run's own steps
-    between checkpoints."""
+    """`slow`: device -> factor, None for one device anywhere. `mtbf_h`, `node_mtbf_h`: hours, of
+    one device or node. A checkpoint stops training for `checkpoint_s`; or, with `storage_gbps` (GB
+    per second of all ranks together), for a copy to host memory, and is written beside training.
+    `restart_s`, or RESTART_S. `every`: the run's own steps between checkpoints."""
 
     slow: Mapping[int | None, float] = field(default_factory=dict)
     links: Mapping[str, float] = field(default_factory=dict)
@@ -51,20 +51,35 @@ class SimulateRequest:
     def __post_init__(self) -> None:
         if (self.scale is None) != (self.to is None):
             name, value = ("--scale", self.scale) if self.to is None else ("--to", self.to)
-            raise ConfigError(name, value, "one goes with the other", "write --scale weak --to 4096")
-        takes = {"--checkpoint": self.checkpoint_s, "--storage": self.storage_gbps, "--restart": self.restart_s}
+            raise ConfigError(
+                name, value, "one goes with the other", "write --scale weak --to 4096"
+            )
+        takes = {
+            "--checkpoint": self.checkpoint_s,
+            "--storage": self.storage_gbps,
+            "--restart": self.restart_s,
+        }
         for name, number in takes.items():
             if number is not None and not self.fails:
                 fix = "write --mtbf HOURS or --node-mtbf HOURS too, or leave it out"
                 raise ConfigError(name, number, "is of failures, and none are asked for", fix)
-        given = {"--mtbf": self.mtbf_h, "--node-mtbf": self.node_mtbf_h, "--storage": self.storage_gbps}
+        given = {
+            "--mtbf": self.mtbf_h,
+            "--node-mtbf": self.node_mtbf_h,
+            "--storage": self.storage_gbps,
+        }
         for name, number in given.items():
             if number is not None and not (math.isfinite(number) and number > 0):
                 raise ConfigError(name, number, "cannot be", "write a number above 0")
         if self.fails and (self.checkpoint_s is None) == (self.storage_gbps is None):
             problem = "is not said" if self.checkpoint_s is None else "is said by --storage too"
-            fix = "write either --checkpoint 20 (seconds) or --storage 100 (GB per second of all ranks together)"
-            raise ConfigError("--checkpoint", self.checkpoint_s, f"what a checkpoint takes {problem}", fix)
+            fix = (
+                "write either --checkpoint 20 (seconds) or --storage 100 (GB per second of all"
+                " ranks together)"
+            )
+            raise ConfigError(
+                "--checkpoint", self.checkpoint_s, f"what a checkpoint takes {problem}", fix
+            )
 
     @property
     def fails(self) -> bool:
@@ -82,7 +97,14 @@ def make_scenario(run: RunConfig, cluster: str, era: str | None) -> Scenario:
     FeasibilityChecker(run, bare, held).hold(run.layout.axes)
     asked = query_from_run(run, work=work_of_run(run, bare, held, where.hardware.kind))
     return Scenario(
-        run.layout.axes, asked.work, asked.choices, where, software, asked.practice, run.train.steps, asked.sync
+        run.layout.axes,
+        asked.work,
+        asked.choices,
+        where,
+        software,
+        asked.practice,
+        run.train.steps,
+        asked.sync,
     )
 
 
@@ -93,7 +115,9 @@ def parse_slow(text: str) -> tuple[int | None, float]:
         return (int(device) if equals else None), float(factor)
     except ValueError:
         fix = "write 1.5, or --slow 17=1.5 for device 17"
-        raise ConfigError("--slow", text, "is neither a factor nor a device and a factor", fix) from None
+        raise ConfigError(
+            "--slow", text, "is neither a factor nor a device and a factor", fix
+        ) from None
 
 
 def parse_slow_link(text: str) -> tuple[str, float]:
@@ -135,12 +159,28 @@ def simulate_scenario(setup: Scenario, asked: SimulateRequest) -> SimulationRepo
     agreed = []
     if varies and setup.size("dp") > 1:
         factors = stragglers.devices(asked.slow)
-        agreed = replica_comparison.compare_syncs(setup, _ways(setup), factors, asked.links, asked.jitter, asked.seed)
+        agreed = replica_comparison.compare_syncs(
+            setup, _ways(setup), factors, asked.links, asked.jitter, asked.seed
+        )
     return SimulationReport(
-        setup, step, acted, timeline, rows, agreed,
-        failure_cost(faults, setup.steps, timeline.makespan_s, asked.every, asked.seed) if faults else None,
-        scaling.scaling_curve(setup, asked.scale, asked.to) if asked.scale and asked.to is not None else (), asked.scale or "",
-    )  # fmt: skip
+        setup,
+        step,
+        acted,
+        timeline,
+        rows,
+        agreed,
+        (
+            failure_cost(faults, setup.steps, timeline.makespan_s, asked.every, asked.seed)
+            if faults
+            else None
+        ),
+        (
+            scaling.scaling_curve(setup, asked.scale, asked.to)
+            if asked.scale and asked.to is not None
+            else ()
+        ),
+        asked.scale or "",
+    )
 
 
 def _ways(setup: Scenario) -> dict[str, Sync]:
@@ -158,14 +198,22 @@ def _ways(setup: Scenario) -> dict[str, Sync]:
 
 def _faults(setup: Scenario, asked: SimulateRequest) -> FailureModel:
     mtbf = mtbf_of_all(
-        setup.devices, 3600 * (asked.mtbf_h or math.inf), setup.cluster.nodes, 3600 * (asked.node_mtbf_h or math.inf)
+        setup.devices,
+        3600 * (asked.mtbf_h or math.inf),
+        setup.cluster.nodes,
+        3600 * (asked.node_mtbf_h or math.inf),
     )
     restart = RESTART_S if asked.restart_s is None else asked.restart_s
     if asked.checkpoint_s is not None:
         return FailureModel(mtbf, asked.checkpoint_s, restart)
     assert asked.storage_gbps is not None
     own, everything = checkpoint_bytes(setup)
-    return FailureModel(mtbf, own / setup.cluster.hardware.device.host_bps, restart, everything / (asked.storage_gbps * GB))
+    return FailureModel(
+        mtbf,
+        own / setup.cluster.hardware.device.host_bps,
+        restart,
+        everything / (asked.storage_gbps * GB),
+    )
 
 
 def checkpoint_bytes(setup: Scenario) -> tuple[float, float]:

@@ -12,12 +12,26 @@ def bucket(megabytes: float) -> int:
 
 
 def hold_timeout(timeout_s: float) -> None:
-    require("sync.timeout_s", timeout_s, float, lambda x: 0 < x < 10**6, "a number of seconds above 0")
+    require(
+        "sync.timeout_s", timeout_s, float, lambda x: 0 < x < 10**6, "a number of seconds above 0"
+    )
 
 
 def hold_period(period: int, fragments: int, delay: int, timeout_s: float) -> None:
     """Of a synchroniser whose replicas agree from time to time."""
     hold_timeout(timeout_s)
     require("sync.period", period, int, lambda x: x >= 1, "a number of steps")
-    require("sync.fragments", fragments, int, lambda x: 1 <= x <= period, f"a number from 1 to period = {period}")
-    require("sync.delay", delay, int, lambda x: 0 <= x < period, f"a number of steps below period = {period}")
+    require(
+        "sync.fragments",
+        fragments,
+        int,
+        lambda x: 1 <= x <= period,
+        f"a number from 1 to period = {period}",
+    )
+    require(
+        "sync.delay",
+        delay,
+        int,
+        lambda x: 0 <= x < period,
+        f"a number of steps below period = {period}",
+    )

@@ -1,6 +1,7 @@
 """Synchronisers: one file each. The folder is the registry.
 
-A file maps names to the functions that make its synchronisers (`SYNCS`): each takes a codec and its own options.
+A file maps names to the functions that make its synchronisers (`SYNCS`): each takes a codec and its
+own options.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ def registry() -> Mapping[str, Callable[..., Sync]]:
     return found
 
 
-def make_sync(name: str, codec: str | Mapping[str, Any] | Codec = "identity", **options: Any) -> Sync:
-    """The synchroniser of this name. `codec`: a name, a name with options as in {"name": "powersgd", "rank": 8}, or one
-    that is made. Raises ConfigError: an unknown name or option, a value that cannot be."""
+def make_sync(
+    name: str, codec: str | Mapping[str, Any] | Codec = "identity", **options: Any
+) -> Sync:
+    """The synchroniser of this name. `codec`: a name, a name with options as in {"name":
+    "powersgd", "rank": 8}, or one that is made. Raises ConfigError: an unknown name or option, a
+    value that cannot be."""
     known = registry()
     if name not in known:
         raise ConfigError("sync.name", name, "not a synchroniser", nearest(name, known))
@@ -45,5 +49,10 @@ def make_sync(name: str, codec: str | Mapping[str, Any] | Codec = "identity", **
         arguments = dict(codec)
         codec = codecs.make_codec(str(arguments.pop("name", None)), **arguments)
     elif not isinstance(codec, Codec):
-        raise ConfigError("sync.codec", codec, "is neither a name nor a codec", "write a name, or a table with one")
+        raise ConfigError(
+            "sync.codec",
+            codec,
+            "is neither a name nor a codec",
+            "write a name, or a table with one",
+        )
     return known[name](codec, **options)

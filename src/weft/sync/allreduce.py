@@ -1,4 +1,5 @@
-"""allreduce: gradients are summed by the backend's collectives, bucket by bucket in backward (Li et al. 2020)."""
+"""allreduce: gradients are summed by the backend's collectives, bucket by bucket in backward (Li et
+al. 2020)."""
 
 from __future__ import annotations
 

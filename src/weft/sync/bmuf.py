@@ -1,8 +1,8 @@
 """bmuf: blockwise model-update filtering (Chen & Huo 2016).
 
-After a block of `period` steps, G = mean of the replicas' weights - the weights that the block began with;
-D = momentum D + rate G; W = W + D. Nesterov: the next block begins with W + momentum D. Momentum 0 and rate 1 are local
-SGD.
+After a block of `period` steps, G = mean of the replicas' weights - the weights that the block
+began with; D = momentum D + rate G; W = W + D. Nesterov: the next block begins with W + momentum D.
+Momentum 0 and rate 1 are local SGD.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def bmuf(
     delay: int = 0,
     timeout_s: float = TIMEOUT_S,
 ) -> LocalSteps:
-    """`momentum`: of the blocks, about 1 - 1 / replicas. `rate`: of the blocks. The rest as of local_sgd."""
+    """`momentum`: of the blocks, about 1 - 1 / replicas. `rate`: of the blocks. The rest as of
+    local_sgd."""
     hold_period(period, fragments, delay, timeout_s)
     require("sync.momentum", momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     require("sync.rate", rate, float, lambda x: x > 0, "a number above 0")

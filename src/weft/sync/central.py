@@ -1,6 +1,8 @@
-"""central: the first replica alone holds the optimizer: it gathers gradients, updates, and sends weights to all.
+"""central: the first replica alone holds the optimizer: it gathers gradients, updates, and sends
+weights to all.
 
-The old DataParallel way, kept to measure against: what goes through the first replica's link grows linearly with N.
+The old DataParallel way, kept to measure against: what goes through the first replica's link grows
+linearly with N.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""diloco: inner AdamW for `period` steps, then SGD with Nesterov momentum on the mean difference of weights (Douillard
-et al. 2024).
+"""diloco: inner AdamW for `period` steps, then SGD with Nesterov momentum on the mean difference of
+weights (Douillard et al. 2024).
 
-Streaming (Douillard et al. 2025): `fragments` of the layers take turns, and an exchange takes `delay` steps beside
-training, merged when it arrives.
+Streaming (Douillard et al. 2025): `fragments` of the layers take turns, and an exchange takes
+`delay` steps beside training, merged when it arrives.
 """
 
 from __future__ import annotations

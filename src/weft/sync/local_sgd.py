@@ -1,4 +1,5 @@
-"""local_sgd: each replica steps alone; every `period` steps the weights are averaged (Stich 2019; Lin et al. 2020).
+"""local_sgd: each replica steps alone; every `period` steps the weights are averaged (Stich 2019;
+Lin et al. 2020).
 
 With a period of 1 and plain SGD it equals all-reduce.
 """
@@ -13,10 +14,12 @@ from ._options import hold_period
 def local_sgd(
     codec: Codec, period: int = 10, fragments: int = 1, delay: int = 0, timeout_s: float = TIMEOUT_S
 ) -> LocalSteps:
-    """`fragments`: parts of the model that take turns. `delay`: steps that an exchange may take beside training.
-    `timeout_s`: a replica that keeps the others waiting longer is left out."""
+    """`fragments`: parts of the model that take turns. `delay`: steps that an exchange may take
+    beside training. `timeout_s`: a replica that keeps the others waiting longer is left out."""
     hold_period(period, fragments, delay, timeout_s)
-    return LocalSteps("local_sgd", codec, period, fragments=fragments, delay=delay, timeout_s=timeout_s)
+    return LocalSteps(
+        "local_sgd", codec, period, fragments=fragments, delay=delay, timeout_s=timeout_s
+    )
 
 
 SYNCS = {"local_sgd": local_sgd}

@@ -1,8 +1,10 @@
-"""ring: weft's own ring all-reduce over point-to-point messages (Patarasuk & Yuan 2009), chunked and pipelined.
+"""ring: weft's own ring all-reduce over point-to-point messages (Patarasuk & Yuan 2009), chunked
+and pipelined.
 
-Reduce-scatter, then all-gather: each rank sends 2 (N-1)/N of a tensor, whatever N is. With `local` replicas on a host,
-hierarchical: a ring inside a host sums a part on each rank, one ring for each part runs across hosts, and the ring
-inside gathers: between H hosts goes 2 (H-1)/H of the tensor in all.
+Reduce-scatter, then all-gather: each rank sends 2 (N-1)/N of a tensor, whatever N is. With `local`
+replicas on a host, hierarchical: a ring inside a host sums a part on each rank, one ring for each
+part runs across hosts, and the ring inside gathers: between H hosts goes 2 (H-1)/H of the tensor in
+all.
 """
 
 from __future__ import annotations

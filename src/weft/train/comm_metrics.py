@@ -1,5 +1,5 @@
-"""What ranks send to each other: bytes of a step by axis, and how long the sums of gradients were waited for; or what
-calls between a driver and its workers carry."""
+"""What ranks send to each other: bytes of a step by axis, and how long the sums of gradients were
+waited for; or what calls between a driver and its workers carry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from weft.engine import Audit, Engine, ModuleCalls, local_tensor, wire_bytes
 
 
 class RpcMetrics:
-    """Of a driver: what its calls carry there and back, gradients included. The same as `Traffic` to who asks."""
+    """Of a driver: what its calls carry there and back, gradients included. The same as `Traffic`
+    to who asks."""
 
     def __init__(self, calls: ModuleCalls):
         self._calls, self._steps = calls, 0
@@ -44,7 +45,8 @@ class RpcMetrics:
 
 
 class CommMetrics:
-    """Of one rank. Bytes are counted at PyTorch's dispatcher, in the first step and when the codec asks for others."""
+    """Of one rank. Bytes are counted at PyTorch's dispatcher, in the first step and when the codec
+    asks for others."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -76,9 +78,13 @@ class CommMetrics:
         for comm in audit.seen:
             size = layout.size(*comm.axis.split("."))
             found[comm.axis] = found.get(comm.axis, 0.0) + wire_bytes(comm.kind, comm.nbytes, size)
-        if tokens.group is not None:  # what travels to experts is other in every step, and counted by itself
+        if (
+            tokens.group is not None
+        ):  # what travels to experts is other in every step, and counted by itself
             axis = ".".join(layout.live(EXPERTS))
-            found[axis] -= wire_bytes("all_to_all", tokens.came_bytes - before, layout.size(EXPERTS))
+            found[axis] -= wire_bytes(
+                "all_to_all", tokens.came_bytes - before, layout.size(EXPERTS)
+            )
         self.by_axis = found
 
     def line(self, steps: int) -> dict[str, float]:
@@ -90,10 +96,18 @@ class CommMetrics:
         now = clock.exposed_s, clock.busy_s, apart
         exposed, busy, between = (b - a for a, b in zip(self._mark, now, strict=True))
         self._mark = now
-        tokens, self._tokens = self._engine.dispatch.sent_bytes - self._tokens, self._engine.dispatch.sent_bytes
-        found: dict[str, float] = {"sent_bytes": round(sum(self.by_axis.values()) + (between + tokens) / steps)}
+        tokens, self._tokens = (
+            self._engine.dispatch.sent_bytes - self._tokens,
+            self._engine.dispatch.sent_bytes,
+        )
+        found: dict[str, float] = {
+            "sent_bytes": round(sum(self.by_axis.values()) + (between + tokens) / steps)
+        }
         if (outer or reducer.buckets) and self._engine.mesh.device.type == "cpu":
-            found |= {"sync_exposed_s": exposed / steps, "sync_hidden_s": max(0.0, busy - exposed) / steps}
+            found |= {
+                "sync_exposed_s": exposed / steps,
+                "sync_hidden_s": max(0.0, busy - exposed) / steps,
+            }
         worker = self._engine.worker
         if worker is not None and worker.behind:
             found["staleness"] = sum(worker.behind) / len(worker.behind)
@@ -101,7 +115,8 @@ class CommMetrics:
         return found
 
     def summary(self) -> str | None:
-        """Bytes of a step by axis; and of what an all-reduce of the gradients as they are would send over `dp`."""
+        """Bytes of a step by axis; and of what an all-reduce of the gradients as they are would
+        send over `dp`."""
         if self.by_axis is None or not self._live:
             return None
         outer, by_axis = self._engine.outer or self._engine.worker, dict(self.by_axis)
@@ -113,7 +128,12 @@ class CommMetrics:
         parts = [f"{axis} {decimal(round(nbytes))}" for axis, nbytes in by_axis.items()]
         text = f"a rank sends {', '.join(parts)} a step"
         plain, actual, sync = self._plain(), by_axis.get("dp", 0.0), self._engine.whole.sync
-        if not plain or not actual or sync is None or (outer is None and sync.codec.name == "identity"):
+        if (
+            not plain
+            or not actual
+            or sync is None
+            or (outer is None and sync.codec.name == "identity")
+        ):
             return text
         return f"{text}; over dp 1/{plain / actual:.3g} of what an all-reduce of gradients sends"
 

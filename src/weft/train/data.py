@@ -1,6 +1,8 @@
-"""Datasets: map-style, each sample a dict of tensors, the same at every call; and the Loader that batches them.
+"""Datasets: map-style, each sample a dict of tensors, the same at every call; and the Loader that
+batches them.
 
-`split` is "train" or "val"; a corpus without splits of its own holds out a twentieth, always the same.
+`split` is "train" or "val"; a corpus without splits of its own holds out a twentieth, always the
+same.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from weft.core import DataError, data_rank_indices, nearest
 from .tokenizer import Bytes, Tokenizer, import_extra, load_tokenizer
 
 HELD_OUT = 20  # every 20th file or row is validation, or the last 1/20 of each of fewer files
-DEFAULT_BYTES = 4_000_000  # of the standard library: enough for a first run, and read in well under a second
+DEFAULT_BYTES = (
+    4_000_000  # of the standard library: enough for a first run, and read in well under a second
+)
 
 
 class Dataset(Sized, Protocol):
-    """What weft trains on: `dataset[i]` is a dict of tensors, of the same shapes for every i below len(dataset)."""
+    """What weft trains on: `dataset[i]` is a dict of tensors, of the same shapes for every i below
+    len(dataset)."""
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
 
@@ -39,16 +44,19 @@ def held_out(split: str) -> bool:
     return split == "val"
 
 
-# ---- text ----------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 class Text:
-    """Windows of a token stream, side by side: {"input_ids": int64 [seq_len], "labels": int64 [seq_len]}.
+    """Windows of a token stream, side by side: {"input_ids": int64 [seq_len], "labels": int64
+    [seq_len]}.
 
     labels[t] is the token after input_ids[t]. `vocab`, `encode` and `decode` are the tokenizer's.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, tokenizer: Tokenizer, field: str, source: object):
+    def __init__(
+        self, tokens: np.ndarray, seq_len: int, tokenizer: Tokenizer, field: str, source: object
+    ):
         if seq_len < 1:
             raise DataError("seq_len", seq_len, "is no length", "use 1 or more")
         if len(tokens) <= seq_len:
@@ -69,50 +77,74 @@ class Text:
 
 
 def stdlib(
-    seq_len: int = 256, split: str = "train", max_bytes: int | None = None, files: Sequence[str] | None = None
+    seq_len: int = 256,
+    split: str = "train",
+    max_bytes: int | None = None,
+    files: Sequence[str] | None = None,
 ) -> Text:
-    """The Python standard library's own source, byte by byte: a corpus that every machine has. vocab 256.
+    """The Python standard library's own source, byte by byte: a corpus that every machine has.
+    vocab 256.
 
-    `files`: patterns below the library's folder, such as "asyncio/*.py" (all but tests if left out); `max_bytes`:
-    read no more than this of them (4 MB if left out). Raises DataError.
+    `files`: patterns below the library's folder, such as "asyncio/*.py" (all but tests if left
+    out); `max_bytes`: read no more than this of them (4 MB if left out). Raises DataError.
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(set(folders) - {"test", "tests", "site-packages", "dist-packages", "__pycache__"})
+        folders[:] = sorted(
+            set(folders) - {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
+        )
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     found.sort(key=lambda path: path.relative_to(root).as_posix())
     if files is not None:
-        found = [p for p in found if any(fnmatch(p.relative_to(root).as_posix(), pattern) for pattern in files)]
+        found = [
+            p
+            for p in found
+            if any(fnmatch(p.relative_to(root).as_posix(), pattern) for pattern in files)
+        ]
     if not found:
-        raise DataError("files", files, "no source file of the standard library matches", 'try ["*.py"]')
+        raise DataError(
+            "files", files, "no source file of the standard library matches", 'try ["*.py"]'
+        )
     limit = DEFAULT_BYTES if max_bytes is None else max_bytes
     chosen: list[np.ndarray] = []
     for path in found:
         if limit > 0:
             chosen.append(np.fromfile(path, dtype=np.uint8, count=limit))
             limit -= len(chosen[-1])
-    return Text(np.concatenate(split_documents(chosen, split)), seq_len, Bytes(), "seq_len", seq_len)
+    return Text(
+        np.concatenate(split_documents(chosen, split)), seq_len, Bytes(), "seq_len", seq_len
+    )
 
 
 def text(
-    paths: str | Sequence[str], seq_len: int = 256, split: str = "train", tokenizer: str | Path | None = None
+    paths: str | Sequence[str],
+    seq_len: int = 256,
+    split: str = "train",
+    tokenizer: str | Path | None = None,
 ) -> Text:
     """The user's text files, one after the other in sorted order.
 
-    `paths`: file names or patterns (`**` is any folder); `tokenizer`: a tokenizer.json or a directory for
-    transformers, bytes if left out. Raises DataError.
+    `paths`: file names or patterns (`**` is any folder); `tokenizer`: a tokenizer.json or a
+    directory for transformers, bytes if left out. Raises DataError.
     """
     patterns = [paths] if isinstance(paths, str) else list(paths)
     found: set[str] = set()
     for pattern in patterns:
         matches = {path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
         if not matches:
-            raise DataError("text", pattern, "no file matches", "give files or patterns as seen from where weft is run")
+            raise DataError(
+                "text",
+                pattern,
+                "no file matches",
+                "give files or patterns as seen from where weft is run",
+            )
         found |= matches
     if tokenizer is None:
         bytewise = [np.fromfile(path, dtype=np.uint8) for path in sorted(found)]
-        return Text(np.concatenate(split_documents(bytewise, split)), seq_len, Bytes(), "text", patterns)
+        return Text(
+            np.concatenate(split_documents(bytewise, split)), seq_len, Bytes(), "text", patterns
+        )
     trained = load_tokenizer(tokenizer)
     documents = (Path(path).read_text(encoding="utf-8", errors="replace") for path in sorted(found))
     tokens = [np.array(ids, dtype=np.int32) for ids in trained.encode_all(documents)]
@@ -120,7 +152,8 @@ def text(
 
 
 def split_documents(documents: list[np.ndarray], split: str) -> list[np.ndarray]:
-    """The documents of this split: every 20th is held out, or the end of each if there are fewer than 20."""
+    """The documents of this split: every 20th is held out, or the end of each if there are fewer
+    than 20."""
     val = held_out(split)
     if len(documents) >= HELD_OUT:
         return [d for i, d in enumerate(documents) if (i % HELD_OUT == HELD_OUT - 1) == val]
@@ -136,14 +169,18 @@ def hf(
     column: str = "text",
     end: str | None = None,
 ) -> Text:
-    """A Hugging Face dataset on disk (`save_to_disk`): the rows of its text column, one after the other.
+    """A Hugging Face dataset on disk (`save_to_disk`): the rows of its text column, one after the
+    other.
 
-    `tokenizer` as in `text`; `end`: a token of it that closes every row. "val" is the split "validation", "val" or
-    "test" of a DatasetDict, or every 20th row of a Dataset. Raises DataError.
+    `tokenizer` as in `text`; `end`: a token of it that closes every row. "val" is the split
+    "validation", "val" or "test" of a DatasetDict, or every 20th row of a Dataset. Raises
+    DataError.
     """
     datasets = import_extra("datasets", "hf", str(path))
     if not Path(path).is_dir():
-        raise DataError("hf", str(path), "is no directory", "give a directory written by Dataset.save_to_disk")
+        raise DataError(
+            "hf", str(path), "is no directory", "give a directory written by Dataset.save_to_disk"
+        )
     try:
         data: Any = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
@@ -151,27 +188,42 @@ def hf(
         raise DataError("hf", str(path), f"cannot be read ({error})", fix) from error
     val = held_out(split)
     if isinstance(data, datasets.DatasetDict):
-        names = [name for name in (("validation", "val", "test") if val else ("train",)) if name in data]
+        names = [
+            name for name in (("validation", "val", "test") if val else ("train",)) if name in data
+        ]
         if not names:
-            raise DataError("hf", str(path), f"has no split for {split!r} among {sorted(data)}", f"name one {split!r}")
+            raise DataError(
+                "hf",
+                str(path),
+                f"has no split for {split!r} among {sorted(data)}",
+                f"name one {split!r}",
+            )
         data = data[names[0]]
     else:
         data = data.select([i for i in range(len(data)) if (i % HELD_OUT == HELD_OUT - 1) == val])
     columns = [name for name, kind in data.features.items() if kind == datasets.Value("string")]
     if column not in columns:
-        raise DataError("column", column, f"is no column of text in {str(path)!r}", nearest(column, columns))
+        raise DataError(
+            "column", column, f"is no column of text in {str(path)!r}", nearest(column, columns)
+        )
     coder: Tokenizer = Bytes() if tokenizer is None else load_tokenizer(tokenizer)
     close = [] if end is None else coder.encode(end)
     if end is not None and len(close) != 1:
-        raise DataError("end", end, "is not one token of the tokenizer", "leave it out or give its end-of-text token")
+        raise DataError(
+            "end",
+            end,
+            "is not one token of the tokenizer",
+            "leave it out or give its end-of-text token",
+        )
     rows = (row for some in data.select_columns(column).iter(1024) for row in some[column])
     tokens = [np.array(ids + close, dtype=np.int32) for ids in coder.encode_all(rows)]
     return Text(np.concatenate(tokens or [np.empty(0, np.int32)]), seq_len, coder, "hf", str(path))
 
 
-# ---- images --------------------------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------
 
-# A shape is a region of the plane around its centre, where u points right, v down, and the radius is 1.
+# A shape is a region of the plane around its centre, where u points right, v down, and the radius
+# is 1.
 SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "circle": lambda u, v: u**2 + v**2 <= 1,
     "square": lambda u, v: np.maximum(abs(u), abs(v)) <= 0.85,
@@ -183,7 +235,8 @@ SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 class Images:
-    """Images and their classes: {"image": float32 [1, h, w], "label": int64 []}; `names[label]` says what it shows."""
+    """Images and their classes: {"image": float32 [1, h, w], "label": int64 []}; `names[label]`
+    says what it shows."""
 
     def __init__(self, images: Tensor, labels: Tensor, names: tuple[str, ...]):
         self.images, self.labels, self.names = images, labels, names
@@ -196,16 +249,27 @@ class Images:
 
 
 def shapes(
-    size: int = 2000, image: int = 16, classes: int = 4, noise: float = 0.3, split: str = "train", seed: int = 0
+    size: int = 2000,
+    image: int = 16,
+    classes: int = 4,
+    noise: float = 0.3,
+    split: str = "train",
+    seed: int = 0,
 ) -> Images:
-    """`size` pictures of circles, squares, triangles, crosses ..., drawn at random places and sizes.
+    """`size` pictures of circles, squares, triangles, crosses ..., drawn at random places and
+    sizes.
 
-    `image`: side in pixels; a shape is 1 on 0, with Gaussian noise of deviation `noise` on top. Raises DataError.
+    `image`: side in pixels; a shape is 1 on 0, with Gaussian noise of deviation `noise` on top.
+    Raises DataError.
     """
     if not 2 <= classes <= len(SHAPES):
-        raise DataError("classes", classes, f"there are {len(SHAPES)} shapes", f"use 2 to {len(SHAPES)}")
+        raise DataError(
+            "classes", classes, f"there are {len(SHAPES)} shapes", f"use 2 to {len(SHAPES)}"
+        )
     if image < 8:
-        raise DataError("image", image, "shapes cannot be told apart on so few pixels", "use 8 or more")
+        raise DataError(
+            "image", image, "shapes cannot be told apart on so few pixels", "use 8 or more"
+        )
     random = np.random.default_rng([seed, int(held_out(split))])
     names = tuple(SHAPES)[:classes]
     labels = random.integers(classes, size=size)
@@ -219,7 +283,7 @@ def shapes(
     return Images(torch.from_numpy(pixels).unsqueeze(1), torch.from_numpy(labels), names)
 
 
-# ---- no data -------------------------------------------------------------------------------------------------------
+# ---- no data -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -235,15 +299,17 @@ class NoDataset:
         return {}
 
 
-# ---- batches -------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 class Loader(Iterator[dict[str, Tensor]]):
-    """This data rank's samples of one optimizer step after another, stacked; without end, from step `start`.
+    """This data rank's samples of one optimizer step after another, stacked; without end, from step
+    `start`.
 
-    Step k takes global samples k * batch up to (k + 1) * batch of epoch after epoch; what an epoch has left over is
-    dropped. The order of an epoch depends on `seed` and its number alone, so it is the same on every layout, and a
-    resumed run reads on where it stopped. `weft.core.data_order.data_rank_indices` says which of a global batch are this rank's; only
+    Step k takes global samples k * batch up to (k + 1) * batch of epoch after epoch; what an epoch
+    has left over is dropped. The order of an epoch depends on `seed` and its number alone, so it is
+    the same on every layout, and a resumed run reads on where it stopped.
+    `weft.core.data_order.data_rank_indices` says which of a global batch are this rank's; only
     those are read. `step` is the next step. Raises DataError, LayoutError.
     """
 
@@ -260,7 +326,9 @@ class Loader(Iterator[dict[str, Tensor]]):
     ):
         if len(dataset) < batch:
             problem = f"the dataset has {len(dataset)} samples, less than one batch"
-            raise DataError("batch", batch, problem, f"use a batch of at most {len(dataset)}, or more data")
+            raise DataError(
+                "batch", batch, problem, f"use a batch of at most {len(dataset)}, or more data"
+            )
         self.dataset, self.batch, self.seed, self.shuffle = dataset, batch, seed, shuffle
         self.mine = data_rank_indices(batch, accumulate, data_rank, data_size)
         self.steps_per_epoch = len(dataset) // batch
@@ -282,12 +350,21 @@ class Loader(Iterator[dict[str, Tensor]]):
 
 
 def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack samples key by key along a new first dim. Raises DataError if they do not fit together."""
+    """Stack samples key by key along a new first dim. Raises DataError if they do not fit
+    together."""
     first = samples[0]
     for sample in samples:
         for key in first.keys() | sample.keys():
-            shapes = [list(s[key].shape) if isinstance(s.get(key), Tensor) else None for s in (first, sample)]
+            shapes = [
+                list(s[key].shape) if isinstance(s.get(key), Tensor) else None
+                for s in (first, sample)
+            ]
             if shapes[0] is None or shapes[0] != shapes[1]:
                 problem = f"one sample has shape {shapes[0]}, another {shapes[1]} (None: no tensor)"
-                raise DataError("data", key, problem, "give every sample the same keys, each a tensor of one shape")
+                raise DataError(
+                    "data",
+                    key,
+                    problem,
+                    "give every sample the same keys, each a tensor of one shape",
+                )
     return {key: torch.stack([sample[key] for sample in samples]) for key in first}

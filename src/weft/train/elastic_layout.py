@@ -1,5 +1,5 @@
-"""The layout of a run where fewer ranks are there than its own takes. Batch, microbatches, seed and the order of data
-are those of the run, so its losses are too."""
+"""The layout of a run where fewer ranks are there than its own takes. Batch, microbatches, seed and
+the order of data are those of the run, so its losses are too."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ COPIES = ("dp", *SEQUENCE_AXES)  # whose ranks hold the same weights
 
 
 def shrink_to(run: RunConfig, ranks: int) -> RunConfig:
-    """This run on a layout of at most so many ranks: its own, the first of `layout.elastic` that can be, or, where that
-    is not a list, the best of its own axes. Ranks that are left over stand by.
+    """This run on a layout of at most so many ranks: its own, the first of `layout.elastic` that
+    can be, or, where that is not a list, the best of its own axes. Ranks that are left over stand
+    by.
 
     Raises LayoutError where there is none.
     """
     layout, named = Layout.parse(run.layout.axes), run.layout.elastic
     if layout.world <= ranks:
         return run
-    candidates = smaller_layouts(layout, ranks) if isinstance(named, bool) else map(Layout.parse, named)
+    candidates = (
+        smaller_layouts(layout, ranks) if isinstance(named, bool) else map(Layout.parse, named)
+    )
     bare, train, refused = build.build_skeleton(run), build.build_dataset(run), None
     for candidate in candidates:
         there = build.with_layout(run, str(candidate))
@@ -35,15 +38,21 @@ def shrink_to(run: RunConfig, ranks: int) -> RunConfig:
             return there
         except Refusal as error:
             refused = refused or error
-    problem = f"no layout of at most {ranks} ranks can take its place" + (f" ({refused})" if refused else "")
-    fix = 'use a batch that more numbers of ranks divide, or name layouts in layout.elastic, as in ["dp3.tp2"]'
+    problem = f"no layout of at most {ranks} ranks can take its place" + (
+        f" ({refused})" if refused else ""
+    )
+    fix = (
+        "use a batch that more numbers of ranks divide, or name layouts in layout.elastic, as in"
+        ' ["dp3.tp2"]'
+    )
     raise LayoutError("layout.axes", str(layout), problem, fix)
 
 
 def smaller_layouts(layout: Layout, ranks: int) -> Iterator[Layout]:
-    """Layouts of the same axes with at most so many ranks, best first: none whose ranks hold over GROWTH times as much
-    of the model; then most ranks; then fewest axes changed that cut the model, and these least; then data axes least.
-    Those that cut tensors go down to a divisor, so that what they divided they divide still."""
+    """Layouts of the same axes with at most so many ranks, best first: none whose ranks hold over
+    GROWTH times as much of the model; then most ranks; then fewest axes changed that cut the model,
+    and these least; then data axes least. Those that cut tensors go down to a divisor, so that what
+    they divided they divide still."""
     axes, sizes = layout.axes, [size for _, size in layout.sizes]
 
     def choices(axis: str, size: int) -> list[int]:
@@ -54,14 +63,18 @@ def smaller_layouts(layout: Layout, ranks: int) -> Iterator[Layout]:
     def rank(found: tuple[int, ...]) -> tuple[float, ...]:
         far = [abs(math.log(now / was)) for now, was in zip(found, sizes)]
         cuts = [d for axis, d in zip(axes, far) if axis not in DATA_AXES]
-        grown = math.prod(was / now for axis, now, was in zip(axes, found, sizes) if axis not in COPIES)
+        grown = math.prod(
+            was / now for axis, now, was in zip(axes, found, sizes) if axis not in COPIES
+        )
         return grown > GROWTH, -math.prod(found), sum(d > 0 for d in cuts), sum(cuts), sum(far)
 
     every = _products([choices(axis, size) for axis, size in layout.sizes], ranks)
     for found in sorted(every, key=rank):
         live = tuple((axis, size) for axis, size in zip(axes, found) if size > 1) or (("dp", 1),)
         kept = {axis for axis, _ in live}
-        yield Layout(live, tuple((a, o) for a, o in layout.options if a in kept and live != (("dp", 1),)))
+        yield Layout(
+            live, tuple((a, o) for a, o in layout.options if a in kept and live != (("dp", 1),))
+        )
 
 
 def _products(choices: list[list[int]], most: int) -> Iterator[tuple[int, ...]]:

@@ -1,5 +1,5 @@
-"""What a run says of its experts: tokens of each, what was dropped, the gates' own loss, exchanges, and a gate that has
-collapsed."""
+"""What a run says of its experts: tokens of each, what was dropped, the gates' own loss, exchanges,
+and a gate that has collapsed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ExpertMetrics:
         self._steps = 0
 
     def line(self, steps: int, weight: float) -> tuple[dict[str, Any], list[str]]:
-        """For metrics.jsonl, of the `steps` steps since the last call, whose losses are means over `weight` things; and
-        what is to be said at once."""
+        """For metrics.jsonl, of the `steps` steps since the last call, whose losses are means over
+        `weight` things; and what is to be said at once."""
         if not self._engine.loads:
             return {}, []
         counts, loss = self._engine.loads.take()
@@ -39,7 +39,9 @@ class ExpertMetrics:
             before = self._totals.get(module, [0] * len(row))
             self._totals[module] = [a + b for a, b in zip(before, row, strict=True)]
         self._steps += steps
-        found: dict[str, Any] = {"tokens_per_expert": {module: row[1:] for module, row in counts.items()}}
+        found: dict[str, Any] = {
+            "tokens_per_expert": {module: row[1:] for module, row in counts.items()}
+        }
         found["busiest_expert"] = max(map(_busiest, counts.values()))
         found["dropped_share"] = _dropped(counts)
         if loss:
@@ -50,11 +52,17 @@ class ExpertMetrics:
             self._mark = now
             found["dispatch_bytes"] = round(nbytes / steps)
             if self._engine.mesh.device.type == "cpu":
-                found |= {"dispatch_exposed_s": exposed / steps, "dispatch_hidden_s": max(0.0, busy - exposed) / steps}
-        return found, [text for module, row in counts.items() if (text := self._watch(module, row[1:]))]
+                found |= {
+                    "dispatch_exposed_s": exposed / steps,
+                    "dispatch_hidden_s": max(0.0, busy - exposed) / steps,
+                }
+        return found, [
+            text for module, row in counts.items() if (text := self._watch(module, row[1:]))
+        ]
 
     def _exchanged(self) -> tuple[float, float, float]:
-        """Bytes, seconds waited and seconds under way, since the run began, of the rank that has most of each."""
+        """Bytes, seconds waited and seconds under way, since the run began, of the rank that has
+        most of each."""
         traffic, mesh = self._engine.dispatch, self._engine.mesh
         own = [float(traffic.sent_bytes), traffic.clock.exposed_s, traffic.clock.busy_s]
         most = torch.tensor(own, dtype=torch.float64, device=mesh.device)
@@ -75,8 +83,9 @@ class ExpertMetrics:
         most = sorted(range(len(row)), key=row.__getitem__, reverse=True)[: math.ceil(floor)]
         share = sum(row[expert] for expert in most) / sum(row)
         return (
-            f"warning: the gate of {module} has collapsed: {share:.0%} of its choices are {len(most)} of {len(row)} "
-            f"experts ({', '.join(map(str, sorted(most)))}); a loss that balances them, or a bias, keeps all in use"
+            f"warning: the gate of {module} has collapsed: {share:.0%} of its choices are"
+            f" {len(most)} of {len(row)} experts ({', '.join(map(str, sorted(most)))}); a loss that"
+            " balances them, or a bias, keeps all in use"
         )
 
     def summary(self) -> str | None:
@@ -104,7 +113,9 @@ def _busiest(row: list[int]) -> float:
 
 
 def _dropped(counts: dict[str, list[int]]) -> float:
-    return sum(row[0] for row in counts.values()) / max(1, sum(sum(row[1:]) for row in counts.values()))
+    return sum(row[0] for row in counts.values()) / max(
+        1, sum(sum(row[1:]) for row in counts.values())
+    )
 
 
 def _in_use(row: list[int]) -> float:

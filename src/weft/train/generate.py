@@ -31,23 +31,35 @@ def text_coder(run: RunConfig, dataset: Any) -> TextCoder:
     """The dataset, if text can be generated with it. Raises ConfigError."""
     if "input_ids" in dataset[0] and isinstance(dataset, TextCoder):
         return dataset
-    problem = f"{type(dataset).__name__} lacks vocab, encode and decode, or input_ids in its samples"
-    raise ConfigError("train.sample_tokens", run.train.sample_tokens, problem, "set it to 0, or use a dataset of text")
+    problem = (
+        f"{type(dataset).__name__} lacks vocab, encode and decode, or input_ids in its samples"
+    )
+    raise ConfigError(
+        "train.sample_tokens",
+        run.train.sample_tokens,
+        problem,
+        "set it to 0, or use a dataset of text",
+    )
 
 
 def sample_text(run: RunConfig, engine: Engine | Remote, coder: TextCoder, context: int) -> str:
-    """[train] prompt and what the model goes on with, `sample_tokens` tokens long. Called by all ranks together."""
+    """[train] prompt and what the model goes on with, `sample_tokens` tokens long. Called by all
+    ranks together."""
     prompt = run.train.prompt
     ids = coder.encode(prompt or "\n")  # a model needs a token to start from
     made = generate(engine, ids, run.train.sample_tokens, context, coder.vocab, run.train.seed)
     return prompt + coder.decode(made)
 
 
-def generate(engine: Engine | Remote, ids: list[int], tokens: int, context: int, vocab: int, seed: int) -> list[int]:
-    """The next `tokens` tokens, each drawn with TEMPERATURE from the model's logits after the last `context` ones.
+def generate(
+    engine: Engine | Remote, ids: list[int], tokens: int, context: int, vocab: int, seed: int
+) -> list[int]:
+    """The next `tokens` tokens, each drawn with TEMPERATURE from the model's logits after the last
+    `context` ones.
 
-    The model must be causal: what stands to the right of a position, as padding does, leaves its logits alone. Ranks
-    that compute the same logits may differ in the last bit, so rank 0 draws for all of them.
+    The model must be causal: what stands to the right of a position, as padding does, leaves its
+    logits alone. Ranks that compute the same logits may differ in the last bit, so rank 0 draws for
+    all of them.
     """
     generator = torch.Generator().manual_seed(seed)
     multiple = engine.mesh.size("tp") if "sequence" in engine.plan.layout.option("tp") else 1
@@ -56,7 +68,9 @@ def generate(engine: Engine | Remote, ids: list[int], tokens: int, context: int,
         seen = (ids + made)[-context:]
         padded = F.pad(torch.tensor([seen]), (0, -len(seen) % multiple))
         logits = logits_of(engine.forward({"input_ids": padded}))[0, len(seen) - 1, :vocab]
-        drawn = torch.multinomial((logits.double().cpu() / TEMPERATURE).softmax(-1), 1, generator=generator)
+        drawn = torch.multinomial(
+            (logits.double().cpu() / TEMPERATURE).softmax(-1), 1, generator=generator
+        )
         if engine.whole.layout.live():
             dist.broadcast(drawn, src=0)
         made.append(int(drawn))

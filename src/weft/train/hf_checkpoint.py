@@ -1,7 +1,9 @@
-"""A run's weights as a directory that transformers reads, and a directory's weights as a run's first checkpoint.
+"""A run's weights as a directory that transformers reads, and a directory's weights as a run's
+first checkpoint.
 
-Both go through files a part at a time: no more than a shard, or a layer, is in memory. Names and shapes are those that
-transformers itself saves, which for some models are others than a module's own (experts one by one).
+Both go through files a part at a time: no more than a shard, or a layer, is in memory. Names and
+shapes are those that transformers itself saves, which for some models are others than a module's
+own (experts one by one).
 """
 
 from __future__ import annotations
@@ -51,23 +53,36 @@ class Exported:
 
 
 def export_weights(
-    folder: Path, to: Path, step: int | None = None, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    to: Path,
+    step: int | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
-    """Write the weights of a run's checkpoint (None: the latest) to a directory that `from_pretrained` loads:
-    safetensors and their index, the configuration, the tokenizer if the run's data has one. `dtype`: "bf16" and the
-    like, the checkpoint's own if left out. The directory appears when it is complete. Raises ConfigError,
-    CheckpointError."""
+    """Write the weights of a run's checkpoint (None: the latest) to a directory that
+    `from_pretrained` loads: safetensors and their index, the configuration, the tokenizer if the
+    run's data has one. `dtype`: "bf16" and the like, the checkpoint's own if left out. The
+    directory appears when it is complete. Raises ConfigError, CheckpointError."""
     run, contents, source = _run(folder), *_opened(folder, step)
     model = _transformer(run)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError("--to", str(to), "is there already", "name a directory that does not exist")
+        raise ConfigError(
+            "--to", str(to), "is there already", "name a directory that does not exist"
+        )
     partial = to.with_name(f".{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         with CheckpointReader(source, contents) as reader:
             reader.check()
-            found = _write(model, reader, contents, partial, DTYPES[dtype] if dtype is not None else None, shard_bytes)
+            found = _write(
+                model,
+                reader,
+                contents,
+                partial,
+                DTYPES[dtype] if dtype is not None else None,
+                shard_bytes,
+            )
         settings: Any = model.config
         settings.use_cache = True  # what weft does without is for generation
         if dtype is not None:
@@ -81,21 +96,31 @@ def export_weights(
             to.rmdir()
         partial.rename(to)
     except OSError as error:
-        raise ConfigError("--to", str(to), f"cannot be written to ({error})", "name another directory") from error
+        raise ConfigError(
+            "--to", str(to), f"cannot be written to ({error})", "name another directory"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return found
 
 
 def import_weights(source: Path, run: RunConfig) -> Exported:
-    """Write the weights of a directory that transformers reads as the checkpoint of step 0 in the run's folder, from
-    which `weft train --resume` begins, each rank with its part. Raises ConfigError, CheckpointError."""
+    """Write the weights of a directory that transformers reads as the checkpoint of step 0 in the
+    run's folder, from which `weft train --resume` begins, each rank with its part. Raises
+    ConfigError, CheckpointError."""
     file = source / "config.json"
     if not file.is_file():
-        raise ConfigError("directory", str(source), "holds no config.json", "name a directory that transformers saved")
+        raise ConfigError(
+            "directory",
+            str(source),
+            "holds no config.json",
+            "name a directory that transformers saved",
+        )
     folder = Path(run.output) / CHECKPOINTS
     if latest_step(folder) is not None:
-        raise ConfigError("output", run.output, "holds checkpoints already", "name another folder with --output")
+        raise ConfigError(
+            "output", run.output, "holds checkpoints already", "name another folder with --output"
+        )
     model = _transformer(run)
     nbytes = count = 0
 
@@ -110,18 +135,30 @@ def import_weights(source: Path, run: RunConfig) -> Exported:
             if name not in wanted or wanted[name] in seen:
                 continue
             if tuple(tensor.shape) != shapes[name]:
-                problem = f"{name} is {tuple(tensor.shape)} in {source}, and {shapes[name]} in {run.model.hf}"
-                raise CheckpointError("model.hf", run.model.hf, problem, "name the configuration of these weights")
+                problem = (
+                    f"{name} is {tuple(tensor.shape)} in {source}, and {shapes[name]} in"
+                    f" {run.model.hf}"
+                )
+                raise CheckpointError(
+                    "model.hf", run.model.hf, problem, "name the configuration of these weights"
+                )
             seen.add(wanted[name])
             count, nbytes = count + 1, nbytes + tensor.nbytes
             yield whole_shard(wanted[name], tensor)
         if missing := sorted(set(wanted.values()) - seen):
-            problem = f"the weights in {source} lack {missing[0]} ({len(missing)} of {len({*wanted.values()})} tensors)"
-            raise CheckpointError("model.hf", run.model.hf, problem, "name the configuration of these weights")
+            problem = (
+                f"the weights in {source} lack {missing[0]} ({len(missing)} of"
+                f" {len({*wanted.values()})} tensors)"
+            )
+            raise CheckpointError(
+                "model.hf", run.model.hf, problem, "name the configuration of these weights"
+            )
 
     scale = 2.0**16 if run.precision.compute == "fp16" else 1.0
     scalars = {"steps_done": 0, "loss_scale": scale, "good_steps": 0, **data_position(run)}
-    save_checkpoint(folder, 0, pieces(), scalars, {"layout": "dp1", "from": source.name}, Retention(1))
+    save_checkpoint(
+        folder, 0, pieces(), scalars, {"layout": "dp1", "from": source.name}, Retention(1)
+    )
     return Exported(0, count, nbytes, len(read_index(folder, 0).files))
 
 
@@ -133,10 +170,14 @@ def _read(source: Path, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[
 
     files = sorted(source.glob("*.safetensors"))
     if not files:
-        raise CheckpointError("directory", str(source), "holds no safetensors", "convert its weights to safetensors")
+        raise CheckpointError(
+            "directory", str(source), "holds no safetensors", "convert its weights to safetensors"
+        )
     model._apply(lambda t: torch.empty_like(t, dtype=dtype) if t.is_floating_point() else t)
-    bare = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name in model.state_dict()}  # fmt: skip
+    bare = {
+        name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+        for name in model.state_dict()
+    }
     loading = LoadStateDictConfig(
         device_map={"": "cpu"}, dtype=dtype, weight_mapping=get_model_conversion_mapping(model)
     )
@@ -149,7 +190,9 @@ def _read(source: Path, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[
                 groups.setdefault(layer[0] if layer else key, {})[key] = opened.get_slice(key)
         for group in groups.values():
             convert_and_load_state_dict_in_model(model, group, loading)
-            found = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+            found = {
+                name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta
+            }
             yield from found.items()
             for name in found:
                 module, _, leaf = name.rpartition(".")
@@ -157,22 +200,33 @@ def _read(source: Path, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[
 
 
 def _write(
-    model: nn.Module, reader: CheckpointReader, contents: CheckpointIndex, folder: Path,
-    dtype: torch.dtype | None, shard_bytes: int,
-) -> Exported:  # fmt: skip
+    model: nn.Module,
+    reader: CheckpointReader,
+    contents: CheckpointIndex,
+    folder: Path,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+) -> Exported:
     from transformers.core_model_loading import revert_weight_conversion
 
     names = [name for name in _saved(model) if name in contents.tensors]
     if missing := [w.name for w in weights_of(model) if w.name not in contents.tensors]:
         problem = f"the checkpoint of step {contents.step} lacks {missing[0]}"
-        raise CheckpointError("checkpoint", missing[0], problem, "export with the run file that trained it")
+        raise CheckpointError(
+            "checkpoint", missing[0], problem, "export with the run file that trained it"
+        )
     shards: list[dict[str, int]] = []  # of each file: name -> bytes
     for number, group in enumerate(_groups(names, contents, shard_bytes)):
         tensors: dict[str, Tensor] = {}
         for name in group:
             tensor = reader.whole(name)
-            tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        tensors = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, tensors).items()}
+            tensors[name] = (
+                tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            )
+        tensors = {
+            name: tensor.contiguous()
+            for name, tensor in revert_weight_conversion(model, tensors).items()
+        }
         save_file(tensors, folder / f"{number}.safetensors", metadata={"format": "pt"})
         shards.append({name: tensor.nbytes for name, tensor in tensors.items()})
     total = sum(sum(shard.values()) for shard in shards)
@@ -190,8 +244,8 @@ def _write(
 
 
 def _saved(model: nn.Module) -> Iterator[str]:
-    """What a directory holds: every parameter once, by the first name that a checkpoint has it under, and buffers that
-    are part of the state."""
+    """What a directory holds: every parameter once, by the first name that a checkpoint has it
+    under, and buffers that are part of the state."""
     weights = {w.name for w in weights_of(model)}
     buffers = {name for name, _ in model.named_buffers()}
     yield from (name for name in model.state_dict() if name in weights or name in buffers)
@@ -230,13 +284,15 @@ def _write_tokenizer(run: RunConfig, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-# ---- a run and its model ---------------------------------------------------------------------------------------------
+# ---- a run and its model -------------------------------------------------------------------------
 
 
 def _run(folder: Path) -> RunConfig:
     file = folder / "run.toml"
     if not file.is_file():
-        raise ConfigError("run folder", str(folder), "holds no run.toml", "name a folder that weft train wrote")
+        raise ConfigError(
+            "run folder", str(folder), "holds no run.toml", "name a folder that weft train wrote"
+        )
     return load_run(file)
 
 
@@ -248,7 +304,12 @@ def _opened(folder: Path, step: int | None) -> tuple[CheckpointIndex, Path]:
 def _transformer(run: RunConfig) -> nn.Module:
     """The run's model on the meta device. Raises ConfigError for one that is not transformers'."""
     if run.model.hf is None:
-        fix = "its weights are those of the checkpoint, by the names of its own state_dict: weft checkpoint show"
-        raise ConfigError("model.build", run.model.build, "has no transformers configuration to go with it", fix)
+        fix = (
+            "its weights are those of the checkpoint, by the names of its own state_dict: weft"
+            " checkpoint show"
+        )
+        raise ConfigError(
+            "model.build", run.model.build, "has no transformers configuration to go with it", fix
+        )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return build.build_skeleton(run)

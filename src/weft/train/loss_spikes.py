@@ -7,11 +7,15 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-WINDOW, LEAST = 64, 16  # losses that are remembered, and of which there must be so many before one is judged by them
+WINDOW, LEAST = (
+    64,
+    16,
+)  # losses that are remembered, and of which there must be so many before one is judged by them
 
 
 class LossSpikeDetector:
-    """`limit`: how many times the median of the last losses is too much; None: nothing is judged."""
+    """`limit`: how many times the median of the last losses is too much; None: nothing is
+    judged."""
 
     def __init__(self, limit: float | None):
         self._limit = limit
@@ -24,7 +28,9 @@ class LossSpikeDetector:
         if not math.isfinite(loss):
             return f"is {loss}"
         usual = median(self.recent) if len(self.recent) >= LEAST else math.inf
-        if loss > usual + (self._limit - 1) * abs(usual):  # of losses that may be negative, as far above
+        if loss > usual + (self._limit - 1) * abs(
+            usual
+        ):  # of losses that may be negative, as far above
             return f"is {loss:.4g}, where {usual:.4g} is usual"
         self.recent.append(loss)
         return None

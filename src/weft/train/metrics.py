@@ -1,22 +1,25 @@
-"""What is measured while a run goes on, and where it is written: metrics.jsonl and TensorBoard events.
+"""What is measured while a run goes on, and where it is written: metrics.jsonl and TensorBoard
+events.
 
 A line of metrics.jsonl is one JSON object, of a logged step or of a validation:
 
-    {"step": 10, "loss": 3.2, "lr": 0.01, "tokens_per_s": 810.0, "step_s": 0.25, "memory_bytes": 41200000, "epoch": 1.5}
-    {"step": 10, "val_loss": 3.3}
+    {"step": 10, "loss": 3.2, "lr": 0.01, "tokens_per_s": 810.0, "step_s": 0.25, "memory_bytes":
+    41200000, "epoch": 1.5} {"step": 10, "val_loss": 3.3}
 
-`loss` is that of the step alone, `step_s` and the rate are means since the line before; `grad_norm` stands where it was
-computed, and `skipped` counts steps since the line before that were not taken: by fp16, or by `train.skip`;
-`batches_left_out` those that `train.rollback` has passed over so far. With more
-ranks than one, `sent_bytes` is what a rank sends in a step, and on CPUs `sync_exposed_s` and `sync_hidden_s` are the
-seconds of a step in which sums of gradients were waited for, and in which they were under way beside other work. Where
-replicas step by themselves `replicas` counts those that take part; with asynchronous servers `staleness` is how many
-steps weights were behind the fastest replica's, as a mean.
+`loss` is that of the step alone, `step_s` and the rate are means since the line before; `grad_norm`
+stands where it was computed, and `skipped` counts steps since the line before that were not taken:
+by fp16, or by `train.skip`; `batches_left_out` those that `train.rollback` has passed over so far.
+With more ranks than one, `sent_bytes` is what a rank sends in a step, and on CPUs `sync_exposed_s`
+and `sync_hidden_s` are the seconds of a step in which sums of gradients were waited for, and in
+which they were under way beside other work. Where replicas step by themselves `replicas` counts
+those that take part; with asynchronous servers `staleness` is how many steps weights were behind
+the fastest replica's, as a mean.
 
-Of a model with experts, `tokens_per_expert` has for every module that holds some how many choices each had since
-the line before, `busiest_expert` those of the busiest beside the mean, at most over modules, and `dropped_share` is the
-part of all choices for which there was no room. `gate_loss` is what gates added to the loss. Where tokens travel,
-`dispatch_bytes` is what a rank sends of them in a step, `dispatch_exposed_s` and `dispatch_hidden_s` are as above.
+Of a model with experts, `tokens_per_expert` has for every module that holds some how many choices
+each had since the line before, `busiest_expert` those of the busiest beside the mean, at most over
+modules, and `dropped_share` is the part of all choices for which there was no room. `gate_loss` is
+what gates added to the loss. Where tokens travel, `dispatch_bytes` is what a rank sends of them in
+a step, `dispatch_exposed_s` and `dispatch_hidden_s` are as above.
 
 TensorBoard has the same names, but for `tokens_per_expert`.
 """
@@ -43,8 +46,8 @@ Line = Mapping[str, Any]
 
 
 class Metrics:
-    """Writes the lines of a run that has done `done` steps; what an earlier run wrote about later ones is dropped, if
-    this process `writes` from now on, and not another one."""
+    """Writes the lines of a run that has done `done` steps; what an earlier run wrote about later
+    ones is dropped, if this process `writes` from now on, and not another one."""
 
     def __init__(self, folder: Path, done: int, writes: bool = True):
         self._path, self._folder, self._done = folder / METRICS, folder / TENSORBOARD, done
@@ -119,13 +122,15 @@ class StepTimer:
 
 
 def rate_unit(sample: Mapping[str, Tensor], batch: int) -> tuple[str, int]:
-    """What a rate counts, "tokens" where samples are sequences of ids and else "samples", and how many a step has."""
+    """What a rate counts, "tokens" where samples are sequences of ids and else "samples", and how
+    many a step has."""
     ids = sample.get("input_ids")
     return ("samples", batch) if ids is None else ("tokens", batch * ids.numel())
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this rank has held: allocated tensors on CUDA, the resident process on a CPU."""
+    """The most memory that this rank has held: allocated tensors on CUDA, the resident process on a
+    CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)

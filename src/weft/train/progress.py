@@ -1,4 +1,5 @@
-"""What the person who started a run sees: a header, a bar while it goes on (lines where no terminal is), a summary."""
+"""What the person who started a run sees: a header, a bar while it goes on (lines where no terminal
+is), a summary."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from .metrics import Line
 
 
 class Progress:
-    """The progress of a run from step `done` to step `steps`. On a quiet console it costs nothing."""
+    """The progress of a run from step `done` to step `steps`. On a quiet console it costs
+    nothing."""
 
     def __init__(self, console: Console, steps: int, done: int):
         self._console, self._steps = console, steps
@@ -78,7 +80,11 @@ class Progress:
 def describe(line: Line) -> str:
     """Loss, rate and memory of a logged step."""
     facts = [f"loss {line['loss']:.4f}"] if "loss" in line else []
-    facts += [f"{short_number(value)} {key.removesuffix('_per_s')}/s" for key, value in line.items() if key.endswith("_per_s")]
+    facts += [
+        f"{short_number(value)} {key.removesuffix('_per_s')}/s"
+        for key, value in line.items()
+        if key.endswith("_per_s")
+    ]
     if "sent_bytes" in line:
         facts.append(f"sent {decimal(int(line['sent_bytes']))}")
     if "sync_exposed_s" in line:

@@ -2,7 +2,8 @@
 
     run.toml  plan.txt  metrics.jsonl  sample.txt  tensorboard/  checkpoints/
 
-and whether a run may write into it. Asked before any process starts, so nothing here takes part in a process group.
+and whether a run may write into it. Asked before any process starts, so nothing here takes part in
+a process group.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ SAMPLE = "sample.txt"
 
 
 def check_output(run: RunConfig, resume: bool) -> None:
-    """The run folder can be written to; it holds no other run, or, to resume, a checkpoint of this one.
+    """The run folder can be written to; it holds no other run, or, to resume, a checkpoint of this
+    one.
 
     Makes the folder. Raises ConfigError, CheckpointError.
     """
@@ -33,14 +35,21 @@ def check_output(run: RunConfig, resume: bool) -> None:
             fix = f"go on from step {step} with --resume, or name another folder with --output"
             raise ConfigError("output", run.output, "holds the checkpoints of a run", fix)
         if (folder / METRICS).exists():
-            raise ConfigError("output", run.output, "holds the metrics of a run", "name another folder with --output")
+            raise ConfigError(
+                "output",
+                run.output,
+                "holds the metrics of a run",
+                "name another folder with --output",
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         fix = "name another folder with --output"
-        raise ConfigError("output", run.output, f"cannot be written to ({error.strerror})", fix) from None
+        raise ConfigError(
+            "output", run.output, f"cannot be written to ({error.strerror})", fix
+        ) from None
 
 
 def put_file(path: Path, text: str) -> None:
@@ -51,28 +60,36 @@ def put_file(path: Path, text: str) -> None:
 
 
 def checkpoint_folder(run: RunConfig, replica: int | None = None) -> Path:
-    """Where checkpoints are: those of the run, or what one of several replicas that step by themselves keeps beside
-    them."""
+    """Where checkpoints are: those of the run, or what one of several replicas that step by
+    themselves keeps beside them."""
     folder = Path(run.output) / CHECKPOINTS
     return folder if replica is None else folder / f"replica-{replica}"
 
 
 def resume_folder(run: RunConfig, replica: int) -> Path:
-    """Where a replica finds what it goes on from: its own checkpoint, if it is of the run's latest step."""
+    """Where a replica finds what it goes on from: its own checkpoint, if it is of the run's latest
+    step."""
     whole, own = checkpoint_folder(run), checkpoint_folder(run, replica)
     return own if latest_step(own) == latest_step(whole) is not None else whole
 
 
 def _check_resume(run: RunConfig, contents: CheckpointIndex) -> None:
-    """Where a run stands in its data is its number of steps, which another batch or seed would give another meaning."""
+    """Where a run stands in its data is its number of steps, which another batch or seed would give
+    another meaning."""
     for key, value in data_position(run).items():
         was = contents.scalars.get(key)
         if was != value:
-            problem = f"the run in {run.output} has {key} {was}, and its order of samples depends on that"
-            raise ConfigError(f"train.{key}", value, problem, f"resume with {key} {was}, or begin another run")
+            problem = (
+                f"the run in {run.output} has {key} {was}, and its order of samples depends on that"
+            )
+            raise ConfigError(
+                f"train.{key}", value, problem, f"resume with {key} {was}, or begin another run"
+            )
     if contents.step > run.train.steps:
         problem = f"the run in {run.output} has taken {contents.step} steps"
-        raise ConfigError("train.steps", run.train.steps, problem, f"resume with at least {contents.step}")
+        raise ConfigError(
+            "train.steps", run.train.steps, problem, f"resume with at least {contents.step}"
+        )
 
 
 def data_position(run: RunConfig) -> dict[str, int]:

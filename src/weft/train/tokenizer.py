@@ -1,4 +1,5 @@
-"""Between text and token ids: bytes as they are, or a byte-level BPE in a tokenizer.json (extra `hf`)."""
+"""Between text and token ids: bytes as they are, or a byte-level BPE in a tokenizer.json (extra
+`hf`)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ def import_extra(module: str, field: str, value: object) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise DataError(
-            field, value, f"needs the package {module.split('.')[0]}", "install it: pip install weft[hf]"
+            field,
+            value,
+            f"needs the package {module.split('.')[0]}",
+            "install it: pip install weft[hf]",
         ) from error
 
 
@@ -67,20 +71,26 @@ class Trained:
     def encode_all(self, texts: Iterable[str]) -> Iterator[list[int]]:
         texts = iter(texts)
         while some := list(islice(texts, 1024)):  # enough for its threads, little enough for memory
-            yield from (one.ids for one in self.tokenizer.encode_batch(some, add_special_tokens=False))
+            yield from (
+                one.ids for one in self.tokenizer.encode_batch(some, add_special_tokens=False)
+            )
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 def train_bpe(texts: Iterable[str | Path], vocab: int, path: str | Path) -> Tokenizer:
-    """Train a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) and write it to `path` as tokenizer.json.
+    """Train a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) and write it to `path` as
+    tokenizer.json.
 
-    `texts`: files as Path, texts as str. `vocab` counts the 256 bytes and the token `<|endoftext|>`. Raises DataError.
+    `texts`: files as Path, texts as str. `vocab` counts the 256 bytes and the token
+    `<|endoftext|>`. Raises DataError.
     """
     tokenizers = import_extra("tokenizers", "tokenizer", str(path))
     if vocab < 257:
-        raise DataError("vocab", vocab, "is less than the 256 bytes and <|endoftext|>", "use at least 257")
+        raise DataError(
+            "vocab", vocab, "is less than the 256 bytes and <|endoftext|>", "use at least 257"
+        )
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -91,7 +101,11 @@ def train_bpe(texts: Iterable[str | Path], vocab: int, path: str | Path) -> Toke
         show_progress=False,
     )
     tokenizer.train_from_iterator(
-        (t.read_text(encoding="utf-8", errors="replace") if isinstance(t, Path) else t for t in texts), trainer
+        (
+            t.read_text(encoding="utf-8", errors="replace") if isinstance(t, Path) else t
+            for t in texts
+        ),
+        trainer,
     )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path))
@@ -99,7 +113,8 @@ def train_bpe(texts: Iterable[str | Path], vocab: int, path: str | Path) -> Toke
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json, or a directory that holds one or that transformers can read. Raises DataError."""
+    """Load a tokenizer.json, or a directory that holds one or that transformers can read. Raises
+    DataError."""
     fix = "give a tokenizer.json or a directory that transformers' AutoTokenizer can read"
     path = Path(path)
     if not path.exists():

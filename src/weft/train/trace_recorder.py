@@ -19,10 +19,12 @@ PICTURE, TRACE, COSTS = "trace.svg", "trace.json", "costs.json"
 
 
 class TraceRecorder:
-    """Records the actions of some steps. All ranks use it; the pipeline of the first data rank is drawn.
+    """Records the actions of some steps. All ranks use it; the pipeline of the first data rank is
+    drawn.
 
-    The prediction is the simulated schedule with the median time of each kind of action on each stage, over the
-    recorded steps: what is left between it and the measured step is waiting and communication.
+    The prediction is the simulated schedule with the median time of each kind of action on each
+    stage, over the recorded steps: what is left between it and the measured step is waiting and
+    communication.
     """
 
     def __init__(self, engine: Engine):
@@ -40,12 +42,16 @@ class TraceRecorder:
     def after(self) -> None:
         """A step has ended."""
         if self._engine.trace is not None:
-            shifted = [s._replace(start=s.start - self._zero, stop=s.stop - self._zero) for s in self._engine.trace]
+            shifted = [
+                s._replace(start=s.start - self._zero, stop=s.stop - self._zero)
+                for s in self._engine.trace
+            ]
             self._steps.append(shifted)
             self._engine.trace = None
 
     def finish(self, folder: Path, width: int, colour: bool) -> Text | None:
-        """Write the pictures to the run folder; on rank 0 the drawing for a terminal of `width` columns."""
+        """Write the pictures to the run folder; on rank 0 the drawing for a terminal of `width`
+        columns."""
         engine = self._engine
         everyone: list[Any] = [self._steps]
         if dist.is_initialized():
@@ -57,7 +63,10 @@ class TraceRecorder:
         schedule = engine.plan.schedule
         recorded = [*zip(*ranks, strict=True)]  # step -> rank -> spans
         measured = Timeline.of(
-            [[(s.action if s.kind == "compute" else s.kind, s.start, s.stop) for s in spans] for spans in recorded[-1]]
+            [
+                [(s.action if s.kind == "compute" else s.kind, s.start, s.stop) for s in spans]
+                for spans in recorded[-1]
+            ]
         )
         costs = _costs(schedule, ranks)
         pair = [("predicted", simulate(schedule, costs)), ("measured", measured)]
@@ -68,8 +77,8 @@ class TraceRecorder:
 
 
 def _costs(schedule: Schedule, ranks: list[list[list[Span]]]) -> ActionCosts:
-    """The median seconds of each kind of action on each stage. A backward that was never apart counts half to its input
-    and half to its weights: the matrix products are equally large."""
+    """The median seconds of each kind of action on each stage. A backward that was never apart
+    counts half to its input and half to its weights: the matrix products are equally large."""
     split = {a[1:] for actions in schedule.order for a in actions if a.kind == "W"}
     times: dict[tuple[str, int], list[float]] = {}
     for steps in ranks:
@@ -84,7 +93,9 @@ def _costs(schedule: Schedule, ranks: list[list[list[Span]]]) -> ActionCosts:
     stages = range(schedule.stages)
     return ActionCosts(
         forward_s=[median("F", s) for s in stages],
-        backward_s=[median("B", s) if ("B", s) in times else median("whole", s) / 2 for s in stages],
+        backward_s=[
+            median("B", s) if ("B", s) in times else median("whole", s) / 2 for s in stages
+        ],
         weight_s=[median("W", s) if ("B", s) in times else median("whole", s) / 2 for s in stages],
         update_s=[median("U", s) for s in stages],
     )

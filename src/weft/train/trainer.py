@@ -1,4 +1,5 @@
-"""The training loop: what every rank of `weft train` runs, in a process group of as many ranks as the layout has."""
+"""The training loop: what every rank of `weft train` runs, in a process group of as many ranks as
+the layout has."""
 
 from __future__ import annotations
 
@@ -56,11 +57,18 @@ from .trace_recorder import FIRST, TraceRecorder
 from .watchdog import Watchdog
 
 
-def train(run: RunConfig, resume: bool, trace: bool = False, again: bool = False, asked: RunConfig | None = None) -> bool:
-    """Train as `run` says, from its folder's latest checkpoint if `resume`; returns early, with a checkpoint saved, if
-    SIGTERM reaches a rank. Every rank of the layout calls it; rank 0 writes and prints. With `trace` a few steps are
-    recorded and drawn, measured under predicted. `again`: the folder is this run's own, whose processes have died;
-    `asked`: the run as it was asked for, where this is the same on fewer ranks. Whether steps are left to take.
+def train(
+    run: RunConfig,
+    resume: bool,
+    trace: bool = False,
+    again: bool = False,
+    asked: RunConfig | None = None,
+) -> bool:
+    """Train as `run` says, from its folder's latest checkpoint if `resume`; returns early, with a
+    checkpoint saved, if SIGTERM reaches a rank. Every rank of the layout calls it; rank 0 writes
+    and prints. With `trace` a few steps are recorded and drawn, measured under predicted. `again`:
+    the folder is this run's own, whose processes have died; `asked`: the run as it was asked for,
+    where this is the same on fewer ranks. Whether steps are left to take.
 
     Raises Refusal, and WeftError if the loss or a weight is no longer finite.
     """
@@ -70,7 +78,9 @@ def train(run: RunConfig, resume: bool, trace: bool = False, again: bool = False
 
 def _train(run: RunConfig, resume: bool, trace: bool, again: bool, asked: RunConfig) -> bool:
     began, t, folder, company = time.perf_counter(), run.train, Path(run.output), replica_slot()
-    if not again and (company is None or not company.incarnation):  # else others have written there meanwhile
+    if not again and (
+        company is None or not company.incarnation
+    ):  # else others have written there meanwhile
         check_output(run, resume)
     if dist.is_initialized():
         dist.barrier()  # no rank may find what rank 0 has written already
@@ -80,7 +90,9 @@ def _train(run: RunConfig, resume: bool, trace: bool, again: bool, asked: RunCon
     val = build.build_dataset(run, "val") if t.eval_every and reads else None
     text = text_coder(run, dataset) if t.sample_tokens and reads else None
     engine = _engine(run, dataset, company)
-    shares = engine.whole.layout.size("dp") if engine.worker is not None else 1  # replicas are never at one step
+    shares = (
+        engine.whole.layout.size("dp") if engine.worker is not None else 1
+    )  # replicas are never at one step
     val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
     scalars: dict[str, Any] = {}
     notes = [*engine.whole.notes]
@@ -92,8 +104,12 @@ def _train(run: RunConfig, resume: bool, trace: bool, again: bool, asked: RunCon
     if engine.forgot:
         notes.append("what codecs had kept was another layout's or codec's: it begins anew")
     if trace and t.steps - done < FIRST:
-        problem = f"leaves {t.steps - done} steps to take, and the first to be traced is number {FIRST}"
-        raise ConfigError("train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out")
+        problem = (
+            f"leaves {t.steps - done} steps to take, and the first to be traced is number {FIRST}"
+        )
+        raise ConfigError(
+            "train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out"
+        )
     left_out = int(scalars.get(LEFT_OUT, 0))
     loader = _loader(run, engine, dataset, start=done + left_out)
     if rank == 0 and engine.leads:
@@ -101,24 +117,43 @@ def _train(run: RunConfig, resume: bool, trace: bool, again: bool, asked: RunCon
         put_file(folder / "plan.txt", f"{engine.whole}\n")
 
     console = Console(quiet=rank != 0 or not engine.leads)
-    recorder = TraceRecorder(engine) if trace and engine.leads and isinstance(engine, Engine) else None
+    recorder = (
+        TraceRecorder(engine) if trace and engine.leads and isinstance(engine, Engine) else None
+    )
     progress = Progress(console, t.steps, done)
     progress.table(_header(run, engine, done, notes))
     # of replicas that are apart the one that leads writes, and another may lead later
     writer = Metrics(folder, done, engine.leads) if rank == 0 else nullcontext()
     with writer as metrics, StopRequest() as interrupt, progress, Watchdog(t.hang_s) as watchdog:
         loop = _Loop(
-            run, engine, loader, val_loader, rate_unit(dataset[0], t.batch), metrics, progress, watchdog, recorder,
-            shares=shares, passed=left_out,
-        )  # fmt: skip
+            run,
+            engine,
+            loader,
+            val_loader,
+            rate_unit(dataset[0], t.batch),
+            metrics,
+            progress,
+            watchdog,
+            recorder,
+            shares=shares,
+            passed=left_out,
+        )
         loop.spikes.remember(scalars.get(LOSSES, ()))
         if isinstance(engine, Remote):
-            engine.heard = partial(watchdog.beat, "a call")  # while the driver validates a worker takes no steps
+            engine.heard = partial(
+                watchdog.beat, "a call"
+            )  # while the driver validates a worker takes no steps
         interrupted = loop(interrupt)
-    drawing = recorder.finish(folder, console.width, console.color_system is not None) if recorder is not None else None
+    drawing = (
+        recorder.finish(folder, console.width, console.color_system is not None)
+        if recorder is not None
+        else None
+    )
     if drawing is not None:
         console.print(drawing, soft_wrap=True)
-    progress.table(_summary(run, loop, interrupted, time.perf_counter() - began, rank == 0 and engine.leads))
+    progress.table(
+        _summary(run, loop, interrupted, time.perf_counter() - began, rank == 0 and engine.leads)
+    )
     if text is not None and not interrupted:
         written = sample_text(run, engine, text, len(dataset[0]["input_ids"]))
         progress.say(f"\n{written}")
@@ -152,7 +187,9 @@ class _Loop:
     passed: int = 0  # batches that are left out for good, so that each step's is so many further on
     back: tuple[int, int] = (-1, 0)  # the checkpoint that it last went back to, and how often
     shares: int = 1  # into which a validation batch is divided, one after the other
-    members: tuple[int, ...] = ()  # replicas that took part when it was last logged, where some may be left out
+    members: tuple[
+        int, ...
+    ] = ()  # replicas that took part when it was last logged, where some may be left out
     first: int = field(init=False)  # the number of the first step that is taken
     saver: AsyncCheckpointer = field(default_factory=AsyncCheckpointer)
     spikes: LossSpikeDetector = field(init=False)
@@ -164,7 +201,11 @@ class _Loop:
 
     def __post_init__(self) -> None:
         self.first = self.engine.steps_done + 1
-        self.traffic = RpcMetrics(self.engine.calls) if isinstance(self.engine, Remote) else CommMetrics(self.engine)
+        self.traffic = (
+            RpcMetrics(self.engine.calls)
+            if isinstance(self.engine, Remote)
+            else CommMetrics(self.engine)
+        )
         self.gates = ExpertMetrics(self.engine)
         self.spikes = LossSpikeDetector(self.run.train.rollback)
 
@@ -174,7 +215,9 @@ class _Loop:
         factor = build.build_lr_factor(self.run)
         groups = self.engine.optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        recent: list[StepResult] = []  # since the last logged step; read together, so that few wait for the device
+        recent: list[
+            StepResult
+        ] = []  # since the last logged step; read together, so that few wait for the device
         if self.engine.caught_up and self._evaluates(self.first - 1):
             self._evaluate(self.first - 1)  # the others do so now
         while self.engine.steps_done < t.steps:
@@ -225,23 +268,39 @@ class _Loop:
         return False
 
     def _evaluates(self, step: int) -> bool:
-        t, mine = self.run.train, self.engine.worker is None or self.engine.replica == 0  # a server's weights are all's
-        return mine and self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
+        t, mine = (
+            self.run.train,
+            self.engine.worker is None or self.engine.replica == 0,
+        )  # a server's weights are all's
+        return (
+            mine and self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
+        )
 
     def _read(self, step: int, recent: Sequence[StepResult]) -> str | None:
-        """Wait for this step, the last of `recent`, and go on from none whose loss or gradient is not finite, unless it
-        was left out. What is said of a step that is to be undone."""
+        """Wait for this step, the last of `recent`, and go on from none whose loss or gradient is
+        not finite, unless it was left out. What is said of a step that is to be undone."""
         losses: list[float] = torch.stack([result.loss for result in recent]).tolist()
-        for number, (loss, result) in enumerate(zip(losses, recent, strict=True), step - len(recent) + 1):
+        for number, (loss, result) in enumerate(
+            zip(losses, recent, strict=True), step - len(recent) + 1
+        ):
             norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
-            scaled = self.run.precision.compute == "fp16" and not math.isfinite(norm)  # a matter of the loss scale
+            scaled = self.run.precision.compute == "fp16" and not math.isfinite(
+                norm
+            )  # a matter of the loss scale
             left_out = result.skipped and self.run.train.skip is not None and not scaled
             self.left_out = self.left_out + 1 if left_out else 0
             if left_out:
-                self.progress.say(f"step {number}/{self.run.train.steps}  left out: a gradient of norm {norm:.3g}")
+                self.progress.say(
+                    f"step {number}/{self.run.train.steps}  left out: a gradient of norm {norm:.3g}"
+                )
             if self.left_out == MOST_LEFT_OUT:
-                problem = f"{MOST_LEFT_OUT} steps in a row, the last one {number}, had gradients that were left out"
-                raise WeftError(f"{problem} (train.skip = {self.run.train.skip:g}). {self._advice()}")
+                problem = (
+                    f"{MOST_LEFT_OUT} steps in a row, the last one {number}, had gradients that"
+                    " were left out"
+                )
+                raise WeftError(
+                    f"{problem} (train.skip = {self.run.train.skip:g}). {self._advice()}"
+                )
             if left_out:
                 continue
             spike = self.spikes.judge(loss)
@@ -249,8 +308,15 @@ class _Loop:
                 return f"the loss of step {number} {spike}"
             if not math.isfinite(loss):
                 raise WeftError(f"the loss of step {number} is {loss}. {self._advice()}")
-            if result.grad_norm is not None and not result.skipped and not math.isfinite(result.grad_norm):
-                raise WeftError(f"the norm of step {number}'s gradient is {float(result.grad_norm)}. {self._advice()}")
+            if (
+                result.grad_norm is not None
+                and not result.skipped
+                and not math.isfinite(result.grad_norm)
+            ):
+                raise WeftError(
+                    f"the norm of step {number}'s gradient is {float(result.grad_norm)}."
+                    f" {self._advice()}"
+                )
             self.loss = loss
         return None
 
@@ -263,7 +329,9 @@ class _Loop:
             raise WeftError(f"{why}. {self._advice()}")
         self.back = kept, (self.back[1] if self.back[0] == kept else 0) + 1
         if self.back[1] > MOST_BACK:
-            raise WeftError(f"{why}, after going back to step {kept} {MOST_BACK} times. {self._advice()}")
+            raise WeftError(
+                f"{why}, after going back to step {kept} {MOST_BACK} times. {self._advice()}"
+            )
         self.engine.optimizer.state.clear()  # it is made anew, as of the checkpoint
         scalars = _restore(self.engine, folder, kept)
         self.passed += step - kept
@@ -271,7 +339,9 @@ class _Loop:
         if self.metrics is not None:
             self.metrics.back_to(kept)
         batches = f"{step - kept} batches are" if step - kept > 1 else "1 batch is"
-        self.progress.say(f"step {step}/{self.run.train.steps}  {why}: back to step {kept}, {batches} left out")
+        self.progress.say(
+            f"step {step}/{self.run.train.steps}  {why}: back to step {kept}, {batches} left out"
+        )
 
     def _log(self, step: int, recent: Sequence[StepResult]) -> None:
         """Write and show a line about this step, the last of `recent`."""
@@ -295,7 +365,9 @@ class _Loop:
             "memory_bytes": highest_over_ranks(peak_memory_bytes(self.engine.mesh.device)),
             "epoch": round((step + self.passed) / self.loader.steps_per_epoch, 4),
         } | self.traffic.line(len(recent))
-        experts, warnings = self.gates.line(len(recent), float(torch.stack([r.weight for r in recent]).sum()))
+        experts, warnings = self.gates.line(
+            len(recent), float(torch.stack([r.weight for r in recent]).sum())
+        )
         line |= experts
         for warning in warnings:
             self.progress.say(f"step {step}/{self.run.train.steps}  {warning}")
@@ -304,7 +376,9 @@ class _Loop:
             line["replicas"] = len(members)
             if self.members not in ((), members):
                 which = ", ".join(map(str, members))
-                self.progress.say(f"step {step}/{self.run.train.steps}  now these replicas take part: {which}")
+                self.progress.say(
+                    f"step {step}/{self.run.train.steps}  now these replicas take part: {which}"
+                )
         self.members = members
         if self.metrics is not None:
             self.progress.speaks = self.engine.leads
@@ -313,7 +387,8 @@ class _Loop:
         self.progress.log(line)
 
     def _evaluate(self, step: int) -> None:
-        """The mean loss of the validation batches, the same ones each time, over all that counts in them."""
+        """The mean loss of the validation batches, the same ones each time, over all that counts in
+        them."""
         assert self.val_loader is not None
         loader = self.val_loader
         loader.step = 0
@@ -322,16 +397,22 @@ class _Loop:
             results.append(self.engine.evaluate(build.cast_batch(self.run, next(loader))))
             self.watchdog.beat(f"batch {number + 1} of the validation after step {step}")
         weights = torch.stack([r.weight for r in results])
-        self.val_loss = float((torch.stack([r.loss for r in results]) * weights).sum() / weights.sum())
+        self.val_loss = float(
+            (torch.stack([r.loss for r in results]) * weights).sum() / weights.sum()
+        )
         if not math.isfinite(self.val_loss):
-            raise WeftError(f"the validation loss after step {step} is {self.val_loss}. {self._advice()}")
+            raise WeftError(
+                f"the validation loss after step {step} is {self.val_loss}. {self._advice()}"
+            )
         if self.metrics is not None and self.engine.leads:
             self.metrics.write({"step": step, "val_loss": self.val_loss})
-        self.progress.say(f"step {step}/{self.run.train.steps}  validation loss {self.val_loss:.4f}")
+        self.progress.say(
+            f"step {step}/{self.run.train.steps}  validation loss {self.val_loss:.4f}"
+        )
 
     def _save(self, step: int, wait: bool) -> None:
-        """A checkpoint, written beside the next steps unless one is to `wait` for it; never of weights that would be of
-        no use in place of older ones that are."""
+        """A checkpoint, written beside the next steps unless one is to `wait` for it; never of
+        weights that would be of no use in place of older ones that are."""
         if self.engine.worker is not None and not self.engine.leads:
             return  # the first replica has all that servers have
         leads = bool(highest_over_ranks(int(self.engine.leads)))  # the first rank knows it best
@@ -354,7 +435,11 @@ class _Loop:
                     LEFT_OUT: self.passed,
                     LOSSES: [*self.spikes.recent],
                 },
-                {"layout": str(self.engine.whole.layout), "weft": _version(), "torch": torch.__version__},
+                {
+                    "layout": str(self.engine.whole.layout),
+                    "weft": _version(),
+                    "torch": torch.__version__,
+                },
                 Retention(c.keep, c.keep_every),
                 useless,
             )
@@ -364,7 +449,8 @@ class _Loop:
 
     @contextmanager
     def _of_this_replica(self) -> Iterator[None]:
-        """Where replicas step by themselves, what one cannot write is its own end, and not the run's."""
+        """Where replicas step by themselves, what one cannot write is its own end, and not the
+        run's."""
         try:
             yield
         except CheckpointError as error:
@@ -374,12 +460,20 @@ class _Loop:
 
     def _advice(self) -> str:
         kept = latest_step(Path(self.run.output) / CHECKPOINTS)
-        kept_text = "No checkpoint was written" if kept is None else f"The latest checkpoint is that of step {kept}"
-        return f"{kept_text}. Try a lower optimizer.lr, a train.clip, a longer train.warmup, or train.skip."
+        kept_text = (
+            "No checkpoint was written"
+            if kept is None
+            else f"The latest checkpoint is that of step {kept}"
+        )
+        return (
+            f"{kept_text}. Try a lower optimizer.lr, a train.clip, a longer train.warmup, or"
+            " train.skip."
+        )
 
 
 class StopRequest:
-    """What a run is told to stop by (`launch.signals`), on which all ranks act after the same step."""
+    """What a run is told to stop by (`launch.signals`), on which all ranks act after the same
+    step."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -387,9 +481,11 @@ class StopRequest:
         self._work: dist.Work | None = None
 
     def agreed(self) -> bool:
-        """Whether any rank had got the signal when it last called this. Called by all ranks after every step.
+        """Whether any rank had got the signal when it last called this. Called by all ranks after
+        every step.
 
-        One number is reduced on the CPU while the next step runs, so the answer is a step late and no device waits.
+        One number is reduced on the CPU while the next step runs, so the answer is a step late and
+        no device waits.
         """
         if not dist.is_initialized():
             return self._asked
@@ -417,13 +513,19 @@ class StopRequest:
             self._wait()
 
 
-# ---- what a run is made of -------------------------------------------------------------------------------------------
+# ---- what a run is made of -----------------------------------------------------------------------
 
 
 def _engine(run: RunConfig, dataset: Dataset, company: ReplicaGroup | None) -> Engine | Remote:
-    model = build.build_model(run, dtype=torch.float64 if run.precision.compute == "fp64" else torch.float32)
+    model = build.build_model(
+        run, dtype=torch.float64 if run.precision.compute == "fp64" else torch.float32
+    )
     sample = build.sample_batch(run, dataset)
-    made = partial(Remote, workers=run.workers) if run.workers else partial(Engine, sample=sample, company=company)
+    made = (
+        partial(Remote, workers=run.workers)
+        if run.workers
+        else partial(Engine, sample=sample, company=company)
+    )
     return made(
         model,
         build.build_plan(run, model, sample),
@@ -444,13 +546,17 @@ def _restore(engine: Engine | Remote, folder: Path, step: int | None) -> dict[st
     return scalars
 
 
-def _loader(run: RunConfig, engine: Engine | Remote, dataset: Dataset, start: int = 0, shares: int = 1) -> Loader:
+def _loader(
+    run: RunConfig, engine: Engine | Remote, dataset: Dataset, start: int = 0, shares: int = 1
+) -> Loader:
     """`shares`: a replica that evaluates alone takes a batch in so many parts."""
     t, rank, size = run.train, engine.data_rank, engine.data_size
     if shares > 1:
         rank, size = engine.plan.layout.index(engine.mesh.rank, *DATA_AXES), engine.plan.data_size
     batch = t.batch // shares
-    return Loader(dataset, batch, t.seed, accumulate=t.accumulate, data_rank=rank, data_size=size, start=start)
+    return Loader(
+        dataset, batch, t.seed, accumulate=t.accumulate, data_rank=rank, data_size=size, start=start
+    )
 
 
 def _version() -> str:
@@ -460,13 +566,22 @@ def _version() -> str:
         return "not installed"
 
 
-# ---- what is printed -------------------------------------------------------------------------------------------------
+# ---- what is printed -----------------------------------------------------------------------------
 
 
-def _header(run: RunConfig, engine: Engine | Remote, done: int, notes: Sequence[str]) -> dict[str, str]:
-    layout, count = engine.whole.layout, sum(math.prod(weight.shape) for weight in engine.plan.weights)
+def _header(
+    run: RunConfig, engine: Engine | Remote, done: int, notes: Sequence[str]
+) -> dict[str, str]:
+    layout, count = (
+        engine.whole.layout,
+        sum(math.prod(weight.shape) for weight in engine.plan.weights),
+    )
     device = engine.mesh.device
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    kind = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     rows = {
         "layout": f"{layout}, {run.world} {'process' if run.world == 1 else 'processes'}",
         "model": f"{short_number(count)} parameters, {run.precision.compute}",
@@ -477,12 +592,18 @@ def _header(run: RunConfig, engine: Engine | Remote, done: int, notes: Sequence[
     return rows | ({"resumed": f"after step {done}"} if done else {})
 
 
-def _summary(run: RunConfig, loop: _Loop, interrupted: bool, total_s: float, speaks: bool) -> dict[str, str]:
+def _summary(
+    run: RunConfig, loop: _Loop, interrupted: bool, total_s: float, speaks: bool
+) -> dict[str, str]:
     engine, (name, count) = loop.engine, loop.counted
     taken = engine.steps_done - loop.first + 1
     rows = {"steps": f"{engine.steps_done}/{run.train.steps}"}
     if interrupted:
-        again = "it goes on with the hosts that meet next" if os.environ.get(AGENT) == "elastic" else "--resume goes on"
+        again = (
+            "it goes on with the hosts that meet next"
+            if os.environ.get(AGENT) == "elastic"
+            else "--resume goes on"
+        )
         rows["stopped"] = f"saved after step {engine.steps_done}; {again}"
     if loop.loss is not None:
         rows["loss"] = f"{loop.loss:.4f}"
@@ -500,7 +621,10 @@ def _summary(run: RunConfig, loop: _Loop, interrupted: bool, total_s: float, spe
         rows["staleness"] = f"{engine.worker.stalest} steps at most"
     rows |= {
         "time": str(timedelta(seconds=round(total_s))),
-        "memory": f"{decimal(highest_over_ranks(peak_memory_bytes(engine.mesh.device)))} at most on a rank",
+        "memory": (
+            f"{decimal(highest_over_ranks(peak_memory_bytes(engine.mesh.device)))} at most on a"
+            " rank"
+        ),
     }
     if speaks and not interrupted and isinstance(engine, Engine) and loop.paces:
         rows |= _expected(run, loop, engine.mesh.device)

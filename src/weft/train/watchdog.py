@@ -1,5 +1,5 @@
-"""A run that hangs says where, rank by rank, and ends: instead of waiting until a collective times out, and blaming
-whoever noticed first."""
+"""A run that hangs says where, rank by rank, and ends: instead of waiting until a collective times
+out, and blaming whoever noticed first."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _OPERATIONS = re.compile(
 
 
 class Watchdog:
-    """Of one rank. When it has not been told of progress for `limit_s` seconds it tells the others where it is, hears
-    where they are, says so, and ends this process; 0: it watches nothing. A context, around the steps."""
+    """Of one rank. When it has not been told of progress for `limit_s` seconds it tells the others
+    where it is, hears where they are, says so, and ends this process; 0: it watches nothing. A
+    context, around the steps."""
 
     def __init__(self, limit_s: float):
         self._limit_s = limit_s
@@ -65,7 +66,11 @@ class Watchdog:
             if self._done.is_set():
                 return
             if rank == min(heard):  # one speaks for all
-                print(f"weft: {hang_report(dict(sorted(heard.items())), world, self._limit_s)}", file=sys.stderr, flush=True)
+                print(
+                    f"weft: {hang_report(dict(sorted(heard.items())), world, self._limit_s)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             os._exit(CODE)
 
         alarm = threading.Timer(2 * listen_s, end)  # the store itself may be what does not answer
@@ -85,8 +90,9 @@ class Watchdog:
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank is: after what, at which line, and by PyTorch's flight recorder in which collectives: of each that
-    has not ended its group, the group's ranks, its number there, and what it is; and the last number begun by group."""
+    """Where a rank is: after what, at which line, and by PyTorch's flight recorder in which
+    collectives: of each that has not ended its group, the group's ranks, its number there, and what
+    it is; and the last number begun by group."""
 
     at: str
     line: str
@@ -95,7 +101,9 @@ class RankLocation:
 
     @classmethod
     def of(cls, at: str, frame: FrameType) -> Self:
-        recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True))  # type: ignore
+        recorded = json.loads(
+            torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True)
+        )  # type: ignore
         names = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
         unended: list[tuple[str, Sequence[int], int, str]] = []
         begun: dict[str, int] = {}
@@ -106,7 +114,8 @@ class RankLocation:
             begun[name] = max(number, begun.get(name, 0))
             if not entry["retired"]:
                 shapes = ", ".join(
-                    f"{kind.lower()} {shape}" for kind, shape in zip(entry["input_dtypes"], entry["input_sizes"])
+                    f"{kind.lower()} {shape}"
+                    for kind, shape in zip(entry["input_dtypes"], entry["input_sizes"])
                 )
                 what = f"{entry['profiling_name'].rpartition(':')[2]} of {shapes or 'nothing'}"
                 unended.append((name, dist.get_process_group_ranks(names[name]), number, what))
@@ -116,22 +125,32 @@ class RankLocation:
         return json.dumps(asdict(self))
 
     def missing(self, heard: Mapping[int, RankLocation]) -> Iterator[str]:
-        """What it waits for: each of its collectives that others of the group have not begun, as far as they say."""
+        """What it waits for: each of its collectives that others of the group have not begun, as
+        far as they say."""
         for group, ranks, number, what in self.open:
-            late = [rank for rank in ranks if rank in heard and heard[rank].begun.get(group, 0) < number]
+            late = [
+                rank for rank in ranks if rank in heard and heard[rank].begun.get(group, 0) < number
+            ]
             silent = [rank for rank in ranks if rank not in heard]
             lacks = [f"rank {_list(late)} has not begun it"] if late else []
             lacks += [f"rank {_list(silent)} does not answer"] if silent else []
-            yield f"number {number} of ranks {_list(ranks)}, {what}: {'; '.join(lacks) or 'all have begun it'}"
+            yield (
+                f"number {number} of ranks {_list(ranks)}, {what}:"
+                f" {'; '.join(lacks) or 'all have begun it'}"
+            )
 
 
 def frame_location(frame: FrameType) -> str:
-    """Where a rank is: the collective that it waits in, and the line of weft or of the model that called it."""
+    """Where a rank is: the collective that it waits in, and the line of weft or of the model that
+    called it."""
     stack = traceback.extract_stack(frame)
     torch_folder = os.path.dirname(dist.__file__)
     inside = (f.name for f in stack if f.filename.startswith(torch_folder))
     operation = next((name for name in inside if _OPERATIONS.fullmatch(name)), "")
-    caller = next((f for f in reversed(stack) if not f.filename.startswith(os.path.dirname(torch_folder))), stack[-1])
+    caller = next(
+        (f for f in reversed(stack) if not f.filename.startswith(os.path.dirname(torch_folder))),
+        stack[-1],
+    )
     where = f"{caller.filename}:{caller.lineno} in {caller.name}: `{caller.line}`"
     if operation or "wait(" in (caller.line or ""):
         return f"waits in {operation or 'what it began'}, at {where}"

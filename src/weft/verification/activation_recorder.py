@@ -18,10 +18,11 @@ from weft.pipeline import PlaceholderTensor
 
 @dataclass
 class ActivationRecorder:
-    """Per module: one tensor per call of its forward, and one per gradient of its output, microbatch by microbatch.
+    """Per module: one tensor per call of its forward, and one per gradient of its output,
+    microbatch by microbatch.
 
-    `forward` and `backward` name the modules in the order in which these came, one entry per tensor. `cores`: calls of
-    attention.
+    `forward` and `backward` name the modules in the order in which these came, one entry per
+    tensor. `cores`: calls of attention.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -41,29 +42,49 @@ class ActivationRecorder:
     def attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """`scaled_dot_product_attention` is called with these."""
         needs_grad = any(x.requires_grad for x in (query, key, value))
-        self.cores.append(AttentionCall(self.inside[-1], tuple(query.shape), tuple(key.shape), tuple(value.shape), needs_grad))
+        self.cores.append(
+            AttentionCall(
+                self.inside[-1],
+                tuple(query.shape),
+                tuple(key.shape),
+                tuple(value.shape),
+                needs_grad,
+            )
+        )
 
 
 def first_tensor(value: Any) -> Tensor | None:
     """The first floating-point tensor in a module's arguments or output."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() else None
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (tuple, list))
+        else ()
+    )
     return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
 @contextmanager
-def record_activations(model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = lambda: ("", 0)) -> Iterator[ActivationRecorder]:
-    """Record forwards and backwards of `samples` samples each. `now`: which kind of action runs, on which microbatch.
+def record_activations(
+    model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = lambda: ("", 0)
+) -> Iterator[ActivationRecorder]:
+    """Record forwards and backwards of `samples` samples each. `now`: which kind of action runs, on
+    which microbatch.
 
-    In a recomputed forward, and where a backward goes over nodes again for the weights (W), nothing is recorded.
+    In a recomputed forward, and where a backward goes over nodes again for the weights (W), nothing
+    is recorded.
     """
     trace = ActivationRecorder()
     handles = []
     experts = {each.module: each for each in experts_of(model)}
     places: dict[int, int] = {}  # id of a recorded tensor -> its microbatch
 
-    def keep(record: dict[str, list[Tensor]], names: list[str], name: str, tensor: Tensor | None) -> None:
+    def keep(
+        record: dict[str, list[Tensor]], names: list[str], name: str, tensor: Tensor | None
+    ) -> None:
         kind, microbatch = now()
         if kind == "W" or tensor is None:  # backward came by, and had no gradient
             return
@@ -74,7 +95,11 @@ def record_activations(model: nn.Module, samples: int, now: Callable[[], tuple[s
 
     def after(name: str, args: tuple, kwargs: dict, output: Any) -> None:
         out = first_tensor(output)
-        if out is None or isinstance(out, PlaceholderTensor) or torch._C._current_graph_task_id() != -1:
+        if (
+            out is None
+            or isinstance(out, PlaceholderTensor)
+            or torch._C._current_graph_task_id() != -1
+        ):
             return  # another stage's, or a forward inside a backward: recomputation
         if out.is_leaf and out.requires_grad:
             return  # received from another stage, which records it
@@ -82,7 +107,9 @@ def record_activations(model: nn.Module, samples: int, now: Callable[[], tuple[s
         entered = first_tensor((*args, *kwargs.values()))
         if name in experts:
             tokens, index, weights = routing_arguments(experts[name].names, args, kwargs)
-            made = tokens.requires_grad or any(p.requires_grad for p in model.get_submodule(name).parameters())
+            made = tokens.requires_grad or any(
+                p.requires_grad for p in model.get_submodule(name).parameters()
+            )
             needs_grad = tokens.requires_grad, weights.requires_grad, made
             trace.routings.append(RoutingCall(name, index.clone(), tokens.shape[1], needs_grad))
         batched = out.shape[:1] == (samples,)
@@ -107,17 +134,24 @@ def record_activations(model: nn.Module, samples: int, now: Callable[[], tuple[s
     for name, module in model.named_modules():
         if isinstance(module, GateBias):
             trace.asked.append(GateQuery(name, "bias", module.state.shape[1]))
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: trace.inside.append(name)))
+        handles.append(
+            module.register_forward_pre_hook(lambda *_, name=name: trace.inside.append(name))
+        )
         handles.append(module.register_forward_hook(lambda *_: leave(), always_call=True))
         handles.append(
-            module.register_forward_hook(lambda _, a, k, o, name=name: seen(name, a, k, o), with_kwargs=True)  # type: ignore[misc]
+            module.register_forward_hook(
+                lambda _, a, k, o, name=name: seen(name, a, k, o), with_kwargs=True
+            )  # type: ignore[misc]
         )
     try:
         yield trace
     finally:
         for handle in handles:
             handle.remove()
-        for record in (trace.outputs, trace.gradients):  # a schedule takes microbatches in an order of its own
+        for record in (
+            trace.outputs,
+            trace.gradients,
+        ):  # a schedule takes microbatches in an order of its own
             for tensors in record.values():
                 tensors.sort(key=lambda tensor: places[id(tensor)])
 

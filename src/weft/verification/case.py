@@ -1,4 +1,5 @@
-"""What is verified: a model, its batches, its loss and its optimizer, as functions that any process can call."""
+"""What is verified: a model, its batches, its loss and its optimizer, as functions that any process
+can call."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Batch = dict[str, Tensor]
 class Case:
     """`build` makes the seeded model in float64. `plan(model, layout)` lays it.
 
-    `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step. `workers`: where modules live.
+    `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step. `workers`:
+    where modules live.
     """
 
     build: Callable[[], nn.Module]
@@ -41,4 +43,6 @@ class Case:
 
 def to_float64(batch: Mapping[str, Any]) -> Batch:
     """Floating-point entries in float64."""
-    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    return {
+        key: value.double() if value.is_floating_point() else value for key, value in batch.items()
+    }

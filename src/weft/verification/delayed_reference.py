@@ -1,8 +1,8 @@
 """An asynchronous pipeline on one device: the same delayed weights, one microbatch after the other.
 
-PipeDream (Harlap et al. 2018) by its definition: microbatch m's loss and gradient are computed with the weight versions
-that `delays.versions_used` gives for each stage, and every update applies the mean gradient of its microbatches to the
-newest weights.
+PipeDream (Harlap et al. 2018) by its definition: microbatch m's loss and gradient are computed with
+the weight versions that `delays.versions_used` gives for each stage, and every update applies the
+mean gradient of its microbatches to the newest weights.
 """
 
 from __future__ import annotations
@@ -22,17 +22,25 @@ from .reference import Reference, keep_final_state, known_positions
 
 
 def run_delayed(case: Case, layout: str, steps: int) -> Reference:
-    """`steps` calls of the schedule of `layout` on this process alone. Of gradients only those of activations are kept:
-    weights have changed before a step has all of them."""
+    """`steps` calls of the schedule of `layout` on this process alone. Of gradients only those of
+    activations are kept: weights have changed before a step has all of them."""
     model = case.build().double().train()
     plan, alone = case.laid(model, layout), case.laid(model, "dp1")
     assert plan.staging is not None
     randomness = Randomness(case.seed)
     parallelize(alone, model, Mesh(alone.layout, torch.device("cpu"), alone=True), randomness)
     params, inputs = dict(model.named_parameters()), case.inputs or named_inputs(model)
-    stages = [[n for n in stage.weights if params[n].requires_grad] for stage in plan.staging.stages]
-    optimizers = [case.optimizer([(n, params[n]) for n in names]) if names else None for names in stages]
-    used, shared, ends = versions_used(plan.schedule), update_shares(plan.schedule), weight_updates(plan.schedule)
+    stages = [
+        [n for n in stage.weights if params[n].requires_grad] for stage in plan.staging.stages
+    ]
+    optimizers = [
+        case.optimizer([(n, params[n]) for n in names]) if names else None for names in stages
+    ]
+    used, shared, ends = (
+        versions_used(plan.schedule),
+        update_shares(plan.schedule),
+        weight_updates(plan.schedule),
+    )
     size = plan.batch // plan.accumulate
     found = Reference(tuple(params), plan)
     for step in range(steps):
@@ -43,13 +51,23 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
         for m in range(plan.accumulate):
             micro = {key: value[m * size : (m + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(m * size, (m + 1) * size)))
-            weights = {n: p for s, names in enumerate(versions) for n, p in names[used[s, m]].items()}
+            weights = {
+                n: p for s, names in enumerate(versions) for n, p in names[used[s, m]].items()
+            }
             with (
                 Float64Mode(),
                 record_activations(model, size) as trace,
-                FunctionOverrides(randomness, False, seen=trace.attention, asked=trace.ask, known=known_positions(inputs, micro)),
+                FunctionOverrides(
+                    randomness,
+                    False,
+                    seen=trace.attention,
+                    asked=trace.ask,
+                    known=known_positions(inputs, micro),
+                ),
             ):
-                output = torch.func.functional_call(model, weights, (), model_arguments(inputs, micro))
+                output = torch.func.functional_call(
+                    model, weights, (), model_arguments(inputs, micro)
+                )
                 part, count = case.loss(output, micro)
                 (part * (1.0 / (torch.as_tensor(count).double() * shared[m]))).backward()
             if step == 0:
@@ -57,7 +75,9 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
             sums += torch.stack([part.detach(), torch.as_tensor(count).double()])
             for name, leaf in weights.items():
                 if leaf.grad is not None:
-                    params[name].grad = leaf.grad if params[name].grad is None else params[name].grad + leaf.grad
+                    params[name].grad = (
+                        leaf.grad if params[name].grad is None else params[name].grad + leaf.grad
+                    )
                     leaf.grad = None
             if m in ends:
                 for names, optimizer, kept in zip(stages, optimizers, versions, strict=True):

@@ -1,7 +1,7 @@
 """What a model casts to float32 inside (norms, softmax) stays in float64 while it is verified.
 
-Such a cast rounds what the ranks hold of one sum each by itself, to 1e-7: rounding of the model's own, which would hide
-what a layout does.
+Such a cast rounds what the ranks hold of one sum each by itself, to 1e-7: rounding of the model's
+own, which would hide what a layout does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 
 class Float64Mode(TorchFunctionMode):
-    """Casts of float64 tensors to float32 leave them as they are. torch's grouped matmul has no float64: a loop has."""
+    """Casts of float64 tensors to float32 leave them as they are. torch's grouped matmul has no
+    float64: a loop has."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is torch._grouped_mm:
@@ -34,7 +37,8 @@ class Float64Mode(TorchFunctionMode):
 
 
 def _grouped(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """`grouped_mm` of rows [n, in] with [groups, in, out]: rows up to offs[g] are group g's, the rest gives zeros."""
+    """`grouped_mm` of rows [n, in] with [groups, in, out]: rows up to offs[g] are group g's, the
+    rest gives zeros."""
     ends = [0, *offs.tolist()]
     parts = [x[start:stop] @ weights[g] for g, (start, stop) in enumerate(pairwise(ends))]
     return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weights.shape[-1])])

@@ -25,15 +25,20 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Reference:
-    """All in float64 and whole. By parameter name: gradients of each step before clipping, weights after step 0."""
+    """All in float64 and whole. By parameter name: gradients of each step before clipping, weights
+    after step 0."""
 
     parameters: tuple[str, ...]
-    plan: Plan | None = None  # whose delays it has: a cut by measured time would be another one the next time
+    plan: Plan | None = (
+        None  # whose delays it has: a cut by measured time would be another one the next time
+    )
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of all gradients of a step together
     updated: dict[str, Tensor] = field(default_factory=dict)
-    final: dict[str, Tensor] = field(default_factory=dict)  # weights, buffers, optimizer state after the last step
+    final: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # weights, buffers, optimizer state after the last step
     batches: list[Batch] = field(default_factory=list)
     traces: list[ActivationRecorder] = field(default_factory=list)  # of step 0: one per microbatch
     unreached: frozenset[str] = frozenset()  # parameters that get no gradient
@@ -42,8 +47,8 @@ class Reference:
 def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Reference:
     """`steps` optimizer steps of the case on this process alone.
 
-    The whole batch goes through at once, unless the microbatch is part of what is computed: with batch norms, or
-    `routing.shares` of experts.
+    The whole batch goes through at once, unless the microbatch is part of what is computed: with
+    batch norms, or `routing.shares` of experts.
     """
     model = case.build().double().train()
     plan = case.laid(model, "dp1")
@@ -61,13 +66,21 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         found.batches.append(batch)
         optimizer.zero_grad()
         size = plan.batch // pieces
-        loss_sum, weight = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        loss_sum, weight = (
+            torch.zeros((), dtype=torch.float64),
+            torch.zeros((), dtype=torch.float64),
+        )
         for piece in range(pieces):
             micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
-            with Float64Mode(), record_activations(model, size) if step == 0 else nullcontext() as trace:
+            with (
+                Float64Mode(),
+                record_activations(model, size) if step == 0 else nullcontext() as trace,
+            ):
                 seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
-                with FunctionOverrides(randomness, False, seen=seen, asked=asked, known=known_positions(inputs, micro)):
+                with FunctionOverrides(
+                    randomness, False, seen=seen, asked=asked, known=known_positions(inputs, micro)
+                ):
                     part, count = case.loss(model(**model_arguments(inputs, micro)), micro)
                     part.backward()
             if trace is not None:
@@ -81,8 +94,12 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
             if p.grad is not None:
                 p.grad /= weight
         found.losses.append(float(loss_sum / weight))
-        found.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        found.unreached = frozenset(n for n, p in model.named_parameters() if p.requires_grad and p.grad is None)
+        found.gradients.append(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
+        found.unreached = frozenset(
+            n for n, p in model.named_parameters() if p.requires_grad and p.grad is None
+        )
         found.norms.append(norms_of(found.gradients[-1])[0])
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
@@ -95,15 +112,17 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
 
 
 def known_positions(inputs: Sequence[str], batch: Batch) -> list[Tensor]:
-    """Positions that ranks which share a sequence know whole: entries [b, s] of the batch, and their count if the model
-    takes it."""
+    """Positions that ranks which share a sequence know whole: entries [b, s] of the batch, and
+    their count if the model takes it."""
     found = [value for key, value in batch.items() if key in inputs and value.ndim == 2]
     if found and "position_ids" in inputs and "position_ids" not in batch:
         found.append(torch.arange(found[0].shape[1]).expand_as(found[0]))
     return found
 
 
-def keep_final_state(found: Reference, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def keep_final_state(
+    found: Reference, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
     """Keep the state after the last step."""
     found.final = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for name, p in model.named_parameters():

@@ -24,14 +24,22 @@ class VerifyReport:
 
     def text(self) -> str:
         """A table per layout, and a last line that says whether all agree."""
-        return "\n\n".join([*(result_table(result, self.steps) for result in self.results), self.verdict()])
+        return "\n\n".join(
+            [*(result_table(result, self.steps) for result in self.results), self.verdict()]
+        )
 
     def verdict(self) -> str:
         """Whether all agree, in one line."""
         bad = [result.layout for result in self.results if not result.passed]
         verdict = f"{len(self.results) - len(bad)} of {len(self.results)} layouts equal one device"
-        verdict += " (with the same delays: asynchronous)" if any(result.delayed for result in self.results) else ""
-        tail = f" below {TOLERANCE:g} in float64" if not bad else "; these do not: " + ", ".join(bad)
+        verdict += (
+            " (with the same delays: asynchronous)"
+            if any(result.delayed for result in self.results)
+            else ""
+        )
+        tail = (
+            f" below {TOLERANCE:g} in float64" if not bad else "; these do not: " + ", ".join(bad)
+        )
         return verdict + tail
 
     def json(self) -> str:
@@ -69,10 +77,16 @@ def result_table(result: LayoutResult, steps: int) -> str:
     """What one layout's run showed."""
     mark = "equal" if result.passed else "DIFFERENT"
     lines = [
-        f"{result.layout}{', workers ' + ', '.join(result.workers) if result.workers else ''}: {mark}",
+        (
+            f"{result.layout}{', workers ' + ', '.join(result.workers) if result.workers else ''}:"
+            f" {mark}"
+        ),
         f"  loss              {result.loss_rel_err:9.2e}",
         f"  worst gradient    {result.grad_rel_err:9.2e}",
-        f"  worst weight      {result.param_rel_err:9.2e}   after {steps} steps, optimizer state and buffers included",
+        (
+            f"  worst weight      {result.param_rel_err:9.2e}   after {steps} steps, optimizer"
+            " state and buffers included"
+        ),
         f"  worst of all      {result.worst}",
     ]
     if result.first is not None:
@@ -80,7 +94,9 @@ def result_table(result: LayoutResult, steps: int) -> str:
     if result.problem is not None:
         lines.append(f"  problem           {result.problem}")
     if result.workers:
-        return "\n".join([*lines, "  not audited       what calls between the driver and its workers send"])
+        return "\n".join(
+            [*lines, "  not audited       what calls between the driver and its workers send"]
+        )
     lines.append("  collectives of a step      predicted                 seen")
     for key in sorted({**result.comms_predicted, **result.comms_seen}):
         want, seen = result.comms_predicted.get(key, (0, 0)), result.comms_seen.get(key, (0, 0))

@@ -22,9 +22,13 @@ from .report import VerifyReport
 
 
 def verify_case(
-    case: Case, layouts: Sequence[str], steps: int = 3, done: Callable[[LayoutResult], None] = lambda result: None
+    case: Case,
+    layouts: Sequence[str],
+    steps: int = 3,
+    done: Callable[[LayoutResult], None] = lambda result: None,
 ) -> VerifyReport:
-    """Run `case` once on one device and once under each layout, in processes of its own; `done` gets each result."""
+    """Run `case` once on one device and once under each layout, in processes of its own; `done`
+    gets each result."""
     (references,) = run_workers(_references, 1, case, layouts, steps)
     results = []
     for layout, reference in zip(layouts, references, strict=True):
@@ -35,17 +39,26 @@ def verify_case(
                 raise
             results.append(failed_result(layout, f"is refused: {error}"))
         except WorkerDied as error:
-            results.append(failed_result(layout, f"does not run: {error.report.strip().splitlines()[-1]} (rank {error.rank})"))
+            results.append(
+                failed_result(
+                    layout,
+                    f"does not run: {error.report.strip().splitlines()[-1]} (rank {error.rank})",
+                )
+            )
         done(results[-1])
     return VerifyReport(tuple(results), steps)
 
 
 def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Reference]:
-    """What each layout is held to: the one-device run, or its schedule's own definition where weights are delayed."""
+    """What each layout is held to: the one-device run, or its schedule's own definition where
+    weights are delayed."""
     plain: Reference | None = None
     found = []
     for layout in layouts:
-        if Layout.parse(layout).live("pp") and case.laid(case.build().double(), layout).schedule.versions:
+        if (
+            Layout.parse(layout).live("pp")
+            and case.laid(case.build().double(), layout).schedule.versions
+        ):
             found.append(run_delayed(case, layout, steps))
         else:
             plain = plain or run_reference(case, steps)
@@ -55,7 +68,9 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
 
 def _under(case: Case, layout: str, reference: Reference) -> LayoutResult:
     names = (DRIVER, *case.workers) if case.workers else ()
-    return run_workers(check_layout, len(names) or Layout.parse(layout).world, case, layout, reference, names=names)[0]
+    return run_workers(
+        check_layout, len(names) or Layout.parse(layout).world, case, layout, reference, names=names
+    )[0]
 
 
 def verify(
@@ -71,16 +86,20 @@ def verify(
     seed: int = 0,
     workers: Mapping[str, Sequence[str]] | None = None,
 ) -> VerifyReport:
-    """Show that `plan` gives the loss, gradients and weights of one device, in float64, below 1e-9 relative.
+    """Show that `plan` gives the loss, gradients and weights of one device, in float64, below 1e-9
+    relative.
 
-    `plan` may be a layout alone. `batch` is one global batch (dim 0 counts the plan's samples), taken `steps` times.
-    `build_model` is called in every process after torch.manual_seed(seed). `workers`: names -> globs of modules that
-    live there. Returns a Report: `.passed`, `.text()`, `.json()`.
+    `plan` may be a layout alone. `batch` is one global batch (dim 0 counts the plan's samples),
+    taken `steps` times. `build_model` is called in every process after torch.manual_seed(seed).
+    `workers`: names -> globs of modules that live there. Returns a Report: `.passed`, `.text()`,
+    `.json()`.
     """
     if isinstance(plan, str):
         sample = {key: value[:2] for key, value in batch.items()}
         size = next(iter(batch.values())).shape[0]
-        plan = lay(_seeded(build_model, seed), plan, batch=size, loss=loss, inputs=inputs, sample=sample)
+        plan = lay(
+            _seeded(build_model, seed), plan, batch=size, loss=loss, inputs=inputs, sample=sample
+        )
     case = Case(
         build=partial(_seeded, build_model, seed),
         plan=partial(_same_plan, plan),
@@ -107,7 +126,13 @@ def _same_plan(plan: Plan, model: nn.Module, layout: str) -> Plan:
     if layout == str(plan.layout):
         return whole
     return replace(
-        whole, layout=Layout.parse(layout), steps=(), batchnorms=(), recompute="none", staging=None, staged=None
+        whole,
+        layout=Layout.parse(layout),
+        steps=(),
+        batchnorms=(),
+        recompute="none",
+        staging=None,
+        staged=None,
     )
 
 

@@ -1,4 +1,5 @@
-"""How large the values are that cross stages: from a forward on one device, of one rank's microbatch."""
+"""How large the values are that cross stages: from a forward on one device, of one rank's
+microbatch."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from .float64_mode import Float64Mode
 
 
 def stage_value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[int, int]:
-    """Value -> bytes of one microbatch on one rank. A part: what leaves a block that `tp` cuts along the sequence, and
-    what was looked up per head ([..., heads, queries, keys])."""
+    """Value -> bytes of one microbatch on one rank. A part: what leaves a block that `tp` cuts
+    along the sequence, and what was looked up per head ([..., heads, queries, keys])."""
     if plan.staging is None:
         return {}
     model = case.build().double()
@@ -25,8 +26,13 @@ def stage_value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[
     with Float64Mode():
         recorded = trace_forward(model, model_arguments(case.inputs or named_inputs(model), micro))
     values = split_stages(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
-    parts = [_parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape)) * plan.sequence_size for v in values]
-    rows = [plan.microbatch / taken if v.shape[:1] and v.shape[0] % taken == 0 else 1 for v in values]
+    parts = [
+        _parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape)) * plan.sequence_size
+        for v in values
+    ]
+    rows = [
+        plan.microbatch / taken if v.shape[:1] and v.shape[0] % taken == 0 else 1 for v in values
+    ]
     return {
         i: round(prod(v.shape) * share) * v.dtype.itemsize // n
         for i, (v, share, n) in enumerate(zip(values, rows, parts, strict=True))
@@ -38,6 +44,10 @@ def _parts(plan: Plan, maker: str, shape: tuple[int, ...]) -> int:
     edges = {s.module for s in plan.steps if s.by == "sequence" and s.output is not None}
     inside = {s.module for s in plan.steps if s.interior == "sequence"} - edges
     sequence = maker in inside and "sequence" in plan.layout.option("tp")
-    tables = [s for s in plan.steps if s.interior == "heads" and s.input is None and s.module.startswith(maker + ".")]
+    tables = [
+        s
+        for s in plan.steps
+        if s.interior == "heads" and s.input is None and s.module.startswith(maker + ".")
+    ]
     heads = {p.cut.units for s in tables for p in s.params if p.cut is not None}
     return plan.layout.size("tp") if sequence or shape[-3:-2] in heads else 1

@@ -29,17 +29,26 @@ from .report import VerifyReport
 from .runner import verify_case
 
 
-def verify_layouts(run: RunConfig, layouts: Sequence[str], steps: int, done: Callable[[LayoutResult], None]) -> VerifyReport:
-    """Hold each layout of a run to one device over `steps` optimizer steps, in float64. `done` gets each result."""
-    double = run.model_copy(update={"precision": PrecisionConfig(compute="fp64"), "sync": exact_sync(run.sync)})
+def verify_layouts(
+    run: RunConfig, layouts: Sequence[str], steps: int, done: Callable[[LayoutResult], None]
+) -> VerifyReport:
+    """Hold each layout of a run to one device over `steps` optimizer steps, in float64. `done` gets
+    each result."""
+    double = run.model_copy(
+        update={"precision": PrecisionConfig(compute="fp64"), "sync": exact_sync(run.sync)}
+    )
     return verify_case(make_case(double), layouts, steps, done)
 
 
 def exact_sync(sync: SyncConfig) -> SyncConfig:
-    """The same synchroniser with gradients as they are, or an all-reduce where replicas step by themselves: what is
-    other by design is not to be told from a fault."""
+    """The same synchroniser with gradients as they are, or an all-reduce where replicas step by
+    themselves: what is other by design is not to be told from a fault."""
     made = make_sync(sync.name, sync.codec, **sync.arguments)
-    return sync.model_copy(update={"codec": "identity"}) if isinstance(made, SyncEveryStep) else SyncConfig()
+    return (
+        sync.model_copy(update={"codec": "identity"})
+        if isinstance(made, SyncEveryStep)
+        else SyncConfig()
+    )
 
 
 def make_case(run: RunConfig) -> Case:

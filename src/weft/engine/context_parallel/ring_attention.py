@@ -1,9 +1,11 @@
-"""Attention of the queries that a rank holds with keys that come block by block: its own, then those of other ranks.
+"""Attention of the queries that a rank holds with keys that come block by block: its own, then
+those of other ranks.
 
-Ring attention (Liu et al. 2023): keys and values travel around the ranks while each computes with those that it has.
-What blocks give is merged by the log-sum-exp of their scores (online softmax, Milakov and Gimelshein 2018), in float32
-at least, so nobody ever has all scores. Backward takes the merged log-sum-exp, with which each block's weights are what
-they are in the whole (Dao et al. 2022); keys and values travel again, and their gradients with them, home at last.
+Ring attention (Liu et al. 2023): keys and values travel around the ranks while each computes with
+those that it has. What blocks give is merged by the log-sum-exp of their scores (online softmax,
+Milakov and Gimelshein 2018), in float32 at least, so nobody ever has all scores. Backward takes the
+merged log-sum-exp, with which each block's weights are what they are in the whole (Dao et al.
+2022); keys and values travel again, and their gradients with them, home at last.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ from weft.nn import AttentionPattern
 from weft.parallel import all_gather, reduce_scatter
 
 Span = tuple[int, int]  # (start, stop) of the whole sequence
-Pair = tuple[slice, slice, Span, Span, Tensor | None]  # rows of queries and keys, where these are, and the mask
+Pair = tuple[
+    slice, slice, Span, Span, Tensor | None
+]  # rows of queries and keys, where these are, and the mask
 ROWS = 1024  # positions of a block whose mask or scores are held
 
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """Where queries and keys are. `spans[r]`: what rank r of `group` holds of the sequence, in the order of its rows;
-    one rank without a group. `keep`: (queries, keys) -> factors of the weights [b, heads, q, k], of dropout."""
+    """Where queries and keys are. `spans[r]`: what rank r of `group` holds of the sequence, in the
+    order of its rows; one rank without a group. `keep`: (queries, keys) -> factors of the weights
+    [b, heads, q, k], of dropout."""
 
     pattern: AttentionPattern
     spans: Sequence[Sequence[Span]]
@@ -40,8 +45,8 @@ class KeyBlocks:
     gathers: bool = False  # all ranks' keys are gathered, and are the one block
 
     def pairs(self, source: int, device: torch.device, fused: bool) -> list[Pair]:
-        """Those of this rank's stretches with those of `source` of which anything is seen: short ones, where a mask or
-        scores are held for them."""
+        """Those of this rank's stretches with those of `source` of which anything is seen: short
+        ones, where a mask or scores are held for them."""
         found = []
         most = None if self.pattern.plain and fused else ROWS
         for q, queries in _rows(self.queries or self.spans[self.rank], most):
@@ -68,13 +73,15 @@ def _rows(spans: Sequence[Span], most: int | None) -> list[tuple[slice, Span]]:
 
 
 def attend_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: KeyBlocks) -> Tensor:
-    """[b, heads, q, d], [b, kv heads, k, d] twice -> [b, heads, q, d]: `scaled_dot_product_attention` with all keys."""
+    """[b, heads, q, d], [b, kv heads, k, d] twice -> [b, heads, q, d]:
+    `scaled_dot_product_attention` with all keys."""
     found: Tensor = _RingAttention.apply(query, key, value, blocks)
     return found
 
 
 def _as_it_is(function: Callable) -> Callable:
-    """Without autocast, which would compute scores in a lower precision than their log-sum-exp is kept in."""
+    """Without autocast, which would compute scores in a lower precision than their log-sum-exp is
+    kept in."""
 
     @functools.wraps(function)
     def call(ctx: Any, first: Tensor, *rest: Any) -> Any:
@@ -141,22 +148,34 @@ def _shared(grad: Tensor, x: Tensor) -> Tensor:
     return grad if times == 1 else grad.unflatten(1, (-1, times)).sum(2)
 
 
-# ---- one block ---------------------------------------------------------------------------------------------------
+# ---- one block -----------------------------------------------------------------------------------
 
 
-def _kernel(query: Tensor, value: Tensor, blocks: KeyBlocks, mask: Tensor | None = None) -> Literal["cpu", "flash"] | None:
-    """Torch's kernel for a block that gives the log-sum-exp, and takes it back: on CPUs, and on CUDA flash attention
-    (Dao et al. 2022), which takes no mask."""
+def _kernel(
+    query: Tensor, value: Tensor, blocks: KeyBlocks, mask: Tensor | None = None
+) -> Literal["cpu", "flash"] | None:
+    """Torch's kernel for a block that gives the log-sum-exp, and takes it back: on CPUs, and on
+    CUDA flash attention (Dao et al. 2022), which takes no mask."""
     if blocks.keep is not None or query.shape[-1] != value.shape[-1]:
         return None
-    half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    half = (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+    )
     if query.device.type == "cuda" and half and mask is None:
         return "flash"
     return "cpu" if query.device.type == "cpu" else None
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, blocks: KeyBlocks, queries: Span, keys: Span, mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: KeyBlocks,
+    queries: Span,
+    keys: Span,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp of the scores [b, heads, q], -inf where nothing is seen)."""
     causal = blocks.causal(queries, keys, mask)
@@ -181,23 +200,56 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, out: Tensor, logs: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    blocks: KeyBlocks, queries: Span, keys: Span, mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the block's query, key and value, given the output and the log-sum-exp of all blocks."""
+    grad: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: KeyBlocks,
+    queries: Span,
+    keys: Span,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the block's query, key and value, given the output and the log-sum-exp of all
+    blocks."""
     causal = blocks.causal(queries, keys, mask)
     kernel = _kernel(query, value, blocks, mask)
     found: tuple[Tensor, Tensor, Tensor]
     if kernel == "flash":
-        seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        seed = torch.empty(
+            2, dtype=torch.uint64, device=query.device
+        )  # of dropout, which there is none of
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, query, key, value, out, logs.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal,
-            seed, seed.new_empty(()), scale=blocks.scale,
-        )  # fmt: skip
+            grad,
+            query,
+            key,
+            value,
+            out,
+            logs.contiguous(),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            causal,
+            seed,
+            seed.new_empty(()),
+            scale=blocks.scale,
+        )
         return found
     if kernel == "cpu":
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, logs, 0.0, causal, attn_mask=_bias(mask, query), scale=blocks.scale
+            grad,
+            query,
+            key,
+            value,
+            out,
+            logs,
+            0.0,
+            causal,
+            attn_mask=_bias(mask, query),
+            scale=blocks.scale,
         )
         return found
     weights, _ = _weights(query, key, blocks, causal, mask, logs)
@@ -208,11 +260,20 @@ def _backward(
         kept = blocks.keep(queries, keys).to(wide)
         used, dweights = weights * kept, dweights * kept
     dscores = weights * (dweights - (grad * out.to(wide)).sum(-1, keepdim=True)) * blocks.scale
-    return dscores @ key.to(wide), dscores.transpose(-2, -1) @ query.to(wide), used.transpose(-2, -1) @ grad
+    return (
+        dscores @ key.to(wide),
+        dscores.transpose(-2, -1) @ query.to(wide),
+        used.transpose(-2, -1) @ grad,
+    )
 
 
 def _weights(
-    query: Tensor, key: Tensor, blocks: KeyBlocks, causal: bool, mask: Tensor | None, logs: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    blocks: KeyBlocks,
+    causal: bool,
+    mask: Tensor | None,
+    logs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(softmax of the scores, their log-sum-exp: this one if it is given)."""
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -235,12 +296,13 @@ def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return zeros.masked_fill_(~mask, -torch.inf)
 
 
-# ---- around the ring ---------------------------------------------------------------------------------------------
+# ---- around the ring -----------------------------------------------------------------------------
 
 
 class _RingPasses:
-    """Iterates over (source, its tensors) for every rank, this one first; what comes next travels meanwhile. Sums for
-    what a source has travel along, each rank adding to them, and end at home. Gathered, there is one source."""
+    """Iterates over (source, its tensors) for every rank, this one first; what comes next travels
+    meanwhile. Sums for what a source has travel along, each rank adding to them, and end at home.
+    Gathered, there is one source."""
 
     def __init__(self, blocks: KeyBlocks, own: list[Tensor]):
         self._blocks, self._here = blocks, own
@@ -276,7 +338,8 @@ class _RingPasses:
 
 
 class _RingTransfer:
-    """Tensors on their way to the next rank of a ring, and those of the one before on theirs to this one."""
+    """Tensors on their way to the next rank of a ring, and those of the one before on theirs to
+    this one."""
 
     def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup):
         rank, size = group.rank(), group.size()

@@ -1,7 +1,8 @@
-"""A shared sequence: the part of each sample that this rank has, and attention that reaches the parts of the others.
+"""A shared sequence: the part of each sample that this rank has, and attention that reaches the
+parts of the others.
 
-A model runs on its part as on a shorter sequence. What it asks of other positions is replaced where it calls
-`scaled_dot_product_attention`, as `Functions` does with dropout:
+A model runs on its part as on a shorter sequence. What it asks of other positions is replaced where
+it calls `scaled_dot_product_attention`, as `Functions` does with dropout:
 
     ring        keys and values travel around the ranks (Liu et al. 2023)
     gather      keys and values of all ranks are gathered first (Llama 3, Dubey et al. 2024)
@@ -32,7 +33,8 @@ from .ring_attention import KeyBlocks, Span, attend_blocks
 
 Batch = dict[str, Tensor]
 
-# Beside this rank's part of a batch: of the whole sequence [b, s], and arguments of the model that the batch has not
+# Beside this rank's part of a batch: of the whole sequence [b, s], and arguments of the model that
+# the batch has not
 VALID, DOCUMENTS, WHOLE = "weft/valid", "weft/documents", "weft/whole/"
 MADE = "weft/made/"
 
@@ -48,11 +50,29 @@ class SequenceBatchInfo:
 
 
 class ContextParallel:
-    """One rank's part. `names`: the arguments that the model's forward takes; `inputs`: what it gets of a batch."""
+    """One rank's part. `names`: the arguments that the model's forward takes; `inputs`: what it
+    gets of a batch."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, randomness: Randomness, names: tuple[str, ...], inputs: tuple[str, ...]):
-        methods = {step.sequence.axis: step.sequence.method for step in plan.steps if step.sequence is not None}
-        self.layout, self.mesh, self.randomness, self.names, self.inputs = plan.layout, mesh, randomness, names, inputs
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        randomness: Randomness,
+        names: tuple[str, ...],
+        inputs: tuple[str, ...],
+    ):
+        methods = {
+            step.sequence.axis: step.sequence.method
+            for step in plan.steps
+            if step.sequence is not None
+        }
+        self.layout, self.mesh, self.randomness, self.names, self.inputs = (
+            plan.layout,
+            mesh,
+            randomness,
+            names,
+            inputs,
+        )
         self._plan = plan
         self._positions: dict[int, Tensor] = {}  # by length
         self.heads = tuple(axis for axis, method in methods.items() if method == "ulysses")
@@ -70,9 +90,14 @@ class ContextParallel:
 
     def length(self, batch: Batch) -> int:
         """Positions of a sequence: dim 1 of the first input that has one."""
-        found = next((batch[k].shape[1] for k in (*self.inputs, *batch) if k in batch and batch[k].ndim > 1), 0)
+        found = next(
+            (batch[k].shape[1] for k in (*self.inputs, *batch) if k in batch and batch[k].ndim > 1),
+            0,
+        )
         if not found:
-            raise UnsupportedModel("layout", str(self.layout), "no entry of the batch has a sequence", "use dp or fsdp")
+            raise UnsupportedModel(
+                "layout", str(self.layout), "no entry of the batch has a sequence", "use dp or fsdp"
+            )
         return found
 
     def cut(self, batch: Batch) -> Batch:
@@ -80,31 +105,47 @@ class ContextParallel:
         if not self:
             return batch
         length = self._length = self.length(batch)
-        first = next(value for value in batch.values() if value.ndim > 1 and value.shape[1] == length)
+        first = next(
+            value for value in batch.values() if value.ndim > 1 and value.shape[1] == length
+        )
         samples, device = first.shape[0], first.device
         given, found = {key for key in self.inputs if key in batch}, dict(batch)
         if "input_ids" in batch and "labels" not in batch:
-            found["labels"] = F.pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)  # the next one may be elsewhere
+            found["labels"] = F.pad(
+                batch["input_ids"][:, 1:], (0, 1), value=IGNORED
+            )  # the next one may be elsewhere
         positions = batch["position_ids"] if "position_ids" in given else None
         padding = batch["attention_mask"] if "attention_mask" in given else None
         if padding is not None:
             check_padding(padding)
         elif "attention_mask" in self.names:
             # transformers would else take a jump of position_ids for the beginning of a document
-            found[MADE + "attention_mask"] = torch.ones(samples, length, dtype=torch.long, device=device)
+            found[MADE + "attention_mask"] = torch.ones(
+                samples, length, dtype=torch.long, device=device
+            )
             documents = documents_of(positions) if positions is not None else None
             if documents is not None:
                 found[DOCUMENTS] = documents.expand(samples, length)
         if positions is None and "position_ids" in self.names:
-            found[MADE + "position_ids"] = torch.arange(length, device=device).expand(samples, length)
+            found[MADE + "position_ids"] = torch.arange(length, device=device).expand(
+                samples, length
+            )
         mine = self.positions(length, device)
         kept = {DOCUMENTS: found.pop(DOCUMENTS, None)}
         for key in (*given, MADE + "position_ids"):
             value = found.get(key)
-            if value is not None and value.shape == (samples, length) and not value.is_floating_point():
+            if (
+                value is not None
+                and value.shape == (samples, length)
+                and not value.is_floating_point()
+            ):
                 kept[WHOLE + key] = value
-        kept[VALID] = padding.bool() if padding is not None and not bool(padding.bool().all()) else None
-        found = {k: v[:, mine] if v.ndim > 1 and v.shape[1] == length else v for k, v in found.items()}
+        kept[VALID] = (
+            padding.bool() if padding is not None and not bool(padding.bool().all()) else None
+        )
+        found = {
+            k: v[:, mine] if v.ndim > 1 and v.shape[1] == length else v for k, v in found.items()
+        }
         return found | {key: value for key, value in kept.items() if value is not None}
 
     def positions(self, length: int, device: torch.device) -> Tensor:
@@ -157,8 +198,9 @@ class ContextParallel:
         *,
         keep: Callable[[tuple[int, int, int], Span, Span, torch.device], Tensor] | None = None,
     ) -> Tensor:
-        """`scaled_dot_product_attention` of this rank's positions with all. `keep`: (first head, how many are here, how
-        many the ranks that share the sequence have; queries; keys; device) -> factors of the weights."""
+        """`scaled_dot_product_attention` of this rank's positions with all. `keep`: (first head,
+        how many are here, how many the ranks that share the sequence have; queries; keys; device)
+        -> factors of the weights."""
         self.calls += 1
         pattern = self._pattern(query, key, attn_mask, is_causal)
         kind = query.device.type
@@ -171,7 +213,9 @@ class ContextParallel:
             if key.shape[1] < size:
                 key, value = (x.repeat_interleave(size // x.shape[1], 1) for x in (key, value))
             there = Boundary({axis: Shard(2)}, {axis: Shard(1)})
-            query, key, value = (cross_boundary(x, there, True, self.mesh) for x in (query, key, value))
+            query, key, value = (
+                cross_boundary(x, there, True, self.mesh) for x in (query, key, value)
+            )
             first += self.mesh.index(axis) * query.shape[1]
         spans = self._spans(self.now.length)
         rank, group = 0, None
@@ -185,19 +229,29 @@ class ContextParallel:
             width = query.shape[1]
             factor = lambda queries, keys: keep((first, width, heads), queries, keys, query.device)  # noqa: E731
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-        out = attend_blocks(query, key, value, KeyBlocks(pattern, spans, rank, group, scale, factor, own, not self.travels))
+        out = attend_blocks(
+            query,
+            key,
+            value,
+            KeyBlocks(pattern, spans, rank, group, scale, factor, own, not self.travels),
+        )
         for axis in reversed(self.heads):
-            out = cross_boundary(out, Boundary({axis: Shard(2)}, {axis: Shard(1)}), False, self.mesh)
+            out = cross_boundary(
+                out, Boundary({axis: Shard(2)}, {axis: Shard(1)}), False, self.mesh
+            )
         assert out.shape[1] == heads
         return out
 
-    def _pattern(self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> AttentionPattern:
+    def _pattern(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> AttentionPattern:
         def refuse(problem: str, fix: str) -> UnsupportedModel:
             return UnsupportedModel("layout", str(self.layout), problem, fix)
 
         if query.ndim != 4 or query.shape[2] * self.size != self.now.length:
             raise refuse(
-                f"attention of {list(query.shape)}, which is not [samples, heads, positions here, width]",
+                f"attention of {list(query.shape)}, which is not [samples, heads, positions here,"
+                " width]",
                 "use dp, fsdp or tp",
             )
         if key.shape[2] != query.shape[2]:
@@ -212,7 +266,8 @@ class ContextParallel:
         pattern = getattr(mask, "weft_pattern", None)
         if pattern is None:
             raise refuse(
-                f"attention is given a mask {list(mask.shape)}, which says nothing of other ranks' keys",
+                f"attention is given a mask {list(mask.shape)}, which says nothing of other ranks'"
+                " keys",
                 "use is_causal, or a mask that weft.nn.attention_masks.causal_mask makes",
             )
         found: AttentionPattern = pattern
@@ -222,25 +277,44 @@ class ContextParallel:
         heads, kv = query.shape[1], key.shape[1]
         if heads % size or (kv % size and size % kv):
             problem = f"{heads} heads and {kv} key heads on a rank do not divide over {axis}{size}"
-            raise UnsupportedModel("layout", str(self.layout), problem, "use cp, whose keys travel, or a smaller size")
+            raise UnsupportedModel(
+                "layout", str(self.layout), problem, "use cp, whose keys travel, or a smaller size"
+            )
 
     def counted(self, *args: Any, **kwargs: Any) -> Tensor:
-        """`torch.arange`. A model that takes no position_ids counts its positions itself: these are this rank's. The
-        trial finds one that counted something else."""
+        """`torch.arange`. A model that takes no position_ids counts its positions itself: these are
+        this rank's. The trial finds one that counted something else."""
         counted = torch.arange(*args, **kwargs)
         here = self.now.length // self.size
         asked = args[:1] == (here,) or args[:2] == (0, here) or kwargs.get("end") == here
-        if "position_ids" in self.names or not asked or counted.shape != (here,) or counted.is_floating_point():
+        if (
+            "position_ids" in self.names
+            or not asked
+            or counted.shape != (here,)
+            or counted.is_floating_point()
+        ):
             return counted
         return self.positions(self.now.length, counted.device).to(counted.dtype)
 
     def rule(
-        self, samples: int, here: int, *, mask_function: Callable, allow_is_causal_skip: bool = True,
-        allow_is_bidirectional_skip: bool = False, local_size: int | None = None, **rest: Any,
-    ) -> Tensor | None:  # fmt: skip
-        """What transformers' mask is here; None where it would have none, with all positions at hand."""
+        self,
+        samples: int,
+        here: int,
+        *,
+        mask_function: Callable,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        local_size: int | None = None,
+        **rest: Any,
+    ) -> Tensor | None:
+        """What transformers' mask is here; None where it would have none, with all positions at
+        hand."""
         now, zero = self.now, torch.zeros((), dtype=torch.long)
-        plain = now.valid is None and now.documents is None and (local_size is None or now.length < local_size)
+        plain = (
+            now.valid is None
+            and now.documents is None
+            and (local_size is None or now.length < local_size)
+        )
         if plain and (allow_is_causal_skip or allow_is_bidirectional_skip):
             return None
 
@@ -249,16 +323,24 @@ class ContextParallel:
                 found: Tensor = mask_function(zero.to(q.device), zero.to(q.device), q, k)
             except IndexError as problem:
                 raise UnsupportedModel(
-                    "layout", str(self.layout), "the model's mask depends on what this rank has of the batch",
-                    "let its forward name attention_mask and position_ids, so that they are given for its positions",
-                ) from problem  # fmt: skip
+                    "layout",
+                    str(self.layout),
+                    "the model's mask depends on what this rank has of the batch",
+                    "let its forward name attention_mask and position_ids, so that they are given"
+                    " for its positions",
+                ) from problem
             return found
 
-        return mask_placeholder(AttentionPattern(False, seen, now.documents, now.valid), samples, here)
+        return mask_placeholder(
+            AttentionPattern(False, seen, now.documents, now.valid), samples, here
+        )
 
     def mask(self, position_ids: Tensor, window: int | None) -> Tensor | None:
         """What `masks.causal_mask` is here."""
-        here, mine = self.now.length // self.size, self.positions(self.now.length, position_ids.device)
+        here, mine = (
+            self.now.length // self.size,
+            self.positions(self.now.length, position_ids.device),
+        )
         known = (whole for whole in self.now.wholes if torch.equal(whole[:, mine], position_ids))
         whole = next(known, None)
         if whole is None:
@@ -279,16 +361,19 @@ def check_padding(padding: Tensor) -> None:
     """Raises CannotCut for an attention_mask that says more than which positions count."""
     if padding.ndim != 2:
         raise UnsupportedModel(
-            "batch['attention_mask']", tuple(padding.shape), "says which pairs of positions see each other",
+            "batch['attention_mask']",
+            tuple(padding.shape),
+            "says which pairs of positions see each other",
             "give [samples, positions], 1 where a token counts",
-        )  # fmt: skip
+        )
 
 
-# ---- transformers ------------------------------------------------------------------------------------------------
+# ---- transformers --------------------------------------------------------------------------------
 
 
 def _stand_in_for_masks() -> None:
-    """Where transformers makes a mask for `scaled_dot_product_attention`, keep its rule if ranks share the sequence."""
+    """Where transformers makes a mask for `scaled_dot_product_attention`, keep its rule if ranks
+    share the sequence."""
     from transformers.masking_utils import (  # type: ignore[import-not-found, unused-ignore]
         ALL_MASK_ATTENTION_FUNCTIONS,
         AttentionMaskInterface,
@@ -305,9 +390,14 @@ class _Masks:
     def __init__(self, original: Callable):
         self._original = original
 
-    def __call__(self, batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Tensor | None:
+    def __call__(
+        self, batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
+    ) -> Tensor | None:
         modes = reversed(_get_current_function_mode_stack())
-        shared = next((found for mode in modes if (found := getattr(mode, "sequence", None)) is not None), None)
+        shared = next(
+            (found for mode in modes if (found := getattr(mode, "sequence", None)) is not None),
+            None,
+        )
         if shared is None or not shared.now.length:
             made: Tensor | None = self._original(batch_size, q_length, kv_length, *args, **kwargs)
             return made

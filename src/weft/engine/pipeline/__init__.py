@@ -1,1 +1,2 @@
-"""One rank of a pipeline at run time: actions in order, messages, split backward, weight versions."""
+"""One rank of a pipeline at run time: actions in order, messages, split backward, weight
+versions."""

@@ -1,11 +1,14 @@
-"""Messages between the ranks of a pipeline: ordered on each channel (source rank -> destination rank), without tags.
+"""Messages between the ranks of a pipeline: ordered on each channel (source rank -> destination
+rank), without tags.
 
-Both ends derive the same list of a channel's messages from the schedule, in the order in which the source sends them,
-and receives are posted in that order: what NCCL asks for. Each channel has a group of its own, since what flows both
-ways between two ranks, or to several, must not queue up behind each other. Sends are never waited
-for before they are known to be through; receives are posted ahead, and waited for when an action needs them.
+Both ends derive the same list of a channel's messages from the schedule, in the order in which the
+source sends them, and receives are posted in that order: what NCCL asks for. Each channel has a
+group of its own, since what flows both ways between two ranks, or to several, must not queue up
+behind each other. Sends are never waited for before they are known to be through; receives are
+posted ahead, and waited for when an action needs them.
 
-The first tensor of a kind is preceded by a header with its shape and dtype; after that both ends remember them.
+The first tensor of a kind is preceded by a header with its shape and dtype; after that both ends
+remember them.
 """
 
 from __future__ import annotations
@@ -25,13 +28,30 @@ AHEAD = 3  # receives posted and not yet taken, on each channel
 DIMS = 8  # most dimensions of a tensor that crosses
 HEADER_BYTES = (DIMS + 3) * 8
 DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32,
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
-    torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.complex32,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 
 
-_SENT_AS_THEY_ARE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32})
+_SENT_AS_THEY_ARE = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32}
+)
 
 
 class PipelineMessage(NamedTuple):
@@ -43,7 +63,8 @@ class PipelineMessage(NamedTuple):
 
 
 class IncomingMessage(NamedTuple):
-    """A message of a channel. `taken`: how many messages of the channel back its source takes before it sends it."""
+    """A message of a channel. `taken`: how many messages of the channel back its source takes
+    before it sends it."""
 
     message: PipelineMessage
     taken: int
@@ -76,13 +97,16 @@ class TensorSpec(NamedTuple):
 
 @dataclass
 class _Channel:
-    """Receives from one rank, which is `peer` in `group`. `waiting`: messages that are not posted yet, in order."""
+    """Receives from one rank, which is `peer` in `group`. `waiting`: messages that are not posted
+    yet, in order."""
 
     group: dist.ProcessGroup
     peer: int
     waiting: deque[IncomingMessage] = field(default_factory=deque)
     header: tuple[dist.Work, Tensor] | None = None  # posted for the first message in `waiting`
-    posted: dict[PipelineMessage, tuple[dist.Work | None, Tensor, int]] = field(default_factory=dict)
+    posted: dict[PipelineMessage, tuple[dist.Work | None, Tensor, int]] = field(
+        default_factory=dict
+    )
 
 
 class _SentMessage(NamedTuple):
@@ -94,16 +118,20 @@ class _SentMessage(NamedTuple):
 class PipelineTransport:
     """One rank's end of all its channels.
 
-    `rank`: this one in the pipeline. `groups`: for each rank that messages go to or come from, two groups of that rank
-    and this one: for messages to the higher of the two, and to the lower. Headers are CPU tensors: the groups need a
-    backend for these beside that of `device`. `dynamic_shapes`: every value is preceded by a header. `messages` and
-    `bytes` count what was sent.
+    `rank`: this one in the pipeline. `groups`: for each rank that messages go to or come from, two
+    groups of that rank and this one: for messages to the higher of the two, and to the lower.
+    Headers are CPU tensors: the groups need a backend for these beside that of `device`.
+    `dynamic_shapes`: every value is preceded by a header. `messages` and `bytes` count what was
+    sent.
     """
 
     def __init__(
-        self, rank: int, groups: Mapping[int, tuple[dist.ProcessGroup, dist.ProcessGroup]], device: torch.device,
+        self,
+        rank: int,
+        groups: Mapping[int, tuple[dist.ProcessGroup, dist.ProcessGroup]],
+        device: torch.device,
         dynamic_shapes: bool = False,
-    ):  # fmt: skip
+    ):
         self.device, self.dynamic_shapes = device, dynamic_shapes
         self.messages = self.bytes = 0
         self.clock = CommTimer()  # of waits for messages, as the host sees them
@@ -120,11 +148,14 @@ class PipelineTransport:
             self._from[peer] = _Channel(back, int(peer > rank))
 
     def begin(
-        self, incoming: Mapping[int, Sequence[IncomingMessage]], names: Sequence[str],
-        signatures: Sequence[Hashable], forward_only: bool,
-    ) -> None:  # fmt: skip
-        """A run begins. `incoming`: from each rank, in its order. `names`: of the values. `signatures`: of each
-        microbatch, what its shapes follow from, equal on all ranks."""
+        self,
+        incoming: Mapping[int, Sequence[IncomingMessage]],
+        names: Sequence[str],
+        signatures: Sequence[Hashable],
+        forward_only: bool,
+    ) -> None:
+        """A run begins. `incoming`: from each rank, in its order. `names`: of the values.
+        `signatures`: of each microbatch, what its shapes follow from, equal on all ranks."""
         kinds: Sequence[Hashable] = signatures
         if self.dynamic_shapes:  # what is known of one microbatch says nothing of another
             self._specs.clear()
@@ -147,10 +178,13 @@ class PipelineTransport:
 
     # ---- sending -----------------------------------------------------------------------------------------------
 
-    def send(self, message: PipelineMessage, tensor: Tensor, peers: Sequence[tuple[int, int]]) -> None:
+    def send(
+        self, message: PipelineMessage, tensor: Tensor, peers: Sequence[tuple[int, int]]
+    ) -> None:
         """Start sending a tensor. `peers`: (rank, the message's number in the channel to it).
 
-        Raises CannotCut for a value that is not as it was for the same signature, or that no header describes.
+        Raises CannotCut for a value that is not as it was for the same signature, or that no header
+        describes.
         """
         value, microbatch = message.value, message.microbatch
         if message.kind == "F":
@@ -160,21 +194,26 @@ class PipelineTransport:
                 self._describe(key, spec, peers)
             elif known != spec:
                 raise UnsupportedModel(
-                    f"value {self._names[value]}", str(spec),
+                    f"value {self._names[value]}",
+                    str(spec),
                     f"crosses between stages, and was {known} for inputs of the same shapes",
                     "use dynamic_shapes=True, which sends its shape every time",
-                )  # fmt: skip
+                )
         if tensor.numel():
             data = _wire(tensor.detach())
             for peer, number in peers:
                 self._start(peer, data, number)
 
-    def _describe(self, key: tuple[int, Hashable], spec: TensorSpec, peers: Sequence[tuple[int, int]]) -> None:
+    def _describe(
+        self, key: tuple[int, Hashable], spec: TensorSpec, peers: Sequence[tuple[int, int]]
+    ) -> None:
         if len(spec.shape) > DIMS or spec.dtype not in DTYPES:
             raise UnsupportedModel(
-                f"value {self._names[key[0]]}", str(spec), "crosses between stages, and is not described by a header",
+                f"value {self._names[key[0]]}",
+                str(spec),
+                "crosses between stages, and is not described by a header",
                 f"cut elsewhere, or make it a plain tensor of at most {DIMS} dimensions",
-            )  # fmt: skip
+            )
         self._specs[key] = spec
         header = spec.header()
         for peer, number in peers:
@@ -201,7 +240,9 @@ class PipelineTransport:
             with self.clock.waiting():
                 work.wait()
         sent = self._sent[peer]
-        while sent and sent[0].number < taken:  # gloo says that a send is done to who waits for it: this one is
+        while (
+            sent and sent[0].number < taken
+        ):  # gloo says that a send is done to who waits for it: this one is
             sent.popleft().work.wait()
         return tensor
 
@@ -212,7 +253,8 @@ class PipelineTransport:
                 pass
 
     def _post(self, channel: _Channel, now: bool) -> bool:
-        """Post the next receive of a channel. False: its shape is not known yet; `now` waits for it."""
+        """Post the next receive of a channel. False: its shape is not known yet; `now` waits for
+        it."""
         message, taken = channel.waiting[0]
         key = message.value, self._keys[message.microbatch]
         spec = self._specs.get(key)
@@ -232,13 +274,16 @@ class PipelineTransport:
         channel.waiting.popleft()
         if message.kind == "F" or spec.requires_grad:
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-            posted = channel.group.recv([_wire(tensor)], channel.peer, 0) if tensor.numel() else None
+            posted = (
+                channel.group.recv([_wire(tensor)], channel.peer, 0) if tensor.numel() else None
+            )
             channel.posted[message] = posted, tensor, taken
         return True
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """The tensor as every backend sends it: contiguous, and its storage as uint8 where not all know its dtype."""
+    """The tensor as every backend sends it: contiguous, and its storage as uint8 where not all know
+    its dtype."""
     if tensor.dtype in _SENT_AS_THEY_ARE and tensor.is_contiguous() and not tensor.is_neg():
         return tensor
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

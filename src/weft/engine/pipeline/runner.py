@@ -1,7 +1,8 @@
 """Executes a Schedule on one of its ranks: any schedule, any placement, any work.
 
-What an action waits for and what it sends is derived from the schedule once, for this rank and for those that send to
-it. A run walks the rank's actions: wait for what the next one needs, post receives ahead, compute, send.
+What an action waits for and what it sends is derived from the schedule once, for this rank and for
+those that send to it. A run walks the rank's actions: wait for what the next one needs, post
+receives ahead, compute, send.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from .split_backward import DeferredWeightGrad, backward_inputs
 
 @dataclass(frozen=True)
 class ValueRoute:
-    """A value that crosses from its `source` stage to its later `target` stages. It is known by its place in a list."""
+    """A value that crosses from its `source` stage to its later `target` stages. It is known by its
+    place in a list."""
 
     source: int
     targets: tuple[int, ...]
@@ -35,7 +37,8 @@ class StageCompute(Protocol):
     def forward(
         self, stage: int, microbatch: int, received: dict[int, Tensor]
     ) -> tuple[dict[int, Tensor], Tensor | None]:
-        """({value: tensor} made for other stages, on the last stage the loss: the scalar that backward starts from).
+        """({value: tensor} made for other stages, on the last stage the loss: the scalar that
+        backward starts from).
 
         `received`: {value: leaf} for this stage, which require gradients where the sender's did.
         """
@@ -47,7 +50,8 @@ class StageCompute(Protocol):
 
 
 class Span(NamedTuple):
-    """What a rank did from `start` to `stop`, in seconds: compute an action, or wait for what it needs."""
+    """What a rank did from `start` to `stop`, in seconds: compute an action, or wait for what it
+    needs."""
 
     action: Action
     start: float
@@ -56,7 +60,8 @@ class Span(NamedTuple):
 
 
 class _RunnerStep(NamedTuple):
-    """An action, with the messages that it waits for and those that it sends: to (rank, number in that channel)."""
+    """An action, with the messages that it waits for and those that it sends: to (rank, number in
+    that channel)."""
 
     action: Action
     takes: tuple[tuple[PipelineMessage, int], ...]
@@ -64,23 +69,37 @@ class _RunnerStep(NamedTuple):
 
 
 class PipelineRunner:
-    """One rank of a schedule. `rank` counts within the pipeline; `transport` may be None where the schedule has one.
+    """One rank of a schedule. `rank` counts within the pipeline; `transport` may be None where the
+    schedule has one.
 
-    Where the schedule has a W for a stage and microbatch, its B is the inputs' gradients alone (`split`); else B is
-    torch's backward. Gradients accumulate in the weights' `.grad`, over all microbatches.
+    Where the schedule has a W for a stage and microbatch, its B is the inputs' gradients alone
+    (`split`); else B is torch's backward. Gradients accumulate in the weights' `.grad`, over all
+    microbatches.
     """
 
-    def __init__(self, schedule: Schedule, routes: Sequence[ValueRoute], rank: int, transport: PipelineTransport | None = None):
+    def __init__(
+        self,
+        schedule: Schedule,
+        routes: Sequence[ValueRoute],
+        rank: int,
+        transport: PipelineTransport | None = None,
+    ):
         self.schedule, self.rank, self.transport = schedule, rank, transport
         self._names = [route.name for route in routes]
         traffic = _MessagePlan(schedule, routes)
         self._plans = {forward: traffic.plan(rank, forward) for forward in (False, True)}
         self._split = {a[1:] for a in schedule.order[rank] if a.kind == "W"}
         stages = range(schedule.stages)
-        self._gets = [[v for v, route in enumerate(routes) if stage in route.targets] for stage in stages]
-        self._makes = [[v for v, route in enumerate(routes) if stage == route.source] for stage in stages]
+        self._gets = [
+            [v for v, route in enumerate(routes) if stage in route.targets] for stage in stages
+        ]
+        self._makes = [
+            [v for v, route in enumerate(routes) if stage == route.source] for stage in stages
+        ]
         # of each value: its target stages on this rank, and whether it is made here
-        self._here = [[s for s in sorted(route.targets) if schedule.placement[s] == rank] for route in routes]
+        self._here = [
+            [s for s in sorted(route.targets) if schedule.placement[s] == rank] for route in routes
+        ]
         self._own = [schedule.placement[route.source] == rank for route in routes]
         self._alone = [{schedule.placement[s] for s in route.targets} == {rank} for route in routes]
 
@@ -90,12 +109,18 @@ class PipelineRunner:
         return 0.0 if self.transport is None else self.transport.clock.exposed_s
 
     def run(
-        self, work: StageCompute, signatures: Sequence[Hashable], forward_only: bool = False, trace: list[Span] | None = None
+        self,
+        work: StageCompute,
+        signatures: Sequence[Hashable],
+        forward_only: bool = False,
+        trace: list[Span] | None = None,
     ) -> None:
-        """All actions of this rank; with `forward_only` the forwards alone, of which nothing is kept.
+        """All actions of this rank; with `forward_only` the forwards alone, of which nothing is
+        kept.
 
-        `signatures`: of each microbatch, what the shapes of its activations follow from, equal on all ranks. `trace`
-        gets this rank's Spans, by time.perf_counter; on CUDA times are the device's.
+        `signatures`: of each microbatch, what the shapes of its activations follow from, equal on
+        all ranks. `trace` gets this rank's Spans, by time.perf_counter; on CUDA times are the
+        device's.
         """
         steps, incoming = self._plans[forward_only]
         if self.transport is not None:
@@ -105,7 +130,9 @@ class PipelineRunner:
             for step in steps:
                 run(step)
         else:
-            clock = _SpanTimer(self.transport.device if self.transport is not None else torch.device("cpu"))
+            clock = _SpanTimer(
+                self.transport.device if self.transport is not None else torch.device("cpu")
+            )
             for step in steps:
                 run(step, clock)
             trace += clock.spans()
@@ -115,19 +142,25 @@ class PipelineRunner:
 
 
 class _PipelineRun:
-    """One run: what is under way. A microbatch's tensors leave with the last action that needs them."""
+    """One run: what is under way. A microbatch's tensors leave with the last action that needs
+    them."""
 
     def __init__(self, pipeline: PipelineRunner, work: StageCompute, forward_only: bool):
         self.pipeline, self.work, self.forward_only = pipeline, work, forward_only
-        # (value, microbatch) -> what this rank's stages are still to get, whether it has a gradient, how many still
+        # (value, microbatch) -> what this rank's stages are still to get, whether it has a
+        # gradient, how many still
         self.values: dict[tuple[int, int], tuple[Tensor, bool, int]] = {}
-        # (value, microbatch) -> the parts of its gradient: this rank's, from the last stage to the first, then other
-        # ranks'; so the sum's order does not depend on what arrives when
+        # (value, microbatch) -> the parts of its gradient: this rank's, from the last stage to the
+        # first, then other ranks'; so the sum's order does not depend on what arrives when
         self.grads: dict[tuple[int, int], list[Tensor | None]] = {}
         # (stage, microbatch) -> what it made, its loss, what it got
-        self.live: dict[tuple[int, int], tuple[dict[int, Tensor], Tensor | None, dict[int, Tensor]]] = {}
+        self.live: dict[
+            tuple[int, int], tuple[dict[int, Tensor], Tensor | None, dict[int, Tensor]]
+        ] = {}
         self.deferred: dict[tuple[int, int], DeferredWeightGrad] = {}
-        self.absent: dict[int, int] = {}  # value -> microbatches in which no gradient came back over it
+        self.absent: dict[
+            int, int
+        ] = {}  # value -> microbatches in which no gradient came back over it
 
     def __call__(self, step: _RunnerStep, clock: _SpanTimer | None = None) -> None:
         action, work, transport = step.action, self.work, self.pipeline.transport
@@ -152,15 +185,20 @@ class _PipelineRun:
             clock.close(action, bool(step.takes))
 
     def hold(self, microbatches: int) -> None:
-        """Refuse what one device would leave without a gradient: here it got zeros, which an optimizer acts on. Of a
-        value that goes to several ranks none knows whether another had a gradient for it."""
+        """Refuse what one device would leave without a gradient: here it got zeros, which an
+        optimizer acts on. Of a value that goes to several ranks none knows whether another had a
+        gradient for it."""
         for value, count in self.absent.items():
-            if self.pipeline._alone[value] and count == microbatches * len(self.pipeline._here[value]):
+            if self.pipeline._alone[value] and count == microbatches * len(
+                self.pipeline._here[value]
+            ):
                 raise UnsupportedModel(
-                    f"value {self.pipeline._names[value]}", "no gradient",
+                    f"value {self.pipeline._names[value]}",
+                    "no gradient",
                     "it crosses stages and needs a gradient, and the loss does not depend on it",
-                    "detach it where it is made, leave it out of what the model returns, or cut elsewhere",
-                )  # fmt: skip
+                    "detach it where it is made, leave it out of what the model returns, or cut"
+                    " elsewhere",
+                )
 
     def take(self, message: PipelineMessage, peer: int) -> None:
         transport = self.pipeline.transport
@@ -183,9 +221,17 @@ class _PipelineRun:
         for value in pipeline._makes[stage]:
             here = len(pipeline._here[value])
             if here:
-                self.values[value, microbatch] = made[value].detach(), made[value].requires_grad, here
+                self.values[value, microbatch] = (
+                    made[value].detach(),
+                    made[value].requires_grad,
+                    here,
+                )
         if not self.forward_only:
-            self.live[stage, microbatch] = {v: x for v, x in made.items() if x.requires_grad}, loss, received
+            self.live[stage, microbatch] = (
+                {v: x for v, x in made.items() if x.requires_grad},
+                loss,
+                received,
+            )
 
     def get(self, value: int, microbatch: int) -> Tensor:
         tensor, needs, left = self.values.pop((value, microbatch))
@@ -208,7 +254,9 @@ class _PipelineRun:
             grads.append(None)
         needing = {value: leaf for value, leaf in received.items() if leaf.requires_grad}
         if (stage, microbatch) in pipeline._split:
-            found, self.deferred[stage, microbatch] = backward_inputs(roots, grads, list(needing.values()))
+            found, self.deferred[stage, microbatch] = backward_inputs(
+                roots, grads, list(needing.values())
+            )
         else:
             if roots:
                 torch.autograd.backward(roots, grads)
@@ -234,21 +282,33 @@ def _total(parts: list[Tensor | None]) -> Tensor | None:
     return total
 
 
-# ---- what crosses, from the schedule -------------------------------------------------------------------------------
+# ---- what crosses, from the schedule -------------------------------------------------------------
 
-Draft = tuple[Action, list[tuple[PipelineMessage, int]], list[tuple[PipelineMessage, list[int]]]]  # takes (from), sends (to)
+Draft = tuple[
+    Action, list[tuple[PipelineMessage, int]], list[tuple[PipelineMessage, list[int]]]
+]  # takes (from), sends (to)
 
 
 class _MessagePlan:
     def __init__(self, schedule: Schedule, routes: Sequence[ValueRoute]):
         self.schedule, self.routes, self.placement = schedule, routes, schedule.placement
 
-    def plan(self, rank: int, forward_only: bool) -> tuple[list[_RunnerStep], dict[int, list[IncomingMessage]]]:
+    def plan(
+        self, rank: int, forward_only: bool
+    ) -> tuple[list[_RunnerStep], dict[int, list[IncomingMessage]]]:
         """A rank's steps, and what each peer sends to it in that peer's order."""
         own = list(self._draft(rank, forward_only))
-        numbers = {(message, peer): n for peer, sent in _channels(own).items() for n, message in enumerate(sent)}
+        numbers = {
+            (message, peer): n
+            for peer, sent in _channels(own).items()
+            for n, message in enumerate(sent)
+        }
         steps = [
-            _RunnerStep(action, tuple(takes), tuple((m, tuple((p, numbers[m, p]) for p in peers)) for m, peers in sends))
+            _RunnerStep(
+                action,
+                tuple(takes),
+                tuple((m, tuple((p, numbers[m, p]) for p in peers)) for m, peers in sends),
+            )
             for action, takes, sends in own
         ]
         incoming: dict[int, list[IncomingMessage]] = {}
@@ -266,9 +326,17 @@ class _MessagePlan:
     def _draft(self, rank: int, forward_only: bool) -> Iterator[Draft]:
         """A rank's actions in order."""
         at, seen = self.placement, set()
-        gets = {s: [v for v, r in enumerate(self.routes) if s in r.targets] for s in range(self.schedule.stages)}
-        makes = {s: [v for v, r in enumerate(self.routes) if s == r.source] for s in range(self.schedule.stages)}
-        users = [sorted({at[s] for s in route.targets} - {at[route.source]}) for route in self.routes]
+        gets = {
+            s: [v for v, r in enumerate(self.routes) if s in r.targets]
+            for s in range(self.schedule.stages)
+        }
+        makes = {
+            s: [v for v, r in enumerate(self.routes) if s == r.source]
+            for s in range(self.schedule.stages)
+        }
+        users = [
+            sorted({at[s] for s in route.targets} - {at[route.source]}) for route in self.routes
+        ]
         here = [sum(at[s] == rank for s in route.targets) for route in self.routes]
         done: dict[tuple[int, int], int] = {}  # backwards of a value's target stages on this rank
         for action in self.schedule.order[rank]:
@@ -294,7 +362,9 @@ class _MessagePlan:
                     if kind == "F" and users[value]:
                         sends.append((PipelineMessage("F", value, microbatch), users[value]))
                     elif kind == "B":
-                        takes += [(PipelineMessage("B", value, microbatch), user) for user in users[value]]
+                        takes += [
+                            (PipelineMessage("B", value, microbatch), user) for user in users[value]
+                        ]
             yield action, takes, sends
 
 
@@ -308,7 +378,7 @@ def _channels(draft: Sequence[Draft]) -> dict[int, list[PipelineMessage]]:
     return found
 
 
-# ---- when it ran ---------------------------------------------------------------------------------------------------
+# ---- when it ran ---------------------------------------------------------------------------------
 
 
 class _SpanTimer:

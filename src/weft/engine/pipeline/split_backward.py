@@ -1,12 +1,14 @@
-"""Backward in two parts: B, the gradients of a stage's inputs, and W, those of its weights (Qi et al. 2024).
+"""Backward in two parts: B, the gradients of a stage's inputs, and W, those of its weights (Qi et
+al. 2024).
 
     roots ──▶ mm ──▶ relu ──▶ mm ──▶ inputs        the path: nodes from which an input is reached
               │               │
               w1              w2                   branches: what leads from a fork of the path to weights alone
 
-B runs the path, and keeps the gradient that reaches each fork. W calls each fork once more, for its branches alone, and
-has autograd run these: nothing of the path. Each weight's gradient is accumulated once, by autograd, in W: so a
-weight's hooks run as in one backward. Hooks on the path run in B.
+B runs the path, and keeps the gradient that reaches each fork. W calls each fork once more, for its
+branches alone, and has autograd run these: nothing of the path. Each weight's gradient is
+accumulated once, by autograd, in W: so a weight's hooks run as in one backward. Hooks on the path
+run in B.
 """
 
 from __future__ import annotations
@@ -27,15 +29,18 @@ Start = tuple[GradientEdge, Tensor]  # where a backward begins, and with which g
 def backward_inputs(
     roots: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[Grads, DeferredWeightGrad]:
-    """B: the gradients of `inputs`, which are leaves (None where there is none), and W, to be run once.
+    """B: the gradients of `inputs`, which are leaves (None where there is none), and W, to be run
+    once.
 
-    `grads`: of the roots; None is 1 for a scalar. Gradients are not accumulated in `inputs`; they may share storage.
-    Where no input needs a gradient (a first stage), B is nothing and W the whole backward.
+    `grads`: of the roots; None is 1 for a scalar. Gradients are not accumulated in `inputs`; they
+    may share storage. Where no input needs a gradient (a first stage), B is nothing and W the whole
+    backward.
     """
     starts = [
         (get_gradient_edge(root), torch.ones_like(root) if grad is None else grad)
-        for root, grad in zip(roots, grads, strict=True) if root.requires_grad
-    ]  # fmt: skip
+        for root, grad in zip(roots, grads, strict=True)
+        if root.requires_grad
+    ]
     needing = [x for x in inputs if x.requires_grad]
     if not needing:
         return [None] * len(inputs), DeferredWeightGrad([_ForkGroup([], starts)])
@@ -45,21 +50,29 @@ def backward_inputs(
     found: Sequence[Tensor | None] = [None] * len(needing)
     if through:
         for fork in (fork for group in groups for fork in group.forks):
-            fork.node.register_prehook(fork.reached.append)  # which lives as long as the graph, that runs once
+            fork.node.register_prehook(
+                fork.reached.append
+            )  # which lives as long as the graph, that runs once
         found = _engine(through, needing, retain_graph=True)
     answers = iter(found)
     return [next(answers) if x.requires_grad else None for x in inputs], DeferredWeightGrad(groups)
 
 
 class DeferredWeightGrad:
-    """W, still to be run: what it needs of the graph is kept until then, and let go of bit by bit while it runs."""
+    """W, still to be run: what it needs of the graph is kept until then, and let go of bit by bit
+    while it runs."""
 
     def __init__(self, groups: list[_ForkGroup]):
         self._groups = groups[::-1]
 
     def run(self) -> None:
         """Accumulate the weights' gradients in their `.grad`, as `backward` would."""
-        branches = [edge for group in self._groups for fork in group.forks for edge in fork.branches.values()]
+        branches = [
+            edge
+            for group in self._groups
+            for fork in group.forks
+            for edge in fork.branches.values()
+        ]
         with GraphExecGroup():  # checkpointed regions are recomputed once for all calls
             if branches:
                 _wanting(branches, self._accumulate)
@@ -76,12 +89,13 @@ class DeferredWeightGrad:
                 _engine(starts)
 
 
-# ---- the graph ---------------------------------------------------------------------------------------------------
+# ---- the graph -----------------------------------------------------------------------------------
 
 
 @dataclass
 class _ForkNode:
-    """A node of the path with branches: {which of the node's next: edge}. `reached`: its gradients, once it has run."""
+    """A node of the path with branches: {which of the node's next: edge}. `reached`: its gradients,
+    once it has run."""
 
     node: Node
     branches: dict[int, GradientEdge]
@@ -92,7 +106,11 @@ class _ForkNode:
         found = []
         for grads in self.reached:
             results = _call(self.node, grads)
-            found += [(edge, grad) for i, edge in self.branches.items() if (grad := results[i]) is not None]
+            found += [
+                (edge, grad)
+                for i, edge in self.branches.items()
+                if (grad := results[i]) is not None
+            ]
         return found
 
 
@@ -105,7 +123,8 @@ class _ForkGroup:
 
 
 class _BackwardGraph:
-    """What is reached from some edges. Nodes come in the order of a breadth-first walk, the same in every process."""
+    """What is reached from some edges. Nodes come in the order of a breadth-first walk, the same in
+    every process."""
 
     def __init__(self, starts: Sequence[Start], inputs: Sequence[Tensor]):
         self.next: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
@@ -128,7 +147,8 @@ class _BackwardGraph:
                     above.append(parent)
 
     def groups(self, starts: Sequence[Start]) -> Iterator[_ForkGroup]:
-        """All that is off the path, with the forks that lead to it: in connected parts, each of which can run alone."""
+        """All that is off the path, with the forks that lead to it: in connected parts, each of
+        which can run alone."""
         seen: set[Node] = set()
         for first in self.next:
             if first in seen or first in self.path:
@@ -141,7 +161,9 @@ class _BackwardGraph:
                     forks.append(fork)
                     around = [edge.node for edge in fork.branches.values()]
                 else:
-                    around = [child for child, _ in self.next[node] if child is not None] + self.parents[node]
+                    around = [
+                        child for child, _ in self.next[node] if child is not None
+                    ] + self.parents[node]
                 for other in around:
                     if other not in seen:
                         seen.add(other)
@@ -151,17 +173,23 @@ class _BackwardGraph:
 
     def _branches(self, fork: Node) -> dict[int, GradientEdge]:
         edges, path = self.next[fork], self.path
-        return {i: GradientEdge(*edge) for i, edge in enumerate(edges) if edge[0] is not None and edge[0] not in path}
+        return {
+            i: GradientEdge(*edge)
+            for i, edge in enumerate(edges)
+            if edge[0] is not None and edge[0] not in path
+        }
 
 
-# ---- autograd ----------------------------------------------------------------------------------------------------
+# ---- autograd ------------------------------------------------------------------------------------
 
 
-def _engine(starts: Sequence[Start], inputs: Sequence[Tensor] = (), retain_graph: bool = False) -> Grads:
+def _engine(
+    starts: Sequence[Start], inputs: Sequence[Tensor] = (), retain_graph: bool = False
+) -> Grads:
     """The gradients of `inputs`; without these, accumulate those of all leaves.
 
-    Below torch.autograd's own functions, whose checks cost more than a small branch, and which would not sum a gradient
-    over the dimensions that were broadcast.
+    Below torch.autograd's own functions, whose checks cost more than a small branch, and which
+    would not sum a gradient over the dimensions that were broadcast.
     """
     edges, grads = zip(*starts, strict=True)
     return _engine_run_backward(edges, grads, retain_graph, False, tuple(inputs), True, not inputs)  # type: ignore[return-value]
@@ -176,7 +204,8 @@ _leaf.register_hook(lambda _: _to_run.pop()())
 def _wanting(edges: Sequence[GradientEdge], run: Callable[[], None]) -> None:
     """Call `run` where nodes that are called compute what flows over these edges, and nothing else.
 
-    A node asks the backward that is under way what is wanted. This one begins and ends at a leaf of our own.
+    A node asks the backward that is under way what is wanted. This one begins and ends at a leaf of
+    our own.
     """
     _to_run.append(run)
     _engine_run_backward((_leaf_edge,), (_one,), False, False, (_leaf_edge, *edges), True, False)
@@ -190,8 +219,11 @@ def _call(node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]
         torch.zeros(m.shape, dtype=m.dtype, device=m.device) if grad is None else grad
         for m, grad in zip(node._input_metadata, grads, strict=True)
     ]
-    # a function written in Python answers for each argument of its forward: those that need gradients are the nodes'
-    answers = iter([grad for grad, needed in zip(node.apply(*whole), node.needs_input_grad) if needed])
+    # a function written in Python answers for each argument of its forward: those that need
+    # gradients are the nodes'
+    answers = iter(
+        [grad for grad, needed in zip(node.apply(*whole), node.needs_input_grad) if needed]
+    )
     return [None if child is None else next(answers) for child, _ in node.next_functions]
 
 

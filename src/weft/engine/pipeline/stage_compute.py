@@ -37,8 +37,11 @@ class StageModel:
     staged: StageForward | None  # None: the model is one stage
     sequence: ContextParallel
 
-    def __call__(self, stage: int, batch: Batch, received: dict[int, Tensor]) -> tuple[dict[int, Tensor], Any]:
-        """({value: tensor} for other stages, what the model returns) where that is the last stage, else None."""
+    def __call__(
+        self, stage: int, batch: Batch, received: dict[int, Tensor]
+    ) -> tuple[dict[int, Tensor], Any]:
+        """({value: tensor} for other stages, what the model returns) where that is the last stage,
+        else None."""
         with self.autocast():
             arguments = model_arguments(self.inputs, batch)
             if self.staged is None:
@@ -55,11 +58,14 @@ class StageModel:
 
 
 def model_arguments(inputs: Sequence[str], batch: Batch) -> Batch:
-    """The batch's entries that a model is called with: these; where none are named, all but labels."""
+    """The batch's entries that a model is called with: these; where none are named, all but
+    labels."""
     made = {key.removeprefix(MADE): value for key, value in batch.items() if key.startswith(MADE)}
     if inputs:
         return {key: batch[key] for key in inputs if key in batch} | made
-    return {key: value for key, value in batch.items() if not key.startswith(("label", "weft/"))} | made
+    return {
+        key: value for key, value in batch.items() if not key.startswith(("label", "weft/"))
+    } | made
 
 
 class MicroBatches(Sequence[Batch]):
@@ -77,8 +83,13 @@ class MicroBatches(Sequence[Batch]):
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """The one that a model draws from. torch.manual_seed would seed every device, and take its time."""
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    """The one that a model draws from. torch.manual_seed would seed every device, and take its
+    time."""
+    return (
+        torch.cuda.default_generators[device.index or 0]
+        if device.type == "cuda"
+        else torch.default_generator
+    )
 
 
 def batch_signature(batch: Batch) -> Hashable:
@@ -88,7 +99,8 @@ def batch_signature(batch: Batch) -> Hashable:
 
 @dataclass
 class InferenceCompute:
-    """Forward alone: `done(output, microbatch)` gets what the model returns, on the rank of the last stage."""
+    """Forward alone: `done(output, microbatch)` gets what the model returns, on the rank of the
+    last stage."""
 
     stages: StageModel
     micros: Sequence[Batch]
@@ -114,10 +126,12 @@ class InferenceCompute:
 
 @dataclass
 class TrainingCompute:
-    """One optimizer step's actions. `total` is what ranks agree upon at its end: squared norm, loss, weight, unreached
-    parameters, trail and its square; here it gets the losses and weights of this rank's microbatches.
+    """One optimizer step's actions. `total` is what ranks agree upon at its end: squared norm,
+    loss, weight, unreached parameters, trail and its square; here it gets the losses and weights of
+    this rank's microbatches.
 
-    `agree`: the group that sums it while the backwards still run, where nothing else is added to it.
+    `agree`: the group that sums it while the backwards still run, where nothing else is added to
+    it.
     """
 
     stages: StageModel
@@ -148,13 +162,18 @@ class TrainingCompute:
         self._last = {a.stage: a for a in backwards}
         self._last_forward = [a for a in schedule.order[rank] if a.kind == "F"][-1]
         self._generator = _generator(self.stages.device)
-        self._held = contextlib.ExitStack()  # its microbatch's weights: a backward may compute a forward again
+        self._held = (
+            contextlib.ExitStack()
+        )  # its microbatch's weights: a backward may compute a forward again
 
     def begin(self, step: int, micros: Sequence[Batch], scale: float) -> None:
         self.step, self.micros, self.scale = step, micros, scale
         if self.functions is not None:
             self.functions.scale = scale
-        self.total, self.agreed = torch.zeros(6, dtype=torch.float64, device=self.stages.device), None
+        self.total, self.agreed = (
+            torch.zeros(6, dtype=torch.float64, device=self.stages.device),
+            None,
+        )
         self.reducer.begin()
         if self.versions is not None:
             self.versions.begin()
@@ -164,7 +183,11 @@ class TrainingCompute:
     ) -> tuple[dict[int, Tensor], Tensor | None]:
         micro = self.micros[microbatch]
         with self.functions or contextlib.nullcontext():
-            with self.versions.of(stage, microbatch) if self.versions is not None else contextlib.nullcontext():
+            with (
+                self.versions.of(stage, microbatch)
+                if self.versions is not None
+                else contextlib.nullcontext()
+            ):
                 values, output = self.stages(stage, micro, received)
             if not self.stages.is_last(stage):
                 return values, None
@@ -172,7 +195,9 @@ class TrainingCompute:
                 loss, weight = self.loss(output, micro)
         counted = torch.as_tensor(weight, device=self.total.device).detach().double()
         self.total[1:3] += torch.stack([loss.detach().double(), counted])
-        if self.versions is not None:  # an update for every microbatch: the mean is that microbatch's own
+        if (
+            self.versions is not None
+        ):  # an update for every microbatch: the mean is that microbatch's own
             return values, loss * self.versions.divisor(counted, microbatch)
         return values, loss * self.scale
 

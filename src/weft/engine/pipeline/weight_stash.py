@@ -1,8 +1,9 @@
-"""Weight versions of an asynchronous pipeline (PipeDream, Harlap et al. 2018; 2BW, Narayanan et al. 2021).
+"""Weight versions of an asynchronous pipeline (PipeDream, Harlap et al. 2018; 2BW, Narayanan et al.
+2021).
 
-A stage's weights change while microbatches are under way. Each microbatch computes its forward and its backward with
-one version: `delays.versions_used` says which. A version is a copy of the stage's parameters, kept until the last
-microbatch that uses it is through.
+A stage's weights change while microbatches are under way. Each microbatch computes its forward and
+its backward with one version: `delays.versions_used` says which. A version is a copy of the stage's
+parameters, kept until the last microbatch that uses it is through.
 """
 
 from __future__ import annotations
@@ -23,10 +24,16 @@ Leaves = dict[str, nn.Parameter]
 
 
 class WeightStash:
-    """The versions of this rank's stages. `params`: what the optimizer changes; `update`: takes its step."""
+    """The versions of this rank's stages. `params`: what the optimizer changes; `update`: takes its
+    step."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, mesh: Mesh, params: dict[str, nn.Parameter], update: Callable[[], None]
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        params: dict[str, nn.Parameter],
+        update: Callable[[], None],
     ):
         assert plan.staging is not None
         self._take_step, self._params, self._mesh = update, params, mesh
@@ -35,9 +42,13 @@ class WeightStash:
         names = {w.name: (w.name, *w.aliases) for w in plan.weights}
         self._names = {s: [n for n in plan.staging.stages[s].weights if n in params] for s in mine}
         self._places = {
-            name: [(model.get_submodule(full.rpartition(".")[0]), full.rpartition(".")[2]) for full in names[name]]
-            for stage in mine for name in self._names[stage]
-        }  # fmt: skip
+            name: [
+                (model.get_submodule(full.rpartition(".")[0]), full.rpartition(".")[2])
+                for full in names[name]
+            ]
+            for stage in mine
+            for name in self._names[stage]
+        }
         self._shared = update_shares(plan.schedule)
         table = plan.params()
         self._axes = {name: plan.reduced_over(name, table) for name in self._places}
@@ -47,7 +58,9 @@ class WeightStash:
 
     def begin(self) -> None:
         """A call of the schedule begins: the weights are version 0."""
-        self._left = Counter((stage, v) for (stage, _), v in self._used.items() if stage in self._names)
+        self._left = Counter(
+            (stage, v) for (stage, _), v in self._used.items() if stage in self._names
+        )
         self._current = dict.fromkeys(self._names, 0)
         self._kept.clear()
         for stage in self._names:
@@ -64,7 +77,8 @@ class WeightStash:
             self._put({name: self._params[name] for name in leaves})
 
     def divisor(self, weight: Tensor, microbatch: int) -> Tensor:
-        """What the loss sum of a microbatch is multiplied by: its own mean over all replicas, in the update's mean."""
+        """What the loss sum of a microbatch is multiplied by: its own mean over all replicas, in
+        the update's mean."""
         group = self._mesh.group(*TOKEN_AXES)
         weight = weight.clone()
         if group is not None:
@@ -72,7 +86,8 @@ class WeightStash:
         return 1.0 / (weight * self._shared[microbatch])
 
     def done(self, stage: int, microbatch: int) -> None:
-        """The backward of a microbatch is complete: its gradient joins the next update's, its version may go."""
+        """The backward of a microbatch is complete: its gradient joins the next update's, its
+        version may go."""
         key = stage, self._used[stage, microbatch]
         for name, leaf in self._kept[key].items():
             if leaf.grad is not None:
@@ -86,7 +101,11 @@ class WeightStash:
     def update(self, action: Action) -> None:
         """The optimizer step of one stage."""
         stage = action.stage
-        mine = {self._params[name]: self._axes[name] for name in self._names[stage] if self._params[name].requires_grad}
+        mine = {
+            self._params[name]: self._axes[name]
+            for name in self._names[stage]
+            if self._params[name].requires_grad
+        }
         together: dict[tuple, list[nn.Parameter]] = {}
         for p, axes in mine.items():
             if self._mesh.group(*axes) is not None:
@@ -105,9 +124,12 @@ class WeightStash:
         self._keep(stage)
 
     def _reduce(self, params: list[nn.Parameter], axes: tuple[str, ...]) -> None:
-        """Sum their gradients, and leave none where no rank has one: an optimizer would act on zeros."""
+        """Sum their gradients, and leave none where no rank has one: an optimizer would act on
+        zeros."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        have = torch.tensor([p.grad is not None for p in params], dtype=grads[0].dtype, device=grads[0].device)
+        have = torch.tensor(
+            [p.grad is not None for p in params], dtype=grads[0].dtype, device=grads[0].device
+        )
         flat = torch.cat([*(grad.flatten() for grad in grads), have])
         dist.all_reduce(flat, group=self._mesh.group(*axes))
         *sums, have = flat.split([*(p.numel() for p in params), len(params)])
@@ -118,7 +140,9 @@ class WeightStash:
         key = stage, self._current[stage]
         if self._left[key]:
             self._kept[key] = {
-                name: nn.Parameter(self._params[name].detach().clone(), self._params[name].requires_grad)
+                name: nn.Parameter(
+                    self._params[name].detach().clone(), self._params[name].requires_grad
+                )
                 for name in self._names[stage]
             }
 

@@ -1,1 +1,2 @@
-"""How replicas stay together at run time: bucket exchange, local steps, parameter servers, membership."""
+"""How replicas stay together at run time: bucket exchange, local steps, parameter servers,
+membership."""

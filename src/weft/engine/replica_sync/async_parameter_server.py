@@ -1,13 +1,15 @@
-"""Anytime: servers that update with each gradient as it comes, and workers that do not wait for each other.
+"""Anytime: servers that update with each gradient as it comes, and workers that do not wait for
+each other.
 
-Each of the first replicas has a server of its part of the parameters, with their optimizer: threads beside training. A
-worker, one in each replica, sends the gradient of its samples and gets weights back. The server takes a step for each
-gradient, at 1 / workers of the learning rate. Bounded staleness (stale synchronous parallel, Ho et al. 2013): who has
-taken c steps gets weights for the next one when the slowest worker has taken c - staleness, so weights are never
-further behind those of the fastest. With a bound of 0 and plain SGD it is all-reduce.
+Each of the first replicas has a server of its part of the parameters, with their optimizer: threads
+beside training. A worker, one in each replica, sends the gradient of its samples and gets weights
+back. The server takes a step for each gradient, at 1 / workers of the learning rate. Bounded
+staleness (stale synchronous parallel, Ho et al. 2013): who has taken c steps gets weights for the
+next one when the slowest worker has taken c - staleness, so weights are never further behind those
+of the fastest. With a bound of 0 and plain SGD it is all-reduce.
 
-A worker that ends, or is silent for `timeout_s`, is no longer waited for. One that comes anew begins with the weights
-and at the step of the slowest.
+A worker that ends, or is silent for `timeout_s`, is no longer waited for. One that comes anew
+begins with the weights and at the step of the slowest.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from .membership import START_S, Membership, private_group
 from .transports import OwnerTransport, request_traffic, start_async, wire_bytes
 
 POLL_S = 0.2
-EVER = timedelta(days=30)  # silence of a worker is timed by its server, and not by what connects them
+EVER = timedelta(
+    days=30
+)  # silence of a worker is timed by its server, and not by what connects them
 PUSH, DONE, STATE, FINAL, BYE = range(5)  # what a worker asks for
 
 Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -45,7 +49,13 @@ class ParameterServer:
     """Serves one part to the workers of all replicas, this one's among them."""
 
     def __init__(
-        self, sync: AsyncServers, quorum: Membership, part: FlatParams, optimizer: Optimizers, state: dict[str, dict], clock: int
+        self,
+        sync: AsyncServers,
+        quorum: Membership,
+        part: FlatParams,
+        optimizer: Optimizers,
+        state: dict[str, dict],
+        clock: int,
     ):
         """`state`: of the optimizer, by parameter; `clock`: the steps that workers have taken."""
         self._sync, self._quorum, self._part = sync, quorum, part
@@ -61,13 +71,22 @@ class ParameterServer:
         self._changed = threading.Condition()
         self._clocks = dict.fromkeys(quorum.members, clock)  # worker -> steps taken
         self._done: set[int] = set()  # workers that have taken all
-        self._given = dict.fromkeys(quorum.members, clock)  # worker -> steps taken when it last got weights
-        self._until = dict.fromkeys(quorum.members, time.monotonic() + START_S)  # when silence becomes too long
+        self._given = dict.fromkeys(
+            quorum.members, clock
+        )  # worker -> steps taken when it last got weights
+        self._until = dict.fromkeys(
+            quorum.members, time.monotonic() + START_S
+        )  # when silence becomes too long
         self._served: dict[int, str] = {}  # worker -> the ticket of its connection
-        self._awaited = set(quorum.members)  # who has not connected yet: all begin with the same weights
-        # the connections that wait for weights -> the steps that count as taken, and weights, when they may have them
+        self._awaited = set(
+            quorum.members
+        )  # who has not connected yet: all begin with the same weights
+        # the connections that wait for weights -> the steps that count as taken, and weights, when
+        # they may have them
         self._ready: dict[tuple[int, str], tuple[int, Tensor] | None] = {}
-        self.broken = ""  # what went wrong in a thread, in words: an error would keep its connection open
+        self.broken = (  # what went wrong in a thread, in words: an error would keep its connection open
+            ""
+        )
         self._last = clock  # of those that are gone
         self._store = quorum.meeting_store()
         self._closing = False
@@ -83,7 +102,9 @@ class ParameterServer:
                 ticket = self._store.get(key).decode() if self._store.check([key]) else ""
                 if ticket and seen.get(worker) != ticket:
                     seen[worker] = ticket
-                    threading.Thread(target=self._serve, args=(worker, ticket), name="weft-serve", daemon=True).start()
+                    threading.Thread(
+                        target=self._serve, args=(worker, ticket), name="weft-serve", daemon=True
+                    ).start()
             time.sleep(POLL_S / 10)
 
     def _serve(self, worker: int, ticket: str) -> None:
@@ -123,7 +144,9 @@ class ParameterServer:
                 grad = torch.zeros_like(self._flat)
                 peers = sync.peers(2, 0)  # the server itself has nothing to add
                 with torch.no_grad(), _messages():
-                    run_reduction(sync.codec.reduce(grad, codec, self._part.shapes, peers), wire, None)
+                    run_reduction(
+                        sync.codec.reduce(grad, codec, self._part.shapes, peers), wire, None
+                    )
                 behind = self._step(worker, ticket, grad, ask[1:].tolist())
                 del grad  # as large as the part, and this worker computes now
                 self._reply(worker, ticket, group, behind)
@@ -165,7 +188,8 @@ class ParameterServer:
     # ---- steps -----------------------------------------------------------------------------------------------
 
     def _step(self, worker: int, ticket: str, grad: Tensor, told: Sequence[float]) -> int:
-        """Take a step with a worker's gradient; returns how many steps behind the fastest its weights were."""
+        """Take a step with a worker's gradient; returns how many steps behind the fastest its
+        weights were."""
         rates = dict(zip(self._params, told, strict=False))
         with self._changed:
             if worker not in self._clocks or self._served.get(worker) != ticket:
@@ -174,7 +198,9 @@ class ParameterServer:
             for group in self._optimizer.param_groups:
                 group["lr"] = rates[group["params"][0]] / self._quorum.replicas
             views = self._part.views(grad)
-            for p, view, reached in zip(self._params, views, told[len(self._params) :], strict=True):
+            for p, view, reached in zip(
+                self._params, views, told[len(self._params) :], strict=True
+            ):
                 p.grad = view if reached else None
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -200,12 +226,14 @@ class ParameterServer:
             start_async(dist.isend(flat, group=group, group_dst=1)).wait()
 
     def _release(self, comes: tuple[int, str] | None = None) -> None:
-        """`comes` waits for weights, or another one is not waited for any more. All that may have weights get those of
-        now: with no staleness, of the same step."""
+        """`comes` waits for weights, or another one is not waited for any more. All that may have
+        weights get those of now: with no staleness, of the same step."""
         if comes is not None:
             self._ready[comes] = None
         flat = None
-        for key in [key for key, ready in self._ready.items() if ready is None and self._may_go_on(key[0])]:
+        for key in [
+            key for key, ready in self._ready.items() if ready is None and self._may_go_on(key[0])
+        ]:
             flat = self._flat.clone() if flat is None else flat
             self._given[key[0]] = self._clocks.get(key[0], self._last)
             self._ready[key] = self._given[key[0]], flat
@@ -223,15 +251,25 @@ class ParameterServer:
     def _give(self, group: dist.ProcessGroup) -> None:
         with self._changed:
             states = {
-                name: {key: value for key, value in sorted(self._optimizer.state[p].items()) if torch.is_tensor(value)}
+                name: {
+                    key: value
+                    for key, value in sorted(self._optimizer.state[p].items())
+                    if torch.is_tensor(value)
+                }
                 for name, p in zip(self._part.names, self._params, strict=True)
                 if self._optimizer.state.get(p)
             }
             facts = {
-                name: {key: [str(v.dtype).removeprefix("torch."), list(v.shape)] for key, v in state.items()}
+                name: {
+                    key: [str(v.dtype).removeprefix("torch."), list(v.shape)]
+                    for key, v in state.items()
+                }
                 for name, state in states.items()
             }
-            tensors = [self._flat.clone(), *(v.clone() for state in states.values() for v in state.values())]
+            tensors = [
+                self._flat.clone(),
+                *(v.clone() for state in states.values() for v in state.values()),
+            ]
         with _messages():
             state_transfer.send_state(group, facts, tensors)
 
@@ -277,14 +315,17 @@ class _ServerLink:
 
 
 class AsyncWorker:
-    """This rank's part of one replica that trains. `parts`: of each server; this rank may hold nothing of one."""
+    """This rank's part of one replica that trains. `parts`: of each server; this rank may hold
+    nothing of one."""
 
     def __init__(self, sync: AsyncServers, quorum: Membership, parts: Sequence[FlatParams]):
         self._sync, self._quorum, self.clock = sync, quorum, CommTimer()
         self._parts, self._links = parts, dict[int, _ServerLink]()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-worker")
         self.sent_bytes = 0.0  # on the wire of this rank, since the beginning
-        self.behind: list[int] = []  # of the steps since somebody looked: how far weights were behind the fastest's
+        self.behind: list[
+            int
+        ] = []  # of the steps since somebody looked: how far weights were behind the fastest's
         self.stalest = 0
 
     @property
@@ -292,26 +333,37 @@ class AsyncWorker:
         return bool(self._links)
 
     def connect(self, steps: int) -> int:
-        """Get weights from all servers. Returns the steps that count as taken (`steps`, if this rank needs none)."""
-        store, quorum, ticket = self._quorum.meeting_store(), self._quorum, str(self._quorum.company.incarnation)
+        """Get weights from all servers. Returns the steps that count as taken (`steps`, if this
+        rank needs none)."""
+        store, quorum, ticket = (
+            self._quorum.meeting_store(),
+            self._quorum,
+            str(self._quorum.company.incarnation),
+        )
         for server, part in enumerate(self._parts):
             if quorum.place == 0:
                 store.set(f"calls/{server}/{quorum.replica}", ticket)
             if not part.params:
                 continue
             if quorum.has_ended(server):
-                raise WeftError(f"replica {quorum.replica}: the parameter server of replica {server} has ended")
+                raise WeftError(
+                    f"replica {quorum.replica}: the parameter server of replica {server} has ended"
+                )
             name = f"server/{server}/{quorum.replica}/{ticket}/{quorum.place}"
             # a server may keep this worker waiting as long as it waits for others
-            group = private_group(store, name, 1, 2, timedelta(seconds=2 * self._sync.timeout_s + START_S))
-            self._links[server] = _ServerLink(part, group, self._sync.codec.state(part.shapes, part.flat()))
+            group = private_group(
+                store, name, 1, 2, timedelta(seconds=2 * self._sync.timeout_s + START_S)
+            )
+            self._links[server] = _ServerLink(
+                part, group, self._sync.codec.state(part.shapes, part.flat())
+            )
         with self._watched():
             clocks = [self._receive(link)[0] for link in self._links.values()]
         return max(clocks, default=steps)
 
     def step(self, grads: dict[str, Tensor], rates: dict[str, float]) -> None:
-        """Push gradients and pull weights; `rates`: the learning rate of each parameter. Raises WeftError: a server is
-        gone, or has given up waiting."""
+        """Push gradients and pull weights; `rates`: the learning rate of each parameter. Raises
+        WeftError: a server is gone, or has given up waiting."""
         self.clock.begin()
         with self.clock.waiting(), self._watched():
             # a thread of its own: what watches this one's collectives does not count these
@@ -328,7 +380,11 @@ class AsyncWorker:
             ]
             self._ask(link, PUSH, [*(rates[name] for name in link.part.names), *reached])
             flat = torch.cat(parts)
-            run_reduction(self._sync.codec.reduce(flat, link.codec, link.part.shapes, peers), OwnerTransport(link.group, 0), None)
+            run_reduction(
+                self._sync.codec.reduce(flat, link.codec, link.part.shapes, peers),
+                OwnerTransport(link.group, 0),
+                None,
+            )
             asked = self._sync.codec.asks(link.part.shapes, peers, flat.element_size())
             found = [one for each in asked for one in request_traffic("owners", 1, each, peers, 0)]
             self.sent_bytes += sum(wire_bytes(kind, nbytes, 2) for kind, nbytes in found)
@@ -359,17 +415,23 @@ class AsyncWorker:
                 self._ask(link, DONE)
 
     def collect(self, last: bool = False) -> dict[str, dict[str, Tensor]]:
-        """The servers' weights, and their optimizers' state by parameter; of the end of all steps, if `last`."""
+        """The servers' weights, and their optimizers' state by parameter; of the end of all steps,
+        if `last`."""
         states: dict[str, dict[str, Tensor]] = {}
         with self._watched():
             for link in self._links.values():
                 self._ask(link, FINAL if last else STATE)
                 facts = state_transfer.receive_facts(link.group)
                 made = {
-                    name: {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in of.items()}
+                    name: {
+                        key: torch.empty(shape, dtype=getattr(torch, dtype))
+                        for key, (dtype, shape) in of.items()
+                    }
                     for name, of in facts.items()
                 }
-                state_transfer.receive_tensors(link.group, [link.got, *(v for of in made.values() for v in of.values())])
+                state_transfer.receive_tensors(
+                    link.group, [link.got, *(v for of in made.values() for v in of.values())]
+                )
                 states |= made
                 with torch.no_grad():
                     for p, new in zip(link.part.params, link.part.views(link.got), strict=True):

@@ -1,9 +1,9 @@
 """Exchange: runs the reductions of buckets between replicas while backward goes on.
 
-What a codec asks for begins as soon as its bucket is full. Collectives of one group must begin in the same order on all
-ranks: round k of every reduction runs in the k-th group (`lanes`), and begins after that of the bucket before. Messages
-from one rank to another have no such groups and no way to ask whether they came, so they have a thread that runs one
-reduction after the other.
+What a codec asks for begins as soon as its bucket is full. Collectives of one group must begin in
+the same order on all ranks: round k of every reduction runs in the k-th group (`lanes`), and begins
+after that of the bucket before. Messages from one rank to another have no such groups and no way to
+ask whether they came, so they have a thread that runs one reduction after the other.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Wire = RingTransport | OwnerTransport | BackendTransport
 
 @dataclass(frozen=True)
 class BucketMessage:
-    """What is reduced together: `flat` [n] holds tensors of these shapes, one after the other; `owner` sums it, where
-    the synchroniser has owners."""
+    """What is reduced together: `flat` [n] holds tensors of these shapes, one after the other;
+    `owner` sums it, where the synchroniser has owners."""
 
     flat: Tensor
     shapes: Shapes
@@ -47,7 +47,8 @@ class BucketMessage:
 
 
 class BucketExchange:
-    """The reductions of one engine's parcels over its replicas, and what their codec keeps from step to step."""
+    """The reductions of one engine's parcels over its replicas, and what their codec keeps from
+    step to step."""
 
     def __init__(self, sync: SyncEveryStep, mesh: Mesh, parcels: Sequence[BucketMessage]):
         self._codec, self._parcels = sync.codec, parcels
@@ -81,7 +82,10 @@ class BucketExchange:
 
     def asks(self, step: int) -> list[list[RequestSize]]:
         """What each parcel's codec asks for in a step."""
-        return [self._codec.asks(p.shapes, self._peers, p.flat.element_size(), step) for p in self._parcels]
+        return [
+            self._codec.asks(p.shapes, self._peers, p.flat.element_size(), step)
+            for p in self._parcels
+        ]
 
     def advance(self) -> None:
         """Go on with what has arrived."""
@@ -110,7 +114,9 @@ class FSDPReduceScatter(ReduceScatter):
         self._codec, self._unit, self._numel = codec, unit, like.numel()
         self.state = codec.state([tuple(like.shape)], like)
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -125,12 +131,17 @@ class FSDPReduceScatter(ReduceScatter):
         peers = ReplicaView(group.size(), group.rank(), sharded=True)
         if "residual" in self.state and input_tensor.numel() != self._numel:
             raise UnsupportedModel(
-                "sync.codec", self._codec.name,
-                f"a parameter of {self._unit or 'the root'} got no gradient, so what is kept does not fit",
-                "use it without feedback, or a model whose parameters all get a gradient in every step",
-            )  # fmt: skip
+                "sync.codec",
+                self._codec.name,
+                f"a parameter of {self._unit or 'the root'} got no gradient, so what is kept does"
+                " not fit",
+                "use it without feedback, or a model whose parameters all get a gradient in every"
+                " step",
+            )
         wire = BackendTransport([group])
-        for work in _rounds(self._codec.scatter(input_tensor, output_tensor, self.state, peers), wire):
+        for work in _rounds(
+            self._codec.scatter(input_tensor, output_tensor, self.state, peers), wire
+        ):
             work.wait()
         return None
 
@@ -141,7 +152,8 @@ class PolledExchange:
     def __init__(self, wire: BackendTransport, device: torch.device):
         self._wire = wire
         self._flying: list[_InflightReduction] = []
-        # on CUDA a stream of its own waits for the work, in the order of buckets, and the host does not
+        # on CUDA a stream of its own waits for the work, in the order of buckets, and the host does
+        # not
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch(self, reduction: Reduction, after: dist.Work | None) -> None:
@@ -160,7 +172,9 @@ class PolledExchange:
         """Go on with what has arrived."""
         before: _InflightReduction | None = None
         for flight in self._flying:
-            while flight.arrived() and (before is None or before.landed or before.round > flight.round):
+            while flight.arrived() and (
+                before is None or before.landed or before.round > flight.round
+            ):
                 flight.go_on()
             before = flight
         while self._flying and self._flying[0].landed:
@@ -221,7 +235,9 @@ class ThreadedExchange:
         return self.submit(lambda: run_reduction(reduction, wire, after))
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
-        modes = _get_current_dispatch_mode_stack()  # who watches this thread's operators watches those too
+        modes = (
+            _get_current_dispatch_mode_stack()
+        )  # who watches this thread's operators watches those too
 
         def run() -> None:
             with contextlib.ExitStack() as stack:
@@ -230,7 +246,9 @@ class ThreadedExchange:
                 stack.enter_context(torch.no_grad())
                 task()
 
-        self._running = [future for future in self._running if not future.done() or future.exception()]
+        self._running = [
+            future for future in self._running if not future.done() or future.exception()
+        ]
         self._running.append(self._thread.submit(run))
         return self._running[-1]
 

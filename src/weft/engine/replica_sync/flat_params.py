@@ -11,7 +11,8 @@ from torch import Tensor
 
 @dataclass
 class FlatParams:
-    """Plain tensors that this rank trains, with their names. A flat tensor [n] has one after the other."""
+    """Plain tensors that this rank trains, with their names. A flat tensor [n] has one after the
+    other."""
 
     names: Sequence[str]
     params: list[Tensor]

@@ -1,12 +1,15 @@
-"""Quorum: which replicas take part in an exchange, so that none waits for ever for one that died or stalls.
+"""Quorum: which replicas take part in an exchange, so that none waits for ever for one that died or
+stalls.
 
-Replicas meet at a store. One that comes to an exchange says so; when all that are in have come, or `timeout_s` after
-this one came, the first of those present to write down who takes part decides it for all (compare and set). When the
-exchange has run they vote: unless it went well for every one of them it counts for none, and is run again among those
-that come then. So all replicas that take part see the same members and the same result, or none.
+Replicas meet at a store. One that comes to an exchange says so; when all that are in have come, or
+`timeout_s` after this one came, the first of those present to write down who takes part decides it
+for all (compare and set). When the exchange has run they vote: unless it went well for every one of
+them it counts for none, and is run again among those that come then. So all replicas that take part
+see the same members and the same result, or none.
 
-A replica that finds an exchange decided without it is out. It asks to be let in again, as one that was started anew
-does; the last of the members at the next exchange gives it all that it has (`weft.engine.replica_sync.state_transfer`).
+A replica that finds an exchange decided without it is out. It asks to be let in again, as one that
+was started anew does; the last of the members at the next exchange gives it all that it has
+(`weft.engine.replica_sync.state_transfer`).
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ Who = tuple[tuple[int, int], ...]  # (replica, incarnation)
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """Where this process stands among replicas that step by themselves: `store` is where they meet, and this is the
-    `incarnation`-th process of its replica."""
+    """Where this process stands among replicas that step by themselves: `store` is where they meet,
+    and this is the `incarnation`-th process of its replica."""
 
     store: dist.Store
     replica: int
@@ -46,8 +49,9 @@ class ReplicaGroup:
 
 @dataclass
 class ExchangeRound:
-    """One exchange. `members`: the replicas that take part; `asking`: replica -> ticket of those that are to be let in
-    after it, by replica `giver`. `group`: of this rank and its like in the other members; None where it is alone."""
+    """One exchange. `members`: the replicas that take part; `asking`: replica -> ticket of those
+    that are to be let in after it, by replica `giver`. `group`: of this rank and its like in the
+    other members; None where it is alone."""
 
     members: tuple[int, ...]
     asking: dict[int, str]
@@ -62,8 +66,8 @@ class ExchangeRound:
 
 @dataclass
 class Membership:
-    """This rank's part: that of place `place` of `places` in its replica. All ranks of a replica come to the same
-    exchanges, in the same order. Not for use by two threads at once."""
+    """This rank's part: that of place `place` of `places` in its replica. All ranks of a replica
+    come to the same exchanges, in the same order. Not for use by two threads at once."""
 
     company: ReplicaGroup
     replicas: int
@@ -76,22 +80,26 @@ class Membership:
     _began: bool = False
     _asked: int = 0
     _let_in: set[tuple[int, str]] = field(default_factory=set)
-    _soon: list[list[str]] = field(default_factory=list)  # keys of the last exchanges, to be deleted
+    _soon: list[list[str]] = field(
+        default_factory=list
+    )  # keys of the last exchanges, to be deleted
     _later: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         company, self.replica = self.company, self.company.replica
         # engines that one world makes one after the other meet at places of their own
-        made = company.store.add(f"weft/engines/{company.replica}.{company.incarnation}.{self.place}", 1)
+        made = company.store.add(
+            f"weft/engines/{company.replica}.{company.incarnation}.{self.place}", 1
+        )
         # by a connection of its own, so that who waits keeps nobody from asking
         self._store = _meeting_place(company.store.clone(), made)
 
     # ---- an exchange ---------------------------------------------------------------------------------------------
 
     def run(self, name: str, work: Callable[[ExchangeRound], None]) -> ExchangeRound | None:
-        """Run `work` with the replicas that take part in this exchange, until it goes well for all of them: it may be
-        called again. None if it was decided without this one. Raises what `work` raises, if this rank is the first that
-        fails each time."""
+        """Run `work` with the replicas that take part in this exchange, until it goes well for all
+        of them: it may be called again. None if it was decided without this one. Raises what `work`
+        raises, if this rank is the first that fails each time."""
         timeout_s = self.timeout_s if self._began or self.company.incarnation else START_S
         self._began, failures = True, 0
         for attempt in count():
@@ -112,14 +120,17 @@ class Membership:
                 return meeting
             # others may learn of it only when what they wait for has timed out
             self._group, self._at, timeout_s = None, (), 2 * self.timeout_s
-            failures += result == self._name  # else it is a consequence of what another rank met with
+            failures += (
+                result == self._name
+            )  # else it is a consequence of what another rank met with
             if problem is not None and (failures == TRIES or not isinstance(problem, RuntimeError)):
                 raise problem
         raise AssertionError
 
     def count(self, meeting: ExchangeRound) -> None:
-        """From here on its members are those that take part. Each replica calls it at the same step: the exchange may
-        have ended sooner, and by that the first of the replicas, which speaks for all, would be told differently."""
+        """From here on its members are those that take part. Each replica calls it at the same
+        step: the exchange may have ended sooner, and by that the first of the replicas, which
+        speaks for all, would be told differently."""
         self.members = meeting.members
 
     def _meet(self, key: str, timeout_s: float) -> tuple[ExchangeRound, Who] | None:
@@ -138,7 +149,10 @@ class Membership:
         incarnations = tuple((replica, incarnation) for replica, incarnation in who["members"])
         members = tuple(replica for replica, _ in incarnations)
         asking = {int(replica): ticket for replica, ticket in who["asking"].items()}
-        return ExchangeRound(members, asking, members[-1], members.index(self.replica)), incarnations
+        return (
+            ExchangeRound(members, asking, members[-1], members.index(self.replica)),
+            incarnations,
+        )
 
     def _decided(self, key: str, here: list[str], timeout_s: float) -> str:
         """Who takes part, as it is written down."""
@@ -159,17 +173,29 @@ class Membership:
 
     def _propose(self, key: str, here: list[str], deadline: float) -> None:
         states = [self._state(replica) for replica in range(self.replicas)]
-        inside = [(replica, incarnation) for replica, (state, incarnation) in enumerate(states) if state == IN]
+        inside = [
+            (replica, incarnation)
+            for replica, (state, incarnation) in enumerate(states)
+            if state == IN
+        ]
         members = [
-            (replica, incarnation) for replica, incarnation in inside
-            if self._store.check([here[replica]]) and int(self._store.get(here[replica])) == incarnation
-        ]  # fmt: skip
-        missing = [replica for replica, incarnation in inside if (replica, incarnation) not in members]
+            (replica, incarnation)
+            for replica, incarnation in inside
+            if self._store.check([here[replica]])
+            and int(self._store.get(here[replica])) == incarnation
+        ]
+        missing = [
+            replica for replica, incarnation in inside if (replica, incarnation) not in members
+        ]
         if (missing and time.monotonic() < deadline) or not members:
             return
         asking = {}
         for replica, (state, _) in enumerate(states):
-            ticket = self._store.get(f"asks/{replica}").decode() if self._store.check([f"asks/{replica}"]) else ""
+            ticket = (
+                self._store.get(f"asks/{replica}").decode()
+                if self._store.check([f"asks/{replica}"])
+                else ""
+            )
             if state != IN and ticket and not ticket.startswith(GIVEN):
                 asking[replica] = ticket
         mine = json.dumps({"members": members, "asking": asking})
@@ -182,7 +208,9 @@ class Membership:
             self._group, self._at = None, who  # the old one goes before there is another
             if meeting.size > 1:
                 timeout = timedelta(seconds=self.timeout_s)
-                self._group = private_group(self._store, f"{key}/{self.place}", meeting.index, meeting.size, timeout)
+                self._group = private_group(
+                    self._store, f"{key}/{self.place}", meeting.index, meeting.size, timeout
+                )
         return self._group
 
     def _vote(self, key: str, meeting: ExchangeRound, well: bool) -> str:
@@ -197,7 +225,9 @@ class Membership:
         deadline = time.monotonic() + self.timeout_s
 
         def counted() -> bool:
-            late = time.monotonic() > deadline or any(self.has_ended(replica) for replica in meeting.members)
+            late = time.monotonic() > deadline or any(
+                self.has_ended(replica) for replica in meeting.members
+            )
             # a vote may have ended just now: the one that was written first counts
             if not self._store.check([done]) and late:
                 self._store.compare_set(done, "", "nobody")
@@ -213,14 +243,17 @@ class Membership:
     def _state(self, replica: int) -> tuple[str, int]:
         """IN, OUT or GONE, and which incarnation is in."""
         key = f"state/{replica}"
-        state, _, incarnation = (self._store.get(key).decode() if self._store.check([key]) else IN).partition(" ")
+        state, _, incarnation = (
+            self._store.get(key).decode() if self._store.check([key]) else IN
+        ).partition(" ")
         return state, int(incarnation or 0)
 
     def _is_in(self) -> bool:
         return self._state(self.replica) == (IN, self.company.incarnation)
 
     def _forget(self, soon: list[str], later: list[str]) -> None:
-        """What nobody reads any more goes. Who is so late that it misses what was decided is out by then."""
+        """What nobody reads any more goes. Who is so late that it misses what was decided is out by
+        then."""
         for waiting, keys, behind in ((self._soon, soon, 2), (self._later, later, 64)):
             waiting.append(keys)
             for key in waiting.pop(0) if self.place == 0 and len(waiting) > behind else ():
@@ -253,8 +286,8 @@ class Membership:
             self._store.set(f"state/{self.replica}", GONE)
 
     def ask(self) -> dist.ProcessGroup:
-        """Ask to be let in. A group of the replica that gives (rank 0) and this one. Raises WeftError: no other replica
-        goes on."""
+        """Ask to be let in. A group of the replica that gives (rank 0) and this one. Raises
+        WeftError: no other replica goes on."""
         self._asked, self.members = self._asked + 1, ()
         ticket = f"{self.company.incarnation}.{self._asked}"
         if self.place == 0:
@@ -270,15 +303,18 @@ class Membership:
             else:
                 lonely.append(time.monotonic())
                 if lonely[-1] - lonely[0] > self.timeout_s:
-                    raise WeftError(f"replica {self.replica} was left out, and no other goes on to catch up from")
+                    raise WeftError(
+                        f"replica {self.replica} was left out, and no other goes on to catch up"
+                        " from"
+                    )
             return self._store.check([granted])
 
         _until(heard)
         return self._pair(self.replica, ticket, 1)
 
     def grants(self, meeting: ExchangeRound) -> Iterator[dist.ProcessGroup]:
-        """For each replica that this one is to let in after a meeting: a group of this one (rank 0) and that. All ranks
-        of the replica call it."""
+        """For each replica that this one is to let in after a meeting: a group of this one (rank 0)
+        and that. All ranks of the replica call it."""
         for replica, ticket in meeting.asking.items() if meeting.giver == self.replica else ():
             if (replica, ticket) in self._let_in:  # two exchanges that overlap both know of it
                 continue
@@ -303,8 +339,8 @@ class Membership:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first of the replicas that go on: it speaks for all. One that was left out and does not
-        know it yet does not."""
+        """Whether this is the first of the replicas that go on: it speaks for all. One that was
+        left out and does not know it yet does not."""
         return bool(self.members) and self.replica == self.members[0] and self._is_in()
 
 
@@ -323,9 +359,11 @@ def is_left_out(store: dist.Store, replica: int) -> bool:
     return here.check([key]) and here.get(key) == OUT.encode()
 
 
-def private_group(store: dist.Store, name: str, index: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of processes that need share no other. It is none of those that torch.distributed counts, so it may
-    be made by some ranks alone."""
+def private_group(
+    store: dist.Store, name: str, index: int, size: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A gloo group of processes that need share no other. It is none of those that
+    torch.distributed counts, so it may be made by some ranks alone."""
     place = dist.PrefixStore(name, store.clone())
     group = dist.ProcessGroup(place, index, size)
     gloo = dist.ProcessGroupGloo(place, index, size, timeout)
@@ -335,7 +373,8 @@ def private_group(store: dist.Store, name: str, index: int, size: int, timeout: 
 
 
 def _until(true: Callable[[], bool]) -> None:
-    """Poll: a store's own wait would block all other threads that use it, and warns when its time is over."""
+    """Poll: a store's own wait would block all other threads that use it, and warns when its time
+    is over."""
     pause = POLL_S / 4
     while not true():
         time.sleep(pause)

@@ -1,13 +1,15 @@
 """Outer: replicas that step by themselves, and whose weights agree from time to time.
 
-Each fragment of the parameters has an anchor, the weights that all replicas last agreed on. Every `period` steps a
-replica sends anchor - weights; with D the mean over the replicas, as an outer SGD step (Reddi et al. 2021):
+Each fragment of the parameters has an anchor, the weights that all replicas last agreed on. Every
+`period` steps a replica sends anchor - weights; with D the mean over the replicas, as an outer SGD
+step (Reddi et al. 2021):
 
     V = momentum V + D        anchor = anchor - lr (D + momentum V if nesterov else V)        weights = anchor
 
-D arrives `delay` steps later, while the replica steps on: what it has done since is then kept on top of the new
-anchor, weights = anchor + (weights - weights when sent). Local SGD: lr 1, no momentum. BMUF (Chen & Huo 2016): block
-momentum and block rate. DiLoCo (Douillard et al. 2024), streaming DiLoCo (2025): Nesterov, fragments in turns.
+D arrives `delay` steps later, while the replica steps on: what it has done since is then kept on
+top of the new anchor, weights = anchor + (weights - weights when sent). Local SGD: lr 1, no
+momentum. BMUF (Chen & Huo 2016): block momentum and block rate. DiLoCo (Douillard et al. 2024),
+streaming DiLoCo (2025): Nesterov, fragments in turns.
 
 The mean is over the replicas that take part (`Quorum`): one that died or stalled is left out.
 """
@@ -56,7 +58,8 @@ class ParamFragment:
 
 
 class OuterOptimizer:
-    """One rank's part. `params`: name -> the plain tensor that this rank trains. `plan`: of all replicas."""
+    """One rank's part. `params`: name -> the plain tensor that this rank trains. `plan`: of all
+    replicas."""
 
     def __init__(self, plan: Plan, params: dict[str, Tensor], quorum: Membership):
         sync = plan.sync
@@ -65,16 +68,22 @@ class OuterOptimizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-exchange")
         self.sent_bytes = 0.0  # on the wire of this rank, since the beginning
         self.left = False  # an exchange was decided without this replica, which has to catch up
-        self.ended: list[ExchangeRound] = []  # exchanges that have ended, for who lets others in to take from
+        self.ended: list[
+            ExchangeRound
+        ] = []  # exchanges that have ended, for who lets others in to take from
         self._summed = (0, 0)  # the last step in which numbers were summed, and how often
         turns = range(1, sync.fragments + 1)
-        self.fragments = [ParamFragment(turn * sync.period // sync.fragments % sync.period) for turn in turns]
+        self.fragments = [
+            ParamFragment(turn * sync.period // sync.fragments % sync.period) for turn in turns
+        ]
         for (number, *_), names in _together(plan, sync.fragments, params).items():
             tensors = [params[name] for name in names]
             anchor = torch.cat([p.reshape(-1) for p in tensors])
             momentum = torch.zeros_like(anchor) if sync.momentum else None
             state = sync.codec.state([tuple(p.shape) for p in tensors], anchor)
-            self.fragments[number].messages.append(FragmentMessage(names, tensors, anchor, momentum, state))
+            self.fragments[number].messages.append(
+                FragmentMessage(names, tensors, anchor, momentum, state)
+            )
 
     @property
     def messages(self) -> list[FragmentMessage]:
@@ -82,7 +91,8 @@ class OuterOptimizer:
         return [message for fragment in self.fragments for message in fragment.messages]
 
     def under_way(self, fragment: ParamFragment, step: int) -> bool:
-        """Whether an exchange of this fragment has begun by the end of this step, and is still to be merged."""
+        """Whether an exchange of this fragment has begun by the end of this step, and is still to
+        be merged."""
         since = (step - fragment.offset) % self._sync.period
         return step > since and since < self._sync.delay and step - since > 0
 
@@ -97,7 +107,8 @@ class OuterOptimizer:
                 self._merge(fragment)
 
     def add(self, total: Tensor, step: int) -> None:
-        """Sum over the replicas that take part, in place, after a step. All of them call it as often."""
+        """Sum over the replicas that take part, in place, after a step. All of them call it as
+        often."""
         self.settle()
         self._summed = (step, self._summed[1] + 1 if self._summed[0] == step else 1)
         own = total.clone()
@@ -111,7 +122,9 @@ class OuterOptimizer:
 
     def settle(self) -> None:
         """Wait for what is under way. All replicas that take part do so at the same step."""
-        for fragment in sorted(self.fragments, key=lambda each: each.sent_at):  # the last one counts
+        for fragment in sorted(
+            self.fragments, key=lambda each: each.sent_at
+        ):  # the last one counts
             self._arrive(fragment)
 
     def wait(self) -> None:
@@ -161,14 +174,19 @@ class OuterOptimizer:
                     message.state[key].copy_(value)
                 torch.sub(message.anchor, message.sent, out=message.mean)
                 if meeting.group is not None:
-                    reduction = self._sync.codec.reduce(message.mean, message.state, message.shapes, peers)
+                    reduction = self._sync.codec.reduce(
+                        message.mean, message.state, message.shapes, peers
+                    )
                     run_reduction(reduction, BackendTransport([meeting.group]), None)
                     message.mean.div_(meeting.size)
                     self.sent_bytes += self._message_bytes(message, peers)
 
         self.clock.begin()
         name = f"step/{step}/{self.fragments.index(fragment)}"
-        fragment.exchange, fragment.sent_at = self._thread.submit(self._quorum.run, name, work), step
+        fragment.exchange, fragment.sent_at = (
+            self._thread.submit(self._quorum.run, name, work),
+            step,
+        )
 
     def _message_bytes(self, message: FragmentMessage, peers: ReplicaView) -> float:
         """On the wire of this rank."""
@@ -187,7 +205,11 @@ class OuterOptimizer:
         sync, anchor, step = self._sync, message.anchor, message.mean
         if message.momentum is not None:
             message.momentum.mul_(sync.momentum).add_(step)
-            step = step.add(message.momentum, alpha=sync.momentum) if sync.nesterov else message.momentum
+            step = (
+                step.add(message.momentum, alpha=sync.momentum)
+                if sync.nesterov
+                else message.momentum
+            )
         anchor.sub_(step, alpha=sync.lr)
         if not sync.delay:
             for p, new in zip(message.params, message.views(anchor), strict=True):
@@ -219,8 +241,9 @@ class OuterOptimizer:
 
 
 def _together(plan: Plan, fragments: int, names: Collection[str]) -> dict[tuple, list[str]]:
-    """Which of these parameters go in one message: those of a fragment of the whole model that lie alike. What other
-    ranks of the replica hold as this one does is not encoded with what is this rank's alone."""
+    """Which of these parameters go in one message: those of a fragment of the whole model that lie
+    alike. What other ranks of the replica hold as this one does is not encoded with what is this
+    rank's alone."""
     trained, table = [w for w in plan.weights if w.trainable], plan.params()
     places = bucket_owners([prod(w.shape) for w in trained], fragments)
     found: dict[tuple, list[str]] = {}

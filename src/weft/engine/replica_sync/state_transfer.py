@@ -1,4 +1,5 @@
-"""Catch-up: one replica takes over all that another one has, rank by rank, and goes on from its step."""
+"""Catch-up: one replica takes over all that another one has, rank by rank, and goes on from its
+step."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from .transports import start_async
 
 
 def send_state(group: dist.ProcessGroup, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-    """Send facts (JSON values) and tensors to rank 1 of the group. Raises RuntimeError if it does not take them."""
+    """Send facts (JSON values) and tensors to rank 1 of the group. Raises RuntimeError if it does
+    not take them."""
     text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
     for message in [torch.tensor([text.numel()]), text, *map(_bytes, tensors)]:
         if message.numel():
@@ -41,4 +43,10 @@ def receive_tensors(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return (
+        tensor.detach()
+        .cpu()
+        .clone(memory_format=torch.contiguous_format)
+        .reshape(-1)
+        .view(torch.uint8)
+    )

@@ -1,4 +1,5 @@
-"""How what a codec asks for is carried between replicas: by the backend's collectives, round a ring, or to owners."""
+"""How what a codec asks for is carried between replicas: by the backend's collectives, round a
+ring, or to owners."""
 
 from __future__ import annotations
 
@@ -35,12 +36,18 @@ class BackendTransport:
             return start_async(dist.all_reduce(ask.tensor, group=group, async_op=True)), ask.tensor
         if isinstance(ask, AllGatherRequest):
             every = ask.message.new_empty((group.size(), *ask.message.shape))
-            return start_async(dist.all_gather_single(every.view(-1), ask.message, group=group, async_op=True)), every
+            return start_async(
+                dist.all_gather_single(every.view(-1), ask.message, group=group, async_op=True)
+            ), every
         if ask.sums:
             part = ask.messages.new_empty(ask.messages.shape[1:])
-            return start_async(dist.reduce_scatter_single(part, ask.messages.view(-1), group=group, async_op=True)), part
+            return start_async(
+                dist.reduce_scatter_single(part, ask.messages.view(-1), group=group, async_op=True)
+            ), part
         got = torch.empty_like(ask.messages)
-        return start_async(dist.all_to_all_single(got, ask.messages, group=group, async_op=True)), got
+        return start_async(
+            dist.all_to_all_single(got, ask.messages, group=group, async_op=True)
+        ), got
 
     def answer(self, ask: CommRequest) -> Tensor:
         """What is asked for. Blocks."""
@@ -50,15 +57,15 @@ class BackendTransport:
 
 
 def start_async(work: dist.Work | None) -> dist.Work:
-    """What was begun asynchronously. A collective that blocks names its group when it fails, and finds no name for one
-    that torch.distributed does not count."""
+    """What was begun asynchronously. A collective that blocks names its group when it fails, and
+    finds no name for one that torch.distributed does not count."""
     assert work is not None
     return work
 
 
 class RingTransport:
-    """Point-to-point messages between neighbours. `rings`: this rank's, the one inside a host first; `group`: all of
-    them."""
+    """Point-to-point messages between neighbours. `rings`: this rank's, the one inside a host
+    first; `group`: all of them."""
 
     def __init__(self, group: dist.ProcessGroup, rings: Sequence[dist.ProcessGroup]):
         self._group, self._rings = group, rings
@@ -120,20 +127,24 @@ def _bounds(n: int, parts: int) -> list[int]:
 
 
 def _around(ring: dist.ProcessGroup, x: Tensor, bounds: list[int], turns: range) -> None:
-    """Some of the 2 (size - 1) turns of a sum. In each a rank gets a segment from the one before, chunk by chunk, and
-    passes it on in the next. In the first half it adds what came to its own, in the second it puts it in place."""
+    """Some of the 2 (size - 1) turns of a sum. In each a rank gets a segment from the one before,
+    chunk by chunk, and passes it on in the next. In the first half it adds what came to its own, in
+    the second it puts it in place."""
     size, rank = ring.size(), ring.rank()
     left, right = (rank - 1) % size, (rank + 1) % size
     per = max(1, CHUNK_BYTES // x.element_size())
 
     def chunks(segment: int) -> list[Tensor]:
         start, stop = bounds[segment % size], bounds[segment % size + 1]
-        return [x[a:b] for a, b in pairwise([*range(start, stop, per), stop])] if stop > start else []
+        return (
+            [x[a:b] for a, b in pairwise([*range(start, stop, per), stop])] if stop > start else []
+        )
 
-    # All at once: gloo sends what a receive is posted for, and the word that one is posted would, between two ranks,
-    # queue up behind what goes the other way.
+    # All at once: gloo sends what a receive is posted for, and the word that one is posted would,
+    # between two ranks, queue up behind what goes the other way.
     wanted = [(turn, part) for turn in turns for part in chunks(rank - turn - 1)]
-    # In place, too: a sum comes back only after all ranks, this one among them, have sent their parts of it.
+    # In place, too: a sum comes back only after all ranks, this one among them, have sent their
+    # parts of it.
     places = [torch.empty_like(part) if turn < size - 1 else part for turn, part in wanted]
     works = [_receive(place, left, ring) for place in places]
     sends = [_send(chunk, right, ring) for chunk in chunks(rank - turns.start)] if turns else []
@@ -177,7 +188,10 @@ class OwnerTransport:
             self.spread(x)
             return x
         parts = [torch.empty_like(x) for _ in self._others()]
-        works = [_receive(part, peer, self._group) for part, peer in zip(parts, self._others(), strict=True)]
+        works = [
+            _receive(part, peer, self._group)
+            for part, peer in zip(parts, self._others(), strict=True)
+        ]
         for work, part in zip(works, parts, strict=True):  # in rank order, whatever arrives first
             work.wait()
             x.add_(part)
@@ -206,18 +220,27 @@ def _receive(x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
 
 
 def wire_bytes(kind: str, nbytes: int, size: int) -> float:
-    """Bytes that a rank sends for a collective of `size` ranks, as a ring does it (Patarasuk & Yuan 2009)."""
+    """Bytes that a rank sends for a collective of `size` ranks, as a ring does it (Patarasuk & Yuan
+    2009)."""
     if kind == "send":
         return nbytes
     return nbytes * (2 if kind == "all_reduce" else 1) * (size - 1) / size
 
 
-def request_traffic(route: Route, local: int, asked: RequestSize, peers: ReplicaView, owner: int) -> Iterator[tuple[str, int]]:
-    """The collectives and messages of this rank that carry what is asked for: (kind, bytes), as `comms` counts them."""
+def request_traffic(
+    route: Route, local: int, asked: RequestSize, peers: ReplicaView, owner: int
+) -> Iterator[tuple[str, int]]:
+    """The collectives and messages of this rank that carry what is asked for: (kind, bytes), as
+    `comms` counts them."""
     kind, elements, itemsize, _ = asked
     size, rank = peers.size, peers.index
     if route == "backend":
-        name = {"sum": "all_reduce", "gather": "all_gather", "scatter": "all_to_all", "sum_scatter": "reduce_scatter"}
+        name = {
+            "sum": "all_reduce",
+            "gather": "all_gather",
+            "scatter": "all_to_all",
+            "sum_scatter": "reduce_scatter",
+        }
         yield name[kind], asked.nbytes * (1 if kind == "sum" else size)
     elif route == "owners":
         if rank != owner:
@@ -227,9 +250,16 @@ def request_traffic(route: Route, local: int, asked: RequestSize, peers: Replica
     elif kind == "scatter":
         yield from [("send", asked.nbytes)] * (size - 1)
     else:
-        rings = [(size, rank)] if local == 1 else [(local, rank % local), (size // local, rank // local)]
+        rings = (
+            [(size, rank)]
+            if local == 1
+            else [(local, rank % local), (size // local, rank // local)]
+        )
         passed = _sum_sends if kind == "sum" else _gather_sends
-        yield from (("send", count * itemsize) for count in passed(elements, rings, max(1, CHUNK_BYTES // itemsize)))
+        yield from (
+            ("send", count * itemsize)
+            for count in passed(elements, rings, max(1, CHUNK_BYTES // itemsize))
+        )
 
 
 def _sum_sends(n: int, rings: list[tuple[int, int]], per: int) -> Iterator[int]:
@@ -243,7 +273,11 @@ def _sum_sends(n: int, rings: list[tuple[int, int]], per: int) -> Iterator[int]:
         for turn in range(size - 1):
             segment = (first - turn) % size
             yield from _cut(bounds[segment + 1] - bounds[segment], per)
-    yield from _sum_sends(bounds[own + 1] - bounds[own], outer, per) if size > 1 else _sum_sends(n, outer, per)
+    yield from (
+        _sum_sends(bounds[own + 1] - bounds[own], outer, per)
+        if size > 1
+        else _sum_sends(n, outer, per)
+    )
 
 
 def _gather_sends(n: int, rings: list[tuple[int, int]], per: int) -> Iterator[int]:

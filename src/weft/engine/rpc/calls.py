@@ -1,9 +1,11 @@
-"""Calls of modules that live in other processes, by torch.distributed.rpc, and what makes their backward complete.
+"""Calls of modules that live in other processes, by torch.distributed.rpc, and what makes their
+backward complete.
 
-Distributed autograd waits, in every process, for a gradient of each message that a forward has sent; of a message whose
-tensors the loss does not need none would come, for ever. So a call's answer has a token beside it, a small tensor that
-hangs on all that arrived and all that is returned, and the loss hangs on every token: of every message gradients come
-by. Which of them the loss needs is known before backward begins; the others end where they arrive, as on one device.
+Distributed autograd waits, in every process, for a gradient of each message that a forward has
+sent; of a message whose tensors the loss does not need none would come, for ever. So a call's
+answer has a token beside it, a small tensor that hangs on all that arrived and all that is
+returned, and the loss hangs on every token: of every message gradients come by. Which of them the
+loss needs is known before backward begins; the others end where they arrive, as on one device.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ Edge = tuple[Any, int]  # a node of the graph, and which of its outputs
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a placed module: where the program is, which the answer depends on beside the arguments."""
+    """One call of a placed module: where the program is, which the answer depends on beside the
+    arguments."""
 
     module: str
     training: bool
@@ -42,8 +45,8 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class CallAnswer:
-    """`uses`: for each result with a gradient, which arguments with a gradient it is computed from. `calls`: how many
-    dropout masks have been drawn at this place by now."""
+    """`uses`: for each result with a gradient, which arguments with a gradient it is computed from.
+    `calls`: how many dropout masks have been drawn at this place by now."""
 
     output: Any
     token: Tensor | None
@@ -53,8 +56,8 @@ class CallAnswer:
 
 @dataclass(frozen=True)
 class OpenCall:
-    """A call whose backward is to come: its arguments and results that have gradients, as edges of the graph: a change
-    in place gives a tensor another one."""
+    """A call whose backward is to come: its arguments and results that have gradients, as edges of
+    the graph: a change in place gives a tensor another one."""
 
     arguments: list[Edge]
     results: list[Edge]
@@ -64,20 +67,25 @@ class OpenCall:
 
 
 class ModuleCalls:
-    """The driver's. `count`, `sent_bytes` and `came_bytes` are of all calls so far, gradients included."""
+    """The driver's. `count`, `sent_bytes` and `came_bytes` are of all calls so far, gradients
+    included."""
 
     def __init__(self) -> None:
         self.count = self.sent_bytes = self.came_bytes = 0
         self.number = 0  # of the next call in its microbatch
         self._open: list[OpenCall] = []  # of this microbatch
-        self.refused: UnsupportedModel | None = None  # in a backward, which tells nobody why it failed
+        self.refused: UnsupportedModel | None = (
+            None  # in a backward, which tells nobody why it failed
+        )
 
     def begin(self) -> None:
         """A microbatch begins."""
         self.number = 0
         self._open.clear()
 
-    def __call__(self, worker: str, function: Any, call: ModuleCall, args: tuple, kwargs: dict) -> CallAnswer:
+    def __call__(
+        self, worker: str, function: Any, call: ModuleCall, args: tuple, kwargs: dict
+    ) -> CallAnswer:
         """What `function(call, args, kwargs)` gives on this worker."""
         if torch._C._current_graph_task_id() != -1:
             problem = "is called in a backward, which computes a forward of the driver's again"
@@ -90,7 +98,9 @@ class ModuleCalls:
         edges = [*map(edge, arguments)]
         if arguments:
             args, kwargs = _replaced((args, kwargs), _SendArguments.apply(needed, *arguments))
-        found: CallAnswer | WeftError = await_answer(worker, rpc.rpc_async(worker, function, (call, args, kwargs), timeout=0))
+        found: CallAnswer | WeftError = await_answer(
+            worker, rpc.rpc_async(worker, function, (call, args, kwargs), timeout=0)
+        )
         if isinstance(found, WeftError):
             raise found
         back = tensors_in(found.output)
@@ -99,11 +109,14 @@ class ModuleCalls:
         self.sent_bytes += _nbytes(tensors_in((args, kwargs))) + _nbytes(results)
         self.came_bytes += _nbytes(back) + _nbytes(arguments)
         if found.token is not None:
-            self._open.append(OpenCall(edges, [*map(edge, results)], found.token, found.uses, needed))
+            self._open.append(
+                OpenCall(edges, [*map(edge, results)], found.token, found.uses, needed)
+            )
         return found
 
     def root(self, loss: Tensor) -> Tensor:
-        """The loss, in whose backward every call of this microbatch hears which of its results are needed."""
+        """The loss, in whose backward every call of this microbatch hears which of its results are
+        needed."""
         if not self._open:
             return loss
         graph = BackwardGraph([edge(loss)])
@@ -111,7 +124,9 @@ class ModuleCalls:
         for call in reversed(self._open):
             needed = [t in graph for t in call.results]
             used = [[n and u for u in uses] for n, uses in zip(needed, call.uses, strict=True)]
-            call.needed[:] = [any(column) for column in zip(*used, strict=True)] or [False] * len(call.arguments)
+            call.needed[:] = [any(column) for column in zip(*used, strict=True)] or [False] * len(
+                call.arguments
+            )
             graph.add([t for t, n in zip(call.arguments, call.needed, strict=True) if n])
             masks.insert(0, torch.tensor([0.0, *needed]))
         root: Tensor = _LossRoot.apply(loss, masks, *(call.token for call in self._open))
@@ -119,13 +134,16 @@ class ModuleCalls:
 
 
 def await_answer(worker: str, future: Any) -> Any:
-    """What a call gives. Raises the module's own error, or one that names the worker that does not answer."""
+    """What a call gives. Raises the module's own error, or one that names the worker that does not
+    answer."""
     try:
         return future.wait()
     except RuntimeError as error:
         if "On WorkerInfo(" in str(error):
             raise
-        raise RuntimeError(f"worker {worker} does not answer: {str(error).splitlines()[0]}") from error
+        raise RuntimeError(
+            f"worker {worker} does not answer: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def make_answer(call: ModuleCall, output: Any, arrived: Sequence[Tensor], calls: int) -> CallAnswer:
@@ -134,9 +152,11 @@ def make_answer(call: ModuleCall, output: Any, arrived: Sequence[Tensor], calls:
     own = [t for t in tensors_in(output) if t.requires_grad]
     if own and not call.grad:
         raise UnsupportedModel(
-            "workers", call.module, "returns a weight where it is called without gradients",
+            "workers",
+            call.module,
+            "returns a weight where it is called without gradients",
             "let it return weight.detach() there, or leave it to the driver",
-        )  # fmt: skip
+        )
     if not own and not arrived:
         return CallAnswer(output, None, [], calls)
     graphs = (BackwardGraph([edge(each)] if arrived else []) for each in own)
@@ -147,14 +167,17 @@ def make_answer(call: ModuleCall, output: Any, arrived: Sequence[Tensor], calls:
 
 @contextmanager
 def check_unchanged(module: str, arguments: Any) -> Iterator[None]:
-    """Refuse a module that changes its arguments: they are copies, and the driver's would stay as they were."""
+    """Refuse a module that changes its arguments: they are copies, and the driver's would stay as
+    they were."""
     before = _marks(arguments)
     yield
     if _marks(arguments) != before:
         raise UnsupportedModel(
-            "workers", module, "changes its arguments in place, which the driver would not see",
+            "workers",
+            module,
+            "changes its arguments in place, which the driver would not see",
             "let it return what it changes, or leave it to the driver",
-        )  # fmt: skip
+        )
 
 
 def _marks(arguments: Any) -> list[Any]:
@@ -212,7 +235,11 @@ class _ReturnResults(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *own, mask = grads
         needed = mask[1:].tolist()
-        return None, *(g if n else None for g, n in zip(own, needed, strict=True)), *[None] * ctx.arrived
+        return (
+            None,
+            *(g if n else None for g, n in zip(own, needed, strict=True)),
+            *[None] * ctx.arrived,
+        )
 
 
 class _LossRoot(torch.autograd.Function):
@@ -239,9 +266,12 @@ def _known(module: str, structure: Any) -> Any:
     for part in other_leaves(structure):
         if not isinstance(part, SIMPLE):
             raise UnsupportedModel(
-                "workers", module, f"a {type(part).__name__} enters or leaves it",
-                "pass tensors, numbers and texts, in tuples, lists, dicts or dataclasses, or leave it to the driver",
-            )  # fmt: skip
+                "workers",
+                module,
+                f"a {type(part).__name__} enters or leaves it",
+                "pass tensors, numbers and texts, in tuples, lists, dicts or dataclasses, or leave"
+                " it to the driver",
+            )
     return structure
 
 

@@ -1,7 +1,8 @@
 """Remote: a model some of whose modules live on named workers, and one optimizer step of it.
 
-All processes run the same program, as ranks of a layout do. In a step rank 0, the driver, runs the model's own forward,
-the loss and the backward; a worker answers its calls meanwhile, and gets the step's result when it is over.
+All processes run the same program, as ranks of a layout do. In a step rank 0, the driver, runs the
+model's own forward, the loss and the backward; a worker answers its calls meanwhile, and gets the
+step's result when it is over.
 """
 
 from __future__ import annotations
@@ -57,12 +58,13 @@ CPU = torch.device("cpu")
 
 
 class Remote:
-    """Trains `model` with the modules that `workers` names, worker -> globs, on those workers. Rank 0 is the driver,
-    rank i the i-th worker. Every rank makes one, of a model made alike; it keeps what lives on it, and drops the rest.
+    """Trains `model` with the modules that `workers` names, worker -> globs, on those workers. Rank
+    0 is the driver, rank i the i-th worker. Every rank makes one, of a model made alike; it keeps
+    what lives on it, and drops the rest.
 
-    `plan` is of the layout dp1. The other arguments are those of `weft.Engine`, and so are the numbers. The default
-    process group must be there, and torch.distributed.rpc, with `places.names` as names by rank
-    (`weft.launch.rpc.rpc_session`). Raises Refusal.
+    `plan` is of the layout dp1. The other arguments are those of `weft.Engine`, and so are the
+    numbers. The default process group must be there, and torch.distributed.rpc, with `places.names`
+    as names by rank (`weft.launch.rpc.rpc_session`). Raises Refusal.
     """
 
     # what replicas have that step by themselves; here is one
@@ -93,28 +95,48 @@ class Remote:
         self.inputs = tuple(inputs) if inputs is not None else named_inputs(model)
         self.mesh = Mesh(plan.layout, CPU, alone=True)
         self.randomness = Randomness(seed)
-        self.sequence = ContextParallel(plan, self.mesh, self.randomness, named_inputs(model), self.inputs)
+        self.sequence = ContextParallel(
+            plan, self.mesh, self.randomness, named_inputs(model), self.inputs
+        )
         self.stages = StageModel(model, plan, CPU, self.inputs, None, self.sequence)
-        self.functions = FunctionOverrides(self.randomness, plan.recompute == "selective", mesh=self.mesh)
-        self.functions.scale = 1.0 / plan.batch  # a constant divisor: the true mean is taken at the end
-        self.around: tuple[Callable[[], AbstractContextManager], ...] = ()  # entered where a worker runs its modules
+        self.functions = FunctionOverrides(
+            self.randomness, plan.recompute == "selective", mesh=self.mesh
+        )
+        self.functions.scale = (
+            1.0 / plan.batch
+        )  # a constant divisor: the true mean is taken at the end
+        self.around: tuple[
+            Callable[[], AbstractContextManager], ...
+        ] = ()  # entered where a worker runs its modules
         self.heard: Callable[[], None] = lambda: None  # told of every call that a worker answers
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
         self._training: bool | None = None  # the mode that the model is in
-        self.dispatch = parallelize(plan, model, self.mesh, self.randomness)  # names places of dropout, recomputes
+        self.dispatch = parallelize(
+            plan, model, self.mesh, self.randomness
+        )  # names places of dropout, recomputes
         drop_remote_weights(model, self.places, self.here)
         for name, worker in self.places.modules.items():
-            if worker != self.here:  # the attribute that Module.__call__ asks first: hooks run where the module lives
-                vars(model.get_submodule(name))["_compiled_call_impl"] = partial(self._elsewhere, name)
+            if (
+                worker != self.here
+            ):  # the attribute that Module.__call__ asks first: hooks run where the module lives
+                vars(model.get_submodule(name))["_compiled_call_impl"] = partial(
+                    self._elsewhere, name
+                )
         self.loads = ExpertLoad(model, (), self.mesh)
-        self.params = {name: p for name, p in model.named_parameters() if not isinstance(p, RemoteTensor)}
-        self._absent_buffers = {name for name, b in model.named_buffers() if isinstance(b, RemoteTensor)}
+        self.params = {
+            name: p for name, p in model.named_parameters() if not isinstance(p, RemoteTensor)
+        }
+        self._absent_buffers = {
+            name for name, b in model.named_buffers() if isinstance(b, RemoteTensor)
+        }
         trainable = [(name, p) for name, p in self.params.items() if p.requires_grad]
         self.optimizer = optimizer(trainable or [("", nn.Parameter(torch.zeros(0)))])
         if not isinstance(self.optimizer, ELEMENTWISE):
             kinds = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             problem = "is not known to update each tensor by itself, and each worker has its own"
-            raise ConfigError("optimizer.name", type(self.optimizer).__name__, problem, f"use one of {kinds}")
+            raise ConfigError(
+                "optimizer.name", type(self.optimizer).__name__, problem, f"use one of {kinds}"
+            )
         self.calls = ModuleCalls()
         self.waited_s = 0.0  # for other stages, of which it has none
         self.steps_done = 0
@@ -125,7 +147,8 @@ class Remote:
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> StepResult:
-        """One optimizer step on a batch: dict of tensors [batch, ...] on the driver, anything on a worker."""
+        """One optimizer step on a batch: dict of tensors [batch, ...] on the driver, anything on a
+        worker."""
         if self.here == DRIVER:
             check_batch(batch, self.plan.batch, self.plan.batch)
             self._mode(True)  # a worker's modules may still be evaluated for the driver
@@ -147,7 +170,9 @@ class Remote:
     def _step(self, batch: Batch) -> Tensor:
         """Loss, weight, norm, whether there is one, whether the step was left out."""
         micros = MicroBatches(batch, self.plan.microbatch, self.plan.accumulate)
-        squares, loss, weight = sum(self._microbatch(number, micros[number]) for number in range(len(micros)))
+        squares, loss, weight = sum(
+            self._microbatch(number, micros[number]) for number in range(len(micros))
+        )
         factor, norm = self.plan.batch / weight, squares.sqrt() * self.plan.batch / weight
         normed = self.clip is not None or self.trust is not None
         taken = self.trust is None or self.trust(float(norm))
@@ -157,11 +182,14 @@ class Remote:
         return torch.tensor([loss / weight, weight, norm, normed, not taken], dtype=torch.float64)
 
     def _microbatch(self, number: int, micro: Batch) -> Tensor:
-        """Squares of the gradients' norms after the last microbatch, where asked for; the loss, and its weight."""
+        """Squares of the gradients' norms after the last microbatch, where asked for; the loss, and
+        its weight."""
         first, size = number * self.plan.microbatch, self.plan.microbatch
         self.randomness.begin(self.steps_done, [*range(first, first + size)])
         self.calls.begin()
-        torch.default_generator.manual_seed(mix_key(self.randomness.seed, self.steps_done, number, 0) % 2**63)
+        torch.default_generator.manual_seed(
+            mix_key(self.randomness.seed, self.steps_done, number, 0) % 2**63
+        )
         with autograd.context() as context:
             with self.functions:
                 _, output = self.stages(0, micro, {})
@@ -173,28 +201,42 @@ class Remote:
             except RuntimeError as error:
                 failed = RuntimeError(f"the backward of step {self.steps_done} failed: {error}")
                 raise self.calls.refused or failed from error
-            last = number == self.plan.accumulate - 1 and (self.clip is not None or self.trust is not None)
+            last = number == self.plan.accumulate - 1 and (
+                self.clip is not None or self.trust is not None
+            )
             squares = sum(self._everywhere(_collect, context, self.steps_done, last))
         counted = torch.as_tensor(weight).detach().double()
-        return torch.stack([torch.tensor(squares, dtype=torch.float64), loss.detach().double(), counted])
+        return torch.stack(
+            [torch.tensor(squares, dtype=torch.float64), loss.detach().double(), counted]
+        )
 
     def _everywhere(self, function: Callable, *args: Any) -> list[Any]:
         """What `function(*args)` gives in every process, the driver's own first."""
         workers = self.places.workers
         futures = [rpc.rpc_async(worker, function, args, timeout=0) for worker in workers]
         own = function(*args)
-        return [own, *(await_answer(worker, future) for worker, future in zip(workers, futures, strict=True))]
+        return [
+            own,
+            *(
+                await_answer(worker, future)
+                for worker, future in zip(workers, futures, strict=True)
+            ),
+        ]
 
     def collect(self, context: int, step: int, norm: bool) -> float:
-        """Add the gradients of a microbatch to those of the step; the squared norm of these, if asked for."""
+        """Add the gradients of a microbatch to those of the step; the squared norm of these, if
+        asked for."""
         self._wait_for(step)
         for p, grad in autograd.get_gradients(context).items():
             p.grad = grad if p.grad is None else p.grad.add_(grad)
         grads = [p.grad for p in self.params.values() if p.grad is not None] if norm else []
-        return float(torch.stack(torch._foreach_norm(grads)).double().square().sum()) if grads else 0.0
+        return (
+            float(torch.stack(torch._foreach_norm(grads)).double().square().sum()) if grads else 0.0
+        )
 
     def finish(self, step: int, factor: float | None) -> None:
-        """Take the step that all processes are in, with gradients times `factor`; None: leave it out."""
+        """Take the step that all processes are in, with gradients times `factor`; None: leave it
+        out."""
         self._wait_for(step)
         if factor is not None:
             grads = [p.grad for p in self.params.values() if p.grad is not None]
@@ -203,7 +245,8 @@ class Remote:
         rebalance_gates(self.model, absent=self._absent_buffers, taken=factor is not None)
 
     def _wait_for(self, step: int) -> None:
-        """Until this process is in that step: before, it may still be copying what a checkpoint is to hold."""
+        """Until this process is in that step: before, it may still be copying what a checkpoint is
+        to hold."""
         with self._turn:
             self._turn.wait_for(lambda: self._at >= step)
 
@@ -226,7 +269,9 @@ class Remote:
             for micro in map(micros.__getitem__, range(len(micros))):
                 output = self.forward(micro)
                 with self.stages.autocast():
-                    total += torch.stack([torch.as_tensor(each).double() for each in self.loss(output, micro)])
+                    total += torch.stack(
+                        [torch.as_tensor(each).double() for each in self.loss(output, micro)]
+                    )
             loss, weight = total[0] / total[1], total[1]
         return StepResult(loss, weight)
 
@@ -247,15 +292,26 @@ class Remote:
         if self.here != DRIVER:
             problem = f"lives on {worker}, and is called on {self.here}"
             raise UnsupportedModel(
-                "workers", name, problem, "place what calls it on the same worker, or leave it to the driver"
+                "workers",
+                name,
+                problem,
+                "place what calls it on the same worker, or leave it to the driver",
             )
         cast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         samples = (draws.samples[0], draws.samples[-1] + 1) if draws.samples else (0, 0)
         call = ModuleCall(
-            name, bool(self._training), torch.is_grad_enabled(), cast, self.steps_done, samples, draws.place,
-            draws.calls, draws.apart, self.calls.number,
+            name,
+            bool(self._training),
+            torch.is_grad_enabled(),
+            cast,
+            self.steps_done,
+            samples,
+            draws.place,
+            draws.calls,
+            draws.apart,
+            self.calls.number,
             tuple(module.training for module in self.model.get_submodule(name).modules()),
-        )  # fmt: skip
+        )
         answer = self.calls(worker, _answer, call, args, kwargs)
         draws.calls = answer.calls
         return answer.output
@@ -266,7 +322,9 @@ class Remote:
             self._wait_for(call.step)
         self.heard()
         self._mode(call.training)
-        for module, training in zip(self.model.get_submodule(call.module).modules(), call.modes, strict=True):
+        for module, training in zip(
+            self.model.get_submodule(call.module).modules(), call.modes, strict=True
+        ):
             module.training = training  # a forward may have set it
         draws = self.randomness
         draws.begin(call.step, [*range(*call.samples)])
@@ -282,7 +340,9 @@ class Remote:
                 stack.enter_context(self.functions)
                 stack.enter_context(torch.random.fork_rng([]))
                 place = self.places.workers.index(self.here) + 1, call.number
-                torch.default_generator.manual_seed(mix_key(draws.seed, call.step, *call.samples, *place) % 2**63)
+                torch.default_generator.manual_seed(
+                    mix_key(draws.seed, call.step, *call.samples, *place) % 2**63
+                )
             output = self.model.get_submodule(call.module)(*args, **kwargs)
         arrived = [t for t in tensors_in((args, kwargs)) if t.requires_grad] if call.grad else []
         return make_answer(call, output, arrived, draws.calls)
@@ -292,7 +352,8 @@ class Remote:
     def tensors(self, saved: Collection[str] | None = None) -> Iterator[LocalShard]:
         """Weights, buffers and optimizer state of what lives here, by global name. Storage is live.
 
-        `saved`: the names that a checkpoint holds, to be loaded from it: optimizer state is made for these alone.
+        `saved`: the names that a checkpoint holds, to be loaded from it: optimizer state is made
+        for these alone.
         """
         for name, p in self.params.items():
             yield whole_shard(name, p.detach())
@@ -350,7 +411,7 @@ class Remote:
     close = leave
 
 
-# ---- what is called by name ------------------------------------------------------------------------------------------
+# ---- what is called by name ----------------------------------------------------------------------
 
 _SERVING: list[Remote] = []  # of this process: what answers the calls of others
 
@@ -370,22 +431,34 @@ def _finish(step: int, factor: float | None) -> None:
     _SERVING[0].finish(step, factor)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
     """Refuse what does not go with workers. Raises Refusal."""
     if plan.layout.live():
-        problem = "workers hold whole modules, and there is one driver: no ranks to lay anything over"
-        raise LayoutError("layout.axes", str(plan.layout), problem, "leave it dp1, or leave [workers] out")
+        problem = (
+            "workers hold whole modules, and there is one driver: no ranks to lay anything over"
+        )
+        raise LayoutError(
+            "layout.axes", str(plan.layout), problem, "leave it dp1, or leave [workers] out"
+        )
     if plan.precision == "fp16":
         problem = "no worker scales the loss, and says where a gradient has overflowed"
         raise ConfigError("precision.compute", plan.precision, problem, "use bf16, fp32 or fp64")
     for block in plan.recomputed():
         called = next((name for name in places.modules if name.startswith(f"{block}.")), None)
         if called is not None:
-            problem = f"{block} would be computed again in backward, and calls {called} on {places.of(called)}"
-            raise ConfigError("train.recompute", plan.recompute, problem, f"place all of {block}, or use selective")
+            problem = (
+                f"{block} would be computed again in backward, and calls {called} on"
+                f" {places.of(called)}"
+            )
+            raise ConfigError(
+                "train.recompute",
+                plan.recompute,
+                problem,
+                f"place all of {block}, or use selective",
+            )
 
 
 def _rank(places: WorkerPlacement) -> int:
@@ -393,7 +466,9 @@ def _rank(places: WorkerPlacement) -> int:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != len(places.names):
         problem = f"with the driver they are {len(places.names)} processes, {world} run"
-        raise LayoutError("workers", list(places.workers), problem, f"start {len(places.names)} processes")
+        raise LayoutError(
+            "workers", list(places.workers), problem, f"start {len(places.names)} processes"
+        )
     name = rpc.get_worker_info().name
     if name != places.names[dist.get_rank()]:
         problem = f"rank {dist.get_rank()} has that name in torch.distributed.rpc"

@@ -12,7 +12,8 @@ from weft.pipeline import METADATA, source_line
 
 
 class RemoteTensor(Tensor):
-    """Stands for a parameter or buffer, `about`, of a module that lives `at` another place. Reading it is refused."""
+    """Stands for a parameter or buffer, `about`, of a module that lives `at` another place. Reading
+    it is refused."""
 
     about: str
     at: str
@@ -20,10 +21,16 @@ class RemoteTensor(Tensor):
     @staticmethod
     def of(name: str, tensor: Tensor, at: str) -> RemoteTensor:
         made: Any = Tensor._make_wrapper_subclass(
-            RemoteTensor, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device,
+            RemoteTensor,
+            tensor.shape,
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
             requires_grad=tensor.requires_grad,
-        )  # fmt: skip
-        made._is_param = isinstance(tensor, nn.Parameter)  # what isinstance(made, nn.Parameter) asks
+        )
+        made._is_param = isinstance(
+            tensor, nn.Parameter
+        )  # what isinstance(made, nn.Parameter) asks
         made.about, made.at = name, at
         return made
 
@@ -34,28 +41,41 @@ class RemoteTensor(Tensor):
         return id(self)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
             return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         everything = torch.utils._pytree.tree_leaves((args, kwargs or {}))
         absent = next(value for value in everything if isinstance(value, RemoteTensor))
         raise UnsupportedModel(
-            "workers", absent.about, f"lives on {absent.at}, and is read elsewhere, at {source_line()}",
+            "workers",
+            absent.about,
+            f"lives on {absent.at}, and is read elsewhere, at {source_line()}",
             "place the modules that use it together, or leave them to the driver",
-        )  # fmt: skip
+        )
 
 
 def drop_remote_weights(model: nn.Module, places: WorkerPlacement, here: str) -> None:
-    """Drop every parameter and buffer of a model that lives elsewhere. What several places use, as a table of angles
-    that no checkpoint holds, all of them keep."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    """Drop every parameter and buffer of a model that lives elsewhere. What several places use, as
+    a table of angles that no checkpoint holds, all of them keep."""
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     mine = {id(tensor) for name, tensor in named if places.of(name) == here}
-    others = {id(tensor): RemoteTensor.of(name, tensor, places.of(name)) for name, tensor in named if id(tensor) not in mine}
+    others = {
+        id(tensor): RemoteTensor.of(name, tensor, places.of(name))
+        for name, tensor in named
+        if id(tensor) not in mine
+    }
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             held.update({leaf: others[id(t)] for leaf, t in held.items() if id(t) in others})  # type: ignore[misc]

@@ -21,7 +21,8 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class AllReduceTiming:
-    """An all-reduce of `size` bytes over `ranks`: seconds of the best round, and whether the sum was right."""
+    """An all-reduce of `size` bytes over `ranks`: seconds of the best round, and whether the sum
+    was right."""
 
     ranks: int
     size: int
@@ -63,10 +64,24 @@ def time_allreduce(size: int, device: str) -> AllReduceTiming:
 
 def judge(name: str, seen: AllReduceTiming) -> Finding:
     """What follows from one sum."""
-    found = f"{seen.ranks} processes sum {decimal(seen.size)} in {seen.seconds:.2g} s, {rate_text(seen.bytes_per_s)}"
-    facts = {"ranks": seen.ranks, "bytes": seen.size, "seconds": seen.seconds, "bytes_per_s": seen.bytes_per_s}
+    found = (
+        f"{seen.ranks} processes sum {decimal(seen.size)} in {seen.seconds:.2g} s,"
+        f" {rate_text(seen.bytes_per_s)}"
+    )
+    facts = {
+        "ranks": seen.ranks,
+        "bytes": seen.size,
+        "seconds": seen.seconds,
+        "bytes_per_s": seen.bytes_per_s,
+    }
     if not seen.right:
-        return Finding(name, "wrong", f"{found}; the sum is wrong", "no run here can be trusted: see dmesg", facts)
+        return Finding(
+            name,
+            "wrong",
+            f"{found}; the sum is wrong",
+            "no run here can be trusted: see dmesg",
+            facts,
+        )
     return Finding(name, "ok", found, "", facts)
 
 

@@ -1,4 +1,5 @@
-"""What the control groups of Linux, versions 1 and 2, leave to this process: containers and job schedulers set them."""
+"""What the control groups of Linux, versions 1 and 2, leave to this process: containers and job
+schedulers set them."""
 
 from __future__ import annotations
 
@@ -14,17 +15,25 @@ def cores(root: Path = Path("/")) -> float | None:
             _words(group / "cpu.max"),
             _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us"),
         ):
-            if len(said) == 2 and all(map(str.isdigit, said)):  # for none version 2 says max, version 1 says -1
+            if len(said) == 2 and all(
+                map(str.isdigit, said)
+            ):  # for none version 2 says max, version 1 says -1
                 limits.append(int(said[0]) / int(said[1]))
     return min(limits, default=None)
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
     """How much memory it may use; None: no limit."""
-    words = [word for group in _groups(root, "memory") for name in ("memory.max", "memory.limit_in_bytes")
-             for word in _words(group / name)]  # fmt: skip
+    words = [
+        word
+        for group in _groups(root, "memory")
+        for name in ("memory.max", "memory.limit_in_bytes")
+        for word in _words(group / name)
+    ]
     limits = [int(word) for word in words if word.isdigit()]
-    return min((limit for limit in limits if limit < 1 << 60), default=None)  # version 1 says almost 2^63 for none
+    return min(
+        (limit for limit in limits if limit < 1 << 60), default=None
+    )  # version 1 says almost 2^63 for none
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
@@ -33,7 +42,11 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        for mount in ("sys/fs/cgroup", f"sys/fs/cgroup/{controllers or 'unified'}", f"sys/fs/cgroup/{controller}"):
+        for mount in (
+            "sys/fs/cgroup",
+            f"sys/fs/cgroup/{controllers or 'unified'}",
+            f"sys/fs/cgroup/{controller}",
+        ):
             place = Path(path.lstrip("/"))
             for part in (
                 place,

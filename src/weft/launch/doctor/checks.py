@@ -1,7 +1,8 @@
 """Which checks are made, in which order, and how long each may take.
 
-Alone, this process makes them one after the other, each in a process of its own. Of several hosts each does that too,
-in a process that meets the others: what goes wrong there is reported, and does not end the command.
+Alone, this process makes them one after the other, each in a process of its own. Of several hosts
+each does that too, in a process that meets the others: what goes wrong there is reported, and does
+not end the command.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ Check = tuple[float, Callable[..., Finding | None]]  # seconds that it may take
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """What the command was asked, of this version of weft: `hosts` are the least and most of them, None where it looks
-    at this one alone."""
+    """What the command was asked, of this version of weft: `hosts` are the least and most of them,
+    None where it looks at this one alone."""
 
     weft: str
     run_file: Path | None = None
@@ -126,12 +127,13 @@ def compare_findings(asked: DoctorRequest, hosts: list[Host]) -> list[Finding]:
     return [each for each in found if each is not None]
 
 
-# ---- several hosts ---------------------------------------------------------------------------------------------------
+# ---- several hosts -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class HostSlot:
-    """Which host this is of those that came, what host 0 is called, and whether nothing is wrong by its findings."""
+    """Which host this is of those that came, what host 0 is called, and whether nothing is wrong by
+    its findings."""
 
     number: int
     count: int
@@ -141,7 +143,8 @@ class HostSlot:
 
 @dataclass(frozen=True)
 class HostReport:
-    """All that was found: on each host, and between them. `place`: None where no others were met."""
+    """All that was found: on each host, and between them. `place`: None where no others were
+    met."""
 
     hosts: list[Host]
     between: list[Finding]
@@ -150,7 +153,9 @@ class HostReport:
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong, on any host."""
-        return worst(_all(self.hosts, self.between)) != "wrong" and (self.place is None or self.place.passed)
+        return worst(_all(self.hosts, self.between)) != "wrong" and (
+            self.place is None or self.place.passed
+        )
 
 
 def check_with_others(asked: DoctorRequest) -> HostReport:
@@ -187,20 +192,29 @@ def _keeps(meeting: Rendezvous, stack: ExitStack) -> bool:
     try:
         if meeting.file or not meeting.here():
             return False
-        kept = sandbox.iterate_limited(host_rendezvous.ANSWER_S, host_rendezvous.keep_store, meeting.port)
+        kept = sandbox.iterate_limited(
+            host_rendezvous.ANSWER_S, host_rendezvous.keep_store, meeting.port
+        )
         next(kept)
-    except (OSError, Refusal, SandboxError):  # another doctor on this host keeps it; or who joins will say what is wrong
+    except (
+        OSError,
+        Refusal,
+        SandboxError,
+    ):  # another doctor on this host keeps it; or who joins will say what is wrong
         return False
     stack.callback(kept.close)
     return True
 
 
 def _together(asked: DoctorRequest, keeps: bool) -> Generator[object, None, None]:
-    """A host's part: its own findings as they come, then all hosts, what is between them, and its place."""
+    """A host's part: its own findings as they come, then all hosts, what is between them, and its
+    place."""
     assert asked.hosts is not None
     least, most = asked.hosts
     try:
-        met = host_rendezvous.join_hosts(asked.meeting, most, keeps, socket.gethostname(), asked.meeting.address())
+        met = host_rendezvous.join_hosts(
+            asked.meeting, most, keeps, socket.gethostname(), asked.meeting.address()
+        )
     except (Refusal, SandboxError) as error:
         yield "between", Finding("meeting", "wrong", str(error), host_rendezvous.UNMET)
         yield from (("own", finding) for finding in check_host(asked))

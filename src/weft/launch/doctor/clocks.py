@@ -35,24 +35,35 @@ def clocks(circle: HostGroup, clock: Callable[[], float] = time.time) -> Finding
 
 
 def offset(trips: Sequence[Trip]) -> tuple[float, float]:
-    """By how many seconds this clock is ahead of the other, and how sure that is: the fastest trip tells most."""
+    """By how many seconds this clock is ahead of the other, and how sure that is: the fastest trip
+    tells most."""
     sent, answered, received = min(trips, key=lambda trip: trip[2] - trip[0])
     return (sent + received) / 2 - answered, (received - sent) / 2
 
 
 def judge(offsets: Mapping[str, tuple[float, float]]) -> Finding:
-    """Seconds of each host's clock ahead of host 0's, and their uncertainty. What may be the measurement's counts as
-    none."""
+    """Seconds of each host's clock ahead of host 0's, and their uncertainty. What may be the
+    measurement's counts as none."""
     sure = {name: max(0.0, abs(ahead) - unsure) for name, (ahead, unsure) in offsets.items()}
     name = max(sure, key=lambda each: abs(offsets[each][0]))
     ahead, unsure = offsets[name]
-    facts = {"offset_s": {each: ahead for each, (ahead, _) in offsets.items()},
-             "uncertainty_s": {each: unsure for each, (_, unsure) in offsets.items()}}  # fmt: skip
+    facts = {
+        "offset_s": {each: ahead for each, (ahead, _) in offsets.items()},
+        "uncertainty_s": {each: unsure for each, (_, unsure) in offsets.items()},
+    }
     first = next(iter(offsets))
-    found = f"that of {name} is {abs(ahead):.2g} s {'ahead of' if ahead > 0 else 'behind'} {first}'s, +- {unsure:.1g} s"
+    found = (
+        f"that of {name} is {abs(ahead):.2g} s {'ahead of' if ahead > 0 else 'behind'} {first}'s,"
+        f" +- {unsure:.1g} s"
+    )
     if len(offsets) < 2 or max(sure.values()) < NOTE_S:
         bound = max(abs(ahead) + unsure for ahead, unsure in offsets.values())
         return Finding("clocks", "ok", f"equal within {bound:.1g} s", "", facts)
     far = [each for each in sure if sure[each] >= NOTE_S]
-    advice = f"times of files and logs do not compare: start NTP (chrony, systemd-timesyncd) on {', '.join(far)}"
-    return Finding("clocks", "wrong" if max(sure.values()) >= WRONG_S else "note", found, advice, facts)
+    advice = (
+        "times of files and logs do not compare: start NTP (chrony, systemd-timesyncd) on"
+        f" {', '.join(far)}"
+    )
+    return Finding(
+        "clocks", "wrong" if max(sure.values()) >= WRONG_S else "note", found, advice, facts
+    )

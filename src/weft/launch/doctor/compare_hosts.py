@@ -17,10 +17,15 @@ def versions(hosts: Sequence[Host]) -> Finding:
         found: dict[str, list[str]] = {}
         for host in hosts:
             version = str(host.facts("versions").get(name) or "none")
-            found.setdefault(version.rpartition(".")[0] if name == "python" else version, []).append(host.name)
+            found.setdefault(
+                version.rpartition(".")[0] if name == "python" else version, []
+            ).append(host.name)
         if len(found) > 1:
             state = "wrong" if name in ("torch", "weft") or state == "wrong" else "note"
-            unlike.append(f"{name} " + ", ".join(f"{version} on {_some(names)}" for version, names in found.items()))
+            unlike.append(
+                f"{name} "
+                + ", ".join(f"{version} on {_some(names)}" for version, names in found.items())
+            )
     if not unlike:
         return Finding("same versions", "ok", f"all {len(hosts)} hosts have the same")
     advice = "install the same on all hosts: ranks must compute the same and send the same messages"
@@ -39,7 +44,12 @@ def gpus(hosts: Sequence[Host]) -> Finding | None:
     if len(found) == 1:
         return Finding("same GPUs", "ok", f"{next(iter(found))} on each host")
     shown = "; ".join(f"{text} on {_some(names)}" for text, names in found.items())
-    return Finding("same GPUs", "note", shown, "a run has as many ranks on each host, and goes at the slowest's pace")
+    return Finding(
+        "same GPUs",
+        "note",
+        shown,
+        "a run has as many ranks on each host, and goes at the slowest's pace",
+    )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -11,8 +11,8 @@ State = Literal["ok", "note", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`found` in words, with figures; `advice`: what follows from it, and what to do. `facts`: the same for a program,
-    in units that the keys name."""
+    """`found` in words, with figures; `advice`: what follows from it, and what to do. `facts`: the
+    same for a program, in units that the keys name."""
 
     name: str
     state: State
@@ -40,7 +40,9 @@ class Host:
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Host:
         """From what `plain` made."""
-        return cls(plain["name"], plain["address"], tuple(Finding(**each) for each in plain["findings"]))
+        return cls(
+            plain["name"], plain["address"], tuple(Finding(**each) for each in plain["findings"])
+        )
 
 
 def worst(findings: Iterable[Finding]) -> State:

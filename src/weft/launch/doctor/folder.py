@@ -1,4 +1,5 @@
-"""The folder that a run writes to: whether it can, how fast, and for how many checkpoints there is room."""
+"""The folder that a run writes to: whether it can, how fast, and for how many checkpoints there is
+room."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ LEFT_OVER = 2 * BYTES  # free space, below which nothing is written
 
 @dataclass(frozen=True)
 class Disk:
-    """What was seen of a folder: seconds to write and to read BYTES; None: not tried, for want of room."""
+    """What was seen of a folder: seconds to write and to read BYTES; None: not tried, for want of
+    room."""
 
     place: str
     kind: str
@@ -34,14 +36,17 @@ class Disk:
 
 
 def folder(path: Path) -> Finding:
-    """The nearest folder above the path that exists: a file is written there, read, and taken away."""
+    """The nearest folder above the path that exists: a file is written there, read, and taken
+    away."""
     place = nearest_folder(path)
     kind, free = _file_system(place), shutil.disk_usage(place).free
     if free < LEFT_OVER:
         return judge(Disk(str(place), kind, free))
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".weft-doctor-") as file:
-            return judge(Disk(str(place), kind, free, _written(file.fileno()), _read(file.fileno())))
+            return judge(
+                Disk(str(place), kind, free, _written(file.fileno()), _read(file.fileno()))
+            )
     except OSError as error:
         advice = "name another folder, or let this user write there"
         return Finding("folder", "wrong", f"{place} cannot be written to: {error.strerror}", advice)
@@ -52,11 +57,23 @@ def judge(seen: Disk) -> Finding:
     facts = {"folder": seen.place, "kind": seen.kind, "free_bytes": seen.free}
     found = f"{seen.place} ({seen.kind}), {decimal(seen.free)} free"
     if seen.write_s is None or seen.read_s is None:
-        return Finding("folder", "wrong", found, "it is full: nothing was written. Make room, or name another", facts)
+        return Finding(
+            "folder",
+            "wrong",
+            found,
+            "it is full: nothing was written. Make room, or name another",
+            facts,
+        )
     facts |= {"write_bytes_per_s": BYTES / seen.write_s, "read_bytes_per_s": BYTES / seen.read_s}
     found += f", writes {rate_text(BYTES / seen.write_s)}, reads {rate_text(BYTES / seen.read_s)}"
     if seen.kind in ("tmpfs", "ramfs"):
-        return Finding("folder", "note", found, "it is in memory: what is there is lost when this host ends", facts)
+        return Finding(
+            "folder",
+            "note",
+            found,
+            "it is in memory: what is there is lost when this host ends",
+            facts,
+        )
     return Finding("folder", "ok", found, "", facts)
 
 
@@ -70,7 +87,9 @@ def checkpoint_room(run: RunConfig, path: Path) -> Finding:
     """For how many of the run's checkpoints there is room."""
     parameters = sum(parameter.numel() for parameter in build_skeleton(run).parameters())
     each = (8 if run.precision.compute == "fp64" else 4) * parameters * (1 + state_count(run))
-    kept = run.checkpoint.keep + 1 if run.checkpoint.every else 0  # the next is written before the oldest goes
+    kept = (
+        run.checkpoint.keep + 1 if run.checkpoint.every else 0
+    )  # the next is written before the oldest goes
     if run.checkpoint.every and run.checkpoint.keep_every:
         kept += run.train.steps // run.checkpoint.keep_every
     return judge_room(parameters, each, kept, shutil.disk_usage(nearest_folder(path)).free)
@@ -82,17 +101,23 @@ def state_count(run: RunConfig) -> int:
     made = build_optimizer(run)([("", parameter)])
     parameter.grad = torch.ones_like(parameter)
     made.step()
-    kept = sum(x.numel() for x in made.state[parameter].values() if isinstance(x, torch.Tensor) and x.dim())
+    kept = sum(
+        x.numel() for x in made.state[parameter].values() if isinstance(x, torch.Tensor) and x.dim()
+    )
     return kept // parameter.numel()
 
 
 def judge_room(parameters: int, each: int, kept: int, free: int) -> Finding:
-    """A model's parameters, the bytes of each checkpoint, how many are kept at once, and the bytes that are free."""
+    """A model's parameters, the bytes of each checkpoint, how many are kept at once, and the bytes
+    that are free."""
     fit = free // max(1, each)
     facts = {"parameters": parameters, "checkpoint_bytes": each, "kept": kept, "fit": fit}
     found = f"a checkpoint of {parameters:,} parameters takes {decimal(each)}: room for {fit:,}"
     if fit < kept:
-        advice = f"the run keeps {kept} at once, one of them being written: keep fewer ([checkpoint]), or make room"
+        advice = (
+            f"the run keeps {kept} at once, one of them being written: keep fewer ([checkpoint]),"
+            " or make room"
+        )
         return Finding("room", "wrong", found, advice, facts)
     if not kept:
         return Finding("room", "note", found, "the run keeps none: set checkpoint.every", facts)

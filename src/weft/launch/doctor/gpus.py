@@ -30,7 +30,10 @@ def gpus() -> Finding:
         facts["gpus"].append(_gpu(index))
     count = len(facts["gpus"])
     facts["no_peers"] = [
-        (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
+        (a, b)
+        for a in range(count)
+        for b in range(count)
+        if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
     return judge(facts)
 
@@ -40,9 +43,13 @@ def _gpu(index: int) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(index)
     with torch.cuda.device(device):
         return {
-            "name": kind.name, "memory_bytes": total, "free_bytes": free, "capability": f"{kind.major}.{kind.minor}",
-            "bf16": torch.cuda.is_bf16_supported(including_emulation=False), "problem": _multiplied(device),
-        }  # fmt: skip
+            "name": kind.name,
+            "memory_bytes": total,
+            "free_bytes": free,
+            "capability": f"{kind.major}.{kind.minor}",
+            "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
+            "problem": _multiplied(device),
+        }
 
 
 def _multiplied(device: torch.device) -> str | None:
@@ -62,22 +69,38 @@ def judge(facts: dict[str, Any]) -> Finding:
     hidden = f" (CUDA_VISIBLE_DEVICES={facts['visible']})" if facts["visible"] is not None else ""
     if not found and driver and not facts["torch_cuda"]:
         advice = "this torch is built without CUDA: install the build for it, or runs go on the CPU"
-        return Finding("gpus", "wrong", f"a driver ({driver}), and a torch without CUDA", advice, facts)
+        return Finding(
+            "gpus", "wrong", f"a driver ({driver}), and a torch without CUDA", advice, facts
+        )
     if not found:
-        return Finding("gpus", "note", f"none{hidden}", "runs go over gloo on the CPU, a process per rank", facts)
-    kinds = sorted({(each["name"], each["memory_bytes"], each["capability"], each["bf16"]) for each in found})
+        return Finding(
+            "gpus",
+            "note",
+            f"none{hidden}",
+            "runs go over gloo on the CPU, a process per rank",
+            facts,
+        )
+    kinds = sorted(
+        {(each["name"], each["memory_bytes"], each["capability"], each["bf16"]) for each in found}
+    )
     shown = "; ".join(
-        f"{sum(each['name'] == name and each['memory_bytes'] == total for each in found)} x {name}, {decimal(total)},"
-        f" compute capability {capability}, {'bf16' if bf16 else 'no bf16'}"
+        f"{sum(each['name'] == name and each['memory_bytes'] == total for each in found)} x {name},"
+        f" {decimal(total)}, compute capability {capability}, {'bf16' if bf16 else 'no bf16'}"
         for name, total, capability, bf16 in kinds
     )
     shown += f"; driver {driver or 'unknown'}{hidden}"
     broken = [f"{index}: {each['problem']}" for index, each in enumerate(found) if each["problem"]]
     if broken:
-        advice = f"GPU {'; GPU '.join(broken)}. Leave it out with CUDA_VISIBLE_DEVICES, and see dmesg"
+        advice = (
+            f"GPU {'; GPU '.join(broken)}. Leave it out with CUDA_VISIBLE_DEVICES, and see dmesg"
+        )
         return Finding("gpus", "wrong", shown, advice, facts)
     notes = []
-    busy = [index for index, each in enumerate(found) if each["free_bytes"] < (1 - BUSY) * each["memory_bytes"]]
+    busy = [
+        index
+        for index, each in enumerate(found)
+        if each["free_bytes"] < (1 - BUSY) * each["memory_bytes"]
+    ]
     if busy:
         notes.append(f"others use GPU {', '.join(map(str, busy))}: see nvidia-smi")
     if len(kinds) > 1:
@@ -85,7 +108,8 @@ def judge(facts: dict[str, Any]) -> Finding:
     if facts["no_peers"]:
         a, b = facts["no_peers"][0]
         notes.append(
-            f"{len(facts['no_peers'])} pairs, as {a} and {b}, reach each other through host memory only: slower"
+            f"{len(facts['no_peers'])} pairs, as {a} and {b}, reach each other through host memory"
+            " only: slower"
         )
     if not all(each["bf16"] for each in found):
         notes.append("bf16 is emulated: use fp16 or fp32")

@@ -1,4 +1,5 @@
-"""The hosts that came, and how they tell each other what they saw: through the store where they meet."""
+"""The hosts that came, and how they tell each other what they saw: through the store where they
+meet."""
 
 from __future__ import annotations
 
@@ -27,11 +28,14 @@ def keep_store(port: int) -> Generator[bool, None, None]:
     """The store, for as long as this process lives. Raises OSError if the port is taken."""
     both = socket.has_dualstack_ipv6()
     server = socket.create_server(
-        ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=4096
+        ("", port),
+        family=socket.AF_INET6 if both else socket.AF_INET,
+        dualstack_ipv6=both,
+        backlog=4096,
     )
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
-    )  # fmt: skip
+    )
     yield True
     while True:
         time.sleep(JOIN_S)
@@ -40,7 +44,8 @@ def keep_store(port: int) -> Generator[bool, None, None]:
 
 @dataclass
 class HostGroup:
-    """The hosts by number, with name and address; this one is `number`. Any process of it may speak."""
+    """The hosts by number, with name and address; this one is `number`. Any process of it may
+    speak."""
 
     meeting: Rendezvous
     number: int = 0
@@ -57,13 +62,18 @@ class HostGroup:
                 store.set_timeout(patience)
             else:
                 store = dist.TCPStore(
-                    self.meeting.host, self.meeting.port, is_master=False, wait_for_workers=False, timeout=patience
+                    self.meeting.host,
+                    self.meeting.port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=patience,
                 )
             self._stores[pid] = dist.PrefixStore("weft-doctor", store)
         return self._stores[pid]
 
     def name(self, number: int) -> str:
-        """How a host is called: its name; with its address, or its number, where that is not enough."""
+        """How a host is called: its name; with its address, or its number, where that is not
+        enough."""
         name, address = self.members[number]
         if [each for each, _ in self.members.values()].count(name) == 1:
             return name
@@ -93,18 +103,22 @@ class HostGroup:
 
 
 def join_hosts(meeting: Rendezvous, most: int, keeps: bool, name: str, address: str) -> HostGroup:
-    """The circle of those that come, `most` at most. Host 0 is who keeps the store, or came first to the file. Raises
-    Failed."""
+    """The circle of those that come, `most` at most. Host 0 is who keeps the store, or came first
+    to the file. Raises Failed."""
     circle = HostGroup(meeting)
     try:
-        run_limited(JOIN_S + ANSWER_S, _met, circle)  # what listens there may be no store, and never answer
+        run_limited(
+            JOIN_S + ANSWER_S, _met, circle
+        )  # what listens there may be no store, and never answer
     except SandboxError as error:
         raise SandboxError(f"nobody answers at {meeting} ({error})") from None
     try:
         if not keeps:
             circle.number = circle.store().add("came", 1) - (1 if meeting.file else 0)
         if circle.number >= most:  # their numbers are taken
-            fix = "raise --nodes" + (f", or remove {meeting.file} if it is of an earlier time" if meeting.file else "")
+            fix = "raise --nodes" + (
+                f", or remove {meeting.file} if it is of an earlier time" if meeting.file else ""
+            )
             raise SandboxError(f"{most} hosts are there already: {fix}")
         circle.tell("who", [name, address])
         if circle.number == 0:
@@ -126,7 +140,9 @@ def _met(circle: HostGroup) -> int:
 def _roll(circle: HostGroup, most: int) -> dict[int, Any]:
     """Who has come when all have, or the time is up."""
     deadline, store = time.monotonic() + JOIN_S, circle.store()
-    while time.monotonic() < deadline and not store.check([f"who/{number}" for number in range(most)]):
+    while time.monotonic() < deadline and not store.check(
+        [f"who/{number}" for number in range(most)]
+    ):
         time.sleep(POLL_S)
     came = [number for number in range(most) if store.check([f"who/{number}"])]
     return {number: circle.ask("who", number) for number in came}
@@ -140,5 +156,8 @@ def judge(least: int, most: int, came: Sequence[tuple[str, str]]) -> Finding:
     if len(came) == most:
         return Finding("hosts", "ok", found, "", facts)
     missing = f"{most - len(came)} did not within {JOIN_S:g} s"
-    advice = f"{missing}: start weft doctor there too, with the same --nodes and --rdzv; what it says there tells more"
+    advice = (
+        f"{missing}: start weft doctor there too, with the same --nodes and --rdzv; what it says"
+        " there tells more"
+    )
     return Finding("hosts", "wrong" if len(came) < least else "note", found, advice, facts)

@@ -46,13 +46,21 @@ class Link:
 def links(circle: HostGroup) -> Finding:
     """Messages between pairs of hosts, one pair after the other, over gloo."""
     with _group(circle, "gloo"):
-        own = [[*pair, *_timed(*pair)] for pair in pairs(len(circle.members)) if dist.get_rank() in pair]
+        own = [
+            [*pair, *_timed(*pair)]
+            for pair in pairs(len(circle.members))
+            if dist.get_rank() in pair
+        ]
         total = allreduce_check.time_allreduce(SIZES[0], "cpu")
     numbers = list(circle.members)
     told = circle.share("links", own)
     names = [circle.name(number) for number in numbers]
-    seen = [Link(names[a], names[b], trip, way)
-            for number, rows in told.items() for a, b, trip, way in rows if numbers[a] == number]  # fmt: skip
+    seen = [
+        Link(names[a], names[b], trip, way)
+        for number, rows in told.items()
+        for a, b, trip, way in rows
+        if numbers[a] == number
+    ]
     return judge(seen, total.right)
 
 
@@ -117,8 +125,17 @@ def judge(seen: Sequence[Link], right: bool) -> Finding:
     """What was measured of each link, and whether a sum over all hosts was right."""
     facts = {"links": [vars(link) for link in seen], "right": right}
     if not right:
-        return Finding("links", "wrong", "a sum over all hosts is wrong", "no run over them can be trusted", facts)
-    slowest, farthest = min(seen, key=lambda link: link.bytes_per_s), max(seen, key=lambda link: link.trip_s)
+        return Finding(
+            "links",
+            "wrong",
+            "a sum over all hosts is wrong",
+            "no run over them can be trusted",
+            facts,
+        )
+    slowest, farthest = (
+        min(seen, key=lambda link: link.bytes_per_s),
+        max(seen, key=lambda link: link.trip_s),
+    )
     found = f"slowest {slowest}, {rate_text(slowest.bytes_per_s)}"
     found += f"; farthest {farthest}, {1000 * farthest.trip_s:.2g} ms there and back"
     usual = median(link.bytes_per_s for link in seen)
@@ -126,6 +143,9 @@ def judge(seen: Sequence[Link], right: bool) -> Finding:
         advice = f"the median is {rate_text(usual)}: {slowest} sets the pace of all"
         return Finding("links", "note", found, advice, facts)
     if slowest.bytes_per_s < SLOW:
-        advice = "below 1 Gbit/s gradients take longer than most steps: local SGD or a codec, see docs/sync.md"
+        advice = (
+            "below 1 Gbit/s gradients take longer than most steps: local SGD or a codec, see"
+            " docs/sync.md"
+        )
         return Finding("links", "note", found, advice, facts)
     return Finding("links", "ok", found, "", facts)

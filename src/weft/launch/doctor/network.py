@@ -1,4 +1,5 @@
-"""This host's place in the network: its address, its name, its ports, and what the environment says of them."""
+"""This host's place in the network: its address, its name, its ports, and what the environment says
+of them."""
 
 from __future__ import annotations
 
@@ -23,13 +24,18 @@ def address(meeting: Rendezvous = ANYWHERE) -> Finding:
     shown = f"{found} on {device}" if device else found
     if is_loopback(found):
         advice = "hosts elsewhere cannot reach this one by it; "
-        advice += "there is no way out of here" if meeting.file else f"name {meeting.host} by the address others see"
+        advice += (
+            "there is no way out of here"
+            if meeting.file
+            else f"name {meeting.host} by the address others see"
+        )
         return Finding("address", "note", shown, advice, facts)
     return Finding("address", "ok", shown, "", facts)
 
 
 def hostname() -> Finding:
-    """What the name of this host stands for: gloo's own choice of an address, where nothing else is said."""
+    """What the name of this host stands for: gloo's own choice of an address, where nothing else is
+    said."""
     name = socket.gethostname()
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -41,7 +47,10 @@ def hostname() -> Finding:
 def judge_hostname(name: str, found: list[str]) -> Finding:
     """The name, and the addresses that it stands for."""
     facts = {"hostname": name, "addresses": found}
-    advice = "weft tells gloo the interface where hosts meet; under torchrun or srun set GLOO_SOCKET_IFNAME"
+    advice = (
+        "weft tells gloo the interface where hosts meet; under torchrun or srun set"
+        " GLOO_SOCKET_IFNAME"
+    )
     if not found:
         return Finding("hostname", "note", f"{name} stands for no address", advice, facts)
     shown = f"{name} is {', '.join(found)}"
@@ -76,8 +85,11 @@ def variables() -> Finding:
 def judge_variables(environment: Mapping[str, str], interfaces: Iterable[str]) -> Finding:
     """The environment of a process on a host that has these interfaces."""
     known = sorted(interfaces)
-    chosen = {name: environment[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL")
-              if environment.get(f"{name}_SOCKET_IFNAME")}  # fmt: skip
+    chosen = {
+        name: environment[f"{name}_SOCKET_IFNAME"]
+        for name in ("GLOO", "NCCL")
+        if environment.get(f"{name}_SOCKET_IFNAME")
+    }
     missing = {name: text for name, text in chosen.items() if not _exists(name, text, known)}
     shown = [f"{name}_SOCKET_IFNAME={text}" for name, text in chosen.items()]
     proxies = [each for name in PROXIES for each in (name, name.upper()) if environment.get(each)]
@@ -85,19 +97,26 @@ def judge_variables(environment: Mapping[str, str], interfaces: Iterable[str]) -
     found = ", ".join(shown) or "none chooses an interface"
     if missing:
         name, text = next(iter(missing.items()))
-        advice = f"this host has no such interface: unset {name}_SOCKET_IFNAME, or name one of {', '.join(known)}"
+        advice = (
+            f"this host has no such interface: unset {name}_SOCKET_IFNAME, or name one of"
+            f" {', '.join(known)}"
+        )
         return Finding("variables", "wrong", f"{name}_SOCKET_IFNAME={text}", advice, facts)
     advice = f"{', '.join(proxies)}: nothing of a run goes through a proxy" if proxies else ""
     return Finding("variables", "ok", found, advice, facts)
 
 
 def _exists(library: str, text: str, known: list[str]) -> bool:
-    """Whether a host with these interfaces has what the variable names. gloo takes names; NCCL takes beginnings of
-    names, names after =, and names to leave out after ^."""
+    """Whether a host with these interfaces has what the variable names. gloo takes names; NCCL
+    takes beginnings of names, names after =, and names to leave out after ^."""
     if library == "GLOO":
         return all(name in known for name in text.split(","))
     exact, names = text.startswith("="), text.lstrip("^=").split(",")
-    fits = [each for each in known if any(each == name if exact else each.startswith(name) for name in names)]
+    fits = [
+        each
+        for each in known
+        if any(each == name if exact else each.startswith(name) for name in names)
+    ]
     return bool(set(known) - set(fits)) if text.startswith("^") else bool(fits)
 
 

@@ -1,4 +1,5 @@
-"""Whether every host reaches any free port of every other: gloo and NCCL use such ports, beside the meeting's."""
+"""Whether every host reaches any free port of every other: gloo and NCCL use such ports, beside the
+meeting's."""
 
 from __future__ import annotations
 
@@ -24,13 +25,23 @@ def ports(circle: HostGroup) -> Finding:
         address = circle.members[circle.number][1]
         servers = [stack.enter_context(listening(address)) for _ in range(PORTS)]
         told = circle.share("ports", [server.getsockname()[1] for server in servers])
-        with ThreadPoolExecutor(AT_ONCE) as threads:  # who listens need not accept: the system answers for it
-            places = [(n, circle.members[n][1], port) for n in told if n != circle.number for port in told[n]]
+        with ThreadPoolExecutor(
+            AT_ONCE
+        ) as threads:  # who listens need not accept: the system answers for it
+            places = [
+                (n, circle.members[n][1], port)
+                for n in told
+                if n != circle.number
+                for port in told[n]
+            ]
             seen = list(threads.map(lambda place: (place[0], _problem(*place[1:])), places))
         own = {str(number): why for number, why in seen if why}
         results = circle.share("reached", own)  # nobody leaves before all have tried
     return judge(
-        {circle.name(n): {circle.name(int(other)): why for other, why in found.items()} for n, found in results.items()}
+        {
+            circle.name(n): {circle.name(int(other)): why for other, why in found.items()}
+            for n, found in results.items()
+        }
     )
 
 
@@ -48,13 +59,22 @@ def judge(reached: Reached) -> Finding:
     pairs = [(a, b, why) for a, others in reached.items() for b, why in others.items()]
     facts = {"hosts": list(reached), "unreachable": [list(pair) for pair in pairs]}
     if not pairs:
-        return Finding("ports", "ok", f"each of {len(reached)} hosts reaches free ports of every other", "", facts)
+        return Finding(
+            "ports",
+            "ok",
+            f"each of {len(reached)} hosts reaches free ports of every other",
+            "",
+            facts,
+        )
     a, b, why = pairs[0]
     found = f"{a} does not reach {b} ({why})"
     common = set.intersection(*({a, b} for a, b, _ in pairs))
     if len(pairs) > 1:
-        found += f", and so {len(pairs) - 1} more" + (f", all from or to {common.pop()}" if len(common) == 1 else "")
+        found += f", and so {len(pairs) - 1} more" + (
+            f", all from or to {common.pop()}" if len(common) == 1 else ""
+        )
     advice = (
-        "let all TCP ports through between the hosts (firewall, security group), and see that each has a way to all"
+        "let all TCP ports through between the hosts (firewall, security group), and see that each"
+        " has a way to all"
     )
     return Finding("ports", "wrong", found, advice, facts)

@@ -21,7 +21,8 @@ WIDTH = 120  # where no terminal says another
 
 
 def report_doctor(asked: DoctorRequest, as_json: bool) -> bool:
-    """Look, print what was found, and say whether nothing is wrong. Of several hosts the first prints it for all."""
+    """Look, print what was found, and say whether nothing is wrong. Of several hosts the first
+    prints it for all."""
     out = Console(quiet=as_json)
     out = out if out.is_terminal else Console(width=WIDTH, quiet=as_json)
     looked = checks.check_with_others(asked) if asked.hosts else _alone(asked, out)
@@ -31,7 +32,10 @@ def report_doctor(asked: DoctorRequest, as_json: bool) -> bool:
         number, count, first = looked.place.number, looked.place.count, looked.place.first
         _say(out, f"number {number} of {count} hosts; {first}, number 0, prints what all found")
     else:
-        print_findings(out, finding_rows(looked) if asked.hosts else [("", finding) for finding in looked.between])
+        print_findings(
+            out,
+            finding_rows(looked) if asked.hosts else [("", finding) for finding in looked.between],
+        )
         _say(out, "\n".join(["", *verdict(looked.hosts, looked.between)]))
     return looked.passed
 
@@ -51,11 +55,14 @@ def _say(out: Console, lines: str) -> None:
 
 
 def print_findings(out: Console, findings: Iterable[tuple[str, Finding]]) -> None:
-    """A few lines for each: its state, its name, and where what was found; then what follows from it."""
+    """A few lines for each: its state, its name, and where what was found; then what follows from
+    it."""
     for where, finding in findings:
         said = [f"{where}: {finding.found}" if where else finding.found, finding.advice]
         wide = max(40, out.width - len(INDENT))
-        lines = [line for each in said for line in textwrap.wrap(each, wide, break_on_hyphens=False)]
+        lines = [
+            line for each in said for line in textwrap.wrap(each, wide, break_on_hyphens=False)
+        ]
         row = Text(f"{finding.state:<{STATE_WIDTH}}", STYLES[finding.state])
         row.append(f"{finding.name:<{NAME_WIDTH}}", "default")
         row.append(f"\n{INDENT}".join(lines), "default")
@@ -63,7 +70,8 @@ def print_findings(out: Console, findings: Iterable[tuple[str, Finding]]) -> Non
 
 
 def finding_rows(looked: HostReport) -> list[tuple[str, Finding]]:
-    """Check by check, what each host found; once where they found the same. Then what is between them."""
+    """Check by check, what each host found; once where they found the same. Then what is between
+    them."""
     found: list[tuple[str, Finding]] = []
     names = dict.fromkeys(finding.name for host in looked.hosts for finding in host.findings)
     for name in names:
@@ -75,7 +83,12 @@ def finding_rows(looked: HostReport) -> list[tuple[str, Finding]]:
                     same.setdefault(key, ([], finding))[0].append(host.name)
         for where, finding in same.values():
             everywhere = len(where) == len(looked.hosts)
-            found.append((("" if len(looked.hosts) == 1 else "all") if everywhere else ", ".join(where), finding))
+            found.append(
+                (
+                    ("" if len(looked.hosts) == 1 else "all") if everywhere else ", ".join(where),
+                    finding,
+                )
+            )
     return [*found, *(("", finding) for finding in looked.between)]
 
 
@@ -90,8 +103,12 @@ def verdict(hosts: Sequence[Host], between: Sequence[Finding]) -> list[str]:
     if "layout" in found and worst([found["layout"]]) != "wrong":
         lines.append(f"this run: {found['layout'].found}")
     lines += _checkpoints(hosts, found)
-    wrong = [f"{finding.name} of {host.name}" if len(hosts) > 1 else finding.name
-             for host in hosts for finding in host.findings if finding.state == "wrong"]  # fmt: skip
+    wrong = [
+        f"{finding.name} of {host.name}" if len(hosts) > 1 else finding.name
+        for host in hosts
+        for finding in host.findings
+        if finding.state == "wrong"
+    ]
     wrong += [finding.name for finding in between if finding.state == "wrong"]
     return [*lines, f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong"]
 
@@ -101,7 +118,10 @@ def _ranks(hosts: Sequence[Host]) -> str:
     if gpus:
         return f"layouts of up to {gpus} ranks, a GPU each, over NCCL"
     cores = min(host.facts("cores").get("usable", 1) for host in hosts) * len(hosts)
-    return f"layouts of up to {cores} ranks at full speed, a core each, over gloo; of more to check numbers"
+    return (
+        f"layouts of up to {cores} ranks at full speed, a core each, over gloo; of more to check"
+        " numbers"
+    )
 
 
 def _precision(hosts: Sequence[Host]) -> str:
@@ -110,11 +130,15 @@ def _precision(hosts: Sequence[Host]) -> str:
     fast = fast or [set(host.facts("cores").get("fast", ())) for host in hosts]
     slow = [dtype for dtype in ("bf16", "fp16") if not all(dtype in each for each in fast)]
     quick = [dtype for dtype in ("fp32", "fp64", "bf16", "fp16") if dtype not in slow]
-    return ", ".join(quick) + (f"; {' and '.join(slow)} emulated, no faster than fp32" if slow else "")
+    return ", ".join(quick) + (
+        f"; {' and '.join(slow)} emulated, no faster than fp32" if slow else ""
+    )
 
 
 def _checkpoints(hosts: Sequence[Host], found: dict[str, Finding]) -> list[str]:
-    folders = [finding for host in hosts for finding in host.findings if finding.name in ("folder", "room")]
+    folders = [
+        finding for host in hosts for finding in host.findings if finding.name in ("folder", "room")
+    ]
     folders += [found[name] for name in ("shared folder",) if name in found]
     if not folders or worst(folders) == "wrong":
         return ["no checkpoints there yet"] if folders else []
@@ -123,7 +147,8 @@ def _checkpoints(hosts: Sequence[Host], found: dict[str, Finding]) -> list[str]:
 
 
 def report_json(looked: HostReport) -> str:
-    """One object: findings of each host and between them, the verdict, and whether nothing is wrong."""
+    """One object: findings of each host and between them, the verdict, and whether nothing is
+    wrong."""
     found = {
         "hosts": [host.plain() for host in looked.hosts],
         "between": [asdict(finding) for finding in looked.between],

@@ -1,4 +1,5 @@
-"""A function in a process of its own, for a limited time: it may hang or crash, and this process goes on."""
+"""A function in a process of its own, for a limited time: it may hang or crash, and this process
+goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from typing import IO, Any, NoReturn
 from weft.core import Refusal, WeftError
 
 GENTLE_S = 3.0  # from SIGTERM to SIGKILL: it may have files and processes to clean up
-HARD_S = 1.0  # after SIGKILL: who waits for a dead disk does not end even then, and is left to the system
+# after SIGKILL: who waits for a dead disk does not end even then, and is left to the system
+HARD_S = 1.0
 POLL_S, FOLLOW_S = 0.005, 0.2
 
 
@@ -25,9 +27,11 @@ class SandboxError(WeftError):
     """The function raised, its process died, or its time was up."""
 
 
-def iterate_limited(limit_s: float, function: Callable[..., Any], *args: Any) -> Generator[Any, None, None]:
-    """What the generator `function(*args)` yields, or what the function returns. Raises Failed, also when nothing has
-    come for `limit_s` seconds."""
+def iterate_limited(
+    limit_s: float, function: Callable[..., Any], *args: Any
+) -> Generator[Any, None, None]:
+    """What the generator `function(*args)` yields, or what the function returns. Raises Failed,
+    also when nothing has come for `limit_s` seconds."""
     here, there = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryFile() as said:
         child = ForkedChild(there, said, function, args)
@@ -55,9 +59,12 @@ def run_limited(limit_s: float, function: Callable[..., Any], *args: Any) -> Any
 
 
 class ForkedChild:
-    """A forked process. Not multiprocessing's: at the end of this one that waits for its own, however long."""
+    """A forked process. Not multiprocessing's: at the end of this one that waits for its own,
+    however long."""
 
-    def __init__(self, answers: Connection, said: IO[bytes], function: Callable[..., Any], args: tuple):
+    def __init__(
+        self, answers: Connection, said: IO[bytes], function: Callable[..., Any], args: tuple
+    ):
         self._code: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -98,10 +105,12 @@ class ForkedChild:
 
 def _live(
     parent: int, answers: Connection, said: IO[bytes], function: Callable[..., Any], args: tuple
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """A child's life, which never returns: what stands above in the stack is its parent's."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C reaches the whole group; the parent decides
         signal.signal(signal.SIGTERM, _leave)
         threading.Thread(target=_follow, args=(parent,), daemon=True).start()
         os.dup2(said.fileno(), 1)

@@ -1,4 +1,5 @@
-"""Whether the hosts see each other's files in the run's folder, and how soon: what checkpoints need."""
+"""Whether the hosts see each other's files in the run's folder, and how soon: what checkpoints
+need."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ SOON_S = 2.0
 
 
 def shared_folder(circle: HostGroup, path: Path) -> Finding:
-    """Each host writes a file, and looks for those of all others; host 0 then gives one its name, as a checkpoint gets
-    it."""
+    """Each host writes a file, and looks for those of all others; host 0 then gives one its name,
+    as a checkpoint gets it."""
     # by one name on all hosts, which none has seen before
     [token] = [circle.ask("token", 0)] if circle.number else [f".weft-doctor-{time.time_ns()}"]
     if circle.number == 0:
@@ -28,10 +29,15 @@ def shared_folder(circle: HostGroup, path: Path) -> Finding:
         place.mkdir(parents=True, exist_ok=True)
         unseen = _files(circle, place)
         renamed_s = _renamed(circle, place)
-        told = circle.share("seen", [[circle.name(number) for number in unseen], renamed_s], 3 * PATIENCE_S)
+        told = circle.share(
+            "seen", [[circle.name(number) for number in unseen], renamed_s], 3 * PATIENCE_S
+        )
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return judge(str(nearest_folder(path)), {circle.name(n): (unseen, late) for n, (unseen, late) in told.items()})
+    return judge(
+        str(nearest_folder(path)),
+        {circle.name(n): (unseen, late) for n, (unseen, late) in told.items()},
+    )
 
 
 def _files(circle: HostGroup, place: Path) -> list[int]:
@@ -40,7 +46,9 @@ def _files(circle: HostGroup, place: Path) -> list[int]:
     told = circle.share("written", True, PATIENCE_S)
     deadline, missing = time.monotonic() + PATIENCE_S, list(told)
     while missing and time.monotonic() < deadline:
-        missing = [number for number in missing if _text(place / str(number)) != circle.name(number)]
+        missing = [
+            number for number in missing if _text(place / str(number)) != circle.name(number)
+        ]
         time.sleep(POLL_S if missing else 0.0)
     return missing
 
@@ -77,14 +85,25 @@ def judge(place: str, seen: Mapping[str, tuple[list[str], float | None]]) -> Fin
     if blind:
         name, others = next(iter(blind.items()))
         found = f"{name} does not see in {place} what {', '.join(others)} wrote"
-        advice = "checkpoints need one folder that all hosts see (NFS, Lustre): name it in output, or mount it"
+        advice = (
+            "checkpoints need one folder that all hosts see (NFS, Lustre): name it in output, or"
+            " mount it"
+        )
         return Finding("shared folder", "wrong", found, advice, facts)
     unrenamed = [name for name, seconds in late.items() if seconds is None]
     if unrenamed:
-        found = f"a file that host 0 renames in {place} is not seen on {', '.join(unrenamed)} within {PATIENCE_S:g} s"
-        return Finding("shared folder", "wrong", found, "mount it with a shorter cache: NFS's actimeo=1", facts)
+        found = (
+            f"a file that host 0 renames in {place} is not seen on {', '.join(unrenamed)} within"
+            f" {PATIENCE_S:g} s"
+        )
+        return Finding(
+            "shared folder", "wrong", found, "mount it with a shorter cache: NFS's actimeo=1", facts
+        )
     slowest = max(seconds for seconds in late.values() if seconds is not None)
-    found = f"all {len(seen)} hosts see each other's files in {place}, a rename within {max(slowest, POLL_S):.2g} s"
+    found = (
+        f"all {len(seen)} hosts see each other's files in {place}, a rename within"
+        f" {max(slowest, POLL_S):.2g} s"
+    )
     if slowest > SOON_S:
         advice = "a checkpoint is found so much later: NFS's actimeo=1 makes it sooner"
         return Finding("shared folder", "note", found, advice, facts)

@@ -1,4 +1,5 @@
-"""Two models as a user would write them: a decoder-only transformer and a small convolutional net."""
+"""Two models as a user would write them: a decoder-only transformer and a small convolutional
+net."""
 
 from __future__ import annotations
 

@@ -29,6 +29,9 @@ class ConvNet(nn.Module):
         return self.head(self.dropout(self.stages(image).mean(dim=(2, 3))))
 
 
-def convnet(channels: int = 16, classes: int = 10, in_channels: int = 1, dropout: float = 0.0) -> nn.Module:
-    """Three 3x3 convolutions of width channels, 2 channels and 4 channels, a mean over places, and a linear head."""
+def convnet(
+    channels: int = 16, classes: int = 10, in_channels: int = 1, dropout: float = 0.0
+) -> nn.Module:
+    """Three 3x3 convolutions of width channels, 2 channels and 4 channels, a mean over places, and
+    a linear head."""
     return ConvNet(channels, classes, in_channels, dropout)

@@ -1,7 +1,8 @@
-"""A plain decoder-only transformer, written for one device: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""A plain decoder-only transformer, written for one device: RMSNorm, RoPE, grouped-query attention,
+SwiGLU.
 
-The architecture is that of Llama (Touvron et al. 2023); a head of `kv_heads` serves heads/kv_heads query heads
-(Ainslie et al. 2023).
+The architecture is that of Llama (Touvron et al. 2023); a head of `kv_heads` serves heads/kv_heads
+query heads (Ainslie et al. 2023).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .moe import Mixture
 
 
 def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of x [b, heads, s, head_dim] at positions [b, s], or 0..s-1."""
+    """Rotary position embedding (Su et al. 2021) of x [b, heads, s, head_dim] at positions [b, s],
+    or 0..s-1."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     half = x.size(-1) // 2
     frequency = base ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
@@ -31,7 +33,8 @@ def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; x [b, s, dim] -> [b, s, dim]. The weights decide how many heads there are."""
+    """Causal self-attention; x [b, s, dim] -> [b, s, dim]. The weights decide how many heads there
+    are."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int, rope_base: float):
         super().__init__()
@@ -42,11 +45,17 @@ class Attention(nn.Module):
         self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = (w(x).view(b, s, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).view(b, s, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
         q, k = rotate(q, self.rope_base, positions), rotate(k, self.rope_base, positions)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1))
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
+        )
         return self.wo(y.transpose(1, 2).reshape(b, s, -1))
 
 
@@ -66,7 +75,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each after a norm and around a residual; x [b, s, dim] -> [b, s, dim]."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, mlp: nn.Module, rope_base: float, dropout: float):
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, mlp: nn.Module, rope_base: float, dropout: float
+    ):
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
         self.attention = Attention(dim, heads, kv_heads, rope_base)
@@ -74,7 +85,9 @@ class Block(nn.Module):
         self.mlp = mlp
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), positions, mask))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -82,7 +95,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Token ids [b, s] -> logits [b, s, vocab]. See `decoder` for the arguments.
 
-    `position_ids` [b, s], 0..s-1 if left out: where they begin anew another document does, and neither sees the other.
+    `position_ids` [b, s], 0..s-1 if left out: where they begin anew another document does, and
+    neither sees the other.
     """
 
     def __init__(
@@ -109,16 +123,21 @@ class Decoder(nn.Module):
                 return MLP(dim, hidden)
             options = dict(mixture)
             shared = options.pop("shared")
-            return Mixture(dim, hidden, shared=MLP(dim, hidden * shared) if shared else None, **options)
+            return Mixture(
+                dim, hidden, shared=MLP(dim, hidden * shared) if shared else None, **options
+            )
 
-        self.blocks = nn.ModuleList(Block(dim, heads, kv_heads, mlp(), rope_base, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(dim, heads, kv_heads, mlp(), rope_base, dropout) for _ in range(layers)
+        )
         self.norm = nn.RMSNorm(dim, eps=1e-5)
         self.head = nn.Linear(dim, vocab, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
         for name, weight in self.named_parameters():
             if weight.dim() > 1:
-                # The 2 * layers branches add up on the residual stream: GPT-2 scales their last weights down.
+                # The 2 * layers branches add up on the residual stream: GPT-2 scales their last
+                # weights down.
                 branch = name.endswith(("attention.wo.weight", "down.weight", "experts.down"))
                 nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5 if branch else 0.02)
 
@@ -154,18 +173,23 @@ def decoder(
 ) -> nn.Module:
     """A decoder of `layers` blocks of width `dim`.
 
-    `kv_heads` is `heads` if left out; `hidden`, the width inside the MLP, is 8/3 dim rounded up to a multiple of 32;
-    `seq_len` is the longest input taken; `tied` shares the embedding's weight with the head. With `experts` each MLP is
-    a mixture of so many of width `hidden`, of which a `gate`, "softmax" or "sigmoid", picks `active` for each token,
-    beside `shared` that all use; `balance` and `z` are factors of its losses. With a `capacity`, an expert takes of a
-    sequence in training at most so many times what it would have of an even division, and drops what comes later; 0
-    drops nothing. With a `bias` each gate balances its experts by one that moves so far after every step. Weights are
-    drawn from torch's global generator: the same torch.manual_seed gives the same model. Raises ValueError.
+    `kv_heads` is `heads` if left out; `hidden`, the width inside the MLP, is 8/3 dim rounded up to
+    a multiple of 32; `seq_len` is the longest input taken; `tied` shares the embedding's weight
+    with the head. With `experts` each MLP is a mixture of so many of width `hidden`, of which a
+    `gate`, "softmax" or "sigmoid", picks `active` for each token, beside `shared` that all use;
+    `balance` and `z` are factors of its losses. With a `capacity`, an expert takes of a sequence in
+    training at most so many times what it would have of an even division, and drops what comes
+    later; 0 drops nothing. With a `bias` each gate balances its experts by one that moves so far
+    after every step. Weights are drawn from torch's global generator: the same torch.manual_seed
+    gives the same model. Raises ValueError.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     hidden = -(-8 * dim // 3 // 32) * 32 if hidden is None else hidden
     if dim % (2 * heads):
-        raise ValueError(f"dim = {dim} must be a multiple of 2 * heads = {2 * heads}: RoPE rotates pairs in each head")
+        raise ValueError(
+            f"dim = {dim} must be a multiple of 2 * heads = {2 * heads}: RoPE rotates pairs in each"
+            " head"
+        )
     if heads % kv_heads:
         raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
     mixture = None
@@ -174,11 +198,25 @@ def decoder(
             raise ValueError(f"gate = {gate!r} is neither softmax nor sigmoid")
         if not 1 <= active <= experts:
             raise ValueError(f"active = {active} must be from 1 to experts = {experts}")
-        for name, value in {"shared": shared, "balance": balance, "z": z, "capacity": capacity, "bias": bias}.items():
+        for name, value in {
+            "shared": shared,
+            "balance": balance,
+            "z": z,
+            "capacity": capacity,
+            "bias": bias,
+        }.items():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name} = {value} must be a number from 0 up")
         mixture = {
-            "experts": experts, "active": active, "kind": gate, "shared": shared, "balance": balance, "z": z,
-            "capacity": capacity, "rate": bias,
-        }  # fmt: skip
-    return Decoder(vocab, dim, layers, heads, kv_heads, hidden, seq_len, tied, rope_base, dropout, mixture)
+            "experts": experts,
+            "active": active,
+            "kind": gate,
+            "shared": shared,
+            "balance": balance,
+            "z": z,
+            "capacity": capacity,
+            "rate": bias,
+        }
+    return Decoder(
+        vocab, dim, layers, heads, kv_heads, hidden, seq_len, tied, rope_base, dropout, mixture
+    )

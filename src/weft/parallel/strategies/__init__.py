@@ -1,7 +1,7 @@
 """Parallelisms: one file each. The folder is the registry.
 
-A file names the axis it serves (`AXIS`), the options that may follow it (`OPTIONS`), and emits Steps:
-`steps(model, roles, layout, request) -> Iterator[Step]`.
+A file names the axis it serves (`AXIS`), the options that may follow it (`OPTIONS`), and emits
+Steps: `steps(model, roles, layout, request) -> Iterator[Step]`.
 """
 
 from __future__ import annotations

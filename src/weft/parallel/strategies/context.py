@@ -1,7 +1,8 @@
-"""Context parallel over `cp`: the sequence is cut through the whole model, and only attention knows of it.
+"""Context parallel over `cp`: the sequence is cut through the whole model, and only attention knows
+of it.
 
-Every rank has the weights, runs on its part of each sample, and leaves partial sums as gradients. How attention reaches
-the other parts is the method; see `engine/sequence.py`.
+Every rank has the weights, runs on its part of each sample, and leaves partial sums as gradients.
+How attention reaches the other parts is the method; see `engine/sequence.py`.
 """
 
 from __future__ import annotations
@@ -31,5 +32,10 @@ def steps(
         fix = "choose one; up beside cp is Ulysses within each rank of the ring"
         raise LayoutError("layout", str(layout), f"{' and '.join(methods)} at once", fix)
     if methods[0] == "ulysses" and layout.live("up"):
-        raise LayoutError("layout", str(layout), "up is Ulysses already", "write one axis, or cp+ring or cp+gather")
+        raise LayoutError(
+            "layout",
+            str(layout),
+            "up is Ulysses already",
+            "write one axis, or cp+ring or cp+gather",
+        )
     yield sequence_step(AXIS, methods[0], roles.alike(weights, layout, AXIS))

@@ -1,6 +1,7 @@
 """Data parallel over `dp`: every replica holds all weights; gradients are summed over the replicas.
 
-Buckets are overlapped with backward, and reduced on the last accumulation step only (Li et al. 2020).
+Buckets are overlapped with backward, and reduced on the last accumulation step only (Li et al.
+2020).
 """
 
 from __future__ import annotations

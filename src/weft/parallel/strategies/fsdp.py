@@ -1,7 +1,9 @@
-"""Sharded data parallel over `fsdp`: ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al. 2020), through FSDP2.
+"""Sharded data parallel over `fsdp`: ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al. 2020), through
+FSDP2.
 
-Parameters rest as rows of dim 0 on the ranks; each repeated block is gathered and reduced as one unit, what is left as
-the last. With `dp` beside it: hybrid sharding, gradients reduced inside and then summed across.
+Parameters rest as rows of dim 0 on the ranks; each repeated block is gathered and reduced as one
+unit, what is left as the last. With `dp` beside it: hybrid sharding, gradients reduced inside and
+then summed across.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ def steps(
     if len(levels) > 1:
         raise LayoutError("layout", str(layout), f"{' and '.join(levels)} at once", "choose one")
     if layout.size("dp") > 1 and layout.axes.index("dp") > layout.axes.index(AXIS):
-        raise LayoutError("layout", str(layout), "fsdp outside dp", "write dp before fsdp: replicas of sharded groups")
+        raise LayoutError(
+            "layout",
+            str(layout),
+            "fsdp outside dp",
+            "write dp before fsdp: replicas of sharded groups",
+        )
     gather = FSDPUnit(
         AXIS,
         gathered="use" if levels[0] == "zero3" else "step",
@@ -54,11 +61,20 @@ def steps(
     )
     scalar = next((w.name for w in weights if not w.shape), None)
     if scalar is not None:
-        raise UnsupportedModel("layout", str(layout), f"{scalar} has no dim to shard", "give it the shape [1], or use dp")
+        raise UnsupportedModel(
+            "layout",
+            str(layout),
+            f"{scalar} has no dim to shard",
+            "give it the shape [1], or use dp",
+        )
     left = {w.name: w for w in roles.alike(weights, layout, AXIS)}
     for block in (b for blocks in roles.blocks for b in blocks):
-        touched = [w for w in left.values() if any(n.startswith(block + ".") for n in (w.name, *w.aliases))]
-        inside = [w for w in touched if all(n.startswith(block + ".") for n in (w.name, *w.aliases))]
+        touched = [
+            w for w in left.values() if any(n.startswith(block + ".") for n in (w.name, *w.aliases))
+        ]
+        inside = [
+            w for w in touched if all(n.startswith(block + ".") for n in (w.name, *w.aliases))
+        ]
         if not inside or len(inside) < len(touched):
             continue  # tied to something outside: gathered with the rest
         for weight in inside:

@@ -1,6 +1,8 @@
-"""Pipeline parallel over `pp`: ranks hold successive stages of the model, and microbatches go through them.
+"""Pipeline parallel over `pp`: ranks hold successive stages of the model, and microbatches go
+through them.
 
-It asks nothing of a module: which module is of which stage is the plan's `staging`, the order of the work its schedule.
+It asks nothing of a module: which module is of which stage is the plan's `staging`, the order of
+the work its schedule.
 """
 
 from __future__ import annotations

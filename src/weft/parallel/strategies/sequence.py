@@ -1,7 +1,8 @@
 """Sequence parallel, an option of `tp`: between the chains, activations are cut along the sequence.
 
-Korthikanti et al. 2022. The region runs from the first block's input to the last block's output. What runs in it on a
-slice of the sequence (norms, biases added after a row) leaves a partial sum as its gradient.
+Korthikanti et al. 2022. The region runs from the first block's input to the last block's output.
+What runs in it on a slice of the sequence (norms, biases added after a row) leaves a partial sum as
+its gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from weft.core import COPY, SUM, Boundary, Layout, Param, Step, UnsupportedModel
 from weft.nn import Roles
 
 AXIS = "tp"
-OPTIONS: Mapping[str, str] = {"sequence": "activations between the chains are cut along the sequence"}
+OPTIONS: Mapping[str, str] = {
+    "sequence": "activations between the chains are cut along the sequence"
+}
 
 
 def steps(
@@ -36,17 +39,26 @@ def steps(
     crossing = [chain.row for chain in roles.chains if chain.cross]
     if crossing:
         raise UnsupportedModel(
-            "layout", str(layout), f"{crossing[0]} attends to another sequence, which is not cut",
+            "layout",
+            str(layout),
+            f"{crossing[0]} attends to another sequence, which is not cut",
             "use tp without sequence",
-        )  # fmt: skip
+        )
     flat = [chain.row for chain in roles.chains if chain.flat]
     if flat:
         raise UnsupportedModel(
-            "layout", str(layout),
-            f"the attention of {flat[0]} stands in its block's own forward, where the sequence is cut",
+            "layout",
+            str(layout),
+            f"the attention of {flat[0]} stands in its block's own forward, where the sequence"
+            " is cut",
             "put the attention in a module of its own, or use tp without sequence",
-        )  # fmt: skip
-    cut = {f"{linear}.{leaf}" for c in roles.chains for linear in (*c.columns, c.row) for leaf in ("weight", "bias")}
+        )
+    cut = {
+        f"{linear}.{leaf}"
+        for c in roles.chains
+        for linear in (*c.columns, c.row)
+        for leaf in ("weight", "bias")
+    }
     cut |= {name for chain in roles.chains for name in chain.inner}
     cut |= {name for experts in roles.experts for name in experts.cuts}
     alike = roles.alike(weights, layout, AXIS)
@@ -54,6 +66,8 @@ def steps(
         yield Step(blocks[0], "sequence", input=Boundary({AXIS: COPY}, {AXIS: Shard(1)}))
         yield Step(blocks[-1], "sequence", output=Boundary({AXIS: COPY}, {AXIS: Shard(1)}))
         for block in blocks:
-            partial = [w.name for w in alike if w.name.startswith(block + ".") and w.name not in cut]
+            partial = [
+                w.name for w in alike if w.name.startswith(block + ".") and w.name not in cut
+            ]
             params = tuple(Param(name, AXIS, COPY, COPY, SUM) for name in partial)
             yield Step(block, "sequence", params=params, interior="sequence")

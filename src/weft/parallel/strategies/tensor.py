@@ -1,7 +1,8 @@
-"""Tensor parallel over `tp`: columns, rows, heads, and the vocabulary (Megatron-LM, Shoeybi et al. 2019).
+"""Tensor parallel over `tp`: columns, rows, heads, and the vocabulary (Megatron-LM, Shoeybi et al.
+2019).
 
-With the option `sequence` (see sequence.py) the all-reduce at a chain's end becomes a reduce-scatter, and an
-all-gather stands at the next one's start.
+With the option `sequence` (see sequence.py) the all-reduce at a chain's end becomes a
+reduce-scatter, and an all-gather stands at the next one's start.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ def steps(
     shapes = {w.name: w.shape for w in weights}
     if not roles.chains and not roles.embeddings:
         raise UnsupportedModel(
-            "layout", str(layout),
+            "layout",
+            str(layout),
             "tensor parallelism finds no attention, feed-forward or embedding to cut in this model",
-            "use dp or fsdp, or declare [roles] such as \"blocks.*.up\" = \"column\"",
-        )  # fmt: skip
+            'use dp or fsdp, or declare [roles] such as "blocks.*.up" = "column"',
+        )
     sequence = "sequence" in layout.option(AXIS)
     residual: Placement = Shard(1) if sequence else COPY
     blocks = [block for stack in roles.stacks() for block in stack]
@@ -57,7 +59,9 @@ def steps(
     yield from _vocabulary(model, roles, names, shapes, sharded_logits, layout)
 
 
-def _chain(chain: Chain, size: int, layout: Layout, outside: Placement, names: Mapping[str, str]) -> Iterator[Step]:
+def _chain(
+    chain: Chain, size: int, layout: Layout, outside: Placement, names: Mapping[str, str]
+) -> Iterator[Step]:
     _check(chain, size, layout)
     interior: ActivationSharding = "heads" if chain.heads else "features"
     entry = Boundary({AXIS: outside}, {AXIS: COPY})
@@ -84,10 +88,17 @@ def _chain(chain: Chain, size: int, layout: Layout, outside: Placement, names: M
     params = [_weight(f"{chain.row}.weight", cut, size, names)]
     if f"{chain.row}.bias" in names:
         # added once, after the reduction: on a slice of the sequence its gradient is a partial sum
-        params.append(Param(names[f"{chain.row}.bias"], AXIS, COPY, COPY, SUM if outside != COPY else COPY))
+        params.append(
+            Param(names[f"{chain.row}.bias"], AXIS, COPY, COPY, SUM if outside != COPY else COPY)
+        )
     yield Step(chain.row, "tensor", tuple(params), output=Boundary({AXIS: outside}, {AXIS: SUM}))
     for table in chain.tables:
-        yield Step(table, "tensor", (_weight(f"{table}.weight", chain.cuts[table], size, names),), interior=interior)
+        yield Step(
+            table,
+            "tensor",
+            (_weight(f"{table}.weight", chain.cuts[table], size, names),),
+            interior=interior,
+        )
     for name in chain.inner:
         # used whole on this rank's heads alone
         yield Step(name.rpartition(".")[0], "tensor", (Param(names[name], AXIS, COPY, COPY, SUM),))
@@ -99,11 +110,21 @@ def _inside(experts: ExpertsRole, size: int, layout: Layout, outside: Placement)
         if cut.parts[0] % size:
             problem = f"{name} has {cut.parts[0]} features, which tp{size} does not divide"
             fit = [n for n in range(2, cut.parts[0] + 1) if cut.parts[0] % n == 0]
-            raise UnsupportedModel("layout", str(layout), problem, f"tp sizes that work: {fit}; or tp{size}+sequence+ep")
+            raise UnsupportedModel(
+                "layout",
+                str(layout),
+                problem,
+                f"tp sizes that work: {fit}; or tp{size}+sequence+ep",
+            )
     if experts.cuts:
         params = [_weight(name, cut, size, {name: name}) for name, cut in experts.cuts.items()]
-        entry, left = Boundary({AXIS: outside}, {AXIS: COPY}, every=True), Boundary({AXIS: outside}, {AXIS: SUM})
-        yield Step(experts.module, "tensor", tuple(params), input=entry, output=left, interior="features")
+        entry, left = (
+            Boundary({AXIS: outside}, {AXIS: COPY}, every=True),
+            Boundary({AXIS: outside}, {AXIS: SUM}),
+        )
+        yield Step(
+            experts.module, "tensor", tuple(params), input=entry, output=left, interior="features"
+        )
 
 
 def _weight(name: str, cut: DimShard, size: int, names: Mapping[str, str]) -> Param:
@@ -119,15 +140,20 @@ def _check(chain: Chain, size: int, layout: Layout) -> None:
     if chain.heads:
         if chain.heads % size:
             fit = [n for n in range(2, chain.heads + 1) if chain.heads % n == 0]
-            refuse(f"{chain.row} has {chain.heads} heads, which tp{size} does not divide", f"tp sizes that work: {fit}")
+            refuse(
+                f"{chain.row} has {chain.heads} heads, which tp{size} does not divide",
+                f"tp sizes that work: {fit}",
+            )
         if chain.kv_heads % size and size % chain.kv_heads:
             refuse(
-                f"{chain.row} has {chain.kv_heads} key heads, which tp{size} neither divides nor is a multiple of",
+                f"{chain.row} has {chain.kv_heads} key heads, which tp{size} neither divides nor is"
+                " a multiple of",
                 "choose a tp size that divides the key heads, or is a multiple of them",
             )
     elif chain.cuts[chain.row].parts[0] % size:
         refuse(
-            f"{chain.row} takes {chain.cuts[chain.row].parts[0]} features, which tp{size} does not divide",
+            f"{chain.row} takes {chain.cuts[chain.row].parts[0]} features, which tp{size} does not"
+            " divide",
             "choose a tp size that divides them",
         )
 
@@ -136,13 +162,16 @@ def _check_modules(model: nn.Module, chain: Chain, size: int) -> None:
     """A linear that is run on part of its parameters must have the forward that is known."""
     for name in (*chain.columns, chain.row):
         module = model.get_submodule(name)
-        partly = chain.cuts[name].shared(size) or (name == chain.row and getattr(module, "bias", None) is not None)
+        partly = chain.cuts[name].shared(size) or (
+            name == chain.row and getattr(module, "bias", None) is not None
+        )
         if partly and not is_conv1d(module) and type(module).forward is not nn.Linear.forward:
             raise UnsupportedModel(
-                f"roles.{name}", type(module).__name__,
+                f"roles.{name}",
+                type(module).__name__,
                 "its forward is its own, so it cannot run on part of its parameters",
                 'use nn.Linear, or declare it "whole" in [roles]',
-            )  # fmt: skip
+            )
 
 
 def _vocabulary(
@@ -153,27 +182,39 @@ def _vocabulary(
     sharded_logits: bool,
     layout: Layout,
 ) -> Iterator[Step]:
-    """Rows of the embedding and of the head on ranks; any vocabulary, the last ranks getting less."""
+    """Rows of the embedding and of the head on ranks; any vocabulary, the last ranks getting
+    less."""
     for module in (*roles.embeddings, *roles.heads):
         name = names[f"{module}.weight"]
         vocab = shapes[name][0]
         table = model.get_submodule(module)
-        if isinstance(table, nn.Embedding) and (table.max_norm is not None or table.scale_grad_by_freq or table.sparse):
+        if isinstance(table, nn.Embedding) and (
+            table.max_norm is not None or table.scale_grad_by_freq or table.sparse
+        ):
             raise UnsupportedModel(
-                f"roles.{module}", "embedding", "max_norm, scale_grad_by_freq and sparse need the whole table",
+                f"roles.{module}",
+                "embedding",
+                "max_norm, scale_grad_by_freq and sparse need the whole table",
                 'declare it "whole" in [roles]',
-            )  # fmt: skip
+            )
         if vocab < layout.size(AXIS):
-            raise UnsupportedModel("layout", str(layout), f"{module} has {vocab} rows", "use a tp size of at most that")
+            raise UnsupportedModel(
+                "layout", str(layout), f"{module} has {vocab} rows", "use a tp size of at most that"
+            )
         params = [Param(name, AXIS, Shard(0), Shard(0), Shard(0), DimShard(0, (vocab,), (vocab,)))]
         if f"{module}.bias" in names:
             bias = names[f"{module}.bias"]
-            params.append(Param(bias, AXIS, Shard(0), Shard(0), Shard(0), DimShard(0, (vocab,), (vocab,))))
+            params.append(
+                Param(bias, AXIS, Shard(0), Shard(0), Shard(0), DimShard(0, (vocab,), (vocab,)))
+            )
         if module in roles.embeddings:
             yield Step(module, "tensor", tuple(params), output=Boundary({AXIS: COPY}, {AXIS: SUM}))
         else:
             out = Shard(-1) if sharded_logits else COPY
             yield Step(
-                module, "tensor", tuple(params), input=Boundary({AXIS: COPY}, {AXIS: COPY}),
+                module,
+                "tensor",
+                tuple(params),
+                input=Boundary({AXIS: COPY}, {AXIS: COPY}),
                 output=Boundary({AXIS: out}, {AXIS: Shard(-1)}, typed=sharded_logits),
-            )  # fmt: skip
+            )

@@ -1,4 +1,5 @@
-"""Ulysses over `up`, beside `cp`: the sequence of a ring's rank is cut once more, and whole for a part of its heads.
+"""Ulysses over `up`, beside `cp`: the sequence of a ring's rank is cut once more, and whole for a
+part of its heads.
 
 Fang and Zhao 2024 (USP). Alone, `up4` is `cp4+ulysses`.
 """

@@ -1,7 +1,9 @@
-"""Chart: one forward of a model, traced: which modules and functions ran, in which order, on which tensors.
+"""Chart: one forward of a model, traced: which modules and functions ran, in which order, on which
+tensors.
 
-Nothing is compiled and no Python is replayed: functions are seen through a TorchFunctionMode, module calls as they
-happen, so any forward can be charted. On a model without data (on the meta device) the forward runs on FakeTensors.
+Nothing is compiled and no Python is replayed: functions are seen through a TorchFunctionMode,
+module calls as they happen, so any forward can be charted. On a model without data (on the meta
+device) the forward runs on FakeTensors.
 """
 
 from __future__ import annotations
@@ -56,13 +58,14 @@ from .hooks import (
     user_frames,
 )
 
-# ---- the chart ---------------------------------------------------------------------------------------------------
+# ---- the chart -----------------------------------------------------------------------------------
 
 
 @dataclass
 class GraphNode:
-    """A module call, or a function on tracked tensors. `parent`: the call that it happened in. It lasts until event
-    `end`, and made the tensors `made`. `reads` and `writes` are tensors made before it began."""
+    """A module call, or a function on tracked tensors. `parent`: the call that it happened in. It
+    lasts until event `end`, and made the tensors `made`. `reads` and `writes` are tensors made
+    before it began."""
 
     name: str
     call: bool
@@ -80,7 +83,9 @@ class GraphNode:
     asks: bool = False  # it reads an element into Python
     reshapes: bool = False  # it changes the shape of a tensor in place
     output: Any = None
-    hidden: set[int] = field(default_factory=set)  # tensors that it returns inside objects of other classes
+    hidden: set[int] = field(
+        default_factory=set
+    )  # tensors that it returns inside objects of other classes
     changed: tuple[InputRef, ...] = ()
     dropouts: int = 0
     flops: float = 0.0
@@ -88,7 +93,10 @@ class GraphNode:
     def heavy(self, tainted: Collection[int], changed: Collection[str]) -> bool:
         """Whether it depends on weights, on draws, or on what does."""
         return bool(
-            self.weights or self.random or not self.reads.isdisjoint(tainted) or any(b in changed for b in self.buffers)
+            self.weights
+            or self.random
+            or not self.reads.isdisjoint(tainted)
+            or any(b in changed for b in self.buffers)
         )
 
 
@@ -115,10 +123,12 @@ class ParamInfo:
 
 @dataclass(frozen=True)
 class ForwardGraph:
-    """`events` in the order in which they began, the model's own call first; `tensors` as they were made.
+    """`events` in the order in which they began, the model's own call first; `tensors` as they were
+    made.
 
-    `changed`: buffers that the forward updates. `names`: every name of a module -> its first one. `containers`: modules
-    that are a Sequential or own a list. `clock`: for each timed run, when each call began, in seconds, and the end.
+    `changed`: buffers that the forward updates. `names`: every name of a module -> its first one.
+    `containers`: modules that are a Sequential or own a list. `clock`: for each timed run, when
+    each call began, in seconds, and the end.
     """
 
     events: tuple[GraphNode, ...]
@@ -134,19 +144,28 @@ class ForwardGraph:
 
 
 def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0) -> ForwardGraph:
-    """Trace one forward of `model` (training mode, modules frozen in evaluation mode stay so) on these arguments.
+    """Trace one forward of `model` (training mode, modules frozen in evaluation mode stay so) on
+    these arguments.
 
-    The model is not changed and its forward not edited. If any parameter is on the meta device, none needs data; then a
-    forward that reads an element of a tensor into Python cannot be charted. `profile`: how many further runs are timed
-    (each module call's seconds forward; needs a model with data). Raises CannotCut.
+    The model is not changed and its forward not edited. If any parameter is on the meta device,
+    none needs data; then a forward that reads an element of a tensor into Python cannot be charted.
+    `profile`: how many further runs are timed (each module call's seconds forward; needs a model
+    with data). Raises CannotCut.
     """
     abstract = any(p.is_meta for p in model.parameters())
     if abstract and profile:
-        raise UnsupportedModel("cut", "time", "a model without data has no times", "plan with the real model, or cut by flops")
+        raise UnsupportedModel(
+            "cut",
+            "time",
+            "a model without data has no times",
+            "plan with the real model, or cut by flops",
+        )
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     if abstract:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        traced = twin_model(model, lambda t: make_fake(mode, t, device) if t.is_meta or is_weight(t) else t.clone())
+        traced = twin_model(
+            model, lambda t: make_fake(mode, t, device) if t.is_meta or is_weight(t) else t.clone()
+        )
     else:
         traced = twin_model(model, lambda t: t if is_weight(t) else t.clone())
     if not model.training:
@@ -160,21 +179,29 @@ def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0)
                 trace.run(inputs)
         except (DataDependentOutputException, DynamicOutputShapeException) as problem:
             raise NeedsData(
-                "model", type(model).__name__,
-                f"its forward reads elements of a tensor into Python at {trace.line}: `{trace.text}`",
+                "model",
+                type(model).__name__,
+                f"its forward reads elements of a tensor into Python at {trace.line}:"
+                f" `{trace.text}`",
                 "plan with the real model, not on the meta device",
-            ) from problem  # fmt: skip
+            ) from problem
         clock = tuple(_clock(traced, inputs, device) for _ in range(profile))
     finished = trace.chart(model)
     calls = len(finished.calls())
     if any(len(run) != calls + 1 for run in clock):
-        raise UnsupportedModel("cut", "time", "its forward calls other modules each time", "cut by flops or by parameters")
+        raise UnsupportedModel(
+            "cut",
+            "time",
+            "its forward calls other modules each time",
+            "cut by flops or by parameters",
+        )
     return dataclasses.replace(finished, clock=clock)
 
 
 @contextlib.contextmanager
 def _without_log() -> Iterator[None]:
-    """What torch cannot do without data it logs with a traceback, also where somebody goes on by other means."""
+    """What torch cannot do without data it logs with a traceback, also where somebody goes on by
+    other means."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -211,7 +238,9 @@ class _Flops(TorchDispatchMode):
 
     total = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = run_op(func, args, kwargs or {})
         packet = func._overloadpacket
         if packet is GROUPED:
@@ -228,21 +257,28 @@ _UNSEEN = "was made by something that is no PyTorch function"
 
 
 class _ForwardTracer(TorchFunctionMode):
-    """Sees what a forward does. A tensor is tracked once it depends on weights or buffers, or a call returned it."""
+    """Sees what a forward does. A tensor is tracked once it depends on weights or buffers, or a
+    call returned it."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
         self.state = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.buffers = {n for n, _ in model.named_buffers()}
-        self.homes = {storage_of(t): n for n, t in model.named_buffers()}  # what a view, or `.data`, has of a buffer
+        self.homes = {
+            storage_of(t): n for n, t in model.named_buffers()
+        }  # what a view, or `.data`, has of a buffer
         self.modules = dict(model.named_modules())
         self.events: list[GraphNode] = []
         self.tensors: list[TensorInfo] = []
         self.numbers: dict[int, int] = {}  # id of a tensor -> its number
-        self.alive: list[Tensor] = []  # by number; ids and storages stay theirs while the trace lasts
+        self.alive: list[
+            Tensor
+        ] = []  # by number; ids and storages stay theirs while the trace lasts
         self.sharing: dict[int, list[int]] = {}  # storage -> the tensors on it
-        self.dirty: dict[int, int] = {}  # storage of an untracked tensor that was written to -> the number it got
+        self.dirty: dict[
+            int, int
+        ] = {}  # storage of an untracked tensor that was written to -> the number it got
         self.open: list[int] = []
         self.began: list[int] = []  # how many tensors there were when these calls began
         self.changed: set[str] = set()
@@ -255,7 +291,9 @@ class _ForwardTracer(TorchFunctionMode):
             self.model(**inputs)
         for name, buffer in self.model.named_buffers():
             number = self.numbers.get(id(buffer))
-            if id(buffer) not in self.state and number is not None:  # a new tensor in the place of the old
+            if (
+                id(buffer) not in self.state and number is not None
+            ):  # a new tensor in the place of the old
                 self.changed.add(name)
                 for index in self._around(self.tensors[number].birth):
                     self.events[index].buffers[name] = None
@@ -273,7 +311,10 @@ class _ForwardTracer(TorchFunctionMode):
         for name, p in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(p), []).append(name)
         # an autograd function makes its results differentiable when it is done
-        made = [dataclasses.replace(t, differentiable=a.requires_grad) for t, a in zip(self.tensors, self.alive)]
+        made = [
+            dataclasses.replace(t, differentiable=a.requires_grad)
+            for t, a in zip(self.tensors, self.alive)
+        ]
         return ForwardGraph(
             tuple(self.events),
             tuple(made),
@@ -313,7 +354,9 @@ class _ForwardTracer(TorchFunctionMode):
 
     # ---- functions ----
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
@@ -334,7 +377,10 @@ class _ForwardTracer(TorchFunctionMode):
         for _, t, version, _ in before:
             if t._version != version:
                 self._writes(event, t, index)
-        if func in (F.batch_norm, F.instance_norm):  # their kernels update statistics without a trace
+        if func in (
+            F.batch_norm,
+            F.instance_norm,
+        ):  # their kernels update statistics without a trace
             self._statistics(func, args, kwargs)
         kept = {id(t) for _, t, version, _ in before if t._version == version}
         # what is returned as it came may be another tensor at other types: `x.float()`
@@ -346,8 +392,11 @@ class _ForwardTracer(TorchFunctionMode):
 
     def _light(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """What reads nothing that is tracked, but may write to a buffer's memory."""
-        touched = [(self.homes[storage_of(t)], t, t._version) for _, t in arguments(args, kwargs)
-                   if storage_of(t) in self.homes]  # fmt: skip
+        touched = [
+            (self.homes[storage_of(t)], t, t._version)
+            for _, t in arguments(args, kwargs)
+            if storage_of(t) in self.homes
+        ]
         out = func(*args, **kwargs)
         for name, t, version in touched:
             if t._version != version:
@@ -402,11 +451,14 @@ class _ForwardTracer(TorchFunctionMode):
 
     def _begin(self, name: str, call: bool) -> int:
         parent = self.open[-1] if self.open else -1
-        self.events.append(GraphNode(name, call, parent, source_line(), source_text(), self._within(call)))
+        self.events.append(
+            GraphNode(name, call, parent, source_line(), source_text(), self._within(call))
+        )
         return len(self.events) - 1
 
     def _within(self, call: bool) -> str:
-        """The autograd function or checkpoint between what begins and the module call that it is in."""
+        """The autograd function or checkpoint between what begins and the module call that it is
+        in."""
         found, own = "", call
         for frame in user_frames():
             if frame.f_code is _ForwardTracer._call.__code__:
@@ -437,7 +489,9 @@ class _ForwardTracer(TorchFunctionMode):
         number = self.numbers[id(t)] = len(self.tensors)
         event = self.events[index]
         name = f"`{event.text}` at {event.line}"
-        self.tensors.append(TensorInfo(name, index, tuple(t.shape), t.dtype, t.requires_grad, storage_of(t), home))
+        self.tensors.append(
+            TensorInfo(name, index, tuple(t.shape), t.dtype, t.requires_grad, storage_of(t), home)
+        )
         self.sharing.setdefault(storage_of(t), []).append(number)
         self.alive.append(t)
         return number
@@ -461,7 +515,9 @@ class _ForwardTracer(TorchFunctionMode):
         def other(part: Any) -> Any:
             if isinstance(part, SIMPLE):
                 return part
-            event.hidden |= {self.numbers[id(t)] for t in tensors_inside(part) if id(t) in self.numbers}
+            event.hidden |= {
+                self.numbers[id(t)] for t in tensors_inside(part) if id(t) in self.numbers
+            }
             return OpaqueRef(type(part).__name__, handed.get(id(part)))
 
         return rebuild(out, stand_in, other)
@@ -470,19 +526,21 @@ class _ForwardTracer(TorchFunctionMode):
 def containers_of(model: nn.Module) -> frozenset[str]:
     """Modules that are a Sequential or own a list."""
     return frozenset(
-        name for name, module in model.named_modules()
+        name
+        for name, module in model.named_modules()
         if isinstance(module, nn.Sequential)
         or any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.children())
-    )  # fmt: skip
+    )
 
 
-# ---- where a cut is sensible -------------------------------------------------------------------------------------
+# ---- where a cut is sensible ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SplitPoint:
-    """From the call of `module` to the next atom's. `weights`: parameters that are first used in it, `parameters` their
-    elements; `flops` and `time` (seconds, if profiled) of its forward: a backward takes about twice as many."""
+    """From the call of `module` to the next atom's. `weights`: parameters that are first used in
+    it, `parameters` their elements; `flops` and `time` (seconds, if profiled) of its forward: a
+    backward takes about twice as many."""
 
     module: str
     weights: tuple[str, ...]
@@ -492,8 +550,9 @@ class SplitPoint:
 
 
 def split_points(chart: ForwardGraph, blocks: Collection[str] = ()) -> list[SplitPoint]:
-    """The parts of a model between which a cut is sensible, in order of execution: blocks are not cut, what contains
-    blocks, a Sequential, or a module with a list is. The first atom begins with the forward."""
+    """The parts of a model between which a cut is sensible, in order of execution: blocks are not
+    cut, what contains blocks, a Sequential, or a module with a list is. The first atom begins with
+    the forward."""
     counts: dict[str, int] = {}
     for index in chart.calls():
         counts[chart.events[index].name] = counts.get(chart.events[index].name, 0) + 1
@@ -501,7 +560,10 @@ def split_points(chart: ForwardGraph, blocks: Collection[str] = ()) -> list[Spli
     order = {index: place for place, index in enumerate(chart.calls())}
     atoms, seen = [], set[str]()
     for place, start in enumerate(starts):
-        begin, stop = start if place else 0, starts[place + 1] if place + 1 < len(starts) else len(chart.events)
+        begin, stop = (
+            start if place else 0,
+            starts[place + 1] if place + 1 < len(starts) else len(chart.events),
+        )
         inside = [e for e in chart.events[begin:stop] if not e.call]
         weights = list(dict.fromkeys(n for e in inside for n in e.weights if n not in seen))
         seen |= set(weights)
@@ -515,7 +577,9 @@ def split_points(chart: ForwardGraph, blocks: Collection[str] = ()) -> list[Spli
 
 
 def _descend(chart: ForwardGraph, outer: int, blocks: set[str]) -> Iterator[int]:
-    inner = [i for i in chart.calls() if chart.events[i].parent == outer and chart.events[i].weights]
+    inner = [
+        i for i in chart.calls() if chart.events[i].parent == outer and chart.events[i].weights
+    ]
     for index in inner:
         event = chart.events[index]
         holds = any(e.call and e.name in blocks for e in chart.events[index + 1 : event.end + 1])

@@ -1,5 +1,6 @@
-"""What can be seen of a forward from outside, without editing it: what its functions do with tensors, the structures of
-tensors that they take and return, the lines of source that run, the module calls.
+"""What can be seen of a forward from outside, without editing it: what its functions do with
+tensors, the structures of tensors that they take and return, the lines of source that run, the
+module calls.
 """
 
 from __future__ import annotations
@@ -24,14 +25,26 @@ from torch.utils._mode_utils import no_dispatch
 from weft.core import InputRef, OpaqueRef, ParamRef, TensorRef, UnsupportedModel
 from weft.nn import DROPOUTS
 
-# ---- what a function does with a tensor --------------------------------------------------------------------------
+# ---- what a function does with a tensor ----------------------------------------------------------
 
 
 def _named(words: str, *owners: Any) -> set[Any]:
-    return {getattr(owner, word) for owner in owners for word in words.split() if word in dir(owner)}
+    return {
+        getattr(owner, word) for owner in owners for word in words.split() if word in dir(owner)
+    }
 
 
-_OF_DATA = {"T", "mT", "H", "mH", "data", "real", "imag", "grad", "_grad"}  # attributes that are tensors themselves
+_OF_DATA = {
+    "T",
+    "mT",
+    "H",
+    "mH",
+    "data",
+    "real",
+    "imag",
+    "grad",
+    "_grad",
+}  # attributes that are tensors themselves
 _ATTRIBUTES = {
     getattr(Tensor, name).__get__
     for name, member in vars(torch._C.TensorBase).items()
@@ -42,7 +55,11 @@ GROUPED = torch.ops.aten._grouped_mm
 METADATA: frozenset[Any] = frozenset(
     _ATTRIBUTES
     | _named("is_floating_point is_complex is_signed numel is_same_size result_type", torch, Tensor)
-    | _named("size dim ndimension nelement element_size stride storage_offset is_contiguous is_inference", Tensor)
+    | _named(
+        "size dim ndimension nelement element_size stride storage_offset is_contiguous"
+        " is_inference",
+        Tensor,
+    )
     | _named("is_pinned get_device __len__ __hash__ _is_view _nnz", Tensor)
 )
 # functions that make a tensor after the shape, type or device of another
@@ -57,7 +74,9 @@ RANDOM: frozenset[Any] = frozenset(
     DROPOUTS
     | _named("rand randn randint randperm rand_like randn_like randint_like", torch)
     | _named("normal bernoulli multinomial poisson", torch, Tensor)
-    | _named("normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_", Tensor)
+    | _named(
+        "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_", Tensor
+    )
 )
 
 
@@ -80,7 +99,9 @@ def count_dropouts(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> in
     """How many dropout masks a call draws."""
     if func in DROPOUTS:
         bound = dict(zip(("input", "p", "training"), args)) | dict(kwargs)
-        training = bound.get("train", bound.get("training", True))  # torch.dropout's, and torch.nn.functional's
+        training = bound.get(
+            "train", bound.get("training", True)
+        )  # torch.dropout's, and torch.nn.functional's
         return int(bool(training) and bound.get("p", 0.5) > 0.0)
     if func is F.scaled_dot_product_attention:
         return int(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0.0)
@@ -103,13 +124,14 @@ def storage_of(t: Tensor) -> int:
         return -id(t)
 
 
-# ---- structures of tensors ---------------------------------------------------------------------------------------
+# ---- structures of tensors -----------------------------------------------------------------------
 
 _LEAF = (Tensor, TensorRef, InputRef, ParamRef)
 
 
 def tensors_in(structure: Any) -> list[Any]:
-    """The tensors (or what stands for them) in nested tuples, lists, dicts and dataclasses, in order."""
+    """The tensors (or what stands for them) in nested tuples, lists, dicts and dataclasses, in
+    order."""
     found: list[Any] = []
     _collect(structure, found)
     return found
@@ -133,14 +155,23 @@ def _parts(structure: Any) -> Iterable[Any]:
     return ()
 
 
-def rebuild(structure: Any, replace: Callable[[Any], Any], other: Callable[[Any], Any] = lambda part: part) -> Any:
-    """The same structure with every tensor (or what stands for one) replaced; `other` replaces what is no structure."""
+def rebuild(
+    structure: Any, replace: Callable[[Any], Any], other: Callable[[Any], Any] = lambda part: part
+) -> Any:
+    """The same structure with every tensor (or what stands for one) replaced; `other` replaces what
+    is no structure."""
     if isinstance(structure, _LEAF):
         return replace(structure)
     if isinstance(structure, (tuple, list)):
         parts = [rebuild(part, replace, other) for part in structure]
         kind = type(structure)
-        return parts if kind is list else tuple(parts) if kind is tuple else getattr(kind, "_make", kind)(parts)
+        return (
+            parts
+            if kind is list
+            else tuple(parts)
+            if kind is tuple
+            else getattr(kind, "_make", kind)(parts)
+        )
     if isinstance(structure, dict):
         made = copy.copy(structure)
         for key, part in structure.items():
@@ -175,7 +206,19 @@ def argument(place: int | str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     return args[place] if isinstance(place, int) else kwargs[place]
 
 
-SIMPLE = (type(None), bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device, torch.layout)
+SIMPLE = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+)
 
 
 def other_leaves(structure: Any) -> list[Any]:
@@ -191,7 +234,11 @@ def numbers_in(structure: Any) -> list[Any]:
 
 def unknown_classes(structure: Any) -> list[str]:
     """The classes of objects in it that are neither structures of tensors nor were given."""
-    return [part.kind for part in other_leaves(structure) if isinstance(part, OpaqueRef) and part.argument is None]
+    return [
+        part.kind
+        for part in other_leaves(structure)
+        if isinstance(part, OpaqueRef) and part.argument is None
+    ]
 
 
 def tensors_inside(part: Any, depth: int = 4) -> Iterator[Tensor]:
@@ -203,7 +250,7 @@ def tensors_inside(part: Any, depth: int = 4) -> Iterator[Tensor]:
             yield from tensors_inside(inner, depth - 1)
 
 
-# ---- lines of source ---------------------------------------------------------------------------------------------
+# ---- lines of source -----------------------------------------------------------------------------
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WEFT = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -228,16 +275,20 @@ def _is_model(frame: FrameType) -> bool:
 def source_line() -> str:
     """`file:line` of the model's code that runs."""
     frame = next(filter(_is_model, user_frames()), None)
-    return "?" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return (
+        "?" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    )
 
 
 def source_text() -> str:
     """That line itself."""
     frame = next(filter(_is_model, user_frames()), None)
-    return "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return (
+        "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    )
 
 
-# ---- the model that is traced ------------------------------------------------------------------------------------
+# ---- the model that is traced --------------------------------------------------------------------
 
 
 def twin_model(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -247,12 +298,16 @@ def twin_model(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Modu
         return copy.deepcopy(model, memo)  # type: ignore[arg-type]
     except (TypeError, RuntimeError) as problem:
         raise UnsupportedModel(
-            "model", type(model).__name__, f"it cannot be copied ({problem})", "keep such attributes out of the model"
+            "model",
+            type(model).__name__,
+            f"it cannot be copied ({problem})",
+            "keep such attributes out of the model",
         ) from problem
 
 
 def run_op(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What an op gives. Without data torch knows the shape of grouped matmuls in bf16 alone, and here it is of any."""
+    """What an op gives. Without data torch knows the shape of grouped matmuls in bf16 alone, and
+    here it is of any."""
     first, second = args[:2] if func._overloadpacket is GROUPED else (None, None)
     if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
         if first.ndim == 2 and second.ndim == 3:
@@ -265,11 +320,15 @@ def run_op(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def make_fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """A tensor like this one whose elements are not there."""
-    with no_dispatch():  # what the mode itself would make of torch.empty_strided, in a tenth of the time
+    with (
+        no_dispatch()
+    ):  # what the mode itself would make of torch.empty_strided, in a tenth of the time
         bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         fake = FakeTensor(mode, bare, tensor.device if device is None else device)
     if is_weight(tensor):
-        fake.requires_grad_(tensor.requires_grad)._is_param = True  # as nn.Parameter marks a subclass, which it copies
+        fake.requires_grad_(
+            tensor.requires_grad
+        )._is_param = True  # as nn.Parameter marks a subclass, which it copies
     return fake
 
 

@@ -1,7 +1,8 @@
-"""Ghosts: tensors that a pipeline stage does not have. They know their shape, type and device, and no element.
+"""Ghosts: tensors that a pipeline stage does not have. They know their shape, type and device, and
+no element.
 
-Shapes are found only when the forward asks for them, by doing the skipped work once on FakeTensors: so they are those
-of this call, whatever the sample's were.
+Shapes are found only when the forward asks for them, by doing the skipped work once on FakeTensors:
+so they are those of this call, whatever the sample's were.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _ITSELF = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-d
 
 
 class PlaceholderTensor(Tensor):
-    """`about` names it for people; `like` makes the FakeTensor that it is like; `differentiable`: its requires_grad."""
+    """`about` names it for people; `like` makes the FakeTensor that it is like; `differentiable`:
+    its requires_grad."""
 
     about: str
     like: Callable[[], Tensor]
@@ -45,19 +47,27 @@ class PlaceholderTensor(Tensor):
 
     @staticmethod
     def of_value(name: str, like: Callable[[], Tensor], differentiable: bool) -> PlaceholderTensor:
-        return PlaceholderTensor._with(Tensor._make_wrapper_subclass(PlaceholderTensor, ()), name, like, differentiable)
+        return PlaceholderTensor._with(
+            Tensor._make_wrapper_subclass(PlaceholderTensor, ()), name, like, differentiable
+        )
 
     @staticmethod
     def of_weight(name: str, weight: nn.Parameter, mode: FakeTensorMode) -> PlaceholderTensor:
         fake = make_fake(mode, weight)
         ghost = Tensor._make_wrapper_subclass(
-            PlaceholderTensor, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+            PlaceholderTensor,
+            weight.shape,
+            weight.stride(),
+            dtype=weight.dtype,
+            device=weight.device,
         )
         ghost._is_param = True  # what makes isinstance(ghost, nn.Parameter) true
         return PlaceholderTensor._with(ghost, name, lambda: fake, weight.requires_grad)
 
     @staticmethod
-    def _with(ghost: Any, name: str, like: Callable[[], Tensor], differentiable: bool) -> PlaceholderTensor:
+    def _with(
+        ghost: Any, name: str, like: Callable[[], Tensor], differentiable: bool
+    ) -> PlaceholderTensor:
         ghost.about, ghost.like, ghost.differentiable = name, like, differentiable
         return ghost
 
@@ -68,7 +78,9 @@ class PlaceholderTensor(Tensor):
         return f"Ghost({self.about})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func == _REQUIRES_GRAD:
@@ -82,23 +94,34 @@ class PlaceholderTensor(Tensor):
             if func in METADATA:
                 if len(args) == 1 and not kwargs:
                     return func(args[0].like())
-                args, kwargs = rebuild((args, kwargs), lambda t: t.like() if isinstance(t, PlaceholderTensor) else t)
+                args, kwargs = rebuild(
+                    (args, kwargs), lambda t: t.like() if isinstance(t, PlaceholderTensor) else t
+                )
                 return func(*args, **kwargs)
-            absent = next((t for t in tensors_read(func, args, kwargs) if isinstance(t, PlaceholderTensor)), None)
+            absent = next(
+                (t for t in tensors_read(func, args, kwargs) if isinstance(t, PlaceholderTensor)),
+                None,
+            )
             if absent is not None:
                 raise UnsupportedModel(
-                    "pipeline.cut", absent.about,
+                    "pipeline.cut",
+                    absent.about,
                     f"it is another stage's, and its elements are read at {source_line()}",
                     "call the whole module that uses it, or cut elsewhere",
-                )  # fmt: skip
+                )
             args, kwargs = rebuild((args, kwargs), _stand_in)
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         absent = next(t for t in tensors_in((args, kwargs)) if isinstance(t, PlaceholderTensor))
         raise UnsupportedModel(
-            "pipeline.cut", absent.about, f"it is another stage's, and {func} reads it at {source_line()}", "cut elsewhere"
+            "pipeline.cut",
+            absent.about,
+            f"it is another stage's, and {func} reads it at {source_line()}",
+            "cut elsewhere",
         )
 
 
@@ -111,7 +134,8 @@ def _stand_in(t: Tensor) -> Tensor:
 
 
 class Shapes:
-    """What work would have returned: the same work on FakeTensors, remembered for each signature of its arguments."""
+    """What work would have returned: the same work on FakeTensors, remembered for each signature of
+    its arguments."""
 
     def __init__(self, model: nn.Module):
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -124,9 +148,15 @@ class Shapes:
         return torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
 
     def of(
-        self, work: str | Callable, name: str, args: tuple, kwargs: Mapping[str, Any], cast: tuple[bool, torch.dtype]
+        self,
+        work: str | Callable,
+        name: str,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        cast: tuple[bool, torch.dtype],
     ) -> Any:
-        """What this module (by its name) or function returns, with FakeTensors. Raises CannotCut."""
+        """What this module (by its name) or function returns, with FakeTensors. Raises
+        CannotCut."""
         try:
             key: Hashable = (work, cast, self.real.training, _signature(args), _signature(kwargs))
         except TypeError:  # an argument that is not known by its value
@@ -136,12 +166,19 @@ class Shapes:
         return self._known[key]
 
     def _done(
-        self, work: str | Callable, name: str, args: tuple, kwargs: Mapping[str, Any], cast: tuple[bool, torch.dtype]
+        self,
+        work: str | Callable,
+        name: str,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        cast: tuple[bool, torch.dtype],
     ) -> Any:
         call: Any = work
         if isinstance(work, str):
             call = self.model.get_submodule(work)
-            for like, module in zip(call.modules(), self.real.get_submodule(work).modules(), strict=True):
+            for like, module in zip(
+                call.modules(), self.real.get_submodule(work).modules(), strict=True
+            ):
                 like.training = module.training  # evaluation may make other shapes than training
         autocast = torch.autocast(self.device, enabled=cast[0], dtype=cast[1])
         try:
@@ -150,14 +187,18 @@ class Shapes:
                 return call(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as problem:
             raise UnsupportedModel(
-                "pipeline.cut", name, f"its shape, asked for at {source_line()}, follows from elements of another stage",
+                "pipeline.cut",
+                name,
+                f"its shape, asked for at {source_line()}, follows from elements of another stage",
                 "pad to shapes that follow from the inputs' shapes, or cut elsewhere",
-            ) from problem  # fmt: skip
+            ) from problem
 
     def _fake(self, t: Tensor) -> Tensor:
         if isinstance(t, PlaceholderTensor):
             return t.like()
-        return t if isinstance(t, FakeTensor) else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        return (
+            t if isinstance(t, FakeTensor) else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        )
 
 
 class Skipped:

@@ -35,8 +35,8 @@ class AxisMark:
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """What is on it. `log`: its logarithm. `near`: a linear one begins near its least value, and not at 0. `ticks`: the
-    values that are written out; some, if none are given."""
+    """What is on it. `log`: its logarithm. `near`: a linear one begins near its least value, and
+    not at 0. `ticks`: the values that are written out; some, if none are given."""
 
     name: str
     log: bool = False
@@ -49,11 +49,19 @@ class ChartAxis:
             return f"{100 * value:.4g} %"
         if value < 1e6:
             return style.number_text(value)
-        unit, size = next((unit, size) for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)) if value >= size)
+        unit, size = next(
+            (unit, size) for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)) if value >= size
+        )
         return f"{value / size:.4g}{unit}"
 
 
-def draw_curves(title: str, across: ChartAxis, up: ChartAxis, lines: Sequence[Curve], marks: Sequence[AxisMark] = ()) -> str:
+def draw_curves(
+    title: str,
+    across: ChartAxis,
+    up: ChartAxis,
+    lines: Sequence[Curve],
+    marks: Sequence[AxisMark] = (),
+) -> str:
     """One standalone image."""
     x = _Scale(across, [v for line in lines for v in line.x], LEFT, WIDTH - RIGHT)
     y = _Scale(up, [v for line in lines for v in line.y], HEIGHT - BOTTOM, TOP)
@@ -62,7 +70,10 @@ def draw_curves(title: str, across: ChartAxis, up: ChartAxis, lines: Sequence[Cu
 
 def stack_images(pictures: Sequence[str]) -> str:
     """Images as one, side by side where there is room: as wide as the widest, or as two curves."""
-    sizes = [tuple(float(each) for each in _between(picture, 'viewBox="', '"').split()[2:]) for picture in pictures]
+    sizes = [
+        tuple(float(each) for each in _between(picture, 'viewBox="', '"').split()[2:])
+        for picture in pictures
+    ]
     page = max(2 * WIDTH if len(sizes) > 2 else 0.0, *(width for width, _ in sizes))
     body, left, top, tall = [], 0.0, 0.0, 0.0
     for picture, (width, height) in zip(pictures, sizes, strict=True):
@@ -83,7 +94,10 @@ class _Scale:
             self.low, self.high = 0.0, self.high * 1.05
         elif not axis.log:
             step = whole_step((self.high - self.low) / 5 or self.high or 1.0)
-            self.low, self.high = math.floor(self.low / step) * step, math.ceil(self.high / step) * step
+            self.low, self.high = (
+                math.floor(self.low / step) * step,
+                math.ceil(self.high / step) * step,
+            )
         if self.high <= self.low:
             self.high = 2 * self.low or 1.0
 
@@ -107,7 +121,9 @@ class _Scale:
         return [tick for tick in found if self.low * 0.999 <= tick <= self.high * 1.001]
 
 
-def _body(title: str, x: _Scale, y: _Scale, lines: Sequence[Curve], marks: Sequence[AxisMark]) -> Iterator[str]:
+def _body(
+    title: str, x: _Scale, y: _Scale, lines: Sequence[Curve], marks: Sequence[AxisMark]
+) -> Iterator[str]:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     yield svg_text(LEFT, 22, title, 'font-size="15" font-weight="bold"')
     grey, end = 'fill="#555555"', math.inf
@@ -126,7 +142,10 @@ def _body(title: str, x: _Scale, y: _Scale, lines: Sequence[Curve], marks: Seque
     yield svg_text(LEFT, TOP - 8, y.axis.name, grey)
     for row, mark in enumerate(marks):
         at = x(mark.x)
-        yield f'<line x1="{at:.2f}" y1="{TOP}" x2="{at:.2f}" y2="{bottom}" stroke="#999999" stroke-dasharray="3 3"/>'
+        yield (
+            f'<line x1="{at:.2f}" y1="{TOP}" x2="{at:.2f}" y2="{bottom}" stroke="#999999"'
+            ' stroke-dasharray="3 3"/>'
+        )
         yield svg_text(at + 5, bottom - 10 - 15 * row, mark.name, grey)
     for row, line in enumerate(lines):
         paint = COLOURS[-1] if line.dashed else COLOURS[row % (len(COLOURS) - 1)]
@@ -136,7 +155,9 @@ def _body(title: str, x: _Scale, y: _Scale, lines: Sequence[Curve], marks: Seque
         if not line.dashed and len(line.x) <= 40:
             for a, b in zip(line.x, line.y):
                 tip = f"<title>{x.axis.written(a)}: {y.axis.written(b)}</title>"
-                yield f'<circle cx="{x(a):.2f}" cy="{y(b):.2f}" r="3.5" fill="{paint}">{tip}</circle>'
+                yield (
+                    f'<circle cx="{x(a):.2f}" cy="{y(b):.2f}" r="3.5" fill="{paint}">{tip}</circle>'
+                )
         at = TOP + 10 + 20 * row
         ends = f'x1="{right + 14}" y1="{at}" x2="{right + 38}" y2="{at}"'
         yield f'<line {ends} stroke="{paint}" stroke-width="2"{dashes}/>'

@@ -13,11 +13,17 @@ Event = dict[str, Any]
 
 
 def perfetto(timelines: Labelled) -> str:
-    """JSON: a process per timeline, a thread per rank, an event per span, a counter of live activations per rank.
+    """JSON: a process per timeline, a thread per rank, an event per span, a counter of live
+    activations per rank.
 
-    Times are in microseconds. What is not an action has a thread of its own beside its rank's, as it may overlap.
+    Times are in microseconds. What is not an action has a thread of its own beside its rank's, as
+    it may overlap.
     """
-    events = [event for pid, (name, timeline) in enumerate(timelines, 1) for event in _process(pid, name, timeline)]
+    events = [
+        event
+        for pid, (name, timeline) in enumerate(timelines, 1)
+        for event in _process(pid, name, timeline)
+    ]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False)
 
 
@@ -33,7 +39,13 @@ def _process(pid: int, name: str, timeline: Timeline) -> Iterator[Event]:
             yield {**common, "name": "thread_name", "args": {"name": title}}
             yield {**common, "name": "thread_sort_index", "args": {"sort_index": tid}}
         for label, start, stop in lane.spans:
-            event = {"ph": "X", "pid": pid, "name": str(label), "cat": kind(label), "ts": _us(start)}
+            event = {
+                "ph": "X",
+                "pid": pid,
+                "name": str(label),
+                "cat": kind(label),
+                "ts": _us(start),
+            }
             event["dur"] = _us(stop - start)
             if isinstance(label, str):
                 yield {**event, "tid": 2 * rank + 1}
@@ -42,7 +54,13 @@ def _process(pid: int, name: str, timeline: Timeline) -> Iterator[Event]:
                 yield {**event, "tid": 2 * rank, "args": arguments}
         unit = "bytes" if timeline.sized else "microbatches"
         for time, value in zip(*timeline.memory(rank)):
-            yield {"ph": "C", "pid": pid, "name": f"live, rank {rank}", "ts": _us(time), "args": {unit: value}}
+            yield {
+                "ph": "C",
+                "pid": pid,
+                "name": f"live, rank {rank}",
+                "ts": _us(time),
+                "args": {unit: value},
+            }
 
 
 def _us(seconds: float) -> float:

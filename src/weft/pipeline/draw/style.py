@@ -1,4 +1,5 @@
-"""What all drawings share: colours and names of what a rank does, scale, and how figures are written."""
+"""What all drawings share: colours and names of what a rank does, scale, and how figures are
+written."""
 
 from __future__ import annotations
 
@@ -12,9 +13,16 @@ Labelled = Sequence[tuple[str, Timeline]]
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradient", "U": "update"}
 COLOURS = {  # of the papers: F blue, B aqua, W green
-    "F": "#3b78d8", "B": "#3fb8c4", "W": "#4fa64f", "U": "#e69138",
-    "recv-wait": "#dcdcdc", "send": "#cbb896", "reduce": "#b39ddb", "gather": "#d5c7f0", "optimizer": "#e69138",
-}  # fmt: skip
+    "F": "#3b78d8",
+    "B": "#3fb8c4",
+    "W": "#4fa64f",
+    "U": "#e69138",
+    "recv-wait": "#dcdcdc",
+    "send": "#cbb896",
+    "reduce": "#b39ddb",
+    "gather": "#d5c7f0",
+    "optimizer": "#e69138",
+}
 OTHER = "#c4c4c4"
 SAMPLES = 64  # durations read per lane, to choose a scale
 
@@ -28,7 +36,9 @@ def shades(of: str, chunks: int) -> list[str]:
     """The colours of a kind, one for each of a rank's `chunks` stages: later ones are lighter."""
     red, green, blue = (int(COLOURS.get(of, OTHER)[i : i + 2], 16) for i in (1, 3, 5))
     fade = [0.55 * chunk / max(chunks - 1, 1) for chunk in range(chunks)]
-    return ["#" + "".join(f"{round(c + (255 - c) * f):02x}" for c in (red, green, blue)) for f in fade]
+    return [
+        "#" + "".join(f"{round(c + (255 - c) * f):02x}" for c in (red, green, blue)) for f in fade
+    ]
 
 
 def palette(lane: Lane) -> dict[tuple[str, int], str]:
@@ -62,9 +72,15 @@ def short_s(timelines: Labelled) -> float:
 
     def durations(lane: Lane) -> Iterator[float]:
         step = len(lane.labels) // SAMPLES | 1  # odd: actions alternate
-        return (stop - start for label, start, stop in islice(lane.spans, 0, None, step) if not isinstance(label, str))
+        return (
+            stop - start
+            for label, start, stop in islice(lane.spans, 0, None, step)
+            if not isinstance(label, str)
+        )
 
-    found = sorted(d for _, timeline in timelines for lane in timeline.lanes for d in durations(lane) if d > 0)
+    found = sorted(
+        d for _, timeline in timelines for lane in timeline.lanes for d in durations(lane) if d > 0
+    )
     return found[len(found) // 10] if found else 0.0
 
 
@@ -92,7 +108,10 @@ def sampled(steps: Steps, span: float, columns: int) -> list[float]:
 
 def unit_of(value: float) -> tuple[str, float]:
     """The unit to write these seconds in, and its size in seconds."""
-    return next((unit for unit in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if abs(value) >= unit[1]), ("ns", 1e-9))
+    return next(
+        (unit for unit in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if abs(value) >= unit[1]),
+        ("ns", 1e-9),
+    )
 
 
 def seconds_text(value: float) -> str:
@@ -121,8 +140,14 @@ def share_text(part: float, whole: float) -> str:
 
 
 def figures_line(timeline: Timeline) -> str:
-    """One line: makespan, ideal, bubble, and the rest of the makespan, where something follows the last action."""
-    bubble = f"{seconds_text(timeline.bubble_s)} ({share_text(timeline.bubble_s, timeline.makespan_s)})"
+    """One line: makespan, ideal, bubble, and the rest of the makespan, where something follows the
+    last action."""
+    bubble = (
+        f"{seconds_text(timeline.bubble_s)} ({share_text(timeline.bubble_s, timeline.makespan_s)})"
+    )
     after = timeline.makespan_s - timeline.acted_s
     rest = f", then {seconds_text(after)}" if after > 0 else ""
-    return f"makespan {seconds_text(timeline.makespan_s)}, ideal {seconds_text(timeline.ideal_s)}, bubble {bubble}{rest}"
+    return (
+        f"makespan {seconds_text(timeline.makespan_s)}, ideal {seconds_text(timeline.ideal_s)},"
+        f" bubble {bubble}{rest}"
+    )

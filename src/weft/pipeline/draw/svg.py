@@ -1,4 +1,5 @@
-"""A timeline as SVG: per rank a lane of actions over the curve of its live activations, and a time axis."""
+"""A timeline as SVG: per rank a lane of actions over the curve of its live activations, and a time
+axis."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ CURVE = 0.6  # of a lane
 LINE = 18.0  # of writing
 DIGIT, LETTER = 6.3, 6.9  # widths, at font sizes 11 and 12
 LIVE = "#c3a5c3"
-BORDER = 3.0  # cells narrower than this have no border of their own: neighbours of one colour are one
+BORDER = (
+    3.0  # cells narrower than this have no border of their own: neighbours of one colour are one
+)
 
 
 def svg(timelines: Labelled) -> str:
@@ -41,7 +44,9 @@ def svg_image(width: float, height: float, body: Iterable[str]) -> str:
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     font = 'font-family="Helvetica, Arial, sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *body, "</svg>", ""])
+    return "\n".join(
+        [head, '<rect width="100%" height="100%" fill="#ffffff"/>', *body, "</svg>", ""]
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,11 @@ class _Page:
 
 def _page(timelines: Labelled) -> _Page:
     span, short = look.span_s(timelines), look.short_s(timelines)
-    across = min(max(span / short * (DIGIT * look.digits(timelines) + 9), NARROW), WIDE) if short else NARROW
+    across = (
+        min(max(span / short * (DIGIT * look.digits(timelines) + 9), NARROW), WIDE)
+        if short
+        else NARROW
+    )
     ranks = max(len(timeline.lanes) for _, timeline in timelines)
     left = MARGIN + 10 + LETTER * max(len(f"rank {ranks - 1}"), len("time, ms"))
     columns = [_columns(timeline) for _, timeline in timelines]
@@ -72,8 +81,14 @@ def _page(timelines: Labelled) -> _Page:
 
 def _columns(timeline: Timeline) -> tuple[list[str], list[str]]:
     """What stands to the right of each rank, with its heading first."""
-    idle = [f"{look.seconds_text(s)}, {look.share_text(s, timeline.makespan_s)}" for s in timeline.idle_s]
-    return ["idle", *idle], ["peak live", *(look.amount_text(timeline, peak) for peak in timeline.peak_memory)]
+    idle = [
+        f"{look.seconds_text(s)}, {look.share_text(s, timeline.makespan_s)}"
+        for s in timeline.idle_s
+    ]
+    return ["idle", *idle], [
+        "peak live",
+        *(look.amount_text(timeline, peak) for peak in timeline.peak_memory),
+    ]
 
 
 def _lane_height(timeline: Timeline) -> float:
@@ -114,21 +129,44 @@ def _lane(page: _Page, lane: Lane, y: float, height: float) -> Iterator[str]:
 
     def cell(label: Label, colour: str, start: float, stop: float) -> str:
         x, wide = page.x(start), page.x(stop) - page.x(start)
-        tip = f"<title>{escape(str(label))}: {look.seconds_text(start)} to {look.seconds_text(stop)}</title>"
-        border = f' stroke="#ffffff" stroke-width="{0.8 if height > 8 else 0.4}"' if wide >= BORDER else ""
-        rect = f'<rect x="{x:.2f}" y="{y:.2f}" width="{wide:.2f}" height="{height:.2f}" fill="{colour}"{border}'
+        tip = (
+            f"<title>{escape(str(label))}: {look.seconds_text(start)} to"
+            f" {look.seconds_text(stop)}</title>"
+        )
+        border = (
+            f' stroke="#ffffff" stroke-width="{0.8 if height > 8 else 0.4}"'
+            if wide >= BORDER
+            else ""
+        )
+        rect = (
+            f'<rect x="{x:.2f}" y="{y:.2f}" width="{wide:.2f}" height="{height:.2f}"'
+            f' fill="{colour}"{border}'
+        )
         found = f"{rect}>{tip}</rect>" if wide >= BORDER else f"{rect}/>"
-        if not isinstance(label, str) and height >= 11 and wide >= DIGIT * len(str(label.microbatch)) + 2:
-            style = f'font-size="11" text-anchor="middle" fill="{look.ink(colour)}" pointer-events="none"'
+        if (
+            not isinstance(label, str)
+            and height >= 11
+            and wide >= DIGIT * len(str(label.microbatch)) + 2
+        ):
+            style = (
+                f'font-size="11" text-anchor="middle" fill="{look.ink(colour)}"'
+                ' pointer-events="none"'
+            )
             found += svg_text(x + wide / 2, y + height / 2 + 4, str(label.microbatch), style)
         return found
 
     for other in (True, False):
-        held: tuple[Label, str, float, float] | None = None  # narrow cells of one colour, which grow while they touch
+        held: tuple[Label, str, float, float] | None = (
+            None  # narrow cells of one colour, which grow while they touch
+        )
         for label, start, stop in lane.spans:
             if isinstance(label, str) is not other:
                 continue
-            colour = look.COLOURS.get(label, look.OTHER) if isinstance(label, str) else colours[label.kind, label.stage]
+            colour = (
+                look.COLOURS.get(label, look.OTHER)
+                if isinstance(label, str)
+                else colours[label.kind, label.stage]
+            )
             narrow = page.x(stop) - page.x(start) < BORDER
             if held and narrow and held[1] == colour and page.x(start) - page.x(held[3]) < 0.1:
                 held = label, colour, held[2], stop
@@ -142,8 +180,11 @@ def _lane(page: _Page, lane: Lane, y: float, height: float) -> Iterator[str]:
             yield cell(*held)
 
 
-def _curve(page: _Page, timeline: Timeline, rank: int, y: float, height: float, highest: float) -> str:
-    """Live activations over time, below the lane at y: of full `height` where they are the `highest` of all ranks."""
+def _curve(
+    page: _Page, timeline: Timeline, rank: int, y: float, height: float, highest: float
+) -> str:
+    """Live activations over time, below the lane at y: of full `height` where they are the
+    `highest` of all ranks."""
     times, values = timeline.memory(rank)
     if len(times) > page.across:  # finer than the picture
         columns = int(page.across)
@@ -152,7 +193,9 @@ def _curve(page: _Page, timeline: Timeline, rank: int, y: float, height: float, 
     base = y + height
     points = [f"M{page.x(times[0]):.2f} {base:.2f}"]
     for time, value in zip(times, values):
-        points.append(f"H{page.x(time):.2f}V{base - (height - 1) * (value / highest if highest else 0.0):.2f}")
+        points.append(
+            f"H{page.x(time):.2f}V{base - (height - 1) * (value / highest if highest else 0.0):.2f}"
+        )
     points.append(f"H{page.x(timeline.makespan_s):.2f}V{base:.2f}Z")
     return f'<path d="{"".join(points)}" fill="{LIVE}"/>'
 
@@ -165,9 +208,16 @@ def _axis(page: _Page, timeline: Timeline, top: float, bottom: float) -> Iterato
     step = whole_step(60 / page.across * page.span / size)  # a tick takes 60 pixels
     for tick in range(int(page.span / size / step + 1e-9) + 1):
         x = page.x(tick * step * size)
-        yield f'<line x1="{x:.2f}" y1="{top:.2f}" x2="{x:.2f}" y2="{bottom + 4:.2f}" stroke="#e4e4e4"/>'
-        yield svg_text(x, bottom + LINE, look.number_text(tick * step), 'text-anchor="middle" fill="#555555"')
-    yield svg_text(page.left - 12, bottom + LINE, f"time, {unit}", 'text-anchor="end" fill="#555555"')
+        yield (
+            f'<line x1="{x:.2f}" y1="{top:.2f}" x2="{x:.2f}" y2="{bottom + 4:.2f}"'
+            ' stroke="#e4e4e4"/>'
+        )
+        yield svg_text(
+            x, bottom + LINE, look.number_text(tick * step), 'text-anchor="middle" fill="#555555"'
+        )
+    yield svg_text(
+        page.left - 12, bottom + LINE, f"time, {unit}", 'text-anchor="end" fill="#555555"'
+    )
     if timeline.makespan_s < page.span:
         x = page.x(timeline.makespan_s)
         yield f'<line x1="{x:.2f}" y1="{top:.2f}" x2="{x:.2f}" y2="{bottom:.2f}" stroke="#999999"/>'
@@ -181,16 +231,25 @@ def whole_step(least: float) -> float:
 
 def _legend(page: _Page, timelines: Labelled, top: float) -> Iterator[str]:
     """One line per kind: swatches of its shades, and its name."""
-    chunks = max((len(lane.stages) for _, timeline in timelines for lane in timeline.lanes), default=1)
+    chunks = max(
+        (len(lane.stages) for _, timeline in timelines for lane in timeline.lanes), default=1
+    )
     for row, of in enumerate(look.kinds(timelines)):
         paints = look.shades(of, min(max(chunks, 1), 8) if of in look.NAMES else 1)
         y = top + row * LINE
         for i, paint in enumerate(paints):
-            yield f'<rect x="{page.left + i * 20:.2f}" y="{y:.2f}" width="18" height="13" fill="{paint}"/>'
+            yield (
+                f'<rect x="{page.left + i * 20:.2f}" y="{y:.2f}" width="18" height="13"'
+                f' fill="{paint}"/>'
+            )
         yield svg_text(page.left + len(paints) * 20 + 6, y + 11, look.NAMES.get(of, of))
     y = top + len(look.kinds(timelines)) * LINE
     yield f'<rect x="{page.left:.2f}" y="{y:.2f}" width="18" height="13" fill="{LIVE}"/>'
-    yield svg_text(page.left + 26, y + 11, "live activations" + "; lighter above: a rank's later stages" * (chunks > 1))
+    yield svg_text(
+        page.left + 26,
+        y + 11,
+        "live activations" + "; lighter above: a rank's later stages" * (chunks > 1),
+    )
 
 
 def svg_text(x: float, y: float, content: str, style: str = "") -> str:

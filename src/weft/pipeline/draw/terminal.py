@@ -17,11 +17,14 @@ RAMP, ASCII_RAMP = "▁▂▃▄▅▆▇█", ".:-=+*%@"
 Cell = tuple[str, str]  # a character and its style
 
 
-def text(timelines: Labelled, *, width: int = 120, colour: bool = False, ascii_only: bool = False) -> Text:
+def text(
+    timelines: Labelled, *, width: int = 120, colour: bool = False, ascii_only: bool = False
+) -> Text:
     """All timelines, no line longer than `width` columns (but at least 40).
 
-    With `colour` a cell's background says what runs, lighter for a rank's later stages; without, letters do, small for
-    later stages. Where cells do not fit, they shrink, and numbers that do not fit are left out; a note says so.
+    With `colour` a cell's background says what runs, lighter for a rank's later stages; without,
+    letters do, small for later stages. Where cells do not fit, they shrink, and numbers that do not
+    fit are left out; a note says so.
     """
     gutter = 2 + max(len(f"rank {len(timeline.lanes) - 1}") for _, timeline in timelines)
     scale, note = _scale(timelines, max(width, 40) - gutter, colour)
@@ -41,7 +44,8 @@ def text(timelines: Labelled, *, width: int = 120, colour: bool = False, ascii_o
 
 
 def _scale(timelines: Labelled, room: int, colour: bool) -> tuple[float, str]:
-    """Columns per second, and what to say about it. Whole columns per short action as long as that fits."""
+    """Columns per second, and what to say about it. Whole columns per short action as long as that
+    fits."""
     span, short = look.span_s(timelines), look.short_s(timelines)
     if not short:
         return 0.0, ""
@@ -51,7 +55,9 @@ def _scale(timelines: Labelled, room: int, colour: bool) -> tuple[float, str]:
     scale = room / span if fits is None else fits / short
     if scale * short >= width - 1e-9:
         return scale, ""
-    note = f"condensed: a column is {look.seconds_text(1 / scale)}; an SVG or JSON shows every action"
+    note = (
+        f"condensed: a column is {look.seconds_text(1 / scale)}; an SVG or JSON shows every action"
+    )
     return scale, note
 
 
@@ -73,7 +79,13 @@ def _row(lane: Lane, scale: float, colour: bool) -> Text:
                 content *= last - first
             else:
                 paint = colours[label.kind, label.stage]
-                letter = "" if colour else label.kind if label.stage == lane.stages[0] else label.kind.lower()
+                letter = (
+                    ""
+                    if colour
+                    else label.kind
+                    if label.stage == lane.stages[0]
+                    else label.kind.lower()
+                )
                 content = _content(letter, str(label.microbatch), last - first)
             style = f"{look.ink(paint)} on {paint}" if colour else ""
             row += [(" ", "")] * (last - len(row))
@@ -85,7 +97,8 @@ def _row(lane: Lane, scale: float, colour: bool) -> Text:
 
 
 def _content(letter: str, microbatch: str, width: int) -> str:
-    """A cell: letter and number, a rule for the rest, a blank before the next. `0F3` in 5 columns: `F3-- `."""
+    """A cell: letter and number, a rule for the rest, a blank before the next. `0F3` in 5 columns:
+    `F3-- `."""
     head, rule = letter + microbatch, "-" if letter else " "
     if len(head) < width:
         return head.ljust(width - 1, rule) + " "
@@ -97,12 +110,17 @@ def _content(letter: str, microbatch: str, width: int) -> str:
 
 def _table(timeline: Timeline, gutter: int, width: int, ascii_only: bool) -> list[Text]:
     """Per rank: idle time, peak, and the curve of live activations."""
-    idle = [f"{look.seconds_text(s)}  {look.share_text(s, timeline.makespan_s)}" for s in timeline.idle_s]
+    idle = [
+        f"{look.seconds_text(s)}  {look.share_text(s, timeline.makespan_s)}"
+        for s in timeline.idle_s
+    ]
     live = [look.amount_text(timeline, peak) for peak in timeline.peak_memory]
     wide, tall = max(map(len, [*idle, "idle"])), max(map(len, [*live, "peak live"]))
     room = min(CURVE, width - gutter - wide - tall - 4)
     unit = "bytes" if timeline.sized else "microbatches"
-    lines = [Text(f"{'':{gutter}}{'idle':>{wide}}  {'peak live':>{tall}}  live {unit} over time"[:width])]
+    lines = [
+        Text(f"{'':{gutter}}{'idle':>{wide}}  {'peak live':>{tall}}  live {unit} over time"[:width])
+    ]
     top = max(timeline.peak_memory, default=0.0)
     for rank, (waits, peak) in enumerate(zip(idle, live)):
         curve = look.sampled(timeline.memory(rank), timeline.makespan_s, room) if room > 0 else []
@@ -112,11 +130,16 @@ def _table(timeline: Timeline, gutter: int, width: int, ascii_only: bool) -> lis
 
 
 def _bars(values: Sequence[float], top: float, ramp: str) -> str:
-    return "".join(ramp[math.ceil(value / top * len(ramp) - 1e-9) - 1] if value > 0 else " " for value in values)
+    return "".join(
+        ramp[math.ceil(value / top * len(ramp) - 1e-9) - 1] if value > 0 else " "
+        for value in values
+    )
 
 
 def _legend(timelines: Labelled, colour: bool) -> Text:
-    chunks = max((len(lane.stages) for _, timeline in timelines for lane in timeline.lanes), default=1)
+    chunks = max(
+        (len(lane.stages) for _, timeline in timelines for lane in timeline.lanes), default=1
+    )
     line = Text()
     for of in look.kinds(timelines):
         if of in look.NAMES and not colour:
@@ -126,8 +149,12 @@ def _legend(timelines: Labelled, colour: bool) -> Text:
                 line.append(f" {of} ", f"{look.ink(paint)} on {paint}")
             line.append(f" {look.NAMES[of]}   ")
         else:
-            line.append(*(("  ", f"on {look.COLOURS.get(of, look.OTHER)}") if colour else ("~", "")))
+            line.append(
+                *(("  ", f"on {look.COLOURS.get(of, look.OTHER)}") if colour else ("~", ""))
+            )
             line.append(f" {of}   ")
     if chunks > 1:
-        line.append("lighter: a rank's later stages" if colour else "small letters: a rank's later stages")
+        line.append(
+            "lighter: a rank's later stages" if colour else "small letters: a rank's later stages"
+        )
     return line

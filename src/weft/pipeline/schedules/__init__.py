@@ -1,8 +1,8 @@
 """Schedules: one file each. The folder is the registry.
 
-A file names its schedule (`NAME`) and makes it: `build(ranks, microbatches, **options) -> Schedule`; `brief`, where
-there is one, is what it comes to in closed form. One's own joins with `register`, or is given to a run as
-`package.module:function`.
+A file names its schedule (`NAME`) and makes it: `build(ranks, microbatches, **options) ->
+Schedule`; `brief`, where there is one, is what it comes to in closed form. One's own joins with
+`register`, or is given to a run as `package.module:function`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ def registry() -> Mapping[str, Builder]:
 
 
 def register(build: Builder, name: str | None = None) -> Builder:
-    """Adds one's own schedule, `build(ranks, microbatches, **options) -> Schedule`, under a name (default: its own).
+    """Adds one's own schedule, `build(ranks, microbatches, **options) -> Schedule`, under a name
+    (default: its own).
 
     Returns `build`, so it is a decorator too. Raises ConfigError for a name of the folder.
     """
     name = name or build.__name__
     if name in builtin_schedules():
-        raise ConfigError("pipeline.schedule", name, "weft has a schedule of this name", "choose another name")
+        raise ConfigError(
+            "pipeline.schedule", name, "weft has a schedule of this name", "choose another name"
+        )
     _registered[name] = build
     return build
 
@@ -46,15 +49,21 @@ def register(build: Builder, name: str | None = None) -> Builder:
 def make_schedule(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
     """The schedule `name` for one call of `microbatches` microbatches over `ranks` ranks.
 
-    The number of stages that it cuts a model in is its `.stages`, which does not depend on `microbatches`. Raises
-    ConfigError: an unknown name, an unknown option, a value that cannot be, a registered schedule with faults.
+    The number of stages that it cuts a model in is its `.stages`, which does not depend on
+    `microbatches`. Raises ConfigError: an unknown name, an unknown option, a value that cannot be,
+    a registered schedule with faults.
     """
     known = registry()
     if name not in known:
         raise ConfigError("pipeline.schedule", name, "not a schedule", nearest(name, known))
     for field, value in (("ranks", ranks), ("microbatches", microbatches)):
         if type(value) is not int or value < 1:
-            raise ConfigError(f"pipeline.{field}", value, "a schedule has at least one", "use a whole number from 1")
+            raise ConfigError(
+                f"pipeline.{field}",
+                value,
+                "a schedule has at least one",
+                "use a whole number from 1",
+            )
     check_options(name, known[name], options)
     made = known[name](ranks, microbatches, **options)
     if name in _registered:
@@ -63,8 +72,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, **options: Any) -> S
 
 
 def brief(name: str) -> Callable[..., ScheduleSummary] | None:
-    """The closed form of a schedule; None of one that was registered. Of a solved one it is 1F1B's, which to a planner
-    is as good a first guess as any.
+    """The closed form of a schedule; None of one that was registered. Of a solved one it is 1F1B's,
+    which to a planner is as good a first guess as any.
 
     Raises ConfigError for an unknown name."""
     known = registry()
@@ -83,9 +92,11 @@ def require_valid(schedule: Schedule) -> None:
     if faults := find_faults(schedule):
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
         raise ConfigError(
-            "pipeline.schedule", schedule.name, "; ".join(faults[:3]) + more,
+            "pipeline.schedule",
+            schedule.name,
+            "; ".join(faults[:3]) + more,
             "`weft.pipeline.validate.find_faults(schedule)` lists every fault",
-        )  # fmt: skip
+        )
 
 
 @cache

@@ -1,4 +1,5 @@
-"""What schedules are made of: placements, sweeps over the microbatches, and ways to line them up."""
+"""What schedules are made of: placements, sweeps over the microbatches, and ways to line them
+up."""
 
 from __future__ import annotations
 
@@ -16,38 +17,47 @@ Array = NDArray[Any]
 
 
 class ScheduleSummary(NamedTuple):
-    """What a schedule comes to, in closed form, where its docstring says it holds: seconds that a rank waits in a step
-    if every rank takes as long; microbatches whose activations the first and the last rank hold at once. Of arrays,
-    with p ranks, m microbatches and v stages of a rank; `forward`, `backward`, `weight` are of all its stages."""
+    """What a schedule comes to, in closed form, where its docstring says it holds: seconds that a
+    rank waits in a step if every rank takes as long; microbatches whose activations the first and
+    the last rank hold at once. Of arrays, with p ranks, m microbatches and v stages of a rank;
+    `forward`, `backward`, `weight` are of all its stages."""
 
     idle_s: Array
     first: Array
     last: Array
 
 
-def crossed(idle: Array, p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> Array:
-    """The idle time of schedules that part B from W, which with few microbatches is more: the first one has to go
-    through all ranks and back, and each of the others takes the time of a stage's longest action, at the least."""
+def crossed(
+    idle: Array, p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+) -> Array:
+    """The idle time of schedules that part B from W, which with few microbatches is more: the first
+    one has to go through all ranks and back, and each of the others takes the time of a stage's
+    longest action, at the least."""
     longest = np.maximum(forward, np.maximum(backward, weight)) / v
     alone = p * (forward + backward) + weight / v + (m - 1) * longest
     return np.maximum(idle, alone - m * (forward + backward + weight))
 
 
 def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Placement of `chunks` stages per rank, dealt out in turn: stage s lies on rank s % ranks. Raises ConfigError."""
+    """Placement of `chunks` stages per rank, dealt out in turn: stage s lies on rank s % ranks.
+    Raises ConfigError."""
     if type(chunks) is not int or chunks < 1:
-        raise ConfigError("pipeline.chunks", chunks, "not a number of stages per rank", "use 1 or more")
+        raise ConfigError(
+            "pipeline.chunks", chunks, "not a number of stages per rank", "use 1 or more"
+        )
     return tuple(range(ranks)) * chunks
 
 
 def sweep(
     kind: Kind, rank: int, ranks: int, microbatches: int, chunks: int = 1, group: int | None = None
 ) -> list[Action | None]:
-    """All F, B, W or U of one rank in the looped placement: `group` microbatches (default: all) through one chunk, the
-    same through the next, then the next group. F begins with the first chunk, the others with the last.
+    """All F, B, W or U of one rank in the looped placement: `group` microbatches (default: all)
+    through one chunk, the same through the next, then the next group. F begins with the first
+    chunk, the others with the last.
 
-    A last group that is not full has None in the places of the microbatches that do not exist: removing whole
-    microbatches from a valid schedule leaves a valid one, so every number of microbatches works.
+    A last group that is not full has None in the places of the microbatches that do not exist:
+    removing whole microbatches from a valid schedule leaves a valid one, so every number of
+    microbatches works.
     """
     stages = range(rank, ranks * chunks, ranks)
     group = group or microbatches
@@ -61,19 +71,23 @@ def sweep(
 
 
 def stagger(*columns: tuple[int, Sequence[Action | None]]) -> tuple[Action, ...]:
-    """One rank's order from columns (delay, actions): row r of a column is actions[r - delay]; rows are read from left
-    to right, one after the other. So the delay of B is the number of forwards in flight before the first B.
+    """One rank's order from columns (delay, actions): row r of a column is actions[r - delay]; rows
+    are read from left to right, one after the other. So the delay of B is the number of forwards in
+    flight before the first B.
     """
     rows = zip_longest(*(chain(repeat(None, delay), actions) for delay, actions in columns))
     return tuple(filter(None, chain.from_iterable(rows)))
 
 
-def vee(name: str, ranks: int, microbatches: int, program: Callable[[int, int], Iterable[str]]) -> Schedule:
-    """Two stages per rank in V: rank i has stage i, its chunk 0, and stage 2 ranks - 1 - i, its chunk 1.
+def vee(
+    name: str, ranks: int, microbatches: int, program: Callable[[int, int], Iterable[str]]
+) -> Schedule:
+    """Two stages per rank in V: rank i has stage i, its chunk 0, and stage 2 ranks - 1 - i, its
+    chunk 1.
 
-    `program(rank, microbatches)` yields words: a kind and a chunk, "F0", "B1", for the next microbatch; "b0", "b1" for
-    a B whose W comes later; "W" for the oldest W to come. It is asked for at least 2 ranks microbatches; those that do
-    not exist are then left out, as in `sweep`.
+    `program(rank, microbatches)` yields words: a kind and a chunk, "F0", "B1", for the next
+    microbatch; "b0", "b1" for a B whose W comes later; "W" for the oldest W to come. It is asked
+    for at least 2 ranks microbatches; those that do not exist are then left out, as in `sweep`.
     """
     total = max(microbatches, 2 * ranks)
 
@@ -94,4 +108,6 @@ def vee(name: str, ranks: int, microbatches: int, program: Callable[[int, int], 
             if action.microbatch < microbatches:
                 yield action
 
-    return Schedule(name, (*range(ranks), *reversed(range(ranks))), tuple(tuple(order(r)) for r in range(ranks)))
+    return Schedule(
+        name, (*range(ranks), *reversed(range(ranks))), tuple(tuple(order(r)) for r in range(ranks))
+    )

@@ -1,5 +1,6 @@
-"""Looped breadth-first (Lamy-Poirier 2023): all microbatches through one chunk, then all through the next. The weights
-of a chunk are then needed in one stretch of time, which suits weights that are gathered (FSDP).
+"""Looped breadth-first (Lamy-Poirier 2023): all microbatches through one chunk, then all through
+the next. The weights of a chunk are then needed in one stretch of time, which suits weights that
+are gathered (FSDP).
 
 2 ranks, 2 microbatches     rank 0   0F0 0F1 2F0 2F1         2B0 2B1 0B0 0B1
                             rank 1       1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
@@ -26,6 +27,10 @@ def build(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     return Schedule(NAME, placement, tuple(order))
 
 
-def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> ScheduleSummary:
-    rounds = (p - 1) + (v - 1) * np.maximum(p - m, 0)  # a microbatch is back at the first rank after p
+def brief(
+    p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+) -> ScheduleSummary:
+    rounds = (p - 1) + (v - 1) * np.maximum(
+        p - m, 0
+    )  # a microbatch is back at the first rank after p
     return ScheduleSummary(rounds * (forward + backward + weight) / v, m, m)

@@ -1,5 +1,6 @@
-"""DualPipeV (DeepSeek 2025): two stages per rank in V; in the middle a forward of one chunk and a backward of the other
-stand next to each other, for their computing and messages to overlap. A B without W is a whole backward.
+"""DualPipeV (DeepSeek 2025): two stages per rank in V; in the middle a forward of one chunk and a
+backward of the other stand next to each other, for their computing and messages to overlap. A B
+without W is a whole backward.
 
 2 ranks, 4 microbatches
 
@@ -21,8 +22,8 @@ NAME = "dualpipev"
 
 
 def build(ranks: int, microbatches: int) -> Schedule:
-    """Bubble (p-1)(F+B-W)/2 where W <= B <= F <= B+W and m >= 2p, the two of a pair run one after the other; at most
-    p + 1/2 microbatches live on every rank, each until its last backward.
+    """Bubble (p-1)(F+B-W)/2 where W <= B <= F <= B+W and m >= 2p, the two of a pair run one after
+    the other; at most p + 1/2 microbatches live on every rank, each until its last backward.
     """
 
     def program(rank: int, total: int) -> Iterator[str]:
@@ -41,6 +42,8 @@ def build(ranks: int, microbatches: int) -> Schedule:
     return vee(NAME, ranks, microbatches, program)
 
 
-def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> ScheduleSummary:
+def brief(
+    p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+) -> ScheduleSummary:
     idle, live = (p - 1) * np.maximum(forward + backward - weight, 0.0) / 2, np.minimum(p + 0.5, m)
     return ScheduleSummary(crossed(idle, p, m, v, forward, backward, weight), live, live)

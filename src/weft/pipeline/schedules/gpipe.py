@@ -16,9 +16,14 @@ NAME = "gpipe"
 def build(ranks: int, microbatches: int) -> Schedule:
     """Bubble (p-1)(F+B+W); m microbatches live."""
     n = ranks, microbatches
-    order = [stagger((0, sweep("F", rank, *n)), (microbatches, sweep("B", rank, *n))) for rank in range(ranks)]
+    order = [
+        stagger((0, sweep("F", rank, *n)), (microbatches, sweep("B", rank, *n)))
+        for rank in range(ranks)
+    ]
     return Schedule(NAME, looped(ranks), tuple(order))
 
 
-def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> ScheduleSummary:
+def brief(
+    p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+) -> ScheduleSummary:
     return ScheduleSummary((p - 1) * (forward + backward + weight), m, m)

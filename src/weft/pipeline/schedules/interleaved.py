@@ -1,4 +1,5 @@
-"""Interleaved 1F1B (Narayanan et al. 2021, Megatron's order): `chunks` stages per rank, `ranks` microbatches at a time.
+"""Interleaved 1F1B (Narayanan et al. 2021, Megatron's order): `chunks` stages per rank, `ranks`
+microbatches at a time.
 
 2 ranks, 2 microbatches     rank 0   0F0 0F1 2F0 2F1     2B0     2B1 0B0 0B1
                             rank 1       1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
@@ -26,7 +27,13 @@ def build(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     return Schedule(NAME, placement, tuple(order))
 
 
-def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> ScheduleSummary:
+def brief(
+    p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+) -> ScheduleSummary:
     whole = forward + backward + weight
     ragged = np.where(m % p > 0, (v - 1) * (p - m % p) * whole / v, 0.0)
-    return ScheduleSummary((p - 1) * whole / v + ragged, np.minimum(p + (p - 1) / v, m), np.minimum(((v - 1) * p + 1) / v, m))
+    return ScheduleSummary(
+        (p - 1) * whole / v + ragged,
+        np.minimum(p + (p - 1) / v, m),
+        np.minimum(((v - 1) * p + 1) / v, m),
+    )

@@ -1,4 +1,5 @@
-"""Interleaved zero bubble: interleaved 1F1B with B and W apart (Qi et al. 2024), `chunks` stages per rank.
+"""Interleaved zero bubble: interleaved 1F1B with B and W apart (Qi et al. 2024), `chunks` stages
+per rank.
 
 2 ranks, 2 microbatches     rank 0   0F0 0F1 2F0 2F1     2B0 2W0 2B1 2W1 0B0 0W0 0B1 0W1
                             rank 1       1F0 1F1 3F0 3B0 3F1 3B1 3W0 1B0 3W1 1B1 1W0 1W1
@@ -16,18 +17,22 @@ NAME = "interleaved-zb"
 
 
 def build(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
-    """Bubble (p-1)(F+B-W)/v where W <= min(F, B) and p divides m; min(p, m) microbatches live on every rank, each until
-    its W.
+    """Bubble (p-1)(F+B-W)/v where W <= min(F, B) and p divides m; min(p, m) microbatches live on
+    every rank, each until its W.
     """
     placement = looped(ranks, chunks)
     order = []
     for rank in range(ranks):
         n = rank, ranks, microbatches, chunks, ranks
         ahead = chunks * ranks - 1
-        order.append(stagger((0, sweep("F", *n)), (ahead - rank, sweep("B", *n)), (ahead, sweep("W", *n))))
+        order.append(
+            stagger((0, sweep("F", *n)), (ahead - rank, sweep("B", *n)), (ahead, sweep("W", *n)))
+        )
     return Schedule(NAME, placement, tuple(order))
 
 
-def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> ScheduleSummary:
+def brief(
+    p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+) -> ScheduleSummary:
     idle, live = (p - 1) * (forward + backward - np.minimum(weight, backward)) / v, np.minimum(p, m)
     return ScheduleSummary(crossed(idle, p, m, v, forward, backward, weight), live, live)

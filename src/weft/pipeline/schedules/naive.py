@@ -1,4 +1,5 @@
-"""Naive model parallel: one microbatch at a time, through all stages and back; all ranks but one idle.
+"""Naive model parallel: one microbatch at a time, through all stages and back; all ranks but one
+idle.
 
 2 ranks, 2 microbatches     rank 0   0F0         0B0 0F1         0B1
                             rank 1       1F0 1B0         1F1 1B1
@@ -22,5 +23,9 @@ def build(ranks: int, microbatches: int) -> Schedule:
     return Schedule(NAME, looped(ranks), tuple(order))
 
 
-def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> ScheduleSummary:
-    return ScheduleSummary((p - 1) * m * (forward + backward + weight), np.minimum(1, m), np.minimum(1, m))
+def brief(
+    p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+) -> ScheduleSummary:
+    return ScheduleSummary(
+        (p - 1) * m * (forward + backward + weight), np.minimum(1, m), np.minimum(1, m)
+    )

@@ -1,4 +1,5 @@
-"""PipeDream (Harlap et al. 2018; 2BW: Narayanan et al. 2021): 1F1B without a flush, stages update on their own (U).
+"""PipeDream (Harlap et al. 2018; 2BW: Narayanan et al. 2021): 1F1B without a flush, stages update
+on their own (U).
 
 2 ranks, 3 microbatches     rank 0   0F0 0F1     0B0 0U0 0F2     0B1 0U1     0B2 0U2
                             rank 1       1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2
@@ -18,11 +19,17 @@ NAME = "pipedream"
 
 
 def build(ranks: int, microbatches: int, *, versions: Versions = "stash") -> Schedule:
-    """`versions`: see `Schedule`. A stage updates after every microbatch; with "2bw" after every `ranks`, those left
-    over joining the last update. Idle (p-1)(F+B+W), at the two ends of the call only. Raises ConfigError.
+    """`versions`: see `Schedule`. A stage updates after every microbatch; with "2bw" after every
+    `ranks`, those left over joining the last update. Idle (p-1)(F+B+W), at the two ends of the call
+    only. Raises ConfigError.
     """
     if versions not in (choices := [v for v in get_args(Versions) if v]):
-        raise ConfigError("pipeline.versions", versions, "not a way to keep weights", nearest(str(versions), choices))
+        raise ConfigError(
+            "pipeline.versions",
+            versions,
+            "not a way to keep weights",
+            nearest(str(versions), choices),
+        )
     updates = _groups(ranks, microbatches) if versions == "2bw" else range(microbatches)
     order = []
     for rank in range(ranks):
@@ -38,5 +45,7 @@ def _groups(ranks: int, microbatches: int) -> set[int]:
     return {*range(ranks - 1, microbatches - ranks, ranks), microbatches - 1}
 
 
-def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> ScheduleSummary:
+def brief(
+    p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+) -> ScheduleSummary:
     return ScheduleSummary(0.0 * p * forward, np.minimum(p, m), np.minimum(1, m))

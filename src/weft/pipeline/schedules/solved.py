@@ -1,5 +1,6 @@
-"""solved: a synchronous schedule searched for measured costs and a memory cap, after Qi et al., "Zero Bubble Pipeline
-Parallelism" (ICLR 2024), section 3.1, whose heuristic this generalises to uneven stages and any placement.
+"""solved: a synchronous schedule searched for measured costs and a memory cap, after Qi et al.,
+"Zero Bubble Pipeline Parallelism" (ICLR 2024), section 3.1, whose heuristic this generalises to
+uneven stages and any placement.
 
     3 ranks, 3 microbatches,      rank 0   0F0 0F1  .   .   .  0B0 0W0 0F2 0B1 0W1  .   .  0B2 0W2
     F = B = W, memory 2           rank 1    .  1F0 1F1  .  1B0 1W0  .  1B1 1F2 1W1  .  1B2 1W2  .
@@ -9,13 +10,13 @@ In turn, while the best is above a lower bound:
 
 1. every fixed schedule of the same placement that fits the memory cap, then 3;
 2. list schedules: each rank starts the action that is due first, where a rule says when actions are due, how many
-   microbatches a stage keeps live, and how long a rank waits for an action that is due before those it could start;
-   first the rules of a small grid, then random changes of the best rule;
+   microbatches a stage keeps live, and how long a rank waits for an action that is due before those
+   it could start; first the rules of a small grid, then random changes of the best rule;
 3. from the best so far, moves of one action along its rank, within or out of a busy stretch of the critical path
    (the block moves of job-shop search), accepted late (Burke and Bykov, 2017).
 
-The budget counts schedules, not seconds, and random numbers start from the seed given: every rank and run of the same
-input finds the same schedule.
+The budget counts schedules, not seconds, and random numbers start from the seed given: every rank
+and run of the same input finds the same schedule.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ NAME = "solved"
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
 EXACT = 1e-9  # times and sizes nearer than this, as a share, are equal
 BACK = 200  # a move is compared with what was the makespan so many moves ago
-MOVES = 30  # moves per unit of the budget, for most are not possible and the rest only time an order
+MOVES = (
+    30  # moves per unit of the budget, for most are not possible and the rest only time an order
+)
 Orders = list[list[int]]  # rank -> its actions by index
 
 
@@ -53,17 +56,20 @@ def build(
 ) -> Schedule:
     """The fastest schedule found for these costs (default: all stages equal, F = B = W).
 
-    `memory` caps what is live on a rank, one number or one per rank, in the unit of `costs.activation_bytes`: an
-    activation is live from the start of its F to the end of its last backward (W where `split`, else B). `placement`
-    is stage -> rank, or "loop" (stage s on rank s mod ranks) or "v" (every second of the `chunks` rounds backwards).
-    `evaluations` is the budget in list schedules; half of it goes to moves, which are cheaper and more. On 8 ranks and
-    32 microbatches the default takes a second or two, and much less where the lower bound is met.
+    `memory` caps what is live on a rank, one number or one per rank, in the unit of
+    `costs.activation_bytes`: an activation is live from the start of its F to the end of its last
+    backward (W where `split`, else B). `placement` is stage -> rank, or "loop" (stage s on rank s
+    mod ranks) or "v" (every second of the `chunks` rounds backwards). `evaluations` is the budget
+    in list schedules; half of it goes to moves, which are cheaper and more. On 8 ranks and 32
+    microbatches the default takes a second or two, and much less where the lower bound is met.
 
-    Never slower than a fixed schedule of the folder of the same placement within the same memory; of equally fast
-    ones, that of the lowest peak. Raises ConfigError for a memory cap that no order keeps, with the least that works,
-    and for a placement that is none.
+    Never slower than a fixed schedule of the folder of the same placement within the same memory;
+    of equally fast ones, that of the lowest peak. Raises ConfigError for a memory cap that no order
+    keeps, with the least that works, and for a placement that is none.
     """
-    problem = _Problem(ranks, microbatches, costs or ActionCosts(), memory, placement, chunks, split)
+    problem = _Problem(
+        ranks, microbatches, costs or ActionCosts(), memory, placement, chunks, split
+    )
     search = _Search(problem, random.Random(seed))
     search.fixed()
     search.moves(evaluations // 4 * MOVES)
@@ -82,15 +88,19 @@ def bound(
     chunks: int = 1,
     split: bool = True,
 ) -> float:
-    """Seconds below which no schedule of these costs finishes. Arguments and errors are those of `build`."""
-    return _Problem(ranks, microbatches, costs or ActionCosts(), memory, placement, chunks, split).bound()
+    """Seconds below which no schedule of these costs finishes. Arguments and errors are those of
+    `build`."""
+    return _Problem(
+        ranks, microbatches, costs or ActionCosts(), memory, placement, chunks, split
+    ).bound()
 
 
 class _Problem:
-    """Actions as indices `(kind * stages + stage) * microbatches + microbatch`, and what each takes and needs.
+    """Actions as indices `(kind * stages + stage) * microbatches + microbatch`, and what each takes
+    and needs.
 
-    An action needs at most one other of another stage (F: the stage before; B: the stage after); that it comes after
-    those of its own stage is a law of the order within its rank.
+    An action needs at most one other of another stage (F: the stage before; B: the stage after);
+    that it comes after those of its own stage is a law of the order within its rank.
     """
 
     def __init__(
@@ -104,17 +114,27 @@ class _Problem:
         split: bool,
     ):
         self.placement = _placement(placement, ranks, chunks)
-        stages, self.ranks, self.microbatches, self.split = len(self.placement), ranks, microbatches, split
+        stages, self.ranks, self.microbatches, self.split = (
+            len(self.placement),
+            ranks,
+            microbatches,
+            split,
+        )
         self.stages = stages
-        self.stages_of = [[s for s in range(stages) if self.placement[s] == r] for r in range(ranks)]
+        self.stages_of = [
+            [s for s in range(stages) if self.placement[s] == r] for r in range(ranks)
+        ]
         forward, backward, weight, self.size = (
-            costs.each(name, stages) for name in ("forward_s", "backward_s", "weight_s", "activation_bytes")
+            costs.each(name, stages)
+            for name in ("forward_s", "backward_s", "weight_s", "activation_bytes")
         )
         self.freed_by_b = costs.freed_by_b if split else 1.0
         if not split:
             backward, weight = tuple(b + w for b, w in zip(backward, weight)), (0.0,) * stages
         comm = costs.each("comm_s", stages - 1)
-        self.lag = [0.0 if a == b else c for a, b, c in zip(self.placement, self.placement[1:], comm)]
+        self.lag = [
+            0.0 if a == b else c for a, b, c in zip(self.placement, self.placement[1:], comm)
+        ]
         self.seconds = (forward, backward, weight)
         needed = [sum(self.size[s] for s in own) for own in self.stages_of]
         self.cap = _caps(memory, ranks)
@@ -165,25 +185,38 @@ class _Problem:
         best = alone = first_weight[0] + weight[0]
         for rank, own in enumerate(self.stages_of):
             cap = self.cap[rank]
-            if len(sizes := {self.size[s] for s in own}) == 1 and (size := max(sizes)) > 0 and cap < math.inf:
+            if (
+                len(sizes := {self.size[s] for s in own}) == 1
+                and (size := max(sizes)) > 0
+                and cap < math.inf
+            ):
                 cap = size * int(cap / size)
-            # Until the first backward arrives there are only forwards to do, and after the last has left only weights':
-            # no more than all, and no more than the memory holds.
-            fill = min(count * sum(forward[s] for s in own), cap * max(_rate(forward[s], self.size[s]) for s in own))
-            drain = min(
-                count * sum(weight[s] for s in own), cap * max(_rate(weight[s], self.size[s] * rest) for s in own)
+            # Until the first backward arrives there are only forwards to do, and after the last has
+            # left only weights': no more than all, and no more than the memory holds.
+            fill = min(
+                count * sum(forward[s] for s in own),
+                cap * max(_rate(forward[s], self.size[s]) for s in own),
             )
-            before = max(min(first_forward[s] for s in own), min(first_backward[s] for s in own) - fill)
+            drain = min(
+                count * sum(weight[s] for s in own),
+                cap * max(_rate(weight[s], self.size[s] * rest) for s in own),
+            )
+            before = max(
+                min(first_forward[s] for s in own), min(first_backward[s] for s in own) - fill
+            )
             leave = min(alone - first_weight[s] if s else 0.0 for s in own)
             best = max(best, count * self.work(rank) + before + max(0.0, leave - drain))
             # Memory times the time for which the activations hold it, at the least.
-            held = sum(self.size[s] * (first_weight[s] - first_forward[s] + rest * weight[s]) for s in own)
+            held = sum(
+                self.size[s] * (first_weight[s] - first_forward[s] + rest * weight[s]) for s in own
+            )
             if held:
                 best = max(best, min(first_forward[s] for s in own) + count * held / cap)
         return best
 
     def times(self, orders: Orders) -> tuple[list[float], list[float]] | None:
-        """Start and end of every action, each as early as its rank's order allows; None if the orders deadlock."""
+        """Start and end of every action, each as early as its rank's order allows; None if the
+        orders deadlock."""
         rank, length, need, lags, feeds = self.rank, self.length, self.need, self.lags, self.feeds
         start, end = [0.0] * len(length), [-1.0] * len(length)
         place, free, awaited = [0] * self.ranks, [0.0] * self.ranks, [-1] * self.ranks
@@ -223,10 +256,14 @@ class _Problem:
         return all(peak <= cap for peak, cap in zip(self.peaks(orders), self.cap))
 
     def orders(self, schedule: Schedule) -> Orders | None:
-        """The same order in indices; whole backwards are followed by their W where this problem splits. None if the
-        schedule is not one of this problem."""
+        """The same order in indices; whole backwards are followed by their W where this problem
+        splits. None if the schedule is not one of this problem."""
         kinds = {a.kind for order in schedule.order for a in order}
-        if schedule.placement != self.placement or "U" in kinds or ("W" in kinds and not self.split):
+        if (
+            schedule.placement != self.placement
+            or "U" in kinds
+            or ("W" in kinds and not self.split)
+        ):
             return None
         orders: Orders = []
         for order in schedule.order:
@@ -238,14 +275,17 @@ class _Problem:
         return orders
 
     def schedule(self, orders: Orders) -> Schedule:
-        return Schedule(NAME, self.placement, tuple(tuple(self.actions[a] for a in order) for order in orders))
+        return Schedule(
+            NAME, self.placement, tuple(tuple(self.actions[a] for a in order) for order in orders)
+        )
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """How a list schedule chooses. `due[kind][stage]`: seconds at which microbatch 0's action is due, each later
-    microbatch one `cycle` later. `live[stage]`: most microbatches in flight. `wait`: share of the soonest possible
-    completion for which an action that is due earlier is waited for (0: a rank never idles by choice)."""
+    """How a list schedule chooses. `due[kind][stage]`: seconds at which microbatch 0's action is
+    due, each later microbatch one `cycle` later. `live[stage]`: most microbatches in flight.
+    `wait`: share of the soonest possible completion for which an action that is due earlier is
+    waited for (0: a rank never idles by choice)."""
 
     due: tuple[tuple[float, ...], ...]
     cycle: float
@@ -254,12 +294,14 @@ class _Rule:
 
 
 class _List:
-    """A list schedule in the making: what has arrived where, and what each rank would start next."""
+    """A list schedule in the making: what has arrived where, and what each rank would start
+    next."""
 
     def __init__(self, problem: _Problem, rule: _Rule):
         self.problem, self.rule = problem, rule
         stages, count = problem.stages, problem.microbatches
-        # [kind][stage]: how many microbatches have begun, and when those that may begin could: first in, first out.
+        # [kind][stage]: how many microbatches have begun, and when those that may begin could:
+        # first in, first out.
         self.begun = [[0] * stages for _ in KINDS]
         self.arrived: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in KINDS]
         self.arrived[0][0] = [0.0] * count
@@ -282,11 +324,17 @@ class _List:
                 chosen[placement[other]] = self.choose(placement[other])
 
     def choose(self, rank: int) -> tuple[float, int, int]:
-        """(start, kind, stage) of what this rank does next as far as it knows; an infinite start if nothing."""
+        """(start, kind, stage) of what this rank does next as far as it knows; an infinite start if
+        nothing."""
         problem, rule, free = self.problem, self.rule, self.free[rank]
         options, soonest, complete = [], math.inf, math.inf
         for kind in range(3):
-            begun, arrived, due, seconds = self.begun[kind], self.arrived[kind], rule.due[kind], problem.seconds[kind]
+            begun, arrived, due, seconds = (
+                self.begun[kind],
+                self.arrived[kind],
+                rule.due[kind],
+                problem.seconds[kind],
+            )
             for stage in problem.stages_of[rank]:
                 j = begun[stage]
                 if j == len(arrived[stage]) or (kind == 0 and not self.admits(rank, stage)):
@@ -298,8 +346,9 @@ class _List:
         return min((o for o in options if o[1] <= latest), default=(0.0, math.inf, 0, 0))[1:]
 
     def admits(self, rank: int, stage: int) -> bool:
-        """Whether this rank may take another activation. One microbatch, the oldest that has not passed all of the
-        rank's stages, may use all memory; others leave it what it still needs, so that it always finishes."""
+        """Whether this rank may take another activation. One microbatch, the oldest that has not
+        passed all of the rank's stages, may use all memory; others leave it what it still needs, so
+        that it always finishes."""
         begun, own, size = self.begun[0], self.problem.stages_of[rank], self.problem.size
         if begun[stage] - self.begun[1 + self.problem.split][stage] >= self.rule.live[stage]:
             return False
@@ -337,19 +386,24 @@ class _Search:
         self.offer(*_List(problem, next(self._grid())).run())
 
     def offer(self, makespan: float, orders: Orders) -> None:
-        """Keeps these orders if they are faster than the best, or as fast with a lower peak of memory."""
+        """Keeps these orders if they are faster than the best, or as fast with a lower peak of
+        memory."""
         if makespan < self.makespan * (1 + EXACT):
             peak = max(self.problem.peaks(orders))
             if makespan < self.makespan * (1 - EXACT) or peak < self.peak * (1 - EXACT):
-                self.makespan, self.peak, self.best = makespan, peak, [list(order) for order in orders]
+                self.makespan, self.peak, self.best = (
+                    makespan,
+                    peak,
+                    [list(order) for order in orders],
+                )
 
     def tries(self, count: int) -> Iterator[int]:
         """0, 1, ..., up to `count` of them, while the best is above the lower bound."""
         return takewhile(lambda _: self.makespan > self.enough, range(count))
 
     def fixed(self) -> None:
-        """The schedules of this folder, as far as they are of this placement and within the cap. Not the registered
-        ones: such a one may be made by this very search."""
+        """The schedules of this folder, as far as they are of this placement and within the cap.
+        Not the registered ones: such a one may be made by this very search."""
         from ..schedules import builtin_schedules
 
         problem = self.problem
@@ -381,14 +435,27 @@ class _Search:
         first, count = problem.first, problem.microbatches
         cycle = max(problem.work(r) for r in range(problem.ranks))
         soon = -count * cycle - first[2][0]
-        # Microbatches that pass while one goes from a stage to the end and back, and what then still is to do.
-        trip = [math.ceil((w - f) / cycle + EXACT) if cycle else 1 for f, w in zip(first[0], first[2])]
+        # Microbatches that pass while one goes from a stage to the end and back, and what then
+        # still is to do.
+        trip = [
+            math.ceil((w - f) / cycle + EXACT) if cycle else 1 for f, w in zip(first[0], first[2])
+        ]
         depth = [problem.stages - s for s in range(problem.stages)]
-        lives = [depth, [2 * d - 1 for d in depth], trip, [t + 1 for t in trip], [count] * problem.stages]
+        lives = [
+            depth,
+            [2 * d - 1 for d in depth],
+            trip,
+            [t + 1 for t in trip],
+            [count] * problem.stages,
+        ]
         # A backward comes in turn or at once; a weight's in turn or when nothing else is there.
-        for backward, weight, wait, live in product((0.0, soon), (0.0, -soon), (0.0, 0.5, 1.0), lives):
+        for backward, weight, wait, live in product(
+            (0.0, soon), (0.0, -soon), (0.0, 0.5, 1.0), lives
+        ):
             due = (first[0], [t + backward for t in first[1]], [t + weight for t in first[2]])
-            yield _Rule(tuple(tuple(kind) for kind in due), cycle, tuple(max(1, n) for n in live), wait)
+            yield _Rule(
+                tuple(tuple(kind) for kind in due), cycle, tuple(max(1, n) for n in live), wait
+            )
 
     def _changed(self, rule: _Rule) -> _Rule:
         rng, stages = self.rng, self.problem.stages
@@ -398,7 +465,10 @@ class _Search:
             return replace(rule, wait=rng.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
         if what == 1:
             step = rng.choice((-1, 1))
-            return replace(rule, live=tuple(max(1, n + step * (at in (None, s))) for s, n in enumerate(rule.live)))
+            return replace(
+                rule,
+                live=tuple(max(1, n + step * (at in (None, s))) for s, n in enumerate(rule.live)),
+            )
         kind, by = what - 2, rng.gauss(0.0, rule.cycle)
         due = list(rule.due)
         due[kind] = tuple(t + by * (at in (None, s)) for s, t in enumerate(due[kind]))
@@ -416,14 +486,18 @@ class _Search:
                 rank, order = moved
                 before, orders[rank] = orders[rank], order
                 after = problem.times(orders)
-                if after is None or (makespan := max(after[1])) > max(current, recent[n % BACK]) * (1 + EXACT):
+                if after is None or (makespan := max(after[1])) > max(current, recent[n % BACK]) * (
+                    1 + EXACT
+                ):
                     orders[rank] = before
                 else:
                     current, times = makespan, after
                     self.offer(makespan, orders)
             recent[n % BACK] = current
 
-    def _move(self, orders: Orders, times: tuple[list[float], list[float]]) -> tuple[int, list[int]] | None:
+    def _move(
+        self, orders: Orders, times: tuple[list[float], list[float]]
+    ) -> tuple[int, list[int]] | None:
         """A rank and its new order, or None if the move drawn is not possible."""
         blocks = [b for b in self._critical(orders, *times) if b[1] < b[2]]
         if not blocks:
@@ -440,10 +514,15 @@ class _Search:
             source, target = rng.sample(range(first, last + 1), 2)
         order = list(order)
         order.insert(target, order.pop(source))
-        return (rank, order) if self._sound(rank, order, min(source, target), max(source, target)) else None
+        return (
+            (rank, order)
+            if self._sound(rank, order, min(source, target), max(source, target))
+            else None
+        )
 
     def _sound(self, rank: int, order: list[int], low: int, high: int) -> bool:
-        """Whether F, B and W of each activation are in turn, and memory is kept, where the order changed."""
+        """Whether F, B and W of each activation are in turn, and memory is kept, where the order
+        changed."""
         problem = self.problem
         apart = problem.stages * problem.microbatches  # between F, B and W of one activation
         seen = set()
@@ -453,8 +532,11 @@ class _Search:
             seen.add(a)
         return problem.peaks([order[: high + 1]])[0] <= problem.cap[rank]
 
-    def _critical(self, orders: Orders, start: list[float], end: list[float]) -> Iterator[tuple[int, int, int]]:
-        """A longest path, from its end: (rank, first, last) of each stretch without idle time in a rank's order."""
+    def _critical(
+        self, orders: Orders, start: list[float], end: list[float]
+    ) -> Iterator[tuple[int, int, int]]:
+        """A longest path, from its end: (rank, first, last) of each stretch without idle time in a
+        rank's order."""
         problem, rng = self.problem, self.rng
         rank = max((r for r in range(problem.ranks) if orders[r]), key=lambda r: end[orders[r][-1]])
         first = last = len(orders[rank]) - 1
@@ -478,7 +560,12 @@ def _caps(memory: Number | None, ranks: int) -> list[float]:
         return [math.inf] * ranks
     caps = [memory] * ranks if isinstance(memory, int | float) else list(memory)
     if len(caps) != ranks:
-        raise ConfigError("pipeline.memory", memory, f"{len(caps)} numbers for {ranks} ranks", f"give one, or {ranks}")
+        raise ConfigError(
+            "pipeline.memory",
+            memory,
+            f"{len(caps)} numbers for {ranks} ranks",
+            f"give one, or {ranks}",
+        )
     return [float(cap) for cap in caps]
 
 
@@ -489,15 +576,24 @@ def _rate(seconds: float, size: float) -> float:
 
 def _placement(placement: str | Sequence[int], ranks: int, chunks: int) -> tuple[int, ...]:
     if chunks < 1:
-        raise ConfigError("pipeline.chunks", chunks, "a rank has at least one stage", "use 1 or more")
+        raise ConfigError(
+            "pipeline.chunks", chunks, "a rank has at least one stage", "use 1 or more"
+        )
     if placement == "loop":
         return tuple(range(ranks)) * chunks
     if placement == "v":
         return tuple(
-            rank for chunk in range(chunks) for rank in (range(ranks) if chunk % 2 == 0 else range(ranks)[::-1])
+            rank
+            for chunk in range(chunks)
+            for rank in (range(ranks) if chunk % 2 == 0 else range(ranks)[::-1])
         )
     found = () if isinstance(placement, str) else tuple(placement)
     if set(found) != set(range(ranks)):
-        fix = f'use "loop", "v", or the rank (0 to {ranks - 1}) of each stage, every rank at least once'
-        raise ConfigError("pipeline.placement", placement, "is no placement of stages on ranks", fix)
+        fix = (
+            f'use "loop", "v", or the rank (0 to {ranks - 1}) of each stage, every rank at least'
+            " once"
+        )
+        raise ConfigError(
+            "pipeline.placement", placement, "is no placement of stages on ranks", fix
+        )
     return found

@@ -1,4 +1,5 @@
-"""ZB-H2 (Qi et al. 2024): ZB-H1 with twice the forwards ahead, so that no rank waits between its first F and last W.
+"""ZB-H2 (Qi et al. 2024): ZB-H1 with twice the forwards ahead, so that no rank waits between its
+first F and last W.
 
 2 ranks, 3 microbatches     rank 0   0F0 0F1 0F2 0B0 0W0 0B1 0W1 0B2 0W2
                             rank 1       1F0 1B0 1F1 1B1 1F2 1B2 1W0 1W1 1W2
@@ -16,17 +17,25 @@ NAME = "zb-h2"
 
 
 def build(ranks: int, microbatches: int) -> Schedule:
-    """Bubble (p-1) max(F, F+B-2W) where W <= min(F, B) and m >= 2p - 1, of which a rank has (p-1) max(0, F+B-2W)
-    between its first and last action; min(2p - 1, m) microbatches live on every rank, each until its W.
+    """Bubble (p-1) max(F, F+B-2W) where W <= min(F, B) and m >= 2p - 1, of which a rank has (p-1)
+    max(0, F+B-2W) between its first and last action; min(2p - 1, m) microbatches live on every
+    rank, each until its W.
     """
     order = []
     for rank in range(ranks):
         n = rank, ranks, microbatches
         warm = 2 * (ranks - 1 - rank)
-        order.append(stagger((0, sweep("F", *n)), (warm, sweep("B", *n)), (2 * (ranks - 1), sweep("W", *n))))
+        order.append(
+            stagger((0, sweep("F", *n)), (warm, sweep("B", *n)), (2 * (ranks - 1), sweep("W", *n)))
+        )
     return Schedule(NAME, looped(ranks), tuple(order))
 
 
-def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> ScheduleSummary:
-    idle, live = (p - 1) * np.maximum(forward, forward + backward - 2 * weight), np.minimum(2 * p - 1, m)
+def brief(
+    p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+) -> ScheduleSummary:
+    idle, live = (
+        (p - 1) * np.maximum(forward, forward + backward - 2 * weight),
+        np.minimum(2 * p - 1, m),
+    )
     return ScheduleSummary(crossed(idle, p, m, v, forward, backward, weight), live, live)

@@ -1,4 +1,5 @@
-"""ZB-V (Qi et al. 2024): two stages per rank in V, so that the first rank also has the loss; B and W apart.
+"""ZB-V (Qi et al. 2024): two stages per rank in V, so that the first rank also has the loss; B and
+W apart.
 
 2 ranks, 3 microbatches
 
@@ -20,7 +21,8 @@ NAME = "zb-v"
 
 
 def build(ranks: int, microbatches: int) -> Schedule:
-    """Bubble (p-1)F/2 where F = B = W and m >= 2p - 1; at most p microbatches live on every rank, each until its W."""
+    """Bubble (p-1)F/2 where F = B = W and m >= 2p - 1; at most p microbatches live on every rank,
+    each until its W."""
 
     def program(rank: int, total: int) -> Iterator[str]:
         below = ranks - 1 - rank
@@ -36,6 +38,10 @@ def build(ranks: int, microbatches: int) -> Schedule:
     return vee(NAME, ranks, microbatches, program)
 
 
-def brief(p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array) -> ScheduleSummary:
+def brief(
+    p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+) -> ScheduleSummary:
     live = np.minimum(p, m)
-    return ScheduleSummary(crossed((p - 1) / 2 * forward, p, m, v, forward, backward, weight), live, live)
+    return ScheduleSummary(
+        crossed((p - 1) / 2 * forward, p, m, v, forward, backward, weight), live, live
+    )

@@ -1,6 +1,7 @@
-"""What a collective costs amid compute: an optimizer step of weft's engine on layouts that have many, beside the same
-step with one sum. Ranks come to a collective at different times, and what carries messages waits for a core. Timed on
-every rank of a process group, with the same found on all.
+"""What a collective costs amid compute: an optimizer step of weft's engine on layouts that have
+many, beside the same step with one sum. Ranks come to a collective at different times, and what
+carries messages waits for a core. Timed on every rank of a process group, with the same found on
+all.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def steps() -> list[LayoutTiming]:
 
 
 def skew_s(seen: Sequence[LayoutTiming], hardware: Hardware, era: Era) -> float:
-    """Seconds that ranks lose at each collective beside what its messages take: of what layouts take more than the
-    first one, what is left over, for each collective that the estimate prices."""
+    """Seconds that ranks lose at each collective beside what its messages take: of what layouts
+    take more than the first one, what is left over, for each collective that the estimate prices.
+    """
     if len(seen) < 2:
         return 0.0
     layouts = [Layout.parse(each.layout) for each in seen]

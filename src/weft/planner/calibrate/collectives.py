@@ -1,4 +1,5 @@
-"""What ranks send to each other, over the backend that a run would use, and what it costs those that compute meanwhile.
+"""What ranks send to each other, over the backend that a run would use, and what it costs those
+that compute meanwhile.
 
 Each function runs on every rank of a process group, and gives the same on all.
 """
@@ -24,8 +25,8 @@ WIDTH = 512
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """A collective of a tensor of so many bytes in all: what one rank sends of it, in so many messages one after the
-    other, and seconds."""
+    """A collective of a tensor of so many bytes in all: what one rank sends of it, in so many
+    messages one after the other, and seconds."""
 
     kind: str
     nbytes: int
@@ -52,7 +53,11 @@ def time_collective(kind: str) -> list[CollectiveTiming]:
         work = KINDS[kind](torch.zeros(elements, device=bench.device), size)
         seconds = bench(work, waits=True) / (2 if kind == "send" else 1)
         hops = {"all_reduce": 2 * (size - 1), "send": 1}.get(kind, size - 1)
-        found.append(CollectiveTiming(kind, 4 * elements, wire_bytes(kind, 4 * elements, size), hops, seconds))
+        found.append(
+            CollectiveTiming(
+                kind, 4 * elements, wire_bytes(kind, 4 * elements, size), hops, seconds
+            )
+        )
         if seconds > LONGEST_S:
             break
     return found
@@ -98,7 +103,8 @@ def _all_to_all(tensor: Tensor, size: int) -> Callable[[], object]:
 
 
 def _send(tensor: Tensor, size: int) -> Callable[[], object]:
-    """There and back again between neighbours, for a message has arrived when its answer has; each way counts."""
+    """There and back again between neighbours, for a message has arrived when its answer has; each
+    way counts."""
     rank = dist.get_rank()
     other = rank ^ 1
     if other >= size:

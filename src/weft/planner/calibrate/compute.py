@@ -1,5 +1,5 @@
-"""What one device computes, while the others do the same: products of matrices, attention, memory, small operations,
-the optimizer.
+"""What one device computes, while the others do the same: products of matrices, attention, memory,
+small operations, the optimizer.
 
 Each function runs on every rank of a process group, and gives the same on all.
 """
@@ -47,8 +47,8 @@ class SmallOpTiming:
 
 @dataclass(frozen=True)
 class MemoryBandwidth:
-    """Bytes per second of tensors larger than caches; what operations of a block's activations take, by the bytes that
-    they read and write; bytes per second to the host's memory."""
+    """Bytes per second of tensors larger than caches; what operations of a block's activations
+    take, by the bytes that they read and write; bytes per second to the host's memory."""
 
     memory_bps: float
     activations: list[TimedWork]
@@ -73,7 +73,8 @@ def matmuls(dtype: str) -> list[TimedWork]:
 
 
 def attention() -> tuple[list[TimedWork], list[TimedWork]]:
-    """Causal attention, forward and backward, in float32 on a CPU and bfloat16 on a GPU: of FLOPs, the causal half."""
+    """Causal attention, forward and backward, in float32 on a CPU and bfloat16 on a GPU: of FLOPs,
+    the causal half."""
     bench, forward, backward = RankTimer.here(), list[TimedWork](), list[TimedWork]()
     dtype = "bf16" if bench.device.type == "cuda" else "fp32"
     for length in SEQUENCES:
@@ -81,14 +82,18 @@ def attention() -> tuple[list[TimedWork], list[TimedWork]]:
         flops = 2.0 * batch * HEADS * length * length * HEAD_DIM
         if forward and flops * forward[-1].seconds / forward[-1].amount > LONGEST_S:
             break
-        q, k, v = (_random(bench, dtype, batch, HEADS, length, HEAD_DIM).requires_grad_() for _ in range(3))
+        q, k, v = (
+            _random(bench, dtype, batch, HEADS, length, HEAD_DIM).requires_grad_() for _ in range(3)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         grad = torch.ones_like(y)
 
         def ahead(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
             F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        def back(y: Tensor = y, grad: Tensor = grad, inputs: tuple[Tensor, ...] = (q, k, v)) -> None:
+        def back(
+            y: Tensor = y, grad: Tensor = grad, inputs: tuple[Tensor, ...] = (q, k, v)
+        ) -> None:
             torch.autograd.grad(y, inputs, grad, retain_graph=True)
 
         forward.append(TimedWork(flops, bench(ahead)))
@@ -97,8 +102,8 @@ def attention() -> tuple[list[TimedWork], list[TimedWork]]:
 
 
 def streams() -> MemoryBandwidth:
-    """Copies of large tensors, and what a gated unit reads and writes in forward and backward: results are new tensors,
-    which the allocator has to find, as in training."""
+    """Copies of large tensors, and what a gated unit reads and writes in forward and backward:
+    results are new tensors, which the allocator has to find, as in training."""
     bench = RankTimer.here()
     there, here = (torch.zeros(STREAM_BYTES // 4, device=bench.device) for _ in range(2))
     rate = 2 * STREAM_BYTES / bench(partial(there.copy_, here))
@@ -115,7 +120,8 @@ def streams() -> MemoryBandwidth:
         grad = torch.ones(elements, device=bench.device)
 
         def work(x: Tensor = x, y: Tensor = y, grad: Tensor = grad) -> None:
-            # forward 2 + 3 + 3 tensors; backward: the product 2 x 3, the unit 3, the sum of x's two gradients 3
+            # forward 2 + 3 + 3 tensors; backward: the product 2 x 3, the unit 3, the sum of x's two
+            # gradients 3
             torch.autograd.grad(F.silu(x) * y + x, (x, y), grad)
 
         found.append(TimedWork(moved, bench(work)))
@@ -123,7 +129,8 @@ def streams() -> MemoryBandwidth:
 
 
 def launches() -> SmallOpTiming:
-    """A chain of small operations with gradients: what each takes when there is hardly anything to compute."""
+    """A chain of small operations with gradients: what each takes when there is hardly anything to
+    compute."""
     bench = RankTimer.here()
     x = torch.ones(SMALL, device=bench.device, requires_grad=True)
 

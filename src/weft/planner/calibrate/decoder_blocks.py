@@ -1,5 +1,6 @@
-"""What a decoder's forward and backward take as a whole: of all sizes small and large, what its products and its
-attention leave over is what goes with operations and with the bytes that they move, as `cost.trace` counts both."""
+"""What a decoder's forward and backward take as a whole: of all sizes small and large, what its
+products and its attention leave over is what goes with operations and with the bytes that they
+move, as `cost.trace` counts both."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from .rank_timer import RankTimer
 from .robust_fit import FittedLine, fit_line
 
 LAYERS, VOCAB, HEAD_DIM = 2, 256, 32
-SHAPES = tuple((dim, length) for dim in (64, 128, 256, 512) for length in (16, 64, 128, 256) if dim * length < 1 << 17)
+SHAPES = tuple(
+    (dim, length)
+    for dim in (64, 128, 256, 512)
+    for length in (16, 64, 128, 256)
+    if dim * length < 1 << 17
+)
 SAMPLES = 4
 FRESH_BYTES = 8.0  # of a weight's gradient, which is written to memory that is new
 
@@ -54,8 +60,12 @@ def time_decoders() -> list[DecoderTiming]:
 
 
 def left_over(seen: Sequence[DecoderTiming], hardware: Hardware, era: Era) -> FittedLine:
-    """Seconds of an operation's launch, and bytes per second that operations move, where `era` has all but these."""
-    practice, one = PrecisionPolicy(compute="fp32"), LayoutBatch.of([Layout.parse("dp1")], batch=SAMPLES)
+    """Seconds of an operation's launch, and bytes per second that operations move, where `era` has
+    all but these."""
+    practice, one = (
+        PrecisionPolicy(compute="fp32"),
+        LayoutBatch.of([Layout.parse("dp1")], batch=SAMPLES),
+    )
     bare = era.model_copy(update={"launch_s": 0.0, "fixed_s": 0.0})
     rate = hardware.device.memory_bps * era.memory
     kernels, moved, rest, whole = [], [], [], []
@@ -63,9 +73,13 @@ def left_over(seen: Sequence[DecoderTiming], hardware: Hardware, era: Era) -> Fi
         work = work_of(each.dim, each.length)
         parts = estimate(work, one, Cluster(hardware=hardware, devices=1), bare, practice).time
         priced = {part.name: float(part.value[0]) for part in parts}
-        kernels.append(2 * sum(block.count * op.kernels for block in work.blocks for op in block.ops))
+        kernels.append(
+            2 * sum(block.count * op.kernels for block in work.blocks for op in block.ops)
+        )
         moved.append(priced["memory"] * rate / era.traffic)
-        rest.append(each.seconds - priced["matmul"] - priced["attention"] - FRESH_BYTES * work.params / rate)
+        rest.append(
+            each.seconds - priced["matmul"] - priced["attention"] - FRESH_BYTES * work.params / rate
+        )
         whole.append(each.seconds)
     return fit_line(moved, rest, kernels, whole)
 
@@ -78,4 +92,6 @@ def work_of(dim: int, length: int) -> ModelWork:
 
 def _made(dim: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
     model = decoder(vocab=VOCAB, dim=dim, layers=LAYERS, heads=dim // HEAD_DIM, seq_len=length)
-    return model, dict.fromkeys(("input_ids", "labels"), torch.zeros(SAMPLES, length, dtype=torch.int64))
+    return model, dict.fromkeys(
+        ("input_ids", "labels"), torch.zeros(SAMPLES, length, dtype=torch.int64)
+    )

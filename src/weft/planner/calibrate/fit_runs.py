@@ -1,8 +1,10 @@
-"""`weft calibrate --fit`: an era's constants from runs that were measured, and how well they tell those held out.
+"""`weft calibrate --fit`: an era's constants from runs that were measured, and how well they tell
+those held out.
 
-RUNS.csv has a row for each run: `run`, its run file, from the folder of RUNS.csv; `step_s`, measured; and, where the
-run file was overridden, `layout`, `batch`, `accumulate`, `recompute`. `source` says what rows belong together in what
-is reported. Every second row of a source is held out: no constant is fitted to it.
+RUNS.csv has a row for each run: `run`, its run file, from the folder of RUNS.csv; `step_s`,
+measured; and, where the run file was overridden, `layout`, `batch`, `accumulate`, `recompute`.
+`source` says what rows belong together in what is reported. Every second row of a source is held
+out: no constant is fitted to it.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ from ..cost.model_work import ModelWork
 from ..search.query_from_run import RunQuery, query_from_run
 
 COLUMNS = {
-    "layout": "layout.axes", "batch": "train.batch", "accumulate": "train.accumulate", "recompute": "train.recompute"
-}  # fmt: skip
+    "layout": "layout.axes",
+    "batch": "train.batch",
+    "accumulate": "train.accumulate",
+    "recompute": "train.recompute",
+}
 KNOWN = ("run", "step_s", "source", *COLUMNS)
 FREE = ("matmul", "memory", "traffic", "launch_s", "link", "network", "fixed_s")
 FEWEST = 4  # rows
@@ -49,23 +54,40 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class FitResult:
-    """The era, and of each source the relative errors of rows that it was fitted to, and of those held out."""
+    """The era, and of each source the relative errors of rows that it was fitted to, and of those
+    held out."""
 
     era: Era
     errors: Mapping[str, tuple[list[float], list[float]]]
 
 
 def read_runs(path: Path, device: str) -> list[MeasuredRun]:
-    """`device`: the kind of device that they ran on. Raises Refusal with the row and the column that is wrong."""
+    """`device`: the kind of device that they ran on. Raises Refusal with the row and the column
+    that is wrong."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError("--fit", str(path), f"cannot be read ({error})", "name a CSV file") from None
+        raise ConfigError(
+            "--fit", str(path), f"cannot be read ({error})", "name a CSV file"
+        ) from None
     if len(rows) < FEWEST:
-        raise ConfigError("--fit", str(path), f"has {len(rows)} rows, half of which are held out", f"give {FEWEST}")
-    for column in (*(c for c in rows[0] if c not in KNOWN), *(c for c in KNOWN[:2] if c not in rows[0])):
-        raise ConfigError("--fit", str(path), f"its columns are not those needed: {column}", f"use {', '.join(KNOWN)}")
+        raise ConfigError(
+            "--fit",
+            str(path),
+            f"has {len(rows)} rows, half of which are held out",
+            f"give {FEWEST}",
+        )
+    for column in (
+        *(c for c in rows[0] if c not in KNOWN),
+        *(c for c in KNOWN[:2] if c not in rows[0]),
+    ):
+        raise ConfigError(
+            "--fit",
+            str(path),
+            f"its columns are not those needed: {column}",
+            f"use {', '.join(KNOWN)}",
+        )
     seen: dict[str, int] = {}
     works: dict[str, ModelWork] = {}  # of each run file: no column changes its model
     found = []
@@ -75,10 +97,23 @@ def read_runs(path: Path, device: str) -> list[MeasuredRun]:
         except (TypeError, ValueError):
             step_s = 0.0
         if not 0 < step_s < float("inf"):
-            raise ConfigError(f"--fit line {number}, step_s", row["step_s"], "is no time", "write seconds of a step")
+            raise ConfigError(
+                f"--fit line {number}, step_s",
+                row["step_s"],
+                "is no time",
+                "write seconds of a step",
+            )
         source = row.get("source") or "runs"
         seen[source] = seen.get(source, 0) + 1
-        found.append(MeasuredRun(row["run"], source, _posed(path, row, device, works), step_s, held=seen[source] % 2 == 0))
+        found.append(
+            MeasuredRun(
+                row["run"],
+                source,
+                _posed(path, row, device, works),
+                step_s,
+                held=seen[source] % 2 == 0,
+            )
+        )
     return found
 
 
@@ -107,15 +142,24 @@ def error_rows(errors: Mapping[str, tuple[list[float], list[float]]]) -> list[st
 
     def said(found: list[float]) -> str:
         sizes = [abs(each) for each in found]
-        return f"{len(sizes)}: median {median(sizes):.1%}, worst {max(sizes):.1%}" if sizes else "none"
+        return (
+            f"{len(sizes)}: median {median(sizes):.1%}, worst {max(sizes):.1%}" if sizes else "none"
+        )
 
     width = max(map(len, errors))
-    return [f"{name:<{width}}  fitted to {said(train)}; held out {said(out)}" for name, (train, out) in errors.items()]
+    return [
+        f"{name:<{width}}  fitted to {said(train)}; held out {said(out)}"
+        for name, (train, out) in errors.items()
+    ]
 
 
-def _posed(path: Path, row: Mapping[str, Any], device: str, works: dict[str, ModelWork]) -> RunQuery:
+def _posed(
+    path: Path, row: Mapping[str, Any], device: str, works: dict[str, ModelWork]
+) -> RunQuery:
     overrides = {key: _toml(row[column]) for column, key in COLUMNS.items() if row.get(column)}
-    found = query_from_run(load_run(path.parent / row["run"], overrides), device=device, work=works.get(row["run"]))
+    found = query_from_run(
+        load_run(path.parent / row["run"], overrides), device=device, work=works.get(row["run"])
+    )
     works[row["run"]] = found.work
     return found
 
@@ -130,10 +174,14 @@ def _predict(runs: Sequence[MeasuredRun], cluster: Cluster) -> Callable[[Era], A
     for place, one in enumerate(runs):
         groups.setdefault((one.file, int(one.posed.choices.world[0])), []).append(place)
     priced = [
-        (places, cluster.model_copy(update={"devices": devices}), runs[places[0]].posed,
-         LayoutBatch.joined([runs[place].posed.choices for place in places]))
+        (
+            places,
+            cluster.model_copy(update={"devices": devices}),
+            runs[places[0]].posed,
+            LayoutBatch.joined([runs[place].posed.choices for place in places]),
+        )
         for (_, devices), places in groups.items()
-    ]  # fmt: skip
+    ]
 
     def predict(era: Era) -> Array:
         found = np.zeros(len(runs))

@@ -1,5 +1,6 @@
-"""What a step and a process take before they have anything to compute: optimizer steps of weft's engine with models too
-small to count. Runs on every rank of a process group, and gives the same on all."""
+"""What a step and a process take before they have anything to compute: optimizer steps of weft's
+engine with models too small to count. Runs on every rank of a process group, and gives the same on
+all."""
 
 from __future__ import annotations
 
@@ -29,15 +30,21 @@ class FixedOverhead:
 
 
 def measure_overhead() -> FixedOverhead:
-    """From a model of some blocks and one of twice as many: what is left when all blocks are taken away."""
+    """From a model of some blocks and one of twice as many: what is left when all blocks are taken
+    away."""
     bench, ranks = RankTimer.here(), dist.get_world_size()
-    models = (decoder(dim=DIM, layers=blocks, heads=2, seq_len=LENGTH) for blocks in (BLOCKS, 2 * BLOCKS))
+    models = (
+        decoder(dim=DIM, layers=blocks, heads=2, seq_len=LENGTH) for blocks in (BLOCKS, 2 * BLOCKS)
+    )
     times = [bench(engine_step(bench, model, f"dp{ranks}", ranks), waits=True) for model in models]
     outside = 0
     if bench.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(bench.device)
         outside = total - free - torch.cuda.memory_reserved(bench.device)
-    return FixedOverhead(max(0.0, 2 * times[0] - times[1]), highest_over_ranks(outside or peak_memory_bytes(bench.device)))
+    return FixedOverhead(
+        max(0.0, 2 * times[0] - times[1]),
+        highest_over_ranks(outside or peak_memory_bytes(bench.device)),
+    )
 
 
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

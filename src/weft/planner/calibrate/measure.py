@@ -1,4 +1,5 @@
-"""`weft calibrate`: measure part by part, in as many processes as there are GPUs or else cores, and write the sheet."""
+"""`weft calibrate`: measure part by part, in as many processes as there are GPUs or else cores, and
+write the sheet."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def sheet_path(out: Path | None) -> Path:
     """Where the sheet goes. Raises ConfigError if none can be written there."""
     path = hardware.local_sheet() if out is None else out
     if path.suffix != ".toml":
-        raise ConfigError("--out", str(path), "is no name of a sheet", f"write {path.stem or 'sheet'}.toml")
+        raise ConfigError(
+            "--out", str(path), "is no name of a sheet", f"write {path.stem or 'sheet'}.toml"
+        )
     if path.is_dir():
         raise ConfigError("--out", str(path), "is a folder", "name a file")
     try:
@@ -41,7 +44,9 @@ def sheet_path(out: Path | None) -> Path:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise ConfigError("--out", str(path), f"cannot be written ({error.strerror})", "name another file") from None
+        raise ConfigError(
+            "--out", str(path), f"cannot be written ({error.strerror})", "name another file"
+        ) from None
     return path
 
 
@@ -92,7 +97,9 @@ def measure(machine: Machine, backend: Backend, say: Say) -> Measurements:
         def take(name: str, function: Callable[..., Any], args: Sequence[Any], parts: int) -> None:
             """As it was when other programs did least."""
             tries: list[tuple[float, int, Any]] = []
-            while not tries or (len(tries) < TRIES and min(tries)[0] > QUIET and time.monotonic() - began < AGAIN_S):
+            while not tries or (
+                len(tries) < TRIES and min(tries)[0] > QUIET and time.monotonic() - began < AGAIN_S
+            ):
                 say(f"{name}{', again' if tries else ''} ({len(found) + 1} of {parts})")
                 since, before = CpuLoadSample.now(), time.process_time()
                 told = pool.run(_timed, function, *args, timeout=LIMIT_S)
@@ -147,7 +154,9 @@ def put_sheet(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        raise ConfigError("--out", str(path), f"cannot be written ({error.strerror})", "name another file") from None
+        raise ConfigError(
+            "--out", str(path), f"cannot be written ({error.strerror})", "name another file"
+        ) from None
 
 
 def _processor() -> str:

@@ -1,4 +1,5 @@
-"""A stopwatch that all ranks press together: each does the same work at the same time, as in a training step."""
+"""A stopwatch that all ranks press together: each does the same work at the same time, as in a
+training step."""
 
 from __future__ import annotations
 
@@ -30,16 +31,20 @@ class RankTimer:
     def here(cls) -> Self:
         """This rank's: its GPU over NCCL, or the CPU."""
         gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-        return cls(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
+        return cls(
+            torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        )
 
     def __call__(self, work: Callable[[], object], waits: bool = False) -> float:
-        """Seconds of one call, the same number on every rank: of the mean over ranks, what is typical of rounds in
-        which no rank was interrupted, or was least. On a CPU those that the thread computed, and other programs did
-        not, unless the work `waits` for other ranks."""
+        """Seconds of one call, the same number on every rank: of the mean over ranks, what is
+        typical of rounds in which no rank was interrupted, or was least. On a CPU those that the
+        thread computed, and other programs did not, unless the work `waits` for other ranks."""
         own = self.device.type == "cpu" and not waits
         clock = time.thread_time if own else time.perf_counter
         work()
-        calls = max(1, math.ceil(ROUND_S / max(TICK_S, self.agreed(time_once(work, self.device, clock))[0])))
+        calls = max(
+            1, math.ceil(ROUND_S / max(TICK_S, self.agreed(time_once(work, self.device, clock))[0]))
+        )
         rounds: list[tuple[float, float]] = []  # interruptions, seconds
         spent, clean = 0.0, 0
         while clean < ENOUGH and (len(rounds) < FEWEST or spent < LIMIT_S):
@@ -47,9 +52,13 @@ class RankTimer:
             rounds.append((interrupted, seconds))
             spent += wall_s
             clean += interrupted == 0
-        return typical_time([seconds for _, seconds in sorted(rounds)[: max(clean, FEWEST)]]) / calls
+        return (
+            typical_time([seconds for _, seconds in sorted(rounds)[: max(clean, FEWEST)]]) / calls
+        )
 
-    def _round(self, work: Callable[[], object], calls: int, clock: Callable[[], float]) -> list[float]:
+    def _round(
+        self, work: Callable[[], object], calls: int, clock: Callable[[], float]
+    ) -> list[float]:
         def all_calls() -> None:
             for _ in range(calls):
                 work()

@@ -1,4 +1,5 @@
-"""What `weft calibrate` prints: a line while it measures, and then what it found; or what it fitted to runs."""
+"""What `weft calibrate` prints: a line while it measures, and then what it found; or what it fitted
+to runs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def report_calibrate(out: Path | None, as_json: bool) -> None:
     with _telling(console) as say:
         path, seen, made = measure.calibrate(out, say)
     if as_json:
-        print(json.dumps({"out": str(path), "sheet": made.model_dump(mode="json"), "measured": asdict(seen)}))
+        print(
+            json.dumps(
+                {"out": str(path), "sheet": made.model_dump(mode="json"), "measured": asdict(seen)}
+            )
+        )
         return
     found = measurement_rows(seen, made) | {"sheet": str(path)}
     width = max(map(len, found))
@@ -34,20 +39,39 @@ def report_calibrate(out: Path | None, as_json: bool) -> None:
 
 
 def report_fit(runs: Path, cluster: str, era: str | None, out: Path | None, as_json: bool) -> None:
-    """Fit an era of a cluster's sheet to measured runs, print it with its errors, and write the sheet if there is an
-    `out`. Raises Refusal."""
+    """Fit an era of a cluster's sheet to measured runs, print it with its errors, and write the
+    sheet if there is an `out`. Raises Refusal."""
     path = None if out is None else measure.sheet_path(out)
     at = Cluster.parse(cluster)
     name = era_of(at, era)
-    found = fit_runs.fit_runs_to_era(fit_runs.read_runs(runs, at.hardware.kind), at, at.hardware.era(name))
+    found = fit_runs.fit_runs_to_era(
+        fit_runs.read_runs(runs, at.hardware.kind), at, at.hardware.era(name)
+    )
     if path is not None:
-        measure.put_sheet(path, dump_toml(at.hardware.model_copy(update={"eras": {**at.hardware.eras, name: found.era}})))
+        measure.put_sheet(
+            path,
+            dump_toml(
+                at.hardware.model_copy(update={"eras": {**at.hardware.eras, name: found.era}})
+            ),
+        )
     if as_json:
-        errors = {source: {"fitted": train, "held_out": held} for source, (train, held) in found.errors.items()}
-        said = {"out": path and str(path), "era": name, "constants": found.era.model_dump(), "errors": errors}
+        errors = {
+            source: {"fitted": train, "held_out": held}
+            for source, (train, held) in found.errors.items()
+        }
+        said = {
+            "out": path and str(path),
+            "era": name,
+            "constants": found.era.model_dump(),
+            "errors": errors,
+        }
         print(json.dumps(said))
         return
-    print("\n".join([*fit_runs.error_rows(found.errors), "", f"[eras.{name}]", dump_toml(found.era).strip()]))
+    print(
+        "\n".join(
+            [*fit_runs.error_rows(found.errors), "", f"[eras.{name}]", dump_toml(found.era).strip()]
+        )
+    )
 
 
 @contextmanager
@@ -64,16 +88,25 @@ def measurement_rows(seen: Measurements, made: Hardware) -> dict[str, str]:
     """Name -> what was found, in words."""
     machine, era, peaks, tier = seen.machine, made.eras[ERA], made.device.flops, made.tiers[0]
     found = {"device": f"{made.title}; {made.notes}"}
-    found["matrices"] = ", ".join(f"{dtype} {era.matmul * peak / 1e9:.3g} GFLOP/s" for dtype, peak in peaks.items())
+    found["matrices"] = ", ".join(
+        f"{dtype} {era.matmul * peak / 1e9:.3g} GFLOP/s" for dtype, peak in peaks.items()
+    )
     found["matrices"] += f"; half of that where one has {era.matmul_flops / 1e6:.2g} MFLOP"
-    found["memory"] = f"{rate_text(made.device.memory_bps)}, of which operations reach {era.memory:.0%}"
+    found["memory"] = (
+        f"{rate_text(made.device.memory_bps)}, of which operations reach {era.memory:.0%}"
+    )
     found["launch"] = f"{era.launch_s * 1e6:.3g} us for each operation"
     if machine.ranks > 1:
         found["link"] = f"{rate_text(tier.bps)}, {tier.latency_s * 1e6:.3g} us a hop"
         found["link"] += f"; beside compute a sum costs {era.contention:.0%} of its time"
-        found["link"] += f"; amid compute ranks lose {era.meet_s * 1e3:.3g} ms at each" if era.meet_s else ""
+        found["link"] += (
+            f"; amid compute ranks lose {era.meet_s * 1e3:.3g} ms at each" if era.meet_s else ""
+        )
     found["step"] = f"{era.fixed_s * 1e3:.3g} ms for a model of no size"
     found["process"] = f"{decimal(int(era.context_gib * GIB))} before it has any tensor"
     if seen.others > measure.QUIET:
-        found["note"] = f"other programs had up to {seen.others:.0%} of the processors: measure again when they rest"
+        found["note"] = (
+            f"other programs had up to {seen.others:.0%} of the processors: measure again when they"
+            " rest"
+        )
     return found

@@ -1,4 +1,5 @@
-"""Constants of times: straight lines through measurements, in which a few that something disturbed do not count."""
+"""Constants of times: straight lines through measurements, in which a few that something disturbed
+do not count."""
 
 from __future__ import annotations
 
@@ -19,17 +20,21 @@ class FittedLine(NamedTuple):
 
     @property
     def half(self) -> float:
-        """The amount of which half the time is fixed: rate(amount) = rate * amount / (amount + half)."""
+        """The amount of which half the time is fixed: rate(amount) = rate * amount / (amount +
+        half)."""
         return self.fixed_s * self.rate
 
 
 def fit_line(
-    amounts: Sequence[float], seconds: Sequence[float], counts: Sequence[float] | None = None,
+    amounts: Sequence[float],
+    seconds: Sequence[float],
+    counts: Sequence[float] | None = None,
     whole: Sequence[float] | None = None,
-) -> FittedLine:  # fmt: skip
-    """The line whose errors have the least sum (iteratively reweighted least squares; Holland & Welsch 1977), relative
-    to the `whole` of which the seconds are a part, and which begins at or above 0. `counts`: how often what is fixed is
-    there: once, if left out. At least one amount is above 0."""
+) -> FittedLine:
+    """The line whose errors have the least sum (iteratively reweighted least squares; Holland &
+    Welsch 1977), relative to the `whole` of which the seconds are a part, and which begins at or
+    above 0. `counts`: how often what is fixed is there: once, if left out. At least one amount is
+    above 0."""
     x, t = np.asarray(amounts, float), np.asarray(seconds, float)
     total = t if whole is None else np.asarray(whole, float)
     often = np.ones(len(t)) if counts is None else np.asarray(counts, float)
@@ -39,7 +44,9 @@ def fit_line(
 
     def solved(keep: list[int]) -> np.ndarray:
         found = np.zeros(2)
-        found[keep] = np.linalg.lstsq(columns[:, keep] * weights[:, None], aim * weights, rcond=None)[0]
+        found[keep] = np.linalg.lstsq(
+            columns[:, keep] * weights[:, None], aim * weights, rcond=None
+        )[0]
         return found
 
     for _ in range(TURNS):

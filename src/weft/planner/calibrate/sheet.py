@@ -29,8 +29,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All that was measured; FLOPs or bytes beside seconds. `others`: the most that other programs had of the
-    processors' time in one part."""
+    """All that was measured; FLOPs or bytes beside seconds. `others`: the most that other programs
+    had of the processors' time in one part."""
 
     machine: Machine
     matmuls: dict[str, list[TimedWork]]
@@ -47,34 +47,62 @@ class Measurements:
 
 
 def sheet(seen: Measurements) -> Hardware:
-    """Rates of products follow rate * F / (F + half) (F: FLOPs of one); the rate of attention is the median of sizes,
-    and that of a network a line's slope. What goes with operations and with bytes is, on a CPU, what a decoder's
-    products and attention leave over, and what goes with collectives is what layouts that have many take more. The
-    peak of the dtype that the era is fitted to is the best rate seen or fitted; those of others are such that the
-    era's share of them is what they reached."""
+    """Rates of products follow rate * F / (F + half) (F: FLOPs of one); the rate of attention is
+    the median of sizes, and that of a network a line's slope. What goes with operations and with
+    bytes is, on a CPU, what a decoder's products and attention leave over, and what goes with
+    collectives is what layouts that have many take more. The peak of the dtype that the era is
+    fitted to is the best rate seen or fitted; those of others are such that the era's share of them
+    is what they reached."""
     machine, small = seen.machine, (seen.small.forward_s + seen.small.backward_s) / 2
     cpu = machine.kind == "cpu"
     main = "fp32" if cpu or "bf16" not in seen.matmuls else "bf16"
     products = {dtype: _beyond(times, small * cpu) for dtype, times in seen.matmuls.items()}
-    forward, backward = (median(each.amount / each.seconds for each in times) for times in seen.attention)
-    best = max(products[main].rate, forward, backward, *(each.amount / each.seconds for each in seen.matmuls[main]))
+    forward, backward = (
+        median(each.amount / each.seconds for each in times) for times in seen.attention
+    )
+    best = max(
+        products[main].rate,
+        forward,
+        backward,
+        *(each.amount / each.seconds for each in seen.matmuls[main]),
+    )
     share = products[main].rate / best
     moved = _beyond(seen.streams.activations, small * cpu).rate
     memory_bps = max(seen.streams.memory_bps, moved)
     era = Era(
-        matmul=share, matmul_flops=products[main].half, uneven=1.0, ragged=1.0, attention=forward / best,
-        attention_backward=backward / best, memory=moved / memory_bps, launch_s=small, waits=float(cpu), link=1.0,
-        network=1.0, hidden=1.0, contention=_contention(seen.beside), fixed_s=seen.floor.step_s,
-        context_gib=seen.floor.process_bytes / GIB, reserved=1.0 if cpu else Era().reserved,
-    )  # fmt: skip
+        matmul=share,
+        matmul_flops=products[main].half,
+        uneven=1.0,
+        ragged=1.0,
+        attention=forward / best,
+        attention_backward=backward / best,
+        memory=moved / memory_bps,
+        launch_s=small,
+        waits=float(cpu),
+        link=1.0,
+        network=1.0,
+        hidden=1.0,
+        contention=_contention(seen.beside),
+        fixed_s=seen.floor.step_s,
+        context_gib=seen.floor.process_bytes / GIB,
+        reserved=1.0 if cpu else Era().reserved,
+    )
     device = Device(
-        memory_gib=machine.memory_bytes / GIB, memory_bps=memory_bps, host_bps=seen.streams.host_bps,
+        memory_gib=machine.memory_bytes / GIB,
+        memory_bps=memory_bps,
+        host_bps=seen.streams.host_bps,
         flops={dtype: product.rate / share for dtype, product in products.items()} | {main: best},
-    )  # fmt: skip
+    )
     made = Hardware(
-        name=LOCAL, title=machine.title, source="weft calibrate", kind=machine.kind, notes=_notes(seen), device=device,
-        tiers=(_tier(seen),), eras={ERA: era},
-    )  # fmt: skip
+        name=LOCAL,
+        title=machine.title,
+        source="weft calibrate",
+        kind=machine.kind,
+        notes=_notes(seen),
+        device=device,
+        tiers=(_tier(seen),),
+        eras={ERA: era},
+    )
     if not cpu:  # operations queue up, and a decoder of these sizes is all launches
         return made
     found = left_over(seen.decoders, made, era)
@@ -90,20 +118,25 @@ def _beyond(times: list[TimedWork], launch_s: float) -> FittedLine:
 
 
 def _tier(seen: Measurements) -> Tier:
-    """Of each kind of collective seconds = hops * latency + bytes sent / rate: the rate of the fastest, the share of it
-    that others reach, and the median latency."""
+    """Of each kind of collective seconds = hops * latency + bytes sent / rate: the rate of the
+    fastest, the share of it that others reach, and the median latency."""
     ranks = seen.machine.ranks
     if ranks == 1:
         return Tier(name="itself", devices=1, bps=seen.streams.host_bps, latency_s=0.0)
     found: dict[str, FittedLine] = {}
     for kind in dict.fromkeys(each.kind for each in seen.collectives):
         here = [each for each in seen.collectives if each.kind == kind]
-        found[kind] = fit_line([e.sent_bytes for e in here], [e.seconds for e in here], [float(e.hops) for e in here])
+        found[kind] = fit_line(
+            [e.sent_bytes for e in here], [e.seconds for e in here], [float(e.hops) for e in here]
+        )
     best = max(one.rate for one in found.values())
     return Tier(
-        name="host", devices=ranks, bps=best, latency_s=median(one.fixed_s for one in found.values()),
+        name="host",
+        devices=ranks,
+        bps=best,
+        latency_s=median(one.fixed_s for one in found.values()),
         reaches={kind: one.rate / best for kind, one in found.items()},
-    )  # fmt: skip
+    )
 
 
 def _contention(beside: OverlapSample | None) -> float:

@@ -1,8 +1,8 @@
-"""Agree: replicas whose steps do not all take as long, and for whom each of them waits. Synchronous, by periods, or at
-any time: the three kinds of `syncs`.
+"""Agree: replicas whose steps do not all take as long, and for whom each of them waits.
+Synchronous, by periods, or at any time: the three kinds of `syncs`.
 
-`own[k, r]`: seconds that replica r takes for its k-th step by itself. What is found, `ends[k, r]`, is when it has done
-that step. Who is left out for a silence (`timeout_s`) is not simulated.
+`own[k, r]`: seconds that replica r takes for its k-th step by itself. What is found, `ends[k, r]`,
+is when it has done that step. Who is left out for a silence (`timeout_s`) is not simulated.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from weft.core import AsyncServers, LocalSteps, Sync, SyncEveryStep
 from ..cost.layout_batch import Array
 
 
-def step_ends(sync: Sync, own: Array, exchange_s: Array | float = 0.0, update_s: float = 0.0) -> Array:
-    """When each replica ends each step. `exchange_s`: what an exchange of all gradients, or weights, adds: to each
-    step; to each period, over all fragments; or of a push and a pull, when no other replica is at the servers, which
-    may be another number for each replica. `update_s`: what servers do for each, beside `own`."""
+def step_ends(
+    sync: Sync, own: Array, exchange_s: Array | float = 0.0, update_s: float = 0.0
+) -> Array:
+    """When each replica ends each step. `exchange_s`: what an exchange of all gradients, or
+    weights, adds: to each step; to each period, over all fragments; or of a push and a pull, when
+    no other replica is at the servers, which may be another number for each replica. `update_s`:
+    what servers do for each, beside `own`."""
     match sync:
         case SyncEveryStep():
             steps = np.cumsum(own.max(axis=1) + exchange_s)
@@ -31,8 +34,9 @@ def step_ends(sync: Sync, own: Array, exchange_s: Array | float = 0.0, update_s:
 
 
 def long_run_step_s(sync: Sync, found: Array) -> float:
-    """Seconds of a step in the long run, from `ends`: over whole periods after the first; without periods over the
-    second half of the time for which all take part, in which some may do more steps than others."""
+    """Seconds of a step in the long run, from `ends`: over whole periods after the first; without
+    periods over the second half of the time for which all take part, in which some may do more
+    steps than others."""
     steps, replicas = found.shape
     if not isinstance(sync, AsyncServers):
         period, delay = (sync.period, sync.delay) if isinstance(sync, LocalSteps) else (1, 0)
@@ -46,10 +50,12 @@ def long_run_step_s(sync: Sync, found: Array) -> float:
 
 
 def _by_period(sync: LocalSteps, own: Array, exchange_s: float) -> Array:
-    """A fragment is sent by all in the same step, and has arrived when the last has sent it, one exchange after the
-    other; `delay` steps later nobody goes on before that."""
+    """A fragment is sent by all in the same step, and has arrived when the last has sent it, one
+    exchange after the other; `delay` steps later nobody goes on before that."""
     found, now, arrived = np.empty_like(own), np.zeros(own.shape[1]), 0.0
-    offsets = [turn * sync.period // sync.fragments % sync.period for turn in range(1, sync.fragments + 1)]
+    offsets = [
+        turn * sync.period // sync.fragments % sync.period for turn in range(1, sync.fragments + 1)
+    ]
     under_way: dict[int, float] = {}  # fragment -> when it has arrived
     for k, seconds in enumerate(own):
         now = now + seconds
@@ -65,10 +71,10 @@ def _by_period(sync: LocalSteps, own: Array, exchange_s: float) -> Array:
 
 
 def _any_time(sync: AsyncServers, own: Array, exchange_s: Array | float, update_s: float) -> Array:
-    """Servers take replicas in the order in which they come, each for half of its exchange and an update, and read
-    while they write. A replica has one link, over which it sends to one server after the other. Weights for its next
-    step go to a replica that is at most `staleness` steps ahead of the slowest (stale synchronous parallel, Ho et al.
-    2013)."""
+    """Servers take replicas in the order in which they come, each for half of its exchange and an
+    update, and read while they write. A replica has one link, over which it sends to one server
+    after the other. Weights for its next step go to a replica that is at most `staleness` steps
+    ahead of the slowest (stale synchronous parallel, Ho et al. 2013)."""
     steps, replicas = own.shape
     bound = steps if sync.staleness is None else sync.staleness
     takes: list[list[float]] = own.T.tolist()

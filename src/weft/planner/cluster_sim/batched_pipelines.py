@@ -1,4 +1,5 @@
-"""Fleet: one schedule on many pipelines at once, each of its ranks at a pace of its own, as vectors."""
+"""Fleet: one schedule on many pipelines at once, each of its ranks at a pace of its own, as
+vectors."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ CELLS = 4_000_000  # ends of actions that are held at once
 
 @dataclass(frozen=True)
 class OrderedAction:
-    """One action of the order in which all run: on which rank, for which of the prices, where the ends of what it needs
-    are held, and where its own is, until the last that needs it has begun."""
+    """One action of the order in which all run: on which rank, for which of the prices, where the
+    ends of what it needs are held, and where its own is, until the last that needs it has begun."""
 
     rank: int
     of: tuple[str, int]  # kind as in `rows`, stage
@@ -28,7 +29,8 @@ class OrderedAction:
 
 
 class BatchedPipelines:
-    """A schedule, and what its stages cost on devices of some paces; for a pace between two, on the line between."""
+    """A schedule, and what its stages cost on devices of some paces; for a pace between two, on the
+    line between."""
 
     def __init__(self, schedule: Schedule, priced: Mapping[float, ActionCosts]):
         self._points = np.array(sorted(priced))
@@ -48,14 +50,17 @@ class BatchedPipelines:
         return len(self._order)
 
     def ends(self, paces: Array) -> Array:
-        """[pipelines, ranks] paces -> when each of these ranks ends its last action, in seconds from the first start.
+        """[pipelines, ranks] paces -> when each of these ranks ends its last action, in seconds
+        from the first start.
 
         Pipelines that are like the first are simulated with it.
         """
         others = (paces != paces[0]).any(axis=1)
         some = np.concatenate([paces[:1], paces[others]])
         size = max(1, CELLS // self._places)
-        found = np.concatenate([self._ends(some[first : first + size]) for first in range(0, len(some), size)])
+        found = np.concatenate(
+            [self._ends(some[first : first + size]) for first in range(0, len(some), size)]
+        )
         ends = np.broadcast_to(found[0], paces.shape).copy()
         ends[others] = found[1:]
         return ends
@@ -82,9 +87,12 @@ class BatchedPipelines:
 
 @lru_cache(maxsize=4)
 def action_order(schedule: Schedule) -> tuple[OrderedAction, ...]:
-    """All actions, each after those that it needs, with places for their ends that are used again."""
+    """All actions, each after those that it needs, with places for their ends that are used
+    again."""
     apart = split_backwards(schedule)
-    timeline = simulate(schedule, ActionCosts(update_s=1.0))  # each takes its time, so none starts with what it needs
+    timeline = simulate(
+        schedule, ActionCosts(update_s=1.0)
+    )  # each takes its time, so none starts with what it needs
     starts = [
         (start, rank, label)
         for rank, lane in enumerate(timeline.lanes)

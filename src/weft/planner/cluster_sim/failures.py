@@ -1,8 +1,9 @@
-"""Failures: what a run loses to them, and how often it is to save. Formulas, and the run itself drawn at random.
+"""Failures: what a run loses to them, and how often it is to save. Formulas, and the run itself
+drawn at random.
 
-Failures come at a constant rate, `mtbf_s` apart on average over the whole cluster. Each costs the restart and what was
-done since the last checkpoint that is whole. A checkpoint stops training for `pause_s`, and is whole `written_s` later,
-beside training. All times are in seconds.
+Failures come at a constant rate, `mtbf_s` apart on average over the whole cluster. Each costs the
+restart and what was done since the last checkpoint that is whole. A checkpoint stops training for
+`pause_s`, and is whole `written_s` later, beside training. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -32,35 +33,41 @@ class FailureModel:
 
     def __post_init__(self) -> None:
         for name, value, least in (
-            ("mtbf", self.mtbf_s, LEAST_S), ("checkpoint", self.pause_s, LEAST_S),
-            ("restart", self.restart_s, 0.0), ("storage", self.written_s, 0.0),
-        ):  # fmt: skip
+            ("mtbf", self.mtbf_s, LEAST_S),
+            ("checkpoint", self.pause_s, LEAST_S),
+            ("restart", self.restart_s, 0.0),
+            ("storage", self.written_s, 0.0),
+        ):
             if not math.isfinite(value) or value < least:
                 raise ConfigError(f"--{name}", value, "is no time", "use a number above 0")
 
 
 @dataclass(frozen=True)
 class MonteCarlo:
-    """Many runs with failures drawn at random: the mean of their seconds, and its standard error; failures of a run."""
+    """Many runs with failures drawn at random: the mean of their seconds, and its standard error;
+    failures of a run."""
 
     wall_s: float
     error_s: float
     failures: float
 
 
-def mtbf_of_all(devices: int, device_mtbf_s: float = math.inf, nodes: int = 0, node_mtbf_s: float = math.inf) -> float:
+def mtbf_of_all(
+    devices: int, device_mtbf_s: float = math.inf, nodes: int = 0, node_mtbf_s: float = math.inf
+) -> float:
     """Seconds between failures of any of them: rates add up."""
     return 1 / (devices / device_mtbf_s + nodes / node_mtbf_s)
 
 
 def young_s(faults: FailureModel) -> float:
-    """Seconds of training between checkpoints, to first order: sqrt(2 C M) (Young 1974, CACM 17(9))."""
+    """Seconds of training between checkpoints, to first order: sqrt(2 C M) (Young 1974, CACM
+    17(9))."""
     return math.sqrt(2 * faults.pause_s * faults.mtbf_s)
 
 
 def daly_s(faults: FailureModel) -> float:
-    """The same to higher order: sqrt(2CM) (1 + sqrt(C/2M)/3 + (C/2M)/9) - C, and M from C = 2M on (Daly 2006, Future
-    Generation Computer Systems 22(3))."""
+    """The same to higher order: sqrt(2CM) (1 + sqrt(C/2M)/3 + (C/2M)/9) - C, and M from C = 2M on
+    (Daly 2006, Future Generation Computer Systems 22(3))."""
     share = faults.pause_s / (2 * faults.mtbf_s)
     if share >= 1:
         return faults.mtbf_s
@@ -68,13 +75,15 @@ def daly_s(faults: FailureModel) -> float:
 
 
 def expected_s(faults: FailureModel, steps: int, step_s: float, every: Array | int) -> Array:
-    """Seconds that a run of so many steps takes, in expectation, if it saves after `every` of them, and not at its end:
+    """Seconds that a run of so many steps takes, in expectation, if it saves after `every` of them,
+    and not at its end:
 
         M exp((R+L)/M) (n (exp((t+C)/M) - 1) + exp(u/M) - 1)
 
-    of n parts of t seconds between checkpoints, and u after the last. Daly's complete model (2006), with failures also
-    while it saves, restarts or does work again. Files written beside training (L) count like a longer restart R: what
-    was done while the last one was written is done again. Before the first L is 0.
+    of n parts of t seconds between checkpoints, and u after the last. Daly's complete model (2006),
+    with failures also while it saves, restarts or does work again. Files written beside training
+    (L) count like a longer restart R: what was done while the last one was written is done again.
+    Before the first L is 0.
     """
     mtbf, every = faults.mtbf_s, np.asarray(every)
     saves = (steps - 1) // every
@@ -86,7 +95,9 @@ def expected_s(faults: FailureModel, steps: int, step_s: float, every: Array | i
         return mtbf * np.exp(faults.restart_s / mtbf) * np.where(np.isnan(parts), np.inf, parts)
 
 
-def simulate_failures(faults: FailureModel, steps: int, step_s: float, every: int, runs: int = 400, seed: int = 0) -> MonteCarlo:
+def simulate_failures(
+    faults: FailureModel, steps: int, step_s: float, every: int, runs: int = 400, seed: int = 0
+) -> MonteCarlo:
     """`runs` runs of `steps` steps that save after every `every` of them, failure by failure.
 
     Raises ConfigError for runs that would hardly end.
@@ -115,15 +126,17 @@ def simulate_failures(faults: FailureModel, steps: int, step_s: float, every: in
 def hopeless(faults: FailureModel) -> ConfigError:
     """Of a cluster on which a run hardly gets on."""
     written = f", is whole {faults.written_s:.3g} s later," if faults.written_s else ""
-    problem = f"a checkpoint takes {faults.pause_s:.3g} s{written} and a restart {faults.restart_s:.3g} s"
+    problem = (
+        f"a checkpoint takes {faults.pause_s:.3g} s{written} and a restart {faults.restart_s:.3g} s"
+    )
     fix = "use fewer devices, or save and restart in less time"
     return ConfigError("--mtbf", f"{faults.mtbf_s:.3g} s of all devices together", problem, fix)
 
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """One way to choose how often to save: `every` steps, which take `interval_s`; the goodput that follows. As many
-    steps as the run has: it never saves."""
+    """One way to choose how often to save: `every` steps, which take `interval_s`; the goodput that
+    follows. As many steps as the run has: it never saves."""
 
     name: str
     every: int
@@ -133,8 +146,8 @@ class SaveInterval:
 
 @dataclass(frozen=True)
 class FailureCost:
-    """What failures make of a run: `intervals` to choose from, the `best` among them; the run drawn at random with it;
-    (interval_s, goodput) of a `curve`."""
+    """What failures make of a run: `intervals` to choose from, the `best` among them; the run drawn
+    at random with it; (interval_s, goodput) of a `curve`."""
 
     faults: FailureModel
     steps: int
@@ -164,9 +177,11 @@ class FailureCost:
         return self.expected_s - self.planned_s
 
 
-def failure_cost(faults: FailureModel, steps: int, step_s: float, every: int = 0, seed: int = 0) -> FailureCost:
-    """`every`: steps between checkpoints that the run asks for, 0 if none. Raises ConfigError for a run that would
-    hardly end."""
+def failure_cost(
+    faults: FailureModel, steps: int, step_s: float, every: int = 0, seed: int = 0
+) -> FailureCost:
+    """`every`: steps between checkpoints that the run asks for, 0 if none. Raises ConfigError for a
+    run that would hardly end."""
 
     def at(name: str, count: int) -> SaveInterval:
         count = min(count, steps)
@@ -175,10 +190,17 @@ def failure_cost(faults: FailureModel, steps: int, step_s: float, every: int = 0
     def share(count: int) -> float:
         return steps * step_s / float(expected_s(faults, steps, step_s, count))
 
-    least = max(1, math.ceil(min(steps, faults.written_s / step_s)))  # one is written before the next
+    least = max(
+        1, math.ceil(min(steps, faults.written_s / step_s))
+    )  # one is written before the next
     ways = {"Young": young_s, "Daly": daly_s}
-    choices = [at(name, max(least, round(min(way(faults), steps * step_s) / step_s))) for name, way in ways.items()]
-    even = -(-steps // _spaced(1, -(-steps // least), TRIED))  # of so many parts, as equal as can be
+    choices = [
+        at(name, max(least, round(min(way(faults), steps * step_s) / step_s)))
+        for name, way in ways.items()
+    ]
+    even = -(
+        -steps // _spaced(1, -(-steps // least), TRIED)
+    )  # of so many parts, as equal as can be
     tried = np.unique(np.maximum(least, np.append(even, _spaced(least, steps, TRIED))))
     best = at("best", int(tried[expected_s(faults, steps, step_s, tried).argmin()]))
     if every:
@@ -188,9 +210,18 @@ def failure_cost(faults: FailureModel, steps: int, step_s: float, every: int = 0
     if best.goodput < LEAST:
         raise hopeless(faults)
     counts = [each.every for each in choices]
-    shown = _spaced(max(least, min(best.every // 20, *counts)), min(max(best.every * 20, *counts), steps), 41)
+    shown = _spaced(
+        max(least, min(best.every // 20, *counts)), min(max(best.every * 20, *counts), steps), 41
+    )
     curve = tuple((count * step_s, share(count)) for count in shown.tolist())
-    return FailureCost(faults, steps, step_s, tuple(choices), simulate_failures(faults, steps, step_s, best.every, seed=seed), curve)
+    return FailureCost(
+        faults,
+        steps,
+        step_s,
+        tuple(choices),
+        simulate_failures(faults, steps, step_s, best.every, seed=seed),
+        curve,
+    )
 
 
 def _spaced(low: int, high: int, number: int) -> Array:

@@ -1,4 +1,5 @@
-"""Replicas: what each way to agree makes of replicas that are not equally fast, beside the synchronous one."""
+"""Replicas: what each way to agree makes of replicas that are not equally fast, beside the
+synchronous one."""
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ from . import async_replicas, wait_groups
 from .scenario import Scenario
 from .stragglers import PacedScenario
 
-TURNS, TOGETHER = 200_000, 4_000_000  # steps of single replicas, simulated one by one, and all at once
+TURNS, TOGETHER = (
+    200_000,
+    4_000_000,
+)  # steps of single replicas, simulated one by one, and all at once
 LEAST, MOST = 25, 400  # steps
 
 
 @dataclass(frozen=True)
 class ReplicaComparison:
-    """Seconds of a step on average, `planned` where all devices are equal, `met` with slow and varying ones and slow
-    links."""
+    """Seconds of a step on average, `planned` where all devices are equal, `met` with slow and
+    varying ones and slow links."""
 
     name: str
     planned_s: float
@@ -29,9 +33,13 @@ class ReplicaComparison:
 
 
 def compare_syncs(
-    setup: Scenario, syncs: Mapping[str, Sync], slow: Mapping[int, float], links: Mapping[str, float], jitter: float,
+    setup: Scenario,
+    syncs: Mapping[str, Sync],
+    slow: Mapping[int, float],
+    links: Mapping[str, float],
+    jitter: float,
     seed: int,
-) -> list[ReplicaComparison]:  # fmt: skip
+) -> list[ReplicaComparison]:
     """Each of these ways, under its name."""
     rng, found = np.random.default_rng(seed), []
     cases = []
@@ -40,7 +48,10 @@ def compare_syncs(
         drawn = paced.draw(factors, rng)
         cases.append((paced, drawn, on))
     whole_s = setup.step().after.get("optimizer", 0.0)
-    known = [*(wait_groups.device_coords(setup.choices, device)["dp"] for device in slow), *([0] if links else [])]
+    known = [
+        *(wait_groups.device_coords(setup.choices, device)["dp"] for device in slow),
+        *([0] if links else []),
+    ]
     for name, sync in syncs.items():
         own_way, served = replace(setup, sync=sync), isinstance(sync, AsyncServers)
         step, seconds = own_way.step(), []
@@ -49,32 +60,51 @@ def compare_syncs(
         for paced, drawn, on in cases:
             exchange_s = _exchange_s(own_way, paced.points, drawn, on)
             own_s = paced.alone_s(drawn, updates) + step.summed_s
-            seconds.append(_step_s(sync, own_s, exchange_s, update_s if served else 0.0, known, rng))
+            seconds.append(
+                _step_s(sync, own_s, exchange_s, update_s if served else 0.0, known, rng)
+            )
         found.append(ReplicaComparison(name, *seconds))
     return found
 
 
 def _step_s(
-    sync: Sync, own: Array, exchange_s: Array, update_s: float, known: Sequence[int], rng: np.random.Generator
+    sync: Sync,
+    own: Array,
+    exchange_s: Array,
+    update_s: float,
+    known: Sequence[int],
+    rng: np.random.Generator,
 ) -> float:
-    """`own`: [draws, replicas] seconds of a step by itself; `update_s`: of servers, for each; `known`: replicas that
-    are not like others."""
+    """`own`: [draws, replicas] seconds of a step by itself; `update_s`: of servers, for each;
+    `known`: replicas that are not like others."""
     replicas, single = own.shape[1], isinstance(sync, AsyncServers)
     steps = int(np.clip((TURNS if single else TOGETHER) // replicas, LEAST, MOST))
     if isinstance(sync, LocalSteps):
         steps = sync.period * max(4, steps // sync.period)
-    elif single and steps * replicas > TURNS:  # some stand for all, and take as long at the servers as these
-        some = np.unique([*known, *np.linspace(0, replicas - 1, TURNS // steps - len(known), dtype=int)])
+    elif (
+        single and steps * replicas > TURNS
+    ):  # some stand for all, and take as long at the servers as these
+        some = np.unique(
+            [*known, *np.linspace(0, replicas - 1, TURNS // steps - len(known), dtype=int)]
+        )
         base = exchange_s.min()  # a longer turn is one's own
         more = replicas / len(some)
-        own, exchange_s, update_s = own[:, some], exchange_s[some] - base + base * more, update_s * more
+        own, exchange_s, update_s = (
+            own[:, some],
+            exchange_s[some] - base + base * more,
+            update_s * more,
+        )
     mixed = np.take_along_axis(own, rng.integers(len(own), size=(steps, own.shape[1])), axis=0)
-    return async_replicas.long_run_step_s(sync, async_replicas.step_ends(sync, mixed, exchange_s, update_s))
+    return async_replicas.long_run_step_s(
+        sync, async_replicas.step_ends(sync, mixed, exchange_s, update_s)
+    )
 
 
-def _exchange_s(setup: Scenario, points: Sequence[float], drawn: Array, links: Mapping[str, float]) -> Array:
-    """What `agree.ends` adds for an exchange: what backward does not hide of it; all; or each replica's turn, of which
-    the first's goes over the slow link."""
+def _exchange_s(
+    setup: Scenario, points: Sequence[float], drawn: Array, links: Mapping[str, float]
+) -> Array:
+    """What `agree.ends` adds for an exchange: what backward does not hide of it; all; or each
+    replica's turn, of which the first's goes over the slow link."""
     match setup.sync:
         case LocalSteps():
             return np.array(setup.step(links=links).exchange_s)

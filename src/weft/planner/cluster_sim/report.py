@@ -42,7 +42,8 @@ STAGES = 6  # lines of one kind, above which only the cheapest and the dearest a
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """`acted`: the actions of one pipeline; `timeline`: with what follows. What was not asked for is empty."""
+    """`acted`: the actions of one pipeline; `timeline`: with what follows. What was not asked for
+    is empty."""
 
     setup: Scenario
     step: StepParts
@@ -59,7 +60,7 @@ class SimulationReport:
         return f"{self.setup.name} on {self.setup.cluster}"
 
 
-# ---- figures ---------------------------------------------------------------------------------------------------------
+# ---- figures -------------------------------------------------------------------------------------
 
 
 def report_figures(report: SimulationReport) -> dict[str, Any]:
@@ -84,20 +85,30 @@ def report_figures(report: SimulationReport) -> dict[str, Any]:
     if report.lost:
         lost = report.lost
         found["failures"] = {
-            **asdict(lost), "best": asdict(lost.best), "planned_s": lost.planned_s, "expected_s": lost.expected_s,
+            **asdict(lost),
+            "best": asdict(lost.best),
+            "planned_s": lost.planned_s,
+            "expected_s": lost.expected_s,
             "lost_s": lost.lost_s,
-        }  # fmt: skip
+        }
     if report.scaling:
-        found["scaling"] = {"mode": report.mode, "points": [asdict(point) for point in report.scaling]}
+        found["scaling"] = {
+            "mode": report.mode,
+            "points": [asdict(point) for point in report.scaling],
+        }
     return found
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
-def report_text(report: SimulationReport, width: int = 120, colour: bool = False, ascii_only: bool = False) -> Text:
+def report_text(
+    report: SimulationReport, width: int = 120, colour: bool = False, ascii_only: bool = False
+) -> Text:
     """Everything, one part under the other."""
-    picture = draw.text([(report.title, report.timeline)], width=width, colour=colour, ascii_only=ascii_only)
+    picture = draw.text(
+        [(report.title, report.timeline)], width=width, colour=colour, ascii_only=ascii_only
+    )
     parts = [picture, Text(_step(report))]
     if len(report.stragglers) > 1:
         parts.append(Text(_stragglers(report.stragglers)))
@@ -120,7 +131,11 @@ def _step(report: SimulationReport) -> str:
     parts = [f"pipeline {seconds_text(report.acted.makespan_s)}"]
     parts += [f"{name} {seconds_text(seconds)}" for name, seconds in step.after.items()]
     setup, device = report.setup, report.setup.cluster.hardware.device
-    over = f", {step.over_bytes / GIB:.1f} GiB too much: it does not fit" if step.over_bytes > 0 else ""
+    over = (
+        f", {step.over_bytes / GIB:.1f} GiB too much: it does not fit"
+        if step.over_bytes > 0
+        else ""
+    )
     closed = f"the estimate's closed form: {seconds_text(step.estimated_s)}"
     return (
         f"step {seconds_text(total)} = {' + '.join(parts)}; {closed}\n"
@@ -137,7 +152,11 @@ def _stragglers(rows: Sequence[StragglerRow]) -> str:
         error = f" +- {seconds_text(row.error_s)}" if row.error_s else ""
         longer = "" if row is planned else share_text(row.step_s - planned.step_s, planned.step_s)
         lines.append([row.name, seconds_text(row.step_s) + error, longer, share_text(row.idle, 1)])
-    left = "" if len(few) == len(rows) else f"\nof more than {STAGES} places the cheapest and the dearest"
+    left = (
+        ""
+        if len(few) == len(rows)
+        else f"\nof more than {STAGES} places the cheapest and the dearest"
+    )
     return table_text(lines) + left
 
 
@@ -157,7 +176,14 @@ def _replicas(rows: Sequence[ReplicaComparison]) -> str:
     lines = [["how replicas agree", "step as planned", "with all of these", "throughput"]]
     first = rows[0].met_s
     for row in rows:
-        lines.append([row.name, seconds_text(row.planned_s), seconds_text(row.met_s), f"x{first / row.met_s:.3f}"])
+        lines.append(
+            [
+                row.name,
+                seconds_text(row.planned_s),
+                seconds_text(row.met_s),
+                f"x{first / row.met_s:.3f}",
+            ]
+        )
     return table_text(lines)
 
 
@@ -167,34 +193,50 @@ def hours_text(value: float) -> str:
 
 def _often(lost: FailureCost, each: SaveInterval) -> tuple[str, str]:
     """How often it saves: in time, and in steps."""
-    return ("never", "") if each.every == lost.steps else (hours_text(each.interval_s), f"{each.every:,} steps")
+    return (
+        ("never", "")
+        if each.every == lost.steps
+        else (hours_text(each.interval_s), f"{each.every:,} steps")
+    )
 
 
 def _lost(lost: FailureCost, ascii_only: bool) -> str:
     faults = lost.faults
     later = f", whole {seconds_text(faults.written_s)} later" if faults.written_s else ""
     head = (
-        f"failures: one every {hours_text(faults.mtbf_s)} of the cluster; a checkpoint stops it for "
-        f"{seconds_text(faults.pause_s)}{later}; a restart takes {seconds_text(faults.restart_s)}"
+        f"failures: one every {hours_text(faults.mtbf_s)} of the cluster; a checkpoint stops it for"
+        f" {seconds_text(faults.pause_s)}{later}; a restart takes {seconds_text(faults.restart_s)}"
     )
     lines = [["save", "every", "", "goodput"]]
     for each in lost.intervals:
         lines.append([each.name, *_often(lost, each), f"{each.goodput:.2%}"])
     drawn, best = lost.drawn, lost.best
-    often = "never saved, which takes least" if best.every == lost.steps else f"saved every {best.every:,}"
+    often = (
+        "never saved, which takes least"
+        if best.every == lost.steps
+        else f"saved every {best.every:,}"
+    )
     bar, most = "#" if ascii_only else "█", max(1 - share for _, share in lost.curve)
     curve = [["every", "goodput", "lost"]] + [
         [hours_text(interval), f"{share:.2%}", bar * max(1, round(BAR * (1 - share) / most))]
         for interval, share in lost.curve[::4]
     ]
-    runs = f"{hours_text(drawn.wall_s)} +- {hours_text(drawn.error_s)} drawn at random, {drawn.failures:.4g} failures"
+    runs = (
+        f"{hours_text(drawn.wall_s)} +- {hours_text(drawn.error_s)} drawn at random,"
+        f" {drawn.failures:.4g} failures"
+    )
     return "\n".join(
         [
-            head, table_text(lines),
-            f"{lost.steps:,} steps, {often}: {hours_text(lost.expected_s)} in place of "
-            f"{hours_text(lost.planned_s)}, {hours_text(lost.lost_s)} lost ({runs})", "", table_text(curve, left=(2,)),
+            head,
+            table_text(lines),
+            (
+                f"{lost.steps:,} steps, {often}: {hours_text(lost.expected_s)} in place of "
+                f"{hours_text(lost.planned_s)}, {hours_text(lost.lost_s)} lost ({runs})"
+            ),
+            "",
+            table_text(curve, left=(2,)),
         ]
-    )  # fmt: skip
+    )
 
 
 def _scaling(report: SimulationReport) -> str:
@@ -202,11 +244,16 @@ def _scaling(report: SimulationReport) -> str:
     for point in report.scaling:
         lines.append(
             [
-                f"{point.devices:,}", f"{point.dp:,}", f"{point.batch:,.0f}", seconds_text(point.step_s),
-                number_text(point.tokens_per_s), share_text(point.mfu, 1), share_text(point.exposed, 1),
+                f"{point.devices:,}",
+                f"{point.dp:,}",
+                f"{point.batch:,.0f}",
+                seconds_text(point.step_s),
+                number_text(point.tokens_per_s),
+                share_text(point.mfu, 1),
+                share_text(point.exposed, 1),
                 share_text(point.efficiency, 1),
             ]
-        )  # fmt: skip
+        )
     what = "as many samples a device" if report.mode == "weak" else "as many samples in all"
     return f"{report.mode} scaling: {what}\n{table_text(lines, left=())}"
 
@@ -215,13 +262,16 @@ def table_text(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str
     """Columns side by side, flush right but for `left`."""
     wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
-        "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, wide)))
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, wide))
+        )
         for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines)
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def write_report(path: Path, report: SimulationReport) -> None:
@@ -233,7 +283,9 @@ def write_report(path: Path, report: SimulationReport) -> None:
     try:
         path.write_text(makers[path.suffix](report), encoding="utf-8")
     except OSError as error:
-        raise ConfigError("--out", str(path), f"cannot be written ({error})", "name another file") from None
+        raise ConfigError(
+            "--out", str(path), f"cannot be written ({error})", "name another file"
+        ) from None
 
 
 def report_svg(report: SimulationReport) -> str:
@@ -249,21 +301,26 @@ def report_html(report: SimulationReport) -> str:
     """One page: the tables, and the pictures."""
     pictures = [draw.svg([(report.title, report.timeline)]), *_curves(report)]
     said = "\n\n".join(
-        part for part in (
+        part
+        for part in (
             _step(report),
             _stragglers(report.stragglers) if len(report.stragglers) > 1 else "",
             _replicas(report.replicas) if report.replicas else "",
             _lost(report.lost, False) if report.lost else "",
             _scaling(report) if report.scaling else "",
-        ) if part
-    )  # fmt: skip
+        )
+        if part
+    )
     return "\n".join(
         [
-            "<!doctype html>", f'<meta charset="utf-8"><title>{escape(report.title)}</title>',
-            f"<h1>{escape(report.title)}</h1>", f"<pre>{escape(said)}</pre>",
-            *(f"<div>{picture}</div>" for picture in pictures), "",
+            "<!doctype html>",
+            f'<meta charset="utf-8"><title>{escape(report.title)}</title>',
+            f"<h1>{escape(report.title)}</h1>",
+            f"<pre>{escape(said)}</pre>",
+            *(f"<div>{picture}</div>" for picture in pictures),
+            "",
         ]
-    )  # fmt: skip
+    )
 
 
 def csv_rows(report: SimulationReport) -> str:
@@ -272,11 +329,18 @@ def csv_rows(report: SimulationReport) -> str:
     if report.scaling:
         found = [asdict(point) for point in report.scaling]
     elif report.lost:
-        found = [{"interval_s": interval, "goodput": share} for interval, share in report.lost.curve]
+        found = [
+            {"interval_s": interval, "goodput": share} for interval, share in report.lost.curve
+        ]
     elif len(report.stragglers) > 1:
         found = [asdict(row) for row in report.stragglers]
     if not found:
-        raise ConfigError("--out", ".csv", "there is no table", "ask for --scale, --mtbf or --slow, or name an .svg")
+        raise ConfigError(
+            "--out",
+            ".csv",
+            "there is no table",
+            "ask for --scale, --mtbf or --slow, or name an .svg",
+        )
     text = io.StringIO()
     writer = csv.DictWriter(text, list(found[0]), lineterminator="\n")
     writer.writeheader()
@@ -308,7 +372,9 @@ def _curves(report: SimulationReport) -> list[str]:
         found.append(draw_curves(title, across, ChartAxis("tokens per second", log=True), named))
         shares = [("efficiency", [p.efficiency for p in points]), ("MFU", [p.mfu for p in points])]
         lines = [Curve(name, devices, values) for name, values in shares]
-        found.append(draw_curves(f"{title}: shares", across, ChartAxis("share", percent=True), lines))
+        found.append(
+            draw_curves(f"{title}: shares", across, ChartAxis("share", percent=True), lines)
+        )
     return found
 
 

@@ -1,5 +1,5 @@
-"""Scaling: the same run on more devices, replica by replica: as many samples for each (weak), or as many in all
-(strong). As the estimate prices them."""
+"""Scaling: the same run on more devices, replica by replica: as many samples for each (weak), or as
+many in all (strong). As the estimate prices them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Mode = Literal["weak", "strong"]
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """`batch` samples a step. `efficiency`: tokens per second and device over those of the first point. `exposed`: the
-    share of a step that is messages which nothing hides."""
+    """`batch` samples a step. `efficiency`: tokens per second and device over those of the first
+    point. `exposed`: the share of a step that is messages which nothing hides."""
 
     devices: int
     dp: int
@@ -33,9 +33,12 @@ class ScalingPoint:
 
 
 def scaling_curve(setup: Scenario, mode: Mode, to: int) -> list[ScalingPoint]:
-    """From the setup's own number of devices on, twice as many each time, to at most `to`. Raises ConfigError."""
+    """From the setup's own number of devices on, twice as many each time, to at most `to`. Raises
+    ConfigError."""
     if to < setup.devices:
-        raise ConfigError("--to", to, f"is fewer than the {setup.devices} devices of {setup.name}", "name more")
+        raise ConfigError(
+            "--to", to, f"is fewer than the {setup.devices} devices of {setup.name}", "name more"
+        )
     found: list[ScalingPoint] = []
     times = 1
     while setup.devices * times <= to:
@@ -50,10 +53,16 @@ def scaling_curve(setup: Scenario, mode: Mode, to: int) -> list[ScalingPoint]:
         efficiency = each / (first.tokens_per_s / first.devices) if first else 1.0
         found.append(
             ScalingPoint(
-                larger.devices, larger.size("dp"), float(larger.choices.batch[0]), step, speed, float(priced.mfu[0]),
-                exposed / step, efficiency,
+                larger.devices,
+                larger.size("dp"),
+                float(larger.choices.batch[0]),
+                step,
+                speed,
+                float(priced.mfu[0]),
+                exposed / step,
+                efficiency,
             )
-        )  # fmt: skip
+        )
         times *= 2
     return found
 
@@ -69,13 +78,22 @@ def scale_up(setup: Scenario, mode: Mode, times: int) -> Scenario | None:
         if microbatch[0] != int(microbatch[0]):
             return None
     choices = replace(
-        one, sizes=sizes, strides=_strides(one.sizes, one.strides, times), accumulate=accumulate, microbatch=microbatch
+        one,
+        sizes=sizes,
+        strides=_strides(one.sizes, one.strides, times),
+        accumulate=accumulate,
+        microbatch=microbatch,
     )
     cluster = setup.cluster.model_copy(update={"devices": setup.devices * times})
     return replace(setup, choices=choices, cluster=cluster)
 
 
-def _strides(sizes: Mapping[str, Array], strides: Mapping[str, Array], times: int) -> dict[str, Array]:
+def _strides(
+    sizes: Mapping[str, Array], strides: Mapping[str, Array], times: int
+) -> dict[str, Array]:
     """Axes outside of dp are further apart then."""
     inner = strides["dp"] * sizes["dp"]
-    return {axis: strides[axis] * np.where((axis != "dp") & (strides[axis] >= inner), times, 1) for axis in AXES}
+    return {
+        axis: strides[axis] * np.where((axis != "dp") & (strides[axis] >= inner), times, 1)
+        for axis in AXES
+    }

@@ -1,9 +1,10 @@
-"""Setup: what is simulated, and what its step is made of at any pace of its devices: stages of a pipeline, priced as
-the estimate prices them, and what follows the pipeline.
+"""Setup: what is simulated, and what its step is made of at any pace of its devices: stages of a
+pipeline, priced as the estimate prices them, and what follows the pipeline.
 
-The pace of a device is what its own work takes over what it should take: 1.5 is half as long again. A device of pace f
-is one whose sheet has 1/f of the FLOP/s and of the memory's bandwidth, and whose host launches as much slower. A link
-with 1/f of its bandwidth takes as long as one that carries f times the bytes.
+The pace of a device is what its own work takes over what it should take: 1.5 is half as long again.
+A device of pace f is one whose sheet has 1/f of the FLOP/s and of the memory's bandwidth, and whose
+host launches as much slower. A link with 1/f of its bandwidth takes as long as one that carries f
+times the bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +28,28 @@ from ..cost.model_work import ModelWork
 from ..cost.precision_policy import PrecisionPolicy
 
 CARRIES = {  # axis -> what of a block travels over it
-    "tp": ("reduced_bytes",), "cp": ("key_bytes",), "up": ("key_bytes", "query_bytes"), "ep": ("routed_bytes",),
+    "tp": ("reduced_bytes",),
+    "cp": ("key_bytes",),
+    "up": ("key_bytes", "query_bytes"),
+    "ep": ("routed_bytes",),
     "pp": ("output_bytes",),
-}  # fmt: skip
-AFTER = ("dp exposed", "fsdp reduce exposed", "fsdp gather exposed", "optimizer", "fixed", "stragglers")
-BESIDE = {  # parts that each microbatch waits for, where they come with each -> the action that waits
-    "fsdp forward gather exposed": "forward_s", "fsdp backward gather exposed": "backward_s",
-    "fsdp reduce exposed": "backward_s", "accumulation": "backward_s", "host exposed": "backward_s",
-}  # fmt: skip
+}
+AFTER = (
+    "dp exposed",
+    "fsdp reduce exposed",
+    "fsdp gather exposed",
+    "optimizer",
+    "fixed",
+    "stragglers",
+)
+# parts that each microbatch waits for, where they come with each -> the action that waits
+BESIDE = {
+    "fsdp forward gather exposed": "forward_s",
+    "fsdp backward gather exposed": "backward_s",
+    "fsdp reduce exposed": "backward_s",
+    "accumulation": "backward_s",
+    "host exposed": "backward_s",
+}
 
 
 def follows_pipeline(part: CostPart) -> bool:
@@ -45,10 +60,11 @@ def follows_pipeline(part: CostPart) -> bool:
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a step is made of at one pace: `costs` of the stages; `after` the pipeline, part -> seconds; `exchange_s`,
-    of one exchange of all gradients or weights over dp, nothing hidden, and `summed_s` of what a replica which steps by
-    itself sums within; as the estimate has it: `estimated_s` of the step, `memory_bytes` of a device, of which
-    `over_bytes` are more than it has."""
+    """What a step is made of at one pace: `costs` of the stages; `after` the pipeline, part ->
+    seconds; `exchange_s`, of one exchange of all gradients or weights over dp, nothing hidden, and
+    `summed_s` of what a replica which steps by itself sums within; as the estimate has it:
+    `estimated_s` of the step, `memory_bytes` of a device, of which `over_bytes` are more than it
+    has."""
 
     costs: ActionCosts
     after: Mapping[str, float]
@@ -78,13 +94,22 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if self.devices != self.cluster.devices:
-            problem = f"is a layout of {self.devices}, and {self.cluster} has {self.cluster.devices} devices"
-            fix = f"give --layout with {self.cluster.devices} ranks, or --cluster with {self.devices} devices"
+            problem = (
+                f"is a layout of {self.devices}, and {self.cluster} has {self.cluster.devices}"
+                " devices"
+            )
+            fix = (
+                f"give --layout with {self.cluster.devices} ranks, or --cluster with {self.devices}"
+                " devices"
+            )
             raise ConfigError("--layout", self.name, problem, fix)
         samples, parts = float(self.choices.batch[0]), int(self.choices.accumulate[0])
         ranks = int(self.choices.size(*DATA_AXES)[0])
         if samples % (parts * ranks):
-            problem = f"{parts} microbatches over {ranks} ranks with samples of their own do not divide it"
+            problem = (
+                f"{parts} microbatches over {ranks} ranks with samples of their own do not"
+                " divide it"
+            )
             fix = f"use a multiple of {parts * ranks}, or another train.accumulate"
             raise ConfigError("train.batch", round(samples), problem, fix)
         stages = self.size("pp") * int(self.choices.chunks[0])
@@ -108,7 +133,11 @@ class Scenario:
     def schedule(self) -> Schedule:
         one = self.choices
         name, chunks = one.schedules[int(one.schedule[0])], int(one.chunks[0])
-        takes = inspect.signature(schedules.builtin_schedules()[name]).parameters if name in schedules.builtin_schedules() else {}
+        takes = (
+            inspect.signature(schedules.builtin_schedules()[name]).parameters
+            if name in schedules.builtin_schedules()
+            else {}
+        )
         options = {"chunks": chunks} if "chunks" in takes else {}
         return schedules.make_schedule(name, self.size("pp"), int(one.accumulate[0]), **options)
 
@@ -136,17 +165,26 @@ class Scenario:
                 "flops": {dtype: flops / pace for dtype, flops in device.flops.items()},
             }
         )
-        cluster = self.cluster.model_copy(update={"hardware": hardware.model_copy(update={"device": slower})})
-        return replace(self, cluster=cluster, era=self.era.model_copy(update={"launch_s": self.era.launch_s * pace}))
+        cluster = self.cluster.model_copy(
+            update={"hardware": hardware.model_copy(update={"device": slower})}
+        )
+        return replace(
+            self,
+            cluster=cluster,
+            era=self.era.model_copy(update={"launch_s": self.era.launch_s * pace}),
+        )
 
     def behind(self, axis: str, factor: float) -> Scenario:
-        """With links of 1/factor of the bandwidth for all that travels over this axis. Raises ConfigError."""
+        """With links of 1/factor of the bandwidth for all that travels over this axis. Raises
+        ConfigError."""
         if axis not in AXES or self.size(axis) < 2:
             there = [each for each in AXES if self.size(each) > 1]
             raise ConfigError(
-                "--slow-link", axis, f"is no axis of {self.name} over which anything travels",
+                "--slow-link",
+                axis,
+                f"is no axis of {self.name} over which anything travels",
                 f"write one of {', '.join(there)}" if there else "leave it out",
-            )  # fmt: skip
+            )
         if axis in CARRIES:
             blocks = tuple(
                 replace(block, **{field: factor * getattr(block, field) for field in CARRIES[axis]})
@@ -154,7 +192,9 @@ class Scenario:
             )
             return replace(self, work=replace(self.work, blocks=blocks))
         practice = self.practice
-        more = {field: factor * getattr(practice, field) for field in ("reduce_bytes", "gather_bytes")}
+        more = {
+            field: factor * getattr(practice, field) for field in ("reduce_bytes", "gather_bytes")
+        }
         return replace(self, practice=replace(practice, **more))
 
     def step(self, pace: float = 1.0, links: Mapping[str, float] | None = None) -> StepParts:
@@ -165,7 +205,9 @@ class Scenario:
         for axis, factor in (links or {}).items():
             slow = slow.behind(axis, factor)
             for part in planned.behind(axis, factor).estimate().time:
-                if part.name.startswith(axis):  # others travel over the same dtypes, and not over the same links
+                if part.name.startswith(
+                    axis
+                ):  # others travel over the same dtypes, and not over the same links
                     parts[part.name] = part
         costs = stage_costs(slow.work, slow.choices, 0, slow.cluster, slow.era, slow.practice)
         stages, m = self.schedule.stages, int(self.choices.accumulate[0])
@@ -177,12 +219,18 @@ class Scenario:
             elif name in BESIDE and not follows_pipeline(part):
                 waits[BESIDE[name]] += float(part.value[0]) / m / chunks
         more: dict[str, Any] = {
-            field: tuple(s + wait for s in costs.each(field, stages)) for field, wait in waits.items()
+            field: tuple(s + wait for s in costs.each(field, stages))
+            for field, wait in waits.items()
         }
         period = self.sync.period if isinstance(self.sync, LocalSteps) else 1
         dp = parts["dp exposed"].symbols
         exchange = float(np.max(dp["exchange_s"] if "exchange_s" in dp else dp["comm_s"])) * period
         return StepParts(
-            replace(costs, **more), after, exchange, float(np.max(dp.get("summed_s", 0.0))), float(found.step_s[0]),
-            float(found.peak_bytes[0]) + slow.era.context_gib * GIB, float(found.over_bytes[0]),
-        )  # fmt: skip
+            replace(costs, **more),
+            after,
+            exchange,
+            float(np.max(dp.get("summed_s", 0.0))),
+            float(found.step_s[0]),
+            float(found.peak_bytes[0]) + slow.era.context_gib * GIB,
+            float(found.over_bytes[0]),
+        )

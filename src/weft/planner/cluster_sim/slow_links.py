@@ -1,4 +1,5 @@
-"""Links: what one slow link costs, by the axis whose messages it carries and its place in a pipeline."""
+"""Links: what one slow link costs, by the axis whose messages it carries and its place in a
+pipeline."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ from .scenario import Scenario, StepParts
 
 
 def slow_link_cost(setup: Scenario, axis: str, factor: float) -> Iterator[tuple[str, float, float]]:
-    """Name, seconds of a step and idle share with one link of this axis so much slower, in each of its places: between
-    two stages, or in a stage of one pipeline; or of those that sum gradients. Raises ConfigError."""
+    """Name, seconds of a step and idle share with one link of this axis so much slower, in each of
+    its places: between two stages, or in a stage of one pipeline; or of those that sum gradients.
+    Raises ConfigError."""
     planned, slow = setup.step(), setup.step(links={axis: factor})
     name, ranks = f"a link of {axis} x{factor:g}", setup.size("pp")
     if axis == "pp":
-        places = [(f"{name}, after stage{'s' * (len(ends) > 1)} {' and '.join(map(str, ends))}", ends)
-                  for ends in _between(setup)]  # fmt: skip
+        places = [
+            (f"{name}, after stage{'s' * (len(ends) > 1)} {' and '.join(map(str, ends))}", ends)
+            for ends in _between(setup)
+        ]
     elif slow.costs == planned.costs:
         places = [(name, ())]
     else:
@@ -31,8 +35,11 @@ def slow_link_cost(setup: Scenario, axis: str, factor: float) -> Iterator[tuple[
         yield title, total, (acted - busy) / total
 
 
-def slow_first_link(setup: Scenario, planned: StepParts, slow: StepParts, axes: Iterable[str]) -> ActionCosts:
-    """The costs of a pipeline whose first link of each of these axes is slow: in or after its first stage."""
+def slow_first_link(
+    setup: Scenario, planned: StepParts, slow: StepParts, axes: Iterable[str]
+) -> ActionCosts:
+    """The costs of a pipeline whose first link of each of these axes is slow: in or after its first
+    stage."""
     costs = planned.costs
     for axis in axes:
         costs = _mixed(setup, costs, slow, axis, _between(setup)[0] if axis == "pp" else (0,))
@@ -40,7 +47,8 @@ def slow_first_link(setup: Scenario, planned: StepParts, slow: StepParts, axes: 
 
 
 def _between(setup: Scenario) -> list[tuple[int, ...]]:
-    """Of each two ranks that are neighbours in the pipeline, the stages after which messages travel between them."""
+    """Of each two ranks that are neighbours in the pipeline, the stages after which messages travel
+    between them."""
     found: dict[frozenset[int], tuple[int, ...]] = {}
     for stage, pair in enumerate(pairwise(setup.schedule.placement)):
         if len(set(pair)) > 1:
@@ -48,8 +56,11 @@ def _between(setup: Scenario) -> list[tuple[int, ...]]:
     return list(found.values())
 
 
-def _mixed(setup: Scenario, costs: ActionCosts, slow: StepParts, axis: str, where: Sequence[int]) -> ActionCosts:
-    """The costs of a pipeline of which these places, boundaries of pp or else ranks, have those of `slow`."""
+def _mixed(
+    setup: Scenario, costs: ActionCosts, slow: StepParts, axis: str, where: Sequence[int]
+) -> ActionCosts:
+    """The costs of a pipeline of which these places, boundaries of pp or else ranks, have those of
+    `slow`."""
     messages = axis == "pp"
     places = range(setup.schedule.stages - 1) if messages else setup.schedule.placement
     mixed: dict[str, Any] = {}

@@ -1,7 +1,9 @@
-"""Stragglers: what a slow device, a slow link, or devices that vary cost a step in which all wait for all.
+"""Stragglers: what a slow device, a slow link, or devices that vary cost a step in which all wait
+for all.
 
-Within a layer the ranks of tp wait for the slowest of them, within a pipeline the stages for messages, and at its end
-every replica for the slowest. Jitter is drawn anew for each device and step: exp(jitter x a standard normal).
+Within a layer the ranks of tp wait for the slowest of them, within a pipeline the stages for
+messages, and at its end every replica for the slowest. Jitter is drawn anew for each device and
+step: exp(jitter x a standard normal).
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ TAIL = 7.0  # standard deviations of jitter up to which devices are priced
 
 @dataclass(frozen=True)
 class StragglerRow:
-    """Seconds of a step, and its standard error where steps were drawn; `idle`: the share of all devices' time in which
-    they wait for a message or for a slower device."""
+    """Seconds of a step, and its standard error where steps were drawn; `idle`: the share of all
+    devices' time in which they wait for a message or for a slower device."""
 
     name: str
     step_s: float
@@ -37,8 +39,9 @@ class StragglerRow:
 
 
 class PacedScenario:
-    """A setup whose devices vary by `jitter` and are by one of the factors `slow` slower, and of whose first pipeline
-    one link of each axis in `links` is. `paces` are [draws, devices], in the order of ranks. Raises Refusal."""
+    """A setup whose devices vary by `jitter` and are by one of the factors `slow` slower, and of
+    whose first pipeline one link of each axis in `links` is. `paces` are [draws, devices], in the
+    order of ranks. Raises Refusal."""
 
     def __init__(
         self,
@@ -51,12 +54,19 @@ class PacedScenario:
         self.setup, self.jitter = setup, jitter
         self.points = sorted({by * factor for by in spread for factor in (1.0, *slow)})
         self._planned = [setup.step(pace) for pace in self.points]
-        self.steps = [setup.step(pace, slow_links) for pace in self.points] if slow_links else self._planned
-        self._fleet = BatchedPipelines(setup.schedule, {pace: step.costs for pace, step in zip(self.points, self._planned)})
+        self.steps = (
+            [setup.step(pace, slow_links) for pace in self.points] if slow_links else self._planned
+        )
+        self._fleet = BatchedPipelines(
+            setup.schedule, {pace: step.costs for pace, step in zip(self.points, self._planned)}
+        )
         self._behind = self._fleet
         if slow_links:
             each = zip(self.points, self._planned, self.steps)
-            priced = {pace: links.slow_first_link(setup, step, slow, slow_links) for pace, step, slow in each}
+            priced = {
+                pace: links.slow_first_link(setup, step, slow, slow_links)
+                for pace, step, slow in each
+            }
             self._behind = BatchedPipelines(setup.schedule, priced)
         self._stage = wait_groups.stage_of(setup.choices)
 
@@ -70,11 +80,13 @@ class PacedScenario:
         return ends.max(axis=2)
 
     def alone_s(self, paces: Array, updates: float = 1.0) -> Array:
-        """[draws, replicas] seconds of a step by itself: pipelines and this share of the optimizer, without exchanges
-        over dp."""
+        """[draws, replicas] seconds of a step by itself: pipelines and this share of the optimizer,
+        without exchanges over dp."""
         slowest = wait_groups.by_pipeline(self.setup.choices, paces).max(axis=(2, 3))
         after = np.interp(slowest, self.points, [_own_s(step, updates) for step in self._planned])
-        after[:, 0] = np.interp(slowest[:, 0], self.points, [_own_s(step, updates) for step in self.steps])
+        after[:, 0] = np.interp(
+            slowest[:, 0], self.points, [_own_s(step, updates) for step in self.steps]
+        )
         return self.pipelines_s(paces) + after
 
     def step(self, paces: Array) -> tuple[Array, Array]:
@@ -83,8 +95,12 @@ class PacedScenario:
         after = [step.after_s for step in self.steps]
         total = acted + np.interp(paces.max(axis=1), self.points, after)
         stages = range(self.setup.size("pp"))
-        busy = [self._fleet.busy(rank, paces[:, self._stage == rank]).mean(axis=1) for rank in stages]
-        return total, np.maximum(0.0, acted - np.mean(busy, axis=0)) / total  # which may be below it by rounding
+        busy = [
+            self._fleet.busy(rank, paces[:, self._stage == rank]).mean(axis=1) for rank in stages
+        ]
+        return total, np.maximum(
+            0.0, acted - np.mean(busy, axis=0)
+        ) / total  # which may be below it by rounding
 
     def draw(self, slow: Mapping[int, float], rng: np.random.Generator) -> Array:
         """As many steps as there is time for; without jitter one."""
@@ -97,8 +113,13 @@ class PacedScenario:
 
 
 def _own_s(step: StepParts, updates: float) -> float:
-    """What of a step follows the pipeline, without the exchanges over dp, and with this share of the optimizer."""
-    return step.after_s - step.after.get("dp exposed", 0.0) - (1 - updates) * step.after.get("optimizer", 0.0)
+    """What of a step follows the pipeline, without the exchanges over dp, and with this share of
+    the optimizer."""
+    return (
+        step.after_s
+        - step.after.get("dp exposed", 0.0)
+        - (1 - updates) * step.after.get("optimizer", 0.0)
+    )
 
 
 def paces(setup: Scenario, *slow: Mapping[int, float]) -> Array:
@@ -110,30 +131,49 @@ def paces(setup: Scenario, *slow: Mapping[int, float]) -> Array:
     return found
 
 
-def check_scenario(setup: Scenario, slow: Mapping[int | None, float], slow_links: Mapping[str, float], jitter: float) -> None:
+def check_scenario(
+    setup: Scenario,
+    slow: Mapping[int | None, float],
+    slow_links: Mapping[str, float],
+    jitter: float,
+) -> None:
     """Raises ConfigError for what cannot be asked of this setup."""
     for device, factor in slow.items():
         if device is not None and not 0 <= device < setup.devices:
             fix = f"name one of 0 to {setup.devices - 1}"
             raise ConfigError("--slow", device, f"{setup.cluster} has no such device", fix)
         if not 0.1 <= factor <= 1000:
-            raise ConfigError("--slow", factor, "is no factor of time", "write 1.5 for half as long again")
+            raise ConfigError(
+                "--slow", factor, "is no factor of time", "write 1.5 for half as long again"
+            )
     if None in slow and len(slow) > setup.devices:
         fix = "leave it out, or name fewer"
         raise ConfigError("--slow", slow[None], "is one device anywhere, and all are named", fix)
     for axis, factor in slow_links.items():
         setup.behind(axis, factor)
         if not 1 <= factor <= 1e6:
-            raise ConfigError("--slow-link", factor, "is no factor of time", "write 4 for a quarter of the bandwidth")
+            raise ConfigError(
+                "--slow-link",
+                factor,
+                "is no factor of time",
+                "write 4 for a quarter of the bandwidth",
+            )
     if not 0 <= jitter <= 0.5:
-        raise ConfigError("--jitter", jitter, "is no share of a device's time", "write a number from 0 to 0.5")
+        raise ConfigError(
+            "--jitter", jitter, "is no share of a device's time", "write a number from 0 to 0.5"
+        )
 
 
 def straggler_table(
-    setup: Scenario, slow: Mapping[int | None, float], slow_links: Mapping[str, float], jitter: float, seed: int
+    setup: Scenario,
+    slow: Mapping[int | None, float],
+    slow_links: Mapping[str, float],
+    jitter: float,
+    seed: int,
 ) -> list[StragglerRow]:
-    """A step as planned; with each of these devices slow, by itself; with one device (None) slow, by its place in a
-    pipeline; with a slow link of each axis; with jitter; with all together. Raises Refusal."""
+    """A step as planned; with each of these devices slow, by itself; with one device (None) slow,
+    by its place in a pipeline; with a slow link of each axis; with jitter; with all together.
+    Raises Refusal."""
     check_scenario(setup, slow, slow_links, jitter)
     cases: dict[str, dict[int, float]] = {"as planned": {}}
     for device, factor in slow.items():
@@ -166,7 +206,12 @@ def _together(slow: Mapping[int | None, float]) -> str:
 
 
 def _drawn(
-    name: str, setup: Scenario, slow: Mapping[int, float], slow_links: Mapping[str, float], jitter: float, seed: int
+    name: str,
+    setup: Scenario,
+    slow: Mapping[int, float],
+    slow_links: Mapping[str, float],
+    jitter: float,
+    seed: int,
 ) -> StragglerRow:
     """The mean of steps; one without jitter."""
     paced = PacedScenario(setup, tuple(slow.values()), jitter, slow_links)
@@ -177,5 +222,7 @@ def _drawn(
 
 def _place(setup: Scenario, device: int) -> str:
     return ", ".join(
-        f"{axis} {index}" for axis, index in wait_groups.device_coords(setup.choices, device).items() if setup.size(axis) > 1
+        f"{axis} {index}"
+        for axis, index in wait_groups.device_coords(setup.choices, device).items()
+        if setup.size(axis) > 1
     )

@@ -9,8 +9,11 @@ from weft.pipeline import Lane, Timeline, simulate
 from .scenario import Scenario, StepParts
 
 SHORT = {  # part of an estimate -> what it is called in a picture
-    "dp exposed": "reduce", "fsdp reduce exposed": "reduce", "fsdp gather exposed": "gather", "stragglers": "wait",
-}  # fmt: skip
+    "dp exposed": "reduce",
+    "fsdp reduce exposed": "reduce",
+    "fsdp gather exposed": "gather",
+    "stragglers": "wait",
+}
 
 
 def pipeline_timeline(setup: Scenario, step: StepParts) -> Timeline:
@@ -19,14 +22,19 @@ def pipeline_timeline(setup: Scenario, step: StepParts) -> Timeline:
 
 
 def step_timeline(acted: Timeline, step: StepParts) -> Timeline:
-    """The actions, then each part that follows, on all ranks at once: every rank waits for the last."""
+    """The actions, then each part that follows, on all ranks at once: every rank waits for the
+    last."""
     spans, now = [], acted.makespan_s
     for name, seconds in step.after.items():
         spans.append((SHORT.get(name, name), now, now + seconds))
         now += seconds
     labels, starts, stops = zip(*spans) if spans else ((), (), ())
     lanes = tuple(
-        Lane((*lane.labels, *labels), array("d", [*lane.start_s, *starts]), array("d", [*lane.stop_s, *stops]))
+        Lane(
+            (*lane.labels, *labels),
+            array("d", [*lane.start_s, *starts]),
+            array("d", [*lane.stop_s, *stops]),
+        )
         for lane in acted.lanes
     )
     return Timeline(lanes, acted.activation_bytes, acted.freed_by_b)

@@ -1,5 +1,6 @@
-"""Grid: which devices wait for one another, and how often. Devices that share a layer's work wait within each layer,
-the stages of a pipeline for messages, its replicas once a step (or as `[sync]` says)."""
+"""Grid: which devices wait for one another, and how often. Devices that share a layer's work wait
+within each layer, the stages of a pipeline for messages, its replicas once a step (or as `[sync]`
+says)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from ..cost.layout_batch import AXES, Array, LayoutBatch
 
 
 def lockstep_axes(choices: LayoutBatch) -> tuple[str, ...]:
-    """The axes whose ranks wait for one another within each layer: those that share its tensors, gather its weights or
-    exchange its tokens."""
+    """The axes whose ranks wait for one another within each layer: those that share its tensors,
+    gather its weights or exchange its tokens."""
     found = ["tp", "cp", "up", "ep"]
     if int(choices.zero[0]) >= 3:
         found.append("fsdp")
@@ -21,11 +22,13 @@ def lockstep_axes(choices: LayoutBatch) -> tuple[str, ...]:
 
 
 def by_pipeline(choices: LayoutBatch, devices: Array) -> Array:
-    """[draws, devices] values, devices in the order of ranks -> [draws, replicas, pipelines of one that step together,
-    ranks of a pipeline], of those that share a layer the highest."""
+    """[draws, devices] values, devices in the order of ranks -> [draws, replicas, pipelines of one
+    that step together, ranks of a pipeline], of those that share a layer the highest."""
     axes, within = _outer_to_inner(choices), lockstep_axes(choices)
     grid = devices.reshape([len(devices), *(int(choices.sizes[axis][0]) for axis in axes)])
-    grid = grid.max(axis=tuple(i for i, axis in enumerate(axes, 1) if axis in within), keepdims=True)
+    grid = grid.max(
+        axis=tuple(i for i, axis in enumerate(axes, 1) if axis in within), keepdims=True
+    )
     ends = [1 + axes.index(axis) for axis in ("dp", "pp")]
     grid = grid.transpose([0, ends[0], *(i for i in range(1, grid.ndim) if i not in ends), ends[1]])
     return grid.reshape(*grid.shape[:2], -1, grid.shape[-1])
@@ -34,14 +37,21 @@ def by_pipeline(choices: LayoutBatch, devices: Array) -> Array:
 def device_coords(choices: LayoutBatch, device: int) -> dict[str, int]:
     """Position of a device on each axis."""
     return {
-        axis: device // int(choices.strides[axis][0]) % int(choices.sizes[axis][0]) for axis in _outer_to_inner(choices)
+        axis: device // int(choices.strides[axis][0]) % int(choices.sizes[axis][0])
+        for axis in _outer_to_inner(choices)
     }
 
 
 def stage_of(choices: LayoutBatch) -> Array:
     """Device -> its rank in its pipeline."""
-    return np.arange(int(choices.world[0])) // int(choices.strides["pp"][0]) % int(choices.sizes["pp"][0])
+    return (
+        np.arange(int(choices.world[0]))
+        // int(choices.strides["pp"][0])
+        % int(choices.sizes["pp"][0])
+    )
 
 
 def _outer_to_inner(choices: LayoutBatch) -> list[str]:
-    return sorted(AXES, key=lambda axis: (-int(choices.strides[axis][0]), int(choices.sizes[axis][0])))
+    return sorted(
+        AXES, key=lambda axis: (-int(choices.strides[axis][0]), int(choices.sizes[axis][0]))
+    )

@@ -1,4 +1,5 @@
-"""Compute: seconds that a block takes on one rank for one microbatch, forward and the two parts of its backward."""
+"""Compute: seconds that a block takes on one rank for one microbatch, forward and the two parts of
+its backward."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ VECTOR, TILE = 8, 64  # elements of a 16-bit dim that tensor cores need, and tha
 
 @dataclass
 class BlockSeconds:
-    """Of one microbatch: `forward`, `backward` (the input's gradient) and `weight` (the weights'); `again`: the forward
-    that recomputation repeats, in the backward. `of`: the same forward and backward by what limits them."""
+    """Of one microbatch: `forward`, `backward` (the input's gradient) and `weight` (the weights');
+    `again`: the forward that recomputation repeats, in the backward. `of`: the same forward and
+    backward by what limits them."""
 
     forward: Array
     backward: Array
@@ -32,7 +34,9 @@ class BlockSeconds:
     def scaled(self, by: Array | float) -> BlockSeconds:
         """So many times as long."""
         parts = {name: value * by for name, value in self.of.items()}
-        return BlockSeconds(self.forward * by, self.backward * by, self.weight * by, self.again * by, parts)
+        return BlockSeconds(
+            self.forward * by, self.backward * by, self.weight * by, self.again * by, parts
+        )
 
     def longer(self, times: Array, why: str) -> BlockSeconds:
         """So many times as long, in which a part of its own says why."""
@@ -69,15 +73,22 @@ def attention_peak(hardware: Hardware, dtype: str) -> float:
 
 
 def block_seconds(
-    block: BlockWork, choices: LayoutBatch, hardware: Hardware, era: Era, dtype: str,
-    ahead: Array, behind: Array, repeated: Array,
-) -> BlockSeconds:  # fmt: skip
-    """Of one block of this kind, with what its forward waits for other ranks, `ahead`, its backward, `behind`, and the
-    forward that recomputation repeats, `repeated`.
+    block: BlockWork,
+    choices: LayoutBatch,
+    hardware: Hardware,
+    era: Era,
+    dtype: str,
+    ahead: Array,
+    behind: Array,
+    repeated: Array,
+) -> BlockSeconds:
+    """Of one block of this kind, with what its forward waits for other ranks, `ahead`, its
+    backward, `behind`, and the forward that recomputation repeats, `repeated`.
 
-    A matmul reaches era.matmul x F/(F + matmul_flops) of the peak, F its own FLOPs; what moves data a share of the
-    memory's bandwidth; and nothing is sooner than the host launches it. A backward is a matmul by the input and one by
-    the weight, of the same FLOPs; of what has no weights, all is the input's.
+    A matmul reaches era.matmul x F/(F + matmul_flops) of the peak, F its own FLOPs; what moves data
+    a share of the memory's bandwidth; and nothing is sooner than the host launches it. A backward
+    is a matmul by the input and one by the weight, of the same FLOPs; of what has no weights, all
+    is the input's.
     """
     peak, rate = hardware.peak(dtype), hardware.device.memory_bps * era.memory
     fused = attention_peak(hardware, dtype)
@@ -91,7 +102,11 @@ def block_seconds(
             flops = op.flops * share
             each = flops / (op.matmuls / (choices.experts if op.cut == "expert" else 1.0))
             took = flops / (peak * era.matmul) * (1 + era.matmul_flops / np.maximum(each, 1.0))
-            took = took / _fitting(op, choices.sizes["tp"], era) / (era.eight if dtype == "fp8" else 1.0)
+            took = (
+                took
+                / _fitting(op, choices.sizes["tp"], era)
+                / (era.eight if dtype == "fp8" else 1.0)
+            )
             back, own = (took, took) if not op.core else (2 * took, zero)
         elif op.kind == "attention":
             took = op.flops * share / (fused * era.attention)
@@ -112,8 +127,16 @@ def block_seconds(
     floor = np.full(len(choices), launched * era.launch_s)
     floor = floor + np.where(ahead > 0, block.reductions * era.launch_s, 0.0)
     back, own = _split(backward + behind, weight, floor, era)
-    floor_again = floor * runs_again + np.where(choices.selective, core_launched * era.launch_s, 0.0)
-    made = BlockSeconds(_paced(forward + ahead, floor, era), back, own, _paced(again + repeated, floor_again, era), found)
+    floor_again = floor * runs_again + np.where(
+        choices.selective, core_launched * era.launch_s, 0.0
+    )
+    made = BlockSeconds(
+        _paced(forward + ahead, floor, era),
+        back,
+        own,
+        _paced(again + repeated, floor_again, era),
+        found,
+    )
     busy = forward + ahead + backward + behind + weight + again + repeated
     found["launch"] = np.maximum(made.total - busy, 0.0)  # rounding may leave less
     return made
@@ -124,18 +147,24 @@ def _fitting(op: OpWork, tp: Array, era: Era) -> Array:
     share = np.ones(len(tp))
     for width, ways in ((op.width, tp), (op.unit, 1)):
         if width:
-            share = np.where(width % (TILE * ways) > 0, np.minimum(share, era.uneven if ways is tp else 1.0), share)
+            share = np.where(
+                width % (TILE * ways) > 0,
+                np.minimum(share, era.uneven if ways is tp else 1.0),
+                share,
+            )
             share = np.where(width % (VECTOR * ways) > 0, np.minimum(share, era.ragged), share)
     return share
 
 
 def _paced(took: Array, floor: Array, era: Era) -> Array:
-    """Work that the host begins piece by piece: as long as the longer of both, or, where it waits, as both."""
+    """Work that the host begins piece by piece: as long as the longer of both, or, where it waits,
+    as both."""
     return np.maximum(took, floor) + era.waits * np.minimum(took, floor)
 
 
 def _split(backward: Array, weight: Array, floor: Array, era: Era) -> tuple[Array, Array]:
-    """A backward launches about twice the kernels of a forward at half the cost of each, as no Python runs."""
+    """A backward launches about twice the kernels of a forward at half the cost of each, as no
+    Python runs."""
     whole = backward + weight
     longer = _paced(whole, floor, era) / np.where(whole > 0, whole, 1.0)
     return np.where(whole > 0, backward * longer, floor), weight * longer

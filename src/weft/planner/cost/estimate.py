@@ -1,7 +1,7 @@
 """Estimate: time, memory and traffic of many choices at once, each as named parts that sum to it.
 
-A step is m microbatches on the slowest stage, the pipeline's idle time, its messages, the sums of gradients that
-compute does not hide, the optimizer, and what goes with no size.
+A step is m microbatches on the slowest stage, the pipeline's idle time, its messages, the sums of
+gradients that compute does not hide, the optimizer, and what goes with no size.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of each choice: seconds of a step and bytes of a rank's peak, in parts; `reserved_bytes`: with what the allocator
-    keeps in reserve; `process_bytes`: and the driver, where memory is not short; `traffic`: bytes that a rank of the
-    first stage sends in a step over each axis, where what several axes sum together is the first one's of dp, ep, cp
-    and up, and what travels to experts is ep's; `mfu` by the model's definition; whether it fits, or by how many bytes
-    it does not."""
+    """Of each choice: seconds of a step and bytes of a rank's peak, in parts; `reserved_bytes`:
+    with what the allocator keeps in reserve; `process_bytes`: and the driver, where memory is not
+    short; `traffic`: bytes that a rank of the first stage sends in a step over each axis, where
+    what several axes sum together is the first one's of dp, ep, cp and up, and what travels to
+    experts is ep's; `mfu` by the model's definition; whether it fits, or by how many bytes it does
+    not."""
 
     time: tuple[CostPart, ...]
     memory: tuple[CostPart, ...]
@@ -55,9 +56,15 @@ class Estimate:
 
 
 def estimate(
-    work: ModelWork, choices: LayoutBatch, cluster: Cluster, era: Era, practice: PrecisionPolicy, sync: Sync | None = None
+    work: ModelWork,
+    choices: LayoutBatch,
+    cluster: Cluster,
+    era: Era,
+    practice: PrecisionPolicy,
+    sync: Sync | None = None,
 ) -> Estimate:
-    """Prices every choice, about a million of them in ten seconds. Raises ConfigError for a dtype without a peak."""
+    """Prices every choice, about a million of them in ten seconds. Raises ConfigError for a dtype
+    without a peak."""
     priced = CostModel(work, choices, cluster, era, practice, sync)
     time, memory = priced.time(), priced.memory()
     zero = np.zeros(len(choices))
@@ -68,13 +75,30 @@ def estimate(
     over = held_bytes + context - cluster.hardware.device.memory_gib * GIB
     peak_flops = cluster.hardware.peak(practice.compute) * choices.world
     return Estimate(
-        time, memory, priced.traffic, step, held_bytes, reserved, reserved + context, over <= 0, np.maximum(over, 0.0),
-        mfu=work.model_flops * choices.batch / (step * peak_flops), tokens_per_s=work.tokens * choices.batch / step,
-    )  # fmt: skip
+        time,
+        memory,
+        priced.traffic,
+        step,
+        held_bytes,
+        reserved,
+        reserved + context,
+        over <= 0,
+        np.maximum(over, 0.0),
+        mfu=work.model_flops * choices.batch / (step * peak_flops),
+        tokens_per_s=work.tokens * choices.batch / step,
+    )
 
 
-def stage_costs(work: ModelWork, choices: LayoutBatch, index: int, cluster: Cluster, era: Era, practice: PrecisionPolicy) -> ActionCosts:
-    """What `simulate` asks of one choice: seconds of each stage of its pipeline for a microbatch."""
+def stage_costs(
+    work: ModelWork,
+    choices: LayoutBatch,
+    index: int,
+    cluster: Cluster,
+    era: Era,
+    practice: PrecisionPolicy,
+) -> ActionCosts:
+    """What `simulate` asks of one choice: seconds of each stage of its pipeline for a
+    microbatch."""
     one = choices.take(np.array([index]))
     priced = CostModel(work, one, cluster, era, practice, None)
     p, v = int(one.sizes["pp"][0]), int(one.chunks[0])
@@ -97,14 +121,17 @@ def stage_costs(work: ModelWork, choices: LayoutBatch, index: int, cluster: Clus
 
 @dataclass
 class BlockCost:
-    """What one rank does for one microbatch: `seconds` in all, which it computes and waits for `waits` by axis."""
+    """What one rank does for one microbatch: `seconds` in all, which it computes and waits for
+    `waits` by axis."""
 
     seconds: BlockSeconds
     waits: dict[str, Array]
 
     def scaled(self, by: Array | float) -> BlockCost:
         """So many times as long."""
-        return BlockCost(self.seconds.scaled(by), {axis: value * by for axis, value in self.waits.items()})
+        return BlockCost(
+            self.seconds.scaled(by), {axis: value * by for axis, value in self.waits.items()}
+        )
 
 
 def sum_costs(those: Sequence[BlockCost]) -> BlockCost:
@@ -119,7 +146,15 @@ def sum_costs(those: Sequence[BlockCost]) -> BlockCost:
 class CostModel:
     """The pieces of an estimate; each is worked out once."""
 
-    def __init__(self, work: ModelWork, choices: LayoutBatch, cluster: Cluster, era: Era, practice: PrecisionPolicy, sync: Sync | None):
+    def __init__(
+        self,
+        work: ModelWork,
+        choices: LayoutBatch,
+        cluster: Cluster,
+        era: Era,
+        practice: PrecisionPolicy,
+        sync: Sync | None,
+    ):
         again, self._again_least = recomputed_share(work, choices)
         self.work, self.choices, self.cluster = work, replace(choices, again=again), cluster
         self.era, self.practice, self.sync = era, practice, sync
@@ -134,15 +169,21 @@ class CostModel:
         """Compute and the exchanges that it waits for, within one block."""
         c, zero = self.choices, np.zeros(len(self.choices))
         again = c.again if block.repeated else zero
-        core = np.where(c.selective, 1.0, again)  # what attention's core waits for comes again with it
+        core = np.where(
+            c.selective, 1.0, again
+        )  # what attention's core waits for comes again with it
         waits = {
             axis: (one, other, (core if axis in SEQUENCE_AXES else again) * one)
             for axis, (one, other) in self._exchanges(block).items()
         }
         sides = (sum((each[side] for each in waits.values()), zero) for side in range(3))
-        found = block_seconds(block, c, self.cluster.hardware, self.era, self.practice.compute, *sides)
+        found = block_seconds(
+            block, c, self.cluster.hardware, self.era, self.practice.compute, *sides
+        )
         if self.era.layers and block.repeated:
-            found = found.longer(layer_factor(self.era.layers, layer_shapes(self.work, block, c)), MEASURED)
+            found = found.longer(
+                layer_factor(self.era.layers, layer_shapes(self.work, block, c)), MEASURED
+            )
         return BlockCost(found, {axis: sum(each, zero) for axis, each in waits.items()})
 
     def _exchanges(self, block: BlockWork) -> dict[str, tuple[Array, Array]]:
@@ -155,7 +196,8 @@ class CostModel:
             nbytes = max(ahead, back) * self._samples / count
             pair = net.gather_s(nbytes, group) + net.gather_s(nbytes, group, "reduce_scatter")
             whole = net.reduce_s(nbytes, group)
-            # outside of the blocks the sequence is whole, and where they begin or end it is parted or gathered
+            # outside of the blocks the sequence is whole, and where they begin or end it is parted
+            # or gathered
             once = count * np.where(c.sequence, pair if block.repeated else whole + pair / 2, whole)
             found["tp"] = (once * (ahead > 0), once * (back > 0))
         share = self._samples / tp
@@ -170,15 +212,21 @@ class CostModel:
         return found
 
     def _keys(self, block: BlockWork) -> tuple[Array, Array]:
-        """Seconds that attention's forward waits for keys and values of other ranks of cp, and its backward: round a
-        ring beside it, or gathered before it, and gradients brought home."""
+        """Seconds that attention's forward waits for keys and values of other ranks of cp, and its
+        backward: round a ring beside it, or gathered before it, and gradients brought home."""
         c, net, size = self.choices, self.network, self.choices.sizes["cp"]
         whole = kv_bytes(block, c)
         turn = net.send_s(whole / size, c, "cp")
-        attention = sum(op.flops for op in block.ops if op.kind == "attention") * self._samples / c.sizes["tp"]
+        attention = (
+            sum(op.flops for op in block.ops if op.kind == "attention")
+            * self._samples
+            / c.sizes["tp"]
+        )
         rate = attention_peak(self.cluster.hardware, self.practice.compute) * self.era.attention
         steps = size - 1
-        forward = steps * np.maximum(0.0, turn - attention / size / rate) + np.where(size > 1, 0.1 * turn, 0.0)
+        forward = steps * np.maximum(0.0, turn - attention / size / rate) + np.where(
+            size > 1, 0.1 * turn, 0.0
+        )
         if not c.gather.any():
             return forward, 2 * forward
         item, group, both = self.work.itemsize, net.group(c, "cp"), 2  # keys, and values
@@ -187,8 +235,9 @@ class CostModel:
         return np.where(c.gather, once, forward), np.where(c.gather, once + home, 2 * forward)
 
     def _reduced(self, block: BlockWork) -> tuple[float, float]:
-        """Bytes of activations that tp sums in a block's forward, and in its backward: tokens, which an embedding
-        reads, have no gradient, and of a head whose logits stay divided only what it reads has one to sum."""
+        """Bytes of activations that tp sums in a block's forward, and in its backward: tokens,
+        which an embedding reads, have no gradient, and of a head whose logits stay divided only
+        what it reads has one to sum."""
         if block.repeated or block.reductions:
             return block.reduced_bytes, block.reduced_bytes if block.repeated else 0.0
         head = self.work.vocab and any(op.kind == "matmul" and op.cut == "tp" for op in block.ops)
@@ -197,7 +246,9 @@ class CostModel:
     def _experts(self) -> RankGroup:
         """The ranks over which experts are spread: of all that have other tokens, those nearest."""
         c, net = self.choices, self.network
-        everyone = choose_group(c.experts <= c.size(*DATA_AXES), net.group(c, *DATA_AXES), net.group(c, *TOKEN_AXES))
+        everyone = choose_group(
+            c.experts <= c.size(*DATA_AXES), net.group(c, *DATA_AXES), net.group(c, *TOKEN_AXES)
+        )
         size = np.maximum(c.experts, 1).astype(float)
         return RankGroup(size, tuple(np.minimum(size, inside) for inside in everyone.inside))
 
@@ -207,14 +258,22 @@ class CostModel:
         before, repeated, _ = chain_parts(self.work)
         ends = len(before), len(before) + len(repeated)
         cuts = (self._blocks[: ends[0]], self._blocks[ends[0] : ends[1]], self._blocks[ends[1] :])
-        first, among, last = ([carried.scaled(block.count) for block, carried in those] for those in cuts)
+        first, among, last = (
+            [carried.scaled(block.count) for block, carried in those] for those in cuts
+        )
         nothing = self._blocks[0][1].scaled(0.0)
-        return sum_costs(first or [nothing]), sum_costs(among or [nothing]), sum_costs(last or [nothing])
+        return (
+            sum_costs(first or [nothing]),
+            sum_costs(among or [nothing]),
+            sum_costs(last or [nothing]),
+        )
 
     def rank(self, stage: StageShare) -> BlockCost:
         """All blocks of one rank of a stage."""
         before, repeated, after = self._thirds
-        return sum_costs([before.scaled(stage.before), repeated.scaled(stage.layers), after.scaled(stage.after)])
+        return sum_costs(
+            [before.scaled(stage.before), repeated.scaled(stage.layers), after.scaled(stage.after)]
+        )
 
     @cached_property
     def _stages(self) -> tuple[StageShare, StageShare, StageShare]:
@@ -222,19 +281,27 @@ class CostModel:
 
     @cached_property
     def _slowest(self) -> tuple[BlockCost, Array]:
-        """What the stage that sets the pace does for a microbatch; and seconds of a stage in the mean."""
+        """What the stage that sets the pace does for a microbatch; and seconds of a stage in the
+        mean."""
         before, repeated, after = (third.seconds.total for third in self._thirds)
         totals = [s.before * before + s.layers * repeated + s.after * after for s in self._stages]
         first, between, last = self._stages
         p = self.choices.sizes["pp"]
-        ahead, late = totals[0] >= totals[2], (p > 2) & (np.maximum(totals[0], totals[2]) < totals[1])
-        slow = StageShare(*(
-            np.where(late, m, np.where(ahead, f, e))
-            for f, m, e in zip(
-                (first.layers, first.before, first.after), (between.layers, between.before, between.after),
-                (last.layers, last.before, last.after), strict=True,
+        ahead, late = (
+            totals[0] >= totals[2],
+            (p > 2) & (np.maximum(totals[0], totals[2]) < totals[1]),
+        )
+        slow = StageShare(
+            *(
+                np.where(late, m, np.where(ahead, f, e))
+                for f, m, e in zip(
+                    (first.layers, first.before, first.after),
+                    (between.layers, between.before, between.after),
+                    (last.layers, last.before, last.after),
+                    strict=True,
+                )
             )
-        ))  # fmt: skip
+        )
         several = totals[0] + totals[2] + np.maximum(p - 2, 0) * totals[1]
         return self.rank(slow), np.where(p > 1, several, totals[0]) / p
 
@@ -263,16 +330,25 @@ class CostModel:
             for kind, value in slow.seconds.of.items()
         ]
         found += [
-            CostPart(f"{axis} exposed", m * value, f"m x microbatch_s, waits for {axis}", {"m": m, "microbatch_s": value})
+            CostPart(
+                f"{axis} exposed",
+                m * value,
+                f"m x microbatch_s, waits for {axis}",
+                {"m": m, "microbatch_s": value},
+            )
             for axis, value in slow.waits.items()
         ]
         found.append(self._bubble[0])
         # where chunks send beside compute, what fills the pipeline is waited for all the same
         turns = np.where(p > 1, np.where(self.practice.sends_beside & (v > 1), p - 1, m + p - 2), 0)
         found.append(
-            CostPart("pp exposed", 2 * v * turns * self.message_s, "2 x v x turns x message_s, turns = m + p - 2 or p - 1",
-                 {"turns": turns, "v": v, "message_s": self.message_s})
-        )  # fmt: skip
+            CostPart(
+                "pp exposed",
+                2 * v * turns * self.message_s,
+                "2 x v x turns x message_s, turns = m + p - 2 or p - 1",
+                {"turns": turns, "v": v, "message_s": self.message_s},
+            )
+        )
         gradients = self._gradients(slow.seconds)
         found += gradients
         if c.offload.any():
@@ -281,7 +357,9 @@ class CostModel:
             found.append(self._added())
         update = self._update()
         found.append(update)
-        found.append(CostPart("fixed", np.full(len(c), era.fixed_s), "fixed_s", {"fixed_s": era.fixed_s}))
+        found.append(
+            CostPart("fixed", np.full(len(c), era.fixed_s), "fixed_s", {"fixed_s": era.fixed_s})
+        )
         if steps_independently(self.sync):
             rest_s = sum((part.value for part in found), np.zeros(len(c)))
             found[found.index(gradients[0])] = self._agreed(gradients[0], rest_s, update.value)
@@ -289,38 +367,63 @@ class CostModel:
             total = sum((part.value for part in found), np.zeros(len(c)))
             nodes = np.maximum(1, c.world / self.cluster.hardware.node)
             found.append(
-                CostPart("stragglers", era.jitter * np.sqrt(np.log2(nodes)) * total, "jitter x sqrt(log2(nodes)) x rest",
-                     {"jitter": era.jitter, "nodes": nodes})
-            )  # fmt: skip
+                CostPart(
+                    "stragglers",
+                    era.jitter * np.sqrt(np.log2(nodes)) * total,
+                    "jitter x sqrt(log2(nodes)) x rest",
+                    {"jitter": era.jitter, "nodes": nodes},
+                )
+            )
         self._note_traffic()
         return tuple(found)
 
     @cached_property
     def _bubble(self) -> tuple[CostPart, tuple[Array, Array]]:
-        """What a pipeline waits; and the microbatches that its first and its last rank hold activations of at most."""
+        """What a pipeline waits; and the microbatches that its first and its last rank hold
+        activations of at most."""
         c, p = self.choices, self.choices.sizes["pp"]
         slow, mean = self._slowest
         s, whole = slow.seconds, slow.seconds.total
-        share = np.where(whole > 0, (p * mean - whole) / np.where(p > 1, p - 1, 1) / np.where(whole > 0, whole, 1), 0.0)
-        costs = [np.maximum(share, 0.0) * value for value in (s.forward, s.backward + s.again, s.weight)]
+        share = np.where(
+            whole > 0,
+            (p * mean - whole) / np.where(p > 1, p - 1, 1) / np.where(whole > 0, whole, 1),
+            0.0,
+        )
+        costs = [
+            np.maximum(share, 0.0) * value for value in (s.forward, s.backward + s.again, s.weight)
+        ]
         idle, first, last = np.zeros(len(c)), np.ones(len(c)), np.ones(len(c))
         for place, name in enumerate(c.schedules):
             here = c.schedule == place
             if not here.any():
                 continue
             closed, asked = schedules.brief(name), (p, c.accumulate, c.chunks, *costs)
-            brief = closed(*asked) if closed is not None else replay_schedule(name, here & (p > 1), *asked)
-            idle, first, last = (np.where(here, new, old) for new, old in zip(brief, (idle, first, last), strict=True))
+            brief = (
+                closed(*asked)
+                if closed is not None
+                else replay_schedule(name, here & (p > 1), *asked)
+            )
+            idle, first, last = (
+                np.where(here, new, old)
+                for new, old in zip(brief, (idle, first, last), strict=True)
+            )
         part = CostPart(
-            "bubble", np.where(p == 1, 0.0, idle),
+            "bubble",
+            np.where(p == 1, 0.0, idle),
             "what the schedule waits: its closed form over p, m, v and F, B, W of a stage",
             {"p": p, "m": c.accumulate, "v": c.chunks, "F": costs[0], "B": costs[1], "W": costs[2]},
-        )  # fmt: skip
+        )
         return part, (np.where(p == 1, 1.0, first), np.where(p == 1, 1.0, last))
 
     def _gradients(self, slow: BlockSeconds) -> list[CostPart]:
-        """Sums of gradients over data axes, and gathers of sharded weights, as far as compute does not hide them."""
-        c, net, practice, item = self.choices, self.network, self.practice, self.practice.reduce_bytes
+        """Sums of gradients over data axes, and gathers of sharded weights, as far as compute does
+        not hide them."""
+        c, net, practice, item = (
+            self.choices,
+            self.network,
+            self.practice,
+            self.practice.reduce_bytes,
+        )
         routed, plain = stage_params(self._stages[0], self.work, c)
         few, _ = shard_counts(c)
         alike = c.experts <= 1  # every rank has all experts
@@ -330,7 +433,8 @@ class CostModel:
         sharded, zero3 = c.sizes["fsdp"] > 1, (c.sizes["fsdp"] > 1) & (c.zero >= 3)
         every = np.where(sharded & (c.zero >= 2), m, 1)
 
-        # gathers, and sums that leave each rank its shard: over fsdp, or as Megatron-LM also over ranks of a sequence
+        # gathers, and sums that leave each rank its shard: over fsdp, or as Megatron-LM also over
+        # ranks of a sequence
         wide = sharded & (c.shards > c.sizes["fsdp"])
         inner = net.group(c, "fsdp")
         if wide.any():
@@ -339,15 +443,23 @@ class CostModel:
         wire = (inner.size - 1) / inner.size
         units = 1 + practice.messages * self._stages[0].layers * self.work.depth
         scatter = np.where(sharded, net.gather_s(own * item, inner, "reduce_scatter", units), 0.0)
-        gathered = np.where(sharded, net.gather_s(own * practice.gather_bytes, inner, count=units), 0.0)
-        # what is no repeated block is gathered once for a microbatch's forward and backward, in a pipeline once a step
-        repeated = np.where(sharded, own - sum(stage_params(replace(self._stages[0], layers=zero), self.work, c)), 0.0)
+        gathered = np.where(
+            sharded, net.gather_s(own * practice.gather_bytes, inner, count=units), 0.0
+        )
+        # what is no repeated block is gathered once for a microbatch's forward and backward, in a
+        # pipeline once a step
+        repeated = np.where(
+            sharded,
+            own - sum(stage_params(replace(self._stages[0], layers=zero), self.work, c)),
+            0.0,
+        )
         again, once = repeated / np.maximum(own, 1.0), np.where(c.sizes["pp"] > 1, 1, m)
         reduces = every * again + np.minimum(every, once) * (1 - again)
         gathers = np.where(zero3, 2 * m * again + once * (1 - again), 1)
         self.traffic["fsdp"] = wire * own * (reduces * item + gathers * practice.gather_bytes)
 
-        # what is left to sum: all of it or the shard, over the other axes whose ranks have other tokens
+        # what is left to sum: all of it or the shard, over the other axes whose ranks have other
+        # tokens
         joint, alone = self.sync is None or self.sync.plain, net.group(c)
         apart = sharded | (not joint)  # over dp by itself
         second = np.where(c.sizes["pp"] > 1, tied_params(self._stages[0], self.work, c), 0.0)
@@ -362,10 +474,14 @@ class CostModel:
         self._sent_over(("dp", "ep", *SEQUENCE_AXES), np.where(apart, 0.0, sums.sent_bytes))
         waits, agreed = sums.seconds, zero
         if apart.any():
-            sums = sync_cost(net, choose_group(apart, net.group(c, "dp"), alone), parted, item, self.sync)
+            sums = sync_cost(
+                net, choose_group(apart, net.group(c, "dp"), alone), parted, item, self.sync
+            )
             self._sent("dp", sums.sent_bytes)
             agreed = agreed + sums.seconds
-        if routed.any() and steps_independently(self.sync):  # none of whose experts are in another replica
+        if routed.any() and steps_independently(
+            self.sync
+        ):  # none of whose experts are in another replica
             sums = sync_cost(net, self._same_experts(few, within=True), routed / few, item, None)
             self._sent_over(SEQUENCE_AXES, sums.sent_bytes)
             waits = waits + np.where(routed > 0, sums.seconds, 0.0)
@@ -377,7 +493,9 @@ class CostModel:
             self._sent_over(("dp", *SEQUENCE_AXES), sums.sent_bytes)
             agreed = agreed + np.where(routed > 0, sums.seconds, 0.0)
         if second.any():
-            both = choose_group(second > 0, self._ends().beside(choose_group(apart, alone, others)), alone)
+            both = choose_group(
+                second > 0, self._ends().beside(choose_group(apart, alone, others)), alone
+            )
             sums = sync_cost(net, both, second, item, None)
             self._sent("pp", sums.sent_bytes)
             waits = waits + sums.seconds
@@ -396,21 +514,41 @@ class CostModel:
             part("fsdp gather", np.where(zero3, 0.0, gathered), np.where(zero3, 0.0, forth), 1)
             if zero3.any():
                 per_block = 1.0 / max(1, self.work.depth)
-                part("fsdp forward gather", np.where(zero3, gathered, 0.0), forth * (1 - per_block), m)
-                part("fsdp backward gather", np.where(zero3, again * gathered, 0.0),
-                     np.maximum(back - self.era.hidden * scatter, 0.0), m)  # fmt: skip
+                part(
+                    "fsdp forward gather",
+                    np.where(zero3, gathered, 0.0),
+                    forth * (1 - per_block),
+                    m,
+                )
+                part(
+                    "fsdp backward gather",
+                    np.where(zero3, again * gathered, 0.0),
+                    np.maximum(back - self.era.hidden * scatter, 0.0),
+                    m,
+                )
         return found
 
     def _exposed(self, name: str, comm: Array, hides: Array, times: Array | int) -> CostPart:
         """What is sent so many `times`, as far as what `hides` it takes less long."""
-        hidden = np.minimum(self.era.hidden * comm, hides) if self.practice.overlaps else np.zeros(len(comm))
+        hidden = (
+            np.minimum(self.era.hidden * comm, hides)
+            if self.practice.overlaps
+            else np.zeros(len(comm))
+        )
         exposed = times * (comm - hidden + self.era.contention * hidden)
-        symbols = {"times": times + np.zeros(len(comm)), "comm_s": comm, "hidden_s": hidden,
-                   "contention": self.era.contention}  # fmt: skip
-        return CostPart(name, exposed, "times x (comm_s - hidden_s + contention x hidden_s)", symbols)
+        symbols = {
+            "times": times + np.zeros(len(comm)),
+            "comm_s": comm,
+            "hidden_s": hidden,
+            "contention": self.era.contention,
+        }
+        return CostPart(
+            name, exposed, "times x (comm_s - hidden_s + contention x hidden_s)", symbols
+        )
 
     def _agreed(self, summed: CostPart, rest_s: Array, update_s: Array) -> CostPart:
-        """What a replica that steps by itself waits for others, and for gradients `summed` within it."""
+        """What a replica that steps by itself waits for others, and for gradients `summed` within
+        it."""
         assert self.sync is not None
         replicas, exchange_s = self.network.group(self.choices, "dp").size, self._agreed_s
         waits, formula, values = wait_s(self.sync, exchange_s, replicas, rest_s, update_s)
@@ -421,14 +559,18 @@ class CostModel:
         """What comes from the host's memory and goes there, of each microbatch."""
         c, practice, rests = self.choices, self.practice, self.practice.offloads
         once, nbytes = 1 / c.accumulate, np.zeros(len(c))
-        if "weights" in rests or "optimizer" in rests:  # for forward and backward, or when they are updated
+        if (
+            "weights" in rests or "optimizer" in rests
+        ):  # for forward and backward, or when they are updated
             weights = np.where(c.zero >= 3, 2.0, once) if "weights" in rests else once
             nbytes = nbytes + self._own * weights * practice.weight_bytes
         if "gradients" in rests or "optimizer" in rests:
             nbytes = nbytes + self._own * np.where(c.zero >= 2, 1.0, once) * practice.grad_bytes
         if "activations" in rests:
             blocks = self._stages[0].holds(self.work)
-            nbytes = nbytes + 2 * c.again * sum(count * input_bytes(block, c) for block, count in blocks if block.repeated)
+            nbytes = nbytes + 2 * c.again * sum(
+                count * input_bytes(block, c) for block, count in blocks if block.repeated
+            )
         comm = np.where(c.offload, nbytes / self.cluster.hardware.device.host_bps, 0.0)
         return self._exposed("host exposed", comm, slow.total, c.accumulate)
 
@@ -440,11 +582,15 @@ class CostModel:
         return np.where(many > 1, routed / few + plain / many, routed + plain)
 
     def _same_experts(self, few: Array, within: bool = False) -> RankGroup:
-        """The ranks that have other tokens and the same part of the same experts: all, or those `within` a replica."""
+        """The ranks that have other tokens and the same part of the same experts: all, or those
+        `within` a replica."""
         axes = [axis for axis in TOKEN_AXES if not (within and axis == "dp")]
         everyone, spread = self.network.group(self.choices, *axes), self._experts()
         parts = np.maximum(spread.size, 1) * few
-        inside = tuple(np.maximum(1, all_ / near) for all_, near in zip(everyone.inside, spread.inside, strict=True))
+        inside = tuple(
+            np.maximum(1, all_ / near)
+            for all_, near in zip(everyone.inside, spread.inside, strict=True)
+        )
         size = np.maximum(1, everyone.size / parts)
         return RankGroup(size, (*(np.minimum(size, near) for near in inside[:-1]), size))
 
@@ -452,7 +598,9 @@ class CostModel:
         """The first and the last rank of a pipeline."""
         everyone = self.network.group(self.choices, "pp")
         size = np.minimum(2.0, everyone.size)
-        return RankGroup(size, tuple(np.where(near >= everyone.size, size, 1.0) for near in everyone.inside))
+        return RankGroup(
+            size, tuple(np.where(near >= everyone.size, size, 1.0) for near in everyone.inside)
+        )
 
     def _sent_over(self, axes: Sequence[str], nbytes: Array) -> None:
         """Over several axes together: the first one's."""
@@ -468,12 +616,18 @@ class CostModel:
     def _added(self) -> CostPart:
         routed, plain = stage_params(self._stages[0], self.work, self.choices)
         few, many = shard_counts(self.choices)
-        parted = (many > 1) & (self.choices.zero >= 2)  # each microbatch's is reduced, and the shard of it is added
+        parted = (many > 1) & (
+            self.choices.zero >= 2
+        )  # each microbatch's is reduced, and the shard of it is added
         params = np.where(parted, routed / few + plain / many, routed + plain)
         m, nbytes = self.choices.accumulate, self.practice.added_bytes
         rate = self.cluster.hardware.device.memory_bps * self.era.memory
-        return CostPart("accumulation", m * params * nbytes / rate, "m x params x added_bytes / memory_bps",
-                    {"m": m, "params": params, "added_bytes": nbytes, "memory_bps": rate})  # fmt: skip
+        return CostPart(
+            "accumulation",
+            m * params * nbytes / rate,
+            "m x params x added_bytes / memory_bps",
+            {"m": m, "params": params, "added_bytes": nbytes, "memory_bps": rate},
+        )
 
     def _update(self) -> CostPart:
         c, device = self.choices, self.cluster.hardware.device
@@ -507,12 +661,15 @@ class CostModel:
             ahead, back = self._reduced(block)
             passes = 2.0 if block.repeated else np.where(c.sequence, 3, 2)  # as in `_exchanges`
             self._sent("tp", passes * share * (tp - 1) / tp * ((1 + again) * ahead + back))
-            # keys and values go round, again in backward, and their gradients home, in float32 at least
+            # keys and values go round, again in backward, and their gradients home, in float32 at
+            # least
             own = m * count * kv_bytes(block, c) / cp
             home = np.where(c.gather, cp - 1, cp) * max(4, item) / item
             self._sent("cp", own * np.where(cp > 1, (2 + core) * (cp - 1) + home, 0.0))
             crossing = (2 + core) * (own + share / tp * block.query_bytes)
-            unused = np.where(c.selective, share / tp * block.query_bytes / 2, 0.0)  # what the core gives
+            unused = np.where(
+                c.selective, share / tp * block.query_bytes / 2, 0.0
+            )  # what the core gives
             self._sent("up", (up - 1) / up * (crossing - unused))
             self._sent("ep", 2 * (2 + again) * share * (experts - 1) / experts * block.routed_bytes)
         if self.work.vocab:  # maxima, sums and targets of the loss

@@ -1,7 +1,9 @@
-"""Hardware: a data sheet (TOML) of one accelerator, its networks, and what software reaches of it. Pure data; no torch.
+"""Hardware: a data sheet (TOML) of one accelerator, its networks, and what software reaches of it.
+Pure data; no torch.
 
-Sheets lie in `hardware/`; the one of this machine is what `weft calibrate` writes. Of `--cluster h100x64`, `h100` names
-the sheet. An era of which no runs are known is `like` that of another sheet, but for what it states itself.
+Sheets lie in `hardware/`; the one of this machine is what `weft calibrate` writes. Of `--cluster
+h100x64`, `h100` names the sheet. An era of which no runs are known is `like` that of another sheet,
+but for what it states itself.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Tuple = BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)  # of 
 
 
 class LayerTiming(TomlTable):
-    """[[eras.NAME.layers]] What layers of one shape took, as runs tell, beside what the era's constants say."""
+    """[[eras.NAME.layers]] What layers of one shape took, as runs tell, beside what the era's
+    constants say."""
 
     flops: Rate = Field(description="FLOPs of its forward for one sample")
     tokens: Rate = Field(description="tokens of one sample")
@@ -37,10 +40,13 @@ class LayerTiming(TomlTable):
 
 
 class Era(TomlTable):
-    """[eras.NAME] What one kind of software reaches of a device. Few numbers, so that few runs fit them."""
+    """[eras.NAME] What one kind of software reaches of a device. Few numbers, so that few runs fit
+    them."""
 
     matmul: Share = Field(default=0.75, description="of the peak, by large matmuls")
-    matmul_flops: Count = Field(default=4e8, description="FLOPs of a matmul that reaches half of that")
+    matmul_flops: Count = Field(
+        default=4e8, description="FLOPs of a matmul that reaches half of that"
+    )
     uneven: Share = Field(default=0.7, description="of that, where a width is no multiple of 64")
     ragged: Share = Field(default=0.35, description="of that, where it is no multiple of 8")
     eight: Share = Field(default=0.8, description="of that, where a matmul is in 8 bits")
@@ -48,21 +54,34 @@ class Era(TomlTable):
     attention_backward: Share = Field(default=0.4, description="of the peak, by its backward")
     memory: Share = Field(default=0.8, description="of memory_bps, by what only moves data")
     traffic: Count = Field(
-        default=1.0, description="the part of elementwise traffic that fusion leaves; over 1, it computes too"
+        default=1.0,
+        description="the part of elementwise traffic that fusion leaves; over 1, it computes too",
     )
     launch_s: Count = Field(default=5e-6, description="the host's seconds for each kernel")
     waits: Count = Field(
         default=0.0,
-        description="of launches and work, how much of the shorter adds to the longer: 1 if none queue",
+        description=(
+            "of launches and work, how much of the shorter adds to the longer: 1 if none queue"
+        ),
     )
     link: Share = Field(default=0.78, description="of a tier's bandwidth within a node")
     network: Share = Field(default=0.85, description="of that between nodes")
-    hidden: Count = Field(default=0.8, le=1, description="the most of the weights' traffic that compute hides")
+    hidden: Count = Field(
+        default=0.8, le=1, description="the most of the weights' traffic that compute hides"
+    )
     contention: Count = Field(default=0.1, description="by how much what hides traffic slows down")
-    meet_s: Count = Field(default=0.0, description="seconds that ranks lose at each collective until all are there")
-    fixed_s: Count = Field(default=0.02, description="seconds of each step for what goes with no size")
-    jitter: Count = Field(default=0.0, description="the growth of a step with the square root of log2(nodes)")
-    context_gib: Count = Field(default=1.5, description="memory that the allocator does not know of")
+    meet_s: Count = Field(
+        default=0.0, description="seconds that ranks lose at each collective until all are there"
+    )
+    fixed_s: Count = Field(
+        default=0.02, description="seconds of each step for what goes with no size"
+    )
+    jitter: Count = Field(
+        default=0.0, description="the growth of a step with the square root of log2(nodes)"
+    )
+    context_gib: Count = Field(
+        default=1.5, description="memory that the allocator does not know of"
+    )
     reserved: Rate = Field(default=1.04, description="what the allocator takes, over what it gives")
     layers: Annotated[tuple[LayerTiming, ...], Tuple] = Field(
         default=(), description="what runs tell of layers of one shape, beyond these constants"
@@ -77,7 +96,10 @@ class Tier(TomlTable):
     bps: Rate = Field(description="bytes per second of one device, each way")
     latency_s: Count = Field(description="seconds of one hop")
     reaches: dict[str, Share] = Field(
-        default={}, description="kind of collective, as in all_gather -> the share of that which it reaches, if not all"
+        default={},
+        description=(
+            "kind of collective, as in all_gather -> the share of that which it reaches, if not all"
+        ),
     )
 
 
@@ -108,7 +130,11 @@ class Hardware(TomlTable):
             raise table_error("has none", "write [[tiers]], at least one", tiers=[])
         for inner, outer in zip(self.tiers, self.tiers[1:]):
             if not inner.devices or (outer.devices and outer.devices <= inner.devices):
-                raise table_error(f"joins no more devices than {inner.name}", "list inner ones first", tiers=outer.name)
+                raise table_error(
+                    f"joins no more devices than {inner.name}",
+                    "list inner ones first",
+                    tiers=outer.name,
+                )
         return self
 
     def peak(self, dtype: str) -> float:
@@ -121,7 +147,9 @@ class Hardware(TomlTable):
     def era(self, name: str) -> Era:
         """Raises ConfigError."""
         if name not in self.eras:
-            raise ConfigError("--era", name, f"{self.name} has no such era of software", nearest(name, self.eras))
+            raise ConfigError(
+                "--era", name, f"{self.name} has no such era of software", nearest(name, self.eras)
+            )
         return self.eras[name]
 
     @property
@@ -145,8 +173,8 @@ class Cluster(TomlTable):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`h100x64`; `local`, this machine with as many devices as it has, as it was measured; or a file in place of a
-        name: `my.toml`, `my.tomlx64`. Raises ConfigError."""
+        """`h100x64`; `local`, this machine with as many devices as it has, as it was measured; or a
+        file in place of a name: `my.toml`, `my.tomlx64`. Raises ConfigError."""
         match = re.fullmatch(r"(.+?)(?:x([1-9][0-9]{0,8}))?", text.strip())
         if match is None:
             raise ConfigError("--cluster", text, "names no hardware", "write it as in h100x64")
@@ -154,10 +182,14 @@ class Cluster(TomlTable):
         own = name.endswith(".toml")
         first, _, rest = name.rpartition("x")
         if count is None and (first in sheet_names() or first.endswith(".toml")):
-            raise ConfigError("--cluster", text, f"{rest!r} is no number of devices", f"write {first}x64")
+            raise ConfigError(
+                "--cluster", text, f"{rest!r} is no number of devices", f"write {first}x64"
+            )
         sheet = read_sheet(Path(name)) if own else named_sheet(name)
         if count is None and name != LOCAL and not own:
-            raise ConfigError("--cluster", text, "does not say how many devices", f"write {name}x64")
+            raise ConfigError(
+                "--cluster", text, "does not say how many devices", f"write {name}x64"
+            )
         return cls.of(sheet, int(count) if count else sheet.node)
 
     @classmethod
@@ -166,7 +198,9 @@ class Cluster(TomlTable):
         most = hardware.tiers[-1].devices
         if most and devices > most:
             fix = f"use at most {most}, or a sheet with one more [[tiers]]"
-            raise ConfigError("--cluster", f"{hardware.name}x{devices}", f"its networks join {most} devices", fix)
+            raise ConfigError(
+                "--cluster", f"{hardware.name}x{devices}", f"its networks join {most} devices", fix
+            )
         return cls(hardware=hardware, devices=devices)
 
 
@@ -184,10 +218,17 @@ def named_sheet(name: str) -> Hardware:
     """The sheet of this name. Raises ConfigError."""
     if name == LOCAL:
         if not local_sheet().exists():
-            raise ConfigError("--cluster", name, "this machine has not been measured", "run weft calibrate first")
+            raise ConfigError(
+                "--cluster", name, "this machine has not been measured", "run weft calibrate first"
+            )
         return read_sheet(local_sheet())
     if name not in sheet_names():
-        raise ConfigError("--cluster", name, "there is no such sheet", nearest(name.lower(), [*sheet_names(), LOCAL]))
+        raise ConfigError(
+            "--cluster",
+            name,
+            "there is no such sheet",
+            nearest(name.lower(), [*sheet_names(), LOCAL]),
+        )
     return _shipped(name)
 
 
@@ -201,7 +242,9 @@ def read_sheet(path: Path) -> Hardware:
     try:
         return parse_sheet(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("hardware", str(path), f"cannot be read ({error})", "name a sheet") from None
+        raise ConfigError(
+            "hardware", str(path), f"cannot be read ({error})", "name a sheet"
+        ) from None
 
 
 def parse_sheet(text: str, where: str) -> Hardware:
@@ -220,15 +263,23 @@ def parse_sheet(text: str, where: str) -> Hardware:
 
 
 def _borrowed(name: str, era: Any, where: str) -> Any:
-    """An era with what it does not state as the sheet has it that it is `like`; but layers, which runs told of."""
+    """An era with what it does not state as the sheet has it that it is `like`; but layers, which
+    runs told of."""
     if not isinstance(era, dict) or "like" not in era:
         return era
     like, field = era["like"], f"eras.{name}.like"
     if like not in sheet_names():
-        raise ConfigError(field, like, f"there is no such sheet ({where})", nearest(str(like).lower(), sheet_names()))
+        raise ConfigError(
+            field,
+            like,
+            f"there is no such sheet ({where})",
+            nearest(str(like).lower(), sheet_names()),
+        )
     theirs = tomllib.loads((SHEETS / f"{like}.toml").read_text(encoding="utf-8"))["eras"]
     if name not in theirs:
-        raise ConfigError(field, like, f"that sheet has no era {name} ({where})", f"it has {', '.join(theirs)}")
+        raise ConfigError(
+            field, like, f"that sheet has no era {name} ({where})", f"it has {', '.join(theirs)}"
+        )
     found = {**_borrowed(name, theirs[name], where), "layers": [], **era}
     del found["like"]
     return found

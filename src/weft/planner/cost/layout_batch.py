@@ -1,4 +1,5 @@
-"""Choices: many ways to lay one model over devices, as arrays, one entry each, so that a formula prices all at once."""
+"""Choices: many ways to lay one model over devices, as arrays, one entry each, so that a formula
+prices all at once."""
 
 from __future__ import annotations
 
@@ -12,20 +13,28 @@ from numpy.typing import NDArray
 from weft.core import DATA_AXES, EXPERTS, SEQUENCE_AXES, Layout
 
 Array = NDArray[Any]
-AXES = ("pp", "dp", "fsdp", "ep", "cp", "up", "tp")  # outermost first, where nothing else is asked for
+AXES = (
+    "pp",
+    "dp",
+    "fsdp",
+    "ep",
+    "cp",
+    "up",
+    "tp",
+)  # outermost first, where nothing else is asked for
 
 
 @dataclass(frozen=True)
 class LayoutBatch:
     """Entry i of every array is one choice.
 
-    `sizes` of each axis in AXES, 1 where a layout lacks it; `strides`: ranks from one to its neighbour on that axis.
-    `experts`: ranks over which experts are spread, those of tp apart: a rank has as much of them if tp parts them as if
-    it cuts each. `sequence`: that option of tp; `gather`: that of cp, whose keys else travel round a ring. `zero`: 1, 2
-    or 3, of fsdp, over `shards` ranks.
-    `schedule`: place in `schedules`; `chunks`: stages of a rank. A rank has `microbatch` samples in each of
-    `accumulate` microbatches. `again`: the share of repeated blocks that recomputation runs again; `selective`: its
-    attention's core.
+    `sizes` of each axis in AXES, 1 where a layout lacks it; `strides`: ranks from one to its
+    neighbour on that axis. `experts`: ranks over which experts are spread, those of tp apart: a
+    rank has as much of them if tp parts them as if it cuts each. `sequence`: that option of tp;
+    `gather`: that of cp, whose keys else travel round a ring. `zero`: 1, 2 or 3, of fsdp, over
+    `shards` ranks. `schedule`: place in `schedules`; `chunks`: stages of a rank. A rank has
+    `microbatch` samples in each of `accumulate` microbatches. `again`: the share of repeated blocks
+    that recomputation runs again; `selective`: its attention's core.
     """
 
     sizes: Mapping[str, Array]
@@ -85,10 +94,15 @@ class LayoutBatch:
         for each in fields(cls):
             values = [getattr(part, each.name) for part in parts]
             if isinstance(values[0], Mapping):
-                found[each.name] = {axis: np.concatenate([value[axis] for value in values]) for axis in values[0]}
+                found[each.name] = {
+                    axis: np.concatenate([value[axis] for value in values]) for axis in values[0]
+                }
             elif each.name != "schedules":
                 found[each.name] = np.concatenate(values)
-        places = [np.array([known.index(name) for name in part.schedules])[part.schedule] for part in parts]
+        places = [
+            np.array([known.index(name) for name in part.schedules])[part.schedule]
+            for part in parts
+        ]
         return cls(**found | {"schedules": known, "schedule": np.concatenate(places)})
 
     @classmethod
@@ -112,20 +126,33 @@ class LayoutBatch:
         strides = {a: np.array([_stride(one, a) for one in layouts]) for a in AXES}
         names = each(schedule)
         known = tuple(dict.fromkeys(names))
-        levels = [[int(o[4:]) for o in one.option("fsdp") if o.startswith("zero")] or [3] for one in layouts]
+        levels = [
+            [int(o[4:]) for o in one.option("fsdp") if o.startswith("zero")] or [3]
+            for one in layouts
+        ]
         parts, modes = np.array(each(accumulate)), each(recompute)
         return cls(
-            sizes, strides,
+            sizes,
+            strides,
             experts=np.array([one.size(EXPERTS) // _spread_over_tp(one) for one in layouts]),
             sequence=np.array(["sequence" in one.option("tp") for one in layouts]),
             gather=np.array(["gather" in one.option("cp") for one in layouts]),
-            zero=np.array([level[0] for level in levels]), shards=sizes["fsdp"],
+            zero=np.array([level[0] for level in levels]),
+            shards=sizes["fsdp"],
             offload=np.array(["offload" in one.option("fsdp") for one in layouts]),
-            schedule=np.array([known.index(name) for name in names]), schedules=known, chunks=np.array(each(chunks)),
-            microbatch=batch / (parts * np.prod([sizes[a] for a in DATA_AXES], axis=0)), accumulate=parts,
-            again=np.array([1.0 if mode == "full" else 1 / mode if isinstance(mode, int) else 0.0 for mode in modes]),
+            schedule=np.array([known.index(name) for name in names]),
+            schedules=known,
+            chunks=np.array(each(chunks)),
+            microbatch=batch / (parts * np.prod([sizes[a] for a in DATA_AXES], axis=0)),
+            accumulate=parts,
+            again=np.array(
+                [
+                    1.0 if mode == "full" else 1 / mode if isinstance(mode, int) else 0.0
+                    for mode in modes
+                ]
+            ),
             selective=np.array([mode == "selective" for mode in modes]),
-        )  # fmt: skip
+        )
 
 
 def _spread_over_tp(layout: Layout) -> int:

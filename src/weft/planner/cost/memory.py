@@ -1,7 +1,8 @@
 """Memory: the most that a rank holds at once, in parts. Closed form, over arrays.
 
-Weights, gradients and optimizer state after Rajbhandari et al. 2020 (ZeRO); activations of the microbatches in flight
-after Korthikanti et al. 2022, from what each op keeps; the loss's logits; what one backward needs beside.
+Weights, gradients and optimizer state after Rajbhandari et al. 2020 (ZeRO); activations of the
+microbatches in flight after Korthikanti et al. 2022, from what each op keeps; the loss's logits;
+what one backward needs beside.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ OFFLOADED = ("weights", "gradients", "optimizer", "activations")
 
 
 def stage_params(stage: StageShare, work: ModelWork, choices: LayoutBatch) -> tuple[Array, Array]:
-    """Parameters that a rank of this stage computes with: those of experts, and all others. A tied one that lies on
-    another rank too is a second copy there."""
+    """Parameters that a rank of this stage computes with: those of experts, and all others. A tied
+    one that lies on another rank too is a second copy there."""
     tp, many = choices.sizes["tp"], np.maximum(choices.experts, 1)
     plain, routed = np.zeros(len(choices)), np.zeros(len(choices))
     for block, count in stage.holds(work):
@@ -41,7 +42,8 @@ def stage_params(stage: StageShare, work: ModelWork, choices: LayoutBatch) -> tu
 
 
 def tied_params(stage: StageShare, work: ModelWork, choices: LayoutBatch) -> Array:
-    """Parameters of this stage that the last one holds too, in a pipeline whose ends are not on one rank."""
+    """Parameters of this stage that the last one holds too, in a pipeline whose ends are not on one
+    rank."""
     found = np.zeros(len(choices))
     for block in work.blocks:
         if block.tied:
@@ -56,7 +58,8 @@ def shard_counts(choices: LayoutBatch) -> tuple[Array, Array]:
 
 
 def activation_bytes(block: BlockWork, choices: LayoutBatch, core: bool) -> Array:
-    """Bytes that one block keeps of a microbatch for its backward; without `core`, where that is done again."""
+    """Bytes that one block keeps of a microbatch for its backward; without `core`, where that is
+    done again."""
     samples = choices.microbatch / choices.sequences
     found = np.zeros(len(choices))
     for op in block.ops:
@@ -66,16 +69,28 @@ def activation_bytes(block: BlockWork, choices: LayoutBatch, core: bool) -> Arra
 
 
 def peak_memory(
-    work: ModelWork, choices: LayoutBatch, practice: PrecisionPolicy, live: tuple[Array, Array], sync: Sync | None
+    work: ModelWork,
+    choices: LayoutBatch,
+    practice: PrecisionPolicy,
+    live: tuple[Array, Array],
+    sync: Sync | None,
 ) -> tuple[CostPart, ...]:
-    """`live`: microbatches whose activations the first and the last rank of a pipeline hold at once. Of both, the rank
-    that needs more."""
+    """`live`: microbatches whose activations the first and the last rank of a pipeline hold at
+    once. Of both, the rank that needs more."""
     first, _, last = stage_shares(work, choices)
-    ends = [_rank(stage, work, choices, practice, count, sync) for stage, count in zip((first, last), live)]
+    ends = [
+        _rank(stage, work, choices, practice, count, sync)
+        for stage, count in zip((first, last), live)
+    ]
     needs = [sum((part.value for part in end), np.zeros(len(choices))) for end in ends]
     early = needs[0] >= needs[1]
     return tuple(
-        CostPart(a.name, np.where(early, a.value, b.value), a.formula, _Either(early, a.symbols, b.symbols))
+        CostPart(
+            a.name,
+            np.where(early, a.value, b.value),
+            a.formula,
+            _Either(early, a.symbols, b.symbols),
+        )
         for a, b in zip(*ends, strict=True)
     )
 
@@ -83,7 +98,9 @@ def peak_memory(
 class _Either(Mapping[str, Array | float]):
     """The symbols of the rank that needs more, worked out when somebody asks."""
 
-    def __init__(self, early: Array, first: Mapping[str, Array | float], last: Mapping[str, Array | float]):
+    def __init__(
+        self, early: Array, first: Mapping[str, Array | float], last: Mapping[str, Array | float]
+    ):
         self._early, self._first, self._last = early, first, last
 
     def __getitem__(self, name: str) -> Array:
@@ -98,17 +115,31 @@ class _Either(Mapping[str, Array | float]):
 
 def input_bytes(block: BlockWork, choices: LayoutBatch) -> Array:
     """Bytes that come into one block, of a microbatch."""
-    return block.output_bytes * choices.microbatch / choices.sequences / ranks_dividing("sequence", choices)
+    return (
+        block.output_bytes
+        * choices.microbatch
+        / choices.sequences
+        / ranks_dividing("sequence", choices)
+    )
 
 
 def kv_bytes(block: BlockWork, choices: LayoutBatch) -> Array:
-    """Bytes of the keys and values of all ranks of cp, of a microbatch, for the heads of a rank. Where the ranks of tp
-    and up are more than key heads, each head goes to several."""
-    return block.key_bytes * choices.microbatch / np.minimum(choices.size("tp", "up"), block.kv_heads or 1)
+    """Bytes of the keys and values of all ranks of cp, of a microbatch, for the heads of a rank.
+    Where the ranks of tp and up are more than key heads, each head goes to several."""
+    return (
+        block.key_bytes
+        * choices.microbatch
+        / np.minimum(choices.size("tp", "up"), block.kv_heads or 1)
+    )
 
 
 def _rank(
-    stage: StageShare, work: ModelWork, choices: LayoutBatch, practice: PrecisionPolicy, live: Array, sync: Sync | None
+    stage: StageShare,
+    work: ModelWork,
+    choices: LayoutBatch,
+    practice: PrecisionPolicy,
+    live: Array,
+    sync: Sync | None,
 ) -> tuple[CostPart, ...]:
     routed, plain = stage_params(stage, work, choices)
     few, many = shard_counts(choices)
@@ -117,75 +148,147 @@ def _rank(
     zero3, zero2 = choices.zero >= 3, choices.zero >= 2
     resting = np.where(many > 1, np.where(zero3, sharded, full), full)
     graded = np.where(many > 1, np.where(zero2, sharded, full), full)
-    resting = np.where(away["weights"] & zero3, 0.0, resting)  # else they stay here for a step as they were gathered
+    resting = np.where(
+        away["weights"] & zero3, 0.0, resting
+    )  # else they stay here for a step as they were gathered
     copied = np.where((many > 1) & zero3, 0.0, full)
     if practice.copies_live:
         copied = live * (1 - choices.again) * full
-    graded = np.where(away["gradients"] & zero2, 0.0, graded)  # else they are added up here, and then reduced
+    graded = np.where(
+        away["gradients"] & zero2, 0.0, graded
+    )  # else they are added up here, and then reduced
     trained, replicas = np.where(many > 1, sharded, full), choices.sizes["dp"]
     # of servers, each has the state of its part
-    stated = np.where(away["optimizer"], 0.0, trained / np.where(replicas > 1, max(1, server_count(sync)), 1))
+    stated = np.where(
+        away["optimizer"], 0.0, trained / np.where(replicas > 1, max(1, server_count(sync)), 1)
+    )
     agreed, coded = kept_bytes(sync, practice.reduce_bytes, replicas)
     # a codec of fsdp's reduce-scatters keeps what it does of gradients that are not sharded
     alone = (replicas == 1) & (choices.sizes["fsdp"] > 1)
     agreed, of = np.where(alone, coded, agreed), np.where(alone, full, trained)
     largest = np.max(
-        [block.elements("tp") + block.elements("whole") for block in work.blocks if block.repeated] or [0.0]
+        [block.elements("tp") + block.elements("whole") for block in work.blocks if block.repeated]
+        or [0.0]
     ) / choices.sizes["tp"] + np.max([block.elements("expert") for block in work.blocks]) / (
         choices.sizes["tp"] * np.maximum(choices.experts, 1)
     )
     head = stage.after * work.head / choices.sizes["tp"]
     unit = largest / practice.messages
     gathered = np.where(
-        (many > 1) & zero3, np.minimum(2 * unit, full) * practice.gather_bytes + unit * practice.reduce_bytes, 0.0
+        (many > 1) & zero3,
+        np.minimum(2 * unit, full) * practice.gather_bytes + unit * practice.reduce_bytes,
+        0.0,
     )
 
     samples, tp = choices.microbatch / choices.sequences, choices.sizes["tp"]
     activations, once, working, sent = (np.zeros(len(choices)) for _ in range(4))
     for block, count in stage.holds(work):
-        whole, bare = activation_bytes(block, choices, True), activation_bytes(block, choices, False)
+        whole, bare = (
+            activation_bytes(block, choices, True),
+            activation_bytes(block, choices, False),
+        )
         each = np.where(choices.selective, bare, whole)
         entry = input_bytes(block, choices)
         if block.repeated:
             # of those that rest elsewhere, one is read while the next comes
-            here = np.where(away["activations"], np.minimum(1, 2 / np.maximum(1, choices.again * count)), 1.0)
+            here = np.where(
+                away["activations"], np.minimum(1, 2 / np.maximum(1, choices.again * count)), 1.0
+            )
             each = (1 - choices.again) * each + choices.again * here * entry
             once = np.maximum(
-                once, np.where(choices.again > 0, whole - entry, np.where(choices.selective, whole - bare, 0))
+                once,
+                np.where(
+                    choices.again > 0, whole - entry, np.where(choices.selective, whole - bare, 0)
+                ),
             )
         activations = activations + count * each
         if practice.keeps_sent and block.repeated:
             sent = np.maximum(sent, np.where(count > 0, entry, 0.0))
         # gathered keys and values, and their gradients in float32
-        both = np.where(choices.gather, (1 + max(4, work.itemsize) / work.itemsize) * kv_bytes(block, choices), 0.0)
-        working = np.maximum(working, np.where(count > 0, block.working_bytes * samples / tp + both, 0.0))
-    # where a V turns, a chunk's stays there; but its first rank, which ends the model too, is the one that needs more
-    activations = activations + np.where(choices.sizes["pp"] > 1, choices.chunks - stage.after, 0.0) * sent
+        both = np.where(
+            choices.gather,
+            (1 + max(4, work.itemsize) / work.itemsize) * kv_bytes(block, choices),
+            0.0,
+        )
+        working = np.maximum(
+            working, np.where(count > 0, block.working_bytes * samples / tp + both, 0.0)
+        )
+    # where a V turns, a chunk's stays there; but its first rank, which ends the model too, is the
+    # one that needs more
+    activations = (
+        activations + np.where(choices.sizes["pp"] > 1, choices.chunks - stage.after, 0.0) * sent
+    )
     logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp
     busy = once + working
     return (
-        CostPart("weights", resting * practice.weight_bytes + copied * practice.copy_bytes,
-             "params x weight_bytes + copied x copy_bytes",
-             {"params": resting, "weight_bytes": practice.weight_bytes, "copied": copied,
-              "copy_bytes": practice.copy_bytes}),
-        CostPart("gathered weights", gathered,
-             "min(2 x unit, all) x gather_bytes + unit x reduce_bytes, of two gathered units and one's gradient",
-             {"unit": unit, "all": full, "gather_bytes": practice.gather_bytes,
-              "reduce_bytes": practice.reduce_bytes}),
-        CostPart("gradients", graded * practice.grad_bytes, "params x grad_bytes",
-             {"params": graded, "grad_bytes": practice.grad_bytes}),
-        CostPart("stand-ins", (largest + head) * practice.dummy_bytes,
-             "(largest + head) x dummy_bytes, largest of one block",
-             {"largest": largest, "head": head, "dummy_bytes": practice.dummy_bytes}),
-        CostPart("optimizer", stated * practice.state_bytes, "params x state_bytes",
-             {"params": stated, "state_bytes": practice.state_bytes}),
-        CostPart("agreement", of * agreed, "params x kept_bytes, what replicas keep to agree",
-             {"params": of, "kept_bytes": agreed}),
-        CostPart("activations", live * activations, "live x microbatch_bytes, what blocks keep of one",
-             {"live": live, "microbatch_bytes": activations}),
-        CostPart("beside", np.maximum(logits, busy + (logits if practice.logits_stay else 0.0)),
-             "max(logits, again + temporaries + stay x logits), logits = logit_bytes x vocab x tokens x b / t",
-             {"logit_bytes": practice.logit_bytes, "vocab": float(work.vocab), "tokens": work.tokens,
-              "b": stage.after * samples, "t": tp * 1.0, "logits": logits, "again": once, "temporaries": working,
-              "stay": float(practice.logits_stay)}),
-    )  # fmt: skip
+        CostPart(
+            "weights",
+            resting * practice.weight_bytes + copied * practice.copy_bytes,
+            "params x weight_bytes + copied x copy_bytes",
+            {
+                "params": resting,
+                "weight_bytes": practice.weight_bytes,
+                "copied": copied,
+                "copy_bytes": practice.copy_bytes,
+            },
+        ),
+        CostPart(
+            "gathered weights",
+            gathered,
+            "min(2 x unit, all) x gather_bytes + unit x reduce_bytes, of two gathered units and"
+            " one's gradient",
+            {
+                "unit": unit,
+                "all": full,
+                "gather_bytes": practice.gather_bytes,
+                "reduce_bytes": practice.reduce_bytes,
+            },
+        ),
+        CostPart(
+            "gradients",
+            graded * practice.grad_bytes,
+            "params x grad_bytes",
+            {"params": graded, "grad_bytes": practice.grad_bytes},
+        ),
+        CostPart(
+            "stand-ins",
+            (largest + head) * practice.dummy_bytes,
+            "(largest + head) x dummy_bytes, largest of one block",
+            {"largest": largest, "head": head, "dummy_bytes": practice.dummy_bytes},
+        ),
+        CostPart(
+            "optimizer",
+            stated * practice.state_bytes,
+            "params x state_bytes",
+            {"params": stated, "state_bytes": practice.state_bytes},
+        ),
+        CostPart(
+            "agreement",
+            of * agreed,
+            "params x kept_bytes, what replicas keep to agree",
+            {"params": of, "kept_bytes": agreed},
+        ),
+        CostPart(
+            "activations",
+            live * activations,
+            "live x microbatch_bytes, what blocks keep of one",
+            {"live": live, "microbatch_bytes": activations},
+        ),
+        CostPart(
+            "beside",
+            np.maximum(logits, busy + (logits if practice.logits_stay else 0.0)),
+            "max(logits, again + temporaries + stay x logits), logits = logit_bytes x vocab x"
+            " tokens x b / t",
+            {
+                "logit_bytes": practice.logit_bytes,
+                "vocab": float(work.vocab),
+                "tokens": work.tokens,
+                "b": stage.after * samples,
+                "t": tp * 1.0,
+                "logits": logits,
+                "again": once,
+                "temporaries": working,
+                "stay": float(practice.logits_stay),
+            },
+        ),
+    )

@@ -1,7 +1,9 @@
-"""Work: what a model computes, keeps and sends, block by block, for one sample. Pure data; no torch.
+"""Work: what a model computes, keeps and sends, block by block, for one sample. Pure data; no
+torch.
 
-It is the same data whether it was read off a module on the meta device (`trace`) or follows from a transformer's
-dimensions (`dims`), and it knows no layout: an op says which axes would divide it, and `estimate` divides.
+It is the same data whether it was read off a module on the meta device (`trace`) or follows from a
+transformer's dimensions (`dims`), and it knows no layout: an op says which axes would divide it,
+and `estimate` divides.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ Kind = Literal["matmul", "attention", "memory"]
 class OpWork:
     """Some work of a block's forward, for one sample.
 
-    `flops` of a matmul or a fused attention (as computed: causal kernels count half); `moved_bytes` that memory-bound
-    work reads and writes; `saved_bytes` kept for backward. `matmuls`: over how many of equal size the flops are
-    divided. `kernels` launched by the forward of a microbatch, whatever its samples. `backward` work over forward work.
-    `core`: part of attention's core, which selective recomputation does again and does not keep. Of a matmul, the
-    dims that may be no multiple of what a device computes at once, 0 where they surely are: `width`, which tp divides,
+    `flops` of a matmul or a fused attention (as computed: causal kernels count half); `moved_bytes`
+    that memory-bound work reads and writes; `saved_bytes` kept for backward. `matmuls`: over how
+    many of equal size the flops are divided. `kernels` launched by the forward of a microbatch,
+    whatever its samples. `backward` work over forward work. `core`: part of attention's core, which
+    selective recomputation does again and does not keep. Of a matmul, the dims that may be no
+    multiple of what a device computes at once, 0 where they surely are: `width`, which tp divides,
     and `unit`, which it does not.
     """
 
@@ -46,15 +49,17 @@ class OpWork:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """One module of a chain, `count` times in a row. Bytes and elements are of one sample, or of one block.
+    """One module of a chain, `count` times in a row. Bytes and elements are of one sample, or of
+    one block.
 
-    `params`: elements by what divides them; of each, a matmul reads the weights once a microbatch. `output_bytes`: what
-    the next block gets. `reduced_bytes`: of activations that tp sums in a forward (all-reduces, or all-gather and
-    reduce-scatter under sequence; the same in backward), in `reductions` collectives. `key_bytes`: of keys and values
-    (both), and `query_bytes` of queries and of what attention gives (both), which axes that share a sequence exchange.
-    `routed_bytes`: of one dispatch of tokens to experts; `experts` in the block. `working_bytes`: the most that its
-    backward needs beside what was saved, divided by tp. `repeated`: recomputation may be asked of it. `tied`: its
-    parameters are those of a block before it.
+    `params`: elements by what divides them; of each, a matmul reads the weights once a microbatch.
+    `output_bytes`: what the next block gets. `reduced_bytes`: of activations that tp sums in a
+    forward (all-reduces, or all-gather and reduce-scatter under sequence; the same in backward), in
+    `reductions` collectives. `key_bytes`: of keys and values (both), and `query_bytes` of queries
+    and of what attention gives (both), which axes that share a sequence exchange. `routed_bytes`:
+    of one dispatch of tokens to experts; `experts` in the block. `working_bytes`: the most that its
+    backward needs beside what was saved, divided by tp. `repeated`: recomputation may be asked of
+    it. `tied`: its parameters are those of a block before it.
     """
 
     name: str
@@ -81,9 +86,10 @@ class BlockWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """A model as a chain of blocks, in the order of its forward. `tokens` of a sample; `model_flops` that one sample's
-    forward and backward take by the model's definition, which MFU counts. `vocab`: logits of a token, 0 where it has
-    none. Activations are computed in `dtype`, `itemsize` bytes each."""
+    """A model as a chain of blocks, in the order of its forward. `tokens` of a sample;
+    `model_flops` that one sample's forward and backward take by the model's definition, which MFU
+    counts. `vocab`: logits of a token, 0 where it has none. Activations are computed in `dtype`,
+    `itemsize` bytes each."""
 
     name: str
     blocks: tuple[BlockWork, ...]
@@ -101,7 +107,9 @@ class ModelWork:
     @property
     def head(self) -> float:
         """Elements of the matmuls behind the repeated blocks."""
-        last = max((i for i, block in enumerate(self.blocks) if block.repeated), default=len(self.blocks))
+        last = max(
+            (i for i, block in enumerate(self.blocks) if block.repeated), default=len(self.blocks)
+        )
         behind = (b for b in self.blocks[last + 1 :] if any(op.kind == "matmul" for op in b.ops))
         return sum(block.count * block.elements() for block in behind)
 

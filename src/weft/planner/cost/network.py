@@ -1,8 +1,9 @@
-"""Network: how long a collective takes over a group of ranks, whatever networks it spans. Closed form, over arrays.
+"""Network: how long a collective takes over a group of ranks, whatever networks it spans. Closed
+form, over arrays.
 
-A group has `inside` members within one network of the innermost kind. What leaves it goes over the rails of all of
-these: min(link, inside x rail), never one rail and never the link. Hops: a ring's, or a tree's where that is sooner, as
-NCCL chooses (nccl-tests PERFORMANCE.md; NCCL's tuning.cc).
+A group has `inside` members within one network of the innermost kind. What leaves it goes over the
+rails of all of these: min(link, inside x rail), never one rail and never the link. Hops: a ring's,
+or a tree's where that is sooner, as NCCL chooses (nccl-tests PERFORMANCE.md; NCCL's tuning.cc).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .layout_batch import Array, LayoutBatch
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of some axes, of each choice: `size`, and within a network of each tier `inside` (innermost first)."""
+    """The ranks of some axes, of each choice: `size`, and within a network of each tier `inside`
+    (innermost first)."""
 
     size: Array
     inside: tuple[Array, ...]
@@ -32,7 +34,9 @@ class RankGroup:
 def choose_group(here: Array, first: RankGroup, second: RankGroup) -> RankGroup:
     """The first group where `here`, else the second."""
     inside = zip(first.inside, second.inside, strict=True)
-    return RankGroup(np.where(here, first.size, second.size), tuple(np.where(here, a, b) for a, b in inside))
+    return RankGroup(
+        np.where(here, first.size, second.size), tuple(np.where(here, a, b) for a, b in inside)
+    )
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,15 @@ class Network:
     def _rate(self, index: int, kind: str) -> float:
         """Bytes per second of one device in a tier, in this kind of collective."""
         tier = self.cluster.hardware.tiers[index]
-        return tier.bps * (self.era.network if index else self.era.link) * tier.reaches.get(kind, 1.0)
+        return (
+            tier.bps * (self.era.network if index else self.era.link) * tier.reaches.get(kind, 1.0)
+        )
 
-    def _ways(self, group: RankGroup, kind: str = "all_reduce") -> Sequence[tuple[Array, Array, Array, Array]]:
-        """Of each tier: bytes per second of one member's rail; members within the tier before it, where they are
-        `parts` of this tier; whether the group needs it."""
+    def _ways(
+        self, group: RankGroup, kind: str = "all_reduce"
+    ) -> Sequence[tuple[Array, Array, Array, Array]]:
+        """Of each tier: bytes per second of one member's rail; members within the tier before it,
+        where they are `parts` of this tier; whether the group needs it."""
         found, before = [], np.ones_like(group.size)
         for index, inside in enumerate(group.inside):
             rate = np.full_like(group.size, self._rate(index, kind))
@@ -78,13 +86,19 @@ class Network:
     def hops(self, group: RankGroup) -> Array:
         """Seconds of latency of one turn of a ring: of a tree, where that is sooner."""
         ring, tree = np.zeros_like(group.size), np.zeros_like(group.size)
-        for tier, (_, _, parts, needed) in zip(self.cluster.hardware.tiers, self._ways(group), strict=True):
+        for tier, (_, _, parts, needed) in zip(
+            self.cluster.hardware.tiers, self._ways(group), strict=True
+        ):
             ring = ring + np.where(needed, (parts - 1) * tier.latency_s, 0.0)
             tree = tree + np.where(needed, np.log2(np.maximum(parts, 1)) * tier.latency_s, 0.0)
         return np.minimum(ring, 2 * tree)
 
     def gather_s(
-        self, nbytes: Array | float, group: RankGroup, kind: str = "all_gather", count: Array | float = 1.0
+        self,
+        nbytes: Array | float,
+        group: RankGroup,
+        kind: str = "all_gather",
+        count: Array | float = 1.0,
     ) -> Array:
         """All-gathers, or reduce_scatters, `count` of them, of tensors of so many bytes in all."""
         wire = (group.size - 1) / group.size * nbytes / self.bandwidth(group, kind)
@@ -96,7 +110,8 @@ class Network:
         return np.where(group.size > 1, self.era.meet_s + 2 * self.hops(group) + ring, 0.0)
 
     def exchange_s(self, nbytes: Array | float, group: RankGroup) -> Array:
-        """An all-to-all in which each rank has so many bytes, equal parts for all: each network carries its share."""
+        """An all-to-all in which each rank has so many bytes, equal parts for all: each network
+        carries its share."""
         slowest, before = np.zeros_like(group.size), np.ones_like(group.size)
         for rate, before, parts, needed in self._ways(group, "all_to_all"):
             share = (before * parts - before) / group.size
@@ -104,7 +119,8 @@ class Network:
         return np.where(group.size > 1, self.era.meet_s + self.hops(group) + slowest, 0.0)
 
     def send_s(self, nbytes: Array | float, choices: LayoutBatch, axis: str) -> Array:
-        """A message to the neighbour on this axis, over the innermost network that holds them all."""
+        """A message to the neighbour on this axis, over the innermost network that holds them
+        all."""
         stride, size = choices.strides[axis], choices.sizes[axis]
         found = np.zeros(len(choices))
         reached = np.zeros(len(choices), bool)

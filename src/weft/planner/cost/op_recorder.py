@@ -1,10 +1,12 @@
 """Reading: what one forward computes, moves, keeps and sends, module by module of a chain.
 
-The forward runs as weft runs it (its dropout, autocast, the loss) on FakeTensors, which have shapes and no data. What
-each op computes and moves is seen at torch's dispatcher; what autograd keeps, at the hooks by which it keeps it, each
-storage once. Of equal blocks two are run, forward and backward, and the others stood in for.
+The forward runs as weft runs it (its dropout, autocast, the loss) on FakeTensors, which have shapes
+and no data. What each op computes and moves is seen at torch's dispatcher; what autograd keeps, at
+the hooks by which it keeps it, each storage once. Of equal blocks two are run, forward and
+backward, and the others stood in for.
 
-How an op is divided follows the tensors: what a column makes is divided until a row takes it (see `weft.nn.module_roles`).
+How an op is divided follows the tensors: what a column makes is divided until a row takes it (see
+`weft.nn.module_roles`).
 """
 
 from __future__ import annotations
@@ -60,34 +62,67 @@ from weft.pipeline import (
 
 from .model_work import Cut, Kind
 
-_ATTENTION = {  # fused kernels: (query, key, value, ...), and where among the arguments `is_causal` stands
+# fused kernels: (query, key, value, ...), and where among the arguments `is_causal` stands
+_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: 4,
     torch.ops.aten._scaled_dot_product_flash_attention: 4,
     torch.ops.aten._scaled_dot_product_efficient_attention: 6,
     torch.ops.aten._scaled_dot_product_cudnn_attention: 6,
 }
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_CALLED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # scaled_dot_product_attention's arguments
+_CALLED = (
+    "query",
+    "key",
+    "value",
+    "attn_mask",
+    "dropout_p",
+    "is_causal",
+)  # scaled_dot_product_attention's arguments
 _ADDED = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 _NONE: tuple[Kind, float, float, tuple[int, ...], int] = ("memory", 0.0, 0.0, (), 0)
-_COUNTED = re.compile("layer|index|idx")  # in the names of attributes that say which block of all it is
-BYTES = ("output_bytes", "reduced_bytes", "key_bytes", "query_bytes", "routed_bytes", "working_bytes")
+_COUNTED = re.compile(
+    "layer|index|idx"
+)  # in the names of attributes that say which block of all it is
+BYTES = (
+    "output_bytes",
+    "reduced_bytes",
+    "key_bytes",
+    "query_bytes",
+    "routed_bytes",
+    "working_bytes",
+)
 COUNTS = ("reductions", "heads", "kv_heads", "experts")
-_BACKWARD = {"matmul": 2.0, "attention": 2.5, "memory": 1.5}  # over forward; attention's after Dao et al. 2022
+_BACKWARD = {
+    "matmul": 2.0,
+    "attention": 2.5,
+    "memory": 1.5,
+}  # over forward; attention's after Dao et al. 2022
 
 
 def record_forward(
-    model: nn.Module, roles: Roles, batch: dict[str, Tensor], loss: Loss, precision: str, inputs: Sequence[str],
+    model: nn.Module,
+    roles: Roles,
+    batch: dict[str, Tensor],
+    loss: Loss,
+    precision: str,
+    inputs: Sequence[str],
     fused: bool,
-) -> OpRecorder:  # fmt: skip
-    """One forward of `model` and `loss` on all of `batch`. `fused`: with the kernels of a GPU. Raises CannotCut."""
+) -> OpRecorder:
+    """One forward of `model` and `loss` on all of `batch`. `fused`: with the kernels of a GPU.
+    Raises CannotCut."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     cpu = torch.device("cpu")
-    traced = twin_model(model, lambda t: make_fake(fake, t, cpu) if t.is_meta or is_weight(t) else t.clone())
+    traced = twin_model(
+        model, lambda t: make_fake(fake, t, cpu) if t.is_meta or is_weight(t) else t.clone()
+    )
     if not model.training:
         traced.train()
     forward = OpRecorder(traced, roles, fake, accepts_sharded_logits(loss), fused)
-    cast_to = nullcontext() if precision not in ("fp16", "bf16") else torch.autocast("cpu", DTYPES[precision])
+    cast_to = (
+        nullcontext()
+        if precision not in ("fp16", "bf16")
+        else torch.autocast("cpu", DTYPES[precision])
+    )
     with torch.random.fork_rng([]), torch.enable_grad(), forward.watching(), cast_to:
         try:
             output = traced(**model_arguments(inputs, batch))
@@ -95,9 +130,11 @@ def record_forward(
             loss(output, batch)
         except (DataDependentOutputException, DynamicOutputShapeException) as problem:
             raise UnsupportedModel(
-                "model", type(model).__name__, f"its forward reads elements of a tensor into Python ({problem})",
+                "model",
+                type(model).__name__,
+                f"its forward reads elements of a tensor into Python ({problem})",
                 "give its work by its dimensions instead",
-            ) from problem  # fmt: skip
+            ) from problem
     return forward
 
 
@@ -114,7 +151,8 @@ class OpKey:
 
 @dataclass
 class OpTotals:
-    """What ops of one key come to, for all samples. `full`: FLOPs without what a causal kernel leaves out."""
+    """What ops of one key come to, for all samples. `full`: FLOPs without what a causal kernel
+    leaves out."""
 
     flops: float = 0.0
     full: float = 0.0
@@ -125,14 +163,19 @@ class OpTotals:
     names: dict[str, None] = field(default_factory=dict)
 
     def add(self, other: OpTotals) -> None:
-        self.flops, self.full, self.moved = self.flops + other.flops, self.full + other.full, self.moved + other.moved
+        self.flops, self.full, self.moved = (
+            self.flops + other.flops,
+            self.full + other.full,
+            self.moved + other.moved,
+        )
         self.saved, self.matmuls = self.saved + other.saved, self.matmuls + other.matmuls
         self.kernels, self.names = self.kernels + other.kernels, self.names | other.names
 
 
 @dataclass
 class ModuleRecord:
-    """One module of the chain: `sums` of its ops, `bytes` by what they are, `counts`, elements of its `params`."""
+    """One module of the chain: `sums` of its ops, `bytes` by what they are, `counts`, elements of
+    its `params`."""
 
     name: str
     sums: dict[OpKey, OpTotals] = field(default_factory=lambda: defaultdict(OpTotals))
@@ -152,13 +195,15 @@ class ModuleRecord:
         for name, size in other.bytes.items():
             self.bytes[name] += size
         for name, count in other.counts.items():
-            self.counts[name] = self.counts[name] + count if name == "reductions" else max(self.counts[name], count)
+            self.counts[name] = (
+                self.counts[name] + count if name == "reductions" else max(self.counts[name], count)
+            )
 
 
 @dataclass
 class _SavedTensor:
-    """A tensor whose storage autograd keeps since `place`, in the module `leaf`, which `cut` divides. `core`: it is
-    attention's own."""
+    """A tensor whose storage autograd keeps since `place`, in the module `leaf`, which `cut`
+    divides. `core`: it is attention's own."""
 
     place: int
     tensor: Tensor
@@ -168,14 +213,16 @@ class _SavedTensor:
 
 
 class _LiveBytes:
-    """What ops of a backward move, matmuls and attention apart, and the most bytes that are there at once of what they
-    make."""
+    """What ops of a backward move, matmuls and attention apart, and the most bytes that are there
+    at once of what they make."""
 
     def __init__(self, begun: int):
         self.moved, self.peak, self._now = 0, begun, begun
         self._known: set[int] = set()
 
-    def see(self, packet: Any, given: list[tuple[Tensor, int]], made: list[tuple[Tensor, int]]) -> None:
+    def see(
+        self, packet: Any, given: list[tuple[Tensor, int]], made: list[tuple[Tensor, int]]
+    ) -> None:
         for t, storage in made:
             if storage not in self._known:
                 self._known.add(storage)
@@ -211,7 +258,8 @@ class _DropoutMasks(Randomness):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Stands for a kernel that keeps its input and a factor for each row; it moves what a layer norm does."""
+    """Stands for a kernel that keeps its input and a factor for each row; it moves what a layer
+    norm does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -234,9 +282,13 @@ class _SeenFunctions(FunctionOverrides):
         super().__init__(_DropoutMasks(forward), selective=False)
         self._forward = forward
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if self._forward.fused and func in (F.rms_norm, torch.rms_norm):
-            given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | (kwargs or {})
+            given = dict(
+                zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)
+            ) | (kwargs or {})
             if given["weight"] is not None and given["weight"].dtype == given["input"].dtype:
                 return _RMSNorm.apply(given["input"], given["weight"])
         return super().__torch_function__(func, types, args, kwargs)
@@ -244,7 +296,11 @@ class _SeenFunctions(FunctionOverrides):
     def _attention(self, args: tuple, kwargs: dict) -> Tensor:
         given = dict(zip(_CALLED, args, strict=False)) | kwargs
         query, value = given["query"], given["value"]
-        if self._forward.fused and query.shape[-1] != value.shape[-1] and not given.get("dropout_p"):
+        if (
+            self._forward.fused
+            and query.shape[-1] != value.shape[-1]
+            and not given.get("dropout_p")
+        ):
             mask, causal = given.get("attn_mask"), given.get("is_causal", False)
             fused = torch.ops.aten._scaled_dot_product_efficient_attention
             core = lambda: fused(query, given["key"], value, mask, True, 0.0, causal)[0]  # noqa: E731
@@ -256,9 +312,17 @@ class _SeenFunctions(FunctionOverrides):
 
 
 class OpRecorder(TorchDispatchMode):
-    """Reads a forward while `watching`. A *place* is the number of the module call that began last."""
+    """Reads a forward while `watching`. A *place* is the number of the module call that began
+    last."""
 
-    def __init__(self, model: nn.Module, roles: Roles, fake: FakeTensorMode, sharded_logits: bool, fused: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        roles: Roles,
+        fake: FakeTensorMode,
+        sharded_logits: bool,
+        fused: bool,
+    ):
         super().__init__()
         self.model, self.roles, self.fake, self.fused = model, roles, fake, fused
         self.modules = dict(model.named_modules())
@@ -279,15 +343,19 @@ class OpRecorder(TorchDispatchMode):
         self.blocks = {b: i for blocks in roles.blocks for i, b in enumerate(blocks)}
         self.streams = tuple(b + "." for blocks in roles.stacks() for b in blocks)
         self.seen: dict[Hashable, list[str]] = defaultdict(list)
-        self.made: dict[str, tuple[list[Tensor], Any]] = {}  # block -> its arguments' tensors, and what it returned
+        self.made: dict[
+            str, tuple[list[Tensor], Any]
+        ] = {}  # block -> its arguments' tensors, and what it returned
         self.like: dict[str, str] = {}  # block that was stood in for -> one that is equal
         self.columns = {c for chain in roles.chains for c in (*chain.columns, *chain.tables)}
         self.columns |= {*roles.heads} if sharded_logits else set()
         self.rows = {chain.row for chain in roles.chains}
         self.experts = {e.module: e for e in roles.experts}
         self.inside = {
-            n: role for e in roles.experts for n, role in zip(e.cuts, ("column", "row"), strict=False)
-        }  # fmt: skip
+            n: role
+            for e in roles.experts
+            for n, role in zip(e.cuts, ("column", "row"), strict=False)
+        }
         self.cuts = self._cuts()
         heads = [m for h in roles.heads if isinstance(m := self.modules.get(h), nn.Module)]
         self.vocab = linear_features(heads[0])[1] if heads else 0
@@ -296,7 +364,11 @@ class OpRecorder(TorchDispatchMode):
         """What divides each parameter."""
         cuts: dict[int, Cut] = {id(p): "whole" for p in self.model.parameters()}
         for chain in self.roles.chains:
-            divided = [f"{c}.{leaf}" for c in (*chain.columns, *chain.tables) for leaf in ("weight", "bias")]
+            divided = [
+                f"{c}.{leaf}"
+                for c in (*chain.columns, *chain.tables)
+                for leaf in ("weight", "bias")
+            ]
             for name in (*divided, f"{chain.row}.weight"):
                 if (p := self._parameter(name)) is not None:
                     cuts[id(p)] = "tp"
@@ -312,7 +384,10 @@ class OpRecorder(TorchDispatchMode):
 
     def watching(self) -> ExitStack:
         stack = ExitStack()
-        handlers = [(module, self._handler(name, native_call(module))) for name, module in self.modules.items()]
+        handlers = [
+            (module, self._handler(name, native_call(module)))
+            for name, module in self.modules.items()
+        ]
         stack.enter_context(intercept_calls(handlers))
         stack.enter_context(self)
         stack.enter_context(_SeenFunctions(self))
@@ -327,7 +402,9 @@ class OpRecorder(TorchDispatchMode):
     def _call(self, name: str, call: Callable, args: tuple, kwargs: dict) -> Any:
         holds = dict.fromkeys(["any"] if any(True for _ in self.modules[name].parameters()) else [])
         place = len(self.events)
-        self.events.append(GraphNode(name, True, self.open[-1] if self.open else -1, "", "", "", weights=holds))
+        self.events.append(
+            GraphNode(name, True, self.open[-1] if self.open else -1, "", "", "", weights=holds)
+        )
         key = self._look(name, args, kwargs) if name in self.blocks else None
         if key is not None and len(self.seen[key]) == 2:
             self.like[name] = self.seen[key][1]
@@ -356,7 +433,8 @@ class OpRecorder(TorchDispatchMode):
         return out
 
     def _back(self, part: ModuleRecord, given: list[Tensor], made: list[Tensor]) -> None:
-        """A block's backward, by the first of its inputs: others may have been made of parts that ran theirs."""
+        """A block's backward, by the first of its inputs: others may have been made of parts that
+        ran theirs."""
         inputs = next(([t] for t in given if t.requires_grad), [])
         outputs = [t for t in made if t.grad_fn is not None and not any(t is one for one in given)]
         if not inputs or not outputs:
@@ -371,20 +449,36 @@ class OpRecorder(TorchDispatchMode):
         part.bytes["working_bytes"], part.bytes["backward_bytes"] = live.peak, live.moved
 
     def _look(self, name: str, args: tuple, kwargs: dict) -> Hashable | None:
-        """What is the same of two calls only where they do the same work; None where that cannot be told."""
+        """What is the same of two calls only where they do the same work; None where that cannot be
+        told."""
         given = other_leaves((args, kwargs))
         if not all(isinstance(part, SIMPLE) for part in given):
             return None
         module = self.modules[name]
         inner = tuple(
             (
-                n, type(m), m.training,
-                str({k: v for k, v in vars(m).items() if isinstance(v, SIMPLE) and not _COUNTED.search(k)}),
-                tuple((leaf, p.shape, p.dtype, p.requires_grad) for leaf, p in m.named_parameters(recurse=False)),
+                n,
+                type(m),
+                m.training,
+                str(
+                    {
+                        k: v
+                        for k, v in vars(m).items()
+                        if isinstance(v, SIMPLE) and not _COUNTED.search(k)
+                    }
+                ),
+                tuple(
+                    (leaf, p.shape, p.dtype, p.requires_grad)
+                    for leaf, p in m.named_parameters(recurse=False)
+                ),
             )
             for n, m in module.named_modules()
-        )  # fmt: skip
-        return inner, str(given), tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((args, kwargs)))
+        )
+        return (
+            inner,
+            str(given),
+            tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((args, kwargs))),
+        )
 
     def _stand_in(self, like: str, args: tuple, kwargs: dict) -> Any:
         """What a block would have returned, after another that was called with the like."""
@@ -401,7 +495,8 @@ class OpRecorder(TorchDispatchMode):
         return self._unseen(lambda: rebuild(out, other))
 
     def _even(self, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments of a module of experts, with choices that give each of them as many tokens."""
+        """The arguments of a module of experts, with choices that give each of them as many
+        tokens."""
         experts = self.experts[name]
         x, index, _ = routing_arguments(experts.names, args, kwargs)
         rows, k = index.shape
@@ -433,7 +528,9 @@ class OpRecorder(TorchDispatchMode):
 
     # ---- ops ----
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if self.aside:
             return func(*args, **kwargs)
@@ -466,9 +563,14 @@ class OpRecorder(TorchDispatchMode):
             self.aside = before
 
     def _op(
-        self, packet: Any, args: tuple, kwargs: dict, out: Any, given: list[tuple[Tensor, int]],
+        self,
+        packet: Any,
+        args: tuple,
+        kwargs: dict,
+        out: Any,
+        given: list[tuple[Tensor, int]],
         made: list[tuple[Tensor, int]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         graded = any(t.requires_grad for t, _ in given) and torch.is_grad_enabled()
         weights = [self.params[s] for _, s in given if s in self.params]
         if len(given) == 1 and weights:  # a weight in another dtype, or another order
@@ -494,7 +596,9 @@ class OpRecorder(TorchDispatchMode):
             mark = makes = cut_by
         if makes is not None:
             self.divided |= dict.fromkeys((s for _, s in made), makes)
-        key = OpKey(kind, mark or self._stream(), self.core, _BACKWARD[kind] if graded else 0.0, size)
+        key = OpKey(
+            kind, mark or self._stream(), self.core, _BACKWARD[kind] if graded else 0.0, size
+        )
         entry = self._part(len(self.events) - 1).sums[key]
         entry.flops += flops
         entry.matmuls += groups
@@ -514,7 +618,11 @@ class OpRecorder(TorchDispatchMode):
         """What divides an op that no chain does, at this place."""
         module = self.events[self.open[-1]].name if self.open else ""
         inside = any(module == e or module.startswith(e + ".") for e in self.experts)
-        return "sequence" if (module + ".").startswith(self.streams) and not inside and self.streams else "whole"
+        return (
+            "sequence"
+            if (module + ".").startswith(self.streams) and not inside and self.streams
+            else "whole"
+        )
 
     def _part(self, place: int) -> ModuleRecord:
         return self.at.setdefault(place, ModuleRecord(self.events[place].name))
@@ -529,7 +637,9 @@ class OpRecorder(TorchDispatchMode):
         known = self.saved.get(storage)
         if known is None:
             self.alive.append(t)
-            self.saved[storage] = _SavedTensor(len(self.events) - 1, t, core, self._stream(), self._leaf())
+            self.saved[storage] = _SavedTensor(
+                len(self.events) - 1, t, core, self._stream(), self._leaf()
+            )
         else:
             known.core = known.core and core
         return t
@@ -537,8 +647,8 @@ class OpRecorder(TorchDispatchMode):
     # ---- the chain ----
 
     def parts(self) -> list[ModuleRecord]:
-        """The modules of the chain, in the order of the forward: those with which stages of a pipeline may begin, each
-        with all that runs until the next."""
+        """The modules of the chain, in the order of the forward: those with which stages of a
+        pipeline may begin, each with all that runs until the next."""
         bare = ForwardGraph(tuple(self.events), (), {}, frozenset(), {}, containers_of(self.model))
         starts = {event.name: place for place, event in enumerate(self.events)}
         names = [atom.module for atom in split_points(bare, set(self.blocks))]
@@ -546,7 +656,9 @@ class OpRecorder(TorchDispatchMode):
         self._settle()
         used: set[int] = set()
         chain = list[ModuleRecord]()
-        for name, begin, end in zip(names, [0, *begins[1:]], [*begins[1:], len(self.events)], strict=True):
+        for name, begin, end in zip(
+            names, [0, *begins[1:]], [*begins[1:], len(self.events)], strict=True
+        ):
             here = ModuleRecord(name, repeated=name in self.blocks)
             for place in range(begin, end):
                 here.add(self.at.get(place, ModuleRecord("")))
@@ -563,8 +675,11 @@ class OpRecorder(TorchDispatchMode):
                 part.bytes["output_bytes"] = found[self.like[part.name]].bytes["output_bytes"]
         return chain
 
-    def _parameters(self, events: Sequence[GraphNode], used: set[int]) -> tuple[dict[Cut, int], bool]:
-        """Elements of the parameters of these calls that none before has used; or of all, and that they are tied."""
+    def _parameters(
+        self, events: Sequence[GraphNode], used: set[int]
+    ) -> tuple[dict[Cut, int], bool]:
+        """Elements of the parameters of these calls that none before has used; or of all, and that
+        they are tied."""
         found: dict[int, nn.Parameter] = {}
         for event in events:
             own = self.modules[event.name].parameters(recurse=event.name in self.like)
@@ -581,18 +696,25 @@ class OpRecorder(TorchDispatchMode):
         for storage, one in self.saved.items():
             cut = self.divided.get(storage) or ("whole" if storage in self.gathered else one.cut)
             sums = self._part(one.place).sums
-            key = next((k for k in sums if k.core and k.kind == "attention"), None) if one.core else None
+            key = (
+                next((k for k in sums if k.core and k.kind == "attention"), None)
+                if one.core
+                else None
+            )
             entry = sums[key or OpKey("memory", cut, one.core, _BACKWARD["memory"])]
             entry.saved += one.tensor.untyped_storage().nbytes()
             entry.names[one.leaf] = None
         self.saved = {}
 
 
-# ---- ops -----------------------------------------------------------------------------------------------------------
+# ---- ops -----------------------------------------------------------------------------------------
 
 
-def _work(packet: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Kind, float, float, tuple[int, ...], int]:
-    """Of an op: its kind; its FLOPs, and those in full; the size of a matmul, and how many of equal size it is."""
+def _work(
+    packet: Any, args: tuple, kwargs: dict, out: Any
+) -> tuple[Kind, float, float, tuple[int, ...], int]:
+    """Of an op: its kind; its FLOPs, and those in full; the size of a matmul, and how many of equal
+    size it is."""
     if packet in _ATTENTION:
         query, key, value = args[:3]
         full = float(sdpa_flop_count(query.shape, key.shape, value.shape))
@@ -606,12 +728,20 @@ def _work(packet: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Kind, float
     if packet in flop_registry:
         flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
         shape = (args[2] if packet in _ADDED else args[1]).shape
-        return "matmul", flops, flops, tuple(sorted(shape[-2:])) if len(shape) < 4 else tuple(shape), 1
+        return (
+            "matmul",
+            flops,
+            flops,
+            tuple(sorted(shape[-2:])) if len(shape) < 4 else tuple(shape),
+            1,
+        )
     return _NONE
 
 
 def _is_heavy(packet: Any) -> bool:
-    return packet in flop_registry or packet in _ATTENTION or packet in (GROUPED, _ATTENTION_BACKWARD)
+    return (
+        packet in flop_registry or packet in _ATTENTION or packet in (GROUPED, _ATTENTION_BACKWARD)
+    )
 
 
 def _moved(given: list[tuple[Tensor, int]], made: list[tuple[Tensor, int]]) -> int:

@@ -1,4 +1,5 @@
-"""Chain: which part of a model a stage of a pipeline holds, in closed form: the first, the last, and those between."""
+"""Chain: which part of a model a stage of a pipeline holds, in closed form: the first, the last,
+and those between."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from .model_work import BlockWork, ModelWork
 
 @dataclass(frozen=True)
 class StageShare:
-    """Of each choice: how many of the repeated blocks a rank holds, over all of them; and whether (0 or 1) it has what
-    is before and after these."""
+    """Of each choice: how many of the repeated blocks a rank holds, over all of them; and whether
+    (0 or 1) it has what is before and after these."""
 
     layers: Array
     before: Array
@@ -35,15 +36,24 @@ class StageShare:
 
 
 def chain_parts(work: ModelWork) -> tuple[list[BlockWork], list[BlockWork], list[BlockWork]]:
-    """What is before the repeated blocks, these, and what is after; what stands between two of them is theirs."""
-    places = [i for i, block in enumerate(work.blocks) if block.repeated] or [0, len(work.blocks) - 1]
+    """What is before the repeated blocks, these, and what is after; what stands between two of them
+    is theirs."""
+    places = [i for i, block in enumerate(work.blocks) if block.repeated] or [
+        0,
+        len(work.blocks) - 1,
+    ]
     first, last = places[0], places[-1]
-    return list(work.blocks[:first]), list(work.blocks[first : last + 1]), list(work.blocks[last + 1 :])
+    return (
+        list(work.blocks[:first]),
+        list(work.blocks[first : last + 1]),
+        list(work.blocks[last + 1 :]),
+    )
 
 
 def recomputed_share(work: ModelWork, choices: LayoutBatch) -> tuple[Array, Array]:
-    """Of a rank's repeated blocks the share that runs again, where every k-th of the model does: of the rank that has
-    the most of these; and so that what is left is what the rank keeps that keeps the most."""
+    """Of a rank's repeated blocks the share that runs again, where every k-th of the model does: of
+    the rank that has the most of these; and so that what is left is what the rank keeps that keeps
+    the most."""
     again = choices.again
     some = (again > 0) & (again < 1) & (work.depth > 0)
     if not some.any():
@@ -53,7 +63,10 @@ def recomputed_share(work: ModelWork, choices: LayoutBatch) -> tuple[Array, Arra
     every = np.rint(1 / np.where(some, again, 1)).astype(np.int64)
     keys = (((p.astype(np.int64) << 16) + v.astype(np.int64) << 16) + every << 1) + folded
     found, place = np.unique(keys[some], return_inverse=True)
-    counts = [_dealt(k >> 33, (k >> 17) & 0xFFFF, (k >> 1) & 0xFFFF, bool(k & 1), work.depth) for k in found.tolist()]
+    counts = [
+        _dealt(k >> 33, (k >> 17) & 0xFFFF, (k >> 1) & 0xFFFF, bool(k & 1), work.depth)
+        for k in found.tolist()
+    ]
     repeated, kept = np.array(counts, dtype=float)[place].T
     first, between, _ = stage_shares(work, choices)
     layers = work.depth * np.where(p > 2, between.layers, first.layers)[some]
@@ -65,7 +78,8 @@ def recomputed_share(work: ModelWork, choices: LayoutBatch) -> tuple[Array, Arra
 
 @cache
 def _dealt(ranks: int, chunks: int, every: int, folded: bool, depth: int) -> tuple[int, int]:
-    """Of blocks dealt out evenly to all stages, the most that one rank runs again, and the most that one keeps."""
+    """Of blocks dealt out evenly to all stages, the most that one rank runs again, and the most
+    that one keeps."""
     count = ranks * chunks
     bounds = [stage * depth // count for stage in range(count + 1)]
     again, kept = [0] * ranks, [0] * ranks
@@ -80,13 +94,17 @@ def _dealt(ranks: int, chunks: int, every: int, folded: bool, depth: int) -> tup
 
 @cache
 def is_v_shaped(name: str) -> bool:
-    """Whether stages of this schedule go down the ranks and come back. Raises ConfigError for an unknown name."""
+    """Whether stages of this schedule go down the ranks and come back. Raises ConfigError for an
+    unknown name."""
     return schedules.make_schedule(name, 2, 1).placement[:4] == (0, 1, 1, 0)
 
 
-def stage_shares(work: ModelWork, choices: LayoutBatch) -> tuple[StageShare, StageShare, StageShare]:
-    """The first rank of the pipeline, one between, and the last. Blocks are dealt out evenly; where they do not divide,
-    the ends, which have more to do, hold one less. Of a V, the first rank has both ends of the model."""
+def stage_shares(
+    work: ModelWork, choices: LayoutBatch
+) -> tuple[StageShare, StageShare, StageShare]:
+    """The first rank of the pipeline, one between, and the last. Blocks are dealt out evenly; where
+    they do not divide, the ends, which have more to do, hold one less. Of a V, the first rank has
+    both ends of the model."""
     p, depth = choices.sizes["pp"], max(1, work.depth)
     each = p * choices.chunks
     even = (depth % each == 0) | (work.depth == 0)  # what has no repeated blocks is dealt out whole
@@ -97,6 +115,10 @@ def stage_shares(work: ModelWork, choices: LayoutBatch) -> tuple[StageShare, Sta
     folded = np.array([is_v_shaped(name) for name in choices.schedules])[choices.schedule]
     return (
         StageShare(ends, one, np.where(whole | folded, 1.0, 0.0)),
-        StageShare(np.where(whole, 1.0, most / depth), np.where(whole, 1.0, none), np.where(whole, 1.0, none)),
+        StageShare(
+            np.where(whole, 1.0, most / depth),
+            np.where(whole, 1.0, none),
+            np.where(whole, 1.0, none),
+        ),
         StageShare(ends, np.where(whole, 1.0, 0.0), np.where(whole | ~folded, 1.0, 0.0)),
     )

@@ -1,4 +1,5 @@
-"""Practice: in which dtypes a framework keeps and sends what belongs to a parameter, and what it lets overlap. Data."""
+"""Practice: in which dtypes a framework keeps and sends what belongs to a parameter, and what it
+lets overlap. Data."""
 
 from __future__ import annotations
 
@@ -8,22 +9,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPolicy:
-    """Bytes of one parameter: `weight_bytes` that rest; `copy_bytes` of a second copy in the dtype computed in, where
-    there is one: a lasting one, which weights that fsdp gathers have none of, or, if `copies_live`, one for each
-    microbatch in flight, of all that is not computed again (autocast's). `grad_bytes` of its gradient; `state_bytes` of
-    the optimizer (with master weights). On the wire: `reduce_bytes` of its gradient, `gather_bytes` where sharded
-    weights are gathered. `update_bytes` that an optimizer step reads and writes; `added_bytes`: where a
-    microbatch's gradient is added to those before.
-    `logit_bytes` at the peak, of one logit; whether these `logits_stay` through the backward, as Megatron-Core's fused
-    cross-entropy leaves them. `dummy_bytes` of one block's gradients that stand in for those which a fused matmul has
-    summed elsewhere (Transformer Engine).
-    `messages`: in how many the sharded weights of a block are gathered, or its gradients reduced. `overlaps`: whether
-    sums of gradients over data axes run beside backward; `sends_beside`: whether what the chunks of an interleaved
-    pipeline send runs beside compute, as Megatron-Core overlaps it. `keeps_sent`: whether a stage keeps what it sent
-    until the gradient comes, which Megatron-Core does not. `scatters`: whether ranks of tp send a part each of
-    what goes to the next stage, and gather it there (Narayanan et al. 2021). `offloads`: what rests in host memory
-    where a layout is offloaded, of weights, gradients, optimizer and activations (of these, inputs of blocks that run
-    again; Rajbhandari et al. 2021, ZeRO-Infinity).
+    """Bytes of one parameter: `weight_bytes` that rest; `copy_bytes` of a second copy in the dtype
+    computed in, where there is one: a lasting one, which weights that fsdp gathers have none of,
+    or, if `copies_live`, one for each microbatch in flight, of all that is not computed again
+    (autocast's). `grad_bytes` of its gradient; `state_bytes` of the optimizer (with master
+    weights). On the wire: `reduce_bytes` of its gradient, `gather_bytes` where sharded weights are
+    gathered. `update_bytes` that an optimizer step reads and writes; `added_bytes`: where a
+    microbatch's gradient is added to those before. `logit_bytes` at the peak, of one logit; whether
+    these `logits_stay` through the backward, as Megatron-Core's fused cross-entropy leaves them.
+    `dummy_bytes` of one block's gradients that stand in for those which a fused matmul has summed
+    elsewhere (Transformer Engine). `messages`: in how many the sharded weights of a block are
+    gathered, or its gradients reduced. `overlaps`: whether sums of gradients over data axes run
+    beside backward; `sends_beside`: whether what the chunks of an interleaved pipeline send runs
+    beside compute, as Megatron-Core overlaps it. `keeps_sent`: whether a stage keeps what it sent
+    until the gradient comes, which Megatron-Core does not. `scatters`: whether ranks of tp send a
+    part each of what goes to the next stage, and gather it there (Narayanan et al. 2021).
+    `offloads`: what rests in host memory where a layout is offloaded, of weights, gradients,
+    optimizer and activations (of these, inputs of blocks that run again; Rajbhandari et al. 2021,
+    ZeRO-Infinity).
     """
 
     compute: str = "bf16"

@@ -1,6 +1,7 @@
 """Trace: the work of any module, read off forwards on tensors that have shapes and no data.
 
-Two batches tell what goes with samples from what does not: tables of positions, weights cast to another dtype.
+Two batches tell what goes with samples from what does not: tables of positions, weights cast to
+another dtype.
 """
 
 from __future__ import annotations
@@ -34,22 +35,31 @@ def profile_model(
     inputs: Sequence[str] | None = None,
     name: str = "",
 ) -> ModelWork:
-    """The work of `model` (on any device, also meta), in training, for one sample of `batch`, which holds one or more.
+    """The work of `model` (on any device, also meta), in training, for one sample of `batch`, which
+    holds one or more.
 
-    `loss`, `precision`, `roles` and `inputs` as of `weft.plan`. Kernels are those that torch has for a CPU; with
-    `device` "cuda" attention is one kernel too where values have another width than keys, and so is RMSNorm. Experts
-    are called with choices that divide tokens evenly. `model_flops` are three forwards of all matmuls and of attention
-    counted in full, as Megatron-LM counts them (Narayanan et al. 2021); of experts those that a token uses. Logits and
-    what the loss keeps of them are `vocab`'s, and no block's. Raises CannotCut for a forward that reads elements of a
-    tensor into Python.
+    `loss`, `precision`, `roles` and `inputs` as of `weft.plan`. Kernels are those that torch has
+    for a CPU; with `device` "cuda" attention is one kernel too where values have another width than
+    keys, and so is RMSNorm. Experts are called with choices that divide tokens evenly.
+    `model_flops` are three forwards of all matmuls and of attention counted in full, as Megatron-LM
+    counts them (Narayanan et al. 2021); of experts those that a token uses. Logits and what the
+    loss keeps of them are `vocab`'s, and no block's. Raises CannotCut for a forward that reads
+    elements of a tensor into Python.
     """
     found = find_roles(model, roles)
     called = tuple(inputs) if inputs is not None else named_inputs(model)
     fused = device != "cpu"
-    few, many = (record_forward(model, found, _rows(batch, count), loss, precision, called, fused) for count in (FEW, MANY))
+    few, many = (
+        record_forward(model, found, _rows(batch, count), loss, precision, called, fused)
+        for count in (FEW, MANY)
+    )
     chain = list(zip(few.parts(), many.parts(), strict=True))
     full = sum(two.full() - one.full() for one, two in chain) / (MANY - FEW)
-    ids = [t for key in called if (t := batch.get(key)) is not None and t.ndim > 1 and not t.is_floating_point()]
+    ids = [
+        t
+        for key in called
+        if (t := batch.get(key)) is not None and t.ndim > 1 and not t.is_floating_point()
+    ]
     return ModelWork(
         name or type(model).__name__,
         tuple(_merged(_block(one, two) for one, two in chain)),
@@ -67,16 +77,26 @@ def _block(few: ModuleRecord, many: ModuleRecord) -> BlockWork:
     def each(less: float, more: float) -> float:
         return (more - less) / (MANY - FEW)
 
-    moved = sum(each(one.moved, many.sums[key].moved) for key, one in few.sums.items() if key.backward)
+    moved = sum(
+        each(one.moved, many.sums[key].moved) for key, one in few.sums.items() if key.backward
+    )
     again = each(few.bytes["backward_bytes"], many.bytes["backward_bytes"]) / (moved or 1.0)
     ops = []
     for key, one in few.sums.items():
         two = many.sums[key]
         backward = again if again and key.kind == "memory" and key.backward else key.backward
         op = OpWork(
-            ", ".join(one.names), key.kind, key.cut, each(one.flops, two.flops), each(one.moved, two.moved),
-            each(one.saved, two.saved), float(one.matmuls or 1), float(one.kernels), backward, key.core,
-        )  # fmt: skip
+            ", ".join(one.names),
+            key.kind,
+            key.cut,
+            each(one.flops, two.flops),
+            each(one.moved, two.moved),
+            each(one.saved, two.saved),
+            float(one.matmuls or 1),
+            float(one.kernels),
+            backward,
+            key.core,
+        )
         if op.flops or op.moved_bytes or op.saved_bytes or op.kernels:
             ops.append(op)
     sizes: dict[str, Any] = {name: each(few.bytes[name], many.bytes[name]) for name in BYTES}
@@ -94,7 +114,9 @@ def _merged(blocks: Iterable[BlockWork]) -> Iterator[BlockWork]:
     for _, run in groupby(blocks, unnamed):
         same = list(run)
         first, last = same[0].name, same[-1].name
-        yield replace(same[0], name=first if first == last else f"{first} .. {last}", count=len(same))
+        yield replace(
+            same[0], name=first if first == last else f"{first} .. {last}", count=len(same)
+        )
 
 
 def _rows(batch: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:

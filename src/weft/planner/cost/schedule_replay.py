@@ -11,15 +11,26 @@ from .layout_batch import Array
 
 
 def replay_schedule(
-    name: str, where: Array, p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
+    name: str,
+    where: Array,
+    p: Array,
+    m: Array,
+    v: Array,
+    forward: Array,
+    backward: Array,
+    weight: Array,
 ) -> ScheduleSummary:
-    """As a closed form (`schedule.brief`), of the entries where this mask is true; 1 microbatch at once elsewhere.
+    """As a closed form (`schedule.brief`), of the entries where this mask is true; 1 microbatch at
+    once elsewhere.
 
     Raises ConfigError for what `schedule.make` does not make."""
     idle, first, last = np.zeros(len(where)), np.ones(len(where)), np.ones(len(where))
     for i in np.flatnonzero(where):
         ranks, microbatches, chunks = int(p[i]), int(m[i]), int(v[i])
-        made, of_rank = schedules.make_schedule(name, ranks, microbatches), [float(x[i]) for x in (forward, backward, weight)]
+        made, of_rank = (
+            schedules.make_schedule(name, ranks, microbatches),
+            [float(x[i]) for x in (forward, backward, weight)],
+        )
         took = simulate(made, ActionCosts(*(seconds / chunks for seconds in of_rank))).makespan_s
         live = peak_live(made)
         idle[i] = took - microbatches * sum(of_rank)

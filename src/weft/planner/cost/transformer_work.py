@@ -1,7 +1,8 @@
-"""Dims: the work of a transformer from its dimensions alone, for models that are published as numbers.
+"""Dims: the work of a transformer from its dimensions alone, for models that are published as
+numbers.
 
-Activations are those of Korthikanti et al. 2022 (table 2), and of the same sums with a fused attention, a gated MLP and
-grouped keys; FLOPs those of Narayanan et al. 2021.
+Activations are those of Korthikanti et al. 2022 (table 2), and of the same sums with a fused
+attention, a gated MLP and grouped keys; FLOPs those of Narayanan et al. 2021.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ ITEM = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # of a
 
 @dataclass(frozen=True)
 class TransformerDims:
-    """A decoder: widths in elements. `moe_ffn` of one expert; `dense`: how many of the first layers have no experts;
-    `shared_ffn`: the width of what every token goes through beside its experts."""
+    """A decoder: widths in elements. `moe_ffn` of one expert; `dense`: how many of the first layers
+    have no experts; `shared_ffn`: the width of what every token goes through beside its experts."""
 
     layers: int
     hidden: int
@@ -46,40 +47,70 @@ class TransformerDims:
 
 
 def transformer_work(
-    dims: TransformerDims, dtype: str = "bf16", *, flash: bool = True, causal: bool = True, dropout: bool = False,
-    fused: bool = True, kernels: float = 1.0, name: str = "",
-) -> ModelWork:  # fmt: skip
-    """`fused`: norms, rotations and activations are kernels of their own, which keep only what goes in. `flash`: so is
-    attention, which keeps no scores; a `causal` one leaves out what is masked. `kernels`: launched in place of each
-    that is counted here."""
+    dims: TransformerDims,
+    dtype: str = "bf16",
+    *,
+    flash: bool = True,
+    causal: bool = True,
+    dropout: bool = False,
+    fused: bool = True,
+    kernels: float = 1.0,
+    name: str = "",
+) -> ModelWork:
+    """`fused`: norms, rotations and activations are kernels of their own, which keep only what goes
+    in. `flash`: so is attention, which keeps no scores; a `causal` one leaves out what is masked.
+    `kernels`: launched in place of each that is counted here."""
     item, s, h, v = ITEM[dtype], dims.seq_len, dims.hidden, dims.vocab
     token = s * h * item
     learned = () if dims.gated else (("whole", s * h),)  # positions
     first = BlockWork(
-        "embedding", 1,
+        "embedding",
+        1,
         (OpWork("embedding", "memory", "sequence", moved_bytes=3 * token),),
-        (("tp", v * h), *learned), token, reduced_bytes=token, reductions=1,
-    )  # fmt: skip
+        (("tp", v * h), *learned),
+        token,
+        reduced_bytes=token,
+        reductions=1,
+    )
     dense = dims.dense if dims.num_experts else dims.layers
     layers = [
         _layer(dims, item, flash, causal, dropout, fused, kernels, routed, count)
-        for routed, count in ((False, dense), (True, dims.layers - dense)) if count
-    ]  # fmt: skip
+        for routed, count in ((False, dense), (True, dims.layers - dense))
+        if count
+    ]
     norm = BlockWork(
-        "norm", 1,
-        (OpWork("norm", "memory", "sequence", moved_bytes=2 * token, saved_bytes=2 * token, backward=1.5),),
-        (("whole", h),), token,
-    )  # fmt: skip
+        "norm",
+        1,
+        (
+            OpWork(
+                "norm",
+                "memory",
+                "sequence",
+                moved_bytes=2 * token,
+                saved_bytes=2 * token,
+                backward=1.5,
+            ),
+        ),
+        (("whole", h),),
+        token,
+    )
     head = BlockWork(
-        "head", 1,
+        "head",
+        1,
         (
             OpWork("logits", "matmul", "tp", flops=2 * s * h * v, kernels=kernels, width=v),
-            OpWork("loss", "memory", "tp", moved_bytes=10 * s * v, backward=0.6, kernels=6 * kernels),
+            OpWork(
+                "loss", "memory", "tp", moved_bytes=10 * s * v, backward=0.6, kernels=6 * kernels
+            ),
         ),
-        (("tp", v * h),), 0.0, tied=dims.tied,
-    )  # fmt: skip
+        (("tp", v * h),),
+        0.0,
+        tied=dims.tied,
+    )
     blocks = (first, *layers, norm, head)
-    flops = 3.0 * sum(b.count * _model_flops(dims, b.name == "routed") for b in layers) + 6 * s * h * v
+    flops = (
+        3.0 * sum(b.count * _model_flops(dims, b.name == "routed") for b in layers) + 6 * s * h * v
+    )
     return ModelWork(name, blocks, s, flops, dtype, item, vocab=v)
 
 
@@ -106,59 +137,134 @@ def _layer(
     token, gates = s * h * item, 2 if dims.gated else 1
     mask = s * h if dropout else 0.0  # one byte each
     norm = OpWork(
-        "norm", "memory", "sequence", moved_bytes=2 * token * (1 if fused else 3),
-        saved_bytes=2 * token + (0 if fused else 4 * s * h), backward=1.5, kernels=kernels * (1 if fused else 6),
-    )  # fmt: skip
+        "norm",
+        "memory",
+        "sequence",
+        moved_bytes=2 * token * (1 if fused else 3),
+        saved_bytes=2 * token + (0 if fused else 4 * s * h),
+        backward=1.5,
+        kernels=kernels * (1 if fused else 6),
+    )
     add = OpWork(
-        "residual", "memory", "sequence", moved_bytes=(3 + (1 if dropout else 0)) * token + mask, saved_bytes=mask,
-        backward=1.0, kernels=2 * kernels,
-    )  # fmt: skip
+        "residual",
+        "memory",
+        "sequence",
+        moved_bytes=(3 + (1 if dropout else 0)) * token + mask,
+        saved_bytes=mask,
+        backward=1.0,
+        kernels=2 * kernels,
+    )
     if flash:
         core = [
             OpWork(
-                "attention", "attention", "tp", flops=4 * s * s * q * (0.5 if causal else 1.0),
-                saved_bytes=s * q * item + 4 * dims.heads * s, kernels=kernels, core=True, backward=2.5,
+                "attention",
+                "attention",
+                "tp",
+                flops=4 * s * s * q * (0.5 if causal else 1.0),
+                saved_bytes=s * q * item + 4 * dims.heads * s,
+                kernels=kernels,
+                core=True,
+                backward=2.5,
             )
-        ]  # fmt: skip
+        ]
     else:
         scores = dims.heads * s * s
         core = [
-            OpWork("scores", "matmul", "tp", flops=4 * s * s * q, matmuls=2, kernels=2 * kernels, core=True,
-               unit=q // dims.heads),
             OpWork(
-                "softmax", "memory", "tp", moved_bytes=(13.0 if dropout else 8.0) * scores,
+                "scores",
+                "matmul",
+                "tp",
+                flops=4 * s * s * q,
+                matmuls=2,
+                kernels=2 * kernels,
+                core=True,
+                unit=q // dims.heads,
+            ),
+            OpWork(
+                "softmax",
+                "memory",
+                "tp",
+                moved_bytes=(13.0 if dropout else 8.0) * scores,
                 saved_bytes=(5 if dropout else 2) * scores,
-                kernels=3 * kernels, core=True, backward=1.5,
+                kernels=3 * kernels,
+                core=True,
+                backward=1.5,
             ),
             OpWork("context", "memory", "tp", saved_bytes=s * q * item, kernels=0),
-        ]  # fmt: skip
+        ]
     attention = [
         norm,
-        OpWork("qkv", "matmul", "tp", flops=2 * s * h * (q + 2 * k),
-           saved_bytes=s * (q + 2 * k + (0 if fused else q + k)) * item,
-           kernels=2 * kernels, width=q),
+        OpWork(
+            "qkv",
+            "matmul",
+            "tp",
+            flops=2 * s * h * (q + 2 * k),
+            saved_bytes=s * (q + 2 * k + (0 if fused else q + k)) * item,
+            kernels=2 * kernels,
+            width=q,
+        ),
         *core,
         OpWork("projection", "matmul", "tp", flops=2 * s * q * h, kernels=kernels, width=q),
         add,
-    ]  # fmt: skip
-    params: list[tuple[Cut, float]] = [("tp", h * (2 * q + 2 * k)), ("whole", 2 * h if dims.gated else 9 * h)]
+    ]
+    params: list[tuple[Cut, float]] = [
+        ("tp", h * (2 * q + 2 * k)),
+        ("whole", 2 * h if dims.gated else 9 * h),
+    ]
     f = dims.ffn
     if routed:
         rows, f = dims.top_k, dims.moe_ffn
-        gate = OpWork("router", "memory", "sequence", moved_bytes=2 * token, saved_bytes=0, kernels=8 * kernels)
+        gate = OpWork(
+            "router",
+            "memory",
+            "sequence",
+            moved_bytes=2 * token,
+            saved_bytes=0,
+            kernels=8 * kernels,
+        )
         groups = max(1, dims.num_experts)
         inner = s * rows * f * item
         travelled = s * rows * h * item
         mlp = [
             gate,
-            OpWork("permute", "memory", "whole", moved_bytes=4 * travelled, saved_bytes=2 * travelled, kernels=6 * kernels),
-            OpWork("experts up", "matmul", "expert", flops=2 * s * rows * h * f * gates, matmuls=groups,
-               saved_bytes=inner * gates, kernels=2 * kernels),
-            OpWork("activation", "memory", "expert", moved_bytes=inner * (gates + 1), saved_bytes=inner,
-               kernels=2 * kernels),
-            OpWork("experts down", "matmul", "expert", flops=2 * s * rows * h * f, matmuls=groups, kernels=2 * kernels),
-        ]  # fmt: skip
-        params += [("expert", (gates + 1) * h * f * dims.num_experts), ("whole", h * dims.num_experts)]
+            OpWork(
+                "permute",
+                "memory",
+                "whole",
+                moved_bytes=4 * travelled,
+                saved_bytes=2 * travelled,
+                kernels=6 * kernels,
+            ),
+            OpWork(
+                "experts up",
+                "matmul",
+                "expert",
+                flops=2 * s * rows * h * f * gates,
+                matmuls=groups,
+                saved_bytes=inner * gates,
+                kernels=2 * kernels,
+            ),
+            OpWork(
+                "activation",
+                "memory",
+                "expert",
+                moved_bytes=inner * (gates + 1),
+                saved_bytes=inner,
+                kernels=2 * kernels,
+            ),
+            OpWork(
+                "experts down",
+                "matmul",
+                "expert",
+                flops=2 * s * rows * h * f,
+                matmuls=groups,
+                kernels=2 * kernels,
+            ),
+        ]
+        params += [
+            ("expert", (gates + 1) * h * f * dims.num_experts),
+            ("whole", h * dims.num_experts),
+        ]
         if dims.shared_ffn:
             mlp += _mlp(dims, dims.shared_ffn, item, fused, kernels)
             params += [("tp", (gates + 1) * h * dims.shared_ffn)]
@@ -166,13 +272,27 @@ def _layer(
         mlp = _mlp(dims, f, item, fused, kernels)
         params += [("tp", (gates + 1) * h * f + (0 if dims.gated else f))]
     return BlockWork(
-        "routed" if routed else "layer", count, (*attention, norm, *mlp, add), tuple(params),
-        token, reduced_bytes=2 * token, reductions=2, key_bytes=2 * s * k * item, query_bytes=2 * s * q * item,
-        routed_bytes=s * dims.top_k * h * item if routed else 0.0, experts=dims.num_experts if routed else 0,
-        kv_heads=dims.kv_heads or dims.heads, heads=dims.heads,
-        # gradients of what the activation reads; that of what it gives takes the place of what it gave, if it is fused
-        working_bytes=item * s * (gates + (0 if fused else 1)) * (f * (dims.top_k if routed else 1)), repeated=True,
-    )  # fmt: skip
+        "routed" if routed else "layer",
+        count,
+        (*attention, norm, *mlp, add),
+        tuple(params),
+        token,
+        reduced_bytes=2 * token,
+        reductions=2,
+        key_bytes=2 * s * k * item,
+        query_bytes=2 * s * q * item,
+        routed_bytes=s * dims.top_k * h * item if routed else 0.0,
+        experts=dims.num_experts if routed else 0,
+        kv_heads=dims.kv_heads or dims.heads,
+        heads=dims.heads,
+        # gradients of what the activation reads; that of what it gives takes the place of what it
+        # gave, if it is fused
+        working_bytes=item
+        * s
+        * (gates + (0 if fused else 1))
+        * (f * (dims.top_k if routed else 1)),
+        repeated=True,
+    )
 
 
 def _mlp(dims: TransformerDims, width: int, item: int, fused: bool, kernels: float) -> list[OpWork]:

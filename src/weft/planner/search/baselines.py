@@ -1,4 +1,5 @@
-"""Obvious: the layouts that come to everyone's mind, each as a pattern, and why it is not the best."""
+"""Obvious: the layouts that come to everyone's mind, each as a pattern, and why it is not the
+best."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ NEAR = 1 + TIE  # times as long is no loss to speak of
 
 @dataclass(frozen=True)
 class Baseline:
-    """`pattern`: what it is; `row`: its best choice, if there is one; `why` it is not the best layout."""
+    """`pattern`: what it is; `row`: its best choice, if there is one; `why` it is not the best
+    layout."""
 
     name: str
     pattern: str
@@ -40,7 +42,9 @@ def baseline_patterns(question: PlanQuery, devices: int) -> Iterator[tuple[str, 
     heads = any(block.heads for block in work.blocks)
     if devices == 1:
         return
-    several = any(devices % size == 0 for size in range(2, math.isqrt(devices) + 1))  # two axes have room
+    several = any(
+        devices % size == 0 for size in range(2, math.isqrt(devices) + 1)
+    )  # two axes have room
     yield "data parallel", f"dp{devices}"
     yield "fully sharded", f"fsdp{devices}"
     if nodes > 1:
@@ -48,7 +52,10 @@ def baseline_patterns(question: PlanQuery, devices: int) -> Iterator[tuple[str, 
     if heads and node > 1:
         yield "tensor parallel in a node", f"dp*.tp{node}" if nodes > 1 else f"tp{node}"
     if heads and nodes > 1:
-        yield "tensor parallel over two nodes", f"dp*.tp{2 * node}" if nodes > 2 else f"tp{2 * node}"
+        yield (
+            "tensor parallel over two nodes",
+            f"dp*.tp{2 * node}" if nodes > 2 else f"tp{2 * node}",
+        )
     if work.depth > 1 and several:
         yield "pipeline and data parallel", "pp*.dp*"
         if heads and nodes > 3:
@@ -59,8 +66,11 @@ def baseline_patterns(question: PlanQuery, devices: int) -> Iterator[tuple[str, 
         yield "experts on all", f"ep{devices}"
 
 
-def baselines(question: PlanQuery, devices: int, best: RankedLayout, ranked: Sequence[RankedLayout] = ()) -> list[Baseline]:
-    """Each that is not the best layout itself. One that is among the `ranked` is what it is there, unless faster."""
+def baselines(
+    question: PlanQuery, devices: int, best: RankedLayout, ranked: Sequence[RankedLayout] = ()
+) -> list[Baseline]:
+    """Each that is not the best layout itself. One that is among the `ranked` is what it is there,
+    unless faster."""
     known: dict[str, RankedLayout] = {}
     for row in ranked:
         known.setdefault(row.layout, row)
@@ -70,7 +80,9 @@ def baselines(question: PlanQuery, devices: int, best: RankedLayout, ranked: Seq
         if first is None:
             found.append(Baseline(name, text, None, _refused(question, devices, text)))
         elif first.layout != best.layout:
-            least = min((first, known.get(first.layout, first)), key=lambda row: (not row.fits, row.step_s))
+            least = min(
+                (first, known.get(first.layout, first)), key=lambda row: (not row.fits, row.step_s)
+            )
             found.append(Baseline(name, text, least, why_slower(question, least, best)))
     return found
 
@@ -99,7 +111,10 @@ def why_slower(question: PlanQuery, row: RankedLayout, best: RankedLayout) -> st
         return excess_text(row)
     times = row.step_s / best.step_s
     if times < 1 / NEAR:
-        return f"{1 / times - 1:.0%} faster in microbatches of {row.microbatch}, but left out of this search"
+        return (
+            f"{1 / times - 1:.0%} faster in microbatches of {row.microbatch}, but left out of this"
+            " search"
+        )
     if times < NEAR:
         more = len(Layout.parse(row.layout).axes) > len(Layout.parse(best.layout).axes)
         return "as fast" + (", with more axes" if more else "")

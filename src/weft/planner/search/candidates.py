@@ -1,6 +1,8 @@
-"""Candidates: the layouts that rules allow, each with its microbatches, recomputation and schedule, as arrays.
+"""Candidates: the layouts that rules allow, each with its microbatches, recomputation and schedule,
+as arrays.
 
-Columns are crossed one after the other, and rows are dropped as soon as a rule that they break has its columns.
+Columns are crossed one after the other, and rows are dropped as soon as a rule that they break has
+its columns.
 """
 
 from __future__ import annotations
@@ -21,15 +23,25 @@ from .constraints import HABITS, LEGAL, SCHEDULES, SPREADING, STAGES, Constraint
 from .layout_pattern import ANY, LayoutPattern
 from .query import PlanQuery
 
-RECOMPUTE: tuple[tuple[float, bool], ...] = ((0.0, False), (0.0, True), (1.0, False), (1 / 2, False), (1 / 3, False))
+RECOMPUTE: tuple[tuple[float, bool], ...] = (
+    (0.0, False),
+    (0.0, True),
+    (1.0, False),
+    (1 / 2, False),
+    (1 / 3, False),
+)
 MOST_CHUNKS = 16  # stages of a rank
-WITH_CHUNKS = tuple(name for name in SCHEDULES if "chunks" in inspect.signature(schedules.builtin_schedules()[name]).parameters)
+WITH_CHUNKS = tuple(
+    name
+    for name in SCHEDULES
+    if "chunks" in inspect.signature(schedules.builtin_schedules()[name]).parameters
+)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """`choices`, and of each the axes that spread experts too: bit i of `spread` is axis i of SPREADING. `habits`: what
-    left others out."""
+    """`choices`, and of each the axes that spread experts too: bit i of `spread` is axis i of
+    SPREADING. `habits`: what left others out."""
 
     choices: LayoutBatch
     spread: Array
@@ -56,7 +68,9 @@ class Candidates:
             options.append(("tp", "sequence"))
         if c.gather[index]:
             options.append(("cp", "gather"))
-        options += [(axis, "ep") for bit, axis in enumerate(SPREADING) if self.spread[index] >> bit & 1]
+        options += [
+            (axis, "ep") for bit, axis in enumerate(SPREADING) if self.spread[index] >> bit & 1
+        ]
         return Layout(tuple(live) or (("dp", 1),), tuple(options))
 
     def recompute(self, index: int) -> str | int:
@@ -78,7 +92,14 @@ class Candidates:
     def kinds(self) -> Array:
         """A number for each: the same for those of one layout."""
         c = self.choices
-        columns = [*(c.sizes[axis] for axis in AXES), c.zero, c.offload, c.sequence, c.gather, self.spread]
+        columns = [
+            *(c.sizes[axis] for axis in AXES),
+            c.zero,
+            c.offload,
+            c.sequence,
+            c.gather,
+            self.spread,
+        ]
         return np.unique(np.stack(columns, 1), axis=0, return_inverse=True)[1].reshape(-1)
 
 
@@ -89,7 +110,7 @@ def join_candidates(parts: Sequence[Candidates]) -> Candidates:
     return Candidates(LayoutBatch.joined([part.choices for part in parts]), spread, habits)
 
 
-# ---- enumerating -----------------------------------------------------------------------------------------------------
+# ---- enumerating ---------------------------------------------------------------------------------
 
 
 class _Table:
@@ -103,7 +124,8 @@ class _Table:
         return len(next(iter(self.columns.values()))) if self.columns else 1
 
     def cross(self, new: Mapping[str, Array]) -> None:
-        """Every row with every entry of these columns, which are of equal length; then what the rules leave."""
+        """Every row with every entry of these columns, which are of equal length; then what the
+        rules leave."""
         count, rows = len(next(iter(new.values()))), len(self)
         self.columns = {name: np.repeat(column, count) for name, column in self.columns.items()}
         self.columns |= {name: np.tile(column, rows) for name, column in new.items()}
@@ -113,7 +135,8 @@ class _Table:
         self.columns = {name: column[mask] for name, column in self.columns.items()}
 
     def held(self, new: Iterable[str]) -> None:
-        """Drop the rows that break a rule which could not be asked before there were these columns."""
+        """Drop the rows that break a rule which could not be asked before there were these
+        columns."""
         for rule in self.rules:
             if set(rule.needs) & set(new) and set(rule.needs) <= set(self.columns):
                 mask = np.asarray(rule.holds(self.columns, self.question))
@@ -123,8 +146,8 @@ class _Table:
 
 
 def constraints_for(pattern: LayoutPattern, wide: bool) -> tuple[Constraint, ...]:
-    """Those that a search asks. Habits are not asked of an axis whose size is given, of an option that is, and of none
-    where it is `wide`."""
+    """Those that a search asks. Habits are not asked of an axis whose size is given, of an option
+    that is, and of none where it is `wide`."""
 
     def given(about: str) -> bool:
         axis, _, option = about.partition("+")
@@ -133,9 +156,11 @@ def constraints_for(pattern: LayoutPattern, wide: bool) -> tuple[Constraint, ...
     return (*LEGAL, *(rule for rule in HABITS if not (wide or given(rule.about))))
 
 
-def find_candidates(question: PlanQuery, devices: int, pattern: LayoutPattern = ANY, wide: bool = False) -> Candidates:
-    """All that the rules allow of a pattern on so many devices, pipelines with the schedule that the pattern names, or
-    1F1B, which needs the least memory: `scheduled` gives the others."""
+def find_candidates(
+    question: PlanQuery, devices: int, pattern: LayoutPattern = ANY, wide: bool = False
+) -> Candidates:
+    """All that the rules allow of a pattern on so many devices, pipelines with the schedule that
+    the pattern names, or 1F1B, which needs the least memory: `scheduled` gives the others."""
     table = _Table(question, constraints_for(pattern, wide))
     fit = divisors(devices)
     for axis in ("tp", "up", "cp", "pp", "ep", "fsdp", "dp"):
@@ -156,14 +181,18 @@ def find_candidates(question: PlanQuery, devices: int, pattern: LayoutPattern = 
     table.keep((table.columns["cp"] > 1) | ~table.columns["gather"])
     table.cross({"spread": np.array(folds)})
     offload = "offload" in pattern.given("fsdp")
-    table.cross({"zero": np.repeat(levels or [1, 2, 3], 1), "offload": np.repeat(offload, len(levels) or 3)})
+    table.cross(
+        {"zero": np.repeat(levels or [1, 2, 3], 1), "offload": np.repeat(offload, len(levels) or 3)}
+    )
     if not levels and offload:  # what a pattern asks for is not dropped for what it does not name
         table.keep(table.columns["fsdp"] > 1)
     _parted(table)
     return _scheduled(table, pattern.given("pp") or SCHEDULES[:1])
 
 
-def with_schedules(found: Candidates, question: PlanQuery, pattern: LayoutPattern = ANY, wide: bool = False) -> Candidates:
+def with_schedules(
+    found: Candidates, question: PlanQuery, pattern: LayoutPattern = ANY, wide: bool = False
+) -> Candidates:
     """The pipelines among these, with every other schedule that the rules allow."""
     table = _Table(question, constraints_for(pattern, wide))
     table.columns = _columns(found)
@@ -171,9 +200,11 @@ def with_schedules(found: Candidates, question: PlanQuery, pattern: LayoutPatter
     return _scheduled(table, [] if pattern.given("pp") else SCHEDULES[1:])
 
 
-def layout_variants(one: Candidates, question: PlanQuery, schedules: Sequence[tuple[str, int]]) -> Candidates:
-    """One layout as it is, with every number of microbatches and all recomputation that the rules allow, and each of
-    these schedules with so many stages of a rank."""
+def layout_variants(
+    one: Candidates, question: PlanQuery, schedules: Sequence[tuple[str, int]]
+) -> Candidates:
+    """One layout as it is, with every number of microbatches and all recomputation that the rules
+    allow, and each of these schedules with so many stages of a rank."""
     table = _Table(question, LEGAL)
     open_ = ("microbatch", "accumulate", "again", "selective")
     table.columns = {name: column for name, column in _columns(one).items() if name not in open_}
@@ -191,13 +222,26 @@ def layout_variants(one: Candidates, question: PlanQuery, schedules: Sequence[tu
 def schedule_variants(names: Iterable[str]) -> list[tuple[str, int]]:
     """Each of these schedules with the numbers of stages of a rank that it may have."""
     several = range(2, MOST_CHUNKS + 1)
-    return [(name, chunks) for name in names for chunks in (several if name in WITH_CHUNKS else (STAGES[name],))]
+    return [
+        (name, chunks)
+        for name in names
+        for chunks in (several if name in WITH_CHUNKS else (STAGES[name],))
+    ]
 
 
 def _columns(found: Candidates) -> dict[str, Array]:
     """All that rules ask of a choice, less its schedule."""
     c = found.choices
-    names = ("zero", "offload", "sequence", "gather", "microbatch", "accumulate", "again", "selective")
+    names = (
+        "zero",
+        "offload",
+        "sequence",
+        "gather",
+        "microbatch",
+        "accumulate",
+        "again",
+        "selective",
+    )
     return {**c.sizes, **{name: getattr(c, name) for name in names}, "spread": found.spread}
 
 
@@ -212,36 +256,55 @@ def _parted(table: _Table) -> None:
 
 
 def _with_schedules(table: _Table, pairs: Sequence[tuple[int, int]]) -> None:
-    """Rows with each of these schedules and stages of a rank: where there are several, as far as they are sensible."""
+    """Rows with each of these schedules and stages of a rank: where there are several, as far as
+    they are sensible."""
     depth = table.question.work.depth
     kinds, chunks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     table.cross({"schedule": kinds, "chunks": chunks})
     c = table.columns
-    even = (depth % (c["pp"] * c["chunks"]) == 0) | (c["chunks"] & (c["chunks"] - 1) == 0) | (len(pairs) == 1)
+    even = (
+        (depth % (c["pp"] * c["chunks"]) == 0)
+        | (c["chunks"] & (c["chunks"] - 1) == 0)
+        | (len(pairs) == 1)
+    )
     first = (c["schedule"] == pairs[0][0]) & (c["chunks"] == pairs[0][1]) if pairs else even
     table.keep(np.where(c["pp"] > 1, even, first))
 
 
 def _scheduled(table: _Table, names: Sequence[str]) -> Candidates:
     """Rows with each of these schedules."""
-    _with_schedules(table, [(SCHEDULES.index(name), chunks) for name, chunks in schedule_variants(names)])
+    _with_schedules(
+        table, [(SCHEDULES.index(name), chunks) for name, chunks in schedule_variants(names)]
+    )
     c = table.columns
     ranks, strides = np.ones(len(table), dtype=np.int64), {}
     for axis in reversed(AXES):
         strides[axis], ranks = ranks, ranks * c[axis]
     choices = LayoutBatch(
-        sizes={axis: c[axis] for axis in AXES}, strides=strides, experts=expert_ranks(c, of_tp=False),
-        sequence=c["sequence"], gather=c["gather"],
-        zero=c["zero"], shards=c["fsdp"], offload=c["offload"], schedule=c["schedule"], schedules=SCHEDULES,
-        chunks=np.where(c["pp"] > 1, c["chunks"], 1), microbatch=c["microbatch"], accumulate=c["accumulate"],
-        again=c["again"], selective=c["selective"],
-    )  # fmt: skip
+        sizes={axis: c[axis] for axis in AXES},
+        strides=strides,
+        experts=expert_ranks(c, of_tp=False),
+        sequence=c["sequence"],
+        gather=c["gather"],
+        zero=c["zero"],
+        shards=c["fsdp"],
+        offload=c["offload"],
+        schedule=c["schedule"],
+        schedules=SCHEDULES,
+        chunks=np.where(c["pp"] > 1, c["chunks"], 1),
+        microbatch=c["microbatch"],
+        accumulate=c["accumulate"],
+        again=c["again"],
+        selective=c["selective"],
+    )
     return Candidates(choices, c["spread"], frozenset(table.habits))
 
 
-def fewer_devices(question: PlanQuery, pattern: LayoutPattern, devices: int, most: int) -> list[int]:
-    """The largest numbers of ranks below this that are products of sizes which the rules allow alone, and of these the
-    largest that fills nodes."""
+def fewer_devices(
+    question: PlanQuery, pattern: LayoutPattern, devices: int, most: int
+) -> list[int]:
+    """The largest numbers of ranks below this that are products of sizes which the rules allow
+    alone, and of these the largest that fills nodes."""
     none, node = dict.fromkeys(AXES, 1) | {"chunks": 1}, question.cluster.hardware.node
     found = {1}
     for axis in AXES:
@@ -269,7 +332,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*found, *(number // n for n in found)})
 
 
-# ---- what was left out -----------------------------------------------------------------------------------------------
+# ---- what was left out ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -286,11 +349,15 @@ def find_left_out(question: PlanQuery, devices: int, pattern: LayoutPattern = AN
     found: dict[tuple[str, Constraint], list[int]] = {}
     for axis in AXES:
         for size in pattern.of(axis, divisors(devices)):
-            rule = first_broken(dict.fromkeys(AXES, 1) | {axis: size}, question) if size > 1 else None
+            rule = (
+                first_broken(dict.fromkeys(AXES, 1) | {axis: size}, question) if size > 1 else None
+            )
             if rule is not None:
                 found.setdefault((axis, rule), []).append(size)
     return [
-        LeftOut(axis, tuple(sizes), rule.reason(dict.fromkeys(AXES, 1) | {axis: sizes[0]}, question))
+        LeftOut(
+            axis, tuple(sizes), rule.reason(dict.fromkeys(AXES, 1) | {axis: sizes[0]}, question)
+        )
         for (axis, rule), sizes in found.items()
     ]
 

@@ -1,5 +1,5 @@
-"""Rules: which choices can be, by the work alone, and which are worth a look. Each is written once, over arrays, with
-the words for what it leaves out.
+"""Rules: which choices can be, by the work alone, and which are worth a look. Each is written once,
+over arrays, with the words for what it leaves out.
 
 What the model itself would refuse beyond these (`legal`) is asked of weft's planner at the end.
 """
@@ -26,8 +26,9 @@ SPREADING = ("dp", "fsdp", "cp", "up", "tp")  # bit i of `spread`: axis i also s
 
 @dataclass(frozen=True)
 class Constraint:
-    """`holds` for which rows, once the columns that it `needs` are there; `reason` where it does not, of one row.
-    `about`: an axis, or an option of it; where its size is given, or the option, a rule of HABITS is not asked."""
+    """`holds` for which rows, once the columns that it `needs` are there; `reason` where it does
+    not, of one row. `about`: an axis, or an option of it; where its size is given, or the option, a
+    rule of HABITS is not asked."""
 
     needs: tuple[str, ...]
     holds: Callable[[Columns, PlanQuery], Array]
@@ -44,7 +45,8 @@ def axis_product(columns: Columns, *axes: str) -> Any:
 
 
 def expert_ranks(columns: Columns, of_tp: bool = True) -> Any:
-    """Ranks over which experts are spread; without those of tp, which has as much of them if it cuts each."""
+    """Ranks over which experts are spread; without those of tp, which has as much of them if it
+    cuts each."""
     found = columns["ep"]
     for bit, axis in enumerate(SPREADING):
         if of_tp or axis != "tp":
@@ -98,10 +100,13 @@ def _plural(count: float, what: str) -> str:
 
 
 def _agree(c: Columns, q: PlanQuery) -> Array:
-    """The synchroniser can be run: asked of weft's planner once for each case that it tells apart."""
+    """The synchroniser can be run: asked of weft's planner once for each case that it tells
+    apart."""
     if q.sync is None or q.sync.plain:
         return _every(c, [])
-    cases = np.stack([*np.broadcast_arrays(c["dp"], c["fsdp"] > 1, c["tp"] > 1, c["spread"] & 1)], -1)
+    cases = np.stack(
+        [*np.broadcast_arrays(c["dp"], c["fsdp"] > 1, c["tp"] > 1, c["spread"] & 1)], -1
+    )
     known, place = np.unique(cases.reshape(-1, 4), axis=0, return_inverse=True)
     fit = np.array([not _disagreement(q, *map(int, case)) for case in known])
     return fit[place.reshape(cases.shape[:-1])]
@@ -111,7 +116,9 @@ def _disagreement(q: PlanQuery, dp: int, fsdp: int, tp: int, spread: int) -> str
     sizes = (("dp", dp), *((("fsdp", 2),) if fsdp else ()), *((("tp", 2),) if tp else ()))
     try:
         assert q.sync is not None
-        check_sync(Layout(sizes, (("dp", "ep"),) if spread else ()), q.sync, None, q.practice.compute)
+        check_sync(
+            Layout(sizes, (("dp", "ep"),) if spread else ()), q.sync, None, q.practice.compute
+        )
     except Refusal as error:
         return error.problem
     return ""
@@ -121,19 +128,31 @@ LEGAL = (
     Constraint(
         DATA_AXES,
         lambda c, q: q.batch % axis_product(c, *DATA_AXES) == 0,
-        lambda c, q: f"a batch of {q.batch:,} does not divide over {_plural(axis_product(c, *DATA_AXES), 'data rank')}",
+        lambda c, q: (
+            f"a batch of {q.batch:,} does not divide over"
+            f" {_plural(axis_product(c, *DATA_AXES), 'data rank')}"
+        ),
     ),
     Constraint(
         (*DATA_AXES, "microbatch"),
         lambda c, q: q.batch % (axis_product(c, *DATA_AXES) * c["microbatch"]) == 0,
-        lambda c, q: f"microbatches of {c['microbatch']} do not divide {q.batch // axis_product(c, *DATA_AXES)}",
+        lambda c, q: (
+            f"microbatches of {c['microbatch']} do not divide"
+            f" {q.batch // axis_product(c, *DATA_AXES)}"
+        ),
     ),
     Constraint(
         ("tp",),
-        lambda c, q: (c["tp"] == 1) | any(op.cut == "tp" for block in q.work.blocks for op in block.ops),
+        lambda c, q: (
+            (c["tp"] == 1) | any(op.cut == "tp" for block in q.work.blocks for op in block.ops)
+        ),
         lambda c, q: "the model has nothing that tp cuts",
     ),
-    Constraint(("tp",), _heads_divide, lambda c, q: " and ".join(_plural(heads, "head") for heads, _ in _heads(q.work))),
+    Constraint(
+        ("tp",),
+        _heads_divide,
+        lambda c, q: " and ".join(_plural(heads, "head") for heads, _ in _heads(q.work)),
+    ),
     Constraint(
         ("tp",),
         _keys_divide,
@@ -149,7 +168,11 @@ LEGAL = (
         lambda c, q: q.work.tokens % _pieces(c) == 0,
         lambda c, q: f"{q.work.tokens:,.0f} positions do not divide into {_pieces(c)} pieces",
     ),
-    Constraint(("tp", "up"), _shared_heads_divide, lambda c, q: f"the heads of a rank do not divide over up{c['up']}"),
+    Constraint(
+        ("tp", "up"),
+        _shared_heads_divide,
+        lambda c, q: f"the heads of a rank do not divide over up{c['up']}",
+    ),
     Constraint(
         ("ep",),
         lambda c, q: (c["ep"] == 1) | bool(_experts(q.work)),
@@ -162,28 +185,41 @@ LEGAL = (
     ),
     Constraint(
         ("tp", *SEQUENCE_AXES, "sequence"),
-        lambda c, q: ~c["sequence"] | ((c["tp"] > 1) & (q.work.tokens % (c["tp"] * axis_product(c, *SEQUENCE_AXES)) == 0)),
+        lambda c, q: (
+            ~c["sequence"]
+            | ((c["tp"] > 1) & (q.work.tokens % (c["tp"] * axis_product(c, *SEQUENCE_AXES)) == 0))
+        ),
         lambda c, q: f"{q.work.tokens:,.0f} positions do not divide over tp{c['tp']}",
     ),
     Constraint(
         (*AXES, "spread", "sequence"),
-        lambda c, q: _every(c, [(c["spread"] >> bit & 1 == 0) | (c[axis] > 1) for bit, axis in enumerate(SPREADING)]),
+        lambda c, q: _every(
+            c, [(c["spread"] >> bit & 1 == 0) | (c[axis] > 1) for bit, axis in enumerate(SPREADING)]
+        ),
         lambda c, q: "an axis of one rank spreads no experts",
     ),
     Constraint(
         (*AXES, "spread", "sequence"),
-        lambda c, q: (c["spread"] == 0) | _every(c, [count % expert_ranks(c) == 0 for count in _experts(q.work)]),
+        lambda c, q: (
+            (c["spread"] == 0)
+            | _every(c, [count % expert_ranks(c) == 0 for count in _experts(q.work)])
+        ),
         lambda c, q: f"experts do not divide over {expert_ranks(c)} ranks",
     ),
     Constraint(
         (*AXES, "spread", "sequence"),
         lambda c, q: (c["spread"] >> SPREADING.index("tp") & 1 == 0) | c["sequence"],
-        lambda c, q: "without sequence the ranks of tp have the same tokens, and experts are not spread over them",
+        lambda c, q: (
+            "without sequence the ranks of tp have the same tokens, and experts are not spread over"
+            " them"
+        ),
     ),
     Constraint(
         (*AXES, "spread", "sequence"),
         _agree,
-        lambda c, q: f"[sync]: {_disagreement(q, c['dp'], c['fsdp'] > 1, c['tp'] > 1, c['spread'] & 1)}",
+        lambda c, q: (
+            f"[sync]: {_disagreement(q, c['dp'], c['fsdp'] > 1, c['tp'] > 1, c['spread'] & 1)}"
+        ),
     ),
     Constraint(
         ("fsdp", "zero", "offload"),
@@ -198,13 +234,18 @@ LEGAL = (
     Constraint(
         ("pp", "chunks"),
         lambda c, q: c["pp"] * c["chunks"] <= q.work.parts,
-        lambda c, q: f"the model has {_plural(q.work.parts, 'part')} for {c['pp'] * c['chunks']} stages",
+        lambda c, q: (
+            f"the model has {_plural(q.work.parts, 'part')} for {c['pp'] * c['chunks']} stages"
+        ),
     ),
 )
 
-# From how many microbatches on a schedule has the bubble that it is for, and of which number they are a multiple.
+# From how many microbatches on a schedule has the bubble that it is for, and of which number they
+# are a multiple.
 _ENOUGH = {"zb-h2": (2, -1), "zb-v": (2, -1), "dualpipev": (2, 0)}
-_MULTIPLE = {name for name, build in schedules.builtin_schedules().items() if name.startswith("interleaved")}
+_MULTIPLE = {
+    name for name, build in schedules.builtin_schedules().items() if name.startswith("interleaved")
+}
 LEAST_POSITIONS, MOST_POSITIONS = 4096, 65536
 
 
@@ -212,20 +253,35 @@ def _in_use(c: Columns, q: PlanQuery) -> Array:
     """Enough microbatches for the schedule, and of a number that it divides."""
     found = c["accumulate"] >= c["pp"]
     for name, (times, more) in _ENOUGH.items():
-        found = found & ((c["schedule"] != SCHEDULES.index(name)) | (c["accumulate"] >= times * c["pp"] + more))
+        found = found & (
+            (c["schedule"] != SCHEDULES.index(name)) | (c["accumulate"] >= times * c["pp"] + more)
+        )
     for name in _MULTIPLE:
-        found = found & ((c["schedule"] != SCHEDULES.index(name)) | (c["accumulate"] % c["pp"] == 0))
+        found = found & (
+            (c["schedule"] != SCHEDULES.index(name)) | (c["accumulate"] % c["pp"] == 0)
+        )
     return (c["pp"] == 1) | found
 
 
 def _choosable() -> tuple[str, ...]:
     """The synchronous schedules that follow from ranks and microbatches, 1F1B first."""
-    made = {name: schedules.make_schedule(name, 2, 4) for name in schedules.builtin_schedules() if name != "solved"}
-    return tuple(sorted((name for name, one in made.items() if not one.versions), key=lambda name: name != "1f1b"))
+    made = {
+        name: schedules.make_schedule(name, 2, 4)
+        for name in schedules.builtin_schedules()
+        if name != "solved"
+    }
+    return tuple(
+        sorted(
+            (name for name, one in made.items() if not one.versions),
+            key=lambda name: name != "1f1b",
+        )
+    )
 
 
 SCHEDULES = _choosable()
-STAGES = {name: schedules.make_schedule(name, 2, 4).stages // 2 for name in SCHEDULES}  # of a rank, where nothing is asked
+STAGES = {
+    name: schedules.make_schedule(name, 2, 4).stages // 2 for name in SCHEDULES
+}  # of a rank, where nothing is asked
 
 HABITS = (
     Constraint(
@@ -243,7 +299,8 @@ HABITS = (
     Constraint(
         SEQUENCE_AXES,
         lambda c, q: (
-            (axis_product(c, *SEQUENCE_AXES) == 1) | (q.work.tokens >= LEAST_POSITIONS * axis_product(c, *SEQUENCE_AXES))
+            (axis_product(c, *SEQUENCE_AXES) == 1)
+            | (q.work.tokens >= LEAST_POSITIONS * axis_product(c, *SEQUENCE_AXES))
         ),
         lambda c, q: f"at least {LEAST_POSITIONS:,} positions on a rank of cp or up",
         about="cp",
@@ -268,8 +325,10 @@ HABITS = (
     ),
     Constraint(
         ("microbatch", *SEQUENCE_AXES),
-        lambda c, q: (c["microbatch"] == 1)
-        | (c["microbatch"] * q.work.tokens <= MOST_POSITIONS * axis_product(c, *SEQUENCE_AXES)),
+        lambda c, q: (
+            (c["microbatch"] == 1)
+            | (c["microbatch"] * q.work.tokens <= MOST_POSITIONS * axis_product(c, *SEQUENCE_AXES))
+        ),
         lambda c, q: f"at most {MOST_POSITIONS:,} positions in a microbatch on a rank",
     ),
     Constraint(
@@ -284,7 +343,10 @@ HABITS = (
     ),
     Constraint(
         ("schedule", "chunks", "pp"),
-        lambda c, q: (c["pp"] == 1) | (c["pp"] * c["chunks"] <= max(q.work.depth, c["pp"] if q.work.depth < 2 else 0)),
+        lambda c, q: (
+            (c["pp"] == 1)
+            | (c["pp"] * c["chunks"] <= max(q.work.depth, c["pp"] if q.work.depth < 2 else 0))
+        ),
         lambda c, q: "a block for each stage",
     ),
     Constraint(
@@ -292,4 +354,4 @@ HABITS = (
         lambda c, q: c["schedule"] != SCHEDULES.index("naive"),
         lambda c, q: "not the naive schedule",
     ),
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""Explain: every part of an estimate, with the formula that gave it and the values in the formula."""
+"""Explain: every part of an estimate, with the formula that gave it and the values in the
+formula."""
 
 from __future__ import annotations
 
@@ -15,11 +16,18 @@ from .ranking import RankedLayout
 
 def explain_row(row: RankedLayout) -> str:
     """Of one choice: seconds and GiB, part by part. Parts that are zero are left out."""
-    lines = [describe_row(row), "", f"a step takes {row.step_s:.4g} s" + (", as simulated" if row.simulated else "")]
+    lines = [
+        describe_row(row),
+        "",
+        f"a step takes {row.step_s:.4g} s" + (", as simulated" if row.simulated else ""),
+    ]
     for part in _time(row):
         lines += _part(part, 1.0, "s")
     if row.simulated:
-        lines += [f"  {'bubble, simulated':<28}{row.time['bubble']:>12.4g} s    messages between stages among it"]
+        lines += [
+            f"  {'bubble, simulated':<28}{row.time['bubble']:>12.4g} s    messages between stages"
+            " among it"
+        ]
     held = f"a rank holds {row.held_bytes / GIB:.4g} GiB"
     lines += ["", held if row.fits else f"{held}, which {excess_text(row)}"]
     for part in row.memory_parts:
@@ -34,7 +42,8 @@ def explain_row(row: RankedLayout) -> str:
 
 
 def explain_json(row: RankedLayout) -> dict[str, Any]:
-    """The same as one object: of each part its seconds or bytes, its formula, and the values in the formula."""
+    """The same as one object: of each part its seconds or bytes, its formula, and the values in the
+    formula."""
     parts = {"time": _time(row), "memory": row.memory_parts}
     return {kind: [_object(part) for part in found] for kind, found in parts.items()}
 
@@ -53,12 +62,21 @@ def excess_text(row: RankedLayout) -> str:
 
 def _time(row: RankedLayout) -> list[CostPart]:
     """Less those that a simulation replaced."""
-    return [part for part in row.time_parts if part.name in row.time and not (row.simulated and part.name == "bubble")]
+    return [
+        part
+        for part in row.time_parts
+        if part.name in row.time and not (row.simulated and part.name == "bubble")
+    ]
 
 
 def _object(part: CostPart) -> dict[str, Any]:
     symbols = {name: float(np.ravel(value)[0]) for name, value in part.symbols.items()}
-    return {"name": part.name, "value": float(part.value[0]), "formula": part.formula, "symbols": symbols}
+    return {
+        "name": part.name,
+        "value": float(part.value[0]),
+        "formula": part.formula,
+        "symbols": symbols,
+    }
 
 
 def _options(options: Mapping[str, int]) -> str:
@@ -72,7 +90,9 @@ def _part(part: CostPart, unit: float, word: str) -> list[str]:
     head = f"  {part.name:<28}{value / unit:>12.4g} {word:<5}= {part.formula}"
     filled, left = _filled(part)
     lines = [head, f"{'':<47}= {filled}"] if filled != part.formula else [head]
-    return lines + ([f"{'':<47}with {', '.join(f'{k} = {v}' for k, v in left.items())}"] if left else [])
+    return lines + (
+        [f"{'':<47}with {', '.join(f'{k} = {v}' for k, v in left.items())}"] if left else []
+    )
 
 
 def _filled(part: CostPart) -> tuple[str, dict[str, str]]:

@@ -22,7 +22,9 @@ KEPT = 2  # at each end of a row of equal blocks, which are cut alike
 
 def run_with_row(run: RunConfig, row: RankedLayout) -> RunConfig:
     """The run as this row has it."""
-    return run_with_layout(run, row.layout, row.accumulate, row.recompute, row.schedule, dict(row.options))
+    return run_with_layout(
+        run, row.layout, row.accumulate, row.recompute, row.schedule, dict(row.options)
+    )
 
 
 @dataclass
@@ -35,8 +37,8 @@ class FeasibilityChecker:
     refused: list[tuple[RankedLayout, Refusal]] = field(default_factory=list)
 
     def first(self, rows: tuple[RankedLayout, ...]) -> RankedLayout | None:
-        """The first of these that weft would lay so; those before it are then among `refused`. A row is not asked about
-        where an axis of it has been refused by itself."""
+        """The first of these that weft would lay so; those before it are then among `refused`. A
+        row is not asked about where an axis of it has been refused by itself."""
         barred: set[str] = set()
         for row in rows:
             parts = row.layout.split(".")
@@ -51,7 +53,8 @@ class FeasibilityChecker:
         return None
 
     def hold(self, axes: str) -> None:
-        """Raises Refusal for a layout in which weft would not lay the model, whatever the microbatches and stages."""
+        """Raises Refusal for a layout in which weft would not lay the model, whatever the
+        microbatches and stages."""
         problem = self._with_room(str(Layout.parse(axes).without("pp")))
         if problem is not None:
             raise problem
@@ -62,7 +65,9 @@ class FeasibilityChecker:
             layout = Layout.parse(row.layout)
             two = Layout(tuple((a, 2 if a == "pp" else n) for a, n in layout.sizes), layout.options)
             options = {**row.options, "chunks": 2} if row.options else {}
-            fewer = run_with_layout(self.run, str(two), row.accumulate, row.recompute, row.schedule, options)
+            fewer = run_with_layout(
+                self.run, str(two), row.accumulate, row.recompute, row.schedule, options
+            )
             if self._asked(fewer, self._short) is None:
                 return None
         return self._asked(there, self.bare)
@@ -80,23 +85,28 @@ class FeasibilityChecker:
         train = self.run.train.model_copy(
             update={"batch": Layout.parse(axes).world * self.run.train.batch, "accumulate": 1}
         )
-        return self._asked(with_layout(self.run.model_copy(update={"train": train}), axes), self.bare)
+        return self._asked(
+            with_layout(self.run.model_copy(update={"train": train}), axes), self.bare
+        )
 
     def _asked(self, run: RunConfig, model: nn.Module) -> Refusal | None:
-        """A pipeline of a model that would have to be loaded, and is large, is asked about without its stages."""
+        """A pipeline of a model that would have to be loaded, and is large, is asked about without
+        its stages."""
         load = sum(p.numel() for p in model.parameters()) <= LOADED
         try:
             check_sizes(model, self.held, [plan_without_weights(run, model, self.held, load)])
         except NeedsData:
-            return self._asked(with_layout(run, str(Layout.parse(run.layout.axes).without("pp"))), model)
+            return self._asked(
+                with_layout(run, str(Layout.parse(run.layout.axes).without("pp"))), model
+            )
         except Refusal as problem:
             return problem
         return None
 
 
 def shorten_model(model: nn.Module) -> nn.Module:
-    """The same model with KEPT blocks at each end of every row of equal blocks; itself where none is longer than DEEP.
-    The model is not changed, and shares its modules."""
+    """The same model with KEPT blocks at each end of every row of equal blocks; itself where none
+    is longer than DEEP. The model is not changed, and shares its modules."""
     rows = block_lists(model)
     if not any(len(blocks) > DEEP for blocks in rows):
         return model
@@ -108,7 +118,9 @@ def shorten_model(model: nn.Module) -> nn.Module:
             parent._modules[name] = parent = _opened(parent._modules[name])
         kept = _representative([model.get_submodule(block) for block in blocks])
         whole = parent._modules[leaf]
-        parent._modules[leaf] = nn.Sequential(*kept) if isinstance(whole, nn.Sequential) else nn.ModuleList(kept)
+        parent._modules[leaf] = (
+            nn.Sequential(*kept) if isinstance(whole, nn.Sequential) else nn.ModuleList(kept)
+        )
     return made
 
 
@@ -126,7 +138,9 @@ def _representative(blocks: list[nn.Module]) -> list[nn.Module]:
     kept = []
     for place, block in enumerate(blocks):
         before = [shapes[i] == shapes[place] for i in range(max(0, place - KEPT), place)]
-        after = [shapes[i] == shapes[place] for i in range(place + 1, min(len(blocks), place + KEPT + 1))]
+        after = [
+            shapes[i] == shapes[place] for i in range(place + 1, min(len(blocks), place + KEPT + 1))
+        ]
         if not (len(before) == len(after) == KEPT and all(before) and all(after)):
             kept.append(block)
     return kept

@@ -1,7 +1,7 @@
 """Patterns: what is fixed of a layout, and what a search is to find.
 
-As in `tp8.*`: tp8, with or without its options, and any other axes; `fsdp8+zero2.*`: this option, too; `pp*.dp*.tp8`:
-these three axes alone; `dp8.tp8`: this layout, and nothing to find.
+As in `tp8.*`: tp8, with or without its options, and any other axes; `fsdp8+zero2.*`: this option,
+too; `pp*.dp*.tp8`: these three axes alone; `dp8.tp8`: this layout, and nothing to find.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from weft.pipeline import schedules
 from ..cost.layout_batch import AXES
 
 OPTIONS = {
-    "pp": tuple(schedules.builtin_schedules()), "dp": ("ep",), "fsdp": ("zero1", "zero2", "zero3", "offload", "ep"), "ep": (),
-    "cp": ("ring", "gather", "ep"), "up": ("ep",), "tp": ("sequence", "ep"),
-}  # fmt: skip
+    "pp": tuple(schedules.builtin_schedules()),
+    "dp": ("ep",),
+    "fsdp": ("zero1", "zero2", "zero3", "offload", "ep"),
+    "ep": (),
+    "cp": ("ring", "gather", "ep"),
+    "up": ("ep",),
+    "tp": ("sequence", "ep"),
+}
 _PART = re.compile(r"([a-z]+)([0-9]+|\*)((?:\+[a-z0-9][a-z0-9-]*)*)")
 
 
 @dataclass(frozen=True)
 class LayoutPattern:
-    """`sizes` of axes, None where any; `options` that are asked for; `more`: axes that are not named may be there."""
+    """`sizes` of axes, None where any; `options` that are asked for; `more`: axes that are not
+    named may be there."""
 
     text: str = "*"
     sizes: tuple[tuple[str, int | None], ...] = ()

@@ -23,7 +23,10 @@ MORE = (2, 4, 8, 16, 32, 64)  # times as many devices, where none fits
 
 
 def no_candidates(
-    question: PlanQuery, pattern: LayoutPattern, field: str = "--layout", more: Mapping[str, Any] | None = None
+    question: PlanQuery,
+    pattern: LayoutPattern,
+    field: str = "--layout",
+    more: Mapping[str, Any] | None = None,
 ) -> LayoutError:
     """The rules allow no choice of a pattern. `more` columns that they are asked of."""
     one = dict.fromkeys(AXES, 1) | {"chunks": 1} | dict(more or {})
@@ -35,19 +38,26 @@ def no_candidates(
         return LayoutError(field, pattern.text, problem, "use smaller sizes, or a larger cluster")
     problem = refusal(one | sizes, question) or "no layout of it keeps to the rules"
     allowed = [
-        f"{axis}{size}" for axis in sizes for size in divisors(devices)
+        f"{axis}{size}"
+        for axis in sizes
+        for size in divisors(devices)
         if size > 1 and not refusal(one | {axis: size}, question)
-    ]  # fmt: skip
-    return LayoutError(field, pattern.text, problem, f"sizes that work: {', '.join(allowed) or 'none'}")
+    ]
+    return LayoutError(
+        field, pattern.text, problem, f"sizes that work: {', '.join(allowed) or 'none'}"
+    )
 
 
-def nothing_fits(question: PlanQuery, pattern: LayoutPattern, found: Ranking, limit_gib: float | None = None) -> ConfigError:
-    """Nothing fits: by how much the best misses, and what would help. `limit_gib`: what was allowed of a device."""
+def nothing_fits(
+    question: PlanQuery, pattern: LayoutPattern, found: Ranking, limit_gib: float | None = None
+) -> ConfigError:
+    """Nothing fits: by how much the best misses, and what would help. `limit_gib`: what was allowed
+    of a device."""
     nearest = found.rows[0]
     device, gib = question.cluster.hardware.device, nearest.held_bytes / GIB
     problem = (
-        f"no layout fits: {describe_row(nearest)}, the nearest, takes {gib:,.1f} GiB of {device.memory_gib:g}, "
-        f"{nearest.over_bytes / GIB:,.1f} too many"
+        f"no layout fits: {describe_row(nearest)}, the nearest, takes {gib:,.1f} GiB of"
+        f" {device.memory_gib:g}, {nearest.over_bytes / GIB:,.1f} too many"
     )
     helps = []
     if not pattern.given("fsdp") and (pattern.more or "fsdp" in dict(pattern.sizes)):

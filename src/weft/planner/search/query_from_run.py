@@ -1,4 +1,5 @@
-"""Posed: a run in the terms of an estimate. What `plan`, `simulate` and a run's own prediction ask of a run file."""
+"""Posed: a run in the terms of an estimate. What `plan`, `simulate` and a run's own prediction ask
+of a run file."""
 
 from __future__ import annotations
 
@@ -40,9 +41,12 @@ class RunQuery:
     sync: Sync
 
 
-def query_from_run(run: RunConfig, axes: str | None = None, device: str = "cpu", work: ModelWork | None = None) -> RunQuery:
-    """A run as its file has it, on its own layout or on these axes. `device`: the kind of device whose kernels it
-    would run, as a sheet has it. `work`: its model's, where that is known. Raises Refusal."""
+def query_from_run(
+    run: RunConfig, axes: str | None = None, device: str = "cpu", work: ModelWork | None = None
+) -> RunQuery:
+    """A run as its file has it, on its own layout or on these axes. `device`: the kind of device
+    whose kernels it would run, as a sheet has it. `work`: its model's, where that is known. Raises
+    Refusal."""
     there = run if axes is None else with_layout(run, axes)
     work = work or work_of_run(run, build_skeleton(run), build_dataset(run), device)
     return RunQuery(work, layout_of_run(there), run_precision(run), build_sync(run))
@@ -51,9 +55,15 @@ def query_from_run(run: RunConfig, axes: str | None = None, device: str = "cpu",
 def work_of_run(run: RunConfig, bare: nn.Module, held: Dataset, device: str) -> ModelWork:
     """The work of a run's model for one of its samples. Raises Refusal."""
     return profile_model(
-        bare, sample_batch(run, held), build_loss(run), precision=run.precision.compute, device=device,
-        roles=run.roles or None, inputs=model_inputs(run, bare), name=run.model.build or str(run.model.hf),
-    )  # fmt: skip
+        bare,
+        sample_batch(run, held),
+        build_loss(run),
+        precision=run.precision.compute,
+        device=device,
+        roles=run.roles or None,
+        inputs=model_inputs(run, bare),
+        name=run.model.build or str(run.model.hf),
+    )
 
 
 def layout_of_run(run: RunConfig) -> LayoutBatch:
@@ -63,9 +73,13 @@ def layout_of_run(run: RunConfig) -> LayoutBatch:
     if layout.live("pp"):
         check_cut(run.pipeline.cut, layout.size("pp") * chunks, f"{name} over {layout}")
     return LayoutBatch.of(
-        [plain_layout(run.layout.axes)], batch=run.train.batch, accumulate=run.train.accumulate, recompute=run.train.recompute,
-        schedule=name, chunks=chunks,
-    )  # fmt: skip
+        [plain_layout(run.layout.axes)],
+        batch=run.train.batch,
+        accumulate=run.train.accumulate,
+        recompute=run.train.recompute,
+        schedule=name,
+        chunks=chunks,
+    )
 
 
 def plain_layout(axes: str) -> Layout:
@@ -95,14 +109,25 @@ def _schedule(run: RunConfig, layout: Layout) -> tuple[str, int]:
     return name, STAGES.get(name, 1)
 
 
-def run_with_layout(run: RunConfig, axes: str, accumulate: int, recompute: str | int, name: str, options: dict[str, int]) -> RunConfig:
+def run_with_layout(
+    run: RunConfig,
+    axes: str,
+    accumulate: int,
+    recompute: str | int,
+    name: str,
+    options: dict[str, int],
+) -> RunConfig:
     """The run so laid; `name`: the schedule's, if it has several stages."""
     train = run.train.model_copy(update={"accumulate": accumulate, "recompute": recompute})
     pipeline = run.pipeline
     if name:
         count = Layout.parse(axes).size("pp") * options.get("chunks", STAGES.get(name, 1))
-        same = isinstance(pipeline.cut, str) or len(pipeline.cut) == count - 1  # modules are named for so many stages
+        same = (
+            isinstance(pipeline.cut, str) or len(pipeline.cut) == count - 1
+        )  # modules are named for so many stages
         cut = pipeline.cut if same else "flops"
         arguments = (pipeline.arguments if name == pipeline.schedule else {}) | options
-        pipeline = PipelineConfig(schedule=name, cut=cut, dynamic_shapes=pipeline.dynamic_shapes, **arguments)
+        pipeline = PipelineConfig(
+            schedule=name, cut=cut, dynamic_shapes=pipeline.dynamic_shapes, **arguments
+        )
     return with_layout(run.model_copy(update={"train": train, "pipeline": pipeline}), axes)

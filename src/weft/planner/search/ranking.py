@@ -1,7 +1,9 @@
-"""Ranking: what fits, the fastest first: priced in closed form, the best few simulated event by event.
+"""Ranking: what fits, the fastest first: priced in closed form, the best few simulated event by
+event.
 
-Pipelines are priced with 1F1B first, which needs the least memory. Where they could come among the best without their
-bubble, which no schedule can be rid of more than wholly, they are priced with every other schedule.
+Pipelines are priced with 1F1B first, which needs the least memory. Where they could come among the
+best without their bubble, which no schedule can be rid of more than wholly, they are priced with
+every other schedule.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ Progress = Callable[[int, int], None]  # choices priced, of how many
 
 
 class Prices(NamedTuple):
-    """Of each choice: seconds of a step, and of them those that a pipeline waits; bytes that it is over by."""
+    """Of each choice: seconds of a step, and of them those that a pipeline waits; bytes that it is
+    over by."""
 
     step_s: Array
     bubble_s: Array
@@ -44,9 +47,10 @@ class Prices(NamedTuple):
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """One choice, priced. `time`: parts, whose sum is `step_s`; `memory`: parts, whose sum, and what the driver keeps,
-    are `held_bytes`, which must fit; `process_bytes`: what is taken where there is more. `traffic`: bytes that a rank
-    sends over each axis in a step. `chosen` is it alone."""
+    """One choice, priced. `time`: parts, whose sum is `step_s`; `memory`: parts, whose sum, and
+    what the driver keeps, are `held_bytes`, which must fit; `process_bytes`: what is taken where
+    there is more. `traffic`: bytes that a rank sends over each axis in a step. `chosen` is it
+    alone."""
 
     layout: str
     schedule: str
@@ -75,9 +79,9 @@ class RankedLayout:
 
 @dataclass(frozen=True)
 class Ranking:
-    """`rows`: the best of each layout, best first. They fit, or, where `fits` is false, are nearest to it. `priced` and
-    `simulated` choices; `wide`: whether habits were left aside, or which `habits`
-    left out others; `devices` in use."""
+    """`rows`: the best of each layout, best first. They fit, or, where `fits` is false, are nearest
+    to it. `priced` and `simulated` choices; `wide`: whether habits were left aside, or which
+    `habits` left out others; `devices` in use."""
 
     rows: tuple[RankedLayout, ...]
     fits: bool
@@ -89,11 +93,14 @@ class Ranking:
 
 
 def rank(
-    question: PlanQuery, pattern: LayoutPattern = ANY, wide: bool = False, progress: Progress = lambda done, of: None
+    question: PlanQuery,
+    pattern: LayoutPattern = ANY,
+    wide: bool = False,
+    progress: Progress = lambda done, of: None,
 ) -> Ranking:
-    """The best layouts of a pattern. If none fits, those that habits leave out are looked at too. If the rules allow
-    none on all devices, or these neither fill nodes nor part one evenly, the fastest of what they allow on a few fewer.
-    No rows: they allow none at all."""
+    """The best layouts of a pattern. If none fits, those that habits leave out are looked at too.
+    If the rules allow none on all devices, or these neither fill nodes nor part one evenly, the
+    fastest of what they allow on a few fewer. No rows: they allow none at all."""
     devices, node = question.cluster.devices, question.cluster.hardware.node
     found = _looked(question, pattern, devices, wide, progress)
     if found.rows and (node % devices == 0 or devices % node == 0):
@@ -105,7 +112,9 @@ def rank(
     return found
 
 
-def _looked(question: PlanQuery, pattern: LayoutPattern, devices: int, wide: bool, progress: Progress) -> Ranking:
+def _looked(
+    question: PlanQuery, pattern: LayoutPattern, devices: int, wide: bool, progress: Progress
+) -> Ranking:
     """On so many devices; with what habits leave out, if without it nothing fits."""
     found = _ranked(question, pattern, devices, wide, progress)
     return found if found.fits or wide else _ranked(question, pattern, devices, True, progress)
@@ -118,7 +127,9 @@ def _better(one: Ranking, other: Ranking) -> bool:
     return one.fits > other.fits or one.rows[0].over_bytes < other.rows[0].over_bytes
 
 
-def _ranked(question: PlanQuery, pattern: LayoutPattern, devices: int, wide: bool, progress: Progress) -> Ranking:
+def _ranked(
+    question: PlanQuery, pattern: LayoutPattern, devices: int, wide: bool, progress: Progress
+) -> Ranking:
     found = find_candidates(question, devices, pattern, wide)
     count = len(found)
     prices = price(question, found, progress)
@@ -127,7 +138,9 @@ def _ranked(question: PlanQuery, pattern: LayoutPattern, devices: int, wide: boo
         more = with_schedules(found.take(_promising(found, prices)), question, pattern, wide)
         if len(more):
             found, count = join_candidates([found, more]), count + len(more)
-            prices = Prices(*(np.concatenate(both) for both in zip(prices, price(question, more, progress))))
+            prices = Prices(
+                *(np.concatenate(both) for both in zip(prices, price(question, more, progress)))
+            )
             fits = prices.over_bytes <= 0
     if fits.any():
         places = np.flatnonzero(fits)
@@ -159,7 +172,9 @@ def _order(step_s: Array, count: Array) -> Array:
     return np.lexsort((step_s, count, near))
 
 
-def price(question: PlanQuery, found: Candidates, progress: Progress = lambda done, of: None) -> Prices:
+def price(
+    question: PlanQuery, found: Candidates, progress: Progress = lambda done, of: None
+) -> Prices:
     """All of these, slice by slice."""
     parts: list[Prices] = [Prices(*(np.zeros(0),) * 3)]
     for start in range(0, len(found), SLICE):
@@ -176,7 +191,9 @@ def priced_best(question: PlanQuery, found: Candidates) -> RankedLayout | None:
         return None
     prices = price(question, found)
     fits = prices.over_bytes <= 0
-    first = np.where(fits, prices.step_s, np.inf).argmin() if fits.any() else prices.over_bytes.argmin()
+    first = (
+        np.where(fits, prices.step_s, np.inf).argmin() if fits.any() else prices.over_bytes.argmin()
+    )
     return rows_of(question, found.take(np.array([first])))[0]
 
 
@@ -216,16 +233,26 @@ def _row(question: PlanQuery, made: Estimate, found: Candidates, index: int) -> 
     c = found.choices
     name, options = found.schedule(index)
     return RankedLayout(
-        str(found.layout(index)), name, options, int(c.microbatch[index]), int(c.accumulate[index]),
-        found.recompute(index), float(made.step_s[index]), float(made.tokens_per_s[index]), float(made.mfu[index]),
-        float(made.peak_bytes[index]) + question.era.context_gib * GIB, float(made.process_bytes[index]),
+        str(found.layout(index)),
+        name,
+        options,
+        int(c.microbatch[index]),
+        int(c.accumulate[index]),
+        found.recompute(index),
+        float(made.step_s[index]),
+        float(made.tokens_per_s[index]),
+        float(made.mfu[index]),
+        float(made.peak_bytes[index]) + question.era.context_gib * GIB,
+        float(made.process_bytes[index]),
         float(made.over_bytes[index]),
         {part.name: float(part.value[index]) for part in made.time},
         {part.name: float(part.value[index]) for part in made.memory},
         {axis: float(sent[index]) for axis, sent in made.traffic.items()},
-        False, found.take(np.array([index])), tuple(_of_one(part, index) for part in made.time),
+        False,
+        found.take(np.array([index])),
+        tuple(_of_one(part, index) for part in made.time),
         tuple(_of_one(part, index) for part in made.memory),
-    )  # fmt: skip
+    )
 
 
 def _of_one(part: CostPart, index: int) -> CostPart:
@@ -236,7 +263,7 @@ def _of_one(part: CostPart, index: int) -> CostPart:
     return replace(part, value=part.value[index : index + 1], symbols=symbols)
 
 
-# ---- event by event --------------------------------------------------------------------------------------------------
+# ---- event by event ------------------------------------------------------------------------------
 
 
 def simulate_rows(question: PlanQuery, rows: Sequence[RankedLayout]) -> list[RankedLayout]:
@@ -246,13 +273,15 @@ def simulate_rows(question: PlanQuery, rows: Sequence[RankedLayout]) -> list[Ran
 
 
 class _Pipelines:
-    """Simulations of pipelines, each once: layouts that differ in their data axes mostly have the same."""
+    """Simulations of pipelines, each once: layouts that differ in their data axes mostly have the
+    same."""
 
     def __init__(self) -> None:
         self.left, self._known = ACTIONS, dict[tuple, float]()
 
     def run(self, question: PlanQuery, row: RankedLayout) -> RankedLayout:
-        """What no closed form of a bubble knows: the first and the last stage have other work, messages take time."""
+        """What no closed form of a bubble knows: the first and the last stage have other work,
+        messages take time."""
         key = self._key(row)
         if key not in self._known:
             if self.left <= 0:
@@ -261,18 +290,26 @@ class _Pipelines:
         return _with(row, self._known[key])
 
     def _key(self, row: RankedLayout) -> tuple:
-        """All that a stage's work depends on: data axes, where experts are spread over them, or each microbatch waits
-        for what they share. What follows the pipeline is no part of it."""
+        """All that a stage's work depends on: data axes, where experts are spread over them, or
+        each microbatch waits for what they share. What follows the pipeline is no part of it."""
         c = row.chosen.choices
         waits = c.experts[0] > 1 or c.offload[0] or (c.sizes["fsdp"][0] > 1 and c.zero[0] > 1)
         sizes = tuple(int(c.sizes[axis][0]) for axis in AXES if waits or axis not in ("dp", "fsdp"))
         zero = int(c.zero[0]) if waits else 0
         others = int(c.experts[0]), bool(c.sequence[0]), bool(c.gather[0]), bool(c.offload[0])
-        return row.schedule, tuple(row.options.items()), row.accumulate, row.recompute, sizes, zero, others
+        return (
+            row.schedule,
+            tuple(row.options.items()),
+            row.accumulate,
+            row.recompute,
+            sizes,
+            zero,
+            others,
+        )
 
     def _makespan(self, question: PlanQuery, row: RankedLayout) -> float:
-        """Seconds of the pipeline. Of many microbatches a few are run: each of the others takes as long as the busiest
-        rank works on it."""
+        """Seconds of the pipeline. Of many microbatches a few are run: each of the others takes as
+        long as the busiest rank works on it."""
         q, c, ranks = question, row.chosen.choices, int(row.chosen.choices.sizes["pp"][0])
         few = min(row.accumulate, 2 * ranks + row.accumulate % ranks)
         cluster = q.cluster.model_copy(update={"devices": int(c.world[0])})
@@ -281,7 +318,9 @@ class _Pipelines:
         made, step = setup.schedule, setup.step()
         self.left -= sum(map(len, made.order))
         busy = [0.0] * ranks
-        fields = (step.costs.each(name, made.stages) for name in ("forward_s", "backward_s", "weight_s"))
+        fields = (
+            step.costs.each(name, made.stages) for name in ("forward_s", "backward_s", "weight_s")
+        )
         for place, *seconds in zip(made.placement, *fields):
             busy[place] += sum(seconds)
         return simulate(made, step.costs).makespan_s + (row.accumulate - few) * max(busy)
@@ -295,5 +334,10 @@ def _with(row: RankedLayout, makespan: float) -> RankedLayout:
     step = sum(kept.values())
     change = row.step_s / step
     return replace(
-        row, step_s=step, tokens_per_s=row.tokens_per_s * change, mfu=row.mfu * change, time=kept, simulated=True
+        row,
+        step_s=step,
+        tokens_per_s=row.tokens_per_s * change,
+        mfu=row.mfu * change,
+        time=kept,
+        simulated=True,
     )

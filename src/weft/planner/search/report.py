@@ -20,9 +20,9 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class PlanReport:
-    """`best`: the first row that weft itself would lay so; `refused`: those before it; `left_out` by the rules.
-    `took_s`: seconds of the search. `era`: what the software is priced as. `notes`: what else is to be known.
-    `explained`: what was asked about."""
+    """`best`: the first row that weft itself would lay so; `refused`: those before it; `left_out`
+    by the rules. `took_s`: seconds of the search. `era`: what the software is priced as. `notes`:
+    what else is to be known. `explained`: what was asked about."""
 
     question: PlanQuery
     ranked: Ranking
@@ -46,7 +46,11 @@ class PlanReport:
         if self.losers:
             parts.append(self._losers())
         if self.refused:
-            parts.append("\n".join(f"refused: {row.layout}: {problem.problem}" for row, problem in self.refused))
+            parts.append(
+                "\n".join(
+                    f"refused: {row.layout}: {problem.problem}" for row, problem in self.refused
+                )
+            )
         return "\n\n".join(parts)
 
     def json(self, top: int) -> dict[str, Any]:
@@ -57,7 +61,12 @@ class PlanReport:
             "era": self.era,
             "devices": self.ranked.devices,
             "device_bytes": self.question.memory_bytes,
-            "model": {"name": work.name, "params": work.params, "tokens": work.tokens, "flops": work.model_flops},
+            "model": {
+                "name": work.name,
+                "params": work.params,
+                "tokens": work.tokens,
+                "flops": work.model_flops,
+            },
             "batch": self.question.batch,
             "precision": self.question.practice.compute,
             "priced": self.ranked.priced,
@@ -67,11 +76,20 @@ class PlanReport:
             "best": row_figures(self.best),
             "rows": [row_figures(row) for row in self.rows()[:top]],
             "losers": [
-                {"name": one.name, "pattern": one.pattern, "why": one.why, "row": one.row and row_figures(one.row)}
+                {
+                    "name": one.name,
+                    "pattern": one.pattern,
+                    "why": one.why,
+                    "row": one.row and row_figures(one.row),
+                }
                 for one in self.losers
             ],
-            "refused": [{"layout": row.layout, "why": str(problem)} for row, problem in self.refused],
-            "left_out": [{"axis": one.axis, "sizes": one.sizes, "why": one.why} for one in self.left_out],
+            "refused": [
+                {"layout": row.layout, "why": str(problem)} for row, problem in self.refused
+            ],
+            "left_out": [
+                {"axis": one.axis, "sizes": one.sizes, "why": one.why} for one in self.left_out
+            ],
             "habits": sorted(self.ranked.habits),
             "notes": list(self.notes),
         }
@@ -84,10 +102,18 @@ class PlanReport:
         tokens = f" of {q.work.tokens:,.0f} tokens" if q.work.tokens > 1 else ""
         used = "" if found.devices == q.cluster.devices else f", {found.devices} of them in use"
         lines = [
-            f"model    {short_count(q.work.params)} parameters in {q.work.depth} blocks, {q.practice.compute}; "
-            f"batch {q.batch:,} samples{tokens}",
-            f"cluster  {q.cluster}: {hardware.title}, {hardware.device.memory_gib:g} GiB{used}; software: {self.era}",
-            f"search   {found.priced:,} choices priced, {found.simulated} simulated, {self.took_s:.1f} s",
+            (
+                f"model    {short_count(q.work.params)} parameters in {q.work.depth} blocks,"
+                f" {q.practice.compute}; batch {q.batch:,} samples{tokens}"
+            ),
+            (
+                f"cluster  {q.cluster}: {hardware.title}, {hardware.device.memory_gib:g} GiB{used};"
+                f" software: {self.era}"
+            ),
+            (
+                f"search   {found.priced:,} choices priced, {found.simulated} simulated,"
+                f" {self.took_s:.1f} s"
+            ),
         ]
         if found.habits:
             lines += wrapped("only", [*sorted(found.habits), "see --wide"])
@@ -99,16 +125,22 @@ class PlanReport:
 
     def _table(self, rows: Sequence[RankedLayout]) -> str:
         wide = max(6, *(len(row.layout) for row in rows))
-        names = [row.schedule + "".join(f" x{value}" for value in row.options.values()) for row in rows]
+        names = [
+            row.schedule + "".join(f" x{value}" for value in row.options.values()) for row in rows
+        ]
         named = max(8, *map(len, names))
         each = "tokens/s" if self.question.work.tokens > 1 else "samples/s"
-        head = f"   {'layout':<{wide}} {'schedule':<{named}} micro recompute  step s {each} MFU   GiB  limited by"
+        head = (
+            f"   {'layout':<{wide}} {'schedule':<{named}} micro recompute  step s {each} MFU   GiB "
+            " limited by"
+        )
         lines = [head]
         for place, (row, name) in enumerate(zip(rows, names), 1):
             lines.append(
-                f"{place:>2} {row.layout:<{wide}} {name:<{named}} {row.microbatch:>5} {row.recompute:>9} "
-                f"{row.step_s:>7.4g} {short_count(row.tokens_per_s):>{len(each)}} {row.mfu:>3.0%} "
-                f"{row.held_bytes / GIB:>5.1f}  {self._limit(row)}"
+                f"{place:>2} {row.layout:<{wide}} {name:<{named}} {row.microbatch:>5}"
+                f" {row.recompute:>9} {row.step_s:>7.4g}"
+                f" {short_count(row.tokens_per_s):>{len(each)}} {row.mfu:>3.0%}"
+                f" {row.held_bytes / GIB:>5.1f}  {self._limit(row)}"
             )
         return "\n".join(lines)
 
@@ -122,19 +154,35 @@ class PlanReport:
         name = max(len(one.name) for one in self.losers)
         laid = [one.row.layout if one.row is not None else one.pattern for one in self.losers]
         wide = max(map(len, laid))
-        lines = [f"{one.name:<{name}}  {layout:<{wide}}  {one.why}" for one, layout in zip(self.losers, laid)]
+        lines = [
+            f"{one.name:<{name}}  {layout:<{wide}}  {one.why}"
+            for one, layout in zip(self.losers, laid)
+        ]
         return "\n".join(["why not", *(f"   {line}" for line in lines)])
 
 
 def row_figures(row: RankedLayout) -> dict[str, Any]:
     """One choice, as [layout], [train] and [pipeline] have it, and what it takes."""
-    names = ("layout", "schedule", "microbatch", "accumulate", "recompute", "step_s", "tokens_per_s", "mfu")
+    names = (
+        "layout",
+        "schedule",
+        "microbatch",
+        "accumulate",
+        "recompute",
+        "step_s",
+        "tokens_per_s",
+        "mfu",
+    )
     found = {name: getattr(row, name) for name in names}
     maps = {name: dict(getattr(row, name)) for name in ("options", "time", "memory", "traffic")}
     return found | {
-        "held_bytes": row.held_bytes, "process_bytes": row.process_bytes, "over_bytes": row.over_bytes,
-        "simulated": row.simulated, "limited_by": limits(row), **maps,
-    }  # fmt: skip
+        "held_bytes": row.held_bytes,
+        "process_bytes": row.process_bytes,
+        "over_bytes": row.over_bytes,
+        "simulated": row.simulated,
+        "limited_by": limits(row),
+        **maps,
+    }
 
 
 def left_out_text(one: LeftOut) -> str:

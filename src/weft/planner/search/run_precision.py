@@ -25,8 +25,9 @@ def run_precision(run: RunConfig) -> PrecisionPolicy:
 
 
 def precision_policy(precision: str, optimizer: Optimizers) -> PrecisionPolicy:
-    """Weights, gradients and optimizer state are float32, float64 under fp64, and so are sums of gradients and gathered
-    weights. bf16 and fp16 are autocast's: each forward's matmuls keep a copy of their weights until its backward."""
+    """Weights, gradients and optimizer state are float32, float64 under fp64, and so are sums of
+    gradients and gathered weights. bf16 and fp16 are autocast's: each forward's matmuls keep a copy
+    of their weights until its backward."""
     compute = DTYPES[precision]
     kept = torch.float64 if compute == torch.float64 else torch.float32
     item, copy = kept.itemsize, compute.itemsize if compute.itemsize < kept.itemsize else 0
@@ -40,7 +41,8 @@ def precision_policy(precision: str, optimizer: Optimizers) -> PrecisionPolicy:
         state_bytes=state,
         reduce_bytes=item,
         gather_bytes=item,
-        update_bytes=moved + 3 * item,  # before a step gradients are cleared, and divided by the batch's weight
+        update_bytes=moved
+        + 3 * item,  # before a step gradients are cleared, and divided by the batch's weight
         added_bytes=3 * item,
         logit_bytes=3 * item,  # log-softmax and two gradients
         overlaps=True,
@@ -49,8 +51,8 @@ def precision_policy(precision: str, optimizer: Optimizers) -> PrecisionPolicy:
 
 
 def _tried(optimizer: Optimizers, dtype: torch.dtype) -> tuple[float, float]:
-    """Of a parameter's element: bytes of the state that the optimizer itself keeps, and those that a step of it reads
-    and writes."""
+    """Of a parameter's element: bytes of the state that the optimizer itself keeps, and those that
+    a step of it reads and writes."""
     parameter = nn.Parameter(torch.zeros(NUMEL, dtype=dtype))
     made = optimizer([("", parameter)])
     parameter.grad = torch.zeros_like(parameter)
@@ -58,7 +60,9 @@ def _tried(optimizer: Optimizers, dtype: torch.dtype) -> tuple[float, float]:
     with _Moved() as seen:
         made.step()
     state = [value for value in made.state[parameter].values() if isinstance(value, torch.Tensor)]
-    return sum(value.numel() * value.itemsize for value in state if value.numel() >= NUMEL) / NUMEL, seen.total / NUMEL
+    return sum(
+        value.numel() * value.itemsize for value in state if value.numel() >= NUMEL
+    ) / NUMEL, seen.total / NUMEL
 
 
 class _Moved(TorchDispatchMode):
@@ -66,8 +70,14 @@ class _Moved(TorchDispatchMode):
 
     total = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for given in (tensors_in((args, kwargs)), tensors_in(out)):
-            self.total += sum(t.numel() * t.itemsize for t in {id(t): t for t in given}.values() if t.numel() >= NUMEL)
+            self.total += sum(
+                t.numel() * t.itemsize
+                for t in {id(t): t for t in given}.values()
+                if t.numel() >= NUMEL
+            )
         return out

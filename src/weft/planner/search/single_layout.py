@@ -1,4 +1,5 @@
-"""Whole: one layout that is given, and not searched: priced as it is run, explained, and how else it would fit."""
+"""Whole: one layout that is given, and not searched: priced as it is run, explained, and how else
+it would fit."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def parse_whole_layout(layout: str) -> LayoutPattern:
 
 
 def price_alone(judge: FeasibilityChecker, question: PlanQuery, pattern: LayoutPattern) -> Ranking:
-    """A layout that is given whole, with the microbatches, recomputation and schedule of the run file."""
+    """A layout that is given whole, with the microbatches, recomputation and schedule of the run
+    file."""
     _check(question, pattern, judge, "--layout")
     one = _written(judge.run, pattern)
     rows = simulate_rows(question, rows_of(question, one))
@@ -54,8 +56,11 @@ def _schedule(one: Candidates) -> tuple[str, int]:
     return one.choices.schedules[0], int(one.choices.chunks[0])
 
 
-def _check(question: PlanQuery, pattern: LayoutPattern, judge: FeasibilityChecker, field: str) -> None:
-    """A whole layout has a device for each rank, and weft knows it as it is written. Raises Refusal."""
+def _check(
+    question: PlanQuery, pattern: LayoutPattern, judge: FeasibilityChecker, field: str
+) -> None:
+    """A whole layout has a device for each rank, and weft knows it as it is written. Raises
+    Refusal."""
     world, devices = Layout.parse(pattern.text).world, question.cluster.devices
     if world > devices:
         problem = f"has {world} ranks, and {question.cluster} {devices} devices"
@@ -72,17 +77,23 @@ def _check(question: PlanQuery, pattern: LayoutPattern, judge: FeasibilityChecke
 
 
 def other_ways(question: PlanQuery, pattern: LayoutPattern, judge: FeasibilityChecker) -> list[str]:
-    """How a layout that does not fit would, in the schedule that it has; or by how much it never does."""
+    """How a layout that does not fit would, in the schedule that it has; or by how much it never
+    does."""
     one = _written(judge.run, pattern)
     best = _best_way(question, one, [_schedule(one)], judge)
     if best is None:
         return []
     if best.fits:
         return [f"it would fit as {describe_row(best)}"]
-    return [f"it fits with no microbatches and no recomputation: the nearest, {describe_row(best)}, {excess_text(best)}"]
+    return [
+        f"it fits with no microbatches and no recomputation: the nearest, {describe_row(best)},"
+        f" {excess_text(best)}"
+    ]
 
 
-def explain_layout(report: PlanReport, pattern: LayoutPattern, judge: FeasibilityChecker, top: int) -> RankedLayout:
+def explain_layout(
+    report: PlanReport, pattern: LayoutPattern, judge: FeasibilityChecker, top: int
+) -> RankedLayout:
     """A whole layout as the report shows it, or else the best way to run it. Raises Refusal."""
     question = report.question
     _check(question, pattern, judge, "--explain")
@@ -99,13 +110,22 @@ def explain_layout(report: PlanReport, pattern: LayoutPattern, judge: Feasibilit
     row = _best_way(question, one, schedules, judge)
     if row is None:
         chunks = {"chunks": one.choices.chunks[0]}
-        raise judge.refused[0][1] if judge.refused else no_candidates(question, pattern, "--explain", chunks)
+        raise (
+            judge.refused[0][1]
+            if judge.refused
+            else no_candidates(question, pattern, "--explain", chunks)
+        )
     return row
 
 
-def _best_way(question: PlanQuery, one: Candidates, schedules: Sequence[tuple[str, int]], judge: FeasibilityChecker) -> RankedLayout | None:
-    """The fastest way to run a layout with one of these schedules that fits, or else the nearest to it, of those that
-    weft would run; none, if there is none."""
+def _best_way(
+    question: PlanQuery,
+    one: Candidates,
+    schedules: Sequence[tuple[str, int]],
+    judge: FeasibilityChecker,
+) -> RankedLayout | None:
+    """The fastest way to run a layout with one of these schedules that fits, or else the nearest to
+    it, of those that weft would run; none, if there is none."""
     tried = layout_variants(one, question, schedules)
     prices = price(question, tried)
     order = np.lexsort((prices.step_s, np.maximum(prices.over_bytes, 0)))[:TRIED]

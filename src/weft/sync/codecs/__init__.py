@@ -1,7 +1,7 @@
 """Codecs: one file each. The folder is the registry.
 
-A file maps names to the functions that make its codecs (`CODECS`); their arguments are the codec's options. In a run
-file: `codec = "int4"`, or with options `codec = { name = "powersgd", rank = 8 }`.
+A file maps names to the functions that make its codecs (`CODECS`); their arguments are the codec's
+options. In a run file: `codec = "int4"`, or with options `codec = { name = "powersgd", rank = 8 }`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def registry() -> Mapping[str, Callable[..., Codec]]:
 
 
 def make_codec(name: str, **options: Any) -> Codec:
-    """The codec of this name. Raises ConfigError: an unknown name or option, a value that cannot be."""
+    """The codec of this name. Raises ConfigError: an unknown name or option, a value that cannot
+    be."""
     known = registry()
     if name not in known:
         raise ConfigError(FIELD, name, "not a codec", nearest(name, known))

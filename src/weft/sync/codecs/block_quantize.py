@@ -1,8 +1,10 @@
-"""int8, int4: whole numbers and one scale for each block of elements (Dettmers 2016; Alistarh et al. 2017, QSGD).
+"""int8, int4: whole numbers and one scale for each block of elements (Dettmers 2016; Alistarh et
+al. 2017, QSGD).
 
-Rounded to the nearest, an element is off by at most half a step, its block's largest magnitude / 254 (int8) or / 14
-(int4); stochastically by at most a step, and right in the mean. Zeros stay zeros. A block with something that is not
-finite, or above float32's range, decodes to what is not finite.
+Rounded to the nearest, an element is off by at most half a step, its block's largest magnitude /
+254 (int8) or / 14 (int4); stochastically by at most a step, and right in the mean. Zeros stay
+zeros. A block with something that is not finite, or above float32's range, decodes to what is not
+finite.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ class BlockQuantize(MessageCodec):
     def __post_init__(self) -> None:
         require("sync.codec.feedback", self.feedback, bool, lambda _: True, "true or false")
         require("sync.codec.stochastic", self.stochastic, bool, lambda _: True, "true or false")
-        require("sync.codec.block", self.size, int, lambda x: x > 0 and x % 2 == 0, "an even number of elements")
+        require(
+            "sync.codec.block",
+            self.size,
+            int,
+            lambda x: x > 0 and x % 2 == 0,
+            "an even number of elements",
+        )
 
     @property
     def block(self) -> int:  # type: ignore[override]
@@ -52,7 +60,9 @@ class BlockQuantize(MessageCodec):
         # by division: one over a tiny scale would overflow
         steps = blocks / scale.masked_fill(scale == 0, 1.0)
         if self.stochastic:
-            noise = torch.rand(steps.shape, generator=generator, dtype=steps.dtype, device=steps.device)
+            noise = torch.rand(
+                steps.shape, generator=generator, dtype=steps.dtype, device=steps.device
+            )
             steps = steps.add_(noise).floor_()
         else:
             steps = steps.round_()
@@ -66,8 +76,14 @@ class BlockQuantize(MessageCodec):
 
     def decode(self, message: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         blocks = -(-n // self.size)
-        whole, scale = message.split([blocks * self.size * self.bits // 8, blocks * SCALE_BYTES], -1)
-        steps = whole.unflatten(-1, (blocks, -1)) if blocks else whole.unflatten(-1, (0, self.size * self.bits // 8))
+        whole, scale = message.split(
+            [blocks * self.size * self.bits // 8, blocks * SCALE_BYTES], -1
+        )
+        steps = (
+            whole.unflatten(-1, (blocks, -1))
+            if blocks
+            else whole.unflatten(-1, (0, self.size * self.bits // 8))
+        )
         if self.bits == 8:
             values = steps.view(torch.int8).to(dtype)
         else:
@@ -81,7 +97,9 @@ def floats(scale: Tensor) -> Tensor:
 
 
 def _named(name: str, bits: int, feedback: bool) -> Callable[..., BlockQuantize]:
-    def make(block: int = 128, stochastic: bool = False, feedback: bool = feedback) -> BlockQuantize:
+    def make(
+        block: int = 128, stochastic: bool = False, feedback: bool = feedback
+    ) -> BlockQuantize:
         return BlockQuantize(feedback, name, bits, block, stochastic)
 
     return make

@@ -1,7 +1,7 @@
 """bf16, fp16: gradients summed in 16 bits.
 
-Encoding is off by at most 2^-8 (bf16) or 2^-11 (fp16, within 6e-5 .. 65504) of each element, and every addition on the
-way by as much of the sum. What fp16 cannot hold becomes infinite, never zero.
+Encoding is off by at most 2^-8 (bf16) or 2^-11 (fp16, within 6e-5 .. 65504) of each element, and
+every addition on the way by as much of the sum. What fp16 cannot hold becomes infinite, never zero.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Cast(Codec):
         x.copy_((yield AllReduceRequest(self._short(x, state))))
 
     def scatter(self, x: Tensor, out: Tensor, state: CodecState, peers: ReplicaView) -> Reduction:
-        out.copy_((yield ReduceScatterRequest(self._short(x, state).view(peers.size, -1), sums=True)))
+        out.copy_(
+            (yield ReduceScatterRequest(self._short(x, state).view(peers.size, -1), sums=True))
+        )
 
     def _short(self, x: Tensor, state: CodecState) -> Tensor:
         if not self.feedback:
@@ -52,7 +54,9 @@ class Cast(Codec):
         torch.sub(x, short, out=state["residual"])
         return short
 
-    def asks(self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0) -> list[RequestSize]:
+    def asks(
+        self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0
+    ) -> list[RequestSize]:
         return [RequestSize("sum", numel_of(shapes), 2)]
 
     def scatter_asks(self, n: int, peers: ReplicaView, itemsize: int) -> list[RequestSize]:

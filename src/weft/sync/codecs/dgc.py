@@ -1,10 +1,10 @@
 """dgc: Deep Gradient Compression (Lin et al. 2018): the largest elements of a sum of momenta.
 
-u = momentum u + g; v = v + u; the largest of v are sent, and u and v are zero there from then on (momentum correction
-and factor masking). Before, a rank's part of the mean gradient is clipped to the norm `clip` / sqrt(ranks), bucket by
-bucket; how many things the mean is over is taken from the step before, so the first step is not clipped. `density`
-falls from 1/4 to what is asked for over the first `warmup` steps. The momentum is the codec's: the optimizer is to be
-SGD without one.
+u = momentum u + g; v = v + u; the largest of v are sent, and u and v are zero there from then on
+(momentum correction and factor masking). Before, a rank's part of the mean gradient is clipped to
+the norm `clip` / sqrt(ranks), bucket by bucket; how many things the mean is over is taken from the
+step before, so the first step is not clipped. `density` falls from 1/4 to what is asked for over
+the first `warmup` steps. The momentum is the codec's: the optimizer is to be SGD without one.
 """
 
 from __future__ import annotations
@@ -41,11 +41,29 @@ class DGC(Codec):
     name = "dgc"
 
     def __post_init__(self) -> None:
-        require("sync.codec.density", self.density, float, lambda x: 0 < x <= 1, "a part, above 0 and at most 1")
-        require("sync.codec.momentum", self.momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+        require(
+            "sync.codec.density",
+            self.density,
+            float,
+            lambda x: 0 < x <= 1,
+            "a part, above 0 and at most 1",
+        )
+        require(
+            "sync.codec.momentum",
+            self.momentum,
+            float,
+            lambda x: 0 <= x < 1,
+            "a number from 0 to below 1",
+        )
         require("sync.codec.warmup", self.warmup, int, lambda x: x >= 0, "a number of steps")
         if self.clip is not None:
-            require("sync.codec.clip", self.clip, float, lambda x: x > 0, "a norm above 0, or leave it out")
+            require(
+                "sync.codec.clip",
+                self.clip,
+                float,
+                lambda x: x > 0,
+                "a norm above 0, or leave it out",
+            )
 
     @property
     def has_momentum(self) -> bool:
@@ -53,7 +71,11 @@ class DGC(Codec):
 
     def state(self, shapes: Shapes, like: Tensor) -> CodecState:
         steps = torch.zeros((), dtype=torch.int64)
-        return {"momentum": torch.zeros_like(like), "residual": torch.zeros_like(like), "steps": steps}
+        return {
+            "momentum": torch.zeros_like(like),
+            "residual": torch.zeros_like(like),
+            "steps": steps,
+        }
 
     def reduce(self, x: Tensor, state: CodecState, shapes: Shapes, peers: ReplicaView) -> Reduction:
         momentum, residual = state["momentum"], state["residual"]
@@ -78,7 +100,9 @@ class DGC(Codec):
             density = FIRST * (density / FIRST) ** (step / self.warmup)
         return min(n, max(1, round(density * n)))
 
-    def asks(self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0) -> list[RequestSize]:
+    def asks(
+        self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0
+    ) -> list[RequestSize]:
         return [RequestSize("gather", ELEMENT_BYTES * self.count(numel_of(shapes), step), 1)]
 
 

@@ -29,7 +29,9 @@ class Identity(Codec):
     def scatter(self, x: Tensor, out: Tensor, state: CodecState, peers: ReplicaView) -> Reduction:
         out.copy_((yield ReduceScatterRequest(x.view(peers.size, -1), sums=True)))
 
-    def asks(self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0) -> list[RequestSize]:
+    def asks(
+        self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0
+    ) -> list[RequestSize]:
         return [RequestSize("sum", numel_of(shapes), itemsize)]
 
     def scatter_asks(self, n: int, peers: ReplicaView, itemsize: int) -> list[RequestSize]:

@@ -1,8 +1,9 @@
-"""powersgd: a matrix as the product of two thin ones (Vogels et al. 2019), warm-started, with error feedback.
+"""powersgd: a matrix as the product of two thin ones (Vogels et al. 2019), warm-started, with error
+feedback.
 
-M = gradient + residual, [m, n] with dim 0 of the tensor as m: P = sum of M Q, orthogonalised; Q = sum of M^T P; M
-becomes P Q^T. A rank keeps M - P (M^T P)^T of its own M, so |residual| <= |M|. Vectors, and matrices that two factors
-would not make smaller, are summed as they are.
+M = gradient + residual, [m, n] with dim 0 of the tensor as m: P = sum of M Q, orthogonalised; Q =
+sum of M^T P; M becomes P Q^T. A rank keeps M - P (M^T P)^T of its own M, so |residual| <= |M|.
+Vectors, and matrices that two factors would not make smaller, are summed as they are.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ class PowerSGD(Codec):
             part = x[offset : offset + size]
             if self._thin(shape):
                 matrices.append(part.view(shape[0], -1))
-                kept.append(state["residual"][offset : offset + size].view(shape[0], -1) if self.feedback else None)
+                kept.append(
+                    state["residual"][offset : offset + size].view(shape[0], -1)
+                    if self.feedback
+                    else None
+                )
             else:
                 plain.append(part)
             offset += size
@@ -89,17 +94,26 @@ class PowerSGD(Codec):
     def _thin(self, shape: tuple[int, ...]) -> bool:
         return len(shape) > 1 and (shape[0] + prod(shape[1:])) * self.rank < prod(shape)
 
-    def asks(self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0) -> list[RequestSize]:
+    def asks(
+        self, shapes: Shapes, peers: ReplicaView, itemsize: int, step: int = 0
+    ) -> list[RequestSize]:
         sizes = list(self._matrices(shapes))
         plain = sum(prod(shape) for shape in shapes if not self._thin(shape))
         first = sum(m * r for m, _, r in sizes) + plain
-        second = [RequestSize("sum", sum(n * r for _, n, r in sizes), itemsize, final=False)] if sizes else []
+        second = (
+            [RequestSize("sum", sum(n * r for _, n, r in sizes), itemsize, final=False)]
+            if sizes
+            else []
+        )
         return [RequestSize("sum", first, itemsize, final=not sizes), *second]
 
 
 def _views(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
     """Tensors of these shapes, one after the other in `flat`."""
-    return [part.view(shape) for part, shape in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)]
+    return [
+        part.view(shape)
+        for part, shape in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)
+    ]
 
 
 CODECS = {"powersgd": PowerSGD}

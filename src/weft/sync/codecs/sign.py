@@ -1,8 +1,8 @@
-"""sign: one bit for each element, and one scale for each block, the mean magnitude (Seide et al. 2014; Karimireddy et
-al. 2019, EF-SignSGD).
+"""sign: one bit for each element, and one scale for each block, the mean magnitude (Seide et al.
+2014; Karimireddy et al. 2019, EF-SignSGD).
 
-For a block x of n elements, |x - decoded|^2 = |x|^2 - |x|_1^2 / n. A block with something that is not finite decodes to
-what is not finite.
+For a block x of n elements, |x - decoded|^2 = |x|^2 - |x|_1^2 / n. A block with something that is
+not finite decodes to what is not finite.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ class Sign(MessageCodec):
 
     def __post_init__(self) -> None:
         require("sync.codec.feedback", self.feedback, bool, lambda _: True, "true or false")
-        require("sync.codec.block", self.size, int, lambda x: x > 0 and x % 8 == 0, "a multiple of 8 elements")
+        require(
+            "sync.codec.block",
+            self.size,
+            int,
+            lambda x: x > 0 and x % 8 == 0,
+            "a multiple of 8 elements",
+        )
 
     @property
     def block(self) -> int:  # type: ignore[override]

@@ -1,7 +1,7 @@
 """topk: the largest elements with their places (Aji & Heafield 2017; Stich et al. 2018).
 
-What is sent is exact in float32; |x - decoded|^2 <= (1 - density) |x|^2. Something that is not a number counts as the
-largest.
+What is sent is exact in float32; |x - decoded|^2 <= (1 - density) |x|^2. Something that is not a
+number counts as the largest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ class TopK(MessageCodec):
 
     def __post_init__(self) -> None:
         require("sync.codec.feedback", self.feedback, bool, lambda _: True, "true or false")
-        require("sync.codec.density", self.density, float, lambda x: 0 < x <= 1, "a part, above 0 and at most 1")
+        require(
+            "sync.codec.density",
+            self.density,
+            float,
+            lambda x: 0 < x <= 1,
+            "a part, above 0 and at most 1",
+        )
 
     def count(self, n: int) -> int:
         """Elements that are sent of n."""
@@ -39,12 +45,14 @@ class TopK(MessageCodec):
 
     def decode(self, message: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         values, places = unpack(message)
-        return torch.zeros(n, dtype=dtype, device=message.device).index_copy_(0, places, values.to(dtype))
+        return torch.zeros(n, dtype=dtype, device=message.device).index_copy_(
+            0, places, values.to(dtype)
+        )
 
 
 def largest(x: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest magnitudes of x [n]: sorted out among those above a threshold, which a sample
-    of x suggests (Lin et al. 2018)."""
+    """The places of the `count` largest magnitudes of x [n]: sorted out among those above a
+    threshold, which a sample of x suggests (Lin et al. 2018)."""
     sizes, n = x.abs(), x.numel()
     if n > 8 * SAMPLE and count < n // 8:
         sample = sizes[:: n // SAMPLE]
