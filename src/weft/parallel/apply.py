@@ -207,13 +207,12 @@ def _enter(
     if step.interior is not None:
         randomness.interior = step.interior
     if step.input.every:
+        boundary = step.input
 
         def taken(value: Any) -> Any:
             return (
-                cross_boundary(value, step.input, True, mesh)
-                if isinstance(value, Tensor)
-                else value
-            )  # type: ignore[arg-type]
+                cross_boundary(value, boundary, True, mesh) if isinstance(value, Tensor) else value
+            )
 
         return tuple(map(taken, args)), {key: taken(value) for key, value in kwargs.items()}
     _alone(step.module, args, kwargs)
