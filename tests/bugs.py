@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import Subject, reference
 
 import weft
+from tests.cases import Subject, reference
 from weft.verification.case import Case
 from weft.verification.compare import LayoutResult, check_layout
 from weft.verification.delayed_reference import run_delayed

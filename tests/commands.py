@@ -16,7 +16,7 @@ from weft.cli.app import main
 
 CONTEXT = multiprocessing.get_context("fork")
 PATH = os.pathsep.join(
-    [str(Path(__file__).parent), *sys.path]
+    [str(Path(__file__).parents[1]), *sys.path]
 )  # of interpreters that a command starts
 
 

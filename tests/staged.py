@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases import BATCH, LENGTH, VOCAB, Fused, Subject, images, tokens
 from torch import Tensor, nn
 
+from tests.cases import BATCH, LENGTH, VOCAB, Fused, Subject, images, tokens
 from weft.core.schedule import Action, Schedule
 from weft.nn.losses import classification, mse, next_token
 from weft.nn.models import convnet, decoder

@@ -33,12 +33,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "tests"))  # the models, and their data
+sys.path.insert(0, str(HERE.parents[1]))  # the models, and their data
 
 from cases import Subject  # noqa: E402
-from staged import STAGED  # noqa: E402
 
 import weft  # noqa: E402
+from tests.staged import STAGED  # noqa: E402
 from weft.core.errors import Refusal, WorkerDied  # noqa: E402
 from weft.launch.local_workers import Pool  # noqa: E402
 from weft.pipeline import schedules  # noqa: E402

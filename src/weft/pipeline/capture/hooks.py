@@ -13,6 +13,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -253,7 +254,7 @@ def tensors_inside(part: Any, depth: int = 4) -> Iterator[Tensor]:
 # ---- lines of source -----------------------------------------------------------------------------
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_WEFT = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_WEFT = str(Path(__file__).parents[2]) + os.sep
 FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 

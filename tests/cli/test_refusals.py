@@ -1,0 +1,368 @@
+"""The command line: what it refuses, before any process starts, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import weft.launch.local_workers
+
+# so that it is not first imported while a test has replaced what it imports
+import weft.verification.runner
+from weft.cli.app import app
+
+RUN = """
+[model]
+build = "weft.models:decoder"
+dim = 16
+heads = 2
+layers = 1
+seq_len = 16
+[data]
+build = "weft.data:stdlib"
+seq_len = 16
+max_bytes = 100000
+[train]
+batch = 8
+steps = 2
+threads = 1
+[optimizer]
+lr = 1e-3
+"""
+
+MINE = """
+import os, signal, time
+import torch
+
+class Rows:
+    # "what" happens when a rank reads the sample after the first, which the parent looks at
+    def __init__(self, what):
+        self.what, self.parent = what, os.getpid()
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        if os.environ.get("RANK") == "1" and i > 0:
+            if self.what == "raise":
+                raise ValueError("the row is torn")
+            if self.what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.what == "wait":
+                open("waiting", "w").close()
+                time.sleep(600)
+        return {"input": torch.zeros(3), "label": torch.tensor(0)}
+
+def model():
+    return torch.nn.Linear(3, 2)
+
+def broken():
+    raise AttributeError("a fault of the model itself")
+"""
+
+TORN = """
+[model]
+build = "mine_of_refusals_test:model"
+[data]
+build = "mine_of_refusals_test:Rows"
+what = "raise"
+[train]
+batch = 8
+steps = 2
+threads = 1
+loss = "weft.losses:classification"
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with two run files; started by no launcher."""
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+        ):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "small.toml").write_text(RUN)
+    (tmp_path / "torn.toml").write_text(TORN)
+    (tmp_path / "mine_of_refusals_test.py").write_text(MINE)
+    monkeypatch.delitem(sys.modules, "mine_of_refusals_test", raising=False)
+    return tmp_path
+
+
+def weft_(*args: str) -> Result:
+    return CliRunner().invoke(app, args)
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting a process fails the test."""
+
+    def start(*args: object, **options: object) -> None:
+        pytest.fail("a process was started")
+
+    monkeypatch.setattr(weft.launch.local_workers, "run_workers", start)
+    monkeypatch.setattr(weft.launch.local_workers, "Pool", start)
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (
+            "train smal.toml",
+            "run file = 'smal.toml': there is no such file. Did you mean \"small.toml\"?",
+        ),
+        (
+            "train small.toml --set train.bacth=4",
+            'train.bacth = 4: is no key of [train]. Did you mean "batch"?',
+        ),
+        (
+            "train small.toml --set train.batch",
+            "--set = 'train.batch': has no =. Write --set train.steps=20.",
+        ),
+        ("train small.toml --set train.batch=0", "train.batch = 0: must be greater than 0"),
+        (
+            "train small.toml --layout dp2x",
+            "layout.axes = 'dp2x': 'dp2x' is not an axis with a size",
+        ),
+        ("train small.toml --layout dp2.qq2", "layout = 'dp2.qq2': there is no axis 'qq'"),
+        ("train small.toml --layout fsdp2+zero4", "has no option 'zero4'. Did you mean \"zero"),
+        ("train small.toml --layout dp3", "train.batch = 8: does not divide over 3 data ranks"),
+        ("train small.toml --layout tp3", "heads"),
+        (
+            "train small.toml --layout dp2 --nproc 4",
+            "--nproc = 4: layout dp2 has 2 ranks, and there are 4. Use 2",
+        ),
+        (
+            "train small.toml --set train.loss=weft.losses:none",
+            "train.loss = 'weft.losses:none': weft.losses has no none",
+        ),
+        (
+            "train small.toml --set model.dims=3",
+            'model.dims = 3: is no argument of weft.models:decoder. Did you mean "dim"?',
+        ),
+        ("train small.toml --set data.seq_len=60000", "samples, less than one batch"),
+        (
+            "train small.toml --set optimizer.name=lion",
+            "optimizer.name = 'lion': is no elementwise optimizer",
+        ),
+        ("train small.toml --set optimizer.lr=-1.0", "adamw refuses: Invalid learning rate: -1.0"),
+        ("train small.toml --output small.toml/x", "output = 'small.toml/x': cannot be written to"),
+        ("train small.toml --resume", "no complete checkpoint is here"),
+        ("train torn.toml --layout tp2", "tensor parallelism finds no"),
+        (
+            "verify small.toml --layout dp2 --layout dp3",
+            "train.batch = 8: does not divide over 3 data ranks",
+        ),
+        (
+            "verify small.toml --set trian.steps=3",
+            "trian = {'steps': 3}: is no key of a run file. Did you mean \"train\"?",
+        ),
+        ("verify small.toml --world 5", "left out tp5"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_any_process_starts(
+    args: str, says: str, folder: Path
+) -> None:
+    result = weft_(*args.split())
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    if "--output" not in args:
+        assert not (folder / "runs").exists()
+
+
+@pytest.mark.usefixtures("no_process")
+def test_missing_data_is_refused(folder: Path) -> None:
+    (folder / "words.toml").write_text(
+        RUN.replace('build = "weft.data:stdlib"\n', 'text = ["no/*.txt"]\n').replace(
+            "max_bytes = 100000", ""
+        )
+    )
+    result = weft_("train", "words.toml")
+    assert result.exit_code == 2
+    assert "text = 'no/*.txt': no file matches" in result.stderr
+
+
+@pytest.mark.usefixtures("no_process")
+def test_launched_processes_must_be_as_many_as_the_layout_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    result = weft_("train", "small.toml", "--layout", "dp2")
+    assert result.exit_code == 2
+    assert "WORLD_SIZE = 4: layout dp2 has 2 ranks" in result.stderr
+    monkeypatch.setenv("RANK", "3")  # only one of them says so
+    result = weft_("train", "small.toml", "--layout", "dp2")
+    assert (result.exit_code, result.stderr) == (2, "")
+
+
+def test_a_wrong_command_line_is_refused() -> None:
+    assert weft_("trian").exit_code == 2
+    assert weft_("train").exit_code == 2
+    assert weft_("train", "small.toml", "--nproc", "two").exit_code == 2
+
+
+def test_the_parent_does_not_hide_a_fault_of_the_users_own_code() -> None:
+    result = weft_("train", "torn.toml", "--set", "model.build=mine_of_refusals_test:broken")
+    assert isinstance(result.exception, AttributeError)
+
+
+# ---- what runs -----------------------------------------------------------------------------------
+
+
+def test_a_run_trains_and_a_second_one_does_not_overwrite_it(folder: Path) -> None:
+    args = (
+        "train",
+        "small.toml",
+        "--layout",
+        "dp2",
+        "--set",
+        "checkpoint.every=1",
+        "--output",
+        "out",
+    )
+    result = weft_(*args)
+    assert result.exit_code == 0, result.output
+    assert 'axes = "dp2"' in (folder / "out" / "run.toml").read_text()
+    again = weft_(*args)
+    assert again.exit_code == 2
+    assert "--resume" in again.stderr
+    longer = weft_(*args, "--resume", "--set", "train.steps=3")
+    assert longer.exit_code == 0, longer.output
+    steps = [
+        json.loads(line)["step"]
+        for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert max(steps) == 3
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [("raise", "ValueError: the row is torn"), ("kill", "killed by SIGKILL")]
+)
+def test_a_rank_that_dies_ends_the_run(what: str, says: str) -> None:
+    start = time.monotonic()
+    result = weft_("train", "torn.toml", "--layout", "dp2", "--set", f"data.what={what}")
+    assert time.monotonic() - start < 15
+    assert result.exit_code == 1, result.output
+    assert "weft: rank 1 died:" in result.stderr
+    assert result.stderr.count(says) == 1
+
+
+def test_verify_says_whether_all_agree() -> None:
+    result = weft_("verify", "small.toml", "--layout", "dp2", "--steps", "1", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["passed"] is True
+    assert [layout["layout"] for layout in report["layouts"]] == ["dp2"]
+
+
+def test_verify_takes_every_layout_of_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    import weft.verification
+
+    asked: list[str] = []
+
+    class Failed:
+        passed = False
+
+        def verdict(self) -> str:
+            return "block 3 differs"
+
+    def verify_run(run: object, layouts: list[str], steps: int, done: object) -> Failed:
+        asked.extend(layouts)
+        return Failed()
+
+    monkeypatch.setattr(weft.verification, "verify_layouts", verify_run, raising=False)
+    result = weft_("verify", "small.toml", "--world", "4")
+    assert result.exit_code == 1
+    assert "block 3 differs" in result.stdout
+    assert {
+        "dp4",
+        "fsdp4",
+        "fsdp4+zero1",
+        "tp2",
+        "dp2.fsdp2+zero2",
+        "dp2.tp2+sequence",
+        "fsdp2.tp2",
+    } - {"tp2"} <= set(asked)
+    assert len(asked) == len(set(asked))
+    assert "left out tp4" in result.stderr  # of two heads
+    asked.clear()
+    weft_(
+        "verify",
+        "small.toml",
+        "--world",
+        "2",
+        "--set",
+        "train.clip=1.0",
+        "--set",
+        "pipeline.cut=time",
+    )
+    assert "pp2+zb-h1" in asked  # stages of equal time are measured by the ranks
+    assert "pp2+pipedream" not in asked  # which cannot clip, and leaves the others be
+    assert "tp4" not in asked
+
+
+# ---- the command itself --------------------------------------------------------------------------
+
+
+def command(*args: str, cwd: Path) -> subprocess.Popen[str]:
+    source = str(Path(weft.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    heed = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # where tests run in the background it is ignored
+    return subprocess.Popen(
+        [sys.executable, *args],
+        cwd=cwd,
+        env=env,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        preexec_fn=heed,
+    )
+
+
+def test_ctrl_c_ends_the_run(folder: Path) -> None:
+    process = command(
+        "-m", "weft", "train", "torn.toml", "--layout", "dp2", "--set", "data.what=wait", cwd=folder
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / "waiting").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert stderr.strip().endswith("weft: interrupted")
+    assert "Traceback" not in stderr
+
+
+def test_help_needs_no_torch(folder: Path) -> None:
+    code = (
+        "import sys\nfrom weft.cli.app import main\nsys.argv = ['weft', '--help']\ntry:"
+        " main()\nexcept SystemExit: pass\n"
+    )
+    process = command(
+        "-c", code + "assert 'torch' not in sys.modules, 'torch was imported'", cwd=folder
+    )
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert "verify" in stdout

@@ -1,0 +1,466 @@
+"""A sequence that ranks share: every method, with every other axis, against one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from tests.cases import Fused, Subject, in_turn, reference
+from weft.core.data_order import zigzag_spans
+from weft.core.errors import Refusal, WorkerDied
+from weft.engine.context_parallel import ring_attention
+from weft.engine.context_parallel.ring_attention import KeyBlocks, attend_blocks
+from weft.launch.local_workers import Pool
+from weft.nn.attention_masks import AttentionPattern, causal_mask, documents_of, window_rule
+from weft.nn.losses import cross_entropy, next_token, positionwise
+from weft.nn.models import decoder
+from weft.verification.compare import check_layout
+from weft.verification.delayed_reference import run_delayed
+from weft.verification.reference import run_reference
+
+LENGTH, VOCAB = 16, 67
+
+
+def tokens(
+    padded: bool = False,
+    packed: bool = False,
+    labels: bool = True,
+    full: bool = False,
+    named: bool = False,
+    features: bool = False,
+) -> dict[str, Tensor]:
+    batch = {"input_ids": torch.randint(0, VOCAB, (8, LENGTH))}
+    if labels:
+        batch["labels"] = torch.randint(0, VOCAB, (8, LENGTH))
+        for row in range(8):
+            batch["labels"][row, LENGTH - row % 5 :] = -100
+    if padded:
+        batch["attention_mask"] = torch.ones(8, LENGTH, dtype=torch.long)
+        for row in range(8):
+            batch["attention_mask"][row, : row % 4] = (
+                0  # on the left, where causal attention would see it
+            )
+    if full:
+        batch["attention_mask"] = torch.ones(8, LENGTH, dtype=torch.long)
+    if features:
+        batch = {"features": torch.randn(8, 5), "label_weight": torch.ones(8), **batch}
+    if packed:
+        ends = torch.tensor([[(5 + row) % 7 + 2, (3 + row) % 5 + 9] for row in range(8)])
+        at = torch.arange(LENGTH).expand(8, LENGTH)
+        first, second = ends[:, :1], ends[:, 1:]
+        batch["position_ids"] = torch.where(
+            at < first, at, torch.where(at < second, at - first, at - second)
+        )
+    if named:
+        batch["places"] = batch.pop("position_ids")
+    return batch
+
+
+def hugging_face(kind: str, **more: Any) -> nn.Module:
+    t = pytest.importorskip("transformers")
+    common: dict[str, Any] = {"vocab_size": VOCAB, "use_cache": False}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    if kind == "gpt2":
+        config: Any = t.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, **common)
+    else:
+        configs = {"llama": t.LlamaConfig, "qwen3": t.Qwen3Config, "mistral": t.MistralConfig}
+        config = configs[kind](**small, **common, num_key_value_heads=2, head_dim=8, **more)
+    model: nn.Module = t.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model
+
+
+class Counts(Fused):
+    """Learned positions, which it counts by itself, and attention dropout."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, 32, 4, 0.2)
+        self.position = nn.Embedding(LENGTH, 32)
+
+
+class Both(nn.Module):
+    """An encoder: attention in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(VOCAB, 32), nn.Embedding(LENGTH, 32)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 48, dropout=0.1, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(32, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + self.position(torch.arange(input_ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Named(nn.Module):
+    """Documents by an entry of another name, as many frequencies as positions here, features of
+    each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = decoder(VOCAB, 32, 2, 2, 2, seq_len=LENGTH)
+        self.mix = nn.Linear(5, 32)
+
+    def forward(self, input_ids: Tensor, places: Tensor, features: Tensor) -> Tensor:
+        x = self.inner.embedding(input_ids) + self.mix(
+            features.to(self.mix.weight.dtype)
+        ).unsqueeze(1)
+        mask = causal_mask(places)
+        frequencies = torch.arange(8, dtype=torch.float32) / 100
+        x = x + F.pad(torch.sin(places.unsqueeze(-1) * frequencies), (0, 24)).to(x.dtype)
+        for block in self.inner.blocks:
+            x = block(x, places, mask)
+        return self.inner.head(x)
+
+
+@positionwise
+def unpadded(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A loss that reads the padding."""
+    labels = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    return cross_entropy(output.logits, labels)
+
+
+def frozen() -> nn.Module:
+    model: Any = decoder(VOCAB, 32, 2, 8, 2, seq_len=LENGTH)
+    for p in [*model.embedding.parameters(), *model.blocks[0].parameters()]:
+        p.requires_grad_(False)
+    return model
+
+
+def subject(
+    build: Callable[[], nn.Module], accumulate: int = 1, recompute: Any = "none", **data: bool
+) -> Subject:
+    return Subject(
+        build,
+        partial(tokens, **data),
+        next_token,
+        (("accumulate", accumulate), ("recompute", recompute)),
+        0.1,
+    )
+
+
+plain = partial(decoder, VOCAB, 32, 2, 8, 2, seq_len=LENGTH)
+SUBJECTS = {
+    "decoder": subject(plain),
+    "micro": subject(plain, 2),
+    "shifted": subject(plain, labels=False),
+    "packed": subject(plain, packed=True),
+    "full": subject(plain, 2, "full"),
+    "selective": subject(plain, 2, "selective"),
+    "counts": subject(Counts, 2),
+    "both": subject(Both, 2),
+    "gpt2": subject(partial(hugging_face, "gpt2"), 2),
+    "llama": subject(partial(hugging_face, "llama")),
+    "padded": subject(partial(hugging_face, "llama"), padded=True),
+    "packed llama": subject(partial(hugging_face, "llama"), packed=True),
+    "qwen3": subject(partial(hugging_face, "qwen3")),
+    "window": subject(partial(hugging_face, "mistral", sliding_window=5), 2),
+    "padded window": subject(partial(hugging_face, "mistral", sliding_window=5), padded=True),
+}
+SUBJECTS |= {
+    "all ones": subject(partial(hugging_face, "llama"), full=True),
+    "packed, all ones": subject(plain, packed=True, full=True),
+    "loss of padding": replace(subject(partial(hugging_face, "llama"), padded=True), loss=unpadded),
+    "wide window": subject(partial(hugging_face, "mistral", sliding_window=LENGTH + 1), 2),
+    "padded gpt2": subject(partial(hugging_face, "gpt2"), padded=True),
+    "named": subject(Named, packed=True, named=True, features=True, labels=False),
+    "frozen": subject(frozen, 2),
+}
+METHODS = [
+    "cp2",
+    "cp4",
+    "cp2+gather",
+    "cp4+gather",
+    "cp2+ulysses",
+    "cp4+ulysses",
+    "up2",
+    "cp2.up2",
+    "cp2+gather.up2",
+]
+BESIDE = [
+    "dp2.cp2",
+    "fsdp2.cp2",
+    "fsdp2+zero1.cp2",
+    "cp2.tp2",
+    "cp2.tp2+sequence",
+    "cp2+ulysses.tp2",
+    "pp2.cp2",
+    "pp2.cp2+ulysses",
+]
+
+
+def holds(pool: Pool, subject: Subject, layout: str) -> None:
+    world = weft.Layout.parse(layout).world
+    result = pool.run(check_layout, subject.case(), layout, reference(subject), world=world)[0]
+    assert result.passed, (result.first, result.stray, result.problem, result)
+    assert result.comms_seen
+
+
+@pytest.mark.parametrize("layout", [*METHODS, *BESIDE])
+def test_as_one_device(pool: Pool, layout: str) -> None:
+    holds(pool, SUBJECTS["micro"], layout)
+
+
+OTHERS = [name for name in SUBJECTS if name != "micro"]
+GRID = [(name, "cp2") for name in OTHERS] + in_turn(
+    OTHERS, ["cp2+ulysses", "cp4+gather", "cp2.up2", "cp2.tp2"], 2
+)
+
+
+@pytest.mark.parametrize(("name", "layout"), GRID)
+def test_every_model(pool: Pool, name: str, layout: str) -> None:
+    holds(pool, SUBJECTS[name], layout)
+
+
+def test_flash_attention_is_called_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on CUDA in bf16, on tensors without data: the right operators, arguments and
+    shapes."""
+    monkeypatch.setattr(ring_attention, "_kernel", lambda *_: "flash")
+    query = torch.empty(2, 4, 8, 16, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(2, 4, 6, 16, dtype=torch.bfloat16, device="meta")
+    blocks = KeyBlocks(AttentionPattern(causal=True), [[(0, 8)]], 0, None, 0.25)
+    rest = query, key, key, blocks, (0, 8), (0, 6), None
+    out, logs = ring_attention._forward(*rest)
+    assert out.shape == query.shape and logs.shape == (2, 4, 8) and logs.dtype == torch.float32
+    found = ring_attention._backward(out, out, logs, *rest)
+    assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
+
+
+class Windows(nn.Module):
+    """A mask that every block makes for itself, of positions that it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = decoder(VOCAB, 32, 2, 2, 2, seq_len=LENGTH)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        inner: Any = self.inner
+        x = inner.embedding(input_ids)
+        for block in inner.blocks:
+            positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+            x = block(x, positions, causal_mask(positions, window=5))
+        y: Tensor = inner.head(inner.norm(x))
+        return y
+
+
+def test_documents_of_a_pipeline_without_a_flush(pool: Pool) -> None:
+    """Their positions are the batch's, which each rank knows whole: nothing is gathered, and
+    nothing predicted."""
+    case = replace(SUBJECTS["packed"].case(), clip=None)
+    result = pool.run(
+        check_layout, case, "pp2+pipedream.cp2", run_delayed(case, "pp2+pipedream.cp2", 2), world=4
+    )[0]
+    assert result.passed, (result.first, result.stray, result.problem)
+
+
+@pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "cp2.up2"])
+def test_masks_of_positions_that_the_model_counts(pool: Pool, layout: str) -> None:
+    holds(pool, subject(Windows), layout)
+
+
+def test_recomputed_cores_of_a_split_backward(pool: Pool) -> None:
+    holds(pool, SUBJECTS["selective"], "pp2+zb-h1.cp2")
+
+
+def test_only_named_inputs_reach_the_model(pool: Pool) -> None:
+    """Entries for the loss alone are not what the model is called with."""
+    made = subject(partial(hugging_face, "llama"), packed=True, padded=True)
+    case = replace(made.case(), inputs=("input_ids",))
+    result = pool.run(check_layout, case, "cp2", run_reference(case, 2), world=2)[0]
+    assert result.passed, (result.first, result.stray, result.problem, result)
+
+
+# ---- the core ------------------------------------------------------------------------------------
+
+
+def mask_of(pattern: AttentionPattern, length: int) -> Tensor:
+    return pattern._mask((0, length), (0, length), torch.device("cpu"))
+
+
+PATTERNS = {
+    "causal": AttentionPattern(True),
+    "both": AttentionPattern(False),
+    "window": AttentionPattern(True, window_rule(5)),
+    "documents": AttentionPattern(
+        True,
+        None,
+        documents_of(torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3]] * 2)),
+    ),
+    "padding": AttentionPattern(True, None, None, (torch.arange(16) > torch.tensor([[3], [9]]))),
+    "both, padding": AttentionPattern(
+        False, None, None, (torch.arange(16) != torch.tensor([[3], [9]]))
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_blocks_give_what_the_whole_gives(
+    name: str, fused: bool, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank's queries with all keys, in pieces; gradients as well. Queries that see nothing
+    give zeros."""
+    if not fused:
+        monkeypatch.setattr("weft.engine.context_parallel.ring_attention._kernel", lambda *_: None)
+        monkeypatch.setattr("weft.engine.context_parallel.ring_attention.ROWS", 3)
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, 16, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
+    )
+    pattern, spans = PATTERNS[name], zigzag_spans(16, size)
+    every = [span for each in spans for span in each]
+    order = torch.cat([torch.arange(*span) for span in every])
+    parts = []
+    for rank in range(size):
+        mine = torch.cat([torch.arange(*span) for span in spans[rank]])
+        blocks = KeyBlocks(pattern, [every], 0, None, 0.3, None, spans[rank])
+        with torch.autocast("cpu", enabled=dtype == torch.bfloat16):
+            parts.append(
+                attend_blocks(query[:, :, mine], key[:, :, order], value[:, :, order], blocks)
+            )
+    out = torch.cat(parts, 2)[:, :, torch.argsort(order)]
+    mask = mask_of(pattern, 16)
+    wide = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    whole = F.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.3, enable_gqa=True)
+    whole = whole.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    weights = torch.randn_like(whole)
+    (out.double() * weights).sum().backward()
+    (whole * weights).sum().backward()
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    for mine, theirs in zip(
+        (out, query.grad, key.grad, value.grad), (whole, *(x.grad for x in wide)), strict=True
+    ):
+        assert mine is not None and theirs is not None
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < bound
+
+
+@pytest.mark.parametrize(("length", "size"), [(16, 2), (32, 4), (48, 3)])
+def test_causal_work_is_equal(length: int, size: int) -> None:
+    spans = zigzag_spans(length, size)
+    assert sorted(i for own in spans for span in own for i in range(*span)) == [*range(length)]
+    work = [sum(i + 1 for span in own for i in range(*span)) for own in spans]
+    assert len(set(work)) == 1
+
+
+def test_a_mask_is_for_packed_documents() -> None:
+    at = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
+    mask = causal_mask(at)
+    assert mask is not None
+    assert mask.shape == (2, 1, 5, 5)
+    assert mask[0, 0, 4].tolist() == [False, False, False, True, True]
+    assert mask[1, 0, 4].all()
+    assert causal_mask(at[1:]) is None
+    windowed = causal_mask(at[1:], window=2)
+    assert windowed is not None
+    assert windowed[0, 0, 3].tolist() == [False, False, True, True, False]
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def summed(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return output.sum(), torch.ones(())
+
+
+@pytest.mark.parametrize(
+    ("layout", "says", "change"),
+    [
+        ("cp2", "not known to be a sum over positions", {"loss": summed}),
+        ("cp4+ring+gather", "Choose one", {}),
+        ("cp2+ulysses.up2", "up is Ulysses already", {}),
+        ("cp3", "do not divide into 6 pieces", {}),
+        ("cp8+ulysses", "4 heads and 4 key heads on a rank, and Ulysses has 8", {}),
+        ("cp2+rings", "Did you mean", {}),
+    ],
+)
+def test_refused_before_a_process_starts(layout: str, says: str, change: dict[str, Any]) -> None:
+    batch = {key: value[:2] for key, value in tokens().items()}
+    with pytest.raises(Refusal, match=says):
+        weft.plan(
+            decoder(VOCAB, 32, 2, 4, 4),
+            layout,
+            batch=8,
+            **{"loss": next_token, "sample": batch, **change},
+        )
+
+
+def test_eager_attention_is_refused() -> None:
+    t = pytest.importorskip("transformers")
+    config = t.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(Refusal, match="attention by 'eager'"):
+        weft.plan(model, "cp2", batch=8, loss=next_token)
+
+
+class Masked(nn.Module):
+    """What `what` says, in place of causal attention."""
+
+    def __init__(self, what: str):
+        super().__init__()
+        self.what, self.embedding, self.head = what, nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.table = nn.Parameter(torch.randn(LENGTH, 16))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        length, q = x.shape[1], x.unsqueeze(1)
+        if self.what == "mask":
+            x = F.scaled_dot_product_attention(
+                q, q, q, torch.ones(length, length, dtype=torch.bool).tril()
+            ).squeeze(1)
+        elif self.what == "other":
+            x = F.scaled_dot_product_attention(q, q[:, :, :2], q[:, :, :2]).squeeze(1)
+        elif self.what == "sum":
+            x = x.cumsum(1)
+        elif self.what == "table":
+            x = x + self.table[:length]
+            x = F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(1) + x
+        return self.head(x)
+
+
+def engine_of(what: str, layout: str, tried: bool) -> None:
+    batch = tokens()
+    model = Masked(what)
+    plan = weft.plan(model, layout, batch=8, loss=next_token)
+    sample = {key: value[:2] for key, value in batch.items()} if tried else None
+    engine = weft.Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu", sample=sample)
+    engine.step(engine.local(batch))
+
+
+def sgd(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("what", "tried", "says"),
+    [
+        ("mask", False, "says nothing of other ranks' keys"),
+        ("other", False, "attention to another sequence"),
+        ("none", False, "never calls scaled_dot_product_attention"),
+        ("sum", True, "the model's output changes"),
+        ("sum", False, "the model's output changes"),
+        ("table", False, "the model's output changes"),
+    ],
+)
+def test_refused_where_it_runs(pool: Pool, what: str, tried: bool, says: str) -> None:
+    with pytest.raises((Refusal, WorkerDied), match=says):
+        pool.run(engine_of, what, "cp2", tried, world=2)

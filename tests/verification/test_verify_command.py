@@ -1,0 +1,126 @@
+"""`weft.verify` from Python, on a model and a loss of the user's own; and that the examples are
+what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from weft.core import run_config
+from weft.train import build
+from weft.train.data import Loader
+from weft.verification.case import Case
+from weft.verification.runner import verify_case
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, 3 * dim), nn.Linear(3 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, dim: int, layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
+
+    def forward(self, points: Tensor) -> Tensor:
+        for layer in self.layers:
+            points = layer(points)
+        return points
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2+zero2", "tp2"])
+def test_a_model_and_a_loss_of_ones_own(layout: str) -> None:
+    dim = 6
+
+    def make() -> nn.Module:  # a closure: nothing needs to be importable
+        return Stack(dim, 2)
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return (output - batch["goal"]).abs().sum(), torch.tensor(float(output.numel()))
+
+    plan = weft.plan(make(), layout, batch=4, accumulate=2, loss=loss)
+    batch = {"points": torch.randn(4, 5, dim), "goal": torch.randn(4, 5, dim)}
+    report = weft.verify(make, plan, batch, loss=loss, clip=0.1)
+    assert report.passed, report.text()
+    assert weft.verify(make, layout, batch, loss=loss, steps=1).passed
+    assert (
+        f"{layout}: equal" in report.text() and "1 of 1 layouts equal one device" in report.text()
+    )
+
+
+def test_a_loss_that_is_a_mean_of_its_own_rank_does_not_pass() -> None:
+    """The user's loss, not weft, divides by what this rank holds: the mean depends on the
+    layout."""
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return (output - batch["goal"]).abs().mean() * 3.0, torch.tensor(1.0)
+
+    def make() -> nn.Module:
+        return Stack(6, 1)
+
+    plan = weft.plan(make(), "dp2", batch=4, loss=loss)
+    batch = {"points": torch.randn(4, 5, 6), "goal": torch.randn(4, 5, 6)}
+    goals = batch["goal"]
+    goals[2:] *= 7.0
+    report = weft.verify(
+        make, plan, batch, loss=lambda o, b: (loss(o, b)[0] ** 2, torch.tensor(1.0))
+    )
+    assert not report.passed and "loss of step 0" in report.text()
+
+
+@pytest.mark.parametrize("name", ["quickstart.toml", "images.toml", "experts.toml"])
+def test_examples_are_complete(name: str) -> None:
+    run = run_config.load_run(EXAMPLES / name)
+    (plan,) = build.check_run(run)
+    assert plan.layout.world > 1
+    batch = next(Loader(build.build_dataset(run), run.train.batch, 0))
+    model = build.build_model(run)
+    inputs = {key: value[:2] for key, value in batch.items() if not key.startswith("label")}
+    loss_sum, weight = build.build_loss(run)(
+        model(**inputs), {key: value[:2] for key, value in batch.items()}
+    )
+    assert torch.isfinite(loss_sum / weight)
+
+
+class Counting(Block):
+    """Its forward counts the features between its linears by a number of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))).view(*x.shape[:-1], 18))
+
+
+def counting() -> nn.Module:
+    model = Stack(6, 1)
+    model.layers[0] = Counting(6)
+    return model
+
+
+def test_a_layout_that_does_not_run_does_not_end_the_others() -> None:
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return output.square().sum(), torch.tensor(float(output.numel()))
+
+    case = Case(
+        build=counting,
+        plan=lambda model, layout: weft.plan(model, layout, batch=4, precision="fp64"),
+        batch=lambda step, rank, size: {
+            "points": torch.arange(120.0).view(4, 5, 6)[4 * rank // size :][: 4 // size]
+        },
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD([p for _, p in params], lr=0.1),
+    )
+    report = verify_case(case, ["tp2", "dp2"])
+    assert [result.passed for result in report.results] == [False, True]
+    assert "problem           does not run: RuntimeError: shape" in report.text()
+    assert "these do not: tp2" in report.verdict()
