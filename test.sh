@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Sets weft up in .venv with all that its tests need, once; then lint, types and tests. Arguments go to pytest:
-#     ./test.sh tests/test_layout.py -x
+# Sets weft up in .venv with all that its tests need, once; then lint, types and tests.
+#     ./test.sh                            a sample of every kind of test
+#     ./test.sh --all                      every test; what CI runs
+#     ./test.sh tests/core/test_layout.py -x    arguments go to pytest
+#     ./test.sh --all --cov                coverage, of worker processes too
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/quickstart.sh"
 prepare '.[test]'

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.sampling import short_run
 from weft.launch.local_workers import Pool
 
 torch.set_num_threads(1)
@@ -18,3 +19,17 @@ def pool() -> Iterator[Pool]:
     module."""
     with Pool(4) as processes:
         yield processes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="Every test: whole grids and slow tests.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --all, and unless files are named, a sample of the tests that are many or slow."""
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    if config.getoption("--all") or named:
+        return
+    kept, left_out = short_run(items)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept

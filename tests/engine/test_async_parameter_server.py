@@ -87,6 +87,7 @@ def stepped(
     return found
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("staleness", [0, 1, 3, None])
 def test_nobody_is_further_ahead_than_the_bound(pool: Pool, staleness: int | None) -> None:
     found = pool.run(stepped, "even", servers(staleness, 2), "dp4", 25, SGD, 6, world=4)
@@ -135,6 +136,7 @@ def test_what_goes_wrong_in_a_server_is_said(pool: Pool) -> None:
         pool.run(broken_server, world=2)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("codec", ["int8", "topk", "powersgd"])
 def test_it_learns_in_every_codec(tmp_path: Path, pool: Pool, codec: str) -> None:
     table = {"name": "parameter_server", "staleness": 2, "servers": 2, "codec": codec}
@@ -149,6 +151,7 @@ def test_it_learns_in_every_codec(tmp_path: Path, pool: Pool, codec: str) -> Non
     assert max(line.get("staleness", 0) for line in lines(run)) <= 2
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("axes", ["dp2", "dp2.tp2", "dp2.fsdp2"])
 def test_a_checkpoint_is_whole_and_goes_on(tmp_path: Path, pool: Pool, axes: str) -> None:
     table = {"sync__name": "parameter_server", "sync__staleness": 1, "sync__servers": 2}
@@ -172,6 +175,7 @@ def test_a_checkpoint_is_whole_and_goes_on(tmp_path: Path, pool: Pool, axes: str
 ASYNC = {"name": "parameter_server", "staleness": 2, "timeout_s": 3.0}
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("how", "replica"), [("dies", 1), ("stalls", 2)])
 def test_a_worker_that_dies_stops_nobody(tmp_path: Path, how: str, replica: int) -> None:
     run = failing(tmp_path, "dp3", how, replica, ASYNC)

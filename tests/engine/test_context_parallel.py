@@ -223,6 +223,7 @@ GRID = [(name, "cp2") for name in OTHERS] + in_turn(
 )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "layout"), GRID)
 def test_every_model(pool: Pool, name: str, layout: str) -> None:
     holds(pool, SUBJECTS[name], layout)

@@ -253,6 +253,7 @@ GATED = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("gate", "layout"), in_turn(GATES, GATED, 7))
 def test_a_decoder_with_experts(pool: Pool, gate: str, layout: str) -> None:
     """Its losses that balance the gate are of all tokens of a microbatch, on any layout."""

@@ -358,6 +358,7 @@ def failing(
 PERIODIC = {"name": "diloco", "period": 4, "fragments": 2, "delay": 1, "timeout_s": 3.0}
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("axes", "how", "replica"),
     [
@@ -390,6 +391,7 @@ def test_the_others_go_on_and_it_comes_back(
     assert ("started anew" in said) == (how != "stalls")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sync", [PERIODIC, {"name": "parameter_server", "staleness": 3, "timeout_s": 1.0}]
 )

@@ -243,6 +243,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("axes", "table"), RESUMED)
 def test_a_resumed_run_goes_on_bit_for_bit(
     tmp_path: Path, pool: Pool, axes: str, table: dict

@@ -263,6 +263,7 @@ def _errors(
                 yield (p.grad - wanted).abs().max().item()
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 5), (4, 5)])
 def test_every_schedule_gives_what_one_process_gives(
     pool: Pool, ranks: int, microbatches: int

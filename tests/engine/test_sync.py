@@ -289,6 +289,7 @@ def shared(layout: str) -> tuple[torch.Tensor, bool]:
 SCATTERED = ["bf16", "fp16", "int8", "int4", "sign"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp4+zero2", "fsdp2.tp2+sequence", "pp2.fsdp2"])
 @pytest.mark.parametrize("codec", SCATTERED)
 def test_a_codec_on_fsdps_reduce_scatter(pool: Pool, codec: str, layout: str) -> None:
@@ -333,6 +334,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(("axes", "name", "codec", "options"), RESUMED)
 def test_a_resumed_run_goes_on_bit_for_bit(
     tmp_path: Path, pool: Pool, axes: str, name: str, codec: Any, options: dict

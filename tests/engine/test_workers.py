@@ -172,6 +172,7 @@ def verified(name: str, workers: Workers, subject: Subject | None = None) -> Lay
     return found
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "workers"), CASES, ids=[f"{name}-{'-'.join(w)}" for name, w in CASES]
 )
@@ -619,6 +620,7 @@ def killed(process: Command, folder: Path, index: int) -> str:
     return str(output)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_run_goes_on_when_a_process_dies(tmp_path: Path, index: int) -> None:
     whole = begun(tmp_path / "whole")
@@ -637,6 +639,7 @@ def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
     assert process.returncode == 1 and "rank 2, big, died:\nkilled by SIGKILL" in output
 
 
+@pytest.mark.slow
 def test_under_torchrun_each_process_is_one_of_them(tmp_path: Path) -> None:
     launcher = ("torch.distributed.run", "--nproc-per-node", "3", "-m")
     process = begun(tmp_path / "run", "--set", "train.steps=4", launcher=launcher)

@@ -141,6 +141,7 @@ def many() -> int:
     return sum(run_limited(20.0, int, 1) for _ in range(300))
 
 
+@pytest.mark.slow
 def test_a_child_that_is_ended_while_it_ends_never_becomes_its_parent() -> None:
     assert run_limited(120.0, many) == 300  # without care one in some 300 does
 
@@ -718,6 +719,7 @@ def test_all_hosts_end_with_what_the_first_found(tmp_path: Path) -> None:
     assert not second.passed
 
 
+@pytest.mark.slow
 def test_a_host_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow() -> None:
         checks.check_host = lambda asked: iter([time.sleep(8)][:0])  # type: ignore[assignment]

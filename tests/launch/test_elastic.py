@@ -110,6 +110,7 @@ def at(folder: Path) -> int:
     return (steps_of(folder) or [0])[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
     """Three hosts of one rank each, of which the run can do with two."""
@@ -338,6 +339,7 @@ def test_what_several_hosts_are_refused(tmp_path: Path, arguments: list[str], sa
     assert says in " ".join(result.output.split()), result.output
 
 
+@pytest.mark.slow
 def test_ranks_that_are_left_over_stand_by(tmp_path: Path) -> None:
     """And take part when another fails: its host's agent starts all anew."""
     run = written(tmp_path, 24)

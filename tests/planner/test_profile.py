@@ -186,6 +186,7 @@ def test_experts_have_as_many_tokens_each() -> None:
     )  # attention, experts, what all share
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_is_in_one_block(name: str) -> None:
     work = traced(name)
@@ -223,6 +224,7 @@ def forward(model: nn.Module, batch: Batch, precision: str) -> None:
         model(**{key: t for key, t in batch.items() if key != "labels"})
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize(
     ("name", "precision"),
     [*((name, "fp32") for name in MODELS), ("decoder", "bf16"), ("deepseek", "bf16")],
@@ -271,6 +273,7 @@ def test_what_the_loss_keeps_counts_where_there_is_no_vocabulary() -> None:
 # ---- layouts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

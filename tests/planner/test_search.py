@@ -407,6 +407,7 @@ def test_where_nothing_fits_the_nearest_comes_first() -> None:
     assert over[0] == min(over) > 0
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("devices", [14, 19, 67])
 def test_fewer_where_all_devices_cannot_be_used(devices: int) -> None:
     """As fast as on any number of them, of all that weft could use, a hundredth apart."""

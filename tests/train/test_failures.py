@@ -74,6 +74,7 @@ def steps_of(folder: Path) -> list[int]:
     )
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("axes", ["dp2", "pp2"])
 def test_ranks_that_are_killed_cost_nothing_but_time(tmp_path: Path, axes: str) -> None:
     """At moments drawn at random, while checkpoints are written too."""
@@ -100,6 +101,7 @@ def test_ranks_that_are_killed_cost_nothing_but_time(tmp_path: Path, axes: str) 
     )
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_that_is_told_to_stop_says_that_it_goes_on(
     tmp_path: Path, number: signal.Signals
@@ -122,6 +124,7 @@ def test_a_run_that_is_told_to_stop_says_that_it_goes_on(
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     with begun(tmp_path, "dp2", "--set", "train.hang_s=2") as process:
         while len(steps_of(tmp_path)) < 5:
@@ -167,6 +170,7 @@ def test_what_is_said_of_a_hang() -> None:
     assert what + "all have begun it" in hang_report({0: here, 1: here, 2: here}, 3, 5)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("what", ["index", "rank"])
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, what: str) -> None:
     with begun(tmp_path, "dp2") as process:
@@ -193,6 +197,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, wh
     )
 
 
+@pytest.mark.slow
 def test_what_torchrun_starts_anew_goes_on(tmp_path: Path) -> None:
     """With a store that torchrun keeps, and in it the addresses of those that died."""
     torchrun = (

@@ -188,6 +188,7 @@ def run(pool: Any, subject: Subject, layout: str) -> LayoutResult:
     return result
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "layout"), GRID)
 def test_layout_equals_one_device(pool: Any, name: str, layout: str) -> None:
     result = run(pool, replace(SUBJECTS[name], clip=0.5), layout)

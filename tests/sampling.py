@@ -1,0 +1,51 @@
+"""Which tests `./test.sh` runs of those that `./test.sh --all` has.
+
+Two marks, both for tests that are many or long, never for the only test of something:
+
+- `slow`: left out of the short run. Another test of the same thing, quicker or smaller, stays in it.
+- `grid`: a test with many cases, as of layouts by models. The short run takes the fewest cases in which every word of
+  every case's name occurs: every axis, option, schedule, codec and model at least once, but not
+  each with each. `grid(n)`: n of these cases, where each takes long.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+
+def words(case: str) -> set[str]:
+    """The words of a case's name: `gpt2-pp2.tp2+sequence` has gpt2, pp2, tp2 and sequence."""
+    return set(filter(None, re.split(r"[-.+\s]", case)))
+
+
+def cover(cases: Sequence[str]) -> list[int]:
+    """Indices of few cases whose words are all words, in order: greedy, the first of equally
+    good ones."""
+    missing = set().union(*map(words, cases)) if cases else set()
+    taken = []
+    while missing:
+        best = max(range(len(cases)), key=lambda i: (len(words(cases[i]) & missing), -i))
+        taken.append(best)
+        missing -= words(cases[best])
+    return sorted(taken)
+
+
+def short_run(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """(kept, left out) of collected pytest items."""
+    grids: dict[str, list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("grid") and hasattr(item, "callspec"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = set()
+    for cases in grids.values():
+        most = cases[0].get_closest_marker("grid").args
+        covering = cover([case.callspec.id for case in cases])
+        chosen |= {cases[i].nodeid for i in covering[: most[0] if most else None]}
+    kept, left_out = [], []
+    for item in items:
+        in_grid = item.nodeid.partition("[")[0] in grids
+        short = not item.get_closest_marker("slow") and (not in_grid or item.nodeid in chosen)
+        (kept if short else left_out).append(item)
+    return kept, left_out

@@ -1,0 +1,18 @@
+"""The sample that ./test.sh takes of tests with many cases."""
+
+from __future__ import annotations
+
+from tests.sampling import cover, words
+
+
+def test_a_case_is_made_of_words() -> None:
+    assert words("gpt2-pp2+zb-v.tp2") == {"gpt2", "pp2", "zb", "v", "tp2"}
+
+
+def test_every_word_occurs_in_the_sample() -> None:
+    cases = [f"{model}-{layout}" for model in "abc" for layout in ("dp2", "tp2", "pp2.dp2", "cp2")]
+    taken = [cases[i] for i in cover(cases)]
+    assert len(taken) < len(cases)
+    assert set().union(*map(words, taken)) == set().union(*map(words, cases))
+    assert "a-dp2" not in taken and "a-pp2.dp2" in taken  # what has more words comes first
+    assert cover([]) == []
