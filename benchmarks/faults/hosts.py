@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import testbed  # noqa: E402
+from stored import tensors  # noqa: E402
 
 from weft.checkpoint import store  # noqa: E402
 
@@ -192,8 +193,6 @@ def _whole(hosts: Hosts) -> float:
 
 def _apart(one: Path, other: Path) -> float:
     """The largest difference of two runs' last weights and optimizer state."""
-    from run import tensors  # which imports this file
-
     first, second = tensors(one), tensors(other)
     return max(float((first[name] - second[name]).abs().max()) for name in {*first, *second})
 

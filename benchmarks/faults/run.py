@@ -32,10 +32,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import hosts  # noqa: E402
 import parts  # noqa: E402
 import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+from stored import tensors  # noqa: E402
 
 from weft.checkpoint import store  # noqa: E402
-from weft.core.shards import whole_shard  # noqa: E402
 
 LAYOUTS = {"dp2": "dp2", "fsdp2": "fsdp2", "pp2": "pp2"}
 STEPS, FAULTS, EVERY, DISK_MB = 200, 20, 4, 16
@@ -265,15 +264,6 @@ def _same(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
-
-
-def tensors(out: Path) -> dict[str, Tensor]:
-    contents = store.read_index(out / "checkpoints")
-    found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
-    store.load_checkpoint(
-        out / "checkpoints", None, [whole_shard(name, tensor) for name, tensor in found.items()]
-    )
-    return found
 
 
 def tables(results: parts.Results) -> tuple[list[str], bool]:

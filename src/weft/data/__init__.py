@@ -1,6 +1,10 @@
-"""Datasets that run files and scripts name: `build = "weft.data:stdlib"`. They are defined in
-`weft/train/data.py`."""
+"""Datasets that run files and scripts name, as in `build = "weft.data:stdlib"`.
 
-from weft.train import Dataset, Images, Loader, Text, collate, hf, shapes, stdlib, text
+They are defined in `weft/train/data.py`, and imported when they are first used.
+"""
 
-__all__ = ["Dataset", "Images", "Loader", "Text", "collate", "hf", "shapes", "stdlib", "text"]
+from lazy_loader import attach
+
+NAMES = ["Dataset", "Images", "Loader", "Text", "collate", "hf", "shapes", "stdlib", "text"]
+
+__getattr__, __dir__, __all__ = attach("weft.train", submod_attrs={"data": NAMES})

@@ -1,19 +1,11 @@
-"""Losses that run files and scripts name: `loss = "weft.losses:next_token"`. They are defined in
-`weft/nn/losses.py`."""
+"""Losses that run files and scripts name, as in `loss = "weft.losses:next_token"`.
 
-from weft.nn import (
-    accepts_sharded_logits,
-    classification,
-    cross_entropy,
-    is_positionwise,
-    logits_of,
-    mse,
-    next_token,
-    positionwise,
-    vocab_parallel,
-)
+They are defined in `weft/nn/losses.py`, and imported when they are first used.
+"""
 
-__all__ = [
+from lazy_loader import attach
+
+NAMES = [
     "accepts_sharded_logits",
     "classification",
     "cross_entropy",
@@ -24,3 +16,5 @@ __all__ = [
     "positionwise",
     "vocab_parallel",
 ]
+
+__getattr__, __dir__, __all__ = attach("weft.nn", submod_attrs={"losses": NAMES})

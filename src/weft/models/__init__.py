@@ -1,6 +1,10 @@
-"""Models that run files and scripts name: `build = "weft.models:decoder"`. They are defined in
-`weft/nn/models/`."""
+"""Models that run files and scripts name, as in `build = "weft.models:decoder"`.
 
-from weft.nn import convnet, decoder
+They are defined in `weft/nn/models/`, and imported when they are first used.
+"""
 
-__all__ = ["convnet", "decoder"]
+from lazy_loader import attach
+
+NAMES = ["convnet", "decoder"]
+
+__getattr__, __dir__, __all__ = attach("weft.nn", submod_attrs={"models": NAMES})

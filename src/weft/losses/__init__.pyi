@@ -1,0 +1,11 @@
+from weft.nn import (
+    accepts_sharded_logits as accepts_sharded_logits,
+    classification as classification,
+    cross_entropy as cross_entropy,
+    is_positionwise as is_positionwise,
+    logits_of as logits_of,
+    mse as mse,
+    next_token as next_token,
+    positionwise as positionwise,
+    vocab_parallel as vocab_parallel,
+)

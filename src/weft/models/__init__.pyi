@@ -1,0 +1,4 @@
+from weft.nn import (
+    convnet as convnet,
+    decoder as decoder,
+)
