@@ -2,10 +2,10 @@
 
 Two marks, both for tests that are many or long, never for the only test of something:
 
-- `slow`: left out of the short run. Another test of the same thing, quicker or smaller, stays in it.
-- `grid`: a test with many cases, as of layouts by models. The short run takes the fewest cases in which every word of
-  every case's name occurs: every axis, option, schedule, codec and model at least once, but not
-  each with each. `grid(n)`: n of these cases, where each takes long.
+- `slow`: left out of the short run. A quicker or smaller test of the same thing stays in it.
+- `grid`: a test with many cases, such as layouts by models. The short run takes the fewest cases
+  in which every word of every case's name occurs: every axis, option, schedule, codec and model at
+  least once, but not each with each. `grid(n)`: n of these cases, where each takes long.
 """
 
 from __future__ import annotations

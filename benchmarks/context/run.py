@@ -1,7 +1,7 @@
 """A sequence that ranks share: attention by each method beside one process, and the memory of a
 training step.
 
-    python benchmarks/context/run.py                     all of it: some 40 minutes on 2 cores that do nothing else
+    python benchmarks/context/run.py  # all of it: about 40 minutes on 2 cores, idle
     python benchmarks/context/run.py attention --lengths 1024 4096
     python benchmarks/context/run.py memory longest
 

@@ -1,7 +1,7 @@
 """M workers on problems whose smoothness and noise are known: measured gradient norms beside the
 bound of SGD.
 
-    python benchmarks/convergence/run.py [synchronous] [asynchronous]        some 8 minutes on 2 cores
+    python benchmarks/convergence/run.py [synchronous] [asynchronous]  # about 8 minutes on 2 cores
 
 Each part writes results/PART.json; the tables in README.md are then written anew from all of them.
 Exit code 1 if a measured mean is above its bound, or a gradient is staler than its own.

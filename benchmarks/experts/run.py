@@ -1,7 +1,7 @@
 """Experts that ranks share: steps beside those of as many processes that share none, and with
 uneven gates.
 
-    python benchmarks/experts/run.py                     both parts: some 4 minutes on 2 cores that do nothing else
+    python benchmarks/experts/run.py  # both parts: about 4 minutes on 2 cores, idle
     python benchmarks/experts/run.py overhead --rounds 31
     python benchmarks/experts/run.py skew
 

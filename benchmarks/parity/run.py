@@ -1,7 +1,7 @@
 """Every schedule, under every layout, with every model of tests/staged.py, held to one device in
 float64.
 
-    python benchmarks/parity/run.py                                            all; some 40 minutes on 2 cores
+    python benchmarks/parity/run.py  # all; about 40 minutes on 2 cores
     python benchmarks/parity/run.py --models t5 --schedules zb-v 1f1b --layouts pp2.fsdp2
 
 Writes results/parity.json (runs that were made before and are not made now stay) and the table in

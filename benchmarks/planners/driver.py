@@ -1,7 +1,7 @@
 """What the peers' drivers share: runs in, predictions out, each layout timed. Imports only the
 standard library.
 
-A driver runs with a peer's own interpreter:  python drive_PEER.py CHECKOUT RUNS.json OUT.json LIMIT_S
+With a peer's own interpreter:  python drive_PEER.py CHECKOUT RUNS.json OUT.json LIMIT_S
 """
 
 from __future__ import annotations

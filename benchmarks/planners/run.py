@@ -1,7 +1,7 @@
 """weft's cost model beside Calculon, llm-analysis and SimuMax, on the same published runs.
 
-    python benchmarks/planners/run.py --peers DIR                    all parts; some 30 minutes
-    python benchmarks/planners/run.py weft                           what weft says now, beside what the peers last said
+    python benchmarks/planners/run.py --peers DIR  # all parts; about 30 minutes
+    python benchmarks/planners/run.py weft  # what weft says now, beside what the peers last said
     python benchmarks/planners/run.py calculon speed --peers DIR
 
 DIR has the peers' repositories (calculon, llm-analysis, SimuMax), each with its own environment in

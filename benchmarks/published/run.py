@@ -1,7 +1,7 @@
 """Predicts published runs with weft's cost model, and scores the predictions.
 
-    python benchmarks/published/run.py                                    the repository's own rows, by source
-    python benchmarks/published/run.py --runs FILE.csv --out OUT.csv      any rows with these columns
+    python benchmarks/published/run.py  # the repository's own rows, by source
+    python benchmarks/published/run.py --runs FILE.csv --out OUT.csv  # any rows with these columns
 
 Of FILE.csv every row that the model covers gets a line in OUT.csv: row_id, predicted_iter_time_s,
 predicted_peak_mem_gib, fits; which rows are not covered, and why, is said on stderr. Rows that have

@@ -1,7 +1,7 @@
 """Replicas over slow links: how soon each way to agree reaches the loss that plain DDP has after
 600 steps.
 
-    python benchmarks/slow_links/run.py                              all of it: some three hours on 2 idle cores
+    python benchmarks/slow_links/run.py  # all of it: about three hours on 2 idle cores
     python benchmarks/slow_links/run.py time --rates 25 --sides "torch ddp" "weft int4"
     python benchmarks/slow_links/run.py train --sides "torch ddp" --steps 600
 

@@ -428,9 +428,7 @@ def test_experts_divide_over_the_ranks_that_have_them() -> None:
     )
 
 
-def test_a_layer_keeps_what_the_embedding_gives_and_a_fused_activation_needs_its_inputs_gradients() -> (
-    None
-):
+def test_a_layer_keeps_the_embeddings_output_and_a_fused_activation_its_inputs_gradients() -> None:
     model = transformer_work(LLAMA8)
     assert not sum(op.saved_bytes for op in model.blocks[0].ops)
     (layer,) = [block for block in model.blocks if block.repeated]

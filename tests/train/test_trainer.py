@@ -209,10 +209,9 @@ def test_a_run_learns_and_leaves_its_files(
             assert 0 < line["grad_norm"] < 100
 
     assert run_config.load_run(folder / "run.toml") == run
-    assert (
-        (folder / "plan.txt").read_text()
-        == f"{build.build_plan(run, build.build_skeleton(run), build.sample_batch(run, build.build_dataset(run)))}\n"
-    )
+    sample = build.sample_batch(run, build.build_dataset(run))
+    plan = build.build_plan(run, build.build_skeleton(run), sample)
+    assert (folder / "plan.txt").read_text() == f"{plan}\n"
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     for key in ("loss", "val_loss", "lr", "tokens_per_s"):
         seen = [(event.step, event.value) for event in events.Scalars(key)]

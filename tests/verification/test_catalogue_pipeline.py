@@ -335,7 +335,7 @@ def update_divided_per_replica(case: Case) -> Iterator[Case]:
         yield case
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("fault", "subject", "layout", "where", "says"), CATALOGUE.params)
