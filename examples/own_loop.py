@@ -1,8 +1,8 @@
 """weft in a loop of your own: a plan, an engine, and a plain `for`.
 
     python examples/own_loop.py  # one process
-    torchrun --nproc-per-node 2 examples/own_loop.py --layout fsdp2  # two, the model in shards over both
-    torchrun --nproc-per-node 2 examples/own_loop.py --layout pp2  # two, each with a part of the layers
+    torchrun --nproc-per-node 2 examples/own_loop.py --layout fsdp2  # two, half the shards each
+    torchrun --nproc-per-node 2 examples/own_loop.py --layout pp2  # two, half the layers each
 
 Any layout works: the batches, and so the losses, are the same.
 """

@@ -1,7 +1,7 @@
 """Makes what llama_bpe.toml trains on: a Hugging Face dataset of the standard library's source and
 a BPE for it.
 
-    python examples/prepare_bpe.py  # writes corpus/dataset and corpus/tokenizer.json beside this file
+    python examples/prepare_bpe.py  # writes corpus/dataset and corpus/tokenizer.json
 
 Needs `pip install weft[hf]`; downloads nothing.
 """

@@ -1,7 +1,7 @@
 """weft's optimizer step, memory and start-up beside hand-written plain torch, side by side in one
 call.
 
-    python benchmarks/overhead/run.py [check] [steps] [memory] [startup]  # all four if none is named
+    python benchmarks/overhead/run.py [check] [steps] [memory] [startup]  # all four by default
 
 Each part writes results/PART.json; the tables in README.md are then written anew from all of them.
 """
