@@ -274,7 +274,7 @@ def test_verify_says_whether_all_agree() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The layouts that `weft verify` is asked for, none of which it runs: it says that one differs."""
+    """The layouts that `weft verify` is asked for; it runs none and says that one differs."""
     import weft.verification
 
     found: list[str] = []

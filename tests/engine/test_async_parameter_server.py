@@ -29,6 +29,8 @@ from weft.launch.local_workers import Pool
 from weft.train import build
 from weft.train.trainer import train
 
+pytestmark = pytest.mark.grid
+
 
 def servers(
     staleness: int | None, count: int = 1, codec: str = "identity", timeout_s: float = 30.0

@@ -26,6 +26,8 @@ from weft.verification.compare import check_layout
 from weft.verification.delayed_reference import run_delayed
 from weft.verification.reference import run_reference
 
+pytestmark = pytest.mark.grid
+
 LENGTH, VOCAB = 16, 67
 
 

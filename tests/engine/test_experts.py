@@ -26,6 +26,8 @@ from weft.parallel import expert_dispatch
 from weft.pipeline.capture.graph import trace_forward
 from weft.train.trainer import train
 
+pytestmark = pytest.mark.grid
+
 VOCAB = 67
 
 

@@ -31,6 +31,8 @@ from weft.nn.losses import mse
 from weft.train import build
 from weft.train.trainer import train
 
+pytestmark = pytest.mark.grid
+
 ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=0.1)
 
 

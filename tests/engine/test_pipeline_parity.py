@@ -29,6 +29,8 @@ from weft.verification.compare import LayoutResult, check_layout
 from weft.verification.delayed_reference import run_delayed
 from weft.verification.reference import run_reference
 
+pytestmark = pytest.mark.grid
+
 SYNCHRONOUS = [
     "naive",
     "gpipe",

@@ -34,6 +34,8 @@ from weft.parallel.predict_comms import collective_totals, predict_collectives
 from weft.train import build
 from weft.train.trainer import train
 
+pytestmark = pytest.mark.grid
+
 
 def with_sync(name: str, made: Any, **plan: Any) -> Subject:
     subject = SUBJECTS.get(name) or STAGED[name]

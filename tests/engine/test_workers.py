@@ -43,6 +43,8 @@ from weft.train.data import NoDataset
 from weft.train.trainer import train
 from weft.verification.compare import LayoutResult, check_layout
 
+pytestmark = pytest.mark.grid
+
 Workers = Mapping[str, Sequence[str]]
 EXACT = 1e-12
 
