@@ -62,7 +62,7 @@ WITHOUT_TORCH = (
     "weft.core.run_config",
     "weft.pipeline.weight_versions",
     "weft.pipeline.validate",
-    "weft.pipeline.action_costs",
+    "weft.core.action_costs",
     "weft.pipeline.timeline",
     "weft.pipeline.balance",
     "weft.pipeline.simulator",

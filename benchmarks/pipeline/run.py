@@ -28,11 +28,11 @@ from sides import Bare, Batch, Side, Torch, Weft
 from stages import SIZE, WIDTH, Sleeps, alone, decoder_parts, real, sleepers, starts
 from torch import Tensor
 
+from weft.core.action_costs import ActionCosts
 from weft.core.schedule import Action, Schedule
 from weft.launch.local_workers import run_workers
 from weft.nn.losses import next_token
 from weft.pipeline import schedules
-from weft.pipeline.action_costs import ActionCosts
 from weft.pipeline.simulator import simulate
 
 HERE = Path(__file__).resolve().parent

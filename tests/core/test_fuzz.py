@@ -20,12 +20,12 @@ import torch
 from weft.checkpoint import store
 from weft.checkpoint.store import Retention
 from weft.core import run_config
+from weft.core.action_costs import ActionCosts
 from weft.core.errors import CheckpointError, WeftError
 from weft.core.layout import Layout
 from weft.core.schedule import from_csv, to_csv
 from weft.core.shards import whole_shard
 from weft.pipeline import schedules
-from weft.pipeline.action_costs import ActionCosts
 from weft.planner.cost import hardware, transformer_work
 from weft.planner.cost.estimate import estimate
 from weft.planner.cost.hardware import Cluster

@@ -13,9 +13,9 @@ from rich.text import Text
 from typer.testing import CliRunner, Result
 
 from weft.cli.app import app
+from weft.core.action_costs import ActionCosts
 from weft.core.schedule import Action, from_csv, to_csv
 from weft.pipeline import schedules
-from weft.pipeline.action_costs import ActionCosts
 from weft.pipeline.draw import perfetto, svg, text
 from weft.pipeline.simulator import simulate
 from weft.pipeline.timeline import Timeline

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from weft.core.action_costs import ActionCosts
 from weft.core.errors import ConfigError
 from weft.core.schedule import Action, Kind, Schedule, from_csv, messages, peak_live, to_csv
 from weft.pipeline import schedules
-from weft.pipeline.action_costs import ActionCosts
 from weft.pipeline.simulator import simulate
 from weft.pipeline.validate import find_faults
 from weft.pipeline.weight_versions import versions_used, weight_updates

@@ -10,10 +10,10 @@ from functools import cache
 
 import pytest
 
+from weft.core.action_costs import ActionCosts
 from weft.core.errors import ConfigError
 from weft.core.schedule import Action, Schedule
 from weft.pipeline import schedules
-from weft.pipeline.action_costs import ActionCosts
 from weft.pipeline.simulator import simulate
 
 

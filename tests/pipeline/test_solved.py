@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from weft.core.action_costs import ActionCosts
 from weft.core.errors import ConfigError
 from weft.core.schedule import Action, Schedule
 from weft.pipeline import schedules
-from weft.pipeline.action_costs import ActionCosts
 from weft.pipeline.schedules import solved
 from weft.pipeline.simulator import simulate
 from weft.pipeline.timeline import Timeline

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from tests.pipeline.test_simulator import random_costs, random_schedule
 from weft import sync
 from weft.cli.app import app
+from weft.core.action_costs import ActionCosts
 from weft.core.errors import ConfigError
 from weft.core.layout import Layout
 from weft.core.sync import AsyncServers, LocalSteps, SyncEveryStep
 from weft.pipeline import schedules
-from weft.pipeline.action_costs import ActionCosts
 from weft.pipeline.simulator import simulate
 from weft.planner import simulate_run
 from weft.planner.cluster_sim import (

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.pipeline.test_schedules import BUBBLES, VARIANTS, Three, bubble
+from weft.core.action_costs import ActionCosts
 from weft.core.schedule import Schedule, peak_live
 from weft.pipeline import schedules
-from weft.pipeline.action_costs import ActionCosts
 from weft.pipeline.schedules._parts import ScheduleSummary
 from weft.pipeline.simulator import simulate
 from weft.planner.cost.schedule_replay import replay_schedule

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import weft
 from weft.checkpoint import store
 from weft.core import run_config
+from weft.core.action_costs import ActionCosts
 from weft.core.errors import CheckpointError, ConfigError, DataError, WeftError, WorkerDied
 from weft.core.run_config import RunConfig
 from weft.core.shards import whole_shard
@@ -31,7 +32,6 @@ from weft.engine import Engine
 from weft.launch.local_workers import Pool
 from weft.nn.losses import next_token
 from weft.pipeline import schedules
-from weft.pipeline.action_costs import ActionCosts
 from weft.train import build
 from weft.train.data import Loader
 from weft.train.generate import generate

@@ -381,7 +381,7 @@ def draw(
 ) -> None:
     """Simulate schedules of a pipeline, and draw them one under the other."""
     with _exit_codes():
-        from weft.pipeline import ActionCosts
+        from weft.core import ActionCosts
 
         from . import draw as command
 

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from weft.core import ConfigError, Schedule, from_csv, to_csv
-from weft.pipeline import ActionCosts, Timeline, perfetto, schedules, simulate, svg, text
+from weft.core import ActionCosts, ConfigError, Schedule, from_csv, to_csv
+from weft.pipeline import Timeline, perfetto, schedules, simulate, svg, text
 
 Drawn = Sequence[tuple[Schedule, Timeline]]
 PAGE = 120  # columns where there is no terminal

@@ -1,3 +1,4 @@
+from .action_costs import ActionCosts as ActionCosts, Number as Number
 from .codec import (
     AllGatherRequest as AllGatherRequest,
     AllReduceRequest as AllReduceRequest,
@@ -65,6 +66,7 @@ from .run_config import (
 )
 from .schedule import (
     CELL as CELL,
+    DEFAULT_SCHEDULE as DEFAULT_SCHEDULE,
     Action as Action,
     Kind as Kind,
     Schedule as Schedule,

@@ -27,6 +27,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 
 from .errors import ConfigError, LayoutError, nearest
 from .layout import Layout
+from .schedule import DEFAULT_SCHEDULE
 from .toml import CallableTable, TomlTable, exactly_one, table_error, toml_refusal
 
 Strings = Annotated[
@@ -271,7 +272,7 @@ class PipelineConfig(CallableTable):
     """[pipeline]"""
 
     schedule: str = Field(
-        default="1f1b",
+        default=DEFAULT_SCHEDULE,
         description=(
             'a schedule that `weft draw` shows, or "package.module:callable" that makes one'
         ),

@@ -19,6 +19,7 @@ from .errors import ConfigError
 
 Kind = Literal["F", "B", "W", "U"]
 Versions = Literal["", "stash", "vertical", "2bw"]
+DEFAULT_SCHEDULE = "1f1b"  # of a run that names none
 CELL = re.compile(
     r"(\d+)([FBWUI])(\d+)"
 )  # of a table; I is torch's word for a B whose W comes later

@@ -12,9 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft.core import (
     COPY,
     DATA_AXES,
+    DEFAULT_SCHEDULE,
     EXPERTS,
     SEQUENCE_AXES,
     TOKEN_AXES,
+    ActionCosts,
     AsyncServers,
     ConfigError,
     Layout,
@@ -41,7 +43,7 @@ from weft.nn import (
     find_roles,
     is_positionwise,
 )
-from weft.pipeline import ActionCosts, make_stages, simulate
+from weft.pipeline import make_stages, simulate
 from weft.sync import make_sync
 
 from . import strategies as parallel
@@ -60,7 +62,7 @@ def plan(
     recompute: str | int = "none",
     precision: str = "fp32",
     sync_batchnorm: bool = True,
-    schedule: str | Schedule | Callable[..., Schedule] = "1f1b",
+    schedule: str | Schedule | Callable[..., Schedule] = DEFAULT_SCHEDULE,
     options: Mapping[str, object] | None = None,
     cut: str | Sequence[str] = "parameters",
     dynamic_shapes: bool = False,

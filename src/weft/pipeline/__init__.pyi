@@ -1,5 +1,4 @@
 from . import draw as draw, schedules as schedules
-from .action_costs import ActionCosts as ActionCosts
 from .capture.graph import (
     ForwardGraph as ForwardGraph,
     GraphNode as GraphNode,

@@ -7,9 +7,8 @@ from array import array
 from collections.abc import Sequence
 from typing import get_args
 
-from weft.core import Action, ConfigError, Kind, Schedule
+from weft.core import Action, ActionCosts, ConfigError, Kind, Schedule
 
-from .action_costs import ActionCosts
 from .timeline import Lane, Timeline
 from .validate import find_faults
 

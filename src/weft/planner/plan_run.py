@@ -32,7 +32,7 @@ from .search.ranking import Progress, Ranking, rank
 from .search.report import PlanReport
 from .search.run_precision import run_precision
 
-SEARCHED = set(SCHEDULES) - {"naive"}
+SEARCHED = {name for name in SCHEDULES if schedules.is_searched(name)}
 LONG = 200_000  # choices from which on a search shows how far it is
 
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.core import (
     SEQUENCE_AXES,
+    ActionCosts,
     AsyncServers,
     ConfigError,
     DataError,
@@ -43,7 +44,6 @@ from weft.core import (
 from weft.engine import ELEMENTWISE, check_codec, check_worker_plan
 from weft.nn import Loss, find_roles
 from weft.parallel import plan
-from weft.pipeline import ActionCosts
 from weft.sync import make_sync
 
 from . import data, lr_schedule

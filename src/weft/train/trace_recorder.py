@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from rich.text import Text
 
-from weft.core import Schedule
+from weft.core import ActionCosts, Schedule
 from weft.engine import Engine, Span
-from weft.pipeline import ActionCosts, Timeline, perfetto, simulate, svg, text
+from weft.pipeline import Timeline, perfetto, simulate, svg, text
 
 FIRST, STEPS = 2, 5  # the first step that is recorded (step 1 warms up), and how many are
 PICTURE, TRACE, COSTS = "trace.svg", "trace.json", "costs.json"

@@ -1,8 +1,17 @@
 """Schedules: one file each. The folder is the registry.
 
-A file names its schedule (`NAME`) and makes it: `build(ranks, microbatches, **options) ->
-Schedule`; `brief`, where there is one, is what it comes to in closed form. One's own joins with
-`register`, or is given to a run as `package.module:function`.
+A file has `NAME` and `build(ranks, microbatches, **options) -> Schedule`. It may also have
+
+- `brief(...) -> ScheduleSummary`: bubble and memory in closed form, for the planner;
+- `min_microbatches(ranks)`: the fewest microbatches at which the bubble is what `build` states
+  (default: `ranks`);
+- `microbatch_multiple(ranks)`: a divisor of the number of microbatches at which it is so
+  (default: 1);
+- `SEARCHED = False`: the planner does not propose the schedule by itself;
+- `NEEDS_COSTS = True`: the order of actions depends on measured costs.
+
+Users add their own schedule with `register`, or name it in a run file as
+`package.module:function`.
 """
 
 from __future__ import annotations
@@ -15,11 +24,13 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from weft.core import ConfigError, Schedule, nearest
+import numpy as np
+
+from weft.core import DEFAULT_SCHEDULE, ConfigError, Schedule, nearest
 
 from ..validate import find_faults
 from . import one_f_one_b
-from ._parts import ScheduleSummary
+from ._parts import Array, ScheduleSummary
 
 Builder = Callable[..., Schedule]
 
@@ -84,7 +95,36 @@ def brief(name: str) -> Callable[..., ScheduleSummary] | None:
 
 @cache
 def _briefs() -> dict[str, Callable[..., ScheduleSummary]]:
-    return {module.NAME: module.brief for module in _modules() if "brief" in vars(module)}
+    return {name: module.brief for name, module in _modules().items() if "brief" in vars(module)}
+
+
+def min_microbatches(name: str, ranks: Array) -> Array:
+    """The fewest microbatches at which a schedule of the folder has the bubble that it states."""
+    rule = getattr(_modules()[name], "min_microbatches", None)
+    return ranks if rule is None else rule(ranks)
+
+
+def microbatch_multiple(name: str, ranks: Array) -> Array:
+    """The number that must divide the microbatches for the bubble that a schedule states."""
+    rule = getattr(_modules()[name], "microbatch_multiple", None)
+    return np.ones_like(ranks) if rule is None else rule(ranks)
+
+
+@cache
+def plannable_schedules() -> tuple[str, ...]:
+    """The synchronous schedules of the folder that depend on ranks and microbatches alone, the
+    default first."""
+    names = [
+        name
+        for name, module in _modules().items()
+        if not getattr(module, "NEEDS_COSTS", False) and not module.build(2, 4).versions
+    ]
+    return tuple(sorted(names, key=lambda name: name != DEFAULT_SCHEDULE))
+
+
+def is_searched(name: str) -> bool:
+    """Whether the planner proposes this schedule of the folder by itself."""
+    return getattr(_modules()[name], "SEARCHED", True)
 
 
 def require_valid(schedule: Schedule) -> None:
@@ -102,12 +142,14 @@ def require_valid(schedule: Schedule) -> None:
 @cache
 def builtin_schedules() -> dict[str, Builder]:
     """Name -> the function that makes the schedule, of the files beside this one."""
-    return {module.NAME: module.build for module in _modules()}
+    return {name: module.build for name, module in _modules().items()}
 
 
-def _modules() -> list[ModuleType]:
+@cache
+def _modules() -> dict[str, ModuleType]:
     names = [info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")]
-    return [importlib.import_module(f"{__name__}.{name}") for name in names]
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return {module.NAME: module for module in modules}
 
 
 def check_options(name: str, build: Builder, options: Mapping[str, Any]) -> None:

@@ -28,11 +28,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product, takewhile
 
-from weft.core import Action, ConfigError, Kind, Refusal, Schedule
-
-from ..action_costs import ActionCosts, Number
+from weft.core import Action, ActionCosts, ConfigError, Kind, Number, Refusal, Schedule
 
 NAME = "solved"
+NEEDS_COSTS = True  # a planner that knows ranks and microbatches alone cannot price it
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
 EXACT = 1e-9  # times and sizes nearer than this, as a share, are equal
 BACK = 200  # a move is compared with what was the makespan so many moves ago

@@ -38,6 +38,11 @@ def build(ranks: int, microbatches: int) -> Schedule:
     return vee(NAME, ranks, microbatches, program)
 
 
+def min_microbatches(ranks: Array) -> Array:
+    """With fewer microbatches the bubble is larger than the one that `build` states."""
+    return 2 * ranks - 1
+
+
 def brief(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:

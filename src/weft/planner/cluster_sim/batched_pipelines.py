@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from weft.core import Action, Schedule
-from weft.pipeline import ActionCosts, cost_rows, simulate, split_backwards
+from weft.core import Action, ActionCosts, Schedule
+from weft.pipeline import cost_rows, simulate, split_backwards
 
 from ..cost.layout_batch import Array
 

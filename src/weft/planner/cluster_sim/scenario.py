@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.core import DATA_AXES, ConfigError, LocalSteps, Schedule, Sync
-from weft.pipeline import ActionCosts, schedules
+from weft.core import DATA_AXES, ActionCosts, ConfigError, LocalSteps, Schedule, Sync
+from weft.pipeline import schedules
 
 from ..cost.breakdown import CostPart
 from ..cost.estimate import Estimate, estimate, stage_costs

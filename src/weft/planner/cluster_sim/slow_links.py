@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from weft.pipeline import ActionCosts, simulate
+from weft.core import ActionCosts
+from weft.pipeline import simulate
 
 from .scenario import Scenario, StepParts
 

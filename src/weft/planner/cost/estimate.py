@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weft.core import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES
-from weft.pipeline import ActionCosts, schedules
+from weft.core import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES, ActionCosts
+from weft.pipeline import schedules
 
 from .breakdown import CostPart
 from .compute import BlockSeconds, attention_peak, block_seconds, ranks_dividing, sum_seconds

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import DATA_AXES, EXPERTS, SEQUENCE_AXES, Layout
+from weft.core import DATA_AXES, DEFAULT_SCHEDULE, EXPERTS, SEQUENCE_AXES, Layout
 
 Array = NDArray[Any]
 AXES = (
@@ -113,7 +113,7 @@ class LayoutBatch:
         batch: int,
         accumulate: int | Sequence[int] = 1,
         recompute: str | int | Sequence[str | int] = "none",
-        schedule: str | Sequence[str] = "1f1b",
+        schedule: str | Sequence[str] = DEFAULT_SCHEDULE,
         chunks: int | Sequence[int] = 1,
     ) -> Self:
         """These layouts, each with the rest of its choice: one value for all, or one for each."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.core import peak_live
-from weft.pipeline import ActionCosts, ScheduleSummary, schedules, simulate
+from weft.core import ActionCosts, peak_live
+from weft.pipeline import ScheduleSummary, schedules, simulate
 
 from .layout_batch import Array
 

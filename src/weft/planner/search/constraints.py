@@ -240,45 +240,24 @@ LEGAL = (
     ),
 )
 
-# From how many microbatches on a schedule has the bubble that it is for, and of which number they
-# are a multiple.
-_ENOUGH = {"zb-h2": (2, -1), "zb-v": (2, -1), "dualpipev": (2, 0)}
-_MULTIPLE = {
-    name for name, build in schedules.builtin_schedules().items() if name.startswith("interleaved")
-}
 LEAST_POSITIONS, MOST_POSITIONS = 4096, 65536
 
 
 def _in_use(c: Columns, q: PlanQuery) -> Array:
     """Enough microbatches for the schedule, and of a number that it divides."""
-    found = c["accumulate"] >= c["pp"]
-    for name, (times, more) in _ENOUGH.items():
-        found = found & (
-            (c["schedule"] != SCHEDULES.index(name)) | (c["accumulate"] >= times * c["pp"] + more)
-        )
-    for name in _MULTIPLE:
-        found = found & (
-            (c["schedule"] != SCHEDULES.index(name)) | (c["accumulate"] % c["pp"] == 0)
-        )
-    return (c["pp"] == 1) | found
+    fits = True
+    for place, name in enumerate(SCHEDULES):
+        enough = c["accumulate"] >= schedules.min_microbatches(name, c["pp"])
+        even = c["accumulate"] % schedules.microbatch_multiple(name, c["pp"]) == 0
+        fits = fits & ((c["schedule"] != place) | (enough & even))
+    return (c["pp"] == 1) | fits
 
 
-def _choosable() -> tuple[str, ...]:
-    """The synchronous schedules that follow from ranks and microbatches, 1F1B first."""
-    made = {
-        name: schedules.make_schedule(name, 2, 4)
-        for name in schedules.builtin_schedules()
-        if name != "solved"
-    }
-    return tuple(
-        sorted(
-            (name for name, one in made.items() if not one.versions),
-            key=lambda name: name != "1f1b",
-        )
-    )
+def _unsearched() -> list[str]:
+    return [name for name in SCHEDULES if not schedules.is_searched(name)]
 
 
-SCHEDULES = _choosable()
+SCHEDULES = schedules.plannable_schedules()
 STAGES = {
     name: schedules.make_schedule(name, 2, 4).stages // 2 for name in SCHEDULES
 }  # of a rank, where nothing is asked
@@ -351,7 +330,7 @@ HABITS = (
     ),
     Constraint(
         ("schedule",),
-        lambda c, q: c["schedule"] != SCHEDULES.index("naive"),
-        lambda c, q: "not the naive schedule",
+        lambda c, q: np.array([schedules.is_searched(name) for name in SCHEDULES])[c["schedule"]],
+        lambda c, q: f"not the {' or '.join(_unsearched())} schedule",
     ),
 )

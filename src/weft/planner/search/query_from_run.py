@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import nn
 
-from weft.core import Layout, PipelineConfig, RunConfig, Sync
+from weft.core import DEFAULT_SCHEDULE, Layout, PipelineConfig, RunConfig, Sync
 from weft.pipeline import check_cut, choose_schedule, schedule_of, schedules
 from weft.train import (
     Dataset,
@@ -94,7 +94,7 @@ def plain_layout(axes: str) -> Layout:
 def _schedule(run: RunConfig, layout: Layout) -> tuple[str, int]:
     """Its name, and stages of a rank."""
     if not layout.live("pp"):
-        return "1f1b", 1
+        return DEFAULT_SCHEDULE, 1
     name = schedule_of(layout) or run.pipeline.schedule
     if name not in schedules.builtin_schedules():
         arguments = run.pipeline.arguments

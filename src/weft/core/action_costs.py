@@ -1,4 +1,4 @@
-"""Costs: what the actions of a schedule cost, per stage. Pure data; no torch."""
+"""ActionCosts: seconds and bytes of the actions of a schedule, per stage. Pure data; no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from weft.core import ConfigError
+from .errors import ConfigError
 
 Number = float | Sequence[float]
 
