@@ -32,6 +32,7 @@ from weft.launch.doctor import (
     folder,
     gpus,
     host_rendezvous,
+    layout_fit,
     links,
     machine,
     network,
@@ -332,12 +333,12 @@ def test_what_an_optimizer_keeps(run_file: Path, optimizer: dict[str, str], coun
         run_file,
         {f"optimizer.{key}": value for key, value in optimizer.items()} | {"optimizer.lr": "1"},
     )
-    assert folder.state_count(run) == count
+    assert doctor_run_check.state_count(run) == count
 
 
 def test_room_counts_what_the_run_keeps(run_file: Path, tmp_path: Path) -> None:
     run = run_config.load_run(run_file, {"checkpoint.keep": "5", "checkpoint.keep_every": "2"})
-    facts = folder.checkpoint_room(run, tmp_path).facts
+    facts = folder.checkpoint_room(run, tmp_path, doctor_run_check.checkpoint_size).facts
     assert facts["kept"] == 5 + 1 + 10 // 2
     assert facts["checkpoint_bytes"] == 12 * facts["parameters"] > 0
 
@@ -354,7 +355,7 @@ def test_room_counts_what_the_run_keeps(run_file: Path, tmp_path: Path) -> None:
 )
 def test_a_layout_on_hosts(axes: str, count: int, gpus: int, state: str, says: str) -> None:
     hosts = [host(str(i), cores={"usable": 2}, gpus={"gpus": [gpu()] * gpus}) for i in range(count)]
-    finding = doctor_run_check.check_layout_fits(axes, hosts)
+    finding = layout_fit.check_layout_fits(axes, hosts)
     assert finding.state == state
     assert says in finding.found
 
@@ -362,11 +363,11 @@ def test_a_layout_on_hosts(axes: str, count: int, gpus: int, state: str, says: s
 def test_workers_on_hosts() -> None:
     hosts = [host(str(i), cores={"usable": 2}, gpus={"gpus": [gpu()] * 4}) for i in range(3)]
     assert (
-        doctor_run_check.check_layout_fits("dp1", hosts, 2).found
+        layout_fit.check_layout_fits("dp1", hosts, 2).found
         == "the driver with its workers has 3 ranks, 1 on each host, over gloo on the CPU"
     )
-    assert doctor_run_check.check_layout_fits("dp1", hosts, 3).state == "wrong"
-    assert "3 ranks share 2 cores" in doctor_run_check.check_layout_fits("dp1", hosts[:1], 2).advice
+    assert layout_fit.check_layout_fits("dp1", hosts, 3).state == "wrong"
+    assert "3 ranks share 2 cores" in layout_fit.check_layout_fits("dp1", hosts[:1], 2).advice
 
 
 # ---- several hosts -------------------------------------------------------------------------------
@@ -646,7 +647,7 @@ def an_hour_ahead() -> None:
 
 def another_weft() -> None:
     true = machine.version_finding
-    checks.machine.versions = lambda weft: true("0.0.9")  # type: ignore[assignment]
+    checks.machine.version_finding = lambda weft: true("0.0.9")  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("how", ["port", "file"])

@@ -16,14 +16,13 @@ import weft
 from weft.core.layout import EXPERTS, Layout
 from weft.core.plan import Plan
 from weft.core.sync import Sync
-from weft.engine.engine import named_inputs
 from weft.engine.function_overrides import FunctionOverrides
-from weft.engine.pipeline.stage_compute import model_arguments
-from weft.engine.replica_sync.transports import wire_bytes
 from weft.launch.local_workers import Pool
+from weft.nn import model_arguments, named_inputs
 from weft.nn.dropout_rng import Randomness
 from weft.nn.losses import next_token
 from weft.nn.models import decoder
+from weft.parallel import wire_bytes
 from weft.parallel.predict_comms import Collective, predict_collectives
 from weft.pipeline.capture.graph import trace_forward
 from weft.pipeline.split_model import split_stages

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.checkpoint import store
-from weft.core import run_config
+from weft.core import run_config, short_number
 from weft.core.action_costs import ActionCosts
 from weft.core.errors import CheckpointError, ConfigError, DataError, WeftError, WorkerDied
 from weft.core.run_config import RunConfig
@@ -36,7 +36,7 @@ from weft.train import build
 from weft.train.data import Loader
 from weft.train.generate import generate
 from weft.train.metrics import Metrics, StepTimer, keep_until
-from weft.train.progress import Progress, short_number
+from weft.train.progress import Progress
 from weft.train.run_folder import check_output
 from weft.train.trainer import train
 

@@ -1,5 +1,6 @@
 from .listing import describe_checkpoint as describe_checkpoint, listing_text as listing_text
 from .store import (
+    CHECKPOINTS as CHECKPOINTS,
     AsyncCheckpointer as AsyncCheckpointer,
     CheckpointIndex as CheckpointIndex,
     CheckpointReader as CheckpointReader,

@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from weft.train import CHECKPOINTS, short_number
+from weft.checkpoint import CHECKPOINTS
+from weft.core import short_number
 
 from . import store
 

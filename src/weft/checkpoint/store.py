@@ -51,6 +51,7 @@ from weft.core import (
     whole_shard,
 )
 
+CHECKPOINTS = "checkpoints"  # the folder of a run that holds them
 FILE_BYTES = 1 << 29  # a file is closed once it holds this much: bounds the host memory of a save
 BLOCK_BYTES = 1 << 22  # written or read, and summed, at once
 

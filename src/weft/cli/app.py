@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -272,11 +273,14 @@ def doctor(
             )
 
         from weft.core import __version__
-        from weft.launch import DoctorRequest, Rendezvous, parse_nodes as parsed, report_doctor
+        from weft.launch import DoctorRequest, RunChecks, report_doctor
 
-        asked = DoctorRequest(__version__, path, folder)
+        from .doctor_run_check import check_run_file, checkpoint_size
+
+        checks = RunChecks(check_run_file, checkpoint_size)
+        asked = DoctorRequest(__version__, path, folder, run_checks=checks)
         if nodes is not None and rdzv is not None:
-            asked = DoctorRequest(__version__, path, folder, parsed(nodes), Rendezvous.parse(rdzv))
+            asked = replace(asked, hosts=parse_nodes(nodes), meeting=Rendezvous.parse(rdzv))
         if not report_doctor(asked, as_json):
             raise typer.Exit(1)
 

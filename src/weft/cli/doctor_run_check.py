@@ -1,16 +1,18 @@
-"""Whether a run file is sound, and its layout fits the hosts."""
+"""What `weft doctor` asks of a run file: whether it is sound, and how large its checkpoints are."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from weft.core import Layout, load_run
-from weft.launch import Finding, Host
-from weft.train import check_run
+import torch
+
+from weft.core import RunConfig, load_run
+from weft.launch import CheckpointSize, Finding
+from weft.train import build_optimizer, build_skeleton, check_run
 
 
 def check_run_file(path: Path) -> Finding:
-    """All that `weft train` checks before any process starts. Raises Refusal."""
+    """Check what `weft train` checks before any process starts. Raises Refusal."""
     run = load_run(path)
     check_run(run)
     axes, world = run.layout.axes, run.world
@@ -18,34 +20,20 @@ def check_run_file(path: Path) -> Finding:
     return Finding("run file", "ok", found, "", {"layout": axes, "world": world})
 
 
-def check_layout_fits(axes: str, hosts: list[Host], workers: int = 0) -> Finding:
-    """Its ranks, or a driver and its workers, on these hosts."""
-    world, count = 1 + workers if workers else Layout.parse(axes).world, len(hosts)
-    ranks, over = divmod(world, count)
-    facts = {"layout": axes, "world": world, "hosts": count, "ranks_per_host": ranks}
-    if workers:
-        axes = "the driver with its workers"
-    if over:
-        fix = f"use {max(1, ranks) * count} ranks, or a number of hosts that divides {world}"
-        return Finding(
-            "layout",
-            "wrong",
-            f"{axes} has {world} ranks, which {count} hosts do not share evenly",
-            fix,
-            facts,
-        )
-    found = f"{axes} has {world} ranks" + (f", {ranks} on each host" if count > 1 else "")
-    gpus = min(len(host.facts("gpus").get("gpus", ())) for host in hosts) if not workers else 0
-    cores = min(host.facts("cores").get("usable", ranks) for host in hosts)
-    if gpus >= ranks:
-        return Finding("layout", "ok", f"{found}, a GPU for each, over NCCL", "", facts)
-    if gpus:
-        advice = f"only {gpus} GPUs on a host: it would run on the CPU; use {gpus * count} ranks"
-        return Finding("layout", "note", found, advice, facts)
-    if ranks > cores:
-        advice = (
-            f"{ranks} ranks share {cores} cores: enough to check numbers, slower than"
-            f" {cores * count} ranks"
-        )
-        return Finding("layout", "note", found, advice, facts)
-    return Finding("layout", "ok", f"{found}, over gloo on the CPU", "", facts)
+def checkpoint_size(run: RunConfig) -> CheckpointSize:
+    """How large one checkpoint of the run is: its weights and what the optimizer keeps of them."""
+    parameters = sum(parameter.numel() for parameter in build_skeleton(run).parameters())
+    itemsize = 8 if run.precision.compute == "fp64" else 4
+    return CheckpointSize(parameters, itemsize * parameters * (1 + state_count(run)))
+
+
+def state_count(run: RunConfig) -> int:
+    """How many numbers the run's optimizer keeps for each parameter: two for adamw."""
+    parameter = torch.nn.Parameter(torch.zeros(4, 4))
+    made = build_optimizer(run)([("", parameter)])
+    parameter.grad = torch.ones_like(parameter)
+    made.step()
+    kept = sum(
+        x.numel() for x in made.state[parameter].values() if isinstance(x, torch.Tensor) and x.dim()
+    )
+    return kept // parameter.numel()

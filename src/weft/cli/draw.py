@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from weft.core import ActionCosts, ConfigError, Schedule, from_csv, to_csv
-from weft.pipeline import Timeline, perfetto, schedules, simulate, svg, text
+from weft.pipeline import Timeline, perfetto, print_for_terminal, schedules, simulate, svg, text
 
 Drawn = Sequence[tuple[Schedule, Timeline]]
-PAGE = 120  # columns where there is no terminal
 
 
 def simulate_schedules(
@@ -80,16 +75,6 @@ def write_picture(path: Path, drawn: Drawn) -> None:
 def print_picture(drawn: Drawn) -> None:
     """Print the picture: as wide as the terminal, in colours where it has them."""
     print_for_terminal(partial(text, _labelled(drawn)))
-
-
-def print_for_terminal(picture: Callable[..., Text]) -> None:
-    """Print what `picture` makes of the terminal's width, of whether it has colours, and of whether
-    only ASCII."""
-    console = Console()
-    columns = shutil.get_terminal_size((PAGE, 24)).columns
-    coloured = console.color_system is not None and not console.no_color
-    made = picture(width=columns, colour=coloured, ascii_only=console.options.ascii_only)
-    console.print(made, soft_wrap=True, highlight=False)
 
 
 def schedule_figures(drawn: Drawn) -> str:

@@ -13,10 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint import latest_step
+from weft.checkpoint import CHECKPOINTS, latest_step
 from weft.core import ConfigError, RunConfig, WeftError
 from weft.launch import Backend, join_replica, join_world
-from weft.train import CHECKPOINTS, check_output, replica_ranks, train
+from weft.train import check_output, replica_ranks
+
+from .train import train_and_compare
 
 STORE = "ray"  # the folder of Ray's own notes, in the run's
 
@@ -134,4 +136,4 @@ def _rank(run: RunConfig, backend: Backend) -> None:
         latest_step(Path(run.output) / CHECKPOINTS) is not None
     )  # asked before any rank can save
     with join:
-        train(run, resume, again=True)
+        train_and_compare(run, resume, again=True)

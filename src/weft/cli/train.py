@@ -8,11 +8,12 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
 
-from weft.checkpoint import latest_step, quarantine_latest
+from weft.checkpoint import CHECKPOINTS, latest_step, quarantine_latest
 from weft.core import (
     DRIVER,
     STOPPED,
@@ -41,15 +42,13 @@ from weft.launch import (
     run_workers,
     wait_as_spare,
 )
-from weft.train import (
-    CHECKPOINTS,
-    check_output,
-    check_run,
-    replica_ranks,
-    server_replicas,
-    shrink_to,
-    train,
-)
+from weft.planner import compare_with_prediction
+from weft.train import check_output, check_run, replica_ranks, server_replicas, shrink_to, train
+
+
+def train_and_compare(run: RunConfig, resume: bool, trace: bool = False, **options: Any) -> bool:
+    """Train as one rank, and print at the end what the planner expected of the run."""
+    return train(run, resume, trace, compare=compare_with_prediction, **options)
 
 
 def saved_step(run: RunConfig) -> int | None:
@@ -78,13 +77,27 @@ def train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
         needed = server_replicas(run)
         return any(
             run_replicas(
-                train, worlds, run, resume, trace, threads=threads, backend=backend, needed=needed
+                train_and_compare,
+                worlds,
+                run,
+                resume,
+                trace,
+                threads=threads,
+                backend=backend,
+                needed=needed,
             )
         )
 
     def start(resume: bool) -> list:
         return run_workers(
-            train, world, run, resume, trace, threads=threads, backend=backend, names=names
+            train_and_compare,
+            world,
+            run,
+            resume,
+            trace,
+            threads=threads,
+            backend=backend,
+            names=names,
         )
 
     return any(run_with_restarts(start, kept, set_aside, resume, run.checkpoint.restarts))
@@ -118,13 +131,13 @@ def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
     threads, backend = run.train.threads, _backend(run, local_world_size())
     if worlds:
         with join_replica(backend, threads, worlds):
-            return train(run, resume, trace, again)
+            return train_and_compare(run, resume, trace, again=again)
     store = rendezvous_store()
     if rank >= world:
         return wait_as_spare(store, rank, ranks)
     try:
         with join_world(backend, threads, world, store):
-            stopped = train(laid, resume, trace, again, asked=run)
+            stopped = train_and_compare(laid, resume, trace, again=again, asked=run)
     except DamagedCheckpoint as error:
         if rank == 0:  # whoever starts the ranks anew finds the one before
             quarantine_damaged(

@@ -39,6 +39,7 @@ from .layout import (
     TOKEN_AXES as TOKEN_AXES,
     Layout as Layout,
 )
+from .number_format import short_number as short_number
 from .plan import (
     COPY as COPY,
     SUM as SUM,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,7 +40,15 @@ from weft.core import (
     take_segments,
     whole_shard,
 )
-from weft.nn import Randomness, experts_of, is_positionwise, mix_key, rebalance_gates
+from weft.nn import (
+    Randomness,
+    experts_of,
+    is_positionwise,
+    mix_key,
+    model_arguments,
+    named_inputs,
+    rebalance_gates,
+)
 from weft.parallel import Mesh, parallelize
 from weft.pipeline import StageForward
 
@@ -61,7 +68,6 @@ from .pipeline.stage_compute import (
     StageModel,
     TrainingCompute,
     batch_signature,
-    model_arguments,
 )
 from .pipeline.weight_stash import WeightStash
 from .replica_sync import state_transfer
@@ -1085,16 +1091,6 @@ def _whole(output: Any) -> Any:
         if isinstance(value, DTensor):
             output[key] = value.full_tensor()
     return output
-
-
-def named_inputs(model: nn.Module) -> tuple[str, ...]:
-    """The arguments that a model's forward names, labels left out."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    return tuple(
-        p.name
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and not p.name.startswith("label")
-    )
 
 
 def _pairs(plan: Plan) -> set[tuple[int, int]]:

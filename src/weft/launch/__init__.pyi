@@ -1,6 +1,7 @@
 from .doctor.allreduce_check import rate_text as rate_text
-from .doctor.checks import DoctorRequest as DoctorRequest
+from .doctor.checks import DoctorRequest as DoctorRequest, RunChecks as RunChecks
 from .doctor.findings import Finding as Finding, Host as Host
+from .doctor.folder import CheckpointSize as CheckpointSize
 from .doctor.machine import memory_finding as memory_finding
 from .doctor.report import report_doctor as report_doctor
 from .elastic_agent import HostsSpec as HostsSpec, run_host as run_host

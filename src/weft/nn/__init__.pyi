@@ -1,6 +1,7 @@
 from .attention_masks import (
     AttentionPattern as AttentionPattern,
     causal_mask as causal_mask,
+    check_padding as check_padding,
     documents_of as documents_of,
     window_rule as window_rule,
 )
@@ -55,4 +56,9 @@ from .moe_routing import (
     with_loss as with_loss,
     within_capacity as within_capacity,
     z_loss as z_loss,
+)
+from .signature import (
+    MADE as MADE,
+    model_arguments as model_arguments,
+    named_inputs as named_inputs,
 )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, handle_torch_function
 
+from weft.core import UnsupportedModel
+
 # (query positions [q, 1], key positions [1, k]) -> bool, that broadcasts to [b, 1, q, k]
 Rule = Callable[[Tensor, Tensor], Tensor]
 
@@ -101,3 +103,14 @@ def causal_mask(position_ids: Tensor, window: int | None = None) -> Tensor | Non
 def window_rule(window: int | None) -> Rule | None:
     """Seen are the last so many positions."""
     return None if window is None else (lambda q, k: q - k < window)
+
+
+def check_padding(padding: Tensor) -> None:
+    """Raise UnsupportedModel unless the attention mask has two dimensions [samples, positions]."""
+    if padding.ndim != 2:
+        raise UnsupportedModel(
+            "batch['attention_mask']",
+            tuple(padding.shape),
+            "says which pairs of positions see each other",
+            "give [samples, positions], 1 where a token counts",
+        )

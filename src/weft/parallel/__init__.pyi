@@ -17,3 +17,11 @@ from .predict_comms import (
     predict_collectives as predict_collectives,
 )
 from .strategies import registry as registry
+from .wire_sizes import (
+    CHUNK_BYTES as CHUNK_BYTES,
+    HEADER_BYTES as HEADER_BYTES,
+    MAX_DIMS as MAX_DIMS,
+    request_traffic as request_traffic,
+    segment_bounds as segment_bounds,
+    wire_bytes as wire_bytes,
+)

@@ -34,14 +34,15 @@ from weft.core import (
     nearest,
     stage_runs_module,
 )
-from weft.engine import check_padding, named_inputs
 from weft.nn import (
     GateBias,
     Roles,
     accepts_sharded_logits,
     chain_module,
+    check_padding,
     find_roles,
     is_positionwise,
+    named_inputs,
 )
 from weft.pipeline import make_stages, simulate
 from weft.sync import make_sync

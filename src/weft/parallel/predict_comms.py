@@ -30,8 +30,8 @@ from weft.core import (
     fsdp_rows,
     numel_of,
 )
-from weft.engine import HEADER_BYTES, request_traffic
 from weft.nn import reduced_numels
+from weft.parallel import HEADER_BYTES, request_traffic
 
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
 STATISTICS_BYTES = (

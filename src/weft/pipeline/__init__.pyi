@@ -24,6 +24,7 @@ from .capture.hooks import (
 )
 from .capture.placeholder import PlaceholderTensor as PlaceholderTensor
 from .draw import perfetto as perfetto, svg as svg, text as text
+from .draw.console import print_for_terminal as print_for_terminal
 from .draw.curves import (
     AxisMark as AxisMark,
     ChartAxis as ChartAxis,

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.core import ConfigError, Layout, LayoutError, Schedule, Staging, UnsupportedModel, nearest
-from weft.engine import model_arguments, named_inputs
-from weft.nn import with_loss
+from weft.nn import model_arguments, named_inputs, with_loss
 
 from . import schedules
 from .balance import partition

@@ -94,3 +94,23 @@ def predict(run: RunConfig, device: torch.device) -> Prediction | str:
         parts.get("bubble", 0.0) / step_s,
         hardware.title,
     )
+
+
+def compare_with_prediction(run: RunConfig, device: torch.device, step_s: float) -> dict[str, str]:
+    """The lines of a run's summary that say what this machine was expected to take.
+
+    Args:
+        run: The run that has ended.
+        device: The device of this rank.
+        step_s: The measured seconds of one step.
+    """
+    found = predict(run, device)
+    if isinstance(found, str):
+        return {"expected": found}
+    rows = {"expected": f"{found.step_s:.3g} s a step, which took {step_s:.3g} s ({found.by})"}
+    rows["on a rank"] = f"{decimal(round(found.memory_bytes))} of memory"
+    if found.sent():
+        rows["on the wire"] = f"{found.sent()} a step"
+    if found.bubble:
+        rows["in the pipe"] = f"{found.bubble:.0%} of a step idle"
+    return rows

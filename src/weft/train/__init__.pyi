@@ -37,6 +37,5 @@ from .metrics import (
     highest_over_ranks as highest_over_ranks,
     peak_memory_bytes as peak_memory_bytes,
 )
-from .progress import short_number as short_number
-from .run_folder import CHECKPOINTS as CHECKPOINTS, check_output as check_output
+from .run_folder import check_output as check_output
 from .trainer import train as train

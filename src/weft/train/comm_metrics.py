@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from rich.filesize import decimal
 
 from weft.core import EXPERTS
-from weft.engine import Audit, Engine, ModuleCalls, local_tensor, wire_bytes
+from weft.engine import Audit, Engine, ModuleCalls, local_tensor
+from weft.parallel import wire_bytes
 
 
 class RpcMetrics:

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from weft.checkpoint import (
+    CHECKPOINTS,
     CheckpointIndex,
     CheckpointReader,
     Retention,
@@ -36,7 +37,7 @@ from weft.core import CheckpointError, ConfigError, LocalShard, RunConfig, load_
 from weft.parallel import DTYPES, weights_of
 
 from . import build
-from .run_folder import CHECKPOINTS, data_position
+from .run_folder import data_position
 from .tokenizer import import_extra
 
 SHARD_BYTES = 5 * 10**9  # transformers' own: what most tools that split such files expect

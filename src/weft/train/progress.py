@@ -17,6 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from weft.core import short_number
+
 from .metrics import Line
 
 
@@ -96,12 +98,3 @@ def describe(line: Line) -> str:
     if "staleness" in line:
         facts.append(f"{line['staleness']:.2g} steps stale")
     return "  ".join([*facts, decimal(int(line["memory_bytes"]))])
-
-
-def short_number(number: float) -> str:
-    """In three digits: 8.12k, 1.3M."""
-    units = ["", "k", "M", "G"]
-    while number >= 999.5 and len(units) > 1:
-        number /= 1000
-        del units[0]
-    return f"{number:.3g}{units[0]}"

@@ -11,11 +11,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from weft.checkpoint import CheckpointIndex, latest_step, read_index
+from weft.checkpoint import CHECKPOINTS, CheckpointIndex, latest_step, read_index
 from weft.core import ConfigError, RunConfig
 
 METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 SAMPLE = "sample.txt"
 

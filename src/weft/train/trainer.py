@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +21,14 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
 
-from weft.checkpoint import AsyncCheckpointer, Retention, latest_step, load_checkpoint, read_index
+from weft.checkpoint import (
+    CHECKPOINTS,
+    AsyncCheckpointer,
+    Retention,
+    latest_step,
+    load_checkpoint,
+    read_index,
+)
 from weft.core import (
     DATA_AXES,
     DRIVER,
@@ -31,10 +38,10 @@ from weft.core import (
     RunConfig,
     WeftError,
     dump_toml,
+    short_number,
 )
 from weft.engine import Engine, Remote, ReplicaGroup, StepResult
 from weft.launch import AGENT, on_stop_signal, replica_slot, rpc_session
-from weft.planner import predict
 
 from . import build
 from .comm_metrics import CommMetrics, RpcMetrics
@@ -43,9 +50,8 @@ from .expert_metrics import ExpertMetrics
 from .generate import sample_text, text_coder
 from .loss_spikes import LossSpikeDetector
 from .metrics import Metrics, StepTimer, highest_over_ranks, peak_memory_bytes, rate_unit
-from .progress import Progress, short_number
+from .progress import Progress
 from .run_folder import (
-    CHECKPOINTS,
     SAMPLE,
     check_output,
     checkpoint_folder,
@@ -56,6 +62,9 @@ from .run_folder import (
 from .trace_recorder import FIRST, TraceRecorder
 from .watchdog import Watchdog
 
+# (run, device, measured seconds of a step) -> lines of the summary
+Compare = Callable[[RunConfig, torch.device, float], dict[str, str]]
+
 
 def train(
     run: RunConfig,
@@ -63,20 +72,29 @@ def train(
     trace: bool = False,
     again: bool = False,
     asked: RunConfig | None = None,
+    compare: Compare | None = None,
 ) -> bool:
     """Train as `run` says, from its folder's latest checkpoint if `resume`; returns early, with a
     checkpoint saved, if SIGTERM reaches a rank. Every rank of the layout calls it; rank 0 writes
     and prints. With `trace` a few steps are recorded and drawn, measured under predicted. `again`:
     the folder is this run's own, whose processes have died; `asked`: the run as it was asked for,
-    where this is the same on fewer ranks. Whether steps are left to take.
+    where this is the same on fewer ranks; `compare`: makes the last lines of the summary, such as a
+    prediction of the step's time beside the measured one. Whether steps are left to take.
 
     Raises Refusal, and WeftError if the loss or a weight is no longer finite.
     """
     with rpc_session((DRIVER, *run.workers)) if run.workers else nullcontext():
-        return _train(run, resume, trace, again, asked or run)
+        return _train(run, resume, trace, again, asked or run, compare)
 
 
-def _train(run: RunConfig, resume: bool, trace: bool, again: bool, asked: RunConfig) -> bool:
+def _train(
+    run: RunConfig,
+    resume: bool,
+    trace: bool,
+    again: bool,
+    asked: RunConfig,
+    compare: Compare | None,
+) -> bool:
     began, t, folder, company = time.perf_counter(), run.train, Path(run.output), replica_slot()
     if not again and (
         company is None or not company.incarnation
@@ -152,7 +170,14 @@ def _train(run: RunConfig, resume: bool, trace: bool, again: bool, asked: RunCon
     if drawing is not None:
         console.print(drawing, soft_wrap=True)
     progress.table(
-        _summary(run, loop, interrupted, time.perf_counter() - began, rank == 0 and engine.leads)
+        _summary(
+            run,
+            loop,
+            interrupted,
+            time.perf_counter() - began,
+            rank == 0 and engine.leads,
+            compare,
+        )
     )
     if text is not None and not interrupted:
         written = sample_text(run, engine, text, len(dataset[0]["input_ids"]))
@@ -593,7 +618,12 @@ def _header(
 
 
 def _summary(
-    run: RunConfig, loop: _Loop, interrupted: bool, total_s: float, speaks: bool
+    run: RunConfig,
+    loop: _Loop,
+    interrupted: bool,
+    total_s: float,
+    speaks: bool,
+    compare: Compare | None,
 ) -> dict[str, str]:
     engine, (name, count) = loop.engine, loop.counted
     taken = engine.steps_done - loop.first + 1
@@ -626,21 +656,7 @@ def _summary(
             " rank"
         ),
     }
-    if speaks and not interrupted and isinstance(engine, Engine) and loop.paces:
-        rows |= _expected(run, loop, engine.mesh.device)
+    if compare and speaks and not interrupted and isinstance(engine, Engine) and loop.paces:
+        # the first step is slower
+        rows |= compare(run, engine.mesh.device, median(loop.paces[1:] or loop.paces))
     return rows | {"folder": run.output}
-
-
-def _expected(run: RunConfig, loop: _Loop, device: torch.device) -> dict[str, str]:
-    """What was to be expected, beside what was measured and stands in the rows before."""
-    found = predict(run, device)
-    if isinstance(found, str):
-        return {"expected": found}
-    step_s = median(loop.paces[1:] or loop.paces)  # the first is slower
-    rows = {"expected": f"{found.step_s:.3g} s a step, which took {step_s:.3g} s ({found.by})"}
-    rows["on a rank"] = f"{decimal(round(found.memory_bytes))} of memory"
-    if found.sent():
-        rows["on the wire"] = f"{found.sent()} a step"
-    if found.bubble:
-        rows["in the pipe"] = f"{found.bubble:.0%} of a step idle"
-    return rows

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.engine import FunctionOverrides, model_arguments, named_inputs
-from weft.nn import Randomness, rebalance_gates
+from weft.engine import FunctionOverrides
+from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates
 from weft.parallel import Mesh, parallelize
 from weft.pipeline import update_shares, versions_used, weight_updates
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import Plan
-from weft.engine import FunctionOverrides, model_arguments, named_inputs
-from weft.nn import Randomness, rebalance_gates
+from weft.engine import FunctionOverrides
+from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates
 from weft.parallel import Mesh, parallelize
 
 from .activation_recorder import ActivationRecorder, record_activations

@@ -8,7 +8,7 @@ from math import prod
 from torch import Tensor
 
 from weft.core import Plan
-from weft.engine import model_arguments, named_inputs
+from weft.nn import model_arguments, named_inputs
 from weft.pipeline import split_stages, trace_forward
 
 from .case import Case

@@ -26,7 +26,15 @@ from torch.distributed.tensor import Shard
 from torch.overrides import _get_current_function_mode_stack
 
 from weft.core import Boundary, Plan, UnsupportedModel, zigzag_spans
-from weft.nn import IGNORED, AttentionPattern, Randomness, documents_of, window_rule
+from weft.nn import (
+    IGNORED,
+    MADE,
+    AttentionPattern,
+    Randomness,
+    check_padding,
+    documents_of,
+    window_rule,
+)
 from weft.parallel import Mesh, all_gather, cross_boundary
 
 from .ring_attention import KeyBlocks, Span, attend_blocks
@@ -36,7 +44,6 @@ Batch = dict[str, Tensor]
 # Beside this rank's part of a batch: of the whole sequence [b, s], and arguments of the model that
 # the batch has not
 VALID, DOCUMENTS, WHOLE = "weft/valid", "weft/documents", "weft/whole/"
-MADE = "weft/made/"
 
 
 @dataclass
@@ -355,17 +362,6 @@ def mask_placeholder(pattern: AttentionPattern, samples: int, length: int) -> Te
     mask = torch.empty(samples, 1, length, length, dtype=torch.bool, device="meta")
     mask.weft_pattern = pattern  # type: ignore[attr-defined]
     return mask
-
-
-def check_padding(padding: Tensor) -> None:
-    """Raises CannotCut for an attention_mask that says more than which positions count."""
-    if padding.ndim != 2:
-        raise UnsupportedModel(
-            "batch['attention_mask']",
-            tuple(padding.shape),
-            "says which pairs of positions see each other",
-            "give [samples, positions], 1 where a token counts",
-        )
 
 
 # ---- transformers --------------------------------------------------------------------------------

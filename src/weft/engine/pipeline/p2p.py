@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.core import CommTimer, UnsupportedModel
+from weft.parallel import MAX_DIMS
 
 AHEAD = 3  # receives posted and not yet taken, on each channel
-DIMS = 8  # most dimensions of a tensor that crosses
-HEADER_BYTES = (DIMS + 3) * 8
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -82,8 +81,8 @@ class TensorSpec(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
     def header(self) -> Tensor:
-        """int64 [DIMS + 3]."""
-        dims = [*self.shape, *[0] * (DIMS - len(self.shape))]
+        """int64 [MAX_DIMS + 3]."""
+        dims = [*self.shape, *[0] * (MAX_DIMS - len(self.shape))]
         return torch.tensor([DTYPES.index(self.dtype), self.requires_grad, len(self.shape), *dims])
 
     @classmethod
@@ -207,12 +206,12 @@ class PipelineTransport:
     def _describe(
         self, key: tuple[int, Hashable], spec: TensorSpec, peers: Sequence[tuple[int, int]]
     ) -> None:
-        if len(spec.shape) > DIMS or spec.dtype not in DTYPES:
+        if len(spec.shape) > MAX_DIMS or spec.dtype not in DTYPES:
             raise UnsupportedModel(
                 f"value {self._names[key[0]]}",
                 str(spec),
                 "crosses between stages, and is not described by a header",
-                f"cut elsewhere, or make it a plain tensor of at most {DIMS} dimensions",
+                f"cut elsewhere, or make it a plain tensor of at most {MAX_DIMS} dimensions",
             )
         self._specs[key] = spec
         header = spec.header()
@@ -262,7 +261,7 @@ class PipelineTransport:
             if message.kind == "B":  # of a value that this rank has still to make
                 return False
             if channel.header is None:
-                header = torch.empty(DIMS + 3, dtype=torch.int64)
+                header = torch.empty(MAX_DIMS + 3, dtype=torch.int64)
                 channel.header = channel.group.recv([header], channel.peer, 0), header
             if not now:
                 return False

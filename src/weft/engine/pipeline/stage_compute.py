@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.core import DATA_AXES, Action, Plan
-from weft.nn import Randomness, mix_key
+from weft.nn import Randomness, mix_key, model_arguments
 from weft.parallel import DTYPES, Mesh
 from weft.pipeline import StageForward
 
-from ..context_parallel.sequence import MADE, ContextParallel
+from ..context_parallel.sequence import ContextParallel
 from ..fsdp import FSDPUnits
 from ..function_overrides import FunctionOverrides
 from ..grad_buckets import GradReducer
@@ -55,17 +55,6 @@ class StageModel:
         if self.plan.precision not in ("bf16", "fp16"):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.plan.precision])
-
-
-def model_arguments(inputs: Sequence[str], batch: Batch) -> Batch:
-    """The batch's entries that a model is called with: these; where none are named, all but
-    labels."""
-    made = {key.removeprefix(MADE): value for key, value in batch.items() if key.startswith(MADE)}
-    if inputs:
-        return {key: batch[key] for key in inputs if key in batch} | made
-    return {
-        key: value for key, value in batch.items() if not key.startswith(("label", "weft/"))
-    } | made
 
 
 class MicroBatches(Sequence[Batch]):

@@ -29,12 +29,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.core import AsyncServers, CommTimer, WeftError
+from weft.parallel import request_traffic, wire_bytes
 
 from . import state_transfer
 from .bucket_exchange import run_reduction
 from .flat_params import FlatParams
 from .membership import START_S, Membership, private_group
-from .transports import OwnerTransport, request_traffic, start_async, wire_bytes
+from .transports import OwnerTransport, start_async
 
 POLL_S = 0.2
 EVER = timedelta(

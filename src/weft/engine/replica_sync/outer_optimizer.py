@@ -26,11 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.core import COPY, CodecState, CommTimer, LocalSteps, Plan, ReplicaView, bucket_owners
+from weft.parallel import request_traffic, wire_bytes
 
 from .bucket_exchange import run_reduction
 from .flat_params import FlatParams
 from .membership import ExchangeRound, Membership
-from .transports import BackendTransport, request_traffic, start_async, wire_bytes
+from .transports import BackendTransport, start_async
 
 
 @dataclass

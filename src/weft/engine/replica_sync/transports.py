@@ -3,7 +3,7 @@ ring, or to owners."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -15,12 +15,8 @@ from weft.core import (
     AllReduceRequest,
     CommRequest,
     ReduceScatterRequest,
-    ReplicaView,
-    RequestSize,
-    Route,
 )
-
-CHUNK_BYTES = 2**18  # of a ring's message: one is added while the next is on its way
+from weft.parallel import CHUNK_BYTES, segment_bounds
 
 
 class BackendTransport:
@@ -84,7 +80,7 @@ class RingTransport:
         if not rings:
             return
         ring, *outer = rings
-        bounds, half = _bounds(x.numel(), ring.size()), ring.size() - 1
+        bounds, half = segment_bounds(x.numel(), ring.size()), ring.size() - 1
         if not outer:  # in one go: no chunk waits for the last of the first half
             _around(ring, x, bounds, range(2 * half))
             return
@@ -119,11 +115,6 @@ class RingTransport:
         for work in works:
             work.wait()
         return got
-
-
-def _bounds(n: int, parts: int) -> list[int]:
-    """Where each of `parts` equal stretches of n elements begins, and where the last ends."""
-    return [n * i // parts for i in range(parts + 1)]
 
 
 def _around(ring: dist.ProcessGroup, x: Tensor, bounds: list[int], turns: range) -> None:
@@ -217,77 +208,3 @@ def _send(x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
 
 def _receive(x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
     return start_async(dist.irecv(x, group=group, group_src=peer))
-
-
-def wire_bytes(kind: str, nbytes: int, size: int) -> float:
-    """Bytes that a rank sends for a collective of `size` ranks, as a ring does it (Patarasuk & Yuan
-    2009)."""
-    if kind == "send":
-        return nbytes
-    return nbytes * (2 if kind == "all_reduce" else 1) * (size - 1) / size
-
-
-def request_traffic(
-    route: Route, local: int, asked: RequestSize, peers: ReplicaView, owner: int
-) -> Iterator[tuple[str, int]]:
-    """The collectives and messages of this rank that carry what is asked for: (kind, bytes), as
-    `comms` counts them."""
-    kind, elements, itemsize, _ = asked
-    size, rank = peers.size, peers.index
-    if route == "backend":
-        name = {
-            "sum": "all_reduce",
-            "gather": "all_gather",
-            "scatter": "all_to_all",
-            "sum_scatter": "reduce_scatter",
-        }
-        yield name[kind], asked.nbytes * (1 if kind == "sum" else size)
-    elif route == "owners":
-        if rank != owner:
-            yield "send", asked.nbytes
-        elif not asked.final:
-            yield from [("send", asked.nbytes)] * (size - 1)
-    elif kind == "scatter":
-        yield from [("send", asked.nbytes)] * (size - 1)
-    else:
-        rings = (
-            [(size, rank)]
-            if local == 1
-            else [(local, rank % local), (size // local, rank // local)]
-        )
-        passed = _sum_sends if kind == "sum" else _gather_sends
-        yield from (
-            ("send", count * itemsize)
-            for count in passed(elements, rings, max(1, CHUNK_BYTES // itemsize))
-        )
-
-
-def _sum_sends(n: int, rings: list[tuple[int, int]], per: int) -> Iterator[int]:
-    """Elements of each message of a sum of n round these rings (size, rank)."""
-    if not rings:
-        return
-    (size, rank), *outer = rings
-    bounds = _bounds(n, size)
-    own = (rank + 1) % size
-    for first in (rank, own):
-        for turn in range(size - 1):
-            segment = (first - turn) % size
-            yield from _cut(bounds[segment + 1] - bounds[segment], per)
-    yield from (
-        _sum_sends(bounds[own + 1] - bounds[own], outer, per)
-        if size > 1
-        else _sum_sends(n, outer, per)
-    )
-
-
-def _gather_sends(n: int, rings: list[tuple[int, int]], per: int) -> Iterator[int]:
-    rows = 1
-    for size, _ in rings:
-        for _ in range(size - 1):
-            yield from _cut(rows * n, per)
-        rows *= size
-
-
-def _cut(n: int, per: int) -> Iterator[int]:
-    """Lengths of the chunks of n elements."""
-    return (min(per, n - start) for start in range(0, n, per))

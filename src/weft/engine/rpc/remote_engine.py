@@ -33,20 +33,12 @@ from weft.core import (
     place_modules,
     whole_shard,
 )
-from weft.nn import Randomness, mix_key, rebalance_gates
+from weft.nn import Randomness, mix_key, named_inputs, rebalance_gates
 from weft.parallel import Mesh, parallelize
 from weft.pipeline import tensors_in
 
 from ..context_parallel.sequence import ContextParallel
-from ..engine import (
-    ELEMENTWISE,
-    Optimizers,
-    StepResult,
-    check_batch,
-    make_state,
-    named_inputs,
-    scale_grads,
-)
+from ..engine import ELEMENTWISE, Optimizers, StepResult, check_batch, make_state, scale_grads
 from ..expert_load import ExpertLoad
 from ..function_overrides import FunctionOverrides
 from ..grad_norm_guard import GradNormGuard

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rich.filesize import decimal
 
 from weft.core import time_once
-from weft.engine import wire_bytes
+from weft.parallel import wire_bytes
 
 from ..local_workers import Backend, Pool
 from .findings import Finding

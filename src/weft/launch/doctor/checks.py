@@ -15,7 +15,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from weft.cli import check_layout_fits, check_run_file
 from weft.core import Refusal, RunConfig, load_run
 
 from ..rendezvous import Rendezvous
@@ -26,6 +25,7 @@ from . import (
     folder,
     gpus,
     host_rendezvous,
+    layout_fit,
     links,
     machine,
     network,
@@ -46,15 +46,29 @@ Check = tuple[float, Callable[..., Finding | None]]  # seconds that it may take
 
 
 @dataclass(frozen=True)
+class RunChecks:
+    """What the caller knows of runs: how a run file is checked, and how large a checkpoint is."""
+
+    check_run_file: Callable[[Path], Finding]
+    checkpoint_size: Callable[[RunConfig], folder.CheckpointSize]
+
+
+@dataclass(frozen=True)
 class DoctorRequest:
-    """What the command was asked, of this version of weft: `hosts` are the least and most of them,
-    None where it looks at this one alone."""
+    """What `weft doctor` looks at.
+
+    Attributes:
+        weft: The version of weft.
+        hosts: The least and the most hosts that look together; None for this host alone.
+        run_checks: How a run file is checked; without it only the machine is.
+    """
 
     weft: str
     run_file: Path | None = None
     folder: Path | None = None
     hosts: tuple[int, int] | None = None
     meeting: Rendezvous = network.ANYWHERE
+    run_checks: RunChecks | None = None
 
     def run(self) -> RunConfig | None:
         """The run file's, if it is sound so far."""
@@ -85,10 +99,13 @@ def host_checks(asked: DoctorRequest) -> Iterator[Check]:
     yield allreduce_check.LIMIT_S + 60, allreduce_check.nccl
     if place is not None:
         yield 60, partial(folder.folder, place)
+    if asked.run_checks is None:
+        return
     if asked.run_file is not None:
-        yield 120, partial(check_run_file, asked.run_file)
+        yield 120, partial(asked.run_checks.check_run_file, asked.run_file)
     if run is not None and place is not None:
-        yield 120, partial(folder.checkpoint_room, run, place)
+        size = asked.run_checks.checkpoint_size
+        yield 120, partial(folder.checkpoint_room, run, place, size)
 
 
 def network_checks(asked: DoctorRequest, hosts: list[Host]) -> Iterator[Check]:
@@ -110,7 +127,8 @@ def run_check(check: Check, *args: object) -> Finding | None:
         return sandbox.run_limited(limit_s, function, *args)
     except SandboxError as error:
         inner = function.func if isinstance(function, partial) else function
-        return Finding(inner.__name__.replace("_", " "), "wrong", str(error))
+        name = inner.__name__.removeprefix("check_").removesuffix("_finding")
+        return Finding(name.replace("_", " "), "wrong", str(error))
 
 
 def check_host(asked: DoctorRequest) -> Generator[Finding, None, None]:
@@ -123,7 +141,7 @@ def compare_findings(asked: DoctorRequest, hosts: list[Host]) -> list[Finding]:
     run = asked.run()
     found = [compare_hosts.versions(hosts), compare_hosts.gpus(hosts)] if len(hosts) > 1 else []
     if run is not None:
-        found.append(check_layout_fits(run.layout.axes, hosts, len(run.workers)))
+        found.append(layout_fit.check_layout_fits(run.layout.axes, hosts, len(run.workers)))
     return [each for each in found if each is not None]
 
 

@@ -7,14 +7,13 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.filesize import decimal
 
 from weft.core import RunConfig
-from weft.train import build_optimizer, build_skeleton
 
 from .allreduce_check import rate_text
 from .findings import Finding
@@ -83,28 +82,27 @@ def nearest_folder(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.is_dir())
 
 
-def checkpoint_room(run: RunConfig, path: Path) -> Finding:
+@dataclass(frozen=True)
+class CheckpointSize:
+    """How many parameters a checkpoint holds, and its size."""
+
+    parameters: int
+    nbytes: int
+
+
+def checkpoint_room(
+    run: RunConfig, path: Path, checkpoint_size: Callable[[RunConfig], CheckpointSize]
+) -> Finding:
     """For how many of the run's checkpoints there is room."""
-    parameters = sum(parameter.numel() for parameter in build_skeleton(run).parameters())
-    each = (8 if run.precision.compute == "fp64" else 4) * parameters * (1 + state_count(run))
+    size = checkpoint_size(run)
     kept = (
         run.checkpoint.keep + 1 if run.checkpoint.every else 0
     )  # the next is written before the oldest goes
     if run.checkpoint.every and run.checkpoint.keep_every:
         kept += run.train.steps // run.checkpoint.keep_every
-    return judge_room(parameters, each, kept, shutil.disk_usage(nearest_folder(path)).free)
-
-
-def state_count(run: RunConfig) -> int:
-    """How many numbers the run's optimizer keeps of each parameter: two, for adamw."""
-    parameter = torch.nn.Parameter(torch.zeros(4, 4))
-    made = build_optimizer(run)([("", parameter)])
-    parameter.grad = torch.ones_like(parameter)
-    made.step()
-    kept = sum(
-        x.numel() for x in made.state[parameter].values() if isinstance(x, torch.Tensor) and x.dim()
+    return judge_room(
+        size.parameters, size.nbytes, kept, shutil.disk_usage(nearest_folder(path)).free
     )
-    return kept // parameter.numel()
 
 
 def judge_room(parameters: int, each: int, kept: int, free: int) -> Finding:

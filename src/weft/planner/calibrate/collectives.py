@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.engine import wire_bytes
+from weft.parallel import wire_bytes
 
 from .rank_timer import RankTimer
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from rich.text import Text
 
-from weft.cli import print_for_terminal
 from weft.core import ConfigError
 from weft.pipeline import (
     AxisMark,
@@ -24,6 +23,7 @@ from weft.pipeline import (
     draw,
     draw_curves,
     number_text,
+    print_for_terminal,
     seconds_text,
     share_text,
     stack_images,

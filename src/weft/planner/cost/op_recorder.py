@@ -31,13 +31,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from weft.core import UnsupportedModel
-from weft.engine import FunctionOverrides, model_arguments
+from weft.engine import FunctionOverrides
 from weft.nn import (
     Loss,
     Randomness,
     Roles,
     accepts_sharded_logits,
     linear_features,
+    model_arguments,
     routing_arguments,
 )
 from weft.parallel import DTYPES

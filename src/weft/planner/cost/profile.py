@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.engine import named_inputs
-from weft.nn import Loss, find_roles
+from weft.nn import Loss, find_roles, named_inputs
 from weft.parallel import DTYPES
 
 from .model_work import BlockWork, ModelWork, OpWork

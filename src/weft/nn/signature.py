@@ -1,0 +1,36 @@
+"""Which arguments a model's forward takes, and which entries of a batch it is called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+MADE = "weft/made/"  # before the key of an entry that weft adds to a batch for the model
+
+
+def named_inputs(model: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of the model's forward, without its labels."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return tuple(
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and not p.name.startswith("label")
+    )
+
+
+def model_arguments(inputs: Sequence[str], batch: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `batch` that the model is called with.
+
+    Args:
+        inputs: The names of the model's arguments. If empty, every entry but the labels is passed.
+        batch: The whole batch, labels included.
+    """
+    made = {key.removeprefix(MADE): value for key, value in batch.items() if key.startswith(MADE)}
+    if inputs:
+        return {key: batch[key] for key in inputs if key in batch} | made
+    return {
+        key: value for key, value in batch.items() if not key.startswith(("label", "weft/"))
+    } | made
