@@ -109,8 +109,8 @@ def patched(case: Case, *changes: tuple[Any, str, Any]) -> Iterator[Case]:
 
 
 def documented(heading: str) -> list[str]:
-    """The bugs in the table that follows this heading of docs/verify.md."""
-    page = (Path(__file__).parent.parent / "docs" / "verify.md").read_text()
+    """The bugs in the table that follows this heading of docs/reference/bugs.md."""
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "bugs.md").read_text()
     section = re.split(
         r"^#+ ", page.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE
     )[0]

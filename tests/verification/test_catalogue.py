@@ -1,7 +1,7 @@
 """The classic silent bugs of distributed training, injected one by one: `weft verify` catches each
 and names its place.
 
-docs/verify.md holds the same catalogue as a table. Bugs of pipelines: test_catalogue_pipeline.py.
+docs/reference/bugs.md holds the same catalogue as a table. Bugs of pipelines: test_catalogue_pipeline.py.
 """
 
 from __future__ import annotations
@@ -618,5 +618,5 @@ def test_a_bug_that_numbers_do_not_show_is_seen_in_the_collectives(pool: Any) ->
 
 
 def test_the_catalogue_is_documented() -> None:
-    """docs/verify.md has one row per bug, and no other."""
+    """docs/reference/bugs.md has one row per bug, and no other."""
     assert documented("The catalogue") == CATALOGUE.names

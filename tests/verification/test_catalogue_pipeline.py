@@ -1,7 +1,7 @@
 """The silent bugs of pipelines, injected one by one: `weft verify` catches each and names its
 place.
 
-docs/verify.md holds the same catalogue as a table, under "Bugs of pipelines".
+docs/reference/bugs.md holds the same catalogue as a table, under "Bugs of pipelines".
 """
 
 from __future__ import annotations
@@ -351,5 +351,5 @@ def test_no_bug_no_alarm(pool: Any, subject: str, layout: str) -> None:
 
 
 def test_the_catalogue_is_documented() -> None:
-    """docs/verify.md has one row per bug, and no other."""
+    """docs/reference/bugs.md has one row per bug, and no other."""
     assert documented("Bugs of pipelines") == CATALOGUE.names

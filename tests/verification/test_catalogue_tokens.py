@@ -1,7 +1,7 @@
 """The silent bugs of shared sequences and of experts on ranks: `weft verify` catches each and names
 its place.
 
-docs/verify.md holds the same catalogue as a table, under "Bugs of sequences and experts".
+docs/reference/bugs.md holds the same catalogue as a table, under "Bugs of sequences and experts".
 """
 
 from __future__ import annotations
@@ -303,5 +303,5 @@ def test_no_bug_no_alarm(pool: Any, subject: str, layout: str) -> None:
 
 
 def test_the_catalogue_is_documented() -> None:
-    """docs/verify.md has one row per bug, and no other."""
+    """docs/reference/bugs.md has one row per bug, and no other."""
     assert documented("Bugs of sequences and experts") == CATALOGUE.names

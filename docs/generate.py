@@ -1,0 +1,364 @@
+"""Writes what the code can say about itself: docs/reference/*.md and docs/images/*.svg.
+
+    python docs/generate.py            # writes the files that are out of date
+    python docs/generate.py --check    # names them, and ends with exit code 1 if there are any
+
+tests/docs/test_reference.py runs the check.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import tempfile
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from weft.cli.app import app
+from weft.core import RunConfig
+
+DOCS = Path(__file__).parent
+NOTICE = "<!-- Written by docs/generate.py from the code. Change the code, then run it again. -->"
+
+# Each picture and the command that draws it.
+IMAGES = {
+    "images/schedules.svg": "draw 1f1b zb-h1 zb-v --ranks 4 --microbatches 8",
+    "images/interleaved.svg": "draw 1f1b interleaved --ranks 4 --microbatches 8",
+}
+
+# The faces that scripts use. None: every name of the face; else these names alone, because the
+# rest of the face is for other packages of weft.
+FACES: dict[str, tuple[str, ...] | None] = {
+    "weft": None,
+    "weft.losses": None,
+    "weft.models": None,
+    "weft.data": None,
+    "weft.sync": ("make_sync", "registry"),
+    "weft.nn": (
+        "causal_mask",
+        "balance_loss",
+        "z_loss",
+        "with_loss",
+        "within_capacity",
+        "GateBias",
+    ),
+    "weft.pipeline": ("ActionCosts", "Timeline", "simulate", "text", "svg", "perfetto"),
+    "weft.pipeline.schedules": ("registry", "register", "make_schedule"),
+    "weft.core": ("Action", "Schedule", "RunConfig", "load_run", "Refusal"),
+}
+
+
+def pages() -> dict[str, str]:
+    """Path below docs/ -> the text that the file must have."""
+    found = {
+        "reference/run_file.md": run_file_page(),
+        "reference/commands.md": commands_page(),
+        "reference/api.md": api_page(),
+    }
+    return found | {path: draw(command) for path, command in IMAGES.items()}
+
+
+def outdated() -> dict[str, str]:
+    """The pages whose file is missing or has another text."""
+    return {
+        path: content
+        for path, content in pages().items()
+        if not (DOCS / path).is_file() or (DOCS / path).read_text(encoding="utf-8") != content
+    }
+
+
+def draw(command: str) -> str:
+    """The picture that `weft COMMAND --out FILE.svg` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "picture.svg")
+        app([*command.split(), "--out", str(file)], standalone_mode=False)
+        return file.read_text(encoding="utf-8")
+
+
+# ---- the run file --------------------------------------------------------------------------------
+
+
+def run_file_page() -> str:
+    """Every table and key of a run file."""
+    lines = [
+        "# Run file reference",
+        "",
+        NOTICE,
+        "",
+        "A run file is TOML. `weft train RUN.toml --set TABLE.KEY=VALUE` overrides a key. An unknown"
+        " key is an error, except in tables marked *open*: their other keys are arguments of what the"
+        " table names. [examples/](../../examples) has complete files.",
+    ]
+    plain = []
+    for name, field in RunConfig.model_fields.items():
+        model = field.annotation
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            is_open = model.model_config.get("extra") == "allow"
+            lines += ["", f"## `[{name}]`" + (" (open)" if is_open else ""), ""]
+            lines += key_table(model.model_fields)
+        else:
+            plain.append(name)
+    lines += ["", "## Keys and tables without fixed keys", ""]
+    lines += key_table({name: RunConfig.model_fields[name] for name in plain})
+    return "\n".join(lines) + "\n"
+
+
+def key_table(fields: dict[str, FieldInfo]) -> list[str]:
+    """One row for each key."""
+    rows = ["| key | type | default | description |", "|---|---|---|---|"]
+    for key, field in fields.items():
+        cells = [f"`{key}`", type_text(field), default_text(field), field.description or ""]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return rows
+
+
+def type_text(field: FieldInfo) -> str:
+    """The type of a key in TOML's words, with its limits."""
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    limits = [
+        f"{word} {getattr(one, name)}"
+        for one in field.metadata
+        for name, word in words.items()
+        if getattr(one, name, None) is not None
+    ]
+    return ", ".join([toml_type(field.annotation), *limits])
+
+
+def toml_type(annotation: Any) -> str:
+    """TOML's word for a Python type."""
+    names = {str: "string", int: "integer", float: "number", bool: "boolean"}
+    if annotation in names:
+        return names[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return toml_type(arguments[0])
+    if origin is Literal:
+        return " or ".join(f'`"{value}"`' for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(toml_type(one) for one in arguments if one is not type(None))
+    if origin is tuple or origin is list:
+        return f"list of {toml_type(arguments[0])}s"
+    if origin is dict:
+        return "table"
+    return "string" if isinstance(annotation, type) else "any"
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as a run file would write it."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    match value:
+        case None:
+            return ""
+        case bool():
+            return f"`{str(value).lower()}`"
+        case int() | float():
+            return f"`{value}`"
+        case dict():
+            return ""
+    return f'`"{value}"`'
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+def commands_page() -> str:
+    """Every command with its arguments and options."""
+    lines = [
+        "# Command reference",
+        "",
+        NOTICE,
+        "",
+        "Exit codes: 0 done; 1 a process died, or verification failed; 2 refused; 75 stopped by"
+        " SIGTERM after saving; 130 interrupted.",
+    ]
+    for name, command in commands(typer.main.get_command(app), "weft"):
+        lines += ["", f"## `{name}`", "", inspect.cleandoc(command.help or "")]
+        rows = [row for param in command.params if (row := parameter_row(param))]
+        if rows:
+            lines += ["", "| argument | value | default | meaning |", "|---|---|---|---|", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """All commands that do something, with their full names."""
+    if not hasattr(command, "commands"):
+        yield name, command
+        return
+    for word, one in command.commands.items():
+        if not one.hidden:
+            yield from commands(one, f"{name} {word}")
+
+
+def parameter_row(param: Any) -> str | None:
+    """One argument or option as a row; None for --help and for what is hidden."""
+    if param.name == "help" or getattr(param, "hidden", False):
+        return None
+    is_option = param.param_type_name == "option"
+    name = ", ".join(param.opts) if is_option else (param.metavar or param.name)
+    flag = getattr(param, "is_flag", False)
+    value = "" if flag or not is_option else (param.metavar or value_word(param))
+    default = param.default
+    shown = "" if default in (None, False, (), []) or callable(default) else f"`{default}`"
+    cells = [f"`{name}`", value, "required" if param.required else shown, param.help or ""]
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+
+
+def value_word(param: Any) -> str:
+    """The kind of value of an option, in typer's words."""
+    if hasattr(param, "type"):  # typer on click; without it typer keeps the annotation
+        return param.type.name.upper()
+    annotation = param.type_descriptor.annotation
+    kind = (get_args(annotation) or (annotation,))[0]
+    return {str: "TEXT", int: "INTEGER", float: "FLOAT", Path: "PATH"}.get(kind, "VALUE")
+
+
+# ---- Python --------------------------------------------------------------------------------------
+
+
+def api_page() -> str:
+    """Signatures and docstrings of what scripts use."""
+    lines = [
+        "# Python reference",
+        "",
+        NOTICE,
+        "",
+        "What scripts use. Each name is imported from the module of its heading.",
+    ]
+    for face in FACES:
+        lines += ["", f"## `{face}`"]
+        for name, value in public_names(face):
+            lines += ["", f"### `{face}.{name}`", "", *describe(name, value)]
+    return "\n".join(lines) + "\n"
+
+
+def public_names(face: str) -> Iterator[tuple[str, Any]]:
+    """The functions, classes and values of a face, submodules left out."""
+    module = importlib.import_module(face)
+    for name in FACES[face] or sorted(module.__all__):
+        value = getattr(module, name)
+        if not inspect.ismodule(value):
+            yield name, value
+
+
+def describe(name: str, value: Any) -> list[str]:
+    """A function or class with its docstring, and a class's public methods."""
+    if not callable(value):
+        return [f"`{value!r}`" if isinstance(value, str | int | float) else "A value."]
+    lines = code(signature_text(name, value)) + ["", *docstring(value)]
+    if inspect.isclass(value):
+        for method, function in vars(value).items():
+            if method.startswith("_") or not inspect.getdoc(getattr(value, method)):
+                continue
+            if isinstance(function, property):
+                text = " ".join(docstring(function))
+                lines += ["", f"**`.{method}`** {text}".rstrip()]
+            elif inspect.isfunction(function) or isinstance(function, classmethod | staticmethod):
+                shown = signature_text(f"{name}.{method}", getattr(value, method))
+                lines += ["", *code(shown), "", *docstring(getattr(value, method))]
+    return lines
+
+
+def code(text: str) -> list[str]:
+    """A block of Python."""
+    return ["```python", text, "```"]
+
+
+def docstring(value: Any) -> list[str]:
+    """The docstring as markdown: sections (`Args:`) and indented text become blocks of text."""
+    lines: list[str] = []
+    block: list[str] = []
+    for line in [*(inspect.getdoc(value) or "").splitlines(), ""]:
+        if line.startswith((" ", "\t")) or (block and not line):
+            block.append(line)
+            continue
+        if block:
+            lines += fenced(block)
+            block = []
+        if line.rstrip() in ("Args:", "Raises:", "Returns:", "Yields:", "Example:", "Examples:"):
+            lines += ["" if lines and lines[-1] else "", f"**{line.rstrip(':')}**", ""]
+        else:
+            lines.append(line)
+    if block:
+        lines += fenced(block)
+    return "\n".join(lines).strip().splitlines()
+
+
+def fenced(block: list[str]) -> list[str]:
+    """Indented text as a block that keeps its lines."""
+    text = textwrap.dedent("\n".join(block)).strip("\n")
+    return ["", "```text", *text.splitlines(), "```", ""]
+
+
+def signature_text(name: str, value: Any) -> str:
+    """`name(a, b=1) -> C`, one parameter on each line where it is long."""
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return name
+    returns = signature.return_annotation
+    end = "" if returns is signature.empty or inspect.isclass(value) else f" -> {plain(returns)}"
+    parts: list[str] = []
+    positional_only = keyword_only = False
+    for param in signature.parameters.values():
+        if positional_only and param.kind is not param.POSITIONAL_ONLY:
+            parts.append("/")
+        positional_only = param.kind is param.POSITIONAL_ONLY
+        if param.kind is param.KEYWORD_ONLY and not keyword_only:
+            parts.append("*")
+        keyword_only |= param.kind in (param.KEYWORD_ONLY, param.VAR_POSITIONAL)
+        parts.append(parameter_text(param))
+    if positional_only:
+        parts.append("/")
+    line = f"{name}({', '.join(parts)}){end}"
+    if len(line) <= 88:
+        return line
+    return "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){end}"])
+
+
+def parameter_text(param: inspect.Parameter) -> str:
+    """One parameter with its type and default."""
+    stars = {param.VAR_POSITIONAL: "*", param.VAR_KEYWORD: "**"}.get(param.kind, "")
+    text = stars + param.name
+    if param.annotation is not param.empty:
+        text += f": {plain(param.annotation)}"
+    if param.default is not param.empty:
+        default = param.default
+        simple = default is None or isinstance(default, str | int | float | bool | tuple)
+        text += f" = {default!r}" if simple else " = ..."
+    return text
+
+
+def plain(annotation: Any) -> str:
+    """An annotation as the source has it."""
+    if isinstance(annotation, str):
+        return annotation
+    return getattr(annotation, "__name__", None) or str(annotation)
+
+
+def main() -> int:
+    """Write, or with --check name, what is out of date."""
+    check = sys.argv[1:] == ["--check"]
+    if sys.argv[1:] and not check:
+        print(__doc__)
+        return 2
+    late = outdated()
+    for path, content in late.items():
+        print(f"docs/{path} {'is out of date' if check else 'written'}")
+        if not check:
+            (DOCS / path).parent.mkdir(parents=True, exist_ok=True)
+            (DOCS / path).write_text(content, encoding="utf-8")
+    return 1 if check and late else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
