@@ -1,4 +1,5 @@
-"""Writes what the code can say about itself: docs/reference/*.md and docs/images/*.svg.
+"""Writes what the code can say about itself: docs/reference/*.md, docs/images/*.svg, and the list
+of packages in docs/architecture.md.
 
     python docs/generate.py            # writes the files that are out of date
     python docs/generate.py --check    # names them, and ends with exit code 1 if there are any
@@ -9,6 +10,7 @@ tests/docs/test_reference.py runs the check.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 import tempfile
@@ -63,7 +65,8 @@ def pages() -> dict[str, str]:
         "reference/commands.md": commands_page(),
         "reference/api.md": api_page(),
     }
-    return found | {path: draw(command) for path, command in IMAGES.items()}
+    found |= {path: draw(command) for path, command in IMAGES.items()}
+    return found | {"architecture.md": architecture_page()}
 
 
 def outdated() -> dict[str, str]:
@@ -81,6 +84,24 @@ def draw(command: str) -> str:
         file = Path(folder, "picture.svg")
         app([*command.split(), "--out", str(file)], standalone_mode=False)
         return file.read_text(encoding="utf-8")
+
+
+def architecture_page() -> str:
+    """docs/architecture.md with the packages of tests/house.py, the highest first."""
+    spec = importlib.util.spec_from_file_location("house", DOCS.parent / "tests" / "house.py")
+    assert spec is not None and spec.loader is not None
+    house = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = house  # its dataclasses look themselves up there
+    spec.loader.exec_module(house)
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    before, begin, rest = page.partition("<!-- packages:begin -->")
+    _, end, after = rest.partition("<!-- packages:end -->")
+    width = max(map(len, house.ORDER))
+    rows = [
+        f"{package:{width}}  {purpose.replace('`', '')}"
+        for package, purpose in reversed(house.ORDER.items())
+    ]
+    return "\n".join([before + begin, "```text", *rows, "```", end + after])
 
 
 # ---- the run file --------------------------------------------------------------------------------
