@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.nn.losses import next_token
-from weft.nn.models import decoder
-from weft.train.data import Loader, collate, stdlib
+from weft.data import Loader, collate, stdlib
+from weft.losses import next_token
+from weft.models import decoder
 
 
 def main() -> None:
