@@ -52,9 +52,9 @@ FACES: dict[str, tuple[str, ...] | None] = {
         "within_capacity",
         "GateBias",
     ),
-    "weft.pipeline": ("ActionCosts", "Timeline", "simulate", "text", "svg", "perfetto"),
+    "weft.pipeline": ("Timeline", "simulate", "text", "svg", "perfetto"),
     "weft.pipeline.schedules": ("registry", "register", "make_schedule"),
-    "weft.core": ("Action", "Schedule", "RunConfig", "load_run", "Refusal"),
+    "weft.core": ("Action", "ActionCosts", "Schedule", "RunConfig", "load_run", "Refusal"),
 }
 
 
@@ -275,7 +275,7 @@ def describe(name: str, value: Any) -> list[str]:
     """A function or class with its docstring, and a class's public methods."""
     if not callable(value):
         return [f"`{value!r}`" if isinstance(value, str | int | float) else "A value."]
-    lines = code(signature_text(name, value)) + ["", *docstring(value)]
+    lines = [*code(signature_text(name, value)), "", *docstring(value)]
     if inspect.isclass(value):
         for method, function in vars(value).items():
             if method.startswith("_") or not inspect.getdoc(getattr(value, method)):
@@ -306,7 +306,7 @@ def docstring(value: Any) -> list[str]:
             lines += fenced(block)
             block = []
         if line.rstrip() in ("Args:", "Raises:", "Returns:", "Yields:", "Example:", "Examples:"):
-            lines += ["" if lines and lines[-1] else "", f"**{line.rstrip(':')}**", ""]
+            lines += ["", f"**{line.rstrip()[:-1]}**", ""]
         else:
             lines.append(line)
     if block:

@@ -87,7 +87,7 @@ def plan(
     `chunks` per rank. `cut`: stages of equal "parameters", "flops" or measured "time", or the names
     of the modules with which the second and later stages begin. `dynamic_shapes`: shapes of
     activations follow from more than those of the batch. `sync`: how the replicas on `dp` agree, a
-    name or what `weft.sync.make` gives (default: the backend sums their gradients). Raises Refusal.
+    name or what `weft.sync.make_sync` returns (default: the backend sums their gradients). Raises Refusal.
     """
     if isinstance(layout, str):
         layout = Layout.parse(layout)
