@@ -99,7 +99,7 @@ def last_words() -> None:
 
 def test_a_check_that_hangs_is_ended_and_cleans_up(tmp_path: Path) -> None:
     began = time.monotonic()
-    finding = checks.run_check((0.5, partial(hang, tmp_path)))
+    finding = checks.run_check(("hang", 0.5, partial(hang, tmp_path)))
     assert finding == Finding("hang", "wrong", "no answer within 0.5 s")
     assert (tmp_path / "cleaned").exists()
     assert time.monotonic() - began < 5
@@ -132,7 +132,7 @@ def test_one_that_does_not_end_by_being_asked_is_killed(monkeypatch: pytest.Monk
 def test_a_check_that_fails_is_wrong_with_its_message(
     function: Callable[[], Any], says: str
 ) -> None:
-    finding = checks.run_check((20.0, function))
+    finding = checks.run_check(("fails", 20.0, function))
     assert finding is not None
     assert finding.state == "wrong"
     assert finding.found.startswith(says)

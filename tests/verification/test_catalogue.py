@@ -365,7 +365,7 @@ def cut_in_the_wrong_order(case: Case) -> Iterator[Case]:
             tensor, cut, size - 1 - index if (cut.dim, cut.units) == (0, (4,)) else index, size
         )
 
-    with patched(case, (parallelize, "pick", pick)):
+    with patched(case, (parallelize, "shard_of", pick)):
         yield case
 
 

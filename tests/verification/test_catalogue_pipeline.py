@@ -320,7 +320,7 @@ def update_not_divided_by_its_microbatches(case: Case) -> Iterator[Case]:
     def shares(schedule: Schedule) -> dict[int, int]:
         return dict.fromkeys(range(schedule.microbatches), 1)
 
-    with patched(case, (weight_stash, "shares", shares)):
+    with patched(case, (weight_stash, "update_shares", shares)):
         yield case
 
 

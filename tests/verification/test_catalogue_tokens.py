@@ -223,7 +223,7 @@ def tokens_back_in_another_order(case: Case) -> Iterator[Case]:
         *front, tokens, index, weights = args
         return right(*front, tokens.flip(0), index, weights, **named)
 
-    with patched(case, (expert_dispatch, "dispatched", dispatched)):
+    with patched(case, (expert_dispatch, "dispatch_tokens", dispatched)):
         yield case
 
 
@@ -242,11 +242,11 @@ def gradients_of_tokens_stay(case: Case) -> Iterator[Case]:
 def weights_of_a_part_of_an_expert(case: Case) -> Iterator[Case]:
     """The gradients of a gate's weights are of the features that a rank has."""
 
-    def cross(x: Tensor, boundary: Any, *rest: Any, right: Any = apply.cross) -> Tensor:
+    def cross(x: Tensor, boundary: Any, *rest: Any, right: Any = apply.cross_boundary) -> Tensor:
         weights = boundary.every and x.is_floating_point() and x.shape[-1] == 2
         return x if weights else right(x, boundary, *rest)
 
-    with patched(case, (apply, "cross", cross)):
+    with patched(case, (apply, "cross_boundary", cross)):
         yield case
 
 

@@ -42,7 +42,7 @@ STALL_S = 300.0  # without any news from the process that meets the others: it h
 
 LATE_S = 100.0  # for a host whose last check took longer
 
-Check = tuple[float, Callable[..., Finding | None]]  # seconds that it may take
+Check = tuple[str, float, Callable[..., Finding | None]]  # its name, the seconds it may take
 
 
 @dataclass(frozen=True)
@@ -85,50 +85,48 @@ class DoctorRequest:
 def host_checks(asked: DoctorRequest) -> Iterator[Check]:
     """The checks of one host."""
     run, place = asked.run(), asked.place()
-    yield 30, partial(machine.version_finding, asked.weft)
-    yield 10, machine.core_finding
-    yield 10, machine.memory_finding
-    yield 10, machine.shared_memory_finding
-    yield 10, machine.open_files_finding
-    yield 120, gpus.gpus
-    yield 20, partial(network.address, asked.meeting)
-    yield 20, network.hostname
-    yield 20, partial(network.port, asked.meeting)
-    yield 10, network.variables
-    yield allreduce_check.LIMIT_S + 10, allreduce_check.gloo
-    yield allreduce_check.LIMIT_S + 60, allreduce_check.nccl
+    yield "versions", 30, partial(machine.version_finding, asked.weft)
+    yield "cores", 10, machine.core_finding
+    yield "memory", 10, machine.memory_finding
+    yield "shared memory", 10, machine.shared_memory_finding
+    yield "open files", 10, machine.open_files_finding
+    yield "gpus", 120, gpus.gpus
+    yield "address", 20, partial(network.address, asked.meeting)
+    yield "hostname", 20, network.hostname
+    yield "port", 20, partial(network.port, asked.meeting)
+    yield "variables", 10, network.variables
+    yield "gloo", allreduce_check.LIMIT_S + 10, allreduce_check.gloo
+    yield "nccl", allreduce_check.LIMIT_S + 60, allreduce_check.nccl
     if place is not None:
-        yield 60, partial(folder.folder, place)
+        yield "folder", 60, partial(folder.folder, place)
     if asked.run_checks is None:
         return
     if asked.run_file is not None:
-        yield 120, partial(asked.run_checks.check_run_file, asked.run_file)
+        yield "run file", 120, partial(asked.run_checks.check_run_file, asked.run_file)
     if run is not None and place is not None:
         size = asked.run_checks.checkpoint_size
-        yield 120, partial(folder.checkpoint_room, run, place, size)
+        yield "room", 120, partial(folder.checkpoint_room, run, place, size)
 
 
 def network_checks(asked: DoctorRequest, hosts: list[Host]) -> Iterator[Check]:
     """The checks of several hosts together: functions of their circle."""
     place = asked.place()
-    yield 60, clocks.clocks
-    yield 120, reach.ports
-    yield 100, links.links
+    yield "clocks", 60, clocks.clocks
+    yield "ports", 120, reach.ports
+    yield "links", 100, links.links
     if all(host.facts("gpus").get("gpus") for host in hosts):
-        yield 120, links.gpu_links
+        yield "gpu links", 120, links.gpu_links
     if place is not None:
-        yield 120, partial(shared.shared_folder, path=place)
+        yield "shared folder", 120, partial(shared.shared_folder, path=place)
 
 
 def run_check(check: Check, *args: object) -> Finding | None:
     """What the check found. One that fails or takes too long is `wrong`."""
-    limit_s, function = check
+    name, limit_s, function = check
     try:
         return sandbox.run_limited(limit_s, function, *args)
     except SandboxError as error:
-        inner = function.func if isinstance(function, partial) else function
-        name = inner.__name__.removeprefix("check_").removesuffix("_finding")
-        return Finding(name.replace("_", " "), "wrong", str(error))
+        return Finding(name, "wrong", str(error))
 
 
 def check_host(asked: DoctorRequest) -> Generator[Finding, None, None]:
@@ -264,7 +262,7 @@ def _between(met: HostGroup, asked: DoctorRequest, hosts: list[Host]) -> Iterato
     yield from compare_findings(asked, hosts)
     apart = False  # who does not reach all others would wait for them in vain
     for index, check in enumerate(network_checks(asked, hosts)):
-        if apart and check[1] in (links.links, links.gpu_links):
+        if apart and check[0] in ("links", "gpu links"):
             continue
         yield from _without(met, met.share(f"begin-{index}", True, LATE_S))
         finding = run_check(check, met) if len(met.members) > 1 else None
