@@ -114,9 +114,9 @@ def run_file_page() -> str:
         "",
         NOTICE,
         "",
-        "A run file is TOML. `weft train RUN.toml --set TABLE.KEY=VALUE` overrides a key. An unknown"
-        " key is an error, except in tables marked *open*: their other keys are arguments of what the"
-        " table names. [examples/](../../examples) has complete files.",
+        "A run file is TOML. `weft train RUN.toml --set TABLE.KEY=VALUE` overrides a key. An"
+        " unknown key is an error, except in tables marked *open*: their other keys are arguments"
+        " of what the table names. [examples/](../../examples) has complete files.",
     ]
     plain = []
     for name, field in RunConfig.model_fields.items():

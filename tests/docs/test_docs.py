@@ -107,7 +107,7 @@ def test_every_run_file_key_has_a_description() -> None:
 
 
 def undocumented(names: Iterable[tuple[str, Any]]) -> list[str]:
-    """Functions and classes without a docstring of their own, and public methods of such classes."""
+    """Functions and classes without a docstring of their own."""
     found = []
     for name, value in names:
         if not (inspect.isclass(value) or inspect.isfunction(value)):

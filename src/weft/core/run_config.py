@@ -54,7 +54,7 @@ class ModelConfig(CallableTable):
         default=None, description="a Hugging Face configuration file or model directory"
     )
     auto: Task | None = Field(
-        default=None, description="what the Hugging Face model is for; causal-lm if left out"
+        default=None, description="task of the Hugging Face model (default causal-lm)"
     )
     inputs: Strings | None = Field(
         default=None, description="the batch entries that the model is called with"
@@ -98,7 +98,8 @@ class LayoutConfig(TomlTable):
     elastic: bool | Strings = Field(
         default=False,
         description=(
-            "with fewer ranks go on: on what suits them, or on the first of these layouts that does"
+            "continue with fewer ranks when hosts are lost: true chooses a layout; a list names"
+            " layouts, best first"
         ),
     )
 
@@ -142,28 +143,28 @@ class TrainConfig(TomlTable):
     )
     loss: str = Field(
         default="weft.losses:next_token",
-        description='"package.module:callable" for (output, batch)',
+        description='"package.module:callable" that maps (output, batch) to (sum, weight)',
     )
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="seed of weights, data order and dropout"
     )
     clip: float | None = Field(
-        default=None, gt=0, description="largest global gradient norm; left out, nothing is clipped"
+        default=None, gt=0, description="largest global gradient norm (default: no clipping)"
     )
     skip: float | None = Field(
         default=None,
         gt=1,
         description=(
-            "leaves out steps whose gradient is not finite, or so many times the median of the"
-            " last 64"
+            "skip a step whose gradient norm is not finite, or exceeds this many times the median"
+            " of the last 64"
         ),
     )
     rollback: float | None = Field(
         default=None,
         gt=1,
         description=(
-            "goes back to the latest checkpoint, past the samples since, when a loss is not finite,"
-            " or so many times the median of the last 64"
+            "return to the latest checkpoint and leave out the samples since, when a loss is not"
+            " finite or exceeds this many times the median of the last 64"
         ),
     )
     warmup: int = Field(
@@ -176,32 +177,32 @@ class TrainConfig(TomlTable):
         default=0.0,
         ge=0,
         le=1,
-        description="the learning rate at the end, as a part of the full one",
+        description="final learning rate, as a fraction of lr",
     )
     eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
-    eval_batches: int = Field(default=8, gt=0, description="batches of one validation")
+    eval_batches: int = Field(default=8, gt=0, description="batches per validation")
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics")
     recompute: str | int = Field(
-        default="none", description="none, selective, full, or k: every k-th block"
+        default="none", description="activation recomputation: "none", "selective" (attention), "full", or k for every k-th block"
     )
     sample_tokens: int = Field(
-        default=0, ge=0, description="tokens to generate when training has ended"
+        default=0, ge=0, description="tokens to generate after training"
     )
-    prompt: str = Field(default="", description="the text that the generated sample goes on from")
+    prompt: str = Field(default="", description="start of the generated text")
     hang_s: float = Field(
         default=600.0,
         ge=0,
         description=(
-            "seconds without a step after which a run says where it hangs and ends; 0: none"
+            "seconds without a step after which a run reports where it hangs and ends; 0: never"
         ),
     )
     threads: int | None = Field(
         default=None,
         gt=0,
-        description="torch threads per process; if left out OMP_NUM_THREADS, or cores // processes",
+        description="torch threads per process (default: OMP_NUM_THREADS, or cores // processes)",
     )
     sync_batchnorm: bool = Field(
-        default=True, description="batch statistics over the whole microbatch, not one rank's part"
+        default=True, description="compute batch-norm statistics over the whole microbatch, not one rank's part"
     )
 
     @field_validator("recompute", mode="before")
@@ -247,7 +248,7 @@ class PrecisionConfig(TomlTable):
     """[precision]"""
 
     compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        default="fp32", description="the dtype computed in"
+        default="fp32", description="dtype of computation"
     )
 
 
@@ -255,16 +256,16 @@ class CheckpointConfig(TomlTable):
     """[checkpoint]"""
 
     every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: none")
-    keep: int = Field(default=3, gt=0, description="number of checkpoints kept, the latest ones")
+    keep: int = Field(default=3, gt=0, description="number of latest checkpoints to keep")
     restarts: int = Field(
         default=3,
         ge=0,
         description=(
-            "times that a run goes on by itself from its latest checkpoint when a process dies"
+            "how often a run restarts from its latest checkpoint when a process dies"
         ),
     )
     keep_every: int = Field(
-        default=0, ge=0, description="beside these, those whose step is a multiple; 0: none"
+        default=0, ge=0, description="also keep checkpoints whose step is a multiple of this; 0: none"
     )
 
 
@@ -274,19 +275,19 @@ class PipelineConfig(CallableTable):
     schedule: str = Field(
         default=DEFAULT_SCHEDULE,
         description=(
-            'a schedule that `weft draw` shows, or "package.module:callable" that makes one'
+            'a schedule of docs/schedules.md, or "package.module:callable" that makes one'
         ),
     )
     cut: str | Strings = Field(
         default="parameters",
         description=(
-            "stages of equal parameters, flops or time, or the list of modules with which the later"
-            " ones begin"
+            "what stages balance: parameters, flops or time; or a list of the modules with which"
+            " the later stages begin"
         ),
     )
     dynamic_shapes: bool = Field(
         default=False,
-        description="shapes between stages follow from more than the shapes of the batch",
+        description="shapes between stages depend on values, not only on the shapes of the batch",
     )
 
 
@@ -294,12 +295,13 @@ class SyncConfig(CallableTable):
     """[sync]"""
 
     name: str = Field(
-        default="allreduce", description="how the replicas on dp agree, as docs/sync.md lists"
+        default="allreduce", description="synchroniser of the replicas on dp: docs/sync.md"
     )
     codec: str | dict[str, Any] = Field(
         default="identity",
         description=(
-            'what makes messages small: a name, or a table as in { name = "powersgd", rank = 8 }'
+            'compression of messages: a name of docs/codecs.md, or a table such as'
+            ' { name = "powersgd", rank = 8 }'
         ),
     )
 
@@ -318,20 +320,20 @@ class RunConfig(TomlTable):
     pipeline: PipelineConfig = PipelineConfig()
     sync: SyncConfig = SyncConfig()
     roles: dict[str, Any] = Field(
-        default={}, description='a glob of module names -> its role, as in "blocks.*.up" = "column"'
+        default={}, description='glob of module names -> role, as in "blocks.*.up" = "column"'
     )
     workers: dict[str, Strings] = Field(
         default={},
         description=(
-            'a worker -> the modules that live there, globs allowed, as in big = ["blocks.*"]'
+            'worker -> modules that live there, globs allowed, as in big = ["blocks.*"]'
         ),
     )
     output: str = Field(
-        min_length=1, description="the run folder; runs/NAME for NAME.toml if left out"
+        min_length=1, description="run folder (default: runs/NAME for NAME.toml)"
     )
     folder: str = Field(
         min_length=1,
-        description="where modules and paths are looked for; the file's own if left out",
+        description="where modules and relative paths are found (default: the run file's folder)",
     )
 
     @property
