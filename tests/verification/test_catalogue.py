@@ -1,7 +1,8 @@
 """The classic silent bugs of distributed training, injected one by one: `weft verify` catches each
 and names its place.
 
-docs/reference/bugs.md holds the same catalogue as a table. Bugs of pipelines: test_catalogue_pipeline.py.
+docs/reference/bugs.md holds the same catalogue as a table. Bugs of pipelines:
+test_catalogue_pipeline.py.
 """
 
 from __future__ import annotations

@@ -26,7 +26,13 @@ _AXIS = re.compile(r"([a-z]+)([0-9]+)((?:\+[a-z0-9][a-z0-9-]*)*)")
 
 @dataclass(frozen=True)
 class Layout:
-    """Named axes and sizes, outermost first. `str` and `parse` are inverse."""
+    """Named axes and sizes, outermost first. `str` and `parse` are inverse.
+
+    Example:
+        >>> layout = Layout.parse("pp2.dp2.tp2+sequence")
+        >>> layout.world, layout.size("tp"), str(layout)
+        (8, 2, 'pp2.dp2.tp2+sequence')
+    """
 
     sizes: tuple[tuple[str, int], ...]
     options: tuple[tuple[str, str], ...] = ()  # (axis, option) in the order written
@@ -45,7 +51,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """`pp2.dp2.tp2+sequence` -> Layout. Raises LayoutError."""
+        """The layout that a text such as `pp2.dp2.tp2+sequence` writes. Raises LayoutError."""
         sizes: list[tuple[str, int]] = []
         options: list[tuple[str, str]] = []
         for part in text.strip().split("."):

@@ -1,7 +1,7 @@
 """RUN.toml -> Run: read, overridden from the command line, checked. Pure data; no torch.
 
-    [model]        build = "package.module:callable" | hf = "a configuration file or a model directory"
-    [data]         build = "package.module:callable" | text = ["corpus/*.txt"] | hf = "a dataset directory"
+    [model]        build = "package.module:callable" | hf = "a configuration or model directory"
+    [data]         build = "package.module:callable" | text = ["corpus/*.txt"] | hf = "a directory"
     [layout]       axes = "dp2.tp2"
     [train]        batch, steps, loss, schedule, logging ...
     [optimizer]    name, and that optimizer's own arguments
@@ -183,11 +183,13 @@ class TrainConfig(TomlTable):
     eval_batches: int = Field(default=8, gt=0, description="batches per validation")
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics")
     recompute: str | int = Field(
-        default="none", description="activation recomputation: "none", "selective" (attention), "full", or k for every k-th block"
+        default="none",
+        description=(
+            'activation recomputation: "none", "selective" (attention), "full", or k: every k-th'
+            " block"
+        ),
     )
-    sample_tokens: int = Field(
-        default=0, ge=0, description="tokens to generate after training"
-    )
+    sample_tokens: int = Field(default=0, ge=0, description="tokens to generate after training")
     prompt: str = Field(default="", description="start of the generated text")
     hang_s: float = Field(
         default=600.0,
@@ -202,7 +204,8 @@ class TrainConfig(TomlTable):
         description="torch threads per process (default: OMP_NUM_THREADS, or cores // processes)",
     )
     sync_batchnorm: bool = Field(
-        default=True, description="compute batch-norm statistics over the whole microbatch, not one rank's part"
+        default=True,
+        description="batch-norm statistics cover the whole microbatch, not one rank's part",
     )
 
     @field_validator("recompute", mode="before")
@@ -260,12 +263,12 @@ class CheckpointConfig(TomlTable):
     restarts: int = Field(
         default=3,
         ge=0,
-        description=(
-            "how often a run restarts from its latest checkpoint when a process dies"
-        ),
+        description=("how often a run restarts from its latest checkpoint when a process dies"),
     )
     keep_every: int = Field(
-        default=0, ge=0, description="also keep checkpoints whose step is a multiple of this; 0: none"
+        default=0,
+        ge=0,
+        description="also keep checkpoints whose step is a multiple of this; 0: none",
     )
 
 
@@ -300,7 +303,7 @@ class SyncConfig(CallableTable):
     codec: str | dict[str, Any] = Field(
         default="identity",
         description=(
-            'compression of messages: a name of docs/codecs.md, or a table such as'
+            "compression of messages: a name of docs/codecs.md, or a table such as"
             ' { name = "powersgd", rank = 8 }'
         ),
     )
@@ -324,13 +327,9 @@ class RunConfig(TomlTable):
     )
     workers: dict[str, Strings] = Field(
         default={},
-        description=(
-            'worker -> modules that live there, globs allowed, as in big = ["blocks.*"]'
-        ),
+        description=('worker -> modules that live there, globs allowed, as in big = ["blocks.*"]'),
     )
-    output: str = Field(
-        min_length=1, description="run folder (default: runs/NAME for NAME.toml)"
-    )
+    output: str = Field(min_length=1, description="run folder (default: runs/NAME for NAME.toml)")
     folder: str = Field(
         min_length=1,
         description="where modules and relative paths are found (default: the run file's folder)",

@@ -113,23 +113,39 @@ class StepResult:
 
 
 class Engine:
-    """Trains `model` as `plan` says. Changes the model in place; every rank of the layout makes
-    one.
+    """Trains `model` as `plan` says, and changes it in place. Every rank of the layout makes one.
 
-    `optimizer`: list of (name, parameter) -> torch.optim.Optimizer. `loss`: (output, batch) ->
-    (sum, weight). `inputs`: the batch's entries that the model is called with (default: those that
-    its forward names, without labels). `clip`: the largest global norm of the mean gradient.
-    `skip`: steps are not taken whose gradient is not finite, or has a norm of more than so many
-    times the median of the last 64 that were taken. Weights and buffers are taken from rank 0.
-    `sample`: a batch of one sample, the same on every rank. Under `tp`, and with experts on ranks,
-    the model's output for it must be the same before and after: roles whose sizes agree can be
-    wrong. Under `cp` its first positions must give the same in parts; without `sample` the first
-    step tries its own. Raises Refusal.
+    Weights and buffers of rank 0 are those that all ranks begin with. Modules of a model in
+    training mode keep their own modes: a frozen batch norm stays frozen.
 
-    `company`: where replicas that step by themselves meet, if the processes of each have a world to
-    themselves.
+    Args:
+        model: the module that the plan was made for.
+        plan: what `weft.plan` returned.
+        optimizer: list of (name, parameter) -> torch.optim.Optimizer.
+        loss: (output, batch) -> (sum, weight).
+        inputs: batch entries that the model is called with. Default: those that its forward names,
+            without labels.
+        clip: largest global norm of the mean gradient. Default: no clipping.
+        skip: skip a step whose gradient norm is not finite, or exceeds this many times the median
+            of the last 64 steps taken.
+        seed: seed of dropout.
+        device: device of this rank. Default: this rank's GPU, or the CPU.
+        sample: a batch of one sample, the same on every rank. Under `tp`, and with sharded experts,
+            the engine compares the model's output for it with and without sharding, because wrong
+            roles may have matching sizes. Under `cp` it compares the first positions in parts and
+            whole; without `sample` it uses the first batch.
+        company: where replicas with local steps meet, if each has a process group of its own.
 
-    Modules of a model in training mode keep their own modes: a frozen batch norm stays frozen.
+    Raises:
+        Refusal: what the plan, the optimizer or the loss cannot do together.
+
+    Example:
+        engine = weft.Engine(
+            model, plan, optimizer=partial(torch.optim.AdamW, lr=1e-3), loss=weft.losses.next_token
+        )
+        for batch in loader:
+            result = engine.step(engine.local(batch))
+        engine.close()
     """
 
     def __init__(

@@ -27,35 +27,61 @@ IGNORED = -100  # the label that does not count, as in torch and transformers
 
 
 def vocab_parallel(loss: Loss) -> Loss:
-    """Mark a loss as taking logits sharded on their last dim (a DTensor)."""
+    """Mark a loss that accepts logits sharded on their last dim (a DTensor).
+
+    Example:
+        @weft.losses.vocab_parallel
+        def loss(output, batch):
+            return weft.losses.cross_entropy(output, batch["labels"])
+    """
     loss.__dict__["vocab_parallel"] = True
     return loss
 
 
 def accepts_sharded_logits(loss: Callable[..., Any]) -> bool:
-    """Whether `loss`, or what a functools.partial of it calls, is marked `@vocab_parallel`."""
+    """Whether `loss`, or the function in a functools.partial, is marked `@vocab_parallel`.
+
+    Example:
+        >>> accepts_sharded_logits(next_token), accepts_sharded_logits(mse)
+        (True, False)
+    """
     while isinstance(loss, functools.partial):
         loss = loss.func
     return bool(getattr(loss, "vocab_parallel", False))
 
 
 def positionwise(loss: Loss) -> Loss:
-    """Mark a loss as a sum over the positions of a sequence, each of which needs nothing of the
-    others: where ranks have parts of the sequence (`cp`), each computes it on its part."""
+    """Mark a loss as a sum over positions that do not depend on one another. Under `cp` each rank
+    then computes it on its part of the sequence.
+
+    Example:
+        @weft.losses.positionwise
+        def loss(output, batch):
+            return weft.losses.cross_entropy(output, batch["labels"])
+    """
     loss.__dict__["positionwise"] = True
     return loss
 
 
 def is_positionwise(loss: Callable[..., Any]) -> bool:
-    """Whether `loss`, or what a functools.partial of it calls, is marked `@positionwise`."""
+    """Whether `loss`, or the function in a functools.partial, is marked `@positionwise`.
+
+    Example:
+        >>> is_positionwise(next_token), is_positionwise(mse)
+        (True, False)
+    """
     while isinstance(loss, functools.partial):
         loss = loss.func
     return bool(getattr(loss, "positionwise", False))
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits of a model's output: the output itself, or its `.logits` as transformers' models
-    return them."""
+    """The logits of a model's output: the output itself, or its `.logits` as in transformers.
+
+    Example:
+        >>> logits_of(torch.zeros(2, 3)).shape
+        torch.Size([2, 3])
+    """
     return output if isinstance(output, Tensor) else output.logits
 
 
@@ -64,8 +90,13 @@ def logits_of(output: Any) -> Tensor:
 def next_token(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each next token; logits [b, s, V], weight in tokens.
 
-    `batch["labels"]` [b, s] are the targets position by position, -100 where none counts; without
-    them the targets are `batch["input_ids"]` [b, s] shifted by one, and the last position has none.
+    `batch["labels"]` [b, s] are the targets of the positions, -100 where none counts. Without
+    labels, the targets are `batch["input_ids"]` [b, s] shifted by one; the last position has none.
+
+    Example:
+        >>> total, tokens = next_token(torch.zeros(2, 5, 7), {"input_ids": torch.ones(2, 5).long()})
+        >>> int(tokens), round(float(total / tokens), 3)  # log 7
+        (8, 1.946)
     """
     labels = batch.get("labels")
     if labels is None:
@@ -77,12 +108,24 @@ def next_token(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 @vocab_parallel
 def classification(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the classes `batch["label"]` or `batch["labels"]` [b]; logits [b, C], weight
-    in samples."""
+    in samples.
+
+    Example:
+        >>> total, samples = classification(torch.zeros(3, 4), {"label": torch.tensor([0, 1, 2])})
+        >>> int(samples), round(float(total / samples), 3)  # log 4
+        (3, 1.386)
+    """
     return cross_entropy(logits_of(output), batch["label"] if "label" in batch else batch["labels"])
 
 
 def mse(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Squared error against `batch["target"]`, of the shape of the output; weight in elements."""
+    """Squared error against `batch["target"]`, which has the output's shape; weight in elements.
+
+    Example:
+        >>> total, elements = mse(torch.ones(2, 3), {"target": torch.zeros(2, 3)})
+        >>> float(total), int(elements)
+        (6.0, 6)
+    """
     output, target = logits_of(output), batch["target"]
     if output.shape != target.shape:  # broadcasting would give a number, and a wrong one
         raise ValueError(
@@ -96,13 +139,18 @@ def mse(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 def cross_entropy(
     logits: Tensor, labels: Tensor, ignore_index: int = IGNORED
 ) -> tuple[Tensor, Tensor]:
-    """Sum over counted labels of -log softmax(logits)[label], and how many are counted; in float32
-    at least.
+    """Sum of -log softmax(logits)[label] over the labels that count, and their number, in float32
+    or wider.
 
-    logits [..., V], labels [...] int64. A DTensor sharded on its last dim takes the
-    vocabulary-parallel form of Megatron-LM (Shoeybi et al. 2019): two all-reduces of the labels'
-    size over that axis, none in backward, and each rank's gradient is that of its own slice. Any
-    other DTensor is taken as its local tensor.
+    Logits [..., V], labels [...] int64; `ignore_index` does not count. A DTensor sharded on its
+    last dim uses Megatron-LM's vocabulary-parallel form (Shoeybi et al. 2019): two all-reduces of
+    the labels' size over that axis, none in backward, and each rank's gradient is that of its own
+    slice. Any other DTensor is used as its local tensor.
+
+    Example:
+        >>> total, count = cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
+        >>> round(float(total), 3), int(count)  # 2 log 4
+        (2.773, 2)
     """
     counted = labels != ignore_index
     if isinstance(logits, DTensor):

@@ -71,23 +71,38 @@ def plan(
     sample: Mapping[str, Tensor] | None = None,
     sync: str | Sync | None = None,
 ) -> Plan:
-    """Lay `model` (on any device, also meta) over `layout`. Nothing runs and the model is not
-    changed.
+    """Plan how `model` runs under `layout`. Nothing runs, and the model does not change.
 
-    `batch` counts samples of one optimizer step over all ranks, which are divided into `accumulate`
-    microbatches. `loss` tells whether logits may stay sharded over `tp`: a loss marked
-    `weft.losses.vocab_parallel` takes them so. `roles` maps globs of module names to roles (see
-    `weft.nn.module_roles`). `recompute` is "none", "selective" (the attention core), "full", or k
-    for every k-th block (Korthikanti et al. 2022).
+    Args:
+        model: the module as written for one device; it may be on the meta device.
+        layout: axes and sizes, such as "dp2.tp2" (docs/layouts.md).
+        batch: samples of one optimizer step, over all ranks.
+        accumulate: number of microbatches that the batch is divided into.
+        loss: (output, batch) -> (sum, weight). If it is marked `weft.losses.vocab_parallel`, logits
+            stay sharded over `tp`.
+        roles: globs of module names -> roles of `tp` (docs/roles.md). Default: read or guessed.
+        recompute: "none", "selective" (the attention core), "full", or k for every k-th block
+            (Korthikanti et al. 2022).
+        precision: dtype of computation: "fp32", "bf16", "fp16" or "fp64".
+        sync_batchnorm: whether batch-norm statistics cover the whole microbatch.
+        schedule: of `pp`: a name of docs/schedules.md (an option of `pp` in the layout overrides
+            it), a Schedule, or a function that makes one.
+        options: further arguments of the schedule, such as `chunks` per rank.
+        cut: what stages of `pp` balance: "parameters", "flops" or measured "time"; or the modules
+            with which the second and later stages begin.
+        dynamic_shapes: whether shapes between stages depend on values, not only on batch shapes.
+        inputs: batch entries that the model is called with. Default: those that its forward names.
+        sample: a batch of two or more samples, along which `pp` traces the forward.
+        sync: how the replicas on `dp` synchronise: a name, or what `weft.sync.make_sync` returns.
+            Default: the backend's all-reduce.
 
-    With `pp` the model is cut along its forward on `sample`, a batch of one or a few samples;
-    `inputs` are the entries that it is called with (default: those that its forward names).
-    `schedule` is a name of `weft.pipeline.schedules` (an option of `pp` in the layout overrides
-    it), a Schedule, or a function that makes one; `options` are its further arguments, such as
-    `chunks` per rank. `cut`: stages of equal "parameters", "flops" or measured "time", or the names
-    of the modules with which the second and later stages begin. `dynamic_shapes`: shapes of
-    activations follow from more than those of the batch. `sync`: how the replicas on `dp` agree, a
-    name or what `weft.sync.make_sync` returns (default: the backend sums their gradients). Raises Refusal.
+    Raises:
+        Refusal: what the layout cannot do with this model.
+
+    Example:
+        >>> from weft.models import decoder
+        >>> print(plan(decoder(), "dp2.tp2", batch=32).layout)
+        dp2.tp2
     """
     if isinstance(layout, str):
         layout = Layout.parse(layout)

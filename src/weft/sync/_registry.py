@@ -32,9 +32,21 @@ def registry() -> Mapping[str, Callable[..., Sync]]:
 def make_sync(
     name: str, codec: str | Mapping[str, Any] | Codec = "identity", **options: Any
 ) -> Sync:
-    """The synchroniser of this name. `codec`: a name, a name with options as in {"name":
-    "powersgd", "rank": 8}, or one that is made. Raises ConfigError: an unknown name or option, a
-    value that cannot be."""
+    """Make the synchroniser of this name.
+
+    Args:
+        name: a synchroniser of docs/sync.md.
+        codec: a codec of docs/codecs.md: a name, a table with a name and options such as
+            `{"name": "powersgd", "rank": 8}`, or a Codec.
+        **options: options of this synchroniser.
+
+    Raises:
+        ConfigError: an unknown name or option, or an invalid value.
+
+    Example:
+        >>> make_sync("local_sgd", period=20, codec="int8").name
+        'local_sgd'
+    """
     known = registry()
     if name not in known:
         raise ConfigError("sync.name", name, "not a synchroniser", nearest(name, known))

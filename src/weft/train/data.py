@@ -31,8 +31,17 @@ DEFAULT_BYTES = (
 
 
 class Dataset(Sized, Protocol):
-    """What weft trains on: `dataset[i]` is a dict of tensors, of the same shapes for every i below
-    len(dataset)."""
+    """What weft trains on: `dataset[i]` is a dict of tensors, with the same shapes for every i
+    below len(dataset).
+
+    Example:
+        class Squares:
+            def __len__(self):
+                return 100
+
+            def __getitem__(self, i):
+                return {"x": torch.tensor([float(i)]), "target": torch.tensor([float(i * i)])}
+    """
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
 
@@ -48,10 +57,15 @@ def held_out(split: str) -> bool:
 
 
 class Text:
-    """Windows of a token stream, side by side: {"input_ids": int64 [seq_len], "labels": int64
+    """Consecutive windows of a token stream: {"input_ids": int64 [seq_len], "labels": int64
     [seq_len]}.
 
     labels[t] is the token after input_ids[t]. `vocab`, `encode` and `decode` are the tokenizer's.
+
+    Example:
+        >>> data = stdlib(seq_len=32)
+        >>> data.vocab, data[0]["input_ids"].shape
+        (256, torch.Size([32]))
     """
 
     def __init__(
@@ -82,11 +96,21 @@ def stdlib(
     max_bytes: int | None = None,
     files: Sequence[str] | None = None,
 ) -> Text:
-    """The Python standard library's own source, byte by byte: a corpus that every machine has.
-    vocab 256.
+    """The source of Python's standard library as bytes (vocab 256): a corpus that every machine
+    has.
 
-    `files`: patterns below the library's folder, such as "asyncio/*.py" (all but tests if left
-    out); `max_bytes`: read no more than this of them (4 MB if left out). Raises DataError.
+    Args:
+        seq_len: tokens of a sample.
+        split: "train" or "val".
+        max_bytes: largest number of bytes to read. Default: 4 MB.
+        files: patterns below the library's folder, such as "asyncio/*.py". Default: all but tests.
+
+    Raises:
+        DataError: no such split or file, or too little text.
+
+    Example:
+        >>> sorted(stdlib(seq_len=64, files=["json/*.py"])[0])
+        ['input_ids', 'labels']
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = []
@@ -123,10 +147,19 @@ def text(
     split: str = "train",
     tokenizer: str | Path | None = None,
 ) -> Text:
-    """The user's text files, one after the other in sorted order.
+    """Your text files, concatenated in sorted order.
 
-    `paths`: file names or patterns (`**` is any folder); `tokenizer`: a tokenizer.json or a
-    directory for transformers, bytes if left out. Raises DataError.
+    Args:
+        paths: file names or patterns (`**` matches any folders).
+        seq_len: tokens of a sample.
+        split: "train" or "val".
+        tokenizer: a tokenizer.json, or a directory for transformers. Default: bytes.
+
+    Raises:
+        DataError: no such file, split or tokenizer, or too little text.
+
+    Example:
+        data = weft.data.text("corpus/**/*.txt", seq_len=512, tokenizer="corpus/tokenizer.json")
     """
     patterns = [paths] if isinstance(paths, str) else list(paths)
     found: set[str] = set()
@@ -169,12 +202,22 @@ def hf(
     column: str = "text",
     end: str | None = None,
 ) -> Text:
-    """A Hugging Face dataset on disk (`save_to_disk`): the rows of its text column, one after the
-    other.
+    """The text column of a Hugging Face dataset on disk (`save_to_disk`), its rows concatenated.
 
-    `tokenizer` as in `text`; `end`: a token of it that closes every row. "val" is the split
-    "validation", "val" or "test" of a DatasetDict, or every 20th row of a Dataset. Raises
-    DataError.
+    Args:
+        path: the dataset's folder.
+        seq_len: tokens of a sample.
+        split: "train" or "val": the split "validation", "val" or "test" of a DatasetDict, or every
+            20th row of a Dataset.
+        tokenizer: a tokenizer.json, or a directory for transformers. Default: bytes.
+        column: the column with the text.
+        end: a token that closes every row.
+
+    Raises:
+        DataError: no such dataset, column, split or token, or too little text.
+
+    Example:
+        data = weft.data.hf("corpus/dataset", seq_len=512, tokenizer="corpus/tokenizer.json")
     """
     datasets = import_extra("datasets", "hf", str(path))
     if not Path(path).is_dir():
@@ -235,8 +278,14 @@ SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 class Images:
-    """Images and their classes: {"image": float32 [1, h, w], "label": int64 []}; `names[label]`
-    says what it shows."""
+    """Images and their classes: {"image": float32 [channels, h, w], "label": int64 []}.
+    `names[label]` is the name of a class.
+
+    Example:
+        >>> data = shapes(size=10)
+        >>> data[0]["image"].shape, len(data.names)
+        (torch.Size([1, 16, 16]), 4)
+    """
 
     def __init__(self, images: Tensor, labels: Tensor, names: tuple[str, ...]):
         self.images, self.labels, self.names = images, labels, names
@@ -256,11 +305,22 @@ def shapes(
     split: str = "train",
     seed: int = 0,
 ) -> Images:
-    """`size` pictures of circles, squares, triangles, crosses ..., drawn at random places and
-    sizes.
+    """Pictures of circles, squares, triangles, crosses ..., at random places and in random sizes.
 
-    `image`: side in pixels; a shape is 1 on 0, with Gaussian noise of deviation `noise` on top.
-    Raises DataError.
+    Args:
+        size: number of pictures.
+        image: side in pixels. A shape is 1, its background 0.
+        classes: number of different shapes.
+        noise: standard deviation of the Gaussian noise on top.
+        split: "train" or "val".
+        seed: seed of the pictures.
+
+    Raises:
+        DataError: no such split, or sizes that cannot be.
+
+    Example:
+        >>> shapes(size=10, image=8).images.shape
+        torch.Size([10, 1, 8, 8])
     """
     if not 2 <= classes <= len(SHAPES):
         raise DataError(
@@ -303,14 +363,30 @@ class NoDataset:
 
 
 class Loader(Iterator[dict[str, Tensor]]):
-    """This data rank's samples of one optimizer step after another, stacked; without end, from step
-    `start`.
+    """An endless iterator over this data rank's samples, one stacked batch per optimizer step.
 
-    Step k takes global samples k * batch up to (k + 1) * batch of epoch after epoch; what an epoch
-    has left over is dropped. The order of an epoch depends on `seed` and its number alone, so it is
-    the same on every layout, and a resumed run reads on where it stopped.
-    `weft.core.data_order.data_rank_indices` says which of a global batch are this rank's; only
-    those are read. `step` is the next step. Raises DataError, LayoutError.
+    Step k takes the global samples k * batch up to (k + 1) * batch, epoch after epoch; the rest of
+    an epoch is dropped. The order of an epoch depends only on `seed` and its number, so it is the
+    same on every layout, and a resumed run continues where it stopped. The loader reads this
+    rank's samples alone. `step` is the next step.
+
+    Args:
+        dataset: a map-style dataset of dicts of tensors.
+        batch: samples of a global batch.
+        seed: seed of the order.
+        shuffle: whether to shuffle each epoch.
+        accumulate: microbatches per step, as in `weft.plan`.
+        data_rank: this process's number among those with other samples: `engine.data_rank`.
+        data_size: how many such processes there are: `engine.data_size`.
+        start: the first step.
+
+    Raises:
+        DataError: fewer samples than a batch.
+        LayoutError: a batch that does not divide.
+
+    Example:
+        >>> next(Loader(stdlib(seq_len=32), batch=8, seed=0))["input_ids"].shape
+        torch.Size([8, 32])
     """
 
     def __init__(
@@ -350,8 +426,12 @@ class Loader(Iterator[dict[str, Tensor]]):
 
 
 def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack samples key by key along a new first dim. Raises DataError if they do not fit
-    together."""
+    """Stack samples key by key along a new first dim. Raises DataError if keys or shapes differ.
+
+    Example:
+        >>> collate([{"x": torch.zeros(3)}, {"x": torch.ones(3)}])["x"].shape
+        torch.Size([2, 3])
+    """
     first = samples[0]
     for sample in samples:
         for key in first.keys() | sample.keys():

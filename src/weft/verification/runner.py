@@ -86,13 +86,27 @@ def verify(
     seed: int = 0,
     workers: Mapping[str, Sequence[str]] | None = None,
 ) -> VerifyReport:
-    """Show that `plan` gives the loss, gradients and weights of one device, in float64, below 1e-9
-    relative.
+    """Check that `plan` gives the loss, gradients and weights of one device, in float64, below 1e-9
+    relative error. Starts one process per rank (docs/verify.md).
 
-    `plan` may be a layout alone. `batch` is one global batch (dim 0 counts the plan's samples),
-    taken `steps` times. `build_model` is called in every process after torch.manual_seed(seed).
-    `workers`: names -> globs of modules that live there. Returns a Report: `.passed`, `.text()`,
-    `.json()`.
+    Args:
+        build_model: builds the model; called in every process after torch.manual_seed(seed).
+        plan: a Plan, or a layout alone such as "dp2".
+        batch: one global batch; dim 0 counts the plan's samples. Every step uses it.
+        loss: (output, batch) -> (sum, weight).
+        optimizer: list of (name, parameter) -> torch.optim.Optimizer. Default: AdamW.
+        inputs: batch entries that the model is called with. Default: those that its forward names.
+        clip: largest global gradient norm. Default: no clipping.
+        steps: optimizer steps to compare.
+        seed: seed of weights and dropout.
+        workers: names of workers -> globs of the modules that live there (docs/workers.md).
+
+    Returns:
+        A VerifyReport: `.passed`, `.text()`, `.json()`.
+
+    Example:
+        report = weft.verify(build_model, "dp2.tp2", batch, loss=weft.losses.next_token)
+        assert report.passed, report.text()
     """
     if isinstance(plan, str):
         sample = {key: value[:2] for key, value in batch.items()}

@@ -171,17 +171,38 @@ def decoder(
     capacity: float = 0.0,
     bias: float = 0.0,
 ) -> nn.Module:
-    """A decoder of `layers` blocks of width `dim`.
+    """A decoder of `layers` blocks of width `dim`, with RMS norms, rotary positions and SwiGLU.
 
-    `kv_heads` is `heads` if left out; `hidden`, the width inside the MLP, is 8/3 dim rounded up to
-    a multiple of 32; `seq_len` is the longest input taken; `tied` shares the embedding's weight
-    with the head. With `experts` each MLP is a mixture of so many of width `hidden`, of which a
-    `gate`, "softmax" or "sigmoid", picks `active` for each token, beside `shared` that all use;
-    `balance` and `z` are factors of its losses. With a `capacity`, an expert takes of a sequence in
-    training at most so many times what it would have of an even division, and drops what comes
-    later; 0 drops nothing. With a `bias` each gate balances its experts by one that moves so far
-    after every step. Weights are drawn from torch's global generator: the same torch.manual_seed
-    gives the same model. Raises ValueError.
+    Weights come from torch's global generator: the same torch.manual_seed gives the same model.
+
+    Args:
+        vocab: number of tokens.
+        dim: width of the residual stream.
+        layers: number of blocks.
+        heads: number of query heads.
+        kv_heads: number of key and value heads. Default: `heads`.
+        hidden: width inside the MLP. Default: 8/3 dim, rounded up to a multiple of 32.
+        seq_len: length of the longest input.
+        tied: whether the head shares the embedding's weight.
+        rope_base: base of the rotary frequencies.
+        dropout: dropout probability.
+        experts: if above 0, each MLP is a mixture of this many experts of width `hidden`.
+        active: experts per token.
+        shared: experts that all tokens use.
+        gate: "softmax" or "sigmoid".
+        balance: factor of the load-balancing loss.
+        z: factor of the loss on the size of the gate's logits.
+        capacity: in training an expert takes at most this many times its even share of a sequence
+            and drops later tokens; 0: no limit.
+        bias: how far the bias that balances experts moves after each step; 0: no bias.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+
+    Example:
+        >>> model = decoder(vocab=100, dim=32, layers=2, heads=4)
+        >>> model(torch.zeros(1, 8, dtype=torch.long)).shape
+        torch.Size([1, 8, 100])
     """
     kv_heads = heads if kv_heads is None else kv_heads
     hidden = -(-8 * dim // 3 // 32) * 32 if hidden is None else hidden
