@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
+from weft._torch.tensors import storage_id
 from weft.core.errors import UnsupportedModel
 from weft.core.layout import EXPERTS
 from weft.engine.function_overrides import FunctionOverrides
@@ -23,7 +24,6 @@ from weft.launch.local_workers import Pool
 from weft.nn.dropout_rng import Randomness
 from weft.nn.losses import classification, next_token
 from weft.nn.models import convnet, decoder
-from weft.pipeline.capture.hooks import storage_of
 from weft.planner.cost.model_work import BlockWork, ModelWork, OpWork
 from weft.planner.cost.profile import profile_model
 
@@ -201,12 +201,12 @@ def test_every_parameter_is_in_one_block(name: str) -> None:
 
 def kept(run: Callable[[], Any], model: nn.Module) -> float:
     """Bytes of the storages that autograd keeps of what runs, parameters apart."""
-    weights = {storage_of(p) for p in model.parameters()}
+    weights = {storage_id(p) for p in model.parameters()}
     held: dict[int, Tensor] = {}
 
     def keep(t: Tensor) -> Tensor:
-        if storage_of(t) not in weights:
-            held[storage_of(t)] = t
+        if storage_id(t) not in weights:
+            held[storage_id(t)] = t
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft._torch.tensors import local_part
 from weft.core import CommTimer, Plan, SyncEveryStep
 from weft.parallel import Mesh
 
@@ -24,7 +25,7 @@ from .replica_sync.bucket_exchange import BucketExchange, BucketMessage
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The plain tensor that this rank holds (an empty shard stays an empty tensor)."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass

@@ -596,7 +596,7 @@ def _work(connection: Connection, parent: int, task: RankTask | None) -> None:
     if task is not None:
         connection.send_bytes(_answer(task))
         return
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from weft._torch.tensors import forget_meshes
 
     while True:
         try:
@@ -606,7 +606,7 @@ def _work(connection: Connection, parent: int, task: RankTask | None) -> None:
         answer = _answer(lambda message=message: pickle.loads(message)())  # type: ignore[misc]
         # DTensor caches by mesh, and a mesh of the next task may equal one of this task, whose
         # groups are gone.
-        _clear_sharding_prop_cache()
+        forget_meshes()
         gc.collect()  # an engine is a cycle, and holds process groups with their threads
         connection.send_bytes(answer)
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft._torch.modules import original_call, redirect_calls
 from weft.core import CommTimer, ExpertDispatch
 from weft.nn import count_choices, routing_arguments
-from weft.pipeline import native_call
 
 
 @dataclass
@@ -144,14 +144,12 @@ class _OverlappedModule:
     else, it is as it always was."""
 
     def __init__(self, mixture: nn.Module, module: nn.Module):
-        self._call = native_call(module)
+        self._call = original_call(module)
         self._entered: tuple[Tensor, int] | None = (
             None  # and how often it had been changed in place
         )
         self._made: Tensor | None = None
-        vars(module)["_compiled_call_impl"] = (
-            self._called
-        )  # the attribute that Module.__call__ asks first
+        redirect_calls(module, self._called)
         mixture.register_forward_pre_hook(self._enter)
         mixture.register_forward_hook(lambda *_: self._forget(), always_call=True)
 

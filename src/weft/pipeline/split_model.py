@@ -16,8 +16,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
+from weft._torch.modules import (
+    hook_ids,
+    innermost_function_mode,
+    intercept_calls,
+    original_call,
+    replace_parameters,
+    wrap_hooks,
+)
+from weft._torch.tensors import storage_id
 from weft.core import (
     InputRef,
     OpaqueRef,
@@ -37,14 +46,11 @@ from .capture.hooks import (
     RANDOM,
     argument,
     argument_at,
-    intercept_calls,
     is_weight,
     name_of,
-    native_call,
     numbers_in,
     rebuild,
     source_line,
-    storage_of,
     tensors_in,
     tensors_read,
     unknown_classes,
@@ -434,8 +440,7 @@ class StageForward:
         self.programs = {stage: _StageProgram(staging, stage) for stage in stages}
         self._handlers: list[tuple[nn.Module, Callable]] = []
         self._run: _StageExecution | None = None
-        hooks = [h for m in model.modules() for h in (m._forward_pre_hooks, m._forward_hooks)]
-        self._planned = {key for each in hooks for key in each}
+        self._planned = {key for module in model.modules() for key in hook_ids(module)}
         self._drop(stages)
 
     def __call__(
@@ -454,8 +459,8 @@ class StageForward:
                 for m in (self.model.get_submodule(name),)
             ]
             for module in map(self.model.get_submodule, self.staging.around):
-                self._quieten(module._forward_pre_hooks)
-                self._quieten(module._forward_hooks)
+                # hooks that came after planning (a sharded model's) are no part of the path
+                wrap_hooks(module, self._quiet, self._planned)
         self._run = run = _StageExecution(self, self.programs[stage], received)
         output = None
         try:
@@ -468,7 +473,7 @@ class StageForward:
         return run.finish(), output if stage == len(self.staging.stages) - 1 else None
 
     def _handler(self, name: str, module: nn.Module) -> Callable:
-        call = native_call(module)
+        call = original_call(module)
 
         def handler(*args: Any, **kwargs: Any) -> Any:
             run = self._run
@@ -476,13 +481,6 @@ class StageForward:
             return call(*args, **kwargs) if run.inside else run.module(name, call, args, kwargs)
 
         return handler
-
-    def _quieten(self, hooks: dict[int, Callable]) -> None:
-        """Hooks that came after planning (a sharded model's) are no part of the path."""
-        for key, hook in hooks.items():
-            if key not in self._planned:
-                hooks[key] = self._quiet(hook)
-                self._planned.add(key)
 
     def _quiet(self, hook: Callable) -> Callable:
         def quiet(*args: Any, **kwargs: Any) -> Any:
@@ -509,9 +507,7 @@ class StageForward:
             and (name in used or 0 not in stages)  # what no stage uses is the first one's
         }
         for module in self.model.modules():
-            for key, p in module._parameters.items():
-                if p is not None and id(p) in ghosts:
-                    module._parameters[key] = ghosts[id(p)]  # type: ignore[assignment]
+            replace_parameters(module, ghosts)
 
 
 class _StageProgram:
@@ -570,7 +566,7 @@ class _StageExecution(TorchFunctionMode):
         item = self._next(name, True)
         if item.stage < self.program.stage:
             return self._skip(item, name, args, kwargs)
-        on_top = _get_current_function_mode() is self
+        on_top = innermost_function_mode() is self
         self.inside = True
         if on_top:
             self.__exit__(None, None, None)
@@ -607,7 +603,7 @@ class _StageExecution(TorchFunctionMode):
             or id(t) in self.buffers
         ):
             return True
-        return bool(self.dirty) and storage_of(t) in self.dirty
+        return bool(self.dirty) and storage_id(t) in self.dirty
 
     def _next(self, name: str, call: bool) -> PathNode:
         """The piece of work that comes now. Only here is the forward left: not where a context
@@ -712,7 +708,7 @@ class _StageExecution(TorchFunctionMode):
             t = argument_at(at, args, kwargs)
             if not self._is_tainted(t):
                 self._taint(t)
-                self.dirty.add(storage_of(t))
+                self.dirty.add(storage_id(t))
 
 
 __all__ = ["StageForward", "split_stages"]

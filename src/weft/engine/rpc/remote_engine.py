@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import autograd, rpc
 
+from weft._torch.modules import redirect_calls
 from weft.core import (
     DRIVER,
     ConfigError,
@@ -108,12 +109,8 @@ class Remote:
         )  # names places of dropout, recomputes
         drop_remote_weights(model, self.places, self.here)
         for name, worker in self.places.modules.items():
-            if (
-                worker != self.here
-            ):  # the attribute that Module.__call__ asks first: hooks run where the module lives
-                vars(model.get_submodule(name))["_compiled_call_impl"] = partial(
-                    self._elsewhere, name
-                )
+            if worker != self.here:  # hooks run where the module lives
+                redirect_calls(model.get_submodule(name), partial(self._elsewhere, name))
         self.loads = ExpertLoad(model, (), self.mesh)
         self.params = {
             name: p for name, p in model.named_parameters() if not isinstance(p, RemoteTensor)

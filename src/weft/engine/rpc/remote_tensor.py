@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from weft._torch.modules import replace_buffers, replace_parameters
+from weft._torch.tensors import make_empty_subclass, mark_parameter, without_function_overrides
 from weft.core import UnsupportedModel, WorkerPlacement
-from weft.pipeline import METADATA, source_line
+from weft.pipeline import METADATA, source_line, tensors_in
 
 
 class RemoteTensor(Tensor):
@@ -20,17 +21,9 @@ class RemoteTensor(Tensor):
 
     @staticmethod
     def of(name: str, tensor: Tensor, at: str) -> RemoteTensor:
-        made: Any = Tensor._make_wrapper_subclass(
-            RemoteTensor,
-            tensor.shape,
-            tensor.stride(),
-            dtype=tensor.dtype,
-            device=tensor.device,
-            requires_grad=tensor.requires_grad,
-        )
-        made._is_param = isinstance(
-            tensor, nn.Parameter
-        )  # what isinstance(made, nn.Parameter) asks
+        made = make_empty_subclass(RemoteTensor, tensor, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            mark_parameter(made)
         made.about, made.at = name, at
         return made
 
@@ -44,7 +37,7 @@ class RemoteTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_function_overrides():
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
             return cls.__torch_dispatch__(func, types, args, kwargs)
@@ -53,8 +46,7 @@ class RemoteTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        everything = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-        absent = next(value for value in everything if isinstance(value, RemoteTensor))
+        absent = next(t for t in tensors_in((args, kwargs or {})) if isinstance(t, RemoteTensor))
         raise UnsupportedModel(
             "workers",
             absent.about,
@@ -77,5 +69,5 @@ def drop_remote_weights(model: nn.Module, places: WorkerPlacement, here: str) ->
         if id(tensor) not in mine
     }
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            held.update({leaf: others[id(t)] for leaf, t in held.items() if id(t) in others})  # type: ignore[misc]
+        replace_parameters(module, others)
+        replace_buffers(module, others)

@@ -8,10 +8,8 @@ device) the forward runs on FakeTensors.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import logging
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,15 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from weft._torch.modules import intercept_calls, original_call
+from weft._torch.tensors import NEEDS_ELEMENTS, fake_mode, make_fake, quiet_fake_tensors, storage_id
 from weft.core import InputRef, NeedsData, OpaqueRef, ParamRef, TensorRef, UnsupportedModel
 
 from .hooks import (
@@ -41,16 +36,12 @@ from .hooks import (
     SIMPLE,
     arguments,
     count_dropouts,
-    intercept_calls,
     is_weight,
-    make_fake,
     name_of,
-    native_call,
     rebuild,
     run_op,
     source_line,
     source_text,
-    storage_of,
     tensors_in,
     tensors_inside,
     tensors_read,
@@ -162,7 +153,7 @@ def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0)
         )
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     if abstract:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = fake_mode()
         traced = twin_model(
             model, lambda t: make_fake(mode, t, device) if t.is_meta or is_weight(t) else t.clone()
         )
@@ -175,9 +166,9 @@ def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0)
     with torch.random.fork_rng(devices), torch.enable_grad():
         trace = _ForwardTracer(traced)
         try:
-            with _without_log():
+            with quiet_fake_tensors():
                 trace.run(inputs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as problem:
+        except NEEDS_ELEMENTS as problem:
             raise NeedsData(
                 "model",
                 type(model).__name__,
@@ -198,18 +189,6 @@ def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0)
     return dataclasses.replace(finished, clock=clock)
 
 
-@contextlib.contextmanager
-def _without_log() -> Iterator[None]:
-    """What torch cannot do without data it logs with a traceback, also where somebody goes on by
-    other means."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
 def _clock(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> tuple[float, ...]:
     begun: list[float] = []
 
@@ -219,7 +198,7 @@ def _clock(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) ->
         begun.append(time.perf_counter())
 
     def handler(module: nn.Module) -> Callable:
-        call = native_call(module)
+        call = original_call(module)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             tick()
@@ -266,7 +245,7 @@ class _ForwardTracer(TorchFunctionMode):
         self.state = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.buffers = {n for n, _ in model.named_buffers()}
         self.homes = {
-            storage_of(t): n for n, t in model.named_buffers()
+            storage_id(t): n for n, t in model.named_buffers()
         }  # what a view, or `.data`, has of a buffer
         self.modules = dict(model.named_modules())
         self.events: list[GraphNode] = []
@@ -327,7 +306,7 @@ class _ForwardTracer(TorchFunctionMode):
     # ---- module calls ----
 
     def _handler(self, name: str, module: nn.Module) -> Callable:
-        call = native_call(module)
+        call = original_call(module)
 
         def handler(*args: Any, **kwargs: Any) -> Any:
             return self._call(name, call, args, kwargs)
@@ -336,7 +315,7 @@ class _ForwardTracer(TorchFunctionMode):
 
     def _call(self, name: str, call: Callable, args: tuple, kwargs: dict) -> Any:
         for _, t in arguments(args, kwargs):
-            known = id(t) in self.numbers or id(t) in self.state or storage_of(t) in self.dirty
+            known = id(t) in self.numbers or id(t) in self.state or storage_id(t) in self.dirty
             if t.requires_grad and not known:
                 self._number(t, max(len(self.events) - 1, 0), _UNSEEN)
         index, first, flops = self._begin(name, True), len(self.tensors), self.flops.total
@@ -393,9 +372,9 @@ class _ForwardTracer(TorchFunctionMode):
     def _light(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """What reads nothing that is tracked, but may write to a buffer's memory."""
         touched = [
-            (self.homes[storage_of(t)], t, t._version)
+            (self.homes[storage_id(t)], t, t._version)
             for _, t in arguments(args, kwargs)
-            if storage_of(t) in self.homes
+            if storage_id(t) in self.homes
         ]
         out = func(*args, **kwargs)
         for name, t, version in touched:
@@ -412,14 +391,14 @@ class _ForwardTracer(TorchFunctionMode):
     def _tracked(self, t: Tensor) -> bool:
         if id(t) in self.numbers or id(t) in self.state or t.requires_grad or type(t) is not Tensor:
             return True
-        return bool(self.dirty) and storage_of(t) in self.dirty
+        return bool(self.dirty) and storage_id(t) in self.dirty
 
     def _reads(self, event: GraphNode, t: Tensor, index: int) -> None:
         name = self.state.get(id(t))
         if name is not None:
             (event.buffers if name in self.buffers else event.weights)[name] = None
         elif id(t) not in self.numbers:
-            written = self.dirty.get(storage_of(t))
+            written = self.dirty.get(storage_id(t))
             event.reads.add(self._number(t, index, _UNSEEN) if written is None else written)
         else:
             event.reads.add(self.numbers[id(t)])
@@ -429,15 +408,15 @@ class _ForwardTracer(TorchFunctionMode):
         if name is not None:
             self.changed.add(name)
             return
-        home = self.homes.get(storage_of(t))
+        home = self.homes.get(storage_id(t))
         if home is not None:
             self._changes(home)
             event.buffers[home] = None
         if id(t) not in self.numbers:
             if home is not None:
                 return
-            self.dirty.setdefault(storage_of(t), self._number(t, index, _WRITTEN))
-        event.writes |= set(self.sharing[storage_of(t)])  # a view changes with its base
+            self.dirty.setdefault(storage_id(t), self._number(t, index, _WRITTEN))
+        event.writes |= set(self.sharing[storage_id(t)])  # a view changes with its base
 
     def _statistics(self, func: Callable, args: tuple, kwargs: dict) -> None:
         bound = inspect.signature(func).bind(*args, **kwargs).arguments
@@ -490,9 +469,9 @@ class _ForwardTracer(TorchFunctionMode):
         event = self.events[index]
         name = f"`{event.text}` at {event.line}"
         self.tensors.append(
-            TensorInfo(name, index, tuple(t.shape), t.dtype, t.requires_grad, storage_of(t), home)
+            TensorInfo(name, index, tuple(t.shape), t.dtype, t.requires_grad, storage_id(t), home)
         )
-        self.sharing.setdefault(storage_of(t), []).append(number)
+        self.sharing.setdefault(storage_id(t), []).append(number)
         self.alive.append(t)
         return number
 

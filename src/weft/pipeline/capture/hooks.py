@@ -5,7 +5,6 @@ module calls.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import inspect
@@ -20,9 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._mode_utils import no_dispatch
 
+from weft._torch.tensors import FakeTensor, tensor_attributes
 from weft.core import InputRef, OpaqueRef, ParamRef, TensorRef, UnsupportedModel
 from weft.nn import DROPOUTS
 
@@ -46,11 +44,7 @@ _OF_DATA = {
     "grad",
     "_grad",
 }  # attributes that are tensors themselves
-_ATTRIBUTES = {
-    getattr(Tensor, name).__get__
-    for name, member in vars(torch._C.TensorBase).items()
-    if inspect.isgetsetdescriptor(member) and name not in _OF_DATA
-}
+_ATTRIBUTES = {get for name, get in tensor_attributes().items() if name not in _OF_DATA}
 GROUPED = torch.ops.aten._grouped_mm
 # functions that read shapes, types and devices, and no element
 METADATA: frozenset[Any] = frozenset(
@@ -115,14 +109,6 @@ def count_dropouts(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> in
 def name_of(func: Callable) -> str:
     owner = getattr(func, "__self__", None)  # an attribute's __get__ is a method of its descriptor
     return owner.__name__ if inspect.isgetsetdescriptor(owner) else func.__name__
-
-
-def storage_of(t: Tensor) -> int:
-    try:
-        with torch._C.DisableTorchFunction():  # not the model's doing
-            return t.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse, or of a transform: nothing else shares it
-        return -id(t)
 
 
 # ---- structures of tensors -----------------------------------------------------------------------
@@ -269,7 +255,7 @@ def user_frames() -> Iterator[FrameType]:
 def _is_model(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
     if path.startswith(_WEFT):
-        return path.startswith(_WEFT + "models" + os.sep)
+        return path.startswith(os.path.join(_WEFT, "nn", "models", ""))
     return not path.startswith((_TORCH, "<"))
 
 
@@ -319,42 +305,5 @@ def run_op(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def make_fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A tensor like this one whose elements are not there."""
-    with (
-        no_dispatch()
-    ):  # what the mode itself would make of torch.empty_strided, in a tenth of the time
-        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        fake = FakeTensor(mode, bare, tensor.device if device is None else device)
-    if is_weight(tensor):
-        fake.requires_grad_(
-            tensor.requires_grad
-        )._is_param = True  # as nn.Parameter marks a subclass, which it copies
-    return fake
-
-
 def is_weight(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
-
-
-@contextlib.contextmanager
-def intercept_calls(handlers: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
-    """Calls of these modules go to these functions, hooks and all."""
-    before = []
-    for module, handler in handlers:
-        own = vars(module)
-        before.append((own, own.get("_compiled_call_impl")))
-        own["_compiled_call_impl"] = handler  # the attribute that Module.__call__ asks first
-    try:
-        yield
-    finally:
-        for own, handler in before:
-            if handler is None:
-                del own["_compiled_call_impl"]
-            else:
-                own["_compiled_call_impl"] = handler
-
-
-def native_call(module: nn.Module) -> Callable:
-    """What a call of this module does when it is not intercepted."""
-    return vars(module).get("_compiled_call_impl") or module._call_impl

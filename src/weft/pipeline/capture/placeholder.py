@@ -12,20 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.utils.hooks import RemovableHandle
 
+from weft._torch.tensors import (
+    NEEDS_ELEMENTS,
+    FakeTensor,
+    FakeTensorMode,
+    fake_mode,
+    make_empty_subclass,
+    make_fake,
+    mark_parameter,
+    without_function_modes,
+    without_function_overrides,
+)
 from weft.core import UnsupportedModel
 
 from .hooks import (
     METADATA,
     SIMPLE,
-    make_fake,
     rebuild,
     source_line,
     tensors_in,
@@ -48,20 +52,14 @@ class PlaceholderTensor(Tensor):
     @staticmethod
     def of_value(name: str, like: Callable[[], Tensor], differentiable: bool) -> PlaceholderTensor:
         return PlaceholderTensor._with(
-            Tensor._make_wrapper_subclass(PlaceholderTensor, ()), name, like, differentiable
+            make_empty_subclass(PlaceholderTensor), name, like, differentiable
         )
 
     @staticmethod
     def of_weight(name: str, weight: nn.Parameter, mode: FakeTensorMode) -> PlaceholderTensor:
         fake = make_fake(mode, weight)
-        ghost = Tensor._make_wrapper_subclass(
-            PlaceholderTensor,
-            weight.shape,
-            weight.stride(),
-            dtype=weight.dtype,
-            device=weight.device,
-        )
-        ghost._is_param = True  # what makes isinstance(ghost, nn.Parameter) true
+        ghost = make_empty_subclass(PlaceholderTensor, weight)
+        mark_parameter(ghost)
         return PlaceholderTensor._with(ghost, name, lambda: fake, weight.requires_grad)
 
     @staticmethod
@@ -82,7 +80,7 @@ class PlaceholderTensor(Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_function_overrides():
             if func == _REQUIRES_GRAD:
                 return args[0].differentiable and torch.is_grad_enabled()
             if func == _GRAD:
@@ -138,7 +136,7 @@ class Shapes:
     its arguments."""
 
     def __init__(self, model: nn.Module):
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = fake_mode()
         self.real = model
         self.model = twin_model(model, lambda t: make_fake(self.mode, t))
         self.device = next((p.device.type for p in model.parameters()), "cpu")
@@ -182,10 +180,10 @@ class Shapes:
                 like.training = module.training  # evaluation may make other shapes than training
         autocast = torch.autocast(self.device, enabled=cast[0], dtype=cast[1])
         try:
-            with torch._C.DisableTorchFunction(), torch.no_grad(), autocast, self.mode:
+            with without_function_modes(), torch.no_grad(), autocast, self.mode:
                 args, kwargs = rebuild((args, kwargs), self._fake)
                 return call(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as problem:
+        except NEEDS_ELEMENTS as problem:
             raise UnsupportedModel(
                 "pipeline.cut",
                 name,

@@ -22,14 +22,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from weft._torch.modules import intercept_calls, original_call
+from weft._torch.tensors import NEEDS_ELEMENTS, FakeTensorMode, fake_mode, make_fake, storage_id
 from weft.core import UnsupportedModel
 from weft.engine import FunctionOverrides
 from weft.nn import (
@@ -48,15 +45,11 @@ from weft.pipeline import (
     ForwardGraph,
     GraphNode,
     containers_of,
-    intercept_calls,
     is_weight,
-    make_fake,
-    native_call,
     other_leaves,
     rebuild,
     run_op,
     split_points,
-    storage_of,
     tensors_in,
     twin_model,
 )
@@ -111,7 +104,7 @@ def record_forward(
 ) -> OpRecorder:
     """One forward of `model` and `loss` on all of `batch`. `fused`: with the kernels of a GPU.
     Raises CannotCut."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_mode()
     cpu = torch.device("cpu")
     traced = twin_model(
         model, lambda t: make_fake(fake, t, cpu) if t.is_meta or is_weight(t) else t.clone()
@@ -129,7 +122,7 @@ def record_forward(
             output = traced(**model_arguments(inputs, batch))
             forward.in_loss = True
             loss(output, batch)
-        except (DataDependentOutputException, DynamicOutputShapeException) as problem:
+        except NEEDS_ELEMENTS as problem:
             raise UnsupportedModel(
                 "model",
                 type(model).__name__,
@@ -251,7 +244,7 @@ class _DropoutMasks(Randomness):
             return super().keep(shape, p, site, device)
 
     def dropout(self, x: Tensor, p: float, site: int) -> Tensor:
-        self._forward.drawn = self._forward.divided.get(storage_of(x))
+        self._forward.drawn = self._forward.divided.get(storage_id(x))
         try:
             return super().dropout(x, p, site)
         finally:
@@ -334,7 +327,7 @@ class OpRecorder(TorchDispatchMode):
         self.divided: dict[int, Cut] = {}  # storages of which a rank of tp has a part
         self.gathered: set[int] = set()  # storages that columns read, whole on every rank
         self.alive: list[Tensor] = []  # so that no storage has another's number
-        self.params = {storage_of(p): n for n, p in model.named_parameters()}
+        self.params = {storage_id(p): n for n, p in model.named_parameters()}
         self.in_loss, self.core, self.core_began = False, False, 0
         self.aside = False  # whether ops are not the model's
         self.live: _LiveBytes | None = None  # where a backward runs
@@ -386,7 +379,7 @@ class OpRecorder(TorchDispatchMode):
     def watching(self) -> ExitStack:
         stack = ExitStack()
         handlers = [
-            (module, self._handler(name, native_call(module)))
+            (module, self._handler(name, original_call(module)))
             for name, module in self.modules.items()
         ]
         stack.enter_context(intercept_calls(handlers))
@@ -425,7 +418,7 @@ class OpRecorder(TorchDispatchMode):
         if key is not None:
             self.seen[key].append(name)
             self.made[name] = tensors_in((args, kwargs)), out
-        storages = {storage_of(t): t for t in tensors_in(out)}
+        storages = {storage_id(t): t for t in tensors_in(out)}
         part.bytes["output_bytes"] = float(sum(_nbytes(t) for t in storages.values()))
         cut_inside = name in self.experts and self.experts[name].cuts
         if name in self.rows or cut_inside or name in self.roles.embeddings:
@@ -539,8 +532,8 @@ class OpRecorder(TorchDispatchMode):
         made, given = tensors_in(out), tensors_in((args, kwargs))
         if not made:
             return out
-        sources = [(t, storage_of(t)) for t in given]
-        results = [(t, storage_of(t)) for t in made]
+        sources = [(t, storage_id(t)) for t in given]
+        results = [(t, storage_id(t)) for t in made]
         known = {storage for _, storage in sources}
         view = all(storage in known for _, storage in results) and not func._schema.is_mutable
         if self.live is not None:
@@ -631,7 +624,7 @@ class OpRecorder(TorchDispatchMode):
     # ---- what autograd keeps ----
 
     def _keep(self, t: Tensor) -> Tensor:
-        storage = storage_of(t)
+        storage = storage_id(t)
         if storage in self.params or (self.in_loss and self.vocab):
             return t
         core = self.core and self.born.get(storage, 0) > self.core_began

@@ -1,0 +1,149 @@
+"""Tensors: those without elements, tensor subclasses, and where a tensor's memory is."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
+)
+from torch.utils._mode_utils import no_dispatch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# What an op on FakeTensors raises if its result depends on the values of their elements.
+NEEDS_ELEMENTS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which ops find shapes and dtypes alone, and ordinary tensors may join in.
+
+    FakeTensorMode has no public name; tensors on the meta device lose their device.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def make_fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """A FakeTensor of this tensor's shape, strides and dtype, on `device` (default: its own), which
+    is a parameter if the tensor is one.
+
+    Calls the constructor of FakeTensor, ten times as fast as `mode.from_tensor`, which would do.
+    """
+    with no_dispatch():
+        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        fake = FakeTensor(mode, bare, tensor.device if device is None else device)
+    if isinstance(tensor, nn.Parameter):
+        mark_parameter(fake.requires_grad_(tensor.requires_grad))
+    return fake
+
+
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Inside this context torch logs no traceback for an op that FakeTensors cannot run.
+
+    The name of the logger is private; torch has no option for it.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def mark_parameter(tensor: Tensor) -> None:
+    """Make `isinstance(tensor, nn.Parameter)` true of a tensor of another class.
+
+    Sets the attribute that the metaclass of nn.Parameter reads, as `nn.Parameter(subclass)` does
+    to a detached copy. A public way to mark a tensor in place would do.
+    """
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
+def make_empty_subclass(
+    cls: type[Tensor], like: Tensor | None = None, requires_grad: bool = False
+) -> Any:
+    """A tensor of class `cls` with no memory, and the shape, strides, dtype and device of `like`
+    (default: a scalar).
+
+    `Tensor._make_wrapper_subclass` is what torch's own tutorial on subclasses uses; it has no
+    public name.
+    """
+    if like is None:
+        return Tensor._make_wrapper_subclass(cls, (), requires_grad=requires_grad)
+    return Tensor._make_wrapper_subclass(
+        cls,
+        like.shape,
+        like.stride(),
+        dtype=like.dtype,
+        device=like.device,
+        requires_grad=requires_grad,
+    )
+
+
+def tensor_attributes() -> dict[str, Any]:
+    """Name -> what `__torch_function__` gets as `func` when a tensor's attribute is read.
+
+    Lists the C type below Tensor. `torch.overrides.get_overridable_functions` misses some.
+    """
+    return {
+        name: getattr(Tensor, name).__get__
+        for name, member in vars(torch._C.TensorBase).items()
+        if inspect.isgetsetdescriptor(member)
+    }
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """Inside this context functions go past every `__torch_function__`, of modes and subclasses.
+
+    `torch.overrides` has no public name for it.
+    """
+    return torch._C.DisableTorchFunction()
+
+
+def without_function_overrides() -> AbstractContextManager[None]:
+    """Inside this context functions go past the `__torch_function__` of subclasses, not of modes.
+
+    Torch's documentation of `__torch_function__` uses it under this private name.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that two tensors have in common if they share memory; it lasts as long as they do.
+    Works without data too, where `untyped_storage().data_ptr()`, the public way, is 0."""
+    try:
+        with without_function_modes():
+            return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse, or of a functorch transform
+        return -id(tensor)  # no other tensor shares it
+
+
+def local_part(tensor: DTensor) -> Tensor:
+    """The rank's own part of a DTensor: the tensor itself, which autograd does not follow.
+
+    `DTensor.to_local` returns a view that autograd follows.
+    """
+    return tensor._local_tensor
+
+
+def forget_meshes() -> None:
+    """Drop what DTensor remembers of meshes whose process groups are gone.
+
+    DTensor caches by the mesh's value, and a later mesh may be equal. Torch has no public function
+    that clears the cache.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()

@@ -1,0 +1,143 @@
+"""What torch must keep doing for weft._torch.tensors."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from weft._torch.tensors import (
+    NEEDS_ELEMENTS,
+    FakeTensor,
+    fake_mode,
+    local_part,
+    make_empty_subclass,
+    make_fake,
+    mark_parameter,
+    quiet_fake_tensors,
+    storage_id,
+    tensor_attributes,
+    without_function_modes,
+    without_function_overrides,
+)
+from weft.launch.local_workers import Pool
+
+
+def test_a_fake_tensor_is_like_what_the_mode_would_make() -> None:
+    mode, weight = fake_mode(), nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16).t())
+    made = make_fake(mode, weight)
+    with mode:
+        expected = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype)
+    assert isinstance(made, FakeTensor) and isinstance(made, nn.Parameter)
+    for x in (made, expected):
+        assert (x.shape, x.stride(), x.dtype, x.device) == (
+            weight.shape,
+            weight.stride(),
+            weight.dtype,
+            weight.device,
+        )
+    assert made.requires_grad and not isinstance(make_fake(mode, weight.detach()), nn.Parameter)
+    assert make_fake(mode, weight, torch.device("cuda")).device.type == "cuda"
+    with mode:
+        assert (made.t() @ torch.ones(2, 5, dtype=torch.bfloat16)).shape == (3, 5)
+
+
+def test_a_fake_tensor_says_that_it_has_no_elements(caplog: pytest.LogCaptureFixture) -> None:
+    mode = fake_mode()
+    x = make_fake(mode, torch.ones(3))
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    with caplog.at_level(logging.DEBUG, log.name), quiet_fake_tensors(), mode:
+        assert log.disabled
+        for ask in (lambda: x.sum().item(), lambda: x.nonzero()):
+            with pytest.raises(NEEDS_ELEMENTS):
+                ask()
+    assert not log.disabled and not caplog.records
+
+
+class Empty(Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with without_function_overrides():
+            return "seen" if func is torch.relu else func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+def test_an_empty_tensor_of_a_subclass() -> None:
+    like = torch.ones(3, 2, dtype=torch.float64).t()
+    made = make_empty_subclass(Empty, like, requires_grad=True)
+    assert type(made) is Empty and made.requires_grad
+    assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
+    assert make_empty_subclass(Empty).shape == ()
+    assert not isinstance(made, nn.Parameter)
+    mark_parameter(made)
+    assert isinstance(made, nn.Parameter)
+    module = nn.Module()
+    module.weight = made
+    assert dict(module.named_parameters()) == {"weight": made}
+
+
+def test_overrides_are_passed_by() -> None:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    plain, x = torch.ones(2), make_empty_subclass(Empty, torch.ones(2))
+    assert torch.relu(x) == "seen"
+    with without_function_overrides(), pytest.raises(NotImplementedError):
+        torch.relu(x)
+    with Mode():
+        with without_function_modes():
+            torch.relu(plain)
+        assert not seen
+        with without_function_overrides():
+            torch.relu(plain)
+        assert seen == [torch.relu]
+
+
+def test_attributes_are_functions_that_modes_see() -> None:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    known = tensor_attributes()
+    x = torch.ones(2)
+    with Mode():
+        x.shape, x.dtype, x.device, x.is_meta  # noqa: B018
+    assert seen == [known[name] for name in ("shape", "dtype", "device", "is_meta")]
+
+
+def test_views_share_a_storage_with_or_without_elements() -> None:
+    for x in (torch.ones(4), torch.ones(4, device="meta"), make_fake(fake_mode(), torch.ones(4))):
+        assert storage_id(x) == storage_id(x.view(2, 2)) != storage_id(x + 1)
+    sparse = torch.ones(2, 2).to_sparse()
+    assert storage_id(sparse) == -id(sparse)
+
+
+def test_the_local_part_is_the_tensor_itself(pool: Pool) -> None:
+    pool.run(local_part_of_a_dtensor, world=1)
+
+
+def local_part_of_a_dtensor() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
+
+    from weft._torch.tensors import forget_meshes
+
+    x = torch.ones(2)
+    made = DTensor.from_local(x, init_device_mesh("cpu", (1,)), [Replicate()])
+    assert local_part(made).data_ptr() == x.data_ptr() and local_part(made) is local_part(made)
+    forget_meshes()
+    assert _get_python_sharding_prop_cache_info().currsize == 0
