@@ -50,7 +50,7 @@ def test_a_run_file_and_its_defaults(tmp_path: Path) -> None:
     assert run.model.build == "weft.models:decoder"
     assert run.model.arguments == {"dim": 32}
     assert run.data.arguments == {"seq_len": 16}
-    assert run.layout.axes == "dp1"
+    assert str(run.layout.axes) == "dp1"
     assert (run.train.batch, run.train.accumulate, run.train.loss) == (
         8,
         1,
@@ -74,7 +74,7 @@ def test_overrides_are_toml_values_or_else_text(tmp_path: Path) -> None:
     assert (run.train.batch, run.train.decay, run.train.sync_batchnorm) == (16, "cosine", False)
     assert run.model.inputs == ("input_ids",)
     assert run.optimizer.arguments["betas"] == [0.9, 0.95]
-    assert run.layout.axes == "dp2.tp2"
+    assert str(run.layout.axes) == "dp2.tp2"
     assert run.roles == {"blocks.*.up": "column"}
 
 

@@ -220,7 +220,7 @@ def test_the_layout_that_takes_its_place(tmp_path: Path) -> None:
         written(tmp_path), {"layout.axes": "dp4.tp2", "layout.elastic": "true"}
     )
     assert shrink_to(run, 9) is run and shrink_to(run, 8) is run
-    assert [shrink_to(run, ranks).layout.axes for ranks in (7, 6, 5, 3, 1)] == [
+    assert [str(shrink_to(run, ranks).layout.axes) for ranks in (7, 6, 5, 3, 1)] == [
         "dp3.tp2",
         "dp3.tp2",
         "dp2.tp2",
@@ -230,7 +230,7 @@ def test_the_layout_that_takes_its_place(tmp_path: Path) -> None:
     named = run_config.load_run(
         written(tmp_path), {"layout.axes": "dp4.tp2", "layout.elastic": '["dp2.tp2", "tp2"]'}
     )
-    assert [shrink_to(named, ranks).layout.axes for ranks in (7, 4, 3)] == [
+    assert [str(shrink_to(named, ranks).layout.axes) for ranks in (7, 4, 3)] == [
         "dp2.tp2",
         "dp2.tp2",
         "tp2",

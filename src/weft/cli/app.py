@@ -155,7 +155,7 @@ def verify(
         layouts = list(layout or [])
         if world is not None:
             layouts += [axes for axes in _layouts(run, world) if axes not in layouts]
-        layouts = layouts or [run.layout.axes]
+        layouts = layouts or [str(run.layout.axes)]
         check_run(run, layouts)
         if run.sync != exact_sync(run.sync):
             shown_as = exact_sync(run.sync)

@@ -15,7 +15,7 @@ def check_run_file(path: Path) -> Finding:
     """Check what `weft train` checks before any process starts. Raises Refusal."""
     run = load_run(path)
     check_run(run)
-    axes, world = run.layout.axes, run.world
+    axes, world = str(run.layout.axes), run.world
     found = f"a driver and {', '.join(run.workers)}" if run.workers else f"{axes}, {world} ranks"
     return Finding("run file", "ok", found, "", {"layout": axes, "world": world})
 

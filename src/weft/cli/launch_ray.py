@@ -85,7 +85,7 @@ def _needed(run: RunConfig, there: dict[str, float]) -> dict[str, float]:
         )
         raise ConfigError(
             "layout.axes",
-            run.layout.axes,
+            str(run.layout.axes),
             problem,
             "use fewer ranks or train.threads, or more nodes",
         )

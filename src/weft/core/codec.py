@@ -98,6 +98,11 @@ class Codec(ABC):
         """Whether what it sends are sums of momenta, for an optimizer without one."""
         return False
 
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether it keeps what a message leaves out, and adds it to the next one."""
+        return False
+
     def state(self, shapes: Shapes, like: Tensor) -> CodecState:
         """What is kept for a bucket of tensors of these shapes, which lie one after the other in
         `like` [n]."""
@@ -159,6 +164,10 @@ class MessageCodec(Codec):
     def draws(self) -> bool:
         """Whether `encode` draws at random."""
         return False
+
+    @property
+    def keeps_residual(self) -> bool:
+        return self.feedback
 
     def state(self, shapes: Shapes, like: Tensor) -> CodecState:
         kept = {"residual": torch.zeros_like(like)} if self.feedback else {}

@@ -23,7 +23,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from .errors import ConfigError, LayoutError, nearest
 from .layout import Layout
@@ -34,6 +42,8 @@ Strings = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
+# a Layout, written as its text
+LayoutValue = Annotated[InstanceOf[Layout], PlainSerializer(str, return_type=str)]
 Task = Literal[
     "causal-lm",
     "masked-lm",
@@ -94,8 +104,10 @@ class DataConfig(CallableTable):
 class LayoutConfig(TomlTable):
     """[layout]"""
 
-    axes: str = Field(default="dp1", description='axes with their sizes, as in "dp2.tp2"')
-    elastic: bool | Strings = Field(
+    axes: LayoutValue = Field(
+        default=Layout((("dp", 1),)), description='axes with their sizes, as in "dp2.tp2"'
+    )
+    elastic: bool | tuple[LayoutValue, ...] = Field(
         default=False,
         description=(
             "continue with fewer ranks when hosts are lost: true chooses a layout; a list names"
@@ -103,34 +115,36 @@ class LayoutConfig(TomlTable):
         ),
     )
 
-    @field_validator("axes")
+    @field_validator("axes", mode="before")
     @classmethod
-    def _parses(cls, text: str) -> str:
-        try:
-            return str(Layout.parse(text))
-        except LayoutError as error:
-            raise LayoutError("layout.axes", text, error.problem, error.fix) from None
+    def _parse_axes(cls, value: object) -> object:
+        return _parse_layout("layout.axes", value)
 
     @field_validator("elastic", mode="before")
     @classmethod
-    def _others_parse(cls, value: object) -> object:
+    def _parse_elastic(cls, value: object) -> object:
         if isinstance(value, bool):
             return value
         if (
             not isinstance(value, list | tuple)
             or not value
-            or not all(isinstance(text, str) for text in value)
+            or not all(isinstance(one, str | Layout) for one in value)
         ):
             raise table_error(
                 "is neither true nor a list of layouts",
                 'write true, or layouts as in ["dp3.tp2", "dp2.tp2"]',
             )
-        for text in value:
-            try:
-                Layout.parse(text)
-            except LayoutError as error:
-                raise LayoutError("layout.elastic", text, error.problem, error.fix) from None
-        return tuple(value)
+        return tuple(_parse_layout("layout.elastic", one) for one in value)
+
+
+def _parse_layout(field: str, value: object) -> object:
+    """The Layout of a text; anything else is left to pydantic. Raises LayoutError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return Layout.parse(value)
+    except LayoutError as error:
+        raise LayoutError(field, value, error.problem, error.fix) from None
 
 
 class TrainConfig(TomlTable):
@@ -338,7 +352,7 @@ class RunConfig(TomlTable):
     @property
     def world(self) -> int:
         """Number of processes: the layout's ranks, or a driver and its workers."""
-        return 1 + len(self.workers) if self.workers else Layout.parse(self.layout.axes).world
+        return 1 + len(self.workers) if self.workers else self.layout.axes.world
 
 
 def load_run(path: str | Path, overrides: Mapping[str, str] | None = None) -> RunConfig:

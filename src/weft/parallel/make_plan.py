@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -214,11 +213,7 @@ def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: s
         )
     if size == 1 and not layout.live("fsdp"):
         return [f"[sync] {sync.name}, {sync.codec.name}: one replica has none to agree with"]
-    if (
-        precision == "fp16"
-        and isinstance(sync, SyncEveryStep)
-        and "residual" in sync.codec.state([(4, 4)], torch.zeros(16))
-    ):
+    if precision == "fp16" and isinstance(sync, SyncEveryStep) and sync.codec.keeps_residual:
         raise ConfigError(
             "sync.codec",
             sync.codec.name,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from rich.filesize import decimal
 
-from weft.core import Layout, Refusal, RunConfig
+from weft.core import Refusal, RunConfig
 
 from .cost.estimate import estimate
 from .cost.hardware import GIB, LOCAL, Cluster, Hardware, local_sheet, named_sheet, sheet_names
@@ -73,7 +73,7 @@ def predict(run: RunConfig, device: torch.device) -> Prediction | str:
         hardware = machine_sheet(device)
         if hardware is None:
             return "weft calibrate measures this machine, and what to expect of a run is said then"
-        cluster = Cluster.of(hardware, Layout.parse(run.layout.axes).world)
+        cluster = Cluster.of(hardware, run.layout.axes.world)
         asked = query_from_run(run, device=hardware.kind)
         era = hardware.eras.get(ERA) or next(iter(hardware.eras.values()))
         made = estimate(asked.work, asked.choices, cluster, era, asked.practice, asked.sync)

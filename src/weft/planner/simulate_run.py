@@ -97,7 +97,7 @@ def make_scenario(run: RunConfig, cluster: str, era: str | None) -> Scenario:
     FeasibilityChecker(run, bare, held).hold(run.layout.axes)
     asked = query_from_run(run, work=work_of_run(run, bare, held, where.hardware.kind))
     return Scenario(
-        run.layout.axes,
+        str(run.layout.axes),
         asked.work,
         asked.choices,
         where,

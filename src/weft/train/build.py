@@ -88,7 +88,7 @@ def resolve_callable(
         problem = f"importing {module_name} fails: {type(error).__name__}: {error}"
         raise ConfigError(field, name, problem, "correct that module") from error
     for part in attribute.split("."):
-        if part not in dir(found):
+        if not hasattr(found, part):
             known = [word for word in dir(found) if not word.startswith("_")]
             raise ConfigError(field, name, f"{module_name} has no {part}", nearest(part, known))
         found = getattr(found, part)
@@ -161,7 +161,7 @@ class _Undrawn(TorchFunctionMode):
 def replica_ranks(run: RunConfig) -> list[list[int]]:
     """The ranks of each replica, where replicas step by themselves and are worlds of their own;
     else nothing."""
-    layout, made = Layout.parse(run.layout.axes), build_sync(run)
+    layout, made = run.layout.axes, build_sync(run)
     return (
         layout.replicas() if not isinstance(made, SyncEveryStep) and layout.size("dp") > 1 else []
     )
@@ -335,7 +335,7 @@ def _options(run: RunConfig) -> dict[str, Any]:
     return options
 
 
-def check_run(run: RunConfig, layouts: Sequence[str] = ()) -> list[Plan]:
+def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan]:
     """Build all that the run names, as far as that takes no memory, and plan each layout ([layout]
     if none is given).
 
@@ -400,11 +400,7 @@ def plan_without_weights(
     try:
         made = build_plan(run, bare, sample)
     except UnsupportedModel:
-        if not (
-            load
-            and Layout.parse(run.layout.axes).live("pp")
-            and any(p.is_meta for p in bare.parameters())
-        ):
+        if not (load and run.layout.axes.live("pp") and any(p.is_meta for p in bare.parameters())):
             raise
         made = build_plan(run, build_model(run), sample)
     if run.train.rollback is not None:
@@ -425,9 +421,7 @@ def plan_without_weights(
             raise ConfigError(
                 "train.skip", run.train.skip, problem, "leave it out, or use staleness = 0"
             )
-        if isinstance(sync, SyncEveryStep) and "residual" in sync.codec.state(
-            [(4, 4)], torch.zeros(16)
-        ):
+        if isinstance(sync, SyncEveryStep) and sync.codec.keeps_residual:
             problem = (
                 f"{sync.codec.name} keeps of a gradient what it has not sent, which would come with"
                 " the next"
@@ -456,8 +450,9 @@ def _can_go_back(run: RunConfig, made: Plan) -> None:
         raise ConfigError("train.rollback", run.train.rollback, problem, fix)
 
 
-def with_layout(run: RunConfig, axes: str) -> RunConfig:
+def with_layout(run: RunConfig, layout: str | Layout) -> RunConfig:
     """The same run on another layout. Raises LayoutError."""
+    axes = Layout.parse(layout) if isinstance(layout, str) else layout
     return run.model_copy(update={"layout": LayoutConfig(axes=axes, elastic=run.layout.elastic)})
 
 

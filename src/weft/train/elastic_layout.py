@@ -21,15 +21,13 @@ def shrink_to(run: RunConfig, ranks: int) -> RunConfig:
 
     Raises LayoutError where there is none.
     """
-    layout, named = Layout.parse(run.layout.axes), run.layout.elastic
+    layout, named = run.layout.axes, run.layout.elastic
     if layout.world <= ranks:
         return run
-    candidates = (
-        smaller_layouts(layout, ranks) if isinstance(named, bool) else map(Layout.parse, named)
-    )
+    candidates = smaller_layouts(layout, ranks) if isinstance(named, bool) else named
     bare, train, refused = build.build_skeleton(run), build.build_dataset(run), None
     for candidate in candidates:
-        there = build.with_layout(run, str(candidate))
+        there = build.with_layout(run, candidate)
         parts = run.train.accumulate * candidate.size(*DATA_AXES)
         if candidate.world > ranks or (run.train.batch % parts and candidate.world > 1):
             continue

@@ -52,10 +52,10 @@ class FeasibilityChecker:
                 barred |= {part for part in parts if self._alone(part) is not None}
         return None
 
-    def hold(self, axes: str) -> None:
+    def hold(self, layout: Layout) -> None:
         """Raises Refusal for a layout in which weft would not lay the model, whatever the
         microbatches and stages."""
-        problem = self._with_room(str(Layout.parse(axes).without("pp")))
+        problem = self._with_room(layout.without("pp"))
         if problem is not None:
             raise problem
 
@@ -78,15 +78,15 @@ class FeasibilityChecker:
 
     def _alone(self, part: str) -> Refusal | None:
         """Of one axis."""
-        return None if part.startswith("pp") else self._with_room(part)
+        return None if part.startswith("pp") else self._with_room(Layout.parse(part))
 
-    def _with_room(self, axes: str) -> Refusal | None:
+    def _with_room(self, layout: Layout) -> Refusal | None:
         """With as many samples as there are ranks."""
         train = self.run.train.model_copy(
-            update={"batch": Layout.parse(axes).world * self.run.train.batch, "accumulate": 1}
+            update={"batch": layout.world * self.run.train.batch, "accumulate": 1}
         )
         return self._asked(
-            with_layout(self.run.model_copy(update={"train": train}), axes), self.bare
+            with_layout(self.run.model_copy(update={"train": train}), layout), self.bare
         )
 
     def _asked(self, run: RunConfig, model: nn.Module) -> Refusal | None:
@@ -96,9 +96,7 @@ class FeasibilityChecker:
         try:
             check_sizes(model, self.held, [plan_without_weights(run, model, self.held, load)])
         except NeedsData:
-            return self._asked(
-                with_layout(run, str(Layout.parse(run.layout.axes).without("pp"))), model
-            )
+            return self._asked(with_layout(run, run.layout.axes.without("pp")), model)
         except Refusal as problem:
             return problem
         return None

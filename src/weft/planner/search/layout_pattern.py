@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from weft.core import LayoutError, nearest
+from weft.core import Layout, LayoutError, nearest
 from weft.pipeline import schedules
 
 from ..cost.layout_batch import AXES
@@ -73,6 +73,11 @@ class LayoutPattern:
     def exact(self) -> bool:
         """Whether it is a layout, and leaves nothing to find."""
         return "*" not in self.text
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that an exact pattern names. Raises LayoutError."""
+        return Layout.parse(self.text)
 
     def fixes(self, axis: str) -> bool:
         """Whether the size of an axis is given."""

@@ -30,7 +30,7 @@ def no_candidates(
 ) -> LayoutError:
     """The rules allow no choice of a pattern. `more` columns that they are asked of."""
     one = dict.fromkeys(AXES, 1) | {"chunks": 1} | dict(more or {})
-    named = plain_layout(pattern.text).sizes if pattern.exact else pattern.sizes
+    named = plain_layout(pattern.layout).sizes if pattern.exact else pattern.sizes
     sizes = {axis: size for axis, size in named if size is not None}
     devices = question.cluster.devices
     if math.prod(sizes.values()) > devices:

@@ -68,12 +68,12 @@ def work_of_run(run: RunConfig, bare: nn.Module, held: Dataset, device: str) -> 
 
 def layout_of_run(run: RunConfig) -> LayoutBatch:
     """The layout of a run, with its microbatches, recomputation and schedule. Raises Refusal."""
-    layout = Layout.parse(run.layout.axes)
+    layout = run.layout.axes
     name, chunks = _schedule(run, layout)
     if layout.live("pp"):
         check_cut(run.pipeline.cut, layout.size("pp") * chunks, f"{name} over {layout}")
     return LayoutBatch.of(
-        [plain_layout(run.layout.axes)],
+        [plain_layout(layout)],
         batch=run.train.batch,
         accumulate=run.train.accumulate,
         recompute=run.train.recompute,
@@ -82,9 +82,8 @@ def layout_of_run(run: RunConfig) -> LayoutBatch:
     )
 
 
-def plain_layout(axes: str) -> Layout:
+def plain_layout(layout: Layout) -> Layout:
     """A layout as estimates have it: less what has one rank, and as `up` what `cp+ulysses` is."""
-    layout = Layout.parse(axes)
     layout = layout.without(*(axis for axis, size in layout.sizes if size == 1))
     if "ulysses" in layout.option("cp"):
         layout = Layout.parse(str(layout).replace("cp", "up").replace("+ulysses", ""))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weft.core import Layout, LayoutError, PipelineConfig, Refusal, RunConfig
+from weft.core import LayoutError, PipelineConfig, Refusal, RunConfig
 from weft.pipeline import schedule_of
 from weft.train import with_layout
 
@@ -46,9 +46,9 @@ def price_alone(judge: FeasibilityChecker, question: PlanQuery, pattern: LayoutP
 
 def _written(run: RunConfig, pattern: LayoutPattern) -> Candidates:
     """A whole layout, with the rest as the run file has it."""
-    layout = plain_layout(pattern.text)
+    layout = plain_layout(pattern.layout)
     spread = sum(1 << bit for bit, axis in enumerate(SPREADING) if "ep" in layout.option(axis))
-    return Candidates(layout_of_run(with_layout(run, pattern.text)), np.array([spread]))
+    return Candidates(layout_of_run(with_layout(run, pattern.layout)), np.array([spread]))
 
 
 def _schedule(one: Candidates) -> tuple[str, int]:
@@ -61,15 +61,15 @@ def _check(
 ) -> None:
     """A whole layout has a device for each rank, and weft knows it as it is written. Raises
     Refusal."""
-    world, devices = Layout.parse(pattern.text).world, question.cluster.devices
+    world, devices = pattern.layout.world, question.cluster.devices
     if world > devices:
         problem = f"has {world} ranks, and {question.cluster} {devices} devices"
         raise LayoutError(field, pattern.text, problem, "use a smaller layout, or a larger cluster")
-    if refusal(dict.fromkeys(AXES, 1) | dict(plain_layout(pattern.text).sizes), question):
+    if refusal(dict.fromkeys(AXES, 1) | dict(plain_layout(pattern.layout).sizes), question):
         raise no_candidates(question, pattern, field)
     try:
-        schedule_of(Layout.parse(pattern.text))
-        judge.hold(pattern.text)
+        schedule_of(pattern.layout)
+        judge.hold(pattern.layout)
     except Refusal as refused:
         if refused.field != "layout":
             raise
@@ -97,7 +97,7 @@ def explain_layout(
     """A whole layout as the report shows it, or else the best way to run it. Raises Refusal."""
     question = report.question
     _check(question, pattern, judge, "--explain")
-    named = schedule_of(Layout.parse(pattern.text))
+    named = schedule_of(pattern.layout)
     run = judge.run if named else judge.run.model_copy(update={"pipeline": PipelineConfig()})
     one = _written(run, pattern)
     shown = [*report.rows()[:top], *(each.row for each in report.losers if each.row is not None)]

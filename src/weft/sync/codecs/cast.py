@@ -35,6 +35,10 @@ class Cast(Codec):
     def __post_init__(self) -> None:
         require("sync.codec.feedback", self.feedback, bool, lambda _: True, "true or false")
 
+    @property
+    def keeps_residual(self) -> bool:
+        return self.feedback
+
     def state(self, shapes: Shapes, like: Tensor) -> CodecState:
         return {"residual": torch.zeros_like(like)} if self.feedback else {}
 

@@ -69,6 +69,10 @@ class DGC(Codec):
     def has_momentum(self) -> bool:
         return self.momentum > 0
 
+    @property
+    def keeps_residual(self) -> bool:
+        return True
+
     def state(self, shapes: Shapes, like: Tensor) -> CodecState:
         steps = torch.zeros((), dtype=torch.int64)
         return {

@@ -37,6 +37,10 @@ class PowerSGD(Codec):
         require("sync.codec.rank", self.rank, int, lambda x: x > 0, "a whole number from 1")
         require("sync.codec.feedback", self.feedback, bool, lambda _: True, "true or false")
 
+    @property
+    def keeps_residual(self) -> bool:
+        return self.feedback
+
     def state(self, shapes: Shapes, like: Tensor) -> CodecState:
         """The right factors, the same random ones on every rank, and the residual."""
         generator = torch.Generator().manual_seed(1)
