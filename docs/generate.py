@@ -114,9 +114,9 @@ def run_file_page() -> str:
         "",
         NOTICE,
         "",
-        "A run file is TOML. `weft train RUN.toml --set TABLE.KEY=VALUE` overrides a key. An"
-        " unknown key is an error, except in tables marked *open*: their other keys are arguments"
-        " of what the table names. [examples/](../../examples) has complete files.",
+        "A run file is TOML. `weft train RUN.toml --set TABLE.KEY=VALUE` overrides a key.",
+        "An unknown key is an error, except in tables marked *open*: their other keys are",
+        "arguments of what the table names. [examples/](../../examples) has complete files.",
     ]
     plain = []
     for name, field in RunConfig.model_fields.items():
@@ -199,8 +199,8 @@ def commands_page() -> str:
         "",
         NOTICE,
         "",
-        "Exit codes: 0 done; 1 a process died, or verification failed; 2 refused; 75 stopped by"
-        " SIGTERM after saving; 130 interrupted.",
+        "Exit codes: 0 done; 1 a process died, or verification failed; 2 refused; 75 stopped by",
+        "SIGTERM after saving; 130 interrupted.",
     ]
     for name, command in commands(typer.main.get_command(app), "weft"):
         lines += ["", f"## `{name}`", "", inspect.cleandoc(command.help or "")]

@@ -277,7 +277,7 @@ def test_building_a_model_leaves_the_random_state_alone(tmp_path: Path) -> None:
         ("model.build", "weft.models:decode", "model.build", 'did you mean "decoder"?'),
         ("model.build", "nowhere_at_all:f", "model.build", "there is no module nowhere_at_all"),
         ("model.build", "weft.models", "model.build", "is not of the form package.module:callable"),
-        ("model.build", "weft.models:__name__", "model.build", "cannot be called"),
+        ("model.build", "weft.core:STOPPED", "model.build", "cannot be called"),
         ("model.build", "builtins:dict", "model.build", "returns dict"),
         ("model.dmi", "3", "model.dmi", 'did you mean "dim"?'),
         ("model.heads", "3", "model", "must be a multiple of 2 * heads"),
