@@ -25,7 +25,7 @@ import torch  # noqa: E402
 import worker  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from weft.checkpoint import store  # noqa: E402
+from weft import checkpoint  # noqa: E402
 from weft.core import run_config  # noqa: E402
 from weft.core.layout import Layout  # noqa: E402
 from weft.core.shards import whole_shard  # noqa: E402
@@ -125,9 +125,9 @@ def _losses(run: run_config.RunConfig) -> list[float]:
 
 def _tensors(run: run_config.RunConfig) -> dict[str, Tensor]:
     folder = Path(run.output) / "checkpoints"
-    contents = store.read_index(folder)
+    contents = checkpoint.read_index(folder)
     found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
-    store.load_checkpoint(
+    checkpoint.load_checkpoint(
         folder, None, [whole_shard(name, tensor) for name, tensor in found.items()]
     )
     return found

@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from weft.checkpoint import store
-from weft.checkpoint.store import AsyncCheckpointer, Retention
+from weft import checkpoint
+from weft.checkpoint import AsyncCheckpointer, Retention
 from weft.core.shards import LocalShard, whole_shard
 
 REPEATS = 7
@@ -74,13 +74,13 @@ def files(nbytes: int) -> dict[str, Any]:
     for step in range(REPEATS):
         note(
             "weft save",
-            lambda step=step: store.save_checkpoint(
+            lambda step=step: checkpoint.save_checkpoint(
                 Path("weft.tmp"), step, pieces, {}, {}, Retention(1)
             ),
         )
         note("torch save", saved)
         note("dcp save", lambda: dcp.save(tensors, checkpoint_id="dcp.tmp", no_dist=True))
-        note("weft load", lambda: store.load_checkpoint(Path("weft.tmp"), None, targets))
+        note("weft load", lambda: checkpoint.load_checkpoint(Path("weft.tmp"), None, targets))
         note("torch load", lambda: torch.load("torch.tmp", weights_only=True))
         note("dcp load", lambda: dcp.load(into, checkpoint_id="dcp.tmp", no_dist=True))
     os.remove("torch.tmp")

@@ -24,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import testbed  # noqa: E402
 from stored import tensors  # noqa: E402
 
-from weft.checkpoint import store  # noqa: E402
+from weft import checkpoint  # noqa: E402
 
 HOSTS, LEAST, LAYOUT, STEPS, EVERY = 4, 3, "dp4.tp2", 400, 5
 RUN = f"""
@@ -131,7 +131,7 @@ def lose(hosts: Hosts, way: str, host: int) -> dict[str, Any]:
     else:
         hosts.processes[host].terminate()
     hosts.until(lambda: hosts.said("3 of 4 hosts are here") > three, f"{way}: no three hosts")
-    from_step = store.latest_step(hosts.out / "checkpoints") or 0
+    from_step = checkpoint.latest_step(hosts.out / "checkpoints") or 0
     without_s = hosts.until(lambda: hosts.said(LAID) > laid, f"{way}: no layout of three")
     hosts.until(lambda: hosts.step() >= max(at, from_step) + 10, f"{way}: no steps of three")
     if way == "cut off":

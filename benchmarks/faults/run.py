@@ -34,7 +34,7 @@ import parts  # noqa: E402
 import torch  # noqa: E402
 from stored import tensors  # noqa: E402
 
-from weft.checkpoint import store  # noqa: E402
+from weft import checkpoint  # noqa: E402
 
 LAYOUTS = {"dp2": "dp2", "fsdp2": "fsdp2", "pp2": "pp2"}
 STEPS, FAULTS, EVERY, DISK_MB = 200, 20, 4, 16
@@ -116,7 +116,7 @@ class Run:
 
     def files(self) -> list[Path]:
         """Of the latest checkpoint, if there is one before it."""
-        steps = store.saved_steps(self.out / "checkpoints")
+        steps = checkpoint.saved_steps(self.out / "checkpoints")
         return (
             sorted((self.out / "checkpoints" / f"step-{steps[-1]:06d}").iterdir())
             if len(steps) > 1
@@ -132,7 +132,7 @@ class Run:
     def again(self) -> None:
         """Started by hand, as after a machine's own failure."""
         self.process.wait()
-        self.start(store.latest_step(self.out / "checkpoints") is not None)
+        self.start(checkpoint.latest_step(self.out / "checkpoints") is not None)
 
 
 def killed(run: Run, dice: random.Random) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.checkpoint import store
+from weft import checkpoint
 from weft.core.shards import whole_shard
 
 
 def tensors(out: Path) -> dict[str, Tensor]:
-    contents = store.read_index(out / "checkpoints")
+    contents = checkpoint.read_index(out / "checkpoints")
     found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
-    store.load_checkpoint(
+    checkpoint.load_checkpoint(
         out / "checkpoints", None, [whole_shard(name, tensor) for name, tensor in found.items()]
     )
     return found

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint import store
-from weft.checkpoint.store import Retention
+from weft import checkpoint
+from weft.checkpoint import Retention, writer
 from weft.core.errors import CheckpointError, WeftError
 from weft.core.shards import (
     LocalShard,
@@ -196,7 +196,7 @@ def _save_and_reload_all(rank, world, folder):
     state = make_state()
     for step, arrangement in enumerate(ARRANGEMENTS):
         pieces = arrange(state, arrangement, rank, world)
-        store.save_checkpoint(
+        checkpoint.save_checkpoint(
             folder,
             step,
             pieces,
@@ -206,7 +206,7 @@ def _save_and_reload_all(rank, world, folder):
         )
         for other in ARRANGEMENTS:
             fresh = arrange(state, other, rank, world, fill=False)
-            assert store.load_checkpoint(folder, step, fresh) == {"step": step}
+            assert checkpoint.load_checkpoint(folder, step, fresh) == {"step": step}
             assert_arranged(state, other, rank, world, fresh)
 
 
@@ -215,19 +215,19 @@ def _load_all(rank, world, folder):
     for step in range(len(ARRANGEMENTS)):
         for other in ARRANGEMENTS:
             fresh = arrange(state, other, rank, world, fill=False)
-            store.load_checkpoint(folder, step, fresh)
+            checkpoint.load_checkpoint(folder, step, fresh)
             assert_arranged(state, other, rank, world, fresh)
 
 
 @pytest.mark.parametrize("written_by,read_by", [(4, 2), (2, 4)])
 def test_every_arrangement_is_read_under_every_other(tmp_path, written_by, read_by, monkeypatch):
-    monkeypatch.setattr(store, "FILE_BYTES", 1000)  # several files a rank
+    monkeypatch.setattr(writer, "FILE_BYTES", 1000)  # several files a rank
     ranks(tmp_path, written_by, _save_and_reload_all, tmp_path / "c")
     assert len(list((tmp_path / "c" / "step-000000").glob("rank-00000-*.safetensors"))) > 1
     ranks(tmp_path, read_by, _load_all, tmp_path / "c")
     for step in range(len(ARRANGEMENTS)):  # and by one process without a process group
         fresh = arrange(make_state(), replicated, 0, 1, fill=False)
-        store.load_checkpoint(tmp_path / "c", step, fresh)
+        checkpoint.load_checkpoint(tmp_path / "c", step, fresh)
         assert_arranged(make_state(), replicated, 0, 1, fresh)
 
 
@@ -239,7 +239,7 @@ def _save_with_one_failing(rank, world, folder, bad_rank):
             resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
         )
     try:
-        store.save_checkpoint(
+        checkpoint.save_checkpoint(
             folder, 2, arrange(state, row_cut, rank, world), {}, {}, keep=Retention(1)
         )
     except CheckpointError as error:
@@ -250,28 +250,27 @@ def _save_with_one_failing(rank, world, folder, bad_rank):
 def test_a_rank_that_cannot_write_fails_all_and_harms_nothing(tmp_path, bad_rank):
     folder = tmp_path / "c"
     state = make_state()
-    store.save_checkpoint(
+    checkpoint.save_checkpoint(
         folder, 1, arrange(state, replicated, 0, 1), {"n": 1}, {}, keep=Retention(1)
     )
     messages = ranks(tmp_path, 3, _save_with_one_failing, folder, bad_rank)
     assert len(set(messages)) == 1
     assert f"rank {bad_rank} failed: OSError" in messages[0] and "File too large" in messages[0]
     assert [path.name for path in folder.iterdir()] == ["step-000001"]
-    assert store.load_checkpoint(folder, None, arrange(state, replicated, 0, 1, fill=False)) == {
-        "n": 1
-    }
+    fresh = arrange(state, replicated, 0, 1, fill=False)
+    assert checkpoint.load_checkpoint(folder, None, fresh) == {"n": 1}
 
 
 def _load_with_one_unlike(rank, world, folder):
     live = torch.zeros(3 if rank == 1 else 4)
     try:
-        store.load_checkpoint(folder, None, [whole_shard("w", live)])
+        checkpoint.load_checkpoint(folder, None, [whole_shard("w", live)])
     except CheckpointError as error:
         return str(error), live.tolist()
 
 
 def test_a_rank_that_cannot_load_fails_all_before_anything_changes(tmp_path):
-    store.save_checkpoint(
+    checkpoint.save_checkpoint(
         tmp_path / "c", 1, [whole_shard("w", torch.ones(4))], {}, {}, keep=Retention(1)
     )
     (first, a), (second, b) = ranks(tmp_path, 2, _load_with_one_unlike, tmp_path / "c")
@@ -290,7 +289,7 @@ def _save_wrongly(rank, world, folder, how):
         "twice": [good, good],
     }
     try:
-        store.save_checkpoint(folder, 1, bad[how], {}, {}, keep=Retention(1))
+        checkpoint.save_checkpoint(folder, 1, bad[how], {}, {}, keep=Retention(1))
     except CheckpointError as error:
         return str(error)
 
@@ -308,7 +307,7 @@ def _save_wrongly(rank, world, folder, how):
 def test_what_is_not_written_exactly_once_is_not_saved(tmp_path, how, message):
     messages = ranks(tmp_path, 2, _save_wrongly, tmp_path / "c", how)
     assert messages[0] == messages[1] and message in messages[0] and "'w'" in messages[0]
-    assert store.latest_step(tmp_path / "c") is None
+    assert checkpoint.latest_step(tmp_path / "c") is None
 
 
 # ---- one process ---------------------------------------------------------------------------------
@@ -317,7 +316,7 @@ def test_what_is_not_written_exactly_once_is_not_saved(tmp_path, how, message):
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "checkpoints"
-    store.save_checkpoint(
+    checkpoint.save_checkpoint(
         folder,
         100,
         [whole_shard("w", torch.arange(6.0).reshape(2, 3)), whole_shard("b", torch.ones(3))],
@@ -332,7 +331,7 @@ def refused(folder, step=None, pieces=None):
     """The message of the refusal; the live tensors must be as they were."""
     live = [torch.full((2, 3), -1.0), torch.full((3,), -1.0)]
     with pytest.raises(CheckpointError) as caught:
-        store.load_checkpoint(
+        checkpoint.load_checkpoint(
             folder,
             step,
             [whole_shard("w", live[0]), whole_shard("b", live[1])] if pieces is None else pieces,
@@ -345,7 +344,9 @@ def refused(folder, step=None, pieces=None):
 def test_loads_into_parameters_and_views_in_place(folder):
     flat = torch.zeros(9)
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
-    store.load_checkpoint(folder, 100, [whole_shard("w", parameter), whole_shard("b", flat[3:6])])
+    checkpoint.load_checkpoint(
+        folder, 100, [whole_shard("w", parameter), whole_shard("b", flat[3:6])]
+    )
     assert (
         parameter.requires_grad
         and parameter.is_leaf
@@ -356,7 +357,7 @@ def test_loads_into_parameters_and_views_in_place(folder):
 
 def test_tensors_that_share_memory_are_saved(tmp_path):
     flat = torch.arange(8.0)
-    store.save_checkpoint(
+    checkpoint.save_checkpoint(
         tmp_path,
         1,
         [whole_shard("a", flat[:6]), whole_shard("b", flat[2:]), whole_shard("c", flat)],
@@ -365,7 +366,7 @@ def test_tensors_that_share_memory_are_saved(tmp_path):
         Retention(1),
     )
     live = torch.zeros(6)
-    store.load_checkpoint(tmp_path, 1, [whole_shard("b", live)])  # a part of the names will do
+    checkpoint.load_checkpoint(tmp_path, 1, [whole_shard("b", live)])  # a part of the names will do
     assert live.tolist() == [2, 3, 4, 5, 6, 7]
 
 
@@ -378,7 +379,7 @@ def test_scalars_and_inspect(tmp_path):
         "nested": {"seen": [1, 2]},
         "best": None,
     }
-    store.save_checkpoint(
+    checkpoint.save_checkpoint(
         tmp_path,
         100,
         arrange(state, replicated, 0, 1),
@@ -386,8 +387,8 @@ def test_scalars_and_inspect(tmp_path):
         {"layout": "dp2.tp2", "ü": "é"},
         keep=Retention(2),
     )
-    assert store.load_checkpoint(tmp_path, None, []) == scalars
-    contents = store.read_index(tmp_path)
+    assert checkpoint.load_checkpoint(tmp_path, None, []) == scalars
+    contents = checkpoint.read_index(tmp_path)
     assert (
         contents.step == 100
         and contents.meta == {"layout": "dp2.tp2", "ü": "é"}
@@ -401,7 +402,7 @@ def test_scalars_and_inspect(tmp_path):
 
 def test_scalars_that_are_not_json_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="not JSON serializable"):
-        store.save_checkpoint(
+        checkpoint.save_checkpoint(
             tmp_path / "c", 1, [], {"loss": torch.tensor(1.0)}, {}, keep=Retention(1)
         )
     assert not (tmp_path / "c").exists()
@@ -409,25 +410,25 @@ def test_scalars_that_are_not_json_are_refused_before_anything_is_written(tmp_pa
 
 def test_keep_the_last_ones(tmp_path):
     for step in (1, 2, 10, 20):
-        store.save_checkpoint(
+        checkpoint.save_checkpoint(
             tmp_path, step, [whole_shard("w", torch.tensor(step))], {}, {}, keep=Retention(2)
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000020"]
-    store.save_checkpoint(
+    checkpoint.save_checkpoint(
         tmp_path, 5, [whole_shard("w", torch.tensor(5))], {}, {}, keep=Retention(1)
     )  # never the one just written
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
-    store.save_checkpoint(tmp_path, 1234567, [], {}, {}, keep=Retention(5))
-    assert store.latest_step(tmp_path) == 1234567
+    checkpoint.save_checkpoint(tmp_path, 1234567, [], {}, {}, keep=Retention(5))
+    assert checkpoint.latest_step(tmp_path) == 1234567
     with pytest.raises(CheckpointError, match="keep = 0"):
-        store.save_checkpoint(tmp_path, 6, [], {}, {}, keep=Retention(0))
+        checkpoint.save_checkpoint(tmp_path, 6, [], {}, {}, keep=Retention(0))
 
 
 def test_the_same_step_is_replaced(folder):
-    store.save_checkpoint(
+    checkpoint.save_checkpoint(
         folder, 100, [whole_shard("new", torch.ones(2))], {"again": True}, {}, keep=Retention(3)
     )
-    assert list(store.read_index(folder).tensors) == ["new"]
+    assert list(checkpoint.read_index(folder).tensors) == ["new"]
     assert [path.name for path in folder.iterdir()] == ["step-000100"]
 
 
@@ -438,7 +439,7 @@ def _dies(folder, step, moment):
         os._exit(9)
 
     setattr(*moment, die)
-    store.save_checkpoint(
+    checkpoint.save_checkpoint(
         folder, step, [whole_shard("w", torch.ones(2, 3))], {}, {}, keep=Retention(1)
     )
 
@@ -446,16 +447,16 @@ def _dies(folder, step, moment):
 @pytest.mark.parametrize(
     "step,moment,left",
     [
-        (200, (store, "_write_file"), ["step-000100"]),
-        (200, (store, "_write_index"), ["step-000100"]),
-        (200, (store, "_fsync"), ["step-000100"]),
+        (200, (writer, "write_file"), ["step-000100"]),
+        (200, (writer, "index_text"), ["step-000100"]),
+        (200, (writer, "sync_folder"), ["step-000100"]),
         (
             200,
-            (store, "_hide"),
+            (writer, "_retire"),
             ["step-000100", "step-000200"],
         ),  # published, before the old one is removed
-        (200, (store.shutil, "rmtree"), ["step-000200"]),  # while the old one is removed
-        (100, (store.shutil, "rmtree"), ["step-000100"]),  # while a replaced one is removed
+        (200, (writer.shutil, "rmtree"), ["step-000200"]),  # while the old one is removed
+        (100, (writer.shutil, "rmtree"), ["step-000100"]),  # while a replaced one is removed
     ],
 )
 def test_a_crash_is_never_seen_and_swept_at_the_next_save(folder, step, moment, left):
@@ -465,10 +466,10 @@ def test_a_crash_is_never_seen_and_swept_at_the_next_save(folder, step, moment, 
     assert child.exitcode == 9
     assert sorted(path.name for path in folder.glob("step-*")) == left
     assert any(path.name.startswith(".") for path in folder.iterdir()) or len(left) == 2
-    assert store.latest_step(folder) == int(left[-1][-3:])
-    store.load_checkpoint(folder, None, [whole_shard("w", torch.zeros(2, 3))])
+    assert checkpoint.latest_step(folder) == int(left[-1][-3:])
+    checkpoint.load_checkpoint(folder, None, [whole_shard("w", torch.zeros(2, 3))])
     for again in (step, 300):
-        store.save_checkpoint(
+        checkpoint.save_checkpoint(
             folder, again, [whole_shard("w", torch.ones(2, 3))], {}, {}, keep=Retention(9)
         )
     expected = {*left, f"step-{step:06d}", "step-000300"}
@@ -495,7 +496,7 @@ def test_a_flipped_byte_anywhere_is_refused(folder):
         message = refused(folder)
         assert path.name in message and "checksum" in message
     path.write_bytes(good)
-    store.load_checkpoint(folder, None, [whole_shard("w", torch.zeros(2, 3))])
+    checkpoint.load_checkpoint(folder, None, [whole_shard("w", torch.zeros(2, 3))])
 
 
 def test_every_flipped_byte_of_the_index_is_refused(folder):
@@ -538,7 +539,7 @@ def test_a_later_version_a_path_out_of_the_folder_and_a_hole_are_refused(folder)
     path = folder / "step-000100" / "index.json"
     good = path.read_text()
     sign(path, lambda index, head: None)
-    store.load_checkpoint(folder, None, [])  # the forger signs well
+    checkpoint.load_checkpoint(folder, None, [])  # the forger signs well
 
     sign(path, lambda index, head: head.update(version=2))
     assert "version 2" in refused(folder)
@@ -562,7 +563,7 @@ def test_a_later_version_a_path_out_of_the_folder_and_a_hole_are_refused(folder)
 
 
 def test_a_folder_without_checkpoints_and_a_step_that_is_absent(folder, tmp_path):
-    assert store.latest_step(tmp_path / "nowhere") is None
+    assert checkpoint.latest_step(tmp_path / "nowhere") is None
     assert "no complete checkpoint" in refused(tmp_path / "nowhere")
     message = refused(folder, step=7)
     assert "step 7" in message and "[100]" in message
@@ -570,7 +571,7 @@ def test_a_folder_without_checkpoints_and_a_step_that_is_absent(folder, tmp_path
     assert "step 100" in refused(folder)
     (folder / "step-000101" / "index.json").unlink()
     (folder / "step-best").mkdir()
-    assert store.latest_step(folder) == 100
+    assert checkpoint.latest_step(folder) == 100
 
 
 def test_names_shapes_and_dtypes_that_differ_are_refused(folder):
@@ -594,24 +595,24 @@ def test_nothing_is_pickled(folder):
 def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
     """Training goes on in the same memory while files are written; errors come with the next
     call."""
-    go, write = threading.Event(), store._write
+    go, write = threading.Event(), writer.write_shards
 
     def slow(*args):
         assert go.wait(10)
         return write(*args)
 
-    monkeypatch.setattr(store, "_write", slow)
-    saver, weight = store.AsyncCheckpointer(), torch.ones(3)
+    monkeypatch.setattr(writer, "write_shards", slow)
+    saver, weight = checkpoint.AsyncCheckpointer(), torch.ones(3)
     for step in (1, 2):
         go.clear()
         threading.Timer(0.2, go.set).start()  # the second save waits for the first one
         saver.save(tmp_path, step, [whole_shard("w", weight)], {}, {}, Retention(5))
-        assert store.latest_step(tmp_path) == (step - 1 or None)
+        assert checkpoint.latest_step(tmp_path) == (step - 1 or None)
         weight += 1.0
     saver.wait()
     for step in (1, 2):
         found = torch.zeros(3)
-        store.load_checkpoint(tmp_path, step, [whole_shard("w", found)])
+        checkpoint.load_checkpoint(tmp_path, step, [whole_shard("w", found)])
         assert found.tolist() == [step] * 3
     saver.save(
         tmp_path,
@@ -627,17 +628,17 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeyp
     saver.save(tmp_path / "x", 3, [whole_shard("w", weight)], {}, {}, Retention(0))
     with pytest.raises(CheckpointError, match="keep at least 1"):
         saver.save(tmp_path, 4, [whole_shard("w", weight)], {}, {}, Retention(5))
-    assert store.latest_step(tmp_path) == 2
+    assert checkpoint.latest_step(tmp_path) == 2
 
 
 def test_some_are_kept_beside_the_last_ones(tmp_path):
     for step in range(1, 11):
-        store.save_checkpoint(tmp_path, step, [], {}, {}, Retention(2, every=4))
-    assert store.saved_steps(tmp_path) == [4, 8, 9, 10]
+        checkpoint.save_checkpoint(tmp_path, step, [], {}, {}, Retention(2, every=4))
+    assert checkpoint.saved_steps(tmp_path) == [4, 8, 9, 10]
 
 
 def beside(rank, world, folder):
-    saver, weight = store.AsyncCheckpointer(), torch.full((2,), float(rank))
+    saver, weight = checkpoint.AsyncCheckpointer(), torch.full((2,), float(rank))
     pieces = [
         LocalShard(
             "w", weight, (2 * world,), (((slice(0, 2),), (slice(2 * rank, 2 * rank + 2),)),), True
@@ -663,5 +664,5 @@ def beside(rank, world, folder):
 def test_ranks_save_together_beside_collectives_of_training(tmp_path):
     ranks(tmp_path, 4, beside, tmp_path / "saved")
     found = torch.zeros(8)
-    store.load_checkpoint(tmp_path / "saved", None, [whole_shard("w", found)])
+    checkpoint.load_checkpoint(tmp_path / "saved", None, [whole_shard("w", found)])
     assert found.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

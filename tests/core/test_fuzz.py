@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from weft.checkpoint import store
-from weft.checkpoint.store import Retention
+from weft import checkpoint
+from weft.checkpoint import Retention
 from weft.core import run_config
 from weft.core.action_costs import ActionCosts
 from weft.core.errors import CheckpointError, WeftError
@@ -136,7 +136,9 @@ def test_files_of_a_checkpoint_are_refused_before_anything_is_loaded(tmp_path: P
     torch.manual_seed(0)
     state = {f"layers.{i}": torch.randn(7, 5) for i in range(4)} | {"step": torch.tensor(3)}
     pieces = [whole_shard(name, tensor) for name, tensor in state.items()]
-    store.save_checkpoint(tmp_path, 1, pieces, {"steps_done": 1}, {"layout": "dp1"}, Retention(1))
+    checkpoint.save_checkpoint(
+        tmp_path, 1, pieces, {"steps_done": 1}, {"layout": "dp1"}, Retention(1)
+    )
     files = {path: path.read_bytes() for path in sorted((tmp_path / "step-000001").iterdir())}
     dice = random.Random(0)
     for _ in range(COUNT):
@@ -147,7 +149,7 @@ def test_files_of_a_checkpoint_are_refused_before_anything_is_loaded(tmp_path: P
         path.write_bytes(data)
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         with pytest.raises(CheckpointError):
-            store.load_checkpoint(
+            checkpoint.load_checkpoint(
                 tmp_path, None, [whole_shard(name, tensor) for name, tensor in into.items()]
             )
         assert not any(bool(tensor.any()) for tensor in into.values())

@@ -19,7 +19,7 @@ import torch
 
 from tests.commands import Command, children, launched
 from tests.train.test_trainer import RUN, Ramps
-from weft.checkpoint import store
+from weft import checkpoint
 from weft.core.errors import DamagedCheckpoint, WeftError, WorkerDied
 from weft.core.shards import whole_shard
 from weft.launch.restarts import run_with_restarts
@@ -54,10 +54,10 @@ def begun(folder: Path, axes: str, *more: str, launcher: tuple[str, ...] = ()) -
 
 
 def weights(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    contents = store.read_index(folder / "out" / "checkpoints")
+    contents = checkpoint.read_index(folder / "out" / "checkpoints")
     assert contents.step == steps
     found = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in contents.tensors.items()}
-    store.load_checkpoint(
+    checkpoint.load_checkpoint(
         folder / "out" / "checkpoints",
         None,
         [whole_shard(name, tensor) for name, tensor in found.items()],
@@ -117,7 +117,7 @@ def test_a_run_that_is_told_to_stop_says_that_it_goes_on(
         re.search(r"stopped +saved after step \d+; --resume goes on", output)
         and "going on from" not in output
     )
-    assert 3 <= store.read_index(tmp_path / "out" / "checkpoints").step < STEPS
+    assert 3 <= checkpoint.read_index(tmp_path / "out" / "checkpoints").step < STEPS
     with begun(tmp_path, "dp2", "--resume") as process:
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, wh
         process.terminate()
         process.communicate(timeout=60)
     folder = tmp_path / "out" / "checkpoints"
-    last, before = (store.saved_steps(folder)[place] for place in (-1, -2))
+    last, before = (checkpoint.saved_steps(folder)[place] for place in (-1, -2))
     file = next(
         path
         for path in sorted((folder / f"step-{last:06d}").iterdir())

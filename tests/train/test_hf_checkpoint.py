@@ -15,7 +15,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from tests.train.test_trainer import Ramps
-from weft.checkpoint import store
+from weft import checkpoint
 from weft.cli.app import app
 from weft.core import run_config, toml
 from weft.core.errors import CheckpointError, ConfigError
@@ -143,11 +143,11 @@ def files_of(folder: Path) -> dict[str, Tensor]:
 
 def held(run: run_config.RunConfig, step: int) -> dict[str, Tensor]:
     folder = Path(run.output) / "checkpoints"
-    contents = store.read_index(folder, step)
+    contents = checkpoint.read_index(folder, step)
     found = {
         n: torch.empty(s.shape, dtype=s.dtype) for n, s in contents.tensors.items() if "/" not in n
     }
-    store.load_checkpoint(
+    checkpoint.load_checkpoint(
         folder, step, [whole_shard(name, tensor) for name, tensor in found.items()]
     )
     return found
@@ -191,7 +191,7 @@ def test_out_and_in_and_out(tmp_path: Path, family: str) -> None:
     for file in sorted(out.glob("*.safetensors")):
         assert (again / file.name).read_bytes() == file.read_bytes()
     train(fresh, True)
-    assert store.latest_step(Path(fresh.output) / "checkpoints") == 2
+    assert checkpoint.latest_step(Path(fresh.output) / "checkpoints") == 2
 
 
 def _with_run(run: run_config.RunConfig) -> Path:

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 import weft
-from weft.checkpoint import store
+from weft import checkpoint
 from weft.core import run_config, short_number
 from weft.core.action_costs import ActionCosts
 from weft.core.errors import CheckpointError, ConfigError, DataError, WeftError, WorkerDied
@@ -158,12 +158,12 @@ def curve(run: RunConfig, key: str = "loss") -> list[tuple[float, float]]:
 def saved(run: RunConfig, step: int) -> dict[str, Tensor]:
     """Every tensor of a checkpoint: weights and optimizer state."""
     folder = Path(run.output) / "checkpoints"
-    contents = store.read_index(folder, step)
+    contents = checkpoint.read_index(folder, step)
     tensors = {
         name: torch.empty(stored.shape, dtype=stored.dtype)
         for name, stored in contents.tensors.items()
     }
-    store.load_checkpoint(
+    checkpoint.load_checkpoint(
         folder, step, [whole_shard(name, tensor) for name, tensor in tensors.items()]
     )
     return tensors
@@ -221,7 +221,7 @@ def test_a_run_learns_and_leaves_its_files(
         "step-000039",
         "step-000040",
     ]
-    assert store.read_index(folder / "checkpoints").meta["layout"] == "dp1"
+    assert checkpoint.read_index(folder / "checkpoints").meta["layout"] == "dp1"
 
     sample = (folder / "sample.txt").read_text()
     assert len(sample) == 5
@@ -256,14 +256,14 @@ def test_rates_are_over_the_steps_since_the_last_line(
 def test_time_to_save_is_no_time_of_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, clock, save = [0.0], time.perf_counter, store.AsyncCheckpointer.save
+    now, clock, save = [0.0], time.perf_counter, checkpoint.AsyncCheckpointer.save
 
     def slow(*args: Any) -> None:
         now[0] += 1000
         save(*args)
 
     monkeypatch.setattr("weft.train.metrics.time.perf_counter", lambda: clock() + now[0])
-    monkeypatch.setattr(store.AsyncCheckpointer, "save", slow)
+    monkeypatch.setattr(checkpoint.AsyncCheckpointer, "save", slow)
     run = make(tmp_path, checkpoint__every=1)
     train(run, False)
     assert now[0] == 6000
@@ -426,7 +426,7 @@ def test_sigterm_at_one_rank_saves_and_stops_all(tmp_path: Path, pool: Pool) -> 
     settings = {"train__steps": 9, "checkpoint__every": 0}
     run = make(tmp_path / "stopped", "dp2", data__interrupt=12, data__rank=1, **settings)
     assert pool.run(train, run, False, world=2) == [True, True]
-    stopped = store.latest_step(Path(run.output) / "checkpoints")
+    stopped = checkpoint.latest_step(Path(run.output) / "checkpoints")
     assert stopped == 4  # the ranks hear of it while the next step runs
     assert curve(run) == curve(whole_run)[:stopped]
 
@@ -441,7 +441,7 @@ def test_sigterm_without_a_process_group(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run = make(tmp_path, data__interrupt=14, train__sample_tokens=5)
     train(run, False)
-    assert store.latest_step(Path(run.output) / "checkpoints") == 2  # 8 samples a step
+    assert checkpoint.latest_step(Path(run.output) / "checkpoints") == 2  # 8 samples a step
     assert not (Path(run.output) / "sample.txt").exists()
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -591,7 +591,7 @@ def test_a_checkpoint_of_useless_weights_is_not_written(tmp_path: Path, pool: Po
         ),
     ):
         pool.run(train, run, False, world=2)
-    assert store.latest_step(Path(run.output) / "checkpoints") is None
+    assert checkpoint.latest_step(Path(run.output) / "checkpoints") is None
     assert math.isfinite(lines(run)[0]["loss"])
 
 

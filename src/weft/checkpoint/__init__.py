@@ -1,6 +1,6 @@
 """Checkpoints: sharded safetensors and an index that any layout reads.
 
-Open `store.py` first.
+Open `index.py` first.
 """
 
 from lazy_loader import attach_stub

@@ -1,14 +1,13 @@
-from .listing import describe_checkpoint as describe_checkpoint, listing_text as listing_text
-from .store import (
+from .async_save import AsyncCheckpointer as AsyncCheckpointer
+from .index import (
     CHECKPOINTS as CHECKPOINTS,
-    AsyncCheckpointer as AsyncCheckpointer,
     CheckpointIndex as CheckpointIndex,
-    CheckpointReader as CheckpointReader,
-    Retention as Retention,
     checkpoint_path as checkpoint_path,
     latest_step as latest_step,
-    load_checkpoint as load_checkpoint,
     quarantine_latest as quarantine_latest,
     read_index as read_index,
-    save_checkpoint as save_checkpoint,
+    saved_steps as saved_steps,
 )
+from .listing import describe_checkpoint as describe_checkpoint, listing_text as listing_text
+from .reader import CheckpointReader as CheckpointReader, load_checkpoint as load_checkpoint
+from .writer import Retention as Retention, save_checkpoint as save_checkpoint

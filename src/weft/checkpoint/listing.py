@@ -1,4 +1,4 @@
-"""What a run's checkpoints hold, for a person or a program to read."""
+"""Describe the checkpoints of a run, as data and as text."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from weft.checkpoint import CHECKPOINTS
 from weft.core import short_number
 
-from . import store
+from .index import CHECKPOINTS, checkpoint_path, read_index, saved_steps
 
 
 def describe_checkpoint(folder: Path, step: int | None) -> dict[str, Any]:
-    """Of a run folder: its steps, and of one of them what its index says. Raises
-    CheckpointError."""
-    contents = store.read_index(folder / CHECKPOINTS, step)
-    place = store.checkpoint_path(folder / CHECKPOINTS, contents.step)
+    """The steps saved in a run folder, and the contents of one of them (None: the latest) as its
+    index lists them. Raises CheckpointError."""
+    contents = read_index(folder / CHECKPOINTS, step)
+    place = checkpoint_path(folder / CHECKPOINTS, contents.step)
     kinds: dict[str, list[int]] = {}
     for name, stored in contents.tensors.items():
         count, numel, nbytes = kinds.setdefault(_kind(name), [0, 0, 0])
@@ -27,7 +26,7 @@ def describe_checkpoint(folder: Path, step: int | None) -> dict[str, Any]:
         kinds[_kind(name)] = [count + 1, numel + size, nbytes + size * stored.dtype.itemsize]
     return {
         "folder": str(place),
-        "steps": store.saved_steps(folder / CHECKPOINTS),
+        "steps": saved_steps(folder / CHECKPOINTS),
         "step": contents.step,
         "written": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(place.stat().st_mtime)),
         "meta": contents.meta,
@@ -49,7 +48,7 @@ def describe_checkpoint(folder: Path, step: int | None) -> dict[str, Any]:
 
 
 def listing_text(found: dict[str, Any], tensors: bool) -> str:
-    """A table of it, with a line for each tensor if asked for."""
+    """`found`, from `describe_checkpoint`, as a table; with a line for each tensor if `tensors`."""
     kept = ", ".join(map(str, found["steps"]))
     rows = {"step": f"{found['step']} (here: {kept})", "written": found["written"]}
     rows |= {key: str(value) for key, value in found["meta"].items()}

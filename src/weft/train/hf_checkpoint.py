@@ -220,7 +220,7 @@ def _write(
     for number, group in enumerate(_groups(names, contents, shard_bytes)):
         tensors: dict[str, Tensor] = {}
         for name in group:
-            tensor = reader.whole(name)
+            tensor = reader.read_tensor(name)
             tensors[name] = (
                 tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
             )
