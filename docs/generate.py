@@ -9,9 +9,11 @@ tests/docs/test_reference.py runs the check.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import tempfile
 import textwrap
@@ -64,6 +66,7 @@ def pages() -> dict[str, str]:
         "reference/run_file.md": run_file_page(),
         "reference/commands.md": commands_page(),
         "reference/api.md": api_page(),
+        "reference/modules.md": modules_page(),
     }
     found |= {path: draw(command) for path, command in IMAGES.items()}
     return found | {"architecture.md": architecture_page()}
@@ -86,22 +89,49 @@ def draw(command: str) -> str:
         return file.read_text(encoding="utf-8")
 
 
-def architecture_page() -> str:
-    """docs/architecture.md with the packages of tests/house.py, the highest first."""
+def packages() -> dict[str, str]:
+    """The packages of tests/house.py with what they are for, the highest first."""
     spec = importlib.util.spec_from_file_location("house", DOCS.parent / "tests" / "house.py")
     assert spec is not None and spec.loader is not None
     house = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = house  # its dataclasses look themselves up there
     spec.loader.exec_module(house)
+    return dict(reversed(house.ORDER.items()))
+
+
+def architecture_page() -> str:
+    """docs/architecture.md with the packages."""
     page = (DOCS / "architecture.md").read_text(encoding="utf-8")
     before, begin, rest = page.partition("<!-- packages:begin -->")
     _, end, after = rest.partition("<!-- packages:end -->")
-    width = max(map(len, house.ORDER))
+    width = max(map(len, packages()))
     rows = [
-        f"{package:{width}}  {purpose.replace('`', '')}"
-        for package, purpose in reversed(house.ORDER.items())
+        f"{package:{width}}  {purpose.replace('`', '')}" for package, purpose in packages().items()
     ]
     return "\n".join([before + begin, "```text", *rows, "```", end + after])
+
+
+def modules_page() -> str:
+    """Every file of src/weft with the first sentence of its docstring."""
+    source = DOCS.parent / "src" / "weft"
+    lines = [
+        "# Index of modules",
+        "",
+        NOTICE,
+        "",
+        "One line for every file, the highest package first.",
+    ]
+    for package, purpose in packages().items():
+        lines += ["", f"## `{package}`", "", f"{purpose[0].upper()}{purpose[1:]}.", ""]
+        lines += ["| file | idea |", "|---|---|"]
+        for path in sorted((source / package).rglob("*.py")):
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            first = " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
+            idea = re.split(r"(?<=[\w)`\"][.])\s", first)[0]
+            if path.name != "__init__.py":
+                name = path.relative_to(source).as_posix()
+                lines.append(f"| [{name}](../../src/weft/{name}) | {idea} |")
+    return "\n".join(lines) + "\n"
 
 
 # ---- the run file --------------------------------------------------------------------------------
