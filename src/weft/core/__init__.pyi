@@ -40,6 +40,7 @@ from .layout import (
     Layout as Layout,
 )
 from .number_format import short_number as short_number
+from .pipeline_request import PipelineRequest as PipelineRequest
 from .plan import (
     COPY as COPY,
     SUM as SUM,

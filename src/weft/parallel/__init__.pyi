@@ -5,8 +5,13 @@ from .collectives import (
     reduce_scatter as reduce_scatter,
     split_dim as split_dim,
 )
-from .make_plan import check_sync as check_sync, plan as plan, weights_of as weights_of
+from .make_plan import (
+    plan as plan,
+    plan_from_request as plan_from_request,
+    weights_of as weights_of,
+)
 from .mesh import Mesh as Mesh
+from .plan_request import PlanRequest as PlanRequest
 from .predict_comms import (
     AttentionCall as AttentionCall,
     BoundaryShape as BoundaryShape,

@@ -10,7 +10,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.core import ConfigError, Layout, LayoutError, Schedule, Staging, UnsupportedModel, nearest
+from weft.core import (
+    ConfigError,
+    Layout,
+    LayoutError,
+    PipelineRequest,
+    Schedule,
+    Staging,
+    UnsupportedModel,
+    nearest,
+)
 from weft.nn import model_arguments, named_inputs, with_loss
 
 from . import schedules
@@ -26,21 +35,29 @@ def make_stages(
     model: nn.Module,
     layout: Layout,
     microbatches: int,
-    schedule: str | Schedule | Callable[..., Schedule],
-    options: Mapping[str, Any],
-    where: str | Sequence[str],
+    pipeline: PipelineRequest,
     blocks: Sequence[str],
     inputs: Sequence[str] | None,
     sample: Mapping[str, Tensor] | None,
     counted: Sequence[str] = (),
 ) -> tuple[Staging, Schedule]:
-    """The stages of `model` over `pp`, and the schedule that runs them. Raises Refusal.
+    """The stages of `model` over `pp`, and the schedule that runs them.
 
-    `schedule`: a name, a Schedule, or a function (ranks, microbatches, **options) -> Schedule; an
-    option of `pp` in the layout overrides it. `where`: stages of equal "parameters", "flops" or
-    measured "time", or the modules with which the second and later stages begin. `counted`: modules
-    that count their own dropout masks, as blocks do. With "time" all ranks of a running process
-    group call it; rank 0's times count.
+    If stages balance measured "time", all ranks of the process group call it, and rank 0's times
+    count.
+
+    Args:
+        model: The whole model.
+        layout: The axes; `pp` says how many ranks the pipeline has.
+        microbatches: Microbatches of one step.
+        pipeline: How the model is cut, and which schedule runs the stages.
+        blocks: The model's repeated blocks, which are preferred as cuts.
+        inputs: The entries that the model is called with; None for those that its forward names.
+        sample: A batch of two samples, along which the forward is traced.
+        counted: Modules that count their own dropout masks, as blocks do.
+
+    Raises:
+        Refusal: The model, the schedule or the cut does not work with the layout.
     """
     if sample is None:
         raise ConfigError(
@@ -49,7 +66,8 @@ def make_stages(
             "a pipeline is cut along a forward of the model",
             "give a batch of two samples",
         )
-    made = choose_schedule(layout, microbatches, schedule, options)
+    where = pipeline.cut
+    made = choose_schedule(layout, microbatches, pipeline.schedule, pipeline.options or {})
     names = inputs if inputs is not None else named_inputs(model)
     try:
         recorded = trace_forward(

@@ -31,6 +31,7 @@ from weft.core import (
     LayoutError,
     LocalSteps,
     PipelineConfig,
+    PipelineRequest,
     Plan,
     Refusal,
     RunConfig,
@@ -43,7 +44,7 @@ from weft.core import (
 )
 from weft.engine import ELEMENTWISE, check_codec, check_worker_plan
 from weft.nn import Loss, find_roles
-from weft.parallel import plan
+from weft.parallel import PlanRequest, plan_from_request
 from weft.sync import make_sync
 
 from . import data, lr_schedule
@@ -292,27 +293,30 @@ def build_plan(run: RunConfig, model: nn.Module, sample: dict[str, Tensor]) -> P
     """The Plan of this run for its model, which may be on the meta device. `sample`: see `first`.
     Raises Refusal."""
     t, p = run.train, run.pipeline
-    return plan(
-        model,
-        run.layout.axes,
-        batch=t.batch,
-        accumulate=t.accumulate,
-        loss=build_loss(run),
-        roles=run.roles or None,
-        recompute=t.recompute,
-        precision=run.precision.compute,
-        sync_batchnorm=t.sync_batchnorm,
-        schedule=(
-            resolve_callable(p.schedule, run.folder, "pipeline.schedule")
-            if ":" in p.schedule
-            else p.schedule
-        ),
-        options=_options(run),
-        cut=p.cut,
-        dynamic_shapes=p.dynamic_shapes,
-        inputs=model_inputs(run, model),
-        sample=sample,
-        sync=build_sync(run),
+    named = ":" in p.schedule
+    return plan_from_request(
+        PlanRequest(
+            model,
+            run.layout.axes,
+            batch=t.batch,
+            accumulate=t.accumulate,
+            loss=build_loss(run),
+            roles=run.roles or None,
+            recompute=t.recompute,
+            precision=run.precision.compute,
+            sync_batchnorm=t.sync_batchnorm,
+            pipeline=PipelineRequest(
+                resolve_callable(p.schedule, run.folder, "pipeline.schedule")
+                if named
+                else p.schedule,
+                _options(run),
+                p.cut,
+                p.dynamic_shapes,
+            ),
+            inputs=model_inputs(run, model),
+            sample=sample,
+            sync=build_sync(run),
+        )
     )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from weft.core import DATA_AXES, SEQUENCE_AXES, Layout, Refusal
-from weft.parallel import check_sync
 from weft.pipeline import schedules
+from weft.sync import check_sync
 
 from ..cost.layout_batch import AXES, Array
 from ..cost.model_work import ModelWork

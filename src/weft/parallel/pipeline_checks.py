@@ -1,0 +1,103 @@
+"""What a pipeline's stages need of a layout, a schedule and the steps of other axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weft.core import (
+    COPY,
+    ActionCosts,
+    ConfigError,
+    Layout,
+    LayoutError,
+    Schedule,
+    Staging,
+    Step,
+    UnsupportedModel,
+    stage_runs_module,
+)
+from weft.pipeline import simulate
+
+
+def check_stages(
+    layout: Layout, staging: Staging, staged: Schedule, units: Mapping[str, str], precision: str
+) -> None:
+    """Check the stages against the schedule, the precision and the units of other features.
+
+    Args:
+        layout: The axes.
+        staging: The stages.
+        staged: The schedule.
+        units: Module that must lie in one stage -> the feature that needs it.
+        precision: The dtype of computation.
+
+    Raises:
+        Refusal: A stage cuts a unit, or the schedule does not work with the rest.
+    """
+    for one in staging.stages:
+        inside = next((u for u in units if one.first.startswith(u + ".")), None)
+        if inside is not None:
+            raise UnsupportedModel(
+                "pipeline.cut",
+                one.first,
+                f"cuts {inside} in two, which is one unit of {units[inside]}",
+                f"cut before {inside} or before what follows it",
+            )
+    if not staged.versions:
+        return
+    if precision == "fp16":
+        raise ConfigError(
+            "precision.compute",
+            precision,
+            f"{staged.name} updates each stage by itself, and a loss scale is of all",
+            "use bf16 or fp32, or a synchronous schedule such as 1f1b",
+        )
+    if layout.live("fsdp"):
+        raise LayoutError(
+            "layout",
+            str(layout),
+            f"{staged.name} keeps several versions of the weights, and fsdp stores one",
+            "use dp beside it, or a synchronous schedule such as 1f1b",
+        )
+    seen: set[str] = set()
+    for one in staging.stages:
+        both = seen & set(one.weights)
+        if both:
+            raise UnsupportedModel(
+                "layout",
+                str(layout),
+                f"{min(both)} is used by two stages, which {staged.name} updates at other times",
+                "untie it, or use a synchronous schedule such as 1f1b",
+            )
+        seen |= set(one.weights)
+
+
+def check_called_modules(layout: Layout, staging: Staging, steps: Sequence[Step]) -> None:
+    """Check that a stage which uses a cut or sharded parameter calls a module that handles it; a
+    plain function would not. Raises UnsupportedModel."""
+    knowing: dict[tuple[str, str], list[Step]] = {}
+    for step in steps:
+        for param in step.params:
+            if param.stored != COPY:
+                knowing.setdefault((param.name, param.axis), []).append(step)
+    for (name, axis), those in knowing.items():
+        for one in staging.stages:
+            if name in one.weights and not any(
+                stage_runs_module(step.module, one.modules) for step in those
+            ):
+                raise UnsupportedModel(
+                    "layout",
+                    str(layout),
+                    f"stage {one.index} uses {name} without {those[0].module}, and would not know"
+                    f" that {axis} cuts it",
+                    f"call {those[0].module}, or a module that is tied to it, where it is used",
+                )
+
+
+def bubble_note(staged: Schedule) -> str:
+    """A line that says for how long the ranks of the pipeline wait."""
+    timeline = simulate(staged, ActionCosts().shared(staged.placement))
+    count = "1 microbatch" if staged.microbatches == 1 else f"{staged.microbatches} microbatches"
+    text = f"{staged.name}, {count}: ranks wait {timeline.bubble_fraction:.0%} of a step"
+    more = "" if timeline.bubble_fraction < 0.25 else "; a larger train.accumulate makes it less"
+    return f"{text} if all stages take the same time{more}"

@@ -1,0 +1,71 @@
+"""What a sequence that ranks share needs of a model, a loss and a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.core import SEQUENCE_AXES, Layout, Step, UnsupportedModel
+from weft.nn import Roles, check_padding, is_positionwise, named_inputs
+
+from .plan_request import PlanRequest
+
+
+def check_shared_sequence(
+    request: PlanRequest, layout: Layout, roles: Roles, steps: Sequence[Step]
+) -> None:
+    """Check what can be known before any process starts of a sequence that ranks share.
+
+    Args:
+        request: The model, its loss, its inputs and a sample.
+        layout: The axes; one of them divides the sequence.
+        roles: What the modules of the model are.
+        steps: The steps of all axes.
+
+    Raises:
+        UnsupportedModel: The model, the loss or the sample cannot be divided by positions.
+    """
+    model, loss, sample, inputs = request.model, request.loss, request.sample or {}, request.inputs
+
+    def refuse(problem: str, fix: str) -> None:
+        raise UnsupportedModel("layout", str(layout), problem, fix)
+
+    axis = layout.live(*SEQUENCE_AXES)[0]
+    if loss is not None and not is_positionwise(loss):
+        refuse(
+            f"the loss is not known to be a sum over positions, and {axis} parts them",
+            "mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token",
+        )
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    if kind != "sdpa":
+        refuse(
+            f"the model computes attention by {kind!r}, of the positions that a rank has",
+            'build it with attn_implementation="sdpa"',
+        )
+    crossing = next((chain.row for chain in roles.chains if chain.cross), None)
+    if crossing is not None:
+        refuse(f"{crossing} attends to another sequence, which is not cut", "use dp, fsdp or tp")
+    methods = {
+        step.sequence.method: layout.size(step.sequence.axis)
+        for step in steps
+        if step.sequence is not None
+    }
+    parts = layout.size(*SEQUENCE_AXES)
+    parts *= 1 if [*methods] == ["ulysses"] else 2  # from both ends
+    names = inputs if inputs is not None else named_inputs(model)
+    length = next(
+        (sample[k].shape[1] for k in (*names, *sample) if k in sample and sample[k].ndim > 1), parts
+    )
+    if "attention_mask" in names and "attention_mask" in sample:
+        check_padding(sample["attention_mask"])
+    if length % parts:
+        fix = f"use a multiple of {parts} positions"
+        refuse(f"samples of {length} positions do not divide into {parts} pieces", fix)
+    size = methods.get("ulysses", 1)
+    for chain in (chain for chain in roles.chains if chain.heads):
+        heads, kv = chain.heads // layout.size("tp"), max(1, chain.kv_heads // layout.size("tp"))
+        if heads % size or (kv % size and size % kv):
+            refuse(
+                f"{chain.row} has {heads} heads and {kv} key heads on a rank, and Ulysses has"
+                f" {size} ranks",
+                "use cp, whose keys travel, or a size that divides them",
+            )

@@ -1,0 +1,154 @@
+"""What a synchroniser needs of a layout, a schedule, a precision and a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.core import (
+    AsyncServers,
+    ConfigError,
+    Layout,
+    LocalSteps,
+    MessageCodec,
+    Schedule,
+    Sync,
+    SyncEveryStep,
+)
+from weft.nn import GateBias
+
+
+def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: str) -> list[str]:
+    """Check what can be known of a synchroniser before any process starts.
+
+    Args:
+        layout: The axes; replicas are on `dp`.
+        sync: The synchroniser with its codec.
+        staged: The schedule of the pipeline, if there is one.
+        precision: The dtype of computation.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        ConfigError: The synchroniser does not work with the layout, schedule or precision.
+    """
+    size = layout.size("dp")
+    if (
+        size > 1
+        and "ep" in layout.option("dp")
+        and not (isinstance(sync, SyncEveryStep) and sync.route != "owners")
+    ):
+        raise ConfigError(
+            "sync.name",
+            sync.name,
+            f"each replica is to have all weights, and {layout} spreads experts over them",
+            'use ep, or fsdp with +ep, beside dp, or name = "allreduce" or "ring"',
+        )
+    if staged is not None and staged.versions:
+        raise ConfigError(
+            "sync.name",
+            f"{sync.name}, {sync.codec.name}",
+            f"{staged.name} updates each stage by itself, and sums its gradients with the backend",
+            'use name = "allreduce" and codec = "identity", or a synchronous schedule such as 1f1b',
+        )
+    if size == 1 and not layout.live("fsdp"):
+        return [f"[sync] {sync.name}, {sync.codec.name}: one replica has none to agree with"]
+    if precision == "fp16" and isinstance(sync, SyncEveryStep) and sync.codec.keeps_residual:
+        raise ConfigError(
+            "sync.codec",
+            sync.codec.name,
+            "what it keeps for the next step would have another loss scale",
+            "use bf16 or fp32 in [precision], or a codec without feedback",
+        )
+    if isinstance(sync, LocalSteps | AsyncServers):
+        return _check_separate(layout, sync, precision)
+    if size == 1 and layout.live("fsdp"):
+        if sync.route != "backend":
+            raise ConfigError(
+                "sync.name",
+                sync.name,
+                f"{layout} has no replicas: fsdp sums gradients with the backend's reduce-scatter",
+                'use name = "allreduce", which a codec may go with, or dp beside fsdp',
+            )
+        if not sync.codec.scatters:
+            raise ConfigError(
+                "sync.codec",
+                sync.codec.name,
+                "has no reduce-scatter, which is how fsdp sums gradients",
+                "use bf16, fp16, int8, int4 or sign, or dp beside fsdp",
+            )
+        if layout.live("tp") and isinstance(sync.codec, MessageCodec):
+            raise ConfigError(
+                "sync.codec",
+                sync.codec.name,
+                f"in {layout} FSDP2 gives it what tp cuts and what tp copies in one piece, and the"
+                " copies would part",
+                "use bf16 or fp16, or dp beside or in place of fsdp",
+            )
+        return [f"gradients are reduce-scattered over fsdp in {sync.codec.name}"]
+    _check_servers(layout, sync.servers)
+    if size % sync.local:
+        raise ConfigError(
+            "sync.local",
+            sync.local,
+            f"does not divide the {size} replicas of {layout}",
+            "use a divisor",
+        )
+    return [f"gradients are summed over dp by {sync.name}, in {sync.codec.name}"]
+
+
+def _check_separate(layout: Layout, sync: LocalSteps | AsyncServers, precision: str) -> list[str]:
+    size = layout.size("dp")
+    if size == 1:
+        return [f"[sync] {sync.name}: fsdp alone is one replica, and has none to agree with"]
+    if sync.codec.has_momentum:
+        other = (
+            "sends differences of weights"
+            if isinstance(sync, LocalSteps)
+            else "has a server update weights"
+        )
+        raise ConfigError(
+            "sync.codec",
+            sync.codec.name,
+            f"has a momentum of gradients, and {sync.name} {other}",
+            'use another codec, or name = "allreduce"',
+        )
+    if isinstance(sync, AsyncServers):
+        _check_servers(layout, sync.servers)
+        if precision == "fp16":
+            problem = "each replica would have a loss scale of its own, and skip other steps"
+            raise ConfigError(
+                "precision.compute", precision, problem, "use bf16 or fp32, or staleness = 0"
+            )
+        bound = "any number of" if sync.staleness is None else f"at most {sync.staleness}"
+        return [
+            f"{size} replicas push gradients in {sync.codec.name} to {sync.servers} servers and"
+            f" pull weights, {bound} steps ahead of the slowest"
+        ]
+    when = f"every {sync.period} steps" if sync.period > 1 else "every step"
+    return [
+        f"{size} replicas step by themselves; {when} their weights agree by {sync.name}, in"
+        f" {sync.codec.name}"
+    ]
+
+
+def check_gate_biases(model: nn.Module, sync: Sync) -> None:
+    """Refuse gates with a bias if replicas synchronise weights alone. Raises ConfigError."""
+    name = next(
+        (name for name, module in model.named_modules() if isinstance(module, GateBias)), None
+    )
+    if name is not None:
+        raise ConfigError(
+            "sync.name",
+            sync.name,
+            f"each replica would move {name} by its own tokens: weights alone are agreed on",
+            'balance by a loss instead of a bias, or use name = "allreduce"',
+        )
+
+
+def _check_servers(layout: Layout, servers: int) -> None:
+    size = layout.size("dp")
+    if servers > size:
+        raise ConfigError(
+            "sync.servers", servers, f"{layout} has {size} replicas", f"use at most {size}"
+        )
