@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.core import run_config, toml
 from weft.core.errors import ConfigError, LayoutError, Refusal
-from weft.train import build
+from weft.train import build, run_checks
 from weft.train.lr_schedule import lr_factor
 
 RUN = """
@@ -234,7 +234,7 @@ def test_an_override_sets_one_value_only(tmp_path: Path) -> None:
 
 def refused(run: run_config.RunConfig) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        build.check_run(run)
+        run_checks.check_run(run)
     return caught.value
 
 
@@ -255,7 +255,7 @@ def test_a_run_is_built(tmp_path: Path) -> None:
     assert not torch.equal(next(other.parameters()), next(first.parameters()).double())
     assert {p.device.type for p in build.build_model(run, "meta").parameters()} == {"meta"}
     assert len(build.build_dataset(run, "train")) > len(build.build_dataset(run, "val")) > 0
-    [plan] = build.check_run(run)
+    [plan] = run_checks.check_run(run)
     assert (str(plan.layout), plan.batch) == ("dp2", 8)
     made = build.build_optimizer(run)(list(first.named_parameters()))
     assert isinstance(made, torch.optim.AdamW)
@@ -431,7 +431,7 @@ def test_a_model_directory_gives_its_weights(llama: Path) -> None:
     assert torch.equal(model.get_parameter("lm_head.weight"), stored["lm_head.weight"])
     assert (model.config.use_cache, model.config._attn_implementation) == (False, "sdpa")
     assert next(model.parameters()).dtype == torch.float32
-    assert len(build.check_run(load(llama, HF))) == 1
+    assert len(run_checks.check_run(load(llama, HF))) == 1
 
 
 def test_a_configuration_gives_fresh_weights_by_seed(llama: Path) -> None:

@@ -26,7 +26,7 @@ from weft.core.sync import AsyncServers, SyncEveryStep
 from weft.engine.replica_sync import async_parameter_server
 from weft.launch import replica_workers
 from weft.launch.local_workers import Pool
-from weft.train import build
+from weft.train import run_checks
 from weft.train.trainer import train
 
 pytestmark = pytest.mark.grid
@@ -213,7 +213,7 @@ def test_what_is_refused(tmp_path: Path, table: dict, says: str) -> None:
         update={"sync": SyncConfig(name="parameter_server", **table)}
     )
     with pytest.raises(Refusal, match=says):
-        build.check_run(run)
+        run_checks.check_run(run)
 
 
 def test_the_synchronous_server_is_another() -> None:

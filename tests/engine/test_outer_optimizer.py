@@ -28,7 +28,7 @@ from weft.core.sync import LocalSteps, SyncEveryStep, bucket_owners
 from weft.engine.grad_buckets import local_tensor
 from weft.launch.local_workers import Pool
 from weft.nn.losses import mse
-from weft.train import build
+from weft.train import run_checks
 from weft.train.trainer import train
 
 pytestmark = pytest.mark.grid
@@ -325,7 +325,7 @@ def test_what_is_sent_is_counted_by_the_step(tmp_path: Path, pool: Pool) -> None
 def test_what_is_refused(tmp_path: Path, table: dict, says: str) -> None:
     run = written(tmp_path, "dp2", {}).model_copy(update={"sync": SyncConfig(**table)})
     with pytest.raises(Refusal, match=says):
-        build.check_run(run)
+        run_checks.check_run(run)
 
 
 def test_verification_is_of_an_all_reduce() -> None:

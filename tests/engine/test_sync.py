@@ -31,7 +31,7 @@ from weft.launch import local_workers
 from weft.launch.local_workers import Pool
 from weft.nn.losses import mse
 from weft.parallel.predict_comms import collective_totals, predict_collectives
-from weft.train import build
+from weft.train import run_checks
 from weft.train.trainer import train
 
 pytestmark = pytest.mark.grid
@@ -449,7 +449,7 @@ def test_what_is_refused_before_any_process(
     run = make(tmp_path, axes, **settings)
     run = run.model_copy(update={"sync": SyncConfig(**table)})
     with pytest.raises(Refusal, match=says):
-        build.check_run(run)
+        run_checks.check_run(run)
 
 
 def test_an_engine_that_is_done_with_leaves_no_thread(pool: Pool) -> None:

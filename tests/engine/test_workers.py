@@ -38,7 +38,7 @@ from weft.launch import local_workers
 from weft.launch.rpc import rpc_session
 from weft.nn.losses import mse
 from weft.nn.models import decoder
-from weft.train import build
+from weft.train import run_checks
 from weft.train.data import NoDataset
 from weft.train.trainer import train
 from weft.verification.compare import LayoutResult, check_layout
@@ -473,9 +473,9 @@ def test_refused_before_a_process_starts(
     tmp_path: Path, workers: Workers, settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(Refusal) as error:
-        build.check_run(run_of(tmp_path, workers, **settings))
+        run_checks.check_run(run_of(tmp_path, workers, **settings))
     assert said in str(error.value)
-    assert build.check_run(run_of(tmp_path, PLAIN))[0].layout.world == 1
+    assert run_checks.check_run(run_of(tmp_path, PLAIN))[0].layout.world == 1
 
 
 TOML = f'{RUN}[workers]\nstorage = ["embedding"]\nbig = ["blocks.0", "blocks.1"]\n'

@@ -26,7 +26,7 @@ from weft.planner.search.feasibility import FeasibilityChecker, run_with_row
 from weft.planner.search.query_from_run import query_from_run
 from weft.planner.search.ranking import rank
 from weft.planner.search.run_precision import run_precision
-from weft.train import build
+from weft.train import build, run_checks
 from weft.train.trainer import train
 
 
@@ -105,7 +105,7 @@ def test_the_file_that_it_writes_trains(tmp_path: Path, pool: Pool) -> None:
     )
     assert Path(written.folder).resolve() == tmp_path  # whose modules it names
     there = written.model_copy(update={"output": str(tmp_path / "out")})
-    build.check_run(there)
+    run_checks.check_run(there)
     assert not any(pool.run(train, there, False, world=2))
     steps = [
         json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
@@ -443,7 +443,7 @@ def test_what_weft_refuses_is_said_and_the_next_one_taken(tmp_path: Path) -> Non
     best = judge.first((*tp, *(row for row in found.rows if row not in tp)))
     assert best is not None and "tp2" not in best.layout
     assert "features, which tp2 does not divide" in judge.refused[0][1].problem
-    build.check_run(run_with_row(there, best))
+    run_checks.check_run(run_with_row(there, best))
 
 
 @pytest.mark.parametrize(

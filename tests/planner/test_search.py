@@ -40,7 +40,7 @@ from weft.planner.search.feasibility import shorten_model
 from weft.planner.search.layout_pattern import ANY, OPTIONS, LayoutPattern
 from weft.planner.search.query import PlanQuery
 from weft.planner.search.ranking import TIE, price, rank, rows_of, simulate_rows
-from weft.train import build
+from weft.train import run_checks
 
 BATCH, LENGTH = 8, 12
 DENSE: dict[str, Any] = {"heads": 4, "kv_heads": 2}
@@ -198,7 +198,7 @@ def test_rules_allow_what_weft_lays(routed: bool, world: int, without: str) -> N
     for text in (text for text in _layouts(world, routed) if Layout.parse(text).size(without) == 1):
         try:
             laid = weft.plan(model, text, batch=BATCH, loss=next_token, sample=sample())
-            build.check_sizes(model, [{"input_ids": sample()["input_ids"][0]}], [laid])
+            run_checks.check_sizes(model, [{"input_ids": sample()["input_ids"][0]}], [laid])
             taken.add(text)
         except Refusal as error:
             refused[text] = str(error)

@@ -16,7 +16,7 @@ from weft.core.errors import ConfigError, WeftError
 from weft.core.run_config import RunConfig
 from weft.launch import local_workers
 from weft.launch.local_workers import Pool
-from weft.train import build
+from weft.train import run_checks
 from weft.train.loss_spikes import LEAST, WINDOW, LossSpikeDetector
 from weft.train.trainer import train
 
@@ -177,4 +177,4 @@ def test_where_it_cannot_go_back(tmp_path: Path, more: dict[str, Any], says: str
         else run
     )
     with pytest.raises(ConfigError, match=says):
-        build.check_run(run)
+        run_checks.check_run(run)

@@ -32,7 +32,7 @@ from weft.engine import Engine
 from weft.launch.local_workers import Pool
 from weft.nn.losses import next_token
 from weft.pipeline import schedules
-from weft.train import build
+from weft.train import build, run_checks
 from weft.train.data import Loader
 from weft.train.generate import generate
 from weft.train.metrics import Metrics, StepTimer, keep_until
@@ -359,10 +359,10 @@ def test_a_pipeline_is_drawn_as_it_ran_and_as_predicted(tmp_path: Path, pool: Po
         train__accumulate=4,
         pipeline__costs=str(folder / "costs.json"),
     )
-    assert build.check_run(solved)[0].schedule.name == "solved"
+    assert run_checks.check_run(solved)[0].schedule.name == "solved"
     missing = make(tmp_path / "none", "pp2+solved", pipeline__costs="costs.json")
     with pytest.raises(ConfigError, match="weft train --trace wrote"):
-        build.check_run(missing)
+        run_checks.check_run(missing)
 
 
 # ---- going on ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.core import run_config
-from weft.train import build
+from weft.train import build, run_checks
 from weft.train.data import Loader
 from weft.verification.case import Case
 from weft.verification.runner import verify_case
@@ -83,7 +83,7 @@ def test_a_loss_that_is_a_mean_of_its_own_rank_does_not_pass() -> None:
 @pytest.mark.parametrize("name", ["quickstart.toml", "images.toml", "experts.toml"])
 def test_examples_are_complete(name: str) -> None:
     run = run_config.load_run(EXAMPLES / name)
-    (plan,) = build.check_run(run)
+    (plan,) = run_checks.check_run(run)
     assert plan.layout.world > 1
     batch = next(Loader(build.build_dataset(run), run.train.batch, 0))
     model = build.build_model(run)

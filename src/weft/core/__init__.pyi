@@ -30,7 +30,9 @@ from .errors import (
     WorkerDied as WorkerDied,
     nearest as nearest,
     require as require,
+    require_known as require_known,
 )
+from .extras import import_extra as import_extra
 from .layout import (
     DATA_AXES as DATA_AXES,
     EXPERTS as EXPERTS,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 MANY = 100  # words that nobody reads
@@ -109,3 +109,27 @@ def require(field: str, value: object, kind: type, fits: Callable[..., bool], wa
     passes = type(value) is kind or (kind is float and type(value) is int)
     if not passes or (isinstance(value, float) and not math.isfinite(value)) or not fits(value):
         raise ConfigError(field, value, "cannot be", f"write {wanted}")
+
+
+def require_known(
+    table: str, arguments: Mapping[str, Any], known: Collection[str], what: str
+) -> None:
+    """Refuse arguments whose key is not known.
+
+    Args:
+        table: The table of the run file, which the error names with the key.
+        arguments: The keys and values that are given.
+        known: The keys that there are.
+        what: What a key is called, as in "argument of adamw".
+
+    Raises:
+        ConfigError: A key is not known; it names the nearest one.
+    """
+    for key, value in arguments.items():
+        if key not in known:
+            raise ConfigError(
+                f"{table}.{key}",
+                value,
+                f"is no {what}",
+                nearest(key, known) if known else "leave it out",
+            )

@@ -12,6 +12,7 @@ from .dropout_rng import (
     Randomness as Randomness,
     mix_key as mix_key,
 )
+from .hf_model import build_hf_model as build_hf_model
 from .losses import (
     IGNORED as IGNORED,
     Loss as Loss,

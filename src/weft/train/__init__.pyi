@@ -6,10 +6,7 @@ from .build import (
     build_plan as build_plan,
     build_skeleton as build_skeleton,
     build_sync as build_sync,
-    check_run as check_run,
-    check_sizes as check_sizes,
     model_inputs as model_inputs,
-    plan_without_weights as plan_without_weights,
     replica_ranks as replica_ranks,
     resolve_callable as resolve_callable,
     sample_batch as sample_batch,
@@ -36,6 +33,11 @@ from .hf_checkpoint import (
 from .metrics import (
     highest_over_ranks as highest_over_ranks,
     peak_memory_bytes as peak_memory_bytes,
+)
+from .run_checks import (
+    check_run as check_run,
+    check_sizes as check_sizes,
+    plan_without_weights as plan_without_weights,
 )
 from .run_folder import check_output as check_output
 from .trainer import train as train

@@ -1,5 +1,6 @@
-"""From a Run to the objects that it names: model, dataset, loss, optimizer, plan. All that a user
-can get wrong in naming them is refused here, before any process starts.
+"""From a run file to the objects that it names: model, dataset, loss, optimizer, plan.
+
+What a user can get wrong in naming them is refused here, before any process starts.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
@@ -21,34 +22,26 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.core import (
-    SEQUENCE_AXES,
     ActionCosts,
     AsyncServers,
     ConfigError,
-    DataError,
     Layout,
     LayoutConfig,
-    LayoutError,
-    LocalSteps,
-    PipelineConfig,
     PipelineRequest,
     Plan,
     Refusal,
     RunConfig,
     Sync,
-    SyncConfig as SyncTable,
     SyncEveryStep,
-    UnsupportedModel,
     nearest,
-    place_modules,
+    require_known,
 )
-from weft.engine import ELEMENTWISE, check_codec, check_worker_plan
-from weft.nn import Loss, find_roles
+from weft.engine import ELEMENTWISE
+from weft.nn import Loss, build_hf_model
 from weft.parallel import PlanRequest, plan_from_request
 from weft.sync import make_sync
 
 from . import data, lr_schedule
-from .tokenizer import import_extra
 
 OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
 
@@ -120,7 +113,10 @@ def build_model(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device, undrawn:
         torch.manual_seed(run.train.seed if seed is None else seed)
         if run.model.hf is not None:
-            built: Any = _transformer(run, device)
+            named = str(run.model.hf)
+            built: Any = build_hf_model(
+                resolve_path(run, named), run.model.arguments, run.model.auto, device, named
+            )
         else:
             name = str(run.model.build)
             function = resolve_callable(name, run.folder, "model.build")
@@ -237,7 +233,7 @@ def build_optimizer(run: RunConfig) -> Callable[[NamedParameters], torch.optim.O
         )
     kind = OPTIMIZERS[name]
     known = set(inspect.signature(kind).parameters) - {"params"}
-    _known("optimizer", arguments, known, f"argument of {name}")
+    require_known("optimizer", arguments, known, f"argument of {name}")
     arguments = {
         key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
     }
@@ -334,124 +330,9 @@ def _options(run: RunConfig) -> dict[str, Any]:
             fix = "name a costs.json that weft train --trace wrote"
             raise ConfigError("pipeline.costs", costs, f"cannot be read ({error})", fix) from None
     elif isinstance(costs, dict):
-        _known("pipeline.costs", costs, [f.name for f in fields(ActionCosts)], "cost")
+        require_known("pipeline.costs", costs, [f.name for f in fields(ActionCosts)], "cost")
         options["costs"] = ActionCosts(**costs)
     return options
-
-
-def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan]:
-    """Build all that the run names, as far as that takes no memory, and plan each layout ([layout]
-    if none is given).
-
-    So what a process of the run would refuse is refused here. Raises Refusal.
-    """
-    bare, train = build_skeleton(run), build_dataset(run)
-    plans = [
-        plan_without_weights(with_layout(run, axes), bare, train)
-        for axes in layouts or [run.layout.axes]
-    ]
-    made = build_optimizer(run)([("", nn.Parameter(torch.zeros(1)))])
-    for each in plans:
-        check_codec(made, each)
-        _check_workers(run, bare, each)
-    for each in plans:
-        period = each.sync.period if each.separate and isinstance(each.sync, LocalSteps) else 1
-        if period > run.train.steps:
-            problem = (
-                f"the run ends after {run.train.steps} steps, and its replicas would never agree"
-            )
-            raise ConfigError("sync.period", period, problem, f"use at most {run.train.steps}")
-    for split, held in (
-        ("train", train),
-        *([("val", build_dataset(run, "val"))] if run.train.eval_every else []),
-    ):
-        if len(held) < run.train.batch:
-            problem = f"the split {split!r} has {len(held)} samples, less than one batch"
-            raise DataError(
-                "train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data"
-            )
-    _check_inputs(run, bare, train[0])
-    check_sizes(bare, train, plans)
-    return plans
-
-
-def _check_workers(run: RunConfig, bare: nn.Module, laid: Plan) -> None:
-    """What does not go with [workers]. Raises Refusal."""
-    if not run.workers:
-        return
-    for name, table, plain in (
-        ("pipeline", run.pipeline, PipelineConfig()),
-        ("sync", run.sync, SyncTable()),
-    ):
-        for key, value in table.model_dump().items():
-            if value != plain.model_dump().get(key):
-                problem = "there is one driver, whose calls run one after the other"
-                raise ConfigError(
-                    f"{name}.{key}", value, problem, f"leave [{name}] out, or [workers]"
-                )
-    check_worker_plan(laid, place_modules(bare, run.workers))
-
-
-def plan_without_weights(
-    run: RunConfig, bare: nn.Module, train: data.Dataset, load: bool = True
-) -> Plan:
-    """The plan before any process starts: on the model without data if its forward can be followed
-    so, else on the model, unless it is too large to `load`. Raises Refusal for all that a rank
-    would refuse."""
-    if run.pipeline.cut == "time":  # a model without data has no times: the ranks measure theirs
-        run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"cut": "flops"})})
-    sample = sample_batch(run, train)
-    try:
-        made = build_plan(run, bare, sample)
-    except UnsupportedModel:
-        if not (load and run.layout.axes.live("pp") and any(p.is_meta for p in bare.parameters())):
-            raise
-        made = build_plan(run, build_model(run), sample)
-    if run.train.rollback is not None:
-        _can_go_back(run, made)
-    for field, value in (("train.clip", run.train.clip), ("train.skip", run.train.skip)):
-        if value is not None and made.schedule.versions:
-            problem = (
-                f"{made.schedule.name} updates each stage by itself, and no stage knows the norm of"
-                " all gradients"
-            )
-            raise ConfigError(
-                field, value, problem, "leave it out, or use a synchronous schedule such as 1f1b"
-            )
-    sync = made.sync
-    if run.train.skip is not None and sync is not None:
-        if isinstance(sync, AsyncServers) and made.separate:
-            problem = f"{sync.name} updates weights at a server, for each replica at another time"
-            raise ConfigError(
-                "train.skip", run.train.skip, problem, "leave it out, or use staleness = 0"
-            )
-        if isinstance(sync, SyncEveryStep) and sync.codec.keeps_residual:
-            problem = (
-                f"{sync.codec.name} keeps of a gradient what it has not sent, which would come with"
-                " the next"
-            )
-            raise ConfigError(
-                "train.skip",
-                run.train.skip,
-                problem,
-                "leave it out, or use a codec without feedback",
-            )
-    return made
-
-
-def _can_go_back(run: RunConfig, made: Plan) -> None:
-    problem, fix = "", "leave it out"
-    if not run.checkpoint.every:
-        problem, fix = "there would be no checkpoint to go back to", "set checkpoint.every, as 100"
-    elif made.schedule.versions:
-        problem, fix = (
-            f"{made.schedule.name} keeps older weights beside those of a checkpoint",
-            f"{fix}, or use 1f1b",
-        )
-    elif made.separate:
-        problem = f"replicas under {run.sync.name} are at different steps, and none goes back alone"
-    if problem:
-        raise ConfigError("train.rollback", run.train.rollback, problem, fix)
 
 
 def with_layout(run: RunConfig, layout: str | Layout) -> RunConfig:
@@ -467,50 +348,6 @@ def resolve_path(run: RunConfig, path: str) -> str:
     return below if path and any(True for _ in glob.iglob(below, recursive=True)) else path
 
 
-def _check_inputs(run: RunConfig, model: nn.Module, sample: Mapping[str, Any]) -> None:
-    """The model can be called with what the dataset gives."""
-    names = model_inputs(run, model)
-    if names is None:
-        parameters = inspect.signature(model.forward).parameters.values()
-        needed = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        names = tuple(p.name for p in needed if p.default is p.empty)
-    for name in names:
-        if name not in sample:
-            problem = (
-                f"{type(model).__name__} is called with {name}, and a sample holds"
-                f" {', '.join(sample)}"
-            )
-            fix = (
-                f"rename that entry of the dataset or parameter of forward; {nearest(name, sample)}"
-            )
-            raise ConfigError("model.inputs", list(names), problem, fix)
-
-
-def check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> None:
-    """The model has a row for every token, and sequences divide where a plan cuts them."""
-    ids = held[0].get("input_ids")
-    vocab, embeddings = getattr(held, "vocab", None), find_roles(model).embeddings
-    if ids is None:
-        return
-    if vocab is not None and embeddings:
-        rows = model.get_submodule(embeddings[0]).num_embeddings
-        if isinstance(rows, int) and rows < vocab:
-            problem = f"{embeddings[0]} has {rows} rows, and the data has {vocab} tokens"
-            raise ConfigError(
-                "model", embeddings[0], problem, f"give the model a vocabulary of at least {vocab}"
-            )
-    for laid in plans:
-        size, parts = laid.layout.size("tp"), laid.layout.size("tp", *SEQUENCE_AXES)
-        if "sequence" in laid.layout.option("tp") and len(ids) % parts:
-            problem = (
-                f"tp{size} cuts sequences of {len(ids) * size // parts} tokens, which it does not"
-                " divide"
-            )
-            raise LayoutError(
-                "layout", str(laid.layout), problem, f"use a seq_len that is a multiple of {parts}"
-            )
-
-
 # ---- calls ---------------------------------------------------------------------------------------
 
 
@@ -519,17 +356,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(function)
     except ValueError:  # some builtins have none: they take what they take
         return inspect.signature(lambda *args, **arguments: None)
-
-
-def _known(table: str, arguments: Mapping[str, Any], known: Collection[str], what: str) -> None:
-    for key, value in arguments.items():
-        if key not in known:
-            raise ConfigError(
-                f"{table}.{key}",
-                value,
-                f"is no {what}",
-                nearest(key, known) if known else "leave it out",
-            )
 
 
 def _call(
@@ -548,7 +374,7 @@ def _call(
     ]
     named = named[len(positional) :]
     if all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
-        _known(table, arguments, [p.name for p in named], f"argument of {name}")
+        require_known(table, arguments, [p.name for p in named], f"argument of {name}")
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in arguments:
             field = f"{table}.{parameter.name}"
@@ -567,109 +393,3 @@ def _call(
         raise ConfigError(
             table, dict(arguments), f"{name} fails: {error}", "correct these arguments"
         ) from error
-
-
-# ---- Hugging Face --------------------------------------------------------------------------------
-
-
-# Keys of a configuration that do not describe the model, or that weft decides: [precision] says the
-# dtype.
-_FIXED = {
-    "dtype",
-    "use_cache",
-    "model_type",
-    "architectures",
-    "transformers_version",
-    "_name_or_path",
-}
-
-
-def _transformer(run: RunConfig, device: torch.device) -> nn.Module:
-    """The transformers model of a configuration file, or of a directory with its safetensors
-    weights if it has them."""
-    source = resolve_path(run, str(run.model.hf))
-    path = Path(source)
-    transformers = import_extra("transformers", "hf", source)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        fix = (
-            "name a configuration file, or a directory that holds config.json; nothing is"
-            " downloaded"
-        )
-        raise ConfigError("model.hf", run.model.hf, "there is no such file or directory", fix)
-    overrides = run.model.arguments
-    attention = overrides.pop("attn_implementation", None)
-    try:
-        keys, _ = transformers.PreTrainedConfig.get_config_dict(file, local_files_only=True)
-        called = keys.get("model_type")
-        if called not in transformers.CONFIG_MAPPING:
-            fix = (
-                nearest(str(called), transformers.CONFIG_MAPPING)
-                if called
-                else 'write one, as in "llama"'
-            )
-            problem = (
-                f"transformers has no model_type {called!r}" if called else "it has no model_type"
-            )
-            raise ConfigError("model.hf", run.model.hf, problem, fix)
-        written = transformers.AutoConfig.for_model(**keys)
-        names = written.attribute_map  # such as GPT-2's hidden_size for n_embd
-        known = {*written.to_dict(), *names, "num_labels", "attn_implementation"} - _FIXED
-        _known("model", overrides, known, f"key of {file.name}")
-        if "num_labels" in overrides:
-            keys = {
-                key: value for key, value in keys.items() if key not in ("id2label", "label2id")
-            }
-        config = transformers.AutoConfig.for_model(
-            **{**keys, **{names.get(k, k): v for k, v in overrides.items()}}
-        )
-        config.use_cache = False
-        task = "".join(word.capitalize() for word in (run.model.auto or "causal-lm").split("-"))
-        kind = getattr(
-            transformers, f"AutoModelFor{task.replace('Lm', 'LM').replace('2seq', '2Seq')}"
-        )
-        weights = (
-            sorted(path.glob("*.safetensors")) if path.is_dir() and device.type != "meta" else []
-        )
-        if not weights:
-            _no_pickles(run, path)
-            return kind.from_config(
-                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-            )
-        with torch.device("cpu"):
-            built, report = kind.from_pretrained(
-                path,
-                config=config,
-                attn_implementation=attention,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except Refusal:
-        raise
-    except Exception as error:  # transformers raises of all kinds
-        problem = f"transformers cannot build it ({type(error).__name__}: {str(error).strip()})"
-        raise ConfigError(
-            "model.hf", run.model.hf, problem, "correct the configuration or the overrides"
-        ) from error
-    # Fine-tuning starts from a fresh head; a language model that lacks weights is another model.
-    if report["missing_keys"] and run.model.auto in (None, "causal-lm"):
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ConfigError(
-            "model.hf", run.model.hf, f"its weights lack {missing}", "name a complete model"
-        )
-    return built
-
-
-def _no_pickles(run: RunConfig, path: Path) -> None:
-    pickles = sorted(path.glob("*.bin")) if path.is_dir() else []
-    if pickles:
-        problem = f"its weights are pickled ({pickles[0].name}), which can run any code"
-        raise ConfigError(
-            "model.hf",
-            run.model.hf,
-            problem,
-            "convert them to safetensors, or name config.json alone",
-        )

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.core import DataError, data_rank_indices, nearest
+from weft.core import DataError, data_rank_indices, import_extra, nearest
 
-from .tokenizer import Bytes, Tokenizer, import_extra, load_tokenizer
+from .tokenizer import Bytes, Tokenizer, load_tokenizer
 
 HELD_OUT = 20  # every 20th file or row is validation, or the last 1/20 of each of fewer files
 DEFAULT_BYTES = (

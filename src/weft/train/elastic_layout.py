@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from weft.core import DATA_AXES, SEQUENCE_AXES, Layout, LayoutError, Refusal, RunConfig
 
-from . import build
+from . import build, run_checks
 
 GROWTH = 1.5  # what a rank may have to spare of memory; no more than a guess
 COPIES = ("dp", *SEQUENCE_AXES)  # whose ranks hold the same weights
@@ -32,7 +32,7 @@ def shrink_to(run: RunConfig, ranks: int) -> RunConfig:
         if candidate.world > ranks or (run.train.batch % parts and candidate.world > 1):
             continue
         try:
-            build.plan_without_weights(there, bare, train)
+            run_checks.plan_without_weights(there, bare, train)
             return there
         except Refusal as error:
             refused = refused or error

@@ -33,12 +33,19 @@ from weft.checkpoint import (
     read_index,
     save_checkpoint,
 )
-from weft.core import CheckpointError, ConfigError, LocalShard, RunConfig, load_run, whole_shard
+from weft.core import (
+    CheckpointError,
+    ConfigError,
+    LocalShard,
+    RunConfig,
+    import_extra,
+    load_run,
+    whole_shard,
+)
 from weft.parallel import DTYPES, weights_of
 
 from . import build
 from .run_folder import data_position
-from .tokenizer import import_extra
 
 SHARD_BYTES = 5 * 10**9  # transformers' own: what most tools that split such files expect
 

@@ -3,28 +3,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.core import DataError
+from weft.core import DataError, import_extra
 
 END = "<|endoftext|>"  # the token that `train_bpe` keeps for the end of a document
-
-
-def import_extra(module: str, field: str, value: object) -> Any:
-    """Import a module of the extra `hf`. Raises DataError if it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(
-            field,
-            value,
-            f"needs the package {module.split('.')[0]}",
-            "install it: pip install weft[hf]",
-        ) from error
 
 
 class Tokenizer(Protocol):

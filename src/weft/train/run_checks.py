@@ -1,0 +1,210 @@
+"""What is checked of a run before any process starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.core import (
+    SEQUENCE_AXES,
+    AsyncServers,
+    ConfigError,
+    DataError,
+    Layout,
+    LayoutError,
+    LocalSteps,
+    PipelineConfig,
+    Plan,
+    RunConfig,
+    SyncConfig,
+    SyncEveryStep,
+    UnsupportedModel,
+    nearest,
+    place_modules,
+)
+from weft.engine import check_codec, check_worker_plan
+from weft.nn import find_roles
+
+from . import data
+from .build import (
+    build_dataset,
+    build_model,
+    build_optimizer,
+    build_plan,
+    build_skeleton,
+    model_inputs,
+    sample_batch,
+    with_layout,
+)
+
+
+def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan]:
+    """Build what the run names, as far as that takes no memory, and plan each layout ([layout] if
+    none is given).
+
+    A run that passes is not refused by any of its processes. Raises Refusal.
+    """
+    bare, train = build_skeleton(run), build_dataset(run)
+    plans = [
+        plan_without_weights(with_layout(run, axes), bare, train)
+        for axes in layouts or [run.layout.axes]
+    ]
+    made = build_optimizer(run)([("", nn.Parameter(torch.zeros(1)))])
+    for each in plans:
+        check_codec(made, each)
+        _check_workers(run, bare, each)
+    for each in plans:
+        period = each.sync.period if each.separate and isinstance(each.sync, LocalSteps) else 1
+        if period > run.train.steps:
+            problem = (
+                f"the run ends after {run.train.steps} steps, and its replicas would never agree"
+            )
+            raise ConfigError("sync.period", period, problem, f"use at most {run.train.steps}")
+    for split, held in (
+        ("train", train),
+        *([("val", build_dataset(run, "val"))] if run.train.eval_every else []),
+    ):
+        if len(held) < run.train.batch:
+            problem = f"the split {split!r} has {len(held)} samples, less than one batch"
+            raise DataError(
+                "train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data"
+            )
+    _check_inputs(run, bare, train[0])
+    check_sizes(bare, train, plans)
+    return plans
+
+
+def _check_workers(run: RunConfig, bare: nn.Module, laid: Plan) -> None:
+    """Refuse tables that do not work with [workers]."""
+    if not run.workers:
+        return
+    for name, table, plain in (
+        ("pipeline", run.pipeline, PipelineConfig()),
+        ("sync", run.sync, SyncConfig()),
+    ):
+        for key, value in table.model_dump().items():
+            if value != plain.model_dump().get(key):
+                problem = "there is one driver, whose calls run one after the other"
+                raise ConfigError(
+                    f"{name}.{key}", value, problem, f"leave [{name}] out, or [workers]"
+                )
+    check_worker_plan(laid, place_modules(bare, run.workers))
+
+
+def plan_without_weights(
+    run: RunConfig, bare: nn.Module, train: data.Dataset, load: bool = True
+) -> Plan:
+    """Plan the run before any process starts, and refuse what a rank would refuse.
+
+    Args:
+        run: The run.
+        bare: Its model without weights.
+        train: Its training data, of which a sample is taken.
+        load: Whether the model may be built with weights if its forward cannot be traced without.
+
+    Raises:
+        Refusal: The plan or the features of [train] do not work together.
+    """
+    if run.pipeline.cut == "time":  # a model without data has no times: the ranks measure theirs
+        run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"cut": "flops"})})
+    sample = sample_batch(run, train)
+    try:
+        made = build_plan(run, bare, sample)
+    except UnsupportedModel:
+        if not (load and run.layout.axes.live("pp") and any(p.is_meta for p in bare.parameters())):
+            raise
+        made = build_plan(run, build_model(run), sample)
+    if run.train.rollback is not None:
+        _check_rollback(run, made)
+    for field, value in (("train.clip", run.train.clip), ("train.skip", run.train.skip)):
+        if value is not None and made.schedule.versions:
+            problem = (
+                f"{made.schedule.name} updates each stage by itself, and no stage knows the norm of"
+                " all gradients"
+            )
+            raise ConfigError(
+                field, value, problem, "leave it out, or use a synchronous schedule such as 1f1b"
+            )
+    sync = made.sync
+    if run.train.skip is not None and sync is not None:
+        if isinstance(sync, AsyncServers) and made.separate:
+            problem = f"{sync.name} updates weights at a server, for each replica at another time"
+            raise ConfigError(
+                "train.skip", run.train.skip, problem, "leave it out, or use staleness = 0"
+            )
+        if isinstance(sync, SyncEveryStep) and sync.codec.keeps_residual:
+            problem = (
+                f"{sync.codec.name} keeps of a gradient what it has not sent, which would come with"
+                " the next"
+            )
+            raise ConfigError(
+                "train.skip",
+                run.train.skip,
+                problem,
+                "leave it out, or use a codec without feedback",
+            )
+    return made
+
+
+def _check_rollback(run: RunConfig, made: Plan) -> None:
+    problem, fix = "", "leave it out"
+    if not run.checkpoint.every:
+        problem, fix = "there would be no checkpoint to go back to", "set checkpoint.every, as 100"
+    elif made.schedule.versions:
+        problem, fix = (
+            f"{made.schedule.name} keeps older weights beside those of a checkpoint",
+            f"{fix}, or use 1f1b",
+        )
+    elif made.separate:
+        problem = f"replicas under {run.sync.name} are at different steps, and none goes back alone"
+    if problem:
+        raise ConfigError("train.rollback", run.train.rollback, problem, fix)
+
+
+def _check_inputs(run: RunConfig, model: nn.Module, sample: Mapping[str, Any]) -> None:
+    """Check that the dataset gives the entries that the model is called with."""
+    names = model_inputs(run, model)
+    if names is None:
+        parameters = inspect.signature(model.forward).parameters.values()
+        needed = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        names = tuple(p.name for p in needed if p.default is p.empty)
+    for name in names:
+        if name not in sample:
+            problem = (
+                f"{type(model).__name__} is called with {name}, and a sample holds"
+                f" {', '.join(sample)}"
+            )
+            fix = (
+                f"rename that entry of the dataset or parameter of forward; {nearest(name, sample)}"
+            )
+            raise ConfigError("model.inputs", list(names), problem, fix)
+
+
+def check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> None:
+    """Check that the model has a row for every token, and that sequences divide where a plan cuts
+    them. Raises ConfigError, LayoutError."""
+    ids = held[0].get("input_ids")
+    vocab, embeddings = getattr(held, "vocab", None), find_roles(model).embeddings
+    if ids is None:
+        return
+    if vocab is not None and embeddings:
+        rows = model.get_submodule(embeddings[0]).num_embeddings
+        if isinstance(rows, int) and rows < vocab:
+            problem = f"{embeddings[0]} has {rows} rows, and the data has {vocab} tokens"
+            raise ConfigError(
+                "model", embeddings[0], problem, f"give the model a vocabulary of at least {vocab}"
+            )
+    for laid in plans:
+        size, parts = laid.layout.size("tp"), laid.layout.size("tp", *SEQUENCE_AXES)
+        if "sequence" in laid.layout.option("tp") and len(ids) % parts:
+            problem = (
+                f"tp{size} cuts sequences of {len(ids) * size // parts} tokens, which it does not"
+                " divide"
+            )
+            raise LayoutError(
+                "layout", str(laid.layout), problem, f"use a seq_len that is a multiple of {parts}"
+            )
