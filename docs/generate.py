@@ -324,30 +324,49 @@ def code(text: str) -> list[str]:
     return ["```python", text, "```"]
 
 
+LISTS = ("Args", "Raises")
+SECTIONS = (*LISTS, "Returns", "Yields", "Example", "Examples")
+
+
 def docstring(value: Any) -> list[str]:
-    """The docstring as markdown: sections (`Args:`) and indented text become blocks of text."""
+    """The docstring as markdown: `Args:` becomes a list, an example a block of Python."""
     lines: list[str] = []
     block: list[str] = []
-    for line in [*(inspect.getdoc(value) or "").splitlines(), ""]:
+    section = ""
+    for line in [*(inspect.getdoc(value) or "").splitlines(), "end"]:
         if line.startswith((" ", "\t")) or (block and not line):
             block.append(line)
             continue
         if block:
-            lines += fenced(block)
-            block = []
-        if line.rstrip() in ("Args:", "Raises:", "Returns:", "Yields:", "Example:", "Examples:"):
-            lines += ["", f"**{line.rstrip()[:-1]}**", ""]
+            text = textwrap.dedent("\n".join(block)).strip("\n").splitlines()
+            lines += ["", *(bullets(text) if section in LISTS else fenced(text, section)), ""]
+            block, section = [], ""
+        if line.rstrip(":") in SECTIONS:
+            section = line.rstrip(":")
+            lines += ["", f"**{section}**"]
         else:
             lines.append(line)
-    if block:
-        lines += fenced(block)
-    return "\n".join(lines).strip().splitlines()
+    text = "\n".join(lines[:-1]).strip()
+    return re.sub(r"\n{3,}", "\n\n", text).splitlines()
 
 
-def fenced(block: list[str]) -> list[str]:
-    """Indented text as a block that keeps its lines."""
-    text = textwrap.dedent("\n".join(block)).strip("\n")
-    return ["", "```text", *text.splitlines(), "```", ""]
+def bullets(block: list[str]) -> list[str]:
+    """`name: what it is`, with further lines indented, as a list."""
+    rows: list[str] = []
+    for line in block:
+        if line.startswith(" "):
+            rows[-1] += " " + line.strip()
+        else:
+            name, _, text = line.partition(": ")
+            rows.append(f"- `{name}`: {text}")
+    return rows
+
+
+def fenced(block: list[str], section: str) -> list[str]:
+    """Indented text as a block that keeps its lines; sentences as they are."""
+    if section in ("Returns", "Yields"):
+        return block
+    return ["```python" if section.startswith("Example") else "```text", *block, "```"]
 
 
 def signature_text(name: str, value: Any) -> str:
