@@ -23,7 +23,7 @@ from weft.launch.local_workers import Pool
 from weft.nn.losses import next_token
 from weft.nn.models import decoder
 from weft.parallel import expert_dispatch
-from weft.pipeline.capture.graph import trace_forward
+from weft.pipeline.capture.tracer import trace_forward
 from weft.train.trainer import train
 
 pytestmark = pytest.mark.grid

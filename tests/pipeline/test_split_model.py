@@ -18,17 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
+from weft.pipeline.capture.placeholder import PlaceholderTensor
 
 from tests.staged import STAGED
 from weft.core.errors import UnsupportedModel
 from weft.core.stages import Staging
 from weft.engine.function_overrides import FunctionOverrides
+from weft.engine.pipeline.stage_forward import StageForward
 from weft.nn.dropout_rng import Randomness
 from weft.nn.module_roles import find_roles
-from weft.pipeline.capture.graph import split_points, trace_forward
-from weft.pipeline.capture.hooks import count_dropouts, is_weight, tensors_in, twin_model
-from weft.pipeline.capture.placeholder import PlaceholderTensor
-from weft.pipeline.split_model import StageForward, split_stages
+from weft.pipeline.capture.functions import count_dropouts
+from weft.pipeline.capture.model_copy import is_weight, twin_model
+from weft.pipeline.capture.split_points import split_points
+from weft.pipeline.capture.structures import tensors_in
+from weft.pipeline.capture.tracer import trace_forward
+from weft.pipeline.split_model import split_stages
 
 Inputs = Mapping[str, Any]
 

@@ -24,7 +24,7 @@ from weft.nn.losses import next_token
 from weft.nn.models import decoder
 from weft.parallel import wire_bytes
 from weft.parallel.predict_comms import Collective, predict_collectives
-from weft.pipeline.capture.graph import trace_forward
+from weft.pipeline.capture.tracer import trace_forward
 from weft.pipeline.split_model import split_stages
 from weft.planner.cost.estimate import Estimate, estimate
 from weft.planner.cost.hardware import Cluster

@@ -50,7 +50,6 @@ from weft.nn import (
     rebalance_gates,
 )
 from weft.parallel import Mesh, parallelize
-from weft.pipeline import StageForward
 
 from .context_parallel.sequence import ContextParallel
 from .expert_load import ExpertLoad
@@ -69,6 +68,7 @@ from .pipeline.stage_compute import (
     TrainingCompute,
     batch_signature,
 )
+from .pipeline.stage_forward import StageForward
 from .pipeline.weight_stash import WeightStash
 from .replica_sync import state_transfer
 from .replica_sync.async_parameter_server import AsyncWorker, ParameterServer

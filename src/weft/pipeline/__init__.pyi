@@ -1,24 +1,33 @@
 from . import draw as draw, schedules as schedules
+from .capture.functions import (
+    GROUPED as GROUPED,
+    METADATA as METADATA,
+    RANDOM as RANDOM,
+    name_of as name_of,
+    tensors_read as tensors_read,
+)
 from .capture.graph import (
     ForwardGraph as ForwardGraph,
     GraphNode as GraphNode,
     containers_of as containers_of,
-    split_points as split_points,
-    trace_forward as trace_forward,
 )
-from .capture.hooks import (
-    GROUPED as GROUPED,
-    METADATA as METADATA,
+from .capture.model_copy import is_weight as is_weight, run_op as run_op, twin_model as twin_model
+from .capture.placeholder import (
+    PlaceholderTensor as PlaceholderTensor,
+    SkippedShapes as SkippedShapes,
+    SkippedWork as SkippedWork,
+)
+from .capture.source_lines import source_line as source_line
+from .capture.split_points import split_points as split_points
+from .capture.structures import (
     SIMPLE as SIMPLE,
-    is_weight as is_weight,
+    argument as argument,
+    argument_at as argument_at,
     other_leaves as other_leaves,
     rebuild as rebuild,
-    run_op as run_op,
-    source_line as source_line,
     tensors_in as tensors_in,
-    twin_model as twin_model,
 )
-from .capture.placeholder import PlaceholderTensor as PlaceholderTensor
+from .capture.tracer import trace_forward as trace_forward
 from .draw import perfetto as perfetto, svg as svg, text as text
 from .draw.console import print_for_terminal as print_for_terminal
 from .draw.curves import (
@@ -45,7 +54,7 @@ from .simulator import (
     simulate as simulate,
     split_backwards as split_backwards,
 )
-from .split_model import StageForward as StageForward, split_stages as split_stages
+from .split_model import split_stages as split_stages
 from .timeline import Lane as Lane, Timeline as Timeline
 from .weight_versions import (
     update_shares as update_shares,

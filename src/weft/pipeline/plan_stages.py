@@ -24,7 +24,9 @@ from weft.nn import model_arguments, named_inputs, with_loss
 
 from . import schedules
 from .balance import partition
-from .capture.graph import ForwardGraph, split_points, trace_forward
+from .capture.graph import ForwardGraph
+from .capture.split_points import split_points
+from .capture.tracer import trace_forward
 from .split_model import split_stages
 
 CUTS = ("parameters", "flops", "time")

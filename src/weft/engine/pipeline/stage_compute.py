@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from weft.core import DATA_AXES, Action, Plan
 from weft.nn import Randomness, mix_key, model_arguments
 from weft.parallel import DTYPES, Mesh
-from weft.pipeline import StageForward
 
 from ..context_parallel.sequence import ContextParallel
 from ..fsdp import FSDPUnits
 from ..function_overrides import FunctionOverrides
 from ..grad_buckets import GradReducer
+from .stage_forward import StageForward
 from .weight_stash import WeightStash
 
 Batch = dict[str, Tensor]

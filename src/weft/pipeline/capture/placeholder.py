@@ -1,7 +1,7 @@
 """Ghosts: tensors that a pipeline stage does not have. They know their shape, type and device, and
 no element.
 
-Shapes are found only when the forward asks for them, by doing the skipped work once on FakeTensors:
+SkippedShapes are found only when the forward asks for them, by doing the skipped work once on FakeTensors:
 so they are those of this call, whatever the sample's were.
 """
 
@@ -27,15 +27,10 @@ from weft._torch.tensors import (
 )
 from weft.core import UnsupportedModel
 
-from .hooks import (
-    METADATA,
-    SIMPLE,
-    rebuild,
-    source_line,
-    tensors_in,
-    tensors_read,
-    twin_model,
-)
+from .functions import METADATA, tensors_read
+from .model_copy import twin_model
+from .source_lines import source_line
+from .structures import SIMPLE, rebuild, tensors_in
 
 _REQUIRES_GRAD, _GRAD = Tensor.requires_grad.__get__, Tensor.grad.__get__  # type: ignore[attr-defined]
 _ITSELF = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
@@ -131,7 +126,7 @@ def _stand_in(t: Tensor) -> Tensor:
     return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
-class Shapes:
+class SkippedShapes:
     """What work would have returned: the same work on FakeTensors, remembered for each signature of
     its arguments."""
 
@@ -199,10 +194,10 @@ class Shapes:
         )
 
 
-class Skipped:
+class SkippedWork:
     """A piece of work that was not done, and what it would have returned."""
 
-    def __init__(self, shapes: Shapes, work: str | Callable, args: tuple, kwargs: dict):
+    def __init__(self, shapes: SkippedShapes, work: str | Callable, args: tuple, kwargs: dict):
         self._call = (shapes, work, args, kwargs, shapes.autocast())
         self._result: Any = None
         self._likes: dict[int, Tensor] = {}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.core import MessageCodec, require
 
-SCALE_BYTES = 4
+from ._scales import SCALE_BYTES, read_scales
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,7 @@ class BlockQuantize(MessageCodec):
             values = steps.view(torch.int8).to(dtype)
         else:
             values = torch.cat([steps & 15, steps >> 4], -1).to(dtype).sub_(8)
-        return values.mul_(floats(scale).unsqueeze(-1)).flatten(-2)[..., :n]
-
-
-def floats(scale: Tensor) -> Tensor:
-    """Bytes as the float32 that they are, wherever in a message they begin."""
-    return scale.contiguous().clone().view(torch.float32)
+        return values.mul_(read_scales(scale).unsqueeze(-1)).flatten(-2)[..., :n]
 
 
 def _named(name: str, bits: int, feedback: bool) -> Callable[..., BlockQuantize]:

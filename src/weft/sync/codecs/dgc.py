@@ -27,7 +27,7 @@ from weft.core import (
     require,
 )
 
-from .topk import ELEMENT_BYTES, largest, pack, unpack
+from ._sparse_message import ELEMENT_BYTES, largest_places, pack, unpack
 
 FIRST = 0.25  # density of the first step of a warm-up
 
@@ -87,7 +87,7 @@ class DGC(Codec):
             x.mul_((self.clip / sqrt(peers.size) / (x.norm() * peers.scale)).clamp(max=1.0))
         momentum.mul_(self.momentum).add_(x)
         residual.add_(momentum)
-        places = largest(residual, self.count(x.numel(), int(state["steps"])))
+        places = largest_places(residual, self.count(x.numel(), int(state["steps"])))
         state["steps"] += 1
         message = pack(residual, places)
         sent, _ = unpack(message)

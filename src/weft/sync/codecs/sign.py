@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.core import MessageCodec, require
 
-from .block_quantize import SCALE_BYTES, floats
+from ._scales import SCALE_BYTES, read_scales
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Sign(MessageCodec):
         whole = whole.unflatten(-1, (blocks, self.size // 8))
         bits = torch.stack([(whole >> place) & 1 for place in range(8)], -2).flatten(-2)
         signs = bits.to(dtype).mul_(-2).add_(1)
-        return signs.mul_(floats(scale).unsqueeze(-1)).flatten(-2)[..., :n]
+        return signs.mul_(read_scales(scale).unsqueeze(-1)).flatten(-2)[..., :n]
 
 
 def sign(block: int = 1024, feedback: bool = True) -> Sign:

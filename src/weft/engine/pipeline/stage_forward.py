@@ -1,0 +1,345 @@
+"""Run one stage of a model, without editing its forward.
+
+The model's own forward runs from its beginning, but the work of earlier stages is skipped. What this
+stage needs from them was received and is put in where it would have been made; placeholders stand in
+for the rest. After the stage's last work the forward is left. So a stage may be any stretch of any
+forward, and its own modules compute on plain tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from weft._torch.modules import (
+    hook_ids,
+    innermost_function_mode,
+    intercept_calls,
+    original_call,
+    replace_parameters,
+    wrap_hooks,
+)
+from weft._torch.tensors import storage_id
+from weft.core import (
+    InputRef,
+    OpaqueRef,
+    ParamRef,
+    PathNode,
+    Staging,
+    TensorRef,
+    UnsupportedModel,
+)
+from weft.pipeline import (
+    METADATA,
+    RANDOM,
+    PlaceholderTensor,
+    SkippedShapes,
+    SkippedWork,
+    argument,
+    argument_at,
+    is_weight,
+    name_of,
+    rebuild,
+    source_line,
+    tensors_in,
+    tensors_read,
+)
+
+
+class _Stop(BaseException):
+    """Leaves the forward after a stage's last work; not an Exception, so that no model catches
+    it."""
+
+
+class StageForward:
+    """The forwards of some stages of `model`, which is changed in place: parameters that none uses
+    become ghosts.
+
+    `skipped(n)` is told of n dropout masks that an earlier stage draws.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        staging: Staging,
+        stages: Sequence[int],
+        skipped: Callable[[int], None] = lambda n: None,
+    ):
+        self.model, self.staging, self.skipped = model, staging, skipped
+        self.shapes = SkippedShapes(model)
+        self.programs = {stage: _StageProgram(staging, stage) for stage in stages}
+        self._handlers: list[tuple[nn.Module, Callable]] = []
+        self._run: _StageExecution | None = None
+        self._planned = {key for module in model.modules() for key in hook_ids(module)}
+        self._drop(stages)
+
+    def __call__(
+        self, stage: int, inputs: Mapping[str, Any], received: Mapping[int, Tensor]
+    ) -> tuple[dict[int, Tensor], Any]:
+        """Run a stage on the model's keyword arguments. `received`: index in `staging.values` ->
+        tensor, for all whose targets hold `stage`. Returns the tensors of the values that this
+        stage makes, by the same index, and what the model returns on the last stage, else None.
+        Raises CannotCut where the forward leaves the planned path.
+        """
+        if not self._handlers:  # modules may have been replaced since
+            names = dict.fromkeys(item.name for item in self.staging.items if item.call)
+            self._handlers = [
+                (m, self._handler(name, m))
+                for name in names
+                for m in (self.model.get_submodule(name),)
+            ]
+            for module in map(self.model.get_submodule, self.staging.around):
+                # hooks that came after planning (a sharded model's) are no part of the path
+                wrap_hooks(module, self._quiet, self._planned)
+        self._run = run = _StageExecution(self, self.programs[stage], received)
+        output = None
+        try:
+            with intercept_calls(self._handlers), run:
+                output = self.model(**inputs)
+        except _Stop:
+            output = None
+        finally:
+            self._run = None
+        return run.finish(), output if stage == len(self.staging.stages) - 1 else None
+
+    def _handler(self, name: str, module: nn.Module) -> Callable:
+        call = original_call(module)
+
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            assert run is not None
+            return call(*args, **kwargs) if run.inside else run.module(name, call, args, kwargs)
+
+        return handler
+
+    def _quiet(self, hook: Callable) -> Callable:
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            if run is None or run.inside:
+                return hook(*args, **kwargs)
+            run.inside = True
+            try:
+                result = hook(*args, **kwargs)
+            finally:
+                run.inside = False
+            run.follow(args, result)
+            return result
+
+        return quiet
+
+    def _drop(self, stages: Sequence[int]) -> None:
+        used = {name for stage in self.staging.stages for name in stage.weights}
+        kept = {name for stage in stages for name in self.staging.stages[stage].weights}
+        ghosts = {
+            id(p): PlaceholderTensor.of_weight(name, p, self.shapes.mode)
+            for name, p in self.model.named_parameters()
+            if name not in kept
+            and (name in used or 0 not in stages)  # what no stage uses is the first one's
+        }
+        for module in self.model.modules():
+            replace_parameters(module, ghosts)
+
+
+class _StageProgram:
+    """What one stage does along the path."""
+
+    def __init__(self, staging: Staging, stage: int):
+        self.stage, self.items = stage, staging.items
+        last = stage == len(staging.stages) - 1
+        own = [place for place, item in enumerate(staging.items) if item.stage == stage]
+        self.end = (
+            len(staging.items) + 1 if last else own[-1] + 1
+        )  # the position at which the forward is left
+        self.incoming = {v.key[0]: i for i, v in enumerate(staging.values) if stage in v.targets}
+        self.outgoing: dict[int, list[int]] = {}
+        for i, v in enumerate(staging.values):
+            if v.source == stage:
+                self.outgoing.setdefault(v.key[0], []).append(i)
+        self.copied = {number for at, number in staging.copied if at == stage}
+        self.buffers = staging.noted
+        self.sent = {
+            place: [
+                (k, leaf.number)
+                for k, leaf in enumerate(tensors_in(self.items[place].output))
+                if isinstance(leaf, TensorRef) and leaf.number in self.outgoing
+            ]
+            for place in own
+        }
+
+
+class _StageExecution(TorchFunctionMode):
+    """One forward of one stage: at each piece of work on the path, skip it or do it."""
+
+    def __init__(self, owner: StageForward, program: _StageProgram, received: Mapping[int, Tensor]):
+        super().__init__()
+        self.owner, self.program, self.received = owner, program, received
+        self.position = 0
+        self.inside = False  # a module call that is done whole: nothing of ours is active
+        self.placed: dict[int, Tensor] = {}
+        self.sent: dict[int, Tensor] = {}
+        self.tainted: dict[int, weakref.ref] = {}  # tensors that depend on weights
+        self.dirty: set[int] = set()  # storages of others into which such a tensor was written
+        self.buffers = {id(owner.model.get_buffer(name)) for name in program.buffers}
+
+    def finish(self) -> dict[int, Tensor]:
+        if self.position < min(self.program.end, len(self.program.items)):
+            raise self._astray("its end")
+        return {
+            i: self.sent[number]
+            for number, indices in self.program.outgoing.items()
+            for i in indices
+        }
+
+    # ---- what the forward does ----
+
+    def module(self, name: str, call: Callable, args: tuple, kwargs: dict) -> Any:
+        item = self._next(name, True)
+        if item.stage < self.program.stage:
+            return self._skip(item, name, args, kwargs)
+        on_top = innermost_function_mode() is self
+        self.inside = True
+        if on_top:
+            self.__exit__(None, None, None)
+        try:
+            out = call(*args, **kwargs)
+        finally:
+            self.inside = False
+            if on_top:
+                self.__enter__()
+        return self._done(item, out, args, kwargs)
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.inside:  # below another mode of the model's own
+            return func(*args, **kwargs)
+        if func in METADATA or not self._heavy(func, args, kwargs):
+            return func(*args, **kwargs)
+        item = self._next(name_of(func), False)
+        if item.stage < self.program.stage:
+            return self._skip(item, func, args, kwargs)
+        return self._done(item, func(*args, **kwargs), args, kwargs)
+
+    def _heavy(self, func: Callable, args: tuple, kwargs: dict) -> bool:
+        return func in RANDOM or any(self._is_tainted(t) for t in tensors_read(func, args, kwargs))
+
+    def _is_tainted(self, t: Tensor) -> bool:
+        ref = self.tainted.get(id(t))
+        if (
+            (ref is not None and ref() is t)
+            or isinstance(t, PlaceholderTensor)
+            or is_weight(t)
+            or id(t) in self.buffers
+        ):
+            return True
+        return bool(self.dirty) and storage_id(t) in self.dirty
+
+    def _next(self, name: str, call: bool) -> PathNode:
+        """The piece of work that comes now. Only here is the forward left: not where a context
+        manager ends."""
+        if self.position >= self.program.end:
+            raise _Stop
+        item = (
+            self.program.items[self.position] if self.position < len(self.program.items) else None
+        )
+        if item is None or item.name != name or item.call is not call:
+            raise self._astray(f"{name} at {source_line()}")
+        return item
+
+    def _astray(self, found: str) -> UnsupportedModel:
+        items = self.program.items
+        planned = "its end"
+        if self.position < len(items):
+            planned = f"{items[self.position].name} at {items[self.position].line}"
+        return UnsupportedModel(
+            "pipeline.cut",
+            found,
+            f"the forward took another path than when it was planned{self._mode()}, where {planned}"
+            " came",
+            "a forward that depends on data is cut only where every path passes: move the branch"
+            " into one module",
+        )
+
+    def _mode(self) -> str:
+        return "" if self.owner.model.training else " (in training mode; this is evaluation)"
+
+    # ---- one piece of work ----
+
+    def _done(self, item: PathNode, out: Any, args: tuple, kwargs: dict) -> Any:
+        found = tensors_in(out)
+        if len(found) != len(item.names):
+            raise self._astray(
+                f"{item.name} at {source_line()} with {len(found)} tensors, not {len(item.names)}"
+            )
+        for place in item.made:
+            self._taint(found[place])
+        for place, number in self.program.sent[self.position]:
+            self.sent[number] = found[place]
+        self._note_changed(item, args, kwargs)
+        self.position += 1
+        return out
+
+    def _skip(self, item: PathNode, work: str | Callable, args: tuple, kwargs: dict) -> Any:
+        if item.dropouts:
+            self.owner.skipped(item.dropouts)
+        self._note_changed(item, args, kwargs)
+        self.position += 1
+        skipped = SkippedWork(self.owner.shapes, work, args, kwargs)
+        if type(item.output) is TensorRef:
+            return self._place(item, item.output, skipped, 0)
+        leaves = iter(enumerate(tensors_in(item.output)))
+
+        def replace(_: Any) -> Any:
+            place, leaf = next(leaves)
+            if isinstance(leaf, TensorRef):
+                return self._place(item, leaf, skipped, place)
+            return (
+                argument_at(leaf, args, kwargs) if isinstance(leaf, InputRef) else self._state(leaf)
+            )
+
+        def other(part: Any) -> Any:
+            handed = isinstance(part, OpaqueRef) and part.argument is not None
+            return argument(part.argument, args, kwargs) if handed else part
+
+        # numbers may follow from shapes: they are those of this call
+        return rebuild(skipped.result(item.name) if item.numbers else item.output, replace, other)
+
+    def _place(self, item: PathNode, made: TensorRef, skipped: SkippedWork, place: int) -> Tensor:
+        program, number = self.program, made.number
+        if number in self.placed:
+            return self.placed[number]
+        index = program.incoming.get(number)
+        if index is None:
+            t: Tensor = skipped.ghost(item.names[place], place, item.differentiable[place])
+        else:
+            t = self.received[index].clone() if number in program.copied else self.received[index]
+            self._taint(t)
+            if number in program.outgoing:  # changed in place here, and passed on
+                self.sent[number] = t
+        self.placed[number] = t
+        return t
+
+    def _state(self, leaf: ParamRef) -> Tensor:
+        module, _, key = leaf.name.rpartition(".")
+        return getattr(self.owner.model.get_submodule(module), key)
+
+    def follow(self, before: Any, after: Any) -> None:
+        """What replaces a tensor depends on what that one did."""
+        if after is not None and any(self._is_tainted(t) for t in tensors_in(before)):
+            for t in tensors_in(after):
+                self._taint(t)
+
+    def _taint(self, t: Tensor) -> None:
+        self.tainted[id(t)] = weakref.ref(t)
+
+    def _note_changed(self, item: PathNode, args: tuple, kwargs: dict) -> None:
+        for at in item.changed:
+            t = argument_at(at, args, kwargs)
+            if not self._is_tainted(t):
+                self._taint(t)
+                self.dirty.add(storage_id(t))

@@ -1,0 +1,47 @@
+"""Copies of a model with other tensors, and ops on tensors without elements."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from weft._torch.tensors import (
+    FakeTensor,
+)
+from weft.core import UnsupportedModel
+
+from .functions import GROUPED
+
+
+def twin_model(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a model with other parameters and buffers. Raises CannotCut."""
+    memo = {id(t): replace(t) for t in (*model.parameters(), *model.buffers())}
+    try:
+        return copy.deepcopy(model, memo)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError) as problem:
+        raise UnsupportedModel(
+            "model",
+            type(model).__name__,
+            f"it cannot be copied ({problem})",
+            "keep such attributes out of the model",
+        ) from problem
+
+
+def run_op(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What an op gives. Without data torch knows the shape of grouped matmuls in bf16 alone, and
+    here it is of any."""
+    first, second = args[:2] if func._overloadpacket is GROUPED else (None, None)
+    if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
+        if first.ndim == 2 and second.ndim == 3:
+            return first.new_empty((first.shape[0], second.shape[2]))
+        if first.ndim == second.ndim == 2:
+            offsets = args[2] if len(args) > 2 else kwargs["offs"]
+            return first.new_empty((len(offsets), first.shape[0], second.shape[1]))
+    return func(*args, **kwargs)
+
+
+def is_weight(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)

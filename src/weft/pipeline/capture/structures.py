@@ -1,0 +1,134 @@
+"""Structures of tensors: nested tuples, lists, dicts and dataclasses that a module takes or returns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.core import InputRef, OpaqueRef, ParamRef, TensorRef
+
+_LEAF = (Tensor, TensorRef, InputRef, ParamRef)
+SIMPLE = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+)
+
+
+def tensors_in(structure: Any) -> list[Any]:
+    """The tensors (or what stands for them) in nested tuples, lists, dicts and dataclasses, in
+    order."""
+    found: list[Any] = []
+    _collect(structure, found)
+    return found
+
+
+def _collect(structure: Any, found: list[Any]) -> None:
+    if isinstance(structure, _LEAF):
+        found.append(structure)
+    elif not isinstance(structure, SIMPLE):
+        for part in _parts(structure):
+            _collect(part, found)
+
+
+def _parts(structure: Any) -> Iterable[Any]:
+    if isinstance(structure, (tuple, list)):
+        return structure
+    if isinstance(structure, dict):
+        return structure.values()
+    if _is_record(structure):
+        return [getattr(structure, f.name) for f in dataclasses.fields(structure)]
+    return ()
+
+
+def rebuild(
+    structure: Any, replace: Callable[[Any], Any], other: Callable[[Any], Any] = lambda part: part
+) -> Any:
+    """The same structure with every tensor (or what stands for one) replaced; `other` replaces what
+    is no structure."""
+    if isinstance(structure, _LEAF):
+        return replace(structure)
+    if isinstance(structure, (tuple, list)):
+        parts = [rebuild(part, replace, other) for part in structure]
+        kind = type(structure)
+        return (
+            parts
+            if kind is list
+            else tuple(parts)
+            if kind is tuple
+            else getattr(kind, "_make", kind)(parts)
+        )
+    if isinstance(structure, dict):
+        made = copy.copy(structure)
+        for key, part in structure.items():
+            made[key] = rebuild(part, replace, other)
+        return made
+    if _is_record(structure):
+        made = copy.copy(structure)
+        for f in dataclasses.fields(structure):
+            object.__setattr__(made, f.name, rebuild(getattr(structure, f.name), replace, other))
+        return made
+    return other(structure)
+
+
+def _is_record(structure: Any) -> bool:
+    return dataclasses.is_dataclass(structure) and not isinstance(structure, (type, OpaqueRef))
+
+
+def arguments(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[tuple[InputRef, Tensor]]:
+    """Every tensor among the arguments, and how to find it again."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        for index, tensor in enumerate(tensors_in(value)):
+            yield InputRef(place, index), tensor
+
+
+def argument_at(at: InputRef, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
+    """The tensor that stands there among the arguments."""
+    return tensors_in(argument(at.argument, args, kwargs))[at.index]
+
+
+def argument(place: int | str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    return args[place] if isinstance(place, int) else kwargs[place]
+
+
+def other_leaves(structure: Any) -> list[Any]:
+    """What is neither a tensor nor a container in a structure."""
+    found: list[Any] = []
+    rebuild(structure, lambda t: None, found.append)
+    return found
+
+
+def numbers_in(structure: Any) -> list[Any]:
+    return [part for part in other_leaves(structure) if isinstance(part, (int, float))]
+
+
+def unknown_classes(structure: Any) -> list[str]:
+    """The classes of objects in it that are neither structures of tensors nor were given."""
+    return [
+        part.kind
+        for part in other_leaves(structure)
+        if isinstance(part, OpaqueRef) and part.argument is None
+    ]
+
+
+def tensors_inside(part: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors in the attributes of an object."""
+    if isinstance(part, Tensor):
+        yield part
+    elif depth and not isinstance(part, (nn.Module, type, *SIMPLE)):
+        for inner in (*_parts(part), *getattr(part, "__dict__", {}).values()):
+            yield from tensors_inside(inner, depth - 1)

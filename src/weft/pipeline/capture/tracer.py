@@ -1,0 +1,405 @@
+"""Record one forward of a model as a ForwardGraph.
+
+Nothing is compiled and no Python is replayed: functions are seen through a TorchFunctionMode, and
+module calls as they happen, so any forward can be recorded. A model on the meta device runs on
+FakeTensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from weft._torch.modules import intercept_calls, original_call
+from weft._torch.tensors import (
+    NEEDS_ELEMENTS,
+    fake_mode,
+    make_fake,
+    quiet_fake_tensors,
+    storage_id,
+)
+from weft.core import InputRef, NeedsData, OpaqueRef, ParamRef, TensorRef, UnsupportedModel
+
+from .functions import GROUPED, METADATA, RANDOM, count_dropouts, name_of, tensors_read
+from .graph import ForwardGraph, GraphNode, ParamInfo, TensorInfo, containers_of
+from .model_copy import is_weight, run_op, twin_model
+from .source_lines import CHECKPOINT, FUNCTION, source_line, source_text, user_frames
+from .structures import SIMPLE, arguments, rebuild, tensors_in, tensors_inside
+
+
+def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0) -> ForwardGraph:
+    """Trace one forward of `model` (training mode, modules frozen in evaluation mode stay so) on
+    these arguments.
+
+    The model is not changed and its forward not edited. If any parameter is on the meta device,
+    none needs data; then a forward that reads an element of a tensor into Python cannot be charted.
+    `profile`: how many further runs are timed (each module call's seconds forward; needs a model
+    with data). Raises CannotCut.
+    """
+    abstract = any(p.is_meta for p in model.parameters())
+    if abstract and profile:
+        raise UnsupportedModel(
+            "cut",
+            "time",
+            "a model without data has no times",
+            "plan with the real model, or cut by flops",
+        )
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    if abstract:
+        mode = fake_mode()
+        traced = twin_model(
+            model, lambda t: make_fake(mode, t, device) if t.is_meta or is_weight(t) else t.clone()
+        )
+    else:
+        traced = twin_model(model, lambda t: t if is_weight(t) else t.clone())
+    if not model.training:
+        traced.train()
+    inputs = rebuild(dict(inputs), lambda t: t.to(device))
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        trace = _ForwardTracer(traced)
+        try:
+            with quiet_fake_tensors():
+                trace.run(inputs)
+        except NEEDS_ELEMENTS as problem:
+            raise NeedsData(
+                "model",
+                type(model).__name__,
+                f"its forward reads elements of a tensor into Python at {trace.line}:"
+                f" `{trace.text}`",
+                "plan with the real model, not on the meta device",
+            ) from problem
+        clock = tuple(_clock(traced, inputs, device) for _ in range(profile))
+    finished = trace.chart(model)
+    calls = len(finished.calls())
+    if any(len(run) != calls + 1 for run in clock):
+        raise UnsupportedModel(
+            "cut",
+            "time",
+            "its forward calls other modules each time",
+            "cut by flops or by parameters",
+        )
+    return dataclasses.replace(finished, clock=clock)
+
+
+def _clock(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> tuple[float, ...]:
+    begun: list[float] = []
+
+    def tick() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun.append(time.perf_counter())
+
+    def handler(module: nn.Module) -> Callable:
+        call = original_call(module)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            tick()
+            return call(*args, **kwargs)
+
+        return timed
+
+    with intercept_calls([(m, handler(m)) for m in model.modules()]):
+        model(**inputs)
+    tick()
+    return tuple(t - begun[0] for t in begun)
+
+
+class _Flops(TorchDispatchMode):
+    """Counts floating-point operations of the matrix products that it sees."""
+
+    total = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = run_op(func, args, kwargs or {})
+        packet = func._overloadpacket
+        if packet is GROUPED:
+            self.total += 2.0 * out.numel() * args[0].shape[-1]
+        elif packet in flop_registry:
+            self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            self.total += sdpa_flop_count(*(t.shape for t in args[:3]))
+        return out
+
+
+_WRITTEN = "was made by code without weights, which every stage runs, and then changed in place"
+_UNSEEN = "was made by something that is no PyTorch function"
+
+
+class _ForwardTracer(TorchFunctionMode):
+    """Sees what a forward does. A tensor is tracked once it depends on weights or buffers, or a
+    call returned it."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.state = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
+        self.buffers = {n for n, _ in model.named_buffers()}
+        self.homes = {
+            storage_id(t): n for n, t in model.named_buffers()
+        }  # what a view, or `.data`, has of a buffer
+        self.modules = dict(model.named_modules())
+        self.events: list[GraphNode] = []
+        self.tensors: list[TensorInfo] = []
+        self.numbers: dict[int, int] = {}  # id of a tensor -> its number
+        self.alive: list[
+            Tensor
+        ] = []  # by number; ids and storages stay theirs while the trace lasts
+        self.sharing: dict[int, list[int]] = {}  # storage -> the tensors on it
+        self.dirty: dict[
+            int, int
+        ] = {}  # storage of an untracked tensor that was written to -> the number it got
+        self.open: list[int] = []
+        self.began: list[int] = []  # how many tensors there were when these calls began
+        self.changed: set[str] = set()
+        self.flops = _Flops()
+        self.line, self.text = "?", ""
+
+    def run(self, inputs: Mapping[str, Any]) -> None:
+        handlers = [(module, self._handler(name, module)) for name, module in self.modules.items()]
+        with intercept_calls(handlers), self.flops, self:
+            self.model(**inputs)
+        for name, buffer in self.model.named_buffers():
+            number = self.numbers.get(id(buffer))
+            if (
+                id(buffer) not in self.state and number is not None
+            ):  # a new tensor in the place of the old
+                self.changed.add(name)
+                for index in self._around(self.tensors[number].birth):
+                    self.events[index].buffers[name] = None
+
+    def _around(self, index: int) -> Iterator[int]:
+        """This event and the calls that it is in."""
+        while index >= 0:
+            yield index
+            index = self.events[index].parent
+
+    def chart(self, model: nn.Module) -> ForwardGraph:
+        every = dict(model.named_modules(remove_duplicate=False))
+        first = {module: name for name, module in model.named_modules()}
+        names: dict[int, list[str]] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(p), []).append(name)
+        # an autograd function makes its results differentiable when it is done
+        made = [
+            dataclasses.replace(t, differentiable=a.requires_grad)
+            for t, a in zip(self.tensors, self.alive)
+        ]
+        return ForwardGraph(
+            tuple(self.events),
+            tuple(made),
+            {n: ParamInfo(tuple(names[id(p)]), p.numel()) for n, p in model.named_parameters()},
+            frozenset(self.changed),
+            {name: first[module] for name, module in every.items()},
+            containers_of(self.model),
+        )
+
+    # ---- module calls ----
+
+    def _handler(self, name: str, module: nn.Module) -> Callable:
+        call = original_call(module)
+
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            return self._call(name, call, args, kwargs)
+
+        return handler
+
+    def _call(self, name: str, call: Callable, args: tuple, kwargs: dict) -> Any:
+        for _, t in arguments(args, kwargs):
+            known = id(t) in self.numbers or id(t) in self.state or storage_id(t) in self.dirty
+            if t.requires_grad and not known:
+                self._number(t, max(len(self.events) - 1, 0), _UNSEEN)
+        index, first, flops = self._begin(name, True), len(self.tensors), self.flops.total
+        event = self.events[index]
+        self.open.append(index)
+        self.began.append(first)
+        try:
+            out = call(*args, **kwargs)
+        finally:
+            self.open.pop()
+            self.began.pop()
+        event.output = self._described(out, index, args, kwargs)
+        self._finish(event, first, flops)
+        return out
+
+    # ---- functions ----
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
+        reads = [t for t in tensors_read(func, args, kwargs) if self._tracked(t)]
+        if not reads and func not in RANDOM:
+            return self._light(func, args, kwargs)
+        index, first, flops = self._begin(name_of(func), False), len(self.tensors), self.flops.total
+        event = self.events[index]
+        self.line, self.text = event.line, event.text
+        for t in reads:
+            self._reads(event, t, index)
+        before = [(at, t, t._version, t.shape) for at, t in arguments(args, kwargs)]
+        out = func(*args, **kwargs)
+        event.random = func in RANDOM
+        event.dropouts = count_dropouts(func, args, kwargs)
+        event.changed = tuple(at for at, t, version, _ in before if t._version != version)
+        event.reshapes = any(t.shape != shape for _, t, _, shape in before)
+        for _, t, version, _ in before:
+            if t._version != version:
+                self._writes(event, t, index)
+        if func in (
+            F.batch_norm,
+            F.instance_norm,
+        ):  # their kernels update statistics without a trace
+            self._statistics(func, args, kwargs)
+        kept = {id(t) for _, t, version, _ in before if t._version == version}
+        # what is returned as it came may be another tensor at other types: `x.float()`
+        out = rebuild(out, lambda t: t.view_as(t) if id(t) in kept else t)
+        event.output = self._described(out, index, args, kwargs)
+        event.asks = not tensors_in(out) and not event.changed
+        self._finish(event, first, flops)
+        return out
+
+    def _light(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """What reads nothing that is tracked, but may write to a buffer's memory."""
+        touched = [
+            (self.homes[storage_id(t)], t, t._version)
+            for _, t in arguments(args, kwargs)
+            if storage_id(t) in self.homes
+        ]
+        out = func(*args, **kwargs)
+        for name, t, version in touched:
+            if t._version != version:
+                self._changes(name)
+        return out
+
+    def _changes(self, name: str) -> None:
+        """The call that runs changes this buffer."""
+        self.changed.add(name)
+        for index in self.open:
+            self.events[index].buffers[name] = None
+
+    def _tracked(self, t: Tensor) -> bool:
+        if id(t) in self.numbers or id(t) in self.state or t.requires_grad or type(t) is not Tensor:
+            return True
+        return bool(self.dirty) and storage_id(t) in self.dirty
+
+    def _reads(self, event: GraphNode, t: Tensor, index: int) -> None:
+        name = self.state.get(id(t))
+        if name is not None:
+            (event.buffers if name in self.buffers else event.weights)[name] = None
+        elif id(t) not in self.numbers:
+            written = self.dirty.get(storage_id(t))
+            event.reads.add(self._number(t, index, _UNSEEN) if written is None else written)
+        else:
+            event.reads.add(self.numbers[id(t)])
+
+    def _writes(self, event: GraphNode, t: Tensor, index: int) -> None:
+        name = self.state.get(id(t))
+        if name is not None:
+            self.changed.add(name)
+            return
+        home = self.homes.get(storage_id(t))
+        if home is not None:
+            self._changes(home)
+            event.buffers[home] = None
+        if id(t) not in self.numbers:
+            if home is not None:
+                return
+            self.dirty.setdefault(storage_id(t), self._number(t, index, _WRITTEN))
+        event.writes |= set(self.sharing[storage_id(t)])  # a view changes with its base
+
+    def _statistics(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        bound = inspect.signature(func).bind(*args, **kwargs).arguments
+        if bound.get("training", bound.get("use_input_stats", func is F.instance_norm)):
+            for key in ("running_mean", "running_var"):
+                name = self.state.get(id(bound.get(key)))
+                if name is not None:
+                    self.changed.add(name)
+
+    # ---- both ----
+
+    def _begin(self, name: str, call: bool) -> int:
+        parent = self.open[-1] if self.open else -1
+        self.events.append(
+            GraphNode(name, call, parent, source_line(), source_text(), self._within(call))
+        )
+        return len(self.events) - 1
+
+    def _within(self, call: bool) -> str:
+        """The autograd function or checkpoint between what begins and the module call that it is
+        in."""
+        found, own = "", call
+        for frame in user_frames():
+            if frame.f_code is _ForwardTracer._call.__code__:
+                if not own:
+                    break
+                own = False
+            elif frame.f_code.co_filename == FUNCTION and frame.f_code.co_name == "apply":
+                return frame.f_locals["cls"].__name__
+            elif frame.f_code.co_filename == CHECKPOINT:
+                found = "checkpoint"
+        return found
+
+    def _finish(self, event: GraphNode, first: int, flops: float) -> None:
+        event.end = len(self.events) - 1
+        event.made = range(first, len(self.tensors))
+        event.flops = self.flops.total - flops
+        outer = self.events[event.parent] if event.parent >= 0 else None
+        if outer is None:
+            return
+        began = self.began[-1]
+        outer.reads |= {n for n in event.reads if n < began}
+        outer.writes |= {n for n in event.writes if n < began}
+        outer.weights |= event.weights
+        outer.buffers |= event.buffers
+        outer.random |= event.random
+
+    def _number(self, t: Tensor, index: int, home: str = "") -> int:
+        number = self.numbers[id(t)] = len(self.tensors)
+        event = self.events[index]
+        name = f"`{event.text}` at {event.line}"
+        self.tensors.append(
+            TensorInfo(name, index, tuple(t.shape), t.dtype, t.requires_grad, storage_id(t), home)
+        )
+        self.sharing.setdefault(storage_id(t), []).append(number)
+        self.alive.append(t)
+        return number
+
+    def _described(self, out: Any, index: int, args: tuple, kwargs: dict) -> Any:
+        """The structure with what stands for its tensors."""
+        came = {id(t): at for at, t in arguments(args, kwargs)}
+        event = self.events[index]
+
+        def stand_in(t: Tensor) -> TensorRef | InputRef | ParamRef:
+            if id(t) in came:
+                return came[id(t)]
+            if id(t) in self.state:
+                return ParamRef(self.state[id(t)])
+            if id(t) not in self.numbers:
+                self._number(t, index)
+            return TensorRef(self.numbers[id(t)])
+
+        handed = {id(part): place for place, part in [*enumerate(args), *kwargs.items()]}
+
+        def other(part: Any) -> Any:
+            if isinstance(part, SIMPLE):
+                return part
+            event.hidden |= {
+                self.numbers[id(t)] for t in tensors_inside(part) if id(t) in self.numbers
+            }
+            return OpaqueRef(type(part).__name__, handed.get(id(part)))
+
+        return rebuild(out, stand_in, other)
