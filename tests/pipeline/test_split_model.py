@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
-from weft.pipeline.capture.placeholder import PlaceholderTensor
 
 from tests.staged import STAGED
 from weft.core.errors import UnsupportedModel
@@ -29,6 +28,7 @@ from weft.nn.dropout_rng import Randomness
 from weft.nn.module_roles import find_roles
 from weft.pipeline.capture.functions import count_dropouts
 from weft.pipeline.capture.model_copy import is_weight, twin_model
+from weft.pipeline.capture.placeholder import PlaceholderTensor
 from weft.pipeline.capture.split_points import split_points
 from weft.pipeline.capture.structures import tensors_in
 from weft.pipeline.capture.tracer import trace_forward
