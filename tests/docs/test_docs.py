@@ -214,6 +214,29 @@ def test_what_a_page_names_exists(page: Path, law: Any) -> None:
     assert not law(page)
 
 
+def long_lines(page: Path) -> list[str]:
+    """Lines of prose over 100 columns; tables, code, links and pictures may be longer."""
+    prose = re.sub(r"^( *)```.*?^\1```", "", read(page), flags=re.MULTILINE | re.DOTALL)
+    return [
+        f"{name_of(page)}: {line[:40]}..."
+        for line in prose.splitlines()
+        if len(line) > 100 and " " in line[:100] and not line.lstrip().startswith(("|", "!["))
+    ]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        p
+        for p in PAGES
+        if not p.is_relative_to(ROOT / "benchmarks") and p.parent.name != "reference"
+    ],
+    ids=name_of,
+)
+def test_prose_keeps_within_100_columns(page: Path) -> None:
+    assert not long_lines(page)
+
+
 # ---- the laws themselves -------------------------------------------------------------------------
 
 
@@ -227,6 +250,8 @@ def test_each_law_fails_on_a_planted_fault(tmp_path: Path) -> None:
     assert missing_paths(page) == ["page.md: src/weft/core/nonesuch.py"]
     assert missing_names(page) == ["page.md: weft.core.nonesuch"]
     assert missing_imports(page) == ["page.md: weft.core.nonesuch"]
+    page.write_text("word " * 30 + "\n| " + "cell " * 30 + "|\n```\n" + "code " * 30 + "\n```\n")
+    assert long_lines(page) == ["page.md: word word word word word word word word ..."]
     assert missing_rows(["ring", "gone"], "| `ring` | text |\n\nthe word `gone`") == ["gone"]
 
     class Table(BaseModel):
