@@ -16,6 +16,7 @@ from weft.core.errors import ConfigError
 from weft.core.schedule import Action, Schedule
 from weft.pipeline import schedules
 from weft.pipeline.schedules import solved
+from weft.pipeline.schedules._scheduling_problem import SchedulingProblem
 from weft.pipeline.simulator import simulate
 from weft.pipeline.timeline import Timeline
 from weft.pipeline.validate import find_faults
@@ -98,7 +99,7 @@ def test_beats_the_fixed_ones_where_stages_are_uneven(
 def test_its_clock_is_the_simulator_s(split: bool) -> None:
     for seed in range(5):
         costs = uneven(seed, 6)
-        problem = solved._Problem(3, 5, costs, None, "v", 2, split)
+        problem = SchedulingProblem(3, 5, costs, None, "v", 2, split)
         found = solved.build(
             3, 5, costs=costs, placement="v", chunks=2, split=split, evaluations=60
         )
@@ -175,8 +176,8 @@ def test_every_size_is_sound(ranks: int) -> None:
 
 @pytest.mark.parametrize("names", [("gpipe", "1f1b"), ("1f1b", "gpipe")])
 def test_of_equally_fast_ones_the_least_memory(names: tuple[str, str]) -> None:
-    problem = solved._Problem(3, 6, ActionCosts(), None, "loop", 1, split=False)
-    search = solved._Search(problem, random.Random(0))
+    problem = SchedulingProblem(3, 6, ActionCosts(), None, "loop", 1, split=False)
+    search = solved._ScheduleSearch(problem, random.Random(0))
     search.makespan = search.peak = math.inf
     for name in names:
         orders = problem.orders(schedules.make_schedule(name, 3, 6))
@@ -197,7 +198,7 @@ def test_each_search_is_worth_its_time(step: str, monkeypatch: pytest.MonkeyPatc
 
     several = [uneven(seed, 8) for seed in range(4)]
     whole = total()
-    monkeypatch.setattr(solved._Search, step, lambda self, count: None)
+    monkeypatch.setattr(solved._ScheduleSearch, step, lambda self, count: None)
     assert total() > whole * 1.003
 
 

@@ -1,0 +1,144 @@
+"""ForwardPath: the part of a recorded forward that is divided among pipeline stages."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from weft.core import TensorRef, UnsupportedModel, nearest
+
+from .capture.graph import ForwardGraph
+from .capture.structures import tensors_in
+
+
+class ForwardPath:
+    """The events of a forward that stages divide, and where each stage begins.
+
+    A call that contains a split point is open. The path has what open calls do directly, each a
+    whole module call or a function, as far as it depends on weights or random numbers: every stage
+    runs the rest by itself.
+
+    `starts`: the event with which each stage but the first begins. `last`: the last stage.
+    `open_calls` and `nodes`: events. `weight_dependent`: tensors. `writers`: tensor -> the nodes
+    that make or change it. `makers`: tensor -> the node that makes it.
+    """
+
+    def __init__(self, graph: ForwardGraph, points: Sequence[str]):
+        self.graph, self.points = graph, points
+        self.starts = self._find_starts()
+        self.last = len(points)
+        self.open_calls = {0} | {
+            outer for start in self.starts for outer in self.enclosing_calls(start)
+        }
+        self._find_nodes(set())
+        unseen = {n for n, t in enumerate(graph.tensors) if t.home and n not in self.writers}
+        self.weight_dependent |= unseen
+
+    def _find_nodes(self, counted: set[str]) -> None:
+        """Find the path. All calls of the modules `counted` are on it, since some of them are."""
+        self.nodes: list[int] = []  # what depends on weights: the rest is done again by every stage
+        self.weight_dependent: set[int] = set()
+        self.writers: dict[int, list[int]] = {}
+        self.makers: dict[int, int] = {}
+        for index, event in enumerate(self.graph.events):
+            if event.parent not in self.open_calls or index in self.open_calls:
+                continue
+            if event.heavy(self.weight_dependent, self.graph.changed) or (
+                event.call and event.name in counted
+            ):
+                self.nodes.append(index)
+                self.weight_dependent |= {*event.made, *event.writes}
+                self.makers |= dict.fromkeys(event.made, index)
+                for number in (*event.made, *sorted(event.writes)):
+                    self.writers.setdefault(number, []).append(index)
+        called = {self.graph.events[i].name for i in self.nodes if self.graph.events[i].call}
+        if called != counted:
+            self._find_nodes(called)
+
+    def _find_starts(self) -> list[int]:
+        calls: dict[str, list[int]] = {}
+        for index in self.graph.calls():
+            calls.setdefault(self.graph.events[index].name, []).append(index)
+        starts: list[int] = []
+        for point in self.points:
+            name = self.graph.names.get(point)
+            if not name:
+                hint = nearest(point, [n for n in calls if n])
+                raise UnsupportedModel("pipeline.cut", point, "the model has no such module", hint)
+            if name not in calls:
+                raise UnsupportedModel(
+                    "pipeline.cut",
+                    point,
+                    "the forward never calls it",
+                    nearest(point, [n for n in calls if n]),
+                )
+            if len(calls[name]) > 1:
+                lines = ", ".join(dict.fromkeys(self.graph.events[i].line for i in calls[name]))
+                raise UnsupportedModel(
+                    "pipeline.cut",
+                    point,
+                    f"the forward calls it {len(calls[name])} times, at {lines}",
+                    "name a module that is called once",
+                )
+            if starts and calls[name][0] <= starts[-1]:
+                before = self.points[len(starts) - 1]
+                raise UnsupportedModel(
+                    "pipeline.cut",
+                    point,
+                    f"it runs no later than {before}, which is named before it",
+                    "name the modules in the order in which they run, each once",
+                )
+            self._check_reachable(point, calls[name][0])
+            starts.append(calls[name][0])
+        return starts
+
+    def enclosing_calls(self, index: int) -> list[int]:
+        """The calls that an event is in, innermost first."""
+        found = []
+        while (index := self.graph.events[index].parent) >= 0:
+            found.append(index)
+        return found
+
+    def _check_reachable(self, point: str, start: int) -> None:
+        event = self.graph.events[start]
+        inside = [self.graph.events[i] for i in self.enclosing_calls(start)]
+        held = next(
+            (e for e in inside if e.within),
+            event if event.within not in ("", "checkpoint") else None,
+        )
+        if held is not None:
+            what = (
+                "torch.utils.checkpoint"
+                if held.within in ("checkpoint", "CheckpointFunction")
+                else held.within
+            )
+            raise UnsupportedModel(
+                "pipeline.cut",
+                point,
+                f"it runs inside {what}, called at {held.line}: `{held.text}`",
+                "cut outside of it; of recomputation, leave it to weft instead of the model",
+            )
+
+    def stage_of(self, index: int) -> int:
+        return bisect_right(self.starts, index)
+
+    def first_stage(self, number: int) -> int:
+        """The stage that makes or first changes it."""
+        return self.stage_of(
+            self.writers[number][0] if number in self.writers else self.graph.tensors[number].birth
+        )
+
+    def tensor_name(self, number: int) -> str:
+        """Of a tensor, for people."""
+        if number in self.makers:
+            maker = self.graph.events[self.makers[number]]
+            places = [
+                p for p, leaf in enumerate(tensors_in(maker.output)) if leaf == TensorRef(number)
+            ]
+            if maker.call and places:
+                return f"output {places[0]} of {maker.name}"
+        return self.graph.tensors[number].name
+
+    def refusal(self, stage: int, problem: str, fix: str) -> UnsupportedModel:
+        """About the boundary before this stage."""
+        return UnsupportedModel("pipeline.cut", self.points[stage - 1], problem, fix)
