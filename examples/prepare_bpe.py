@@ -1,5 +1,5 @@
-"""Makes what llama_bpe.toml trains on: a Hugging Face dataset of the standard library's source and
-a BPE for it.
+"""Makes the data of llama_bpe.toml: a Hugging Face dataset of the standard library's source, and a
+BPE tokenizer for it.
 
     python examples/prepare_bpe.py  # writes corpus/dataset and corpus/tokenizer.json
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import datasets
 
-from weft.train.tokenizer import train_bpe
+from weft.train import train_bpe
 
 VOCAB = 1024  # as in llama/config.json
 MAX_BYTES = 2_000_000
