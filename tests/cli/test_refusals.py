@@ -362,3 +362,9 @@ def test_help_needs_no_torch(folder: Path) -> None:
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     assert "verify" in stdout
+
+
+def test_the_old_name_of_an_option_names_the_new_one() -> None:
+    result = weft_("plan", "small.toml", "--wide")
+    assert result.exit_code == 2
+    assert "is now called --exhaustive" in result.stderr

@@ -1,131 +1,124 @@
-"""What `weft draw` does: makes schedules, simulates them, and shows or writes the pictures."""
+"""`weft draw`: simulate and draw pipeline schedules."""
 
 from __future__ import annotations
 
-import inspect
-import json
-from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from weft.core import ActionCosts, ConfigError, Schedule, from_csv, to_csv
-from weft.pipeline import Timeline, perfetto, print_for_terminal, schedules, simulate, svg, text
+import typer
 
-Drawn = Sequence[tuple[Schedule, Timeline]]
+from weft.core import ConfigError
 
-
-def simulate_schedules(
-    names: Sequence[str],
-    ranks: int,
-    microbatches: int,
-    options: Mapping[str, str],
-    costs: ActionCosts,
-) -> list[tuple[Schedule, Timeline]]:
-    """Each schedule of these names or CSV files, and its timeline. One number in `costs` is of a
-    whole rank, whose stages share it, so that schedules of any number of stages do the same work.
-
-    `options` are JSON values, or text that is none. Of several schedules, each gets the options
-    that it has. Raises ConfigError for what cannot be made, and for an option that none of them
-    has.
-    """
-    made = [
-        _read(name)
-        if name.endswith(".csv")
-        else _make(name, names, ranks, microbatches, options, costs)
-        for name in names
-    ]
-    return [(one, simulate(one, costs.shared(one.placement))) for one in made]
+from .options import exit_codes, key_values
 
 
-def read_costs(path: Path) -> ActionCosts:
-    """Raises ConfigError."""
-    try:
-        return ActionCosts.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            "--costs", str(path), f"cannot be read ({error})", "name a costs.json"
-        ) from None
+def draw(
+    schedules: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCHEDULE...", help="Names such as 1f1b, CSV files, or package.module:function."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(help="Number of ranks of the pipeline.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Number of microbatches of one step.")] = 8,
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages on each rank, for schedules with that option.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="OPTION=VALUE", help="Set an option of the schedules."),
+    ] = None,
+    forward: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Seconds that one microbatch's forward takes on a rank, or a list with one number"
+                " for each stage: 1,2,1,1."
+            )
+        ),
+    ] = "1",
+    backward: Annotated[
+        str, typer.Option(help="Seconds of its backward for the gradient of the input.")
+    ] = "1",
+    weight: Annotated[
+        str, typer.Option(help="Seconds of its backward for the gradients of the weights.")
+    ] = "1",
+    update: Annotated[
+        str, typer.Option(help="Seconds of an optimizer step in an asynchronous schedule.")
+    ] = "0",
+    comm: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Seconds of a message to another rank, or a list with one number for each boundary"
+                " between stages."
+            )
+        ),
+    ] = "0",
+    activation: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Bytes that one microbatch keeps on a rank, or a list with one number for each"
+                " stage. 1 counts microbatches."
+            )
+        ),
+    ] = "1",
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--costs", metavar="FILE", help="Read these costs from a file of `weft train --trace`."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write .svg, .json (Perfetto, chrome://tracing) or .csv."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Simulate pipeline schedules, and draw them one under the other on one time axis."""
+    with exit_codes():
+        from weft.core import ActionCosts
 
+        from . import draw_schedules
 
-def write_picture(path: Path, drawn: Drawn) -> None:
-    """The picture that the file's suffix names. Raises ConfigError."""
-    labelled = _labelled(drawn)
-    if path.suffix == ".svg":
-        content = svg(labelled)
-    elif path.suffix == ".json":
-        content = perfetto(labelled)
-    elif path.suffix == ".csv" and len(drawn) == 1:
-        content = to_csv(drawn[0][0])
-    else:
-        raise ConfigError(
-            "--out",
-            str(path),
-            "not a file to draw in",
-            "name a .svg, a .json, or one schedule's .csv",
+        options = {
+            **({} if chunks is None else {"chunks": str(chunks)}),
+            **key_values(settings, "chunks=2"),
+        }
+        costs = ActionCosts(
+            forward_s=_numbers("--forward", forward),
+            backward_s=_numbers("--backward", backward),
+            weight_s=_numbers("--weight", weight),
+            update_s=_numbers("--update", update),
+            comm_s=_numbers("--comm", comm),
+            activation_bytes=_numbers("--activation", activation),
         )
+        if measured is not None:
+            costs = draw_schedules.read_costs(measured)
+        for name in schedules:
+            if ":" in name and not name.endswith(".csv"):
+                from weft.pipeline import schedules as known
+                from weft.train import resolve_callable
+
+                known.register(resolve_callable(name, field="schedule"), name)
+        drawn = draw_schedules.simulate_schedules(schedules, ranks, microbatches, options, costs)
+        if out is not None:
+            draw_schedules.write_picture(out, drawn)
+        if as_json:
+            typer.echo(draw_schedules.schedule_figures(drawn))
+        elif out is None:
+            draw_schedules.print_picture(drawn)
+
+
+def _numbers(option: str, text: str) -> float | tuple[float, ...]:
+    """One number, or several between commas."""
     try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            "--out", str(path), f"cannot be written ({error})", "name another file"
-        ) from None
-
-
-def print_picture(drawn: Drawn) -> None:
-    """Print the picture: as wide as the terminal, in colours where it has them."""
-    print_for_terminal(partial(text, _labelled(drawn)))
-
-
-def schedule_figures(drawn: Drawn) -> str:
-    """A JSON list: of each schedule its name and `Timeline.summary`."""
-    return json.dumps(
-        [{"schedule": made.name, **timeline.summary()} for made, timeline in drawn], indent=2
-    )
-
-
-def _labelled(drawn: Drawn) -> list[tuple[str, Timeline]]:
-    return [(made.name, timeline) for made, timeline in drawn]
-
-
-def _read(name: str) -> Schedule:
-    try:
-        content = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "schedule", name, f"cannot be read ({error})", "name a CSV file"
-        ) from None
-    made = from_csv(content, Path(name).stem)
-    schedules.require_valid(made)
-    return made
-
-
-def _make(
-    name: str,
-    names: Sequence[str],
-    ranks: int,
-    microbatches: int,
-    options: Mapping[str, str],
-    costs: ActionCosts,
-) -> Schedule:
-    takes = {
-        known: inspect.signature(build).parameters for known, build in schedules.registry().items()
-    }
-    own: dict[str, Any] = {
-        option: _value(value)
-        for option, value in options.items()
-        if option in takes.get(name, ())
-        or not any(option in takes.get(other, ()) for other in names)
-    }
-    if "costs" in takes.get(
-        name, ()
-    ):  # those of its stages, whose number does not depend on the microbatches
-        own["costs"] = costs.shared(schedules.make_schedule(name, ranks, 1, **own).placement)
-    return schedules.make_schedule(name, ranks, microbatches, **own)
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
+        found = tuple(map(float, text.split(",")))
     except ValueError:
-        return text
+        raise ConfigError(
+            option, text, "neither a number nor a list of numbers", "write 1.5 or 1,2,1,1"
+        ) from None
+    return found if len(found) > 1 else found[0]

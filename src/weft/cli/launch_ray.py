@@ -18,7 +18,7 @@ from weft.core import ConfigError, RunConfig, WeftError
 from weft.launch import Backend, join_replica, join_world
 from weft.train import check_output, replica_ranks
 
-from .train import train_and_compare
+from .train_run import train_and_compare
 
 STORE = "ray"  # the folder of Ray's own notes, in the run's
 

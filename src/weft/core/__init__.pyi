@@ -28,6 +28,7 @@ from .errors import (
     UnsupportedModel as UnsupportedModel,
     WeftError as WeftError,
     WorkerDied as WorkerDied,
+    check_renamed as check_renamed,
     nearest as nearest,
     require as require,
     require_known as require_known,

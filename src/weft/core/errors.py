@@ -20,6 +20,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from .renamed import RENAMED
+
 MANY = 100  # words that nobody reads
 # sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue
 STOPPED = 75
@@ -93,6 +95,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word: `did you mean "steps"?`, or the known words; of very many those
     most like it."""
     words = sorted(known)
+    if RENAMED.get(word) in words:
+        return f'it is now called "{RENAMED[word]}"'
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     if close:
         return f'did you mean "{close[0]}"?'
@@ -101,6 +105,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
             difflib.get_close_matches(word, words, n=5, cutoff=0)
         )
     return "known: " + ", ".join(words)
+
+
+def check_renamed(option: str) -> None:
+    """Raises ConfigError for the old name of an option of the command line."""
+    if option.startswith("--") and option in RENAMED:
+        now = RENAMED[option]
+        raise ConfigError("option", option, f"is now called {now}", f"write {now}")
 
 
 def require(field: str, value: object, kind: type, fits: Callable[..., bool], wanted: str) -> None:

@@ -116,7 +116,7 @@ class PlanReport:
             ),
         ]
         if found.habits:
-            lines += wrapped("only", [*sorted(found.habits), "see --wide"])
+            lines += wrapped("only", [*sorted(found.habits), "see --exhaustive"])
         if self.left_out:
             lines += wrapped("without", [left_out_text(one) for one in self.left_out])
         for note in self.notes:

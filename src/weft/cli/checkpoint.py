@@ -1,0 +1,88 @@
+"""`weft checkpoint`: show checkpoints, and convert weights to and from Hugging Face."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.core import ConfigError, nearest
+
+from .options import AsJson, Command, Output, Settings, exit_codes, load
+
+commands = typer.Typer(
+    no_args_is_help=True, help="Show checkpoints; convert weights to and from Hugging Face."
+)
+
+RunFolder = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="A run folder.", show_default=False)
+]
+AtStep = Annotated[int | None, typer.Option(help="The step. Default: the latest one.")]
+
+
+@commands.command(cls=Command)
+def show(
+    folder: RunFolder,
+    step: AtStep = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a run's checkpoints hold."""
+    with exit_codes():
+        from weft.checkpoint import describe_checkpoint, listing_text
+
+        found = describe_checkpoint(folder, step)
+        typer.echo(json.dumps(found) if as_json else listing_text(found, tensors))
+
+
+@commands.command(cls=Command)
+def export(
+    folder: RunFolder,
+    to: Annotated[
+        Path, typer.Option("--to", metavar="DIR", help="A directory that does not exist yet.")
+    ],
+    step: AtStep = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16. Default: the checkpoint's.")
+    ] = None,
+) -> None:
+    """Write a run's weights as a directory that transformers' from_pretrained loads."""
+    with exit_codes():
+        from weft.train import DTYPES, export_weights
+
+        if dtype is not None and dtype not in DTYPES:
+            raise ConfigError("--dtype", dtype, "is no dtype", nearest(dtype, DTYPES))
+        found = export_weights(folder, to, step, dtype)
+        typer.echo(
+            f"step {found.step}: {found.tensors} tensors, {found.nbytes:,} B, in {found.files}"
+            f" files -> {to}"
+        )
+
+
+@commands.command("import", cls=Command)
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A directory that save_pretrained wrote.", show_default=False
+        ),
+    ],
+    run_file: Annotated[
+        Path, typer.Option("--run", metavar="RUN.toml", help="The run that starts with it.")
+    ],
+    settings: Settings = None,
+    output: Output = None,
+) -> None:
+    """Write a transformers directory's weights as step 0 of a run, from which weft train RUN.toml
+    --resume starts."""
+    with exit_codes():
+        from weft.train import import_weights
+
+        run = load(run_file, settings, output=output)
+        found = import_weights(source, run)
+        typer.echo(
+            f"{found.tensors} tensors, {found.nbytes:,} B -> {run.output}; begin: weft train"
+            f" {run_file} --resume"
+        )

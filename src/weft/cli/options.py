@@ -1,0 +1,106 @@
+"""What the commands share: common options, reading the run file, errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from weft.core import ConfigError, Refusal, WeftError, check_renamed
+from weft.launch import launched_rank, note_error
+
+if TYPE_CHECKING:  # pydantic and torch are imported when a command runs: --help is to be fast
+    from weft.core import RunConfig
+
+RunFile = Annotated[
+    Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key of the run file, as in train.steps=20."
+    ),
+]
+LayoutOption = Annotated[
+    str | None,
+    typer.Option("--layout", help="Axes and sizes, as in dp2.tp2. Default: the run file's layout."),
+]
+Output = Annotated[
+    str | None, typer.Option(metavar="DIR", help="The run folder. Default: the run file's output.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Era = Annotated[
+    str | None,
+    typer.Option(help="The software whose speed is assumed: an era of the hardware file."),
+]
+
+
+class Command(TyperCommand):
+    """A command that refuses the old name of an option, and names the new one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with exit_codes():
+            for word in args:
+                check_renamed(word.partition("=")[0])
+        return super().parse_args(ctx, args)
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Print an error that weft raises on purpose as one message, and exit with its code."""
+    try:
+        yield
+    except WeftError as error:
+        joined = launched_rank()
+        # all ranks refuse with the same words: one prints them
+        if joined is None or joined[0] == 0 or not isinstance(error, Refusal):
+            typer.echo(f"weft: {error}", err=True)
+        note_error(str(error))
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        typer.echo("weft: interrupted", err=True)
+        raise typer.Exit(130) from None
+
+
+def load(
+    path: Path,
+    settings: list[str] | None = None,
+    layout: str | None = None,
+    output: str | None = None,
+) -> RunConfig:
+    """Read the run file, with the keys that the command line overrides. Raises Refusal."""
+    from weft.core import load_run
+
+    overrides = key_values(settings, "train.steps=20")
+    for key, text in (("layout.axes", layout), ("output", output)):
+        if text is not None:
+            overrides[key] = json.dumps(text)  # a string, even if it reads like a number
+    return load_run(path, overrides)
+
+
+def repeated_options(
+    settings: list[str] | None, layout: str | None, output: str | None
+) -> list[str]:
+    """The words with which another command loads the same run."""
+    options = [
+        ("--layout", layout),
+        *(("--set", text) for text in settings or []),
+        ("--output", output),
+    ]
+    return [word for option, text in options if text is not None for word in (option, text)]
+
+
+def key_values(settings: list[str] | None, example: str) -> dict[str, str]:
+    """Key -> value of each KEY=VALUE that --set was given. Raises ConfigError."""
+    pairs = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError("--set", setting, "has no =", f"write --set {example}")
+        pairs[key.strip()] = value.strip()
+    return pairs

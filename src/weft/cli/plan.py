@@ -1,0 +1,92 @@
+"""`weft plan`: find the fastest layouts on a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import AsJson, Era, RunFile, Settings, exit_codes, load
+
+
+def plan(
+    path: RunFile,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Hardware and number of devices: h100x64, a hardware file, or local for this"
+                " machine."
+            )
+        ),
+    ],
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "Search only layouts of this pattern, as in tp8.* or fsdp*+zero2.tp8. A complete"
+                " layout is estimated as it is."
+            )
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 10,
+    as_json: AsJson = False,
+    memory: Annotated[
+        float | None,
+        typer.Option("--max-memory", metavar="GIB", help="Memory of each device that may be used."),
+    ] = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT", help="Print every part of this layout's estimate with its formula."
+        ),
+    ] = None,
+    era: Era = None,
+    exhaustive: Annotated[
+        bool,
+        typer.Option(
+            "--exhaustive",
+            help="Search unusual layouts too, such as tensor parallelism over several nodes.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a run file with the best layout."),
+    ] = None,
+    settings: Settings = None,
+) -> None:
+    """Find the fastest layouts of RUN.toml that fit on a cluster, and say why others are slower or
+    do not fit."""
+    with exit_codes():
+        run = load(path, settings)
+
+        from weft.planner import (
+            explain_json,
+            explain_row,
+            plan_for_cluster,
+            row_figures,
+            write_run_file,
+        )
+
+        report, laid = plan_for_cluster(run, cluster, layout, era, memory, exhaustive, explain, top)
+        row = report.explained
+        if out is not None:
+            write_run_file(laid, out)
+        if as_json:
+            found = report.json(top)
+            if row is not None:
+                found |= {"explained": row_figures(row) | {"parts": explain_json(row)}}
+            typer.echo(json.dumps(found))
+        elif row is not None:
+            typer.echo(explain_row(row))
+        else:
+            typer.echo(report.text(top))
+            fits = report.best.fits
+            if out is not None:
+                next_step = f"; now weft train {out}" if fits else ", which does not fit"
+                typer.echo(f"\nwritten: {out}{next_step}")
+            elif fits:
+                name = f"{path.stem}-{report.question.cluster.hardware.name}.toml"
+                typer.echo(f"\nto train so: the same with --out {name}, then weft train {name}")

@@ -1,0 +1,265 @@
+"""`weft train`: a run of this host alone, one rank of a run that others started, or this host's
+part in one of several."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from weft.checkpoint import CHECKPOINTS, latest_step, quarantine_latest
+from weft.core import (
+    DRIVER,
+    STOPPED,
+    ConfigError,
+    DamagedCheckpoint,
+    LayoutError,
+    RunConfig,
+    dump_toml,
+)
+from weft.launch import (
+    AGENT,
+    Backend,
+    Rendezvous,
+    join_replica,
+    join_world,
+    launched_rank,
+    leave_world,
+    local_world_size,
+    log_line,
+    on_stop_signal,
+    quarantine_damaged,
+    rendezvous_store,
+    restart_count,
+    run_replicas,
+    run_with_restarts,
+    run_workers,
+    wait_as_spare,
+)
+from weft.planner import compare_with_prediction
+from weft.train import check_output, check_run, replica_ranks, server_replicas, shrink_to, train
+
+
+def train_and_compare(run: RunConfig, resume: bool, trace: bool = False, **options: Any) -> bool:
+    """Train as one rank, and print at the end what the planner expected of the run."""
+    return train(run, resume, trace, compare=compare_with_prediction, **options)
+
+
+def saved_step(run: RunConfig) -> int | None:
+    """The step of the run's latest checkpoint; None if it has none."""
+    return latest_step(Path(run.output) / CHECKPOINTS)
+
+
+def train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
+    """Train in processes of this host; whether it was stopped before the last step. Raises Refusal,
+    WeftError."""
+    check_run(run)
+    names = (DRIVER, *run.workers) if run.workers else ()
+    kept, set_aside = (
+        partial(saved_step, run),
+        partial(quarantine_latest, Path(run.output) / CHECKPOINTS),
+    )
+    while True:
+        try:
+            check_output(run, resume)
+            break
+        except DamagedCheckpoint as error:
+            quarantine_damaged(error, set_aside, kept)
+    world, worlds = run.world, replica_ranks(run)
+    threads, backend = run.train.threads, _backend(run, world)
+    if worlds:
+        needed = server_replicas(run)
+        return any(
+            run_replicas(
+                train_and_compare,
+                worlds,
+                run,
+                resume,
+                trace,
+                threads=threads,
+                backend=backend,
+                needed=needed,
+            )
+        )
+
+    def start(resume: bool) -> list:
+        return run_workers(
+            train_and_compare,
+            world,
+            run,
+            resume,
+            trace,
+            threads=threads,
+            backend=backend,
+            names=names,
+        )
+
+    return any(run_with_restarts(start, kept, set_aside, resume, run.checkpoint.restarts))
+
+
+def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
+    """Train as one rank of those that torchrun, srun or an agent of weft started; whether it was
+    stopped before the last step. Raises Refusal, WeftError."""
+    found, elastic = launched_rank(), run.layout.elastic or os.environ.get(AGENT) == "elastic"
+    assert found is not None
+    rank, ranks, _ = found
+    if ranks != run.world and (not elastic or run.workers):
+        raise world_size_error(run, "WORLD_SIZE", ranks)
+    laid = run if ranks == run.world else shrink_to(run, ranks)
+    world, worlds = laid.world, replica_ranks(laid)
+    if worlds and ranks != run.world:
+        raise _apart(run)
+    if not run.workers or rank == 0:  # workers need no data
+        check_run(laid)
+    again = AGENT in os.environ or restart_count() > 0
+    if again:
+        resume = saved_step(run) is not None
+    if not again or resume:
+        check_output(laid, resume)
+    if rank == 0 and ranks != run.world:
+        spare = f", {ranks - world} of them to stand by" if ranks > world else ""
+        log_line(
+            f"{ranks} ranks are here{spare}: layout {laid.layout.axes}, of {run.layout.axes} as"
+            " asked"
+        )
+    threads, backend = run.train.threads, _backend(run, local_world_size())
+    if worlds:
+        with join_replica(backend, threads, worlds):
+            return train_and_compare(run, resume, trace, again=again)
+    store = rendezvous_store()
+    if rank >= world:
+        return wait_as_spare(store, rank, ranks)
+    try:
+        with join_world(backend, threads, world, store):
+            stopped = train_and_compare(laid, resume, trace, again=again, asked=run)
+    except DamagedCheckpoint as error:
+        if rank == 0:  # whoever starts the ranks anew finds the one before
+            quarantine_damaged(
+                error,
+                partial(quarantine_latest, Path(run.output) / CHECKPOINTS),
+                partial(saved_step, run),
+            )
+        raise SystemExit(1) from None
+    except RuntimeError as error:
+        if AGENT not in os.environ or "by peer" not in str(error):
+            raise
+        log_line(
+            f"rank {rank}: a rank that it was connected to has gone"
+        )  # which says itself why, if it can
+        raise SystemExit(1) from None
+    if ranks > world:
+        leave_world(store, rank, ranks, stopped)
+    return stopped
+
+
+def train_as_host(
+    run: RunConfig,
+    count: tuple[int, int],
+    ranks: int | None,
+    meeting: Rendezvous,
+    resume: bool | None,
+    arguments: Sequence[str],
+) -> bool:
+    """This host's part in a run over `count`, from the least to the most hosts, each with so many
+    ranks; whether it was stopped before the last step. `resume`: None goes on from a checkpoint if
+    there is one; `arguments`: those with which the ranks are called. Raises Refusal, WeftError."""
+    with on_stop_signal(_stop):  # until there are ranks, which the agent then tells
+        return _host(run, count, ranks, meeting, resume, arguments)
+
+
+def _stop() -> None:
+    raise SystemExit(STOPPED)
+
+
+def _host(
+    run: RunConfig,
+    count: tuple[int, int],
+    ranks: int | None,
+    meeting: Rendezvous,
+    resume: bool | None,
+    arguments: Sequence[str],
+) -> bool:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        fix = "leave --nodes out, or start it without torchrun"
+        raise ConfigError(
+            "--nodes", f"{count[0]}:{count[1]}", "torchrun has started this process as a rank", fix
+        )
+    least, most = count
+    each = ranks or torch.cuda.device_count() or -(-run.world // most)
+    check_hosts(run, least, most, each)
+
+    def begin() -> None:
+        check_output(run, saved_step(run) is not None if resume is None else resume)
+
+    settings = dump_toml(run.model_copy(update={"folder": "."})) + f"{least} {most} {each}"
+    from weft.launch import (  # it brings much with it, which runs of one host do without
+        HostsSpec,
+        run_host,
+    )
+
+    hosts_of = HostsSpec(least, most, each, meeting, run.checkpoint.restarts)
+    name = "weft-" + re.sub(r"\W", "-", Path(run.output).name)
+    return run_host(
+        hosts_of,
+        name,
+        f"{crc32(settings.encode()):08x}",
+        ["-m", "weft", "train", *arguments],
+        begin,
+    )
+
+
+def check_hosts(run: RunConfig, least: int, most: int, each: int) -> None:
+    """All that is refused of a run over `least` to `most` hosts with `each` ranks on every one.
+    Raises Refusal."""
+    world = run.world
+    if world > most * each or (least == most and world != most * each):
+        raise world_size_error(run, "--nodes", most, f"{most * each} on {most} hosts")
+    if replica_ranks(run) and least < most:
+        raise _apart(run)
+    if run.workers and least < most:
+        problem = "each of its workers has what no other has, so all hosts are needed"
+        raise ConfigError("--nodes", f"{least}:{most}", problem, f"use --nodes {most}")
+    check_run(run)
+    if least < most:
+        for hosts in range(least, most):
+            shrink_to(run, hosts * each)
+
+
+def world_size_error(
+    run: RunConfig, field: str, value: int | None, what: str | None = None
+) -> LayoutError:
+    """There are not as many ranks as the run has: `value` of them, or `what`."""
+    here = f"and there are {what or value}"
+    if run.workers:
+        problem = f"a driver and {', '.join(run.workers)} are {run.world} processes, {here}"
+        return LayoutError(field, value, problem, f"use {run.world}")
+    fix = f'use {run.world} ranks, or a layout of as many ranks as there are, such as "dp{value}"'
+    return LayoutError(field, value, f"layout {run.layout.axes} has {run.world} ranks, {here}", fix)
+
+
+def _apart(run: RunConfig) -> ConfigError:
+    problem = (
+        f"replicas under {run.sync.name} go on by themselves without one that fails, and keep the"
+        " layout"
+    )
+    return ConfigError(
+        "sync.name", run.sync.name, problem, "use a fixed number of hosts, or allreduce"
+    )
+
+
+def _backend(run: RunConfig, local_ranks: int) -> Backend:
+    """NCCL if every rank of this host has a GPU of its own, else gloo on the CPU, as for workers by
+    name."""
+    gpus = torch.cuda.device_count()
+    if gpus and run.workers:
+        log_line(f"{', '.join(run.workers)} and the driver run on the CPU")
+        return "gloo"
+    if 0 < gpus < local_ranks:
+        log_line(f"{local_ranks} ranks and {gpus} GPUs on this host: running on the CPU")
+    return "nccl" if gpus >= local_ranks else "gloo"

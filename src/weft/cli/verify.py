@@ -1,0 +1,60 @@
+"""`weft verify`: compare layouts with one device."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .options import AsJson, RunFile, Settings, exit_codes, load
+
+
+def verify(
+    path: RunFile,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(help="A layout to verify; may be repeated. Default: the run file's layout."),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Optimizer steps after which the weights are compared.")
+    ] = 3,
+    as_json: AsJson = False,
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Verify every layout of this many ranks.")
+    ] = None,
+    settings: Settings = None,
+) -> None:
+    """Verify that loss, gradients and weights equal those of one device, and that the collectives
+    are the predicted ones."""
+    with exit_codes():
+        run = load(path, settings)
+
+        from weft.train import check_run
+        from weft.verification import exact_sync, result_table, runnable_layouts, verify_layouts
+
+        layouts = list(layout or [])
+        if world is not None:
+
+            def refused(axes: str, reason: Exception) -> None:
+                typer.echo(f"weft: left out {axes}: {reason}", err=True)
+
+            found = runnable_layouts(run, world, refused)
+            layouts += [axes for axes in found if axes not in layouts]
+        layouts = layouts or [str(run.layout.axes)]
+        check_run(run, layouts)
+        exact = exact_sync(run.sync)
+        if run.sync != exact:
+            typer.echo(
+                f"weft: [sync] {run.sync.name}, {run.sync.codec} changes numbers by design:"
+                f" verified with {exact.name}, {exact.codec}",
+                err=True,
+            )
+        report = verify_layouts(
+            run,
+            layouts,
+            steps,
+            lambda result: None if as_json else typer.echo(f"{result_table(result, steps)}\n"),
+        )
+        typer.echo(report.json() if as_json else report.verdict())
+        if not report.passed:
+            raise typer.Exit(1)
