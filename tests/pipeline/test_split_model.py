@@ -27,7 +27,7 @@ from weft.engine.pipeline.stage_forward import StageForward
 from weft.nn.dropout_rng import Randomness
 from weft.nn.module_roles import find_roles
 from weft.pipeline.capture.functions import count_dropouts
-from weft.pipeline.capture.model_copy import is_weight, twin_model
+from weft.pipeline.capture.model_copy import copy_with_tensors, is_parameter
 from weft.pipeline.capture.placeholder import PlaceholderTensor
 from weft.pipeline.capture.split_points import split_points
 from weft.pipeline.capture.structures import tensors_in
@@ -797,7 +797,7 @@ def test_a_weight_that_the_sample_missed_is_where_its_module_is() -> None:
 
 
 def to_meta(tensor: Tensor) -> Tensor:
-    return nn.Parameter(tensor.detach().to("meta")) if is_weight(tensor) else tensor.to("meta")
+    return nn.Parameter(tensor.detach().to("meta")) if is_parameter(tensor) else tensor.to("meta")
 
 
 # ---- the chart -----------------------------------------------------------------------------------
@@ -807,7 +807,7 @@ def to_meta(tensor: Tensor) -> Tensor:
 def test_a_chart_needs_no_data(name: str) -> None:
     model, inputs = subject(name)
     points = atoms(model, inputs)
-    real, meta = (trace_forward(m, inputs) for m in (model, twin_model(model, to_meta)))
+    real, meta = (trace_forward(m, inputs) for m in (model, copy_with_tensors(model, to_meta)))
     staging, *others = (
         split_stages(c, points[1::2]) for c in (real, meta, pickle.loads(pickle.dumps(real)))
     )

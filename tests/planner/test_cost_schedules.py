@@ -33,7 +33,7 @@ LEAST = {"zb-h1": 0.85, "zb-h2": 0.8, "interleaved-zb": 0.75, "zb-v": 0.7, "dual
 
 def briefly(made: Schedule, times: Three) -> ScheduleSummary:
     numbers = (made.ranks, made.microbatches, made.stages // made.ranks, *times)
-    found = schedules.brief(made.name)(*(np.array([float(n)]) for n in numbers))
+    found = schedules.summarize(made.name)(*(np.array([float(n)]) for n in numbers))
     return ScheduleSummary(*(float(np.broadcast_to(each, 1)[0]) for each in found))
 
 
@@ -116,9 +116,9 @@ def test_what_has_no_closed_form_is_walked_through(
     there = p > 1
     found, want = (
         replay_schedule("own", there, p, m, v, *times),
-        schedules.brief(name)(p, m, v, *times),
+        schedules.summarize(name)(p, m, v, *times),
     )
-    assert schedules.brief("own") is None
+    assert schedules.summarize("own") is None
     for each, closed in zip(found, want, strict=True):
         assert each[there] == pytest.approx(np.broadcast_to(closed, 4)[there])
     assert (found.idle_s[3], found.first[3], found.last[3]) == (0, 1, 1)
@@ -129,9 +129,9 @@ def test_arrays_are_priced_at_once() -> None:
     p, m, v = (np.array(column) for column in zip(*grid, strict=True))
     one = np.ones(len(grid))
     for name in schedules.builtin_schedules():
-        together = np.broadcast_arrays(*schedules.brief(name)(p, m, v, one, 2 * one, 0.5 * one))
+        together = np.broadcast_arrays(*schedules.summarize(name)(p, m, v, one, 2 * one, 0.5 * one))
         for i, (ranks, microbatches, chunks) in enumerate(grid):
-            alone = schedules.brief(name)(
+            alone = schedules.summarize(name)(
                 *(np.array([n]) for n in (ranks, microbatches, chunks, 1.0, 2.0, 0.5))
             )
             assert [each[i] for each in together] == [

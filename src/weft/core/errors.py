@@ -4,7 +4,7 @@
     ├── Refusal              what was asked for cannot be done; raised before any process starts   exit 2
     │   ├── ConfigError      a key or value of RUN.toml or of the command line
     │   ├── LayoutError      a layout that does not parse, fit the world, or divide the batch
-    │   ├── CannotCut        a strategy on a model that it cannot cut
+    │   ├── UnsupportedModel        a strategy on a model that it cannot cut
     │   │   └── NeedsData    ... which may be able to, given one with weights
     │   ├── CheckpointError  a truncated, foreign or mismatched checkpoint
     │   └── DataError        a missing or unreadable dataset

@@ -179,7 +179,7 @@ def block_lists(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -> Roles:
-    """The roles of a model's modules. Raises CannotCut or ConfigError for a declared role that does
+    """The roles of a model's modules. Raises UnsupportedModel or ConfigError for a declared role that does
     not fit."""
     modules = dict(model.named_modules())
     table = _declared(modules, declared or {})

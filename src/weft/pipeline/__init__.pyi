@@ -1,9 +1,9 @@
 from . import draw as draw, schedules as schedules
 from .capture.functions import (
-    GROUPED as GROUPED,
-    METADATA as METADATA,
-    RANDOM as RANDOM,
-    name_of as name_of,
+    GROUPED_MM as GROUPED_MM,
+    METADATA_FUNCTIONS as METADATA_FUNCTIONS,
+    RANDOM_FUNCTIONS as RANDOM_FUNCTIONS,
+    function_name as function_name,
     tensors_read as tensors_read,
 )
 from .capture.graph import (
@@ -11,7 +11,11 @@ from .capture.graph import (
     GraphNode as GraphNode,
     containers_of as containers_of,
 )
-from .capture.model_copy import is_weight as is_weight, run_op as run_op, twin_model as twin_model
+from .capture.model_copy import (
+    copy_with_tensors as copy_with_tensors,
+    is_parameter as is_parameter,
+    run_op_without_data as run_op_without_data,
+)
 from .capture.placeholder import (
     PlaceholderTensor as PlaceholderTensor,
     SkippedShapes as SkippedShapes,
@@ -20,11 +24,11 @@ from .capture.placeholder import (
 from .capture.source_lines import source_line as source_line
 from .capture.split_points import split_points as split_points
 from .capture.structures import (
-    SIMPLE as SIMPLE,
+    PLAIN_TYPES as PLAIN_TYPES,
     argument as argument,
     argument_at as argument_at,
+    map_tensors as map_tensors,
     other_leaves as other_leaves,
-    rebuild as rebuild,
     tensors_in as tensors_in,
 )
 from .capture.tracer import trace_forward as trace_forward
@@ -43,7 +47,7 @@ from .draw.style import (
     share_text as share_text,
 )
 from .plan_stages import (
-    check_cut as check_cut,
+    check_split_points as check_split_points,
     choose_schedule as choose_schedule,
     make_stages as make_stages,
     schedule_of as schedule_of,

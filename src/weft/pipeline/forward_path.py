@@ -43,7 +43,7 @@ class ForwardPath:
         for index, event in enumerate(self.graph.events):
             if event.parent not in self.open_calls or index in self.open_calls:
                 continue
-            if event.heavy(self.weight_dependent, self.graph.changed) or (
+            if event.depends_on_weights(self.weight_dependent, self.graph.changed) or (
                 event.call and event.name in counted
             ):
                 self.nodes.append(index)

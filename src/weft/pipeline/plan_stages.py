@@ -29,7 +29,7 @@ from .capture.split_points import split_points
 from .capture.tracer import trace_forward
 from .split_model import split_stages
 
-CUTS = ("parameters", "flops", "time")
+SPLIT_MEASURES = ("parameters", "flops", "time")
 PROFILES = 5  # forwards that are timed
 
 
@@ -91,16 +91,16 @@ def make_stages(
             " microbatch",
             "balance by a bias instead, or use a synchronous schedule such as 1f1b",
         )
-    check_cut(where, made.stages, f"{made.name} over {layout}")
+    check_split_points(where, made.stages, f"{made.name} over {layout}")
     points = _points(recorded, made, where, blocks)
     if where == "time" and dist.is_initialized():  # every rank has measured times of its own
         agreed = [points]
         dist.broadcast_object_list(agreed, src=0)
         points = agreed[0]
-    return split_stages(recorded, points, uncut_blocks([*blocks, *counted], points)), made
+    return split_stages(recorded, points, unsplit_blocks([*blocks, *counted], points)), made
 
 
-def uncut_blocks(blocks: Sequence[str], points: Sequence[str]) -> list[str]:
+def unsplit_blocks(blocks: Sequence[str], points: Sequence[str]) -> list[str]:
     """The blocks that are not cut."""
     return [block for block in blocks if not any(point.startswith(block + ".") for point in points)]
 
@@ -176,14 +176,14 @@ def _call(
     return made
 
 
-def check_cut(where: str | Sequence[str], stages: int, who: str) -> None:
+def check_split_points(where: str | Sequence[str], stages: int, who: str) -> None:
     """Raises ConfigError for what is no way to cut a model for `who`, which has so many stages."""
     if not isinstance(where, str):
         if len(where) != stages - 1:
             fix = "name the module with which each but the first begins"
             raise ConfigError("pipeline.cut", list(where), f"{who} has {stages} stages", fix)
-    elif where not in CUTS:
-        fix = f"choose one of {', '.join(CUTS)}, or name modules; {nearest(where, CUTS)}"
+    elif where not in SPLIT_MEASURES:
+        fix = f"choose one of {', '.join(SPLIT_MEASURES)}, or name modules; {nearest(where, SPLIT_MEASURES)}"
         raise ConfigError("pipeline.cut", where, "not a way to cut", fix)
 
 

@@ -17,7 +17,7 @@ from weft.core import (
     Value,
 )
 
-from .capture.graph import ForwardGraph, GraphNode
+from .capture.graph import WRITTEN_BY_EVERY_STAGE, ForwardGraph, GraphNode
 from .capture.structures import (
     numbers_in,
     tensors_in,
@@ -47,10 +47,10 @@ class _StageSplitter:
     """Derives stages, and the values that cross between them, from a path."""
 
     def __init__(self, path: ForwardPath):
-        self.path = path
+        self.path, self.graph = path, path.graph
 
     def staging(self, blocks: Collection[str]) -> Staging:
-        events, stages = self.path.graph.events, range(self.path.last + 1)
+        events, stages = self.graph.events, range(self.path.last + 1)
         for index in self.path.nodes:
             self._check(events[index], self.path.stage_of(index))
         needed = self._needed()
@@ -60,13 +60,12 @@ class _StageSplitter:
         versions: dict[tuple[int, int], list[int]] = {}
         for stage in stages:
             for number in sorted(needed[stage]):
-                version = [w for w in self.path.writers[number] if self.path.stage_of(w) < stage][
-                    -1
-                ]
+                earlier = [w for w in self.path.writers[number] if self.path.stage_of(w) < stage]
+                version = earlier[-1]
                 versions.setdefault((version, number), []).append(stage)
         values = []
         for (version, number), targets in sorted(versions.items()):
-            t = self.path.graph.tensors[number]
+            t = self.graph.tensors[number]
             values.append(
                 Value(
                     (number, position[version]),
@@ -80,33 +79,31 @@ class _StageSplitter:
             )
         quiet = {
             i
-            for start in self.path.graph.calls()
+            for start in self.graph.calls()
             if events[start].name in blocks
             for i in range(start, events[start].end + 1)
         }
         items = tuple(self._item(index, quiet) for index in self.path.nodes)
         functions = {
             b for i in self.path.nodes if not events[i].call for b in events[i].buffers
-        } & self.path.graph.changed
+        } & self.graph.changed
         around = tuple(dict.fromkeys(events[i].name for i in sorted(self.path.open_calls)))
         return Staging(
             stages_made, tuple(values), items, around, self._copied(needed), frozenset(functions)
         )
 
     def _item(self, index: int, quiet: Collection[int]) -> PathNode:
-        event = self.path.graph.events[index]
+        event = self.graph.events[index]
         leaves = tensors_in(event.output)
         dropouts = sum(
-            self.path.graph.events[i].dropouts
-            for i in range(index, event.end + 1)
-            if i not in quiet
+            self.graph.events[i].dropouts for i in range(index, event.end + 1) if i not in quiet
         )
         names = tuple(
             self.path.tensor_name(leaf.number) if isinstance(leaf, TensorRef) else ""
             for leaf in leaves
         )
         differentiable = tuple(
-            isinstance(at, TensorRef) and self.path.graph.tensors[at.number].differentiable
+            isinstance(at, TensorRef) and self.graph.tensors[at.number].differentiable
             for at in leaves
         )
         made = tuple(
@@ -129,7 +126,7 @@ class _StageSplitter:
         )
 
     def _stage(self, stage: int) -> Stage:
-        events = self.path.graph.events
+        events = self.graph.events
         inside = [events[i] for i in self.path.nodes if self.path.stage_of(i) == stage]
         if not inside:
             after = f" before {self.path.points[stage]}" if stage < self.path.last else ""
@@ -144,15 +141,13 @@ class _StageSplitter:
         reached = {name for i in self.path.nodes for name in events[i].weights}
         used |= {
             name
-            for name, weight in self.path.graph.weights.items()
+            for name, weight in self.graph.weights.items()
             if name not in reached
             and any(n.startswith(f"{m}.") for n in weight.names for m in modules)
         }
-        buffers = {b for e in inside for b in e.buffers} & self.path.graph.changed
-        first = (
-            self.path.graph.names[self.path.points[stage - 1]] if stage else next(iter(modules), "")
-        )
-        ordered = tuple(name for name in self.path.graph.weights if name in used)
+        buffers = {b for e in inside for b in e.buffers} & self.graph.changed
+        first = self.graph.names[self.path.points[stage - 1]] if stage else next(iter(modules), "")
+        ordered = tuple(name for name in self.graph.weights if name in used)
         return Stage(stage, first, modules, ordered, tuple(sorted(buffers)))
 
     # ---- what crosses ----
@@ -161,9 +156,9 @@ class _StageSplitter:
         """Of each stage, the tensors that it needs as earlier stages leave them."""
         needed: list[set[int]] = [set() for _ in range(self.path.last + 1)]
         for index in self.path.nodes:
-            for number in sorted(self.path.graph.events[index].reads & self.path.weight_dependent):
+            for number in sorted(self.graph.events[index].reads & self.path.weight_dependent):
                 self._need(number, self.path.stage_of(index), index, needed)
-        root = self.path.graph.events[0]
+        root = self.graph.events[0]
         for leaf in tensors_in(root.output):
             if isinstance(leaf, TensorRef) and leaf.number in self.path.weight_dependent:
                 self._need(leaf.number, self.path.last, 0, needed)
@@ -172,7 +167,8 @@ class _StageSplitter:
                 kind = next(iter(unknown_classes(root.output)), "object")
                 raise self.path.refusal(
                     self.path.last,
-                    f"the model returns {self.path.tensor_name(number)} of an earlier stage inside a {kind}",
+                    f"the model returns {self.path.tensor_name(number)} of an earlier stage inside"
+                    f" a {kind}",
                     "return tensors in tuples, dicts or dataclasses (Hugging Face:"
                     " model.config.use_cache = False)",
                 )
@@ -181,33 +177,29 @@ class _StageSplitter:
     def _need(self, number: int, stage: int, reader: int, needed: list[set[int]]) -> None:
         if self.path.first_stage(number) >= stage or number in needed[stage]:
             return
-        t, event = self.path.graph.tensors[number], self.path.graph.events[reader]
+        t, event = self.graph.tensors[number], self.graph.events[reader]
         use = f"used at {event.line}: `{event.text}`" if reader else "returned by the model"
-        born = self.path.makers.get(number)
+        born, name = self.path.makers.get(number), self.path.tensor_name(number)
         if t.home or born is None:
-            why = (
-                t.home
-                or "was made by code without weights, which every stage runs, and then changed in place"
-            )
-            where = self.path.graph.events[self.path.writers.get(number, [t.birth])[0]]
+            why = t.home or WRITTEN_BY_EVERY_STAGE
+            where = self.graph.events[self.path.writers.get(number, [t.birth])[0]]
             raise self.path.refusal(
                 stage,
-                f"{self.path.tensor_name(number)} {why} ({where.line}: `{where.text}`), and is {use}",
+                f"{name} {why} ({where.line}: `{where.text}`), and is {use}",
                 "make a new tensor with a PyTorch function instead, or cut after its last use",
             )
-        maker = self.path.graph.events[born]
+        maker = self.graph.events[born]
         if maker.within not in ("", "checkpoint"):
             raise self.path.refusal(
                 stage,
-                f"{self.path.tensor_name(number)} is made inside the autograd function {maker.within}, and is"
-                f" {use}",
+                f"{name} is made inside the autograd function {maker.within}, and is {use}",
                 "put that function into a module and cut outside of it",
             )
         if TensorRef(number) not in tensors_in(maker.output):
             raise self.path.refusal(
                 stage,
-                f"{self.path.tensor_name(number)} leaves {maker.name} (called at {maker.line}) otherwise than"
-                f" by its return value, and is {use}",
+                f"{name} leaves {maker.name} (called at {maker.line}) otherwise than by its return"
+                f" value, and is {use}",
                 f"return it from {maker.name}, or cut after its last use",
             )
         needed[stage].add(number)
@@ -215,9 +207,9 @@ class _StageSplitter:
     def _copied(self, needed: list[set[int]]) -> frozenset[tuple[int, int]]:
         copied = set()
         for index in self.path.nodes:
-            event, stage = self.path.graph.events[index], self.path.stage_of(index)
+            event, stage = self.graph.events[index], self.path.stage_of(index)
             changed = sorted(event.writes & needed[stage])
-            storages = [self.path.graph.tensors[n].storage for n in changed]
+            storages = [self.graph.tensors[n].storage for n in changed]
             if len(set(storages)) < len(storages):
                 one, other = (self.path.tensor_name(n) for n in changed[:2])
                 raise self.path.refusal(
@@ -234,7 +226,7 @@ class _StageSplitter:
     def _check(self, event: GraphNode, stage: int) -> None:
         if stage == self.path.last:
             return
-        if event.asks and not event.call:
+        if event.reads_into_python and not event.call:
             value = (
                 ", ".join(
                     self.path.tensor_name(n)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from weft.core import require
 
 
-def bucket(megabytes: float) -> int:
-    """Bytes of a bucket."""
+def bucket_size(megabytes: float) -> int:
+    """Bytes of a bucket of this many MiB."""
     require("sync.bucket_mb", megabytes, float, lambda x: x > 0, "a size above 0, in 2^20 bytes")
     return max(1, int(megabytes * 2**20))
 
 
-def hold_timeout(timeout_s: float) -> None:
+def check_timeout(timeout_s: float) -> None:
     require(
         "sync.timeout_s", timeout_s, float, lambda x: 0 < x < 10**6, "a number of seconds above 0"
     )
 
 
-def hold_period(period: int, fragments: int, delay: int, timeout_s: float) -> None:
+def check_period(period: int, fragments: int, delay: int, timeout_s: float) -> None:
     """Of a synchroniser whose replicas agree from time to time."""
-    hold_timeout(timeout_s)
+    check_timeout(timeout_s)
     require("sync.period", period, int, lambda x: x >= 1, "a number of steps")
     require(
         "sync.fragments",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from weft.core import TIMEOUT_S, Codec, LocalSteps, require
 
-from ._options import hold_period
+from ._options import check_period
 
 
 def bmuf(
@@ -24,7 +24,7 @@ def bmuf(
 ) -> LocalSteps:
     """`momentum`: of the blocks, about 1 - 1 / replicas. `rate`: of the blocks. The rest as of
     local_sgd."""
-    hold_period(period, fragments, delay, timeout_s)
+    check_period(period, fragments, delay, timeout_s)
     require("sync.momentum", momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     require("sync.rate", rate, float, lambda x: x > 0, "a number above 0")
     require("sync.nesterov", nesterov, bool, lambda _: True, "true or false")

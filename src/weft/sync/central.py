@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from weft.core import Codec, SyncEveryStep
 
-from ._options import bucket
+from ._options import bucket_size
 
 
 def central(codec: Codec, bucket_mb: float = 25.0) -> SyncEveryStep:
-    return SyncEveryStep("central", codec, "owners", servers=1, bucket_bytes=bucket(bucket_mb))
+    return SyncEveryStep("central", codec, "owners", servers=1, bucket_bytes=bucket_size(bucket_mb))
 
 
 SYNCS = {"central": central}

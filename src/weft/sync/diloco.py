@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from weft.core import TIMEOUT_S, Codec, LocalSteps, require
 
-from ._options import hold_period
+from ._options import check_period
 
 
 def diloco(
@@ -22,7 +22,7 @@ def diloco(
     timeout_s: float = TIMEOUT_S,
 ) -> LocalSteps:
     """`lr`, `momentum`: of the outer steps. The rest as of local_sgd."""
-    hold_period(period, fragments, delay, timeout_s)
+    check_period(period, fragments, delay, timeout_s)
     require("sync.lr", lr, float, lambda x: x > 0, "a number above 0")
     require("sync.momentum", momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     return LocalSteps("diloco", codec, period, lr, momentum, True, fragments, delay, timeout_s)

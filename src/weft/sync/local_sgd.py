@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from weft.core import TIMEOUT_S, Codec, LocalSteps
 
-from ._options import hold_period
+from ._options import check_period
 
 
 def local_sgd(
@@ -16,7 +16,7 @@ def local_sgd(
 ) -> LocalSteps:
     """`fragments`: parts of the model that take turns. `delay`: steps that an exchange may take
     beside training. `timeout_s`: a replica that keeps the others waiting longer is left out."""
-    hold_period(period, fragments, delay, timeout_s)
+    check_period(period, fragments, delay, timeout_s)
     return LocalSteps(
         "local_sgd", codec, period, fragments=fragments, delay=delay, timeout_s=timeout_s
     )

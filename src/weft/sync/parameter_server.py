@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from weft.core import TIMEOUT_S, AsyncServers, Codec, ConfigError, SyncEveryStep, require
 
-from ._options import bucket, hold_timeout
+from ._options import bucket_size, check_timeout
 
 
 def parameter_server(
@@ -31,7 +31,7 @@ def parameter_server(
             raise ConfigError(
                 "sync.timeout_s", timeout_s, "every step waits for all replicas", "leave it out"
             )
-        bucket_bytes = bucket(25.0 if bucket_mb is None else bucket_mb)
+        bucket_bytes = bucket_size(25.0 if bucket_mb is None else bucket_mb)
         return SyncEveryStep(
             "parameter_server", codec, "owners", servers=servers, bucket_bytes=bucket_bytes
         )
@@ -41,7 +41,7 @@ def parameter_server(
             "sync.bucket_mb", bucket_mb, problem, "leave it out, or use staleness = 0"
         )
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    hold_timeout(timeout_s)
+    check_timeout(timeout_s)
     return AsyncServers(
         "parameter_server",
         codec,

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from weft.core import Codec, SyncEveryStep, require
 
-from ._options import bucket
+from ._options import bucket_size
 
 
 def ring(codec: Codec, local: int = 1, bucket_mb: float = 25.0) -> SyncEveryStep:
     """`local`: neighbouring replicas that share a host; 1: one ring of all."""
     require("sync.local", local, int, lambda x: x >= 1, "the number of replicas on a host")
-    return SyncEveryStep("ring", codec, "ring", local=local, bucket_bytes=bucket(bucket_mb))
+    return SyncEveryStep("ring", codec, "ring", local=local, bucket_bytes=bucket_size(bucket_mb))
 
 
 SYNCS = {"ring": ring}

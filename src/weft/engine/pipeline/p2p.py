@@ -182,7 +182,7 @@ class PipelineTransport:
     ) -> None:
         """Start sending a tensor. `peers`: (rank, the message's number in the channel to it).
 
-        Raises CannotCut for a value that is not as it was for the same signature, or that no header
+        Raises UnsupportedModel for a value that is not as it was for the same signature, or that no header
         describes.
         """
         value, microbatch = message.value, message.microbatch

@@ -34,16 +34,16 @@ from weft.core import (
     UnsupportedModel,
 )
 from weft.pipeline import (
-    METADATA,
-    RANDOM,
+    METADATA_FUNCTIONS,
+    RANDOM_FUNCTIONS,
     PlaceholderTensor,
     SkippedShapes,
     SkippedWork,
     argument,
     argument_at,
-    is_weight,
-    name_of,
-    rebuild,
+    function_name,
+    is_parameter,
+    map_tensors,
     source_line,
     tensors_in,
     tensors_read,
@@ -57,7 +57,7 @@ class _Stop(BaseException):
 
 class StageForward:
     """The forwards of some stages of `model`, which is changed in place: parameters that none uses
-    become ghosts.
+    become placeholders.
 
     `skipped(n)` is told of n dropout masks that an earlier stage draws.
     """
@@ -83,7 +83,7 @@ class StageForward:
         """Run a stage on the model's keyword arguments. `received`: index in `staging.values` ->
         tensor, for all whose targets hold `stage`. Returns the tensors of the values that this
         stage makes, by the same index, and what the model returns on the last stage, else None.
-        Raises CannotCut where the forward leaves the planned path.
+        Raises UnsupportedModel where the forward leaves the planned path.
         """
         if not self._handlers:  # modules may have been replaced since
             names = dict.fromkeys(item.name for item in self.staging.items if item.call)
@@ -134,14 +134,14 @@ class StageForward:
     def _drop(self, stages: Sequence[int]) -> None:
         used = {name for stage in self.staging.stages for name in stage.weights}
         kept = {name for stage in stages for name in self.staging.stages[stage].weights}
-        ghosts = {
+        placeholders = {
             id(p): PlaceholderTensor.of_weight(name, p, self.shapes.mode)
             for name, p in self.model.named_parameters()
             if name not in kept
             and (name in used or 0 not in stages)  # what no stage uses is the first one's
         }
         for module in self.model.modules():
-            replace_parameters(module, ghosts)
+            replace_parameters(module, placeholders)
 
 
 class _StageProgram:
@@ -218,22 +218,24 @@ class _StageExecution(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.inside:  # below another mode of the model's own
             return func(*args, **kwargs)
-        if func in METADATA or not self._heavy(func, args, kwargs):
+        if func in METADATA_FUNCTIONS or not self._heavy(func, args, kwargs):
             return func(*args, **kwargs)
-        item = self._next(name_of(func), False)
+        item = self._next(function_name(func), False)
         if item.stage < self.program.stage:
             return self._skip(item, func, args, kwargs)
         return self._done(item, func(*args, **kwargs), args, kwargs)
 
     def _heavy(self, func: Callable, args: tuple, kwargs: dict) -> bool:
-        return func in RANDOM or any(self._is_tainted(t) for t in tensors_read(func, args, kwargs))
+        return func in RANDOM_FUNCTIONS or any(
+            self._is_tainted(t) for t in tensors_read(func, args, kwargs)
+        )
 
     def _is_tainted(self, t: Tensor) -> bool:
         ref = self.tainted.get(id(t))
         if (
             (ref is not None and ref() is t)
             or isinstance(t, PlaceholderTensor)
-            or is_weight(t)
+            or is_parameter(t)
             or id(t) in self.buffers
         ):
             return True
@@ -307,7 +309,9 @@ class _StageExecution(TorchFunctionMode):
             return argument(part.argument, args, kwargs) if handed else part
 
         # numbers may follow from shapes: they are those of this call
-        return rebuild(skipped.result(item.name) if item.numbers else item.output, replace, other)
+        return map_tensors(
+            skipped.result(item.name) if item.numbers else item.output, replace, other
+        )
 
     def _place(self, item: PathNode, made: TensorRef, skipped: SkippedWork, place: int) -> Tensor:
         program, number = self.program, made.number
@@ -315,7 +319,7 @@ class _StageExecution(TorchFunctionMode):
             return self.placed[number]
         index = program.incoming.get(number)
         if index is None:
-            t: Tensor = skipped.ghost(item.names[place], place, item.differentiable[place])
+            t: Tensor = skipped.placeholder(item.names[place], place, item.differentiable[place])
         else:
             t = self.received[index].clone() if number in program.copied else self.received[index]
             self._taint(t)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from weft.core import UnsupportedModel, WeftError
-from weft.pipeline import SIMPLE, other_leaves, rebuild, tensors_in
+from weft.pipeline import PLAIN_TYPES, map_tensors, other_leaves, tensors_in
 
 Edge = tuple[Any, int]  # a node of the graph, and which of its outputs
 
@@ -92,7 +92,7 @@ class ModuleCalls:
             fix = "recompute inside of placed modules alone, or leave it to the driver"
             self.refused = UnsupportedModel("workers", call.module, problem, fix)
             raise self.refused
-        args, kwargs = rebuild(_known(call.module, (args, kwargs)), _compact)
+        args, kwargs = map_tensors(_known(call.module, (args, kwargs)), _compact)
         arguments = [t for t in tensors_in((args, kwargs)) if t.requires_grad] if call.grad else []
         needed: list[bool] = []
         edges = [*map(edge, arguments)]
@@ -148,7 +148,7 @@ def await_answer(worker: str, future: Any) -> Any:
 
 def make_answer(call: ModuleCall, output: Any, arrived: Sequence[Tensor], calls: int) -> CallAnswer:
     """What a worker returns of a module's output. `arrived`: the arguments that get gradients."""
-    output = rebuild(_known(call.module, output), _compact)
+    output = map_tensors(_known(call.module, output), _compact)
     own = [t for t in tensors_in(output) if t.requires_grad]
     if own and not call.grad:
         raise UnsupportedModel(
@@ -258,13 +258,13 @@ class _LossRoot(torch.autograd.Function):
 def _replaced(structure: Any, replacements: Sequence[Tensor]) -> Any:
     """The structure with others in place of its tensors that have gradients."""
     each = iter(replacements)
-    return rebuild(structure, lambda t: next(each) if t.requires_grad else t)
+    return map_tensors(structure, lambda t: next(each) if t.requires_grad else t)
 
 
 def _known(module: str, structure: Any) -> Any:
     """Refuse what would arrive as a copy that is not the same thing."""
     for part in other_leaves(structure):
-        if not isinstance(part, SIMPLE):
+        if not isinstance(part, PLAIN_TYPES):
             raise UnsupportedModel(
                 "workers",
                 module,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from weft._torch.modules import replace_buffers, replace_parameters
 from weft._torch.tensors import make_empty_subclass, mark_parameter, without_function_overrides
 from weft.core import UnsupportedModel, WorkerPlacement
-from weft.pipeline import METADATA, source_line, tensors_in
+from weft.pipeline import METADATA_FUNCTIONS, source_line, tensors_in
 
 
 class RemoteTensor(Tensor):
@@ -38,7 +38,7 @@ class RemoteTensor(Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         with without_function_overrides():
-            if func in METADATA:
+            if func in METADATA_FUNCTIONS:
                 return func(*args, **(kwargs or {}))
             return cls.__torch_dispatch__(func, types, args, kwargs)
 

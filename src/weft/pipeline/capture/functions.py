@@ -16,7 +16,7 @@ from weft._torch.tensors import (
 )
 from weft.nn import DROPOUTS
 
-from .structures import SIMPLE, _collect
+from .structures import PLAIN_TYPES, _collect
 
 
 def _named(words: str, *owners: Any) -> set[Any]:
@@ -37,9 +37,9 @@ _OF_DATA = {
     "_grad",
 }  # attributes that are tensors themselves
 _ATTRIBUTES = {get for name, get in tensor_attributes().items() if name not in _OF_DATA}
-GROUPED = torch.ops.aten._grouped_mm
+GROUPED_MM = torch.ops.aten._grouped_mm
 # functions that read shapes, types and devices, and no element
-METADATA: frozenset[Any] = frozenset(
+METADATA_FUNCTIONS: frozenset[Any] = frozenset(
     _ATTRIBUTES
     | _named("is_floating_point is_complex is_signed numel is_same_size result_type", torch, Tensor)
     | _named(
@@ -50,14 +50,14 @@ METADATA: frozenset[Any] = frozenset(
     | _named("is_pinned get_device __len__ __hash__ _is_view _nnz", Tensor)
 )
 # functions that make a tensor after the shape, type or device of another
-FACTORIES: frozenset[Any] = frozenset(
+FACTORY_FUNCTIONS: frozenset[Any] = frozenset(
     _named("zeros_like ones_like empty_like full_like", torch)
     | _named("new_zeros new_ones new_empty new_full new_tensor new_empty_strided", Tensor)
 )
-_UNREAD = METADATA | FACTORIES
+_UNREAD = METADATA_FUNCTIONS | FACTORY_FUNCTIONS
 _AFTER_ANOTHER = _named("to type_as expand_as view_as reshape_as", Tensor)
 # functions whose result no other stage could draw again
-RANDOM: frozenset[Any] = frozenset(
+RANDOM_FUNCTIONS: frozenset[Any] = frozenset(
     DROPOUTS
     | _named("rand randn randint randperm rand_like randn_like randint_like", torch)
     | _named("normal bernoulli multinomial poisson", torch, Tensor)
@@ -77,7 +77,7 @@ def tensors_read(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):  # the common case, and this runs for every function
             found.append(value)
-        elif not isinstance(value, SIMPLE):
+        elif not isinstance(value, PLAIN_TYPES):
             _collect(value, found)
     return found
 
@@ -98,6 +98,6 @@ def count_dropouts(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> in
     return 0
 
 
-def name_of(func: Callable) -> str:
+def function_name(func: Callable) -> str:
     owner = getattr(func, "__self__", None)  # an attribute's __get__ is a method of its descriptor
     return owner.__name__ if inspect.isgetsetdescriptor(owner) else func.__name__

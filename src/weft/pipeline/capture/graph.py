@@ -12,6 +12,12 @@ from torch import nn
 
 from weft.core import InputRef
 
+# why a later stage could not replace a tensor, for error messages
+WRITTEN_BY_EVERY_STAGE = (
+    "was made by code without weights, which every stage runs, and then changed in place"
+)
+UNSEEN_BY_TORCH = "was made by something that is no PyTorch function"
+
 
 @dataclass
 class GraphNode:
@@ -32,7 +38,7 @@ class GraphNode:
     weights: dict[str, None] = field(default_factory=dict)
     buffers: dict[str, None] = field(default_factory=dict)
     random: bool = False
-    asks: bool = False  # it reads an element into Python
+    reads_into_python: bool = False  # it reads an element into Python
     reshapes: bool = False  # it changes the shape of a tensor in place
     output: Any = None
     hidden: set[int] = field(
@@ -42,7 +48,7 @@ class GraphNode:
     dropouts: int = 0
     flops: float = 0.0
 
-    def heavy(self, tainted: Collection[int], changed: Collection[str]) -> bool:
+    def depends_on_weights(self, tainted: Collection[int], changed: Collection[str]) -> bool:
         """Whether it depends on weights, on draws, or on what does."""
         return bool(
             self.weights

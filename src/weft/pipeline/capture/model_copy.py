@@ -13,11 +13,11 @@ from weft._torch.tensors import (
 )
 from weft.core import UnsupportedModel
 
-from .functions import GROUPED
+from .functions import GROUPED_MM
 
 
-def twin_model(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a model with other parameters and buffers. Raises CannotCut."""
+def copy_with_tensors(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a model with other parameters and buffers. Raises UnsupportedModel."""
     memo = {id(t): replace(t) for t in (*model.parameters(), *model.buffers())}
     try:
         return copy.deepcopy(model, memo)  # type: ignore[arg-type]
@@ -30,10 +30,10 @@ def twin_model(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Modu
         ) from problem
 
 
-def run_op(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run_op_without_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What an op gives. Without data torch knows the shape of grouped matmuls in bf16 alone, and
     here it is of any."""
-    first, second = args[:2] if func._overloadpacket is GROUPED else (None, None)
+    first, second = args[:2] if func._overloadpacket is GROUPED_MM else (None, None)
     if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
         if first.ndim == 2 and second.ndim == 3:
             return first.new_empty((first.shape[0], second.shape[2]))
@@ -43,5 +43,5 @@ def run_op(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def is_weight(tensor: Tensor) -> bool:
+def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)

@@ -1,4 +1,4 @@
-"""Ghosts: tensors that a pipeline stage does not have. They know their shape, type and device, and
+"""Placeholders: tensors that a pipeline stage does not have. They know their shape, type and device, and
 no element.
 
 SkippedShapes are found only when the forward asks for them, by doing the skipped work once on FakeTensors:
@@ -27,10 +27,10 @@ from weft._torch.tensors import (
 )
 from weft.core import UnsupportedModel
 
-from .functions import METADATA, tensors_read
-from .model_copy import twin_model
+from .functions import METADATA_FUNCTIONS, tensors_read
+from .model_copy import copy_with_tensors
 from .source_lines import source_line
-from .structures import SIMPLE, rebuild, tensors_in
+from .structures import PLAIN_TYPES, map_tensors, tensors_in
 
 _REQUIRES_GRAD, _GRAD = Tensor.requires_grad.__get__, Tensor.grad.__get__  # type: ignore[attr-defined]
 _ITSELF = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
@@ -53,22 +53,22 @@ class PlaceholderTensor(Tensor):
     @staticmethod
     def of_weight(name: str, weight: nn.Parameter, mode: FakeTensorMode) -> PlaceholderTensor:
         fake = make_fake(mode, weight)
-        ghost = make_empty_subclass(PlaceholderTensor, weight)
-        mark_parameter(ghost)
-        return PlaceholderTensor._with(ghost, name, lambda: fake, weight.requires_grad)
+        placeholder = make_empty_subclass(PlaceholderTensor, weight)
+        mark_parameter(placeholder)
+        return PlaceholderTensor._with(placeholder, name, lambda: fake, weight.requires_grad)
 
     @staticmethod
     def _with(
-        ghost: Any, name: str, like: Callable[[], Tensor], differentiable: bool
+        placeholder: Any, name: str, like: Callable[[], Tensor], differentiable: bool
     ) -> PlaceholderTensor:
-        ghost.about, ghost.like, ghost.differentiable = name, like, differentiable
-        return ghost
+        placeholder.about, placeholder.like, placeholder.differentiable = name, like, differentiable
+        return placeholder
 
     def __hash__(self) -> int:
         return id(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Ghost({self.about})"
+        return f"Placeholder({self.about})"
 
     @classmethod
     def __torch_function__(
@@ -84,10 +84,10 @@ class PlaceholderTensor(Tensor):
                 return args[0]
             if func is Tensor.register_hook:  # no gradient comes by
                 return RemovableHandle({})
-            if func in METADATA:
+            if func in METADATA_FUNCTIONS:
                 if len(args) == 1 and not kwargs:
                     return func(args[0].like())
-                args, kwargs = rebuild(
+                args, kwargs = map_tensors(
                     (args, kwargs), lambda t: t.like() if isinstance(t, PlaceholderTensor) else t
                 )
                 return func(*args, **kwargs)
@@ -102,7 +102,7 @@ class PlaceholderTensor(Tensor):
                     f"it is another stage's, and its elements are read at {source_line()}",
                     "call the whole module that uses it, or cut elsewhere",
                 )
-            args, kwargs = rebuild((args, kwargs), _stand_in)
+            args, kwargs = map_tensors((args, kwargs), _stand_in)
             return func(*args, **kwargs)
 
     @classmethod
@@ -133,7 +133,7 @@ class SkippedShapes:
     def __init__(self, model: nn.Module):
         self.mode = fake_mode()
         self.real = model
-        self.model = twin_model(model, lambda t: make_fake(self.mode, t))
+        self.model = copy_with_tensors(model, lambda t: make_fake(self.mode, t))
         self.device = next((p.device.type for p in model.parameters()), "cpu")
         self._known: dict[Hashable, Any] = {}
 
@@ -149,7 +149,7 @@ class SkippedShapes:
         cast: tuple[bool, torch.dtype],
     ) -> Any:
         """What this module (by its name) or function returns, with FakeTensors. Raises
-        CannotCut."""
+        UnsupportedModel."""
         try:
             key: Hashable = (work, cast, self.real.training, _signature(args), _signature(kwargs))
         except TypeError:  # an argument that is not known by its value
@@ -176,7 +176,7 @@ class SkippedShapes:
         autocast = torch.autocast(self.device, enabled=cast[0], dtype=cast[1])
         try:
             with without_function_modes(), torch.no_grad(), autocast, self.mode:
-                args, kwargs = rebuild((args, kwargs), self._fake)
+                args, kwargs = map_tensors((args, kwargs), self._fake)
                 return call(*args, **kwargs)
         except NEEDS_ELEMENTS as problem:
             raise UnsupportedModel(
@@ -208,7 +208,7 @@ class SkippedWork:
             self._result = shapes.of(work, name, args, kwargs, cast)
         return self._result
 
-    def ghost(self, name: str, place: int, differentiable: bool) -> PlaceholderTensor:
+    def placeholder(self, name: str, place: int, differentiable: bool) -> PlaceholderTensor:
         """The tensor at this place among those that it would have returned."""
 
         def like() -> Tensor:
@@ -230,7 +230,7 @@ def _signature(structure: Any) -> Hashable:
         return tuple((key, _signature(value)) for key, value in structure.items())
     if isinstance(structure, slice):
         return (structure.start, structure.stop, structure.step)
-    if isinstance(structure, SIMPLE):
+    if isinstance(structure, PLAIN_TYPES):
         return (type(structure), structure)
     if structure is Ellipsis:
         return "..."

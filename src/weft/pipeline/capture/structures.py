@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.core import InputRef, OpaqueRef, ParamRef, TensorRef
 
 _LEAF = (Tensor, TensorRef, InputRef, ParamRef)
-SIMPLE = (
+PLAIN_TYPES = (
     type(None),
     bool,
     int,
@@ -39,7 +39,7 @@ def tensors_in(structure: Any) -> list[Any]:
 def _collect(structure: Any, found: list[Any]) -> None:
     if isinstance(structure, _LEAF):
         found.append(structure)
-    elif not isinstance(structure, SIMPLE):
+    elif not isinstance(structure, PLAIN_TYPES):
         for part in _parts(structure):
             _collect(part, found)
 
@@ -54,7 +54,7 @@ def _parts(structure: Any) -> Iterable[Any]:
     return ()
 
 
-def rebuild(
+def map_tensors(
     structure: Any, replace: Callable[[Any], Any], other: Callable[[Any], Any] = lambda part: part
 ) -> Any:
     """The same structure with every tensor (or what stands for one) replaced; `other` replaces what
@@ -62,7 +62,7 @@ def rebuild(
     if isinstance(structure, _LEAF):
         return replace(structure)
     if isinstance(structure, (tuple, list)):
-        parts = [rebuild(part, replace, other) for part in structure]
+        parts = [map_tensors(part, replace, other) for part in structure]
         kind = type(structure)
         return (
             parts
@@ -74,12 +74,14 @@ def rebuild(
     if isinstance(structure, dict):
         made = copy.copy(structure)
         for key, part in structure.items():
-            made[key] = rebuild(part, replace, other)
+            made[key] = map_tensors(part, replace, other)
         return made
     if _is_record(structure):
         made = copy.copy(structure)
         for f in dataclasses.fields(structure):
-            object.__setattr__(made, f.name, rebuild(getattr(structure, f.name), replace, other))
+            object.__setattr__(
+                made, f.name, map_tensors(getattr(structure, f.name), replace, other)
+            )
         return made
     return other(structure)
 
@@ -108,7 +110,7 @@ def argument(place: int | str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
 def other_leaves(structure: Any) -> list[Any]:
     """What is neither a tensor nor a container in a structure."""
     found: list[Any] = []
-    rebuild(structure, lambda t: None, found.append)
+    map_tensors(structure, lambda t: None, found.append)
     return found
 
 
@@ -129,6 +131,6 @@ def tensors_inside(part: Any, depth: int = 4) -> Iterator[Tensor]:
     """The tensors in the attributes of an object."""
     if isinstance(part, Tensor):
         yield part
-    elif depth and not isinstance(part, (nn.Module, type, *SIMPLE)):
+    elif depth and not isinstance(part, (nn.Module, type, *PLAIN_TYPES)):
         for inner in (*_parts(part), *getattr(part, "__dict__", {}).values()):
             yield from tensors_inside(inner, depth - 1)

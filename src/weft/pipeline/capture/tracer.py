@@ -30,11 +30,26 @@ from weft._torch.tensors import (
 )
 from weft.core import InputRef, NeedsData, OpaqueRef, ParamRef, TensorRef, UnsupportedModel
 
-from .functions import GROUPED, METADATA, RANDOM, count_dropouts, name_of, tensors_read
-from .graph import ForwardGraph, GraphNode, ParamInfo, TensorInfo, containers_of
-from .model_copy import is_weight, run_op, twin_model
+from .functions import (
+    GROUPED_MM,
+    METADATA_FUNCTIONS,
+    RANDOM_FUNCTIONS,
+    count_dropouts,
+    function_name,
+    tensors_read,
+)
+from .graph import (
+    UNSEEN_BY_TORCH,
+    WRITTEN_BY_EVERY_STAGE,
+    ForwardGraph,
+    GraphNode,
+    ParamInfo,
+    TensorInfo,
+    containers_of,
+)
+from .model_copy import copy_with_tensors, is_parameter, run_op_without_data
 from .source_lines import CHECKPOINT, FUNCTION, source_line, source_text, user_frames
-from .structures import SIMPLE, arguments, rebuild, tensors_in, tensors_inside
+from .structures import PLAIN_TYPES, arguments, map_tensors, tensors_in, tensors_inside
 
 
 def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0) -> ForwardGraph:
@@ -44,7 +59,7 @@ def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0)
     The model is not changed and its forward not edited. If any parameter is on the meta device,
     none needs data; then a forward that reads an element of a tensor into Python cannot be charted.
     `profile`: how many further runs are timed (each module call's seconds forward; needs a model
-    with data). Raises CannotCut.
+    with data). Raises UnsupportedModel.
     """
     abstract = any(p.is_meta for p in model.parameters())
     if abstract and profile:
@@ -57,14 +72,15 @@ def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0)
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     if abstract:
         mode = fake_mode()
-        traced = twin_model(
-            model, lambda t: make_fake(mode, t, device) if t.is_meta or is_weight(t) else t.clone()
+        traced = copy_with_tensors(
+            model,
+            lambda t: make_fake(mode, t, device) if t.is_meta or is_parameter(t) else t.clone(),
         )
     else:
-        traced = twin_model(model, lambda t: t if is_weight(t) else t.clone())
+        traced = copy_with_tensors(model, lambda t: t if is_parameter(t) else t.clone())
     if not model.training:
         traced.train()
-    inputs = rebuild(dict(inputs), lambda t: t.to(device))
+    inputs = map_tensors(dict(inputs), lambda t: t.to(device))
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.enable_grad():
         trace = _ForwardTracer(traced)
@@ -80,7 +96,7 @@ def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0)
                 "plan with the real model, not on the meta device",
             ) from problem
         clock = tuple(_clock(traced, inputs, device) for _ in range(profile))
-    finished = trace.chart(model)
+    finished = trace.finish(model)
     calls = len(finished.calls())
     if any(len(run) != calls + 1 for run in clock):
         raise UnsupportedModel(
@@ -123,19 +139,15 @@ class _Flops(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        out = run_op(func, args, kwargs or {})
+        out = run_op_without_data(func, args, kwargs or {})
         packet = func._overloadpacket
-        if packet is GROUPED:
+        if packet is GROUPED_MM:
             self.total += 2.0 * out.numel() * args[0].shape[-1]
         elif packet in flop_registry:
             self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
             self.total += sdpa_flop_count(*(t.shape for t in args[:3]))
         return out
-
-
-_WRITTEN = "was made by code without weights, which every stage runs, and then changed in place"
-_UNSEEN = "was made by something that is no PyTorch function"
 
 
 class _ForwardTracer(TorchFunctionMode):
@@ -186,7 +198,7 @@ class _ForwardTracer(TorchFunctionMode):
             yield index
             index = self.events[index].parent
 
-    def chart(self, model: nn.Module) -> ForwardGraph:
+    def finish(self, model: nn.Module) -> ForwardGraph:
         every = dict(model.named_modules(remove_duplicate=False))
         first = {module: name for name, module in model.named_modules()}
         names: dict[int, list[str]] = {}
@@ -220,7 +232,7 @@ class _ForwardTracer(TorchFunctionMode):
         for _, t in arguments(args, kwargs):
             known = id(t) in self.numbers or id(t) in self.state or storage_id(t) in self.dirty
             if t.requires_grad and not known:
-                self._number(t, max(len(self.events) - 1, 0), _UNSEEN)
+                self._number(t, max(len(self.events) - 1, 0), UNSEEN_BY_TORCH)
         index, first, flops = self._begin(name, True), len(self.tensors), self.flops.total
         event = self.events[index]
         self.open.append(index)
@@ -240,19 +252,23 @@ class _ForwardTracer(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in METADATA_FUNCTIONS:
             return func(*args, **kwargs)
         reads = [t for t in tensors_read(func, args, kwargs) if self._tracked(t)]
-        if not reads and func not in RANDOM:
+        if not reads and func not in RANDOM_FUNCTIONS:
             return self._light(func, args, kwargs)
-        index, first, flops = self._begin(name_of(func), False), len(self.tensors), self.flops.total
+        index, first, flops = (
+            self._begin(function_name(func), False),
+            len(self.tensors),
+            self.flops.total,
+        )
         event = self.events[index]
         self.line, self.text = event.line, event.text
         for t in reads:
             self._reads(event, t, index)
         before = [(at, t, t._version, t.shape) for at, t in arguments(args, kwargs)]
         out = func(*args, **kwargs)
-        event.random = func in RANDOM
+        event.random = func in RANDOM_FUNCTIONS
         event.dropouts = count_dropouts(func, args, kwargs)
         event.changed = tuple(at for at, t, version, _ in before if t._version != version)
         event.reshapes = any(t.shape != shape for _, t, _, shape in before)
@@ -266,9 +282,9 @@ class _ForwardTracer(TorchFunctionMode):
             self._statistics(func, args, kwargs)
         kept = {id(t) for _, t, version, _ in before if t._version == version}
         # what is returned as it came may be another tensor at other types: `x.float()`
-        out = rebuild(out, lambda t: t.view_as(t) if id(t) in kept else t)
+        out = map_tensors(out, lambda t: t.view_as(t) if id(t) in kept else t)
         event.output = self._described(out, index, args, kwargs)
-        event.asks = not tensors_in(out) and not event.changed
+        event.reads_into_python = not tensors_in(out) and not event.changed
         self._finish(event, first, flops)
         return out
 
@@ -302,7 +318,7 @@ class _ForwardTracer(TorchFunctionMode):
             (event.buffers if name in self.buffers else event.weights)[name] = None
         elif id(t) not in self.numbers:
             written = self.dirty.get(storage_id(t))
-            event.reads.add(self._number(t, index, _UNSEEN) if written is None else written)
+            event.reads.add(self._number(t, index, UNSEEN_BY_TORCH) if written is None else written)
         else:
             event.reads.add(self.numbers[id(t)])
 
@@ -318,7 +334,7 @@ class _ForwardTracer(TorchFunctionMode):
         if id(t) not in self.numbers:
             if home is not None:
                 return
-            self.dirty.setdefault(storage_id(t), self._number(t, index, _WRITTEN))
+            self.dirty.setdefault(storage_id(t), self._number(t, index, WRITTEN_BY_EVERY_STAGE))
         event.writes |= set(self.sharing[storage_id(t)])  # a view changes with its base
 
     def _statistics(self, func: Callable, args: tuple, kwargs: dict) -> None:
@@ -395,11 +411,11 @@ class _ForwardTracer(TorchFunctionMode):
         handed = {id(part): place for place, part in [*enumerate(args), *kwargs.items()]}
 
         def other(part: Any) -> Any:
-            if isinstance(part, SIMPLE):
+            if isinstance(part, PLAIN_TYPES):
                 return part
             event.hidden |= {
                 self.numbers[id(t)] for t in tensors_inside(part) if id(t) in self.numbers
             }
             return OpaqueRef(type(part).__name__, handed.get(id(part)))
 
-        return rebuild(out, stand_in, other)
+        return map_tensors(out, stand_in, other)

@@ -2,7 +2,7 @@
 
 A file has `NAME` and `build(ranks, microbatches, **options) -> Schedule`. It may also have
 
-- `brief(...) -> ScheduleSummary`: bubble and memory in closed form, for the planner;
+- `summarize(...) -> ScheduleSummary`: bubble and memory in closed form, for the planner;
 - `min_microbatches(ranks)`: the fewest microbatches at which the bubble is what `build` states
   (default: `ranks`);
 - `microbatch_multiple(ranks)`: a divisor of the number of microbatches at which it is so
@@ -82,7 +82,7 @@ def make_schedule(name: str, ranks: int, microbatches: int, **options: Any) -> S
     return made
 
 
-def brief(name: str) -> Callable[..., ScheduleSummary] | None:
+def summarize(name: str) -> Callable[..., ScheduleSummary] | None:
     """The closed form of a schedule; None of one that was registered. Of a solved one it is 1F1B's,
     which to a planner is as good a first guess as any.
 
@@ -90,12 +90,14 @@ def brief(name: str) -> Callable[..., ScheduleSummary] | None:
     known = registry()
     if name not in known:
         raise ConfigError("pipeline.schedule", name, "not a schedule", nearest(name, known))
-    return _briefs().get(name, one_f_one_b.brief) if name in builtin_schedules() else None
+    return _summaries().get(name, one_f_one_b.summarize) if name in builtin_schedules() else None
 
 
 @cache
-def _briefs() -> dict[str, Callable[..., ScheduleSummary]]:
-    return {name: module.brief for name, module in _modules().items() if "brief" in vars(module)}
+def _summaries() -> dict[str, Callable[..., ScheduleSummary]]:
+    return {
+        name: module.summarize for name, module in _modules().items() if "summarize" in vars(module)
+    }
 
 
 def min_microbatches(name: str, ranks: Array) -> Array:

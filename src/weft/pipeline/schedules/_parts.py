@@ -27,7 +27,7 @@ class ScheduleSummary(NamedTuple):
     last: Array
 
 
-def crossed(
+def split_backward_idle(
     idle: Array, p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> Array:
     """The idle time of schedules that part B from W, which with few microbatches is more: the first
@@ -38,7 +38,7 @@ def crossed(
     return np.maximum(idle, alone - m * (forward + backward + weight))
 
 
-def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
+def round_robin_placement(ranks: int, chunks: int = 1) -> tuple[int, ...]:
     """Placement of `chunks` stages per rank, dealt out in turn: stage s lies on rank s % ranks.
     Raises ConfigError."""
     if type(chunks) is not int or chunks < 1:
@@ -48,10 +48,10 @@ def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
     return tuple(range(ranks)) * chunks
 
 
-def sweep(
+def microbatch_sweep(
     kind: Kind, rank: int, ranks: int, microbatches: int, chunks: int = 1, group: int | None = None
 ) -> list[Action | None]:
-    """All F, B, W or U of one rank in the looped placement: `group` microbatches (default: all)
+    """All F, B, W or U of one rank in the round-robin placement: `group` microbatches (default: all)
     through one chunk, the same through the next, then the next group. F begins with the first
     chunk, the others with the last.
 
@@ -70,7 +70,7 @@ def sweep(
     return found
 
 
-def stagger(*columns: tuple[int, Sequence[Action | None]]) -> tuple[Action, ...]:
+def interleave_columns(*columns: tuple[int, Sequence[Action | None]]) -> tuple[Action, ...]:
     """One rank's order from columns (delay, actions): row r of a column is actions[r - delay]; rows
     are read from left to right, one after the other. So the delay of B is the number of forwards in
     flight before the first B.
@@ -79,7 +79,7 @@ def stagger(*columns: tuple[int, Sequence[Action | None]]) -> tuple[Action, ...]
     return tuple(filter(None, chain.from_iterable(rows)))
 
 
-def vee(
+def v_schedule(
     name: str, ranks: int, microbatches: int, program: Callable[[int, int], Iterable[str]]
 ) -> Schedule:
     """Two stages per rank in V: rank i has stage i, its chunk 0, and stage 2 ranks - 1 - i, its
@@ -87,7 +87,7 @@ def vee(
 
     `program(rank, microbatches)` yields words: a kind and a chunk, "F0", "B1", for the next
     microbatch; "b0", "b1" for a B whose W comes later; "W" for the oldest W to come. It is asked
-    for at least 2 ranks microbatches; those that do not exist are then left out, as in `sweep`.
+    for at least 2 ranks microbatches; those that do not exist are then left out, as in `microbatch_sweep`.
     """
     total = max(microbatches, 2 * ranks)
 

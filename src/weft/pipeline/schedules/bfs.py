@@ -12,22 +12,32 @@ import numpy as np
 
 from weft.core import Schedule
 
-from ._parts import Array, ScheduleSummary, looped, stagger, sweep
+from ._parts import (
+    Array,
+    ScheduleSummary,
+    interleave_columns,
+    microbatch_sweep,
+    round_robin_placement,
+)
 
 NAME = "bfs"
 
 
 def build(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """Bubble (p-1)(F+B+W)/v where m >= p; m microbatches live."""
-    placement = looped(ranks, chunks)
+    placement = round_robin_placement(ranks, chunks)
     order = []
     for rank in range(ranks):
         n = rank, ranks, microbatches, chunks
-        order.append(stagger((0, sweep("F", *n)), (chunks * microbatches, sweep("B", *n))))
+        order.append(
+            interleave_columns(
+                (0, microbatch_sweep("F", *n)), (chunks * microbatches, microbatch_sweep("B", *n))
+            )
+        )
     return Schedule(NAME, placement, tuple(order))
 
 
-def brief(
+def summarize(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:
     rounds = (p - 1) + (v - 1) * np.maximum(

@@ -19,7 +19,7 @@ import numpy as np
 
 from weft.core import Schedule
 
-from ._parts import Array, ScheduleSummary, crossed, vee
+from ._parts import Array, ScheduleSummary, split_backward_idle, v_schedule
 
 NAME = "dualpipev"
 
@@ -42,7 +42,7 @@ def build(ranks: int, microbatches: int) -> Schedule:
         yield from ("W", "b0") * below
         yield from ("W",) * (rank + 1)
 
-    return vee(NAME, ranks, microbatches, program)
+    return v_schedule(NAME, ranks, microbatches, program)
 
 
 def min_microbatches(ranks: Array) -> Array:
@@ -50,8 +50,10 @@ def min_microbatches(ranks: Array) -> Array:
     return 2 * ranks
 
 
-def brief(
+def summarize(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:
     idle, live = (p - 1) * np.maximum(forward + backward - weight, 0.0) / 2, np.minimum(p + 0.5, m)
-    return ScheduleSummary(crossed(idle, p, m, v, forward, backward, weight), live, live)
+    return ScheduleSummary(
+        split_backward_idle(idle, p, m, v, forward, backward, weight), live, live
+    )

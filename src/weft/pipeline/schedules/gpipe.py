@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from weft.core import Schedule
 
-from ._parts import Array, ScheduleSummary, looped, stagger, sweep
+from ._parts import (
+    Array,
+    ScheduleSummary,
+    interleave_columns,
+    microbatch_sweep,
+    round_robin_placement,
+)
 
 NAME = "gpipe"
 
@@ -17,13 +23,15 @@ def build(ranks: int, microbatches: int) -> Schedule:
     """Bubble (p-1)(F+B+W); m microbatches live."""
     n = ranks, microbatches
     order = [
-        stagger((0, sweep("F", rank, *n)), (microbatches, sweep("B", rank, *n)))
+        interleave_columns(
+            (0, microbatch_sweep("F", rank, *n)), (microbatches, microbatch_sweep("B", rank, *n))
+        )
         for rank in range(ranks)
     ]
-    return Schedule(NAME, looped(ranks), tuple(order))
+    return Schedule(NAME, round_robin_placement(ranks), tuple(order))
 
 
-def brief(
+def summarize(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:
     return ScheduleSummary((p - 1) * (forward + backward + weight), m, m)

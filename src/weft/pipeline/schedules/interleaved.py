@@ -11,19 +11,27 @@ import numpy as np
 
 from weft.core import Schedule
 
-from ._parts import Array, ScheduleSummary, looped, stagger, sweep
+from ._parts import (
+    Array,
+    ScheduleSummary,
+    interleave_columns,
+    microbatch_sweep,
+    round_robin_placement,
+)
 
 NAME = "interleaved"
 
 
 def build(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """Bubble (p-1)(F+B+W)/v where p divides m; p + (p-1)/v microbatches live on the first rank."""
-    placement = looped(ranks, chunks)
+    placement = round_robin_placement(ranks, chunks)
     order = []
     for rank in range(ranks):
         n = rank, ranks, microbatches, chunks, ranks
         warm = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
-        order.append(stagger((0, sweep("F", *n)), (warm, sweep("B", *n))))
+        order.append(
+            interleave_columns((0, microbatch_sweep("F", *n)), (warm, microbatch_sweep("B", *n)))
+        )
     return Schedule(NAME, placement, tuple(order))
 
 
@@ -32,7 +40,7 @@ def microbatch_multiple(ranks: Array) -> Array:
     return ranks
 
 
-def brief(
+def summarize(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:
     whole = forward + backward + weight

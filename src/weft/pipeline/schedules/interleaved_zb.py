@@ -11,7 +11,14 @@ import numpy as np
 
 from weft.core import Schedule
 
-from ._parts import Array, ScheduleSummary, crossed, looped, stagger, sweep
+from ._parts import (
+    Array,
+    ScheduleSummary,
+    interleave_columns,
+    microbatch_sweep,
+    round_robin_placement,
+    split_backward_idle,
+)
 
 NAME = "interleaved-zb"
 
@@ -20,13 +27,17 @@ def build(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """Bubble (p-1)(F+B-W)/v where W <= min(F, B) and p divides m; min(p, m) microbatches live on
     every rank, each until its W.
     """
-    placement = looped(ranks, chunks)
+    placement = round_robin_placement(ranks, chunks)
     order = []
     for rank in range(ranks):
         n = rank, ranks, microbatches, chunks, ranks
         ahead = chunks * ranks - 1
         order.append(
-            stagger((0, sweep("F", *n)), (ahead - rank, sweep("B", *n)), (ahead, sweep("W", *n)))
+            interleave_columns(
+                (0, microbatch_sweep("F", *n)),
+                (ahead - rank, microbatch_sweep("B", *n)),
+                (ahead, microbatch_sweep("W", *n)),
+            )
         )
     return Schedule(NAME, placement, tuple(order))
 
@@ -36,8 +47,10 @@ def microbatch_multiple(ranks: Array) -> Array:
     return ranks
 
 
-def brief(
+def summarize(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:
     idle, live = (p - 1) * (forward + backward - np.minimum(weight, backward)) / v, np.minimum(p, m)
-    return ScheduleSummary(crossed(idle, p, m, v, forward, backward, weight), live, live)
+    return ScheduleSummary(
+        split_backward_idle(idle, p, m, v, forward, backward, weight), live, live
+    )

@@ -11,7 +11,13 @@ import numpy as np
 
 from weft.core import Schedule
 
-from ._parts import Array, ScheduleSummary, looped, stagger, sweep
+from ._parts import (
+    Array,
+    ScheduleSummary,
+    interleave_columns,
+    microbatch_sweep,
+    round_robin_placement,
+)
 
 NAME = "naive"
 SEARCHED = False  # it is there to compare with: gpipe is never slower
@@ -20,11 +26,16 @@ SEARCHED = False  # it is there to compare with: gpipe is never slower
 def build(ranks: int, microbatches: int) -> Schedule:
     """Bubble (p-1) m (F+B+W); one microbatch live per rank."""
     n = ranks, microbatches
-    order = [stagger((0, sweep("F", rank, *n)), (0, sweep("B", rank, *n))) for rank in range(ranks)]
-    return Schedule(NAME, looped(ranks), tuple(order))
+    order = [
+        interleave_columns(
+            (0, microbatch_sweep("F", rank, *n)), (0, microbatch_sweep("B", rank, *n))
+        )
+        for rank in range(ranks)
+    ]
+    return Schedule(NAME, round_robin_placement(ranks), tuple(order))
 
 
-def brief(
+def summarize(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:
     return ScheduleSummary(

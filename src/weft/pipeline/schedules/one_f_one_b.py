@@ -11,7 +11,13 @@ import numpy as np
 
 from weft.core import Schedule
 
-from ._parts import Array, ScheduleSummary, looped, stagger, sweep
+from ._parts import (
+    Array,
+    ScheduleSummary,
+    interleave_columns,
+    microbatch_sweep,
+    round_robin_placement,
+)
 
 NAME = "1f1b"
 
@@ -20,13 +26,16 @@ def build(ranks: int, microbatches: int) -> Schedule:
     """Bubble (p-1)(F+B+W); min(p - rank, m) microbatches live."""
     n = ranks, microbatches
     order = [
-        stagger((0, sweep("F", rank, *n)), (ranks - 1 - rank, sweep("B", rank, *n)))
+        interleave_columns(
+            (0, microbatch_sweep("F", rank, *n)),
+            (ranks - 1 - rank, microbatch_sweep("B", rank, *n)),
+        )
         for rank in range(ranks)
     ]
-    return Schedule(NAME, looped(ranks), tuple(order))
+    return Schedule(NAME, round_robin_placement(ranks), tuple(order))
 
 
-def brief(
+def summarize(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:
     return ScheduleSummary(

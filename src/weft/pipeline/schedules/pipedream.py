@@ -13,7 +13,13 @@ import numpy as np
 
 from weft.core import ConfigError, Schedule, Versions, nearest
 
-from ._parts import Array, ScheduleSummary, looped, stagger, sweep
+from ._parts import (
+    Array,
+    ScheduleSummary,
+    interleave_columns,
+    microbatch_sweep,
+    round_robin_placement,
+)
 
 NAME = "pipedream"
 
@@ -35,9 +41,13 @@ def build(ranks: int, microbatches: int, *, versions: Versions = "stash") -> Sch
     for rank in range(ranks):
         n = rank, ranks, microbatches
         behind = ranks - 1 - rank
-        steps = [u if u and u.microbatch in updates else None for u in sweep("U", *n)]
-        order.append(stagger((0, sweep("F", *n)), (behind, sweep("B", *n)), (behind, steps)))
-    return Schedule(NAME, looped(ranks), tuple(order), versions)
+        steps = [u if u and u.microbatch in updates else None for u in microbatch_sweep("U", *n)]
+        order.append(
+            interleave_columns(
+                (0, microbatch_sweep("F", *n)), (behind, microbatch_sweep("B", *n)), (behind, steps)
+            )
+        )
+    return Schedule(NAME, round_robin_placement(ranks), tuple(order), versions)
 
 
 def _groups(ranks: int, microbatches: int) -> set[int]:
@@ -45,7 +55,7 @@ def _groups(ranks: int, microbatches: int) -> set[int]:
     return {*range(ranks - 1, microbatches - ranks, ranks), microbatches - 1}
 
 
-def brief(
+def summarize(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:
     return ScheduleSummary(0.0 * p * forward, np.minimum(p, m), np.minimum(1, m))

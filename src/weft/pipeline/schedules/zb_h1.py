@@ -11,7 +11,14 @@ import numpy as np
 
 from weft.core import Schedule
 
-from ._parts import Array, ScheduleSummary, crossed, looped, stagger, sweep
+from ._parts import (
+    Array,
+    ScheduleSummary,
+    interleave_columns,
+    microbatch_sweep,
+    round_robin_placement,
+    split_backward_idle,
+)
 
 NAME = "zb-h1"
 
@@ -26,14 +33,16 @@ def build(ranks: int, microbatches: int) -> Schedule:
     for rank in range(ranks):
         n = rank, ranks, microbatches
         order.append(
-            stagger(
-                (0, sweep("F", *n)), (ranks - 1 - rank, sweep("B", *n)), (ranks - 1, sweep("W", *n))
+            interleave_columns(
+                (0, microbatch_sweep("F", *n)),
+                (ranks - 1 - rank, microbatch_sweep("B", *n)),
+                (ranks - 1, microbatch_sweep("W", *n)),
             )
         )
-    return Schedule(NAME, looped(ranks), tuple(order))
+    return Schedule(NAME, round_robin_placement(ranks), tuple(order))
 
 
-def brief(
+def summarize(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:
     idle = np.where(
@@ -42,4 +51,6 @@ def brief(
         np.maximum(forward, backward),
     )
     live = np.minimum(p, m)
-    return ScheduleSummary(crossed((p - 1) * idle, p, m, v, forward, backward, weight), live, live)
+    return ScheduleSummary(
+        split_backward_idle((p - 1) * idle, p, m, v, forward, backward, weight), live, live
+    )

@@ -11,7 +11,14 @@ import numpy as np
 
 from weft.core import Schedule
 
-from ._parts import Array, ScheduleSummary, crossed, looped, stagger, sweep
+from ._parts import (
+    Array,
+    ScheduleSummary,
+    interleave_columns,
+    microbatch_sweep,
+    round_robin_placement,
+    split_backward_idle,
+)
 
 NAME = "zb-h2"
 
@@ -26,9 +33,13 @@ def build(ranks: int, microbatches: int) -> Schedule:
         n = rank, ranks, microbatches
         warm = 2 * (ranks - 1 - rank)
         order.append(
-            stagger((0, sweep("F", *n)), (warm, sweep("B", *n)), (2 * (ranks - 1), sweep("W", *n)))
+            interleave_columns(
+                (0, microbatch_sweep("F", *n)),
+                (warm, microbatch_sweep("B", *n)),
+                (2 * (ranks - 1), microbatch_sweep("W", *n)),
+            )
         )
-    return Schedule(NAME, looped(ranks), tuple(order))
+    return Schedule(NAME, round_robin_placement(ranks), tuple(order))
 
 
 def min_microbatches(ranks: Array) -> Array:
@@ -36,11 +47,13 @@ def min_microbatches(ranks: Array) -> Array:
     return 2 * ranks - 1
 
 
-def brief(
+def summarize(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:
     idle, live = (
         (p - 1) * np.maximum(forward, forward + backward - 2 * weight),
         np.minimum(2 * p - 1, m),
     )
-    return ScheduleSummary(crossed(idle, p, m, v, forward, backward, weight), live, live)
+    return ScheduleSummary(
+        split_backward_idle(idle, p, m, v, forward, backward, weight), live, live
+    )

@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.core import Schedule
 
-from ._parts import Array, ScheduleSummary, crossed, vee
+from ._parts import Array, ScheduleSummary, split_backward_idle, v_schedule
 
 NAME = "zb-v"
 
@@ -35,7 +35,7 @@ def build(ranks: int, microbatches: int) -> Schedule:
         yield from ("b0", "W") * below
         yield from ("W",) * (2 * (rank + 1))
 
-    return vee(NAME, ranks, microbatches, program)
+    return v_schedule(NAME, ranks, microbatches, program)
 
 
 def min_microbatches(ranks: Array) -> Array:
@@ -43,10 +43,10 @@ def min_microbatches(ranks: Array) -> Array:
     return 2 * ranks - 1
 
 
-def brief(
+def summarize(
     p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> ScheduleSummary:
     live = np.minimum(p, m)
     return ScheduleSummary(
-        crossed((p - 1) / 2 * forward, p, m, v, forward, backward, weight), live, live
+        split_backward_idle((p - 1) / 2 * forward, p, m, v, forward, backward, weight), live, live
     )

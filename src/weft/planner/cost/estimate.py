@@ -397,7 +397,7 @@ class CostModel:
             here = c.schedule == place
             if not here.any():
                 continue
-            closed, asked = schedules.brief(name), (p, c.accumulate, c.chunks, *costs)
+            closed, asked = schedules.summarize(name), (p, c.accumulate, c.chunks, *costs)
             brief = (
                 closed(*asked)
                 if closed is not None

@@ -40,18 +40,18 @@ from weft.nn import (
 )
 from weft.parallel import DTYPES
 from weft.pipeline import (
-    GROUPED,
-    SIMPLE,
+    GROUPED_MM,
+    PLAIN_TYPES,
     ForwardGraph,
     GraphNode,
     containers_of,
-    is_weight,
+    copy_with_tensors,
+    is_parameter,
+    map_tensors,
     other_leaves,
-    rebuild,
-    run_op,
+    run_op_without_data,
     split_points,
     tensors_in,
-    twin_model,
 )
 
 from .model_work import Cut, Kind
@@ -103,11 +103,11 @@ def record_forward(
     fused: bool,
 ) -> OpRecorder:
     """One forward of `model` and `loss` on all of `batch`. `fused`: with the kernels of a GPU.
-    Raises CannotCut."""
+    Raises UnsupportedModel."""
     fake = fake_mode()
     cpu = torch.device("cpu")
-    traced = twin_model(
-        model, lambda t: make_fake(fake, t, cpu) if t.is_meta or is_weight(t) else t.clone()
+    traced = copy_with_tensors(
+        model, lambda t: make_fake(fake, t, cpu) if t.is_meta or is_parameter(t) else t.clone()
     )
     if not model.training:
         traced.train()
@@ -446,7 +446,7 @@ class OpRecorder(TorchDispatchMode):
         """What is the same of two calls only where they do the same work; None where that cannot be
         told."""
         given = other_leaves((args, kwargs))
-        if not all(isinstance(part, SIMPLE) for part in given):
+        if not all(isinstance(part, PLAIN_TYPES) for part in given):
             return None
         module = self.modules[name]
         inner = tuple(
@@ -458,7 +458,7 @@ class OpRecorder(TorchDispatchMode):
                     {
                         k: v
                         for k, v in vars(m).items()
-                        if isinstance(v, SIMPLE) and not _COUNTED.search(k)
+                        if isinstance(v, PLAIN_TYPES) and not _COUNTED.search(k)
                     }
                 ),
                 tuple(
@@ -486,7 +486,7 @@ class OpRecorder(TorchDispatchMode):
             self.alive.append(new)
             return new.requires_grad_(t.requires_grad)
 
-        return self._unseen(lambda: rebuild(out, other))
+        return self._unseen(lambda: map_tensors(out, other))
 
     def _even(self, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments of a module of experts, with choices that give each of them as many
@@ -528,7 +528,7 @@ class OpRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.aside:
             return func(*args, **kwargs)
-        out = self._unseen(lambda: run_op(func, args, kwargs))
+        out = self._unseen(lambda: run_op_without_data(func, args, kwargs))
         made, given = tensors_in(out), tensors_in((args, kwargs))
         if not made:
             return out
@@ -715,7 +715,7 @@ def _work(
         place = _ATTENTION[packet]
         causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
         return "attention", full * (0.5 if causal else 1.0), full, (), 0
-    if packet is GROUPED:
+    if packet is GROUPED_MM:
         rows, weights = args[:2]
         flops = 2.0 * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
         return "matmul", flops, flops, tuple(sorted(weights.shape[-2:])), weights.shape[0]
@@ -734,7 +734,9 @@ def _work(
 
 def _is_heavy(packet: Any) -> bool:
     return (
-        packet in flop_registry or packet in _ATTENTION or packet in (GROUPED, _ATTENTION_BACKWARD)
+        packet in flop_registry
+        or packet in _ATTENTION
+        or packet in (GROUPED_MM, _ATTENTION_BACKWARD)
     )
 
 

@@ -20,7 +20,7 @@ def replay_schedule(
     backward: Array,
     weight: Array,
 ) -> ScheduleSummary:
-    """As a closed form (`schedule.brief`), of the entries where this mask is true; 1 microbatch at
+    """As a closed form (`schedules.summarize`), of the entries where this mask is true; 1 microbatch at
     once elsewhere.
 
     Raises ConfigError for what `schedule.make` does not make."""

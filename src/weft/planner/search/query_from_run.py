@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from weft.core import DEFAULT_SCHEDULE, Layout, PipelineConfig, RunConfig, Sync
-from weft.pipeline import check_cut, choose_schedule, schedule_of, schedules
+from weft.pipeline import check_split_points, choose_schedule, schedule_of, schedules
 from weft.train import (
     Dataset,
     build_dataset,
@@ -71,7 +71,7 @@ def layout_of_run(run: RunConfig) -> LayoutBatch:
     layout = run.layout.axes
     name, chunks = _schedule(run, layout)
     if layout.live("pp"):
-        check_cut(run.pipeline.cut, layout.size("pp") * chunks, f"{name} over {layout}")
+        check_split_points(run.pipeline.cut, layout.size("pp") * chunks, f"{name} over {layout}")
     return LayoutBatch.of(
         [plain_layout(layout)],
         batch=run.train.batch,
