@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, and which schedule runs them."""
+"""Choose where a model is split into stages, and which schedule runs them."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def make_stages(
 
 
 def unsplit_blocks(blocks: Sequence[str], points: Sequence[str]) -> list[str]:
-    """The blocks that are not cut."""
+    """The blocks that no split point divides."""
     return [block for block in blocks if not any(point.startswith(block + ".") for point in points)]
 
 
 def schedule_of(layout: Layout) -> str | None:
-    """The schedule that a layout names. Raises LayoutError."""
+    """The schedule that a layout names, or None. Raises LayoutError."""
     found = layout.option("pp")
     if len(found) > 1:
         raise ConfigError(
@@ -126,7 +126,17 @@ def choose_schedule(
     schedule: str | Schedule | Callable[..., Schedule],
     options: Mapping[str, Any],
 ) -> Schedule:
-    """The schedule over `pp`."""
+    """The schedule over `pp`.
+
+    Args:
+        layout: The layout. An option of its `pp` axis overrides `schedule`.
+        microbatches: Microbatches of one step.
+        schedule: A name, a Schedule, or a function (ranks, microbatches, **options) -> Schedule.
+        options: Arguments of the schedule.
+
+    Raises:
+        ConfigError: There is no such schedule or option, or the schedule cannot run.
+    """
     ranks, schedule = layout.size("pp"), schedule_of(layout) or schedule
     if isinstance(schedule, str):
         return schedules.make_schedule(schedule, ranks, microbatches, **options)
@@ -155,7 +165,7 @@ def choose_schedule(
 def _call(
     build: Callable[..., Schedule], ranks: int, microbatches: int, options: Mapping[str, Any]
 ) -> Schedule:
-    """A user's own."""
+    """Make a schedule by the user's function, and name the function in errors."""
     name = f"{build.__module__}:{build.__name__}" if inspect.isfunction(build) else str(build)
     schedules.check_options(name, build, options)
     try:
@@ -177,13 +187,15 @@ def _call(
 
 
 def check_split_points(where: str | Sequence[str], stages: int, who: str) -> None:
-    """Raises ConfigError for what is no way to cut a model for `who`, which has so many stages."""
+    """Raise ConfigError unless `where` is a way to split a model into this many stages. `who` names
+    the schedule in the error."""
     if not isinstance(where, str):
         if len(where) != stages - 1:
             fix = "name the module with which each but the first begins"
             raise ConfigError("pipeline.cut", list(where), f"{who} has {stages} stages", fix)
     elif where not in SPLIT_MEASURES:
-        fix = f"choose one of {', '.join(SPLIT_MEASURES)}, or name modules; {nearest(where, SPLIT_MEASURES)}"
+        choices, hint = ", ".join(SPLIT_MEASURES), nearest(where, SPLIT_MEASURES)
+        fix = f"choose one of {choices}, or name modules; {hint}"
         raise ConfigError("pipeline.cut", where, "not a way to cut", fix)
 
 

@@ -99,5 +99,6 @@ def count_dropouts(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> in
 
 
 def function_name(func: Callable) -> str:
+    """The name of a PyTorch function, or of the attribute that it reads."""
     owner = getattr(func, "__self__", None)  # an attribute's __get__ is a method of its descriptor
     return owner.__name__ if inspect.isgetsetdescriptor(owner) else func.__name__

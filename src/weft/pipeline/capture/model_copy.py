@@ -17,7 +17,8 @@ from .functions import GROUPED_MM
 
 
 def copy_with_tensors(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a model with other parameters and buffers. Raises UnsupportedModel."""
+    """A copy of a model in which `replace` has replaced every parameter and buffer. Raises
+    UnsupportedModel."""
     memo = {id(t): replace(t) for t in (*model.parameters(), *model.buffers())}
     try:
         return copy.deepcopy(model, memo)  # type: ignore[arg-type]
@@ -31,8 +32,8 @@ def copy_with_tensors(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> 
 
 
 def run_op_without_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What an op gives. Without data torch knows the shape of grouped matmuls in bf16 alone, and
-    here it is of any."""
+    """The result of an op. Torch cannot compute the shape of a grouped matmul without data unless
+    it is in bf16; this function can."""
     first, second = args[:2] if func._overloadpacket is GROUPED_MM else (None, None)
     if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
         if first.ndim == 2 and second.ndim == 3:
@@ -44,4 +45,5 @@ def run_op_without_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter; also true of placeholders for one."""
     return isinstance(tensor, nn.Parameter)

@@ -1,8 +1,8 @@
-"""Placeholders: tensors that a pipeline stage does not have. They know their shape, type and device, and
-no element.
+"""Placeholders: tensors that a pipeline stage does not have. They know their shape, dtype and
+device, but have no elements.
 
-SkippedShapes are found only when the forward asks for them, by doing the skipped work once on FakeTensors:
-so they are those of this call, whatever the sample's were.
+A shape is computed only when the forward reads it, by running the skipped work once on FakeTensors.
+So shapes are those of this call, not those of the sample.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from .model_copy import copy_with_tensors
 from .source_lines import source_line
 from .structures import PLAIN_TYPES, map_tensors, tensors_in
 
-_REQUIRES_GRAD, _GRAD = Tensor.requires_grad.__get__, Tensor.grad.__get__  # type: ignore[attr-defined]
-_ITSELF = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
+_REQUIRES_GRAD, _GRAD = Tensor.requires_grad.__get__, Tensor.grad.__get__  # type:
+ignore[attr-defined] _ITSELF = frozenset({Tensor.detach, Tensor.data.__get__})  # type:
+ignore[attr-defined]
 
 
 class PlaceholderTensor(Tensor):
-    """`about` names it for people; `like` makes the FakeTensor that it is like; `differentiable`:
-    its requires_grad."""
+    """`about` names the tensor in error messages. `like` makes a FakeTensor of the same shape,
+    dtype and device. `differentiable` is its requires_grad."""
 
     about: str
     like: Callable[[], Tensor]
@@ -119,7 +120,8 @@ class PlaceholderTensor(Tensor):
 
 
 def _stand_in(t: Tensor) -> Tensor:
-    """Of the same shape, type and device, for functions that ask no more; it holds one element."""
+    """A tensor of the same shape, dtype and device, for functions that read nothing else. All its
+    elements are one element in memory."""
     if not isinstance(t, PlaceholderTensor):
         return t
     like = t.like()
@@ -127,8 +129,8 @@ def _stand_in(t: Tensor) -> Tensor:
 
 
 class SkippedShapes:
-    """What work would have returned: the same work on FakeTensors, remembered for each signature of
-    its arguments."""
+    """What skipped work would have returned: runs it on FakeTensors, and caches the result by the
+    shapes, dtypes and values of its arguments."""
 
     def __init__(self, model: nn.Module):
         self.mode = fake_mode()
@@ -195,7 +197,7 @@ class SkippedShapes:
 
 
 class SkippedWork:
-    """A piece of work that was not done, and what it would have returned."""
+    """A module call or function that was skipped, and what it would have returned."""
 
     def __init__(self, shapes: SkippedShapes, work: str | Callable, args: tuple, kwargs: dict):
         self._call = (shapes, work, args, kwargs, shapes.autocast())
@@ -209,7 +211,8 @@ class SkippedWork:
         return self._result
 
     def placeholder(self, name: str, place: int, differentiable: bool) -> PlaceholderTensor:
-        """The tensor at this place among those that it would have returned."""
+        """A placeholder for the tensor at this index among those that the work would have
+        returned."""
 
         def like() -> Tensor:
             if place not in self._likes:

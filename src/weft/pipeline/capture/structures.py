@@ -1,4 +1,5 @@
-"""Structures of tensors: nested tuples, lists, dicts and dataclasses that a module takes or returns."""
+"""Structures of tensors: nested tuples, lists, dicts and dataclasses, as modules take and
+return."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ PLAIN_TYPES = (
 
 
 def tensors_in(structure: Any) -> list[Any]:
-    """The tensors (or what stands for them) in nested tuples, lists, dicts and dataclasses, in
+    """The tensors, or references to them, in nested tuples, lists, dicts and dataclasses, in
     order."""
     found: list[Any] = []
     _collect(structure, found)
@@ -57,8 +58,8 @@ def _parts(structure: Any) -> Iterable[Any]:
 def map_tensors(
     structure: Any, replace: Callable[[Any], Any], other: Callable[[Any], Any] = lambda part: part
 ) -> Any:
-    """The same structure with every tensor (or what stands for one) replaced; `other` replaces what
-    is no structure."""
+    """The same structure with every tensor, or reference to one, replaced by `replace(it)`, and
+    every other leaf by `other(it)`."""
     if isinstance(structure, _LEAF):
         return replace(structure)
     if isinstance(structure, (tuple, list)):
@@ -99,16 +100,17 @@ def arguments(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[tuple[InputRef
 
 
 def argument_at(at: InputRef, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
-    """The tensor that stands there among the arguments."""
+    """The tensor among the arguments that an InputRef refers to."""
     return tensors_in(argument(at.argument, args, kwargs))[at.index]
 
 
 def argument(place: int | str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """The argument at this position, or of this name."""
     return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def other_leaves(structure: Any) -> list[Any]:
-    """What is neither a tensor nor a container in a structure."""
+    """The leaves of a structure that are not tensors."""
     found: list[Any] = []
     map_tensors(structure, lambda t: None, found.append)
     return found
@@ -119,7 +121,8 @@ def numbers_in(structure: Any) -> list[Any]:
 
 
 def unknown_classes(structure: Any) -> list[str]:
-    """The classes of objects in it that are neither structures of tensors nor were given."""
+    """The names of classes whose objects are in a structure, cannot be looked into, and were not
+    arguments of the call."""
     return [
         part.kind
         for part in other_leaves(structure)

@@ -62,7 +62,18 @@ def draw_curves(
     lines: Sequence[Curve],
     marks: Sequence[AxisMark] = (),
 ) -> str:
-    """One standalone image."""
+    """Draw curves as one standalone SVG image.
+
+    Args:
+        title: Above the image.
+        across: The horizontal axis.
+        up: The vertical axis.
+        lines: The curves.
+        marks: Vertical lines with a label.
+
+    Returns:
+        The text of an SVG file.
+    """
     x = _Scale(across, [v for line in lines for v in line.x], LEFT, WIDTH - RIGHT)
     y = _Scale(up, [v for line in lines for v in line.y], HEIGHT - BOTTOM, TOP)
     return svg_image(WIDTH, HEIGHT, _body(title, x, y, lines, marks))

@@ -136,6 +136,7 @@ def amount_text(timeline: Timeline, value: float) -> str:
 
 
 def share_text(part: float, whole: float) -> str:
+    """`part` as a percentage of `whole`."""
     return f"{100 * part / whole if whole else 0.0:.1f} %"
 
 

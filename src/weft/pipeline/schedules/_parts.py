@@ -1,5 +1,5 @@
-"""What schedules are made of: placements, sweeps over the microbatches, and ways to line them
-up."""
+"""Parts of schedules: placements, sequences of actions over the microbatches, and ways to
+interleave them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ Array = NDArray[Any]
 
 
 class ScheduleSummary(NamedTuple):
-    """What a schedule comes to, in closed form, where its docstring says it holds: seconds that a
-    rank waits in a step if every rank takes as long; microbatches whose activations the first and
-    the last rank hold at once. Of arrays, with p ranks, m microbatches and v stages of a rank;
-    `forward`, `backward`, `weight` are of all its stages."""
+    """Bubble and memory of a schedule in closed form, under the conditions that its `build` states.
+
+    `idle_s`: seconds that a rank waits in a step, if all ranks take equally long. `first`, `last`:
+    microbatches whose activations the first and the last rank hold at once. Functions compute them
+    from arrays of p ranks, m microbatches, v stages of a rank, and seconds of `forward`, `backward`
+    and `weight` of all stages of a rank."""
 
     idle_s: Array
     first: Array
@@ -30,17 +32,16 @@ class ScheduleSummary(NamedTuple):
 def split_backward_idle(
     idle: Array, p: Array, m: Array, v: Array, forward: Array, backward: Array, weight: Array
 ) -> Array:
-    """The idle time of schedules that part B from W, which with few microbatches is more: the first
-    one has to go through all ranks and back, and each of the others takes the time of a stage's
-    longest action, at the least."""
+    """Idle time of schedules that split B from W. It is above `idle` for few microbatches: the
+    first one has to pass all ranks twice, and each other one takes at least a stage's longest
+    action."""
     longest = np.maximum(forward, np.maximum(backward, weight)) / v
     alone = p * (forward + backward) + weight / v + (m - 1) * longest
     return np.maximum(idle, alone - m * (forward + backward + weight))
 
 
 def round_robin_placement(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Placement of `chunks` stages per rank, dealt out in turn: stage s lies on rank s % ranks.
-    Raises ConfigError."""
+    """Placement of `chunks` stages per rank: stage s is on rank s % ranks. Raises ConfigError."""
     if type(chunks) is not int or chunks < 1:
         raise ConfigError(
             "pipeline.chunks", chunks, "not a number of stages per rank", "use 1 or more"
@@ -51,13 +52,12 @@ def round_robin_placement(ranks: int, chunks: int = 1) -> tuple[int, ...]:
 def microbatch_sweep(
     kind: Kind, rank: int, ranks: int, microbatches: int, chunks: int = 1, group: int | None = None
 ) -> list[Action | None]:
-    """All F, B, W or U of one rank in the round-robin placement: `group` microbatches (default: all)
-    through one chunk, the same through the next, then the next group. F begins with the first
-    chunk, the others with the last.
+    """All F, B, W or U of one rank in the round-robin placement, in order: `group` microbatches
+    (default: all) through one chunk, the same through the next, then the next group. F begins with
+    the first chunk, the others with the last.
 
-    A last group that is not full has None in the places of the microbatches that do not exist:
-    removing whole microbatches from a valid schedule leaves a valid one, so every number of
-    microbatches works.
+    If the last group is not full, None stands for each missing microbatch. A valid schedule stays
+    valid without whole microbatches, so every number of microbatches works.
     """
     stages = range(rank, ranks * chunks, ranks)
     group = group or microbatches
@@ -71,8 +71,8 @@ def microbatch_sweep(
 
 
 def interleave_columns(*columns: tuple[int, Sequence[Action | None]]) -> tuple[Action, ...]:
-    """One rank's order from columns (delay, actions): row r of a column is actions[r - delay]; rows
-    are read from left to right, one after the other. So the delay of B is the number of forwards in
+    """One rank's order from columns (delay, actions). Row r of a column is actions[r - delay]; rows
+    are read from left to right, top to bottom. So the delay of B is the number of forwards in
     flight before the first B.
     """
     rows = zip_longest(*(chain(repeat(None, delay), actions) for delay, actions in columns))
@@ -86,8 +86,9 @@ def v_schedule(
     chunk 1.
 
     `program(rank, microbatches)` yields words: a kind and a chunk, "F0", "B1", for the next
-    microbatch; "b0", "b1" for a B whose W comes later; "W" for the oldest W to come. It is asked
-    for at least 2 ranks microbatches; those that do not exist are then left out, as in `microbatch_sweep`.
+    microbatch; "b0", "b1" for a B whose W comes later; "W" for the oldest W that is still due. It
+    is called with at least 2 * ranks microbatches; the surplus is left out, as in
+    `microbatch_sweep`.
     """
     total = max(microbatches, 2 * ranks)
 

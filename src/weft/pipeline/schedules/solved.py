@@ -76,7 +76,8 @@ def build(
         seed: Of the random numbers.
 
     Raises:
-        ConfigError: A memory cap that no order keeps, with the least that works, or a bad placement.
+        ConfigError: No order keeps the memory cap (names the least that works), or the placement is
+            not one.
     """
     problem = SchedulingProblem(
         ranks, microbatches, costs or ActionCosts(), memory, placement, chunks, split
