@@ -32,9 +32,8 @@ from .model_copy import copy_with_tensors
 from .source_lines import source_line
 from .structures import PLAIN_TYPES, map_tensors, tensors_in
 
-_REQUIRES_GRAD, _GRAD = Tensor.requires_grad.__get__, Tensor.grad.__get__  # type:
-ignore[attr-defined] _ITSELF = frozenset({Tensor.detach, Tensor.data.__get__})  # type:
-ignore[attr-defined]
+_REQUIRES_GRAD, _GRAD = Tensor.requires_grad.__get__, Tensor.grad.__get__  # type: ignore[attr-defined]
+_ITSELF = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
 
 
 class PlaceholderTensor(Tensor):

@@ -2,13 +2,10 @@
 backward of the other stand next to each other, for their computing and messages to overlap. A B
 without W is a whole backward.
 
-2 ranks, 4 microbatches; the lower two lines go on from the upper two
+2 ranks, 3 microbatches
 
-rank 0   0F0 0F1 0F2 3F0 3B0 3W0 3F1 0F3 3B1     3F2 0B0     3B2
-rank 1       1F0 2F0 1F1 2F1 1F2 2B0     2F2 1B0     1F3 2B1
-
-rank 0   3F3     0B1     3B3     0B2 0W2 0B3 0W3
-rank 1       2F3 1B1     2B2     1B2     2B3 1B3 2W3 1W3
+rank 0   0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3F2 0B0 3B2 0B1     0B2 0W2
+rank 1       1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 2B1 1B1 2B2 1B2
 """
 
 from __future__ import annotations
