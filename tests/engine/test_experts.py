@@ -428,7 +428,7 @@ def test_what_is_passed_over_is_named() -> None:
 
 @pytest.mark.parametrize("sync", ["local_sgd", "parameter_server"])
 def test_replicas_have_all_experts_to_themselves(sync: str) -> None:
-    with pytest.raises(Refusal, match="spreads experts over them"):
+    with pytest.raises(Refusal, match="spreads experts over replicas"):
         weft.plan(hugging_face("mixtral"), "dp2+ep", batch=12, loss=next_token, sync=sync)
 
 

@@ -114,7 +114,7 @@ def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
     laid = run if ranks == run.world else shrink_to(run, ranks)
     world, worlds = laid.world, replica_ranks(laid)
     if worlds and ranks != run.world:
-        raise _apart(run)
+        raise _fixed_layout_error(run)
     if not run.workers or rank == 0:  # workers need no data
         check_run(laid)
     again = AGENT in os.environ or restart_count() > 0
@@ -221,7 +221,7 @@ def check_hosts(run: RunConfig, least: int, most: int, each: int) -> None:
     if world > most * each or (least == most and world != most * each):
         raise world_size_error(run, "--nodes", most, f"{most * each} on {most} hosts")
     if replica_ranks(run) and least < most:
-        raise _apart(run)
+        raise _fixed_layout_error(run)
     if run.workers and least < most:
         problem = "each of its workers has what no other has, so all hosts are needed"
         raise ConfigError("--nodes", f"{least}:{most}", problem, f"use --nodes {most}")
@@ -243,7 +243,7 @@ def world_size_error(
     return LayoutError(field, value, f"layout {run.layout.axes} has {run.world} ranks, {here}", fix)
 
 
-def _apart(run: RunConfig) -> ConfigError:
+def _fixed_layout_error(run: RunConfig) -> ConfigError:
     problem = (
         f"replicas under {run.sync.name} go on by themselves without one that fails, and keep the"
         " layout"

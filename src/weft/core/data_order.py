@@ -1,5 +1,4 @@
-"""Which samples of a global batch are whose, and which positions of a sequence. Pure arithmetic; no
-torch.
+"""Which samples of a global batch, and which positions of a sequence, each rank has. No torch.
 
 batch 8, accumulate 2, data_size 2        microbatch 0    microbatch 1
                                  sample   0 1 | 2 3       4 5 | 6 7
@@ -12,12 +11,19 @@ from .errors import LayoutError
 
 
 def data_rank_indices(batch: int, accumulate: int, data_rank: int, data_size: int) -> list[int]:
-    """Indices into the global batch that this data rank takes, its `accumulate` microbatches one
-    after the other.
+    """The indices of a data rank's samples in the global batch, microbatch after microbatch.
 
-    A microbatch is a run of consecutive samples, and each data rank takes a run of it, so the
-    samples of a microbatch are the same on every layout. Raises LayoutError if the batch does not
-    divide.
+    A microbatch consists of consecutive samples, and each data rank takes consecutive samples of
+    it. So a microbatch has the same samples on every layout.
+
+    Args:
+        batch: Samples of the global batch.
+        accumulate: Number of microbatches.
+        data_rank: This rank's position among the data ranks.
+        data_size: Number of data ranks.
+
+    Raises:
+        LayoutError: The batch does not divide.
     """
     parts = accumulate * data_size
     if batch < 1 or batch % parts:

@@ -1,14 +1,14 @@
 """Every error that weft raises on purpose.
 
     WeftError
-    ├── Refusal              what was asked for cannot be done; raised before any process starts   exit 2
-    │   ├── ConfigError      a key or value of RUN.toml or of the command line
-    │   ├── LayoutError      a layout that does not parse, fit the world, or divide the batch
-    │   ├── UnsupportedModel        a strategy on a model that it cannot cut
-    │   │   └── NeedsData    ... which may be able to, given one with weights
-    │   ├── CheckpointError  a truncated, foreign or mismatched checkpoint
-    │   └── DataError        a missing or unreadable dataset
-    └── WorkerDied           a process of the run failed; carries that worker's own error          exit 1
+    ├── Refusal                  a request that cannot be met, before any process starts; exit 2
+    │   ├── ConfigError          a key or value of RUN.toml or of the command line
+    │   ├── LayoutError          a layout that does not parse, fit the world, or divide the batch
+    │   ├── UnsupportedModel     a model that a strategy cannot divide
+    │   │   └── NeedsData        ... but might, if it were built with weights
+    │   ├── CheckpointError      a truncated, foreign or mismatched checkpoint
+    │   └── DataError            a missing or unreadable dataset
+    └── WorkerDied               a process of the run failed; carries that worker's error; exit 1
 
 A Refusal names the field, the value and what would work.
 """
@@ -34,8 +34,14 @@ class WeftError(Exception):
 
 
 class Refusal(WeftError):
-    """What was asked for cannot be done: `field` is the key, `value` what it held, `fix` what would
-    work."""
+    """A request that cannot be met.
+
+    Attributes:
+        field: The key, option or argument at fault.
+        value: Its value.
+        problem: Why it cannot be used.
+        fix: What the user can write instead.
+    """
 
     exit_code = 2
 
@@ -115,8 +121,18 @@ def check_renamed(option: str) -> None:
 
 
 def require(field: str, value: object, kind: type, fits: Callable[..., bool], wanted: str) -> None:
-    """Raises ConfigError unless the value is of this kind, finite, and fits. A whole number passes
-    for a float."""
+    """Refuse a value that is not of this type, not finite, or out of range.
+
+    Args:
+        field: What the error names.
+        value: The value.
+        kind: Its type; an int is accepted as a float.
+        fits: Whether a value of this type is in range.
+        wanted: What the error tells the user to write.
+
+    Raises:
+        ConfigError: The value cannot be used.
+    """
     passes = type(value) is kind or (kind is float and type(value) is int)
     if not passes or (isinstance(value, float) and not math.isfinite(value)) or not fits(value):
         raise ConfigError(field, value, "cannot be", f"write {wanted}")

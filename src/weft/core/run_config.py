@@ -1,4 +1,4 @@
-"""RUN.toml -> Run: read, overridden from the command line, checked. Pure data; no torch.
+"""Reads a run file into a RunConfig, applies overrides, and checks it. Pure data; no torch.
 
     [model]        build = "package.module:callable" | hf = "a configuration or model directory"
     [data]         build = "package.module:callable" | text = ["corpus/*.txt"] | hf = "a directory"
@@ -13,7 +13,7 @@
     [workers]      storage = ["embedding"]
 
 All other keys of [model], [data], [optimizer], [pipeline] and [sync] are arguments of what the
-table names, which `weft.train.build` checks.
+table names; `weft.train.build` checks them.
 """
 
 from __future__ import annotations
@@ -324,8 +324,8 @@ class SyncConfig(CallableTable):
 
 
 class RunConfig(TomlTable):
-    """All of a run file. In `folder`, before the current directory, its modules and relative paths
-    are looked for."""
+    """A run file. Modules and relative paths are looked up in `folder`, then in the current
+    directory."""
 
     model: ModelConfig
     data: DataConfig

@@ -1,5 +1,5 @@
-"""Tables of a TOML file, held by pydantic: their keys are known, what is wrong is a ConfigError
-that names it, and what is written reads back the same. No torch."""
+"""Tables of a TOML file as pydantic models: an unknown key or wrong value is a ConfigError that
+names it, and a table that is written reads back the same. No torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TomlTable(BaseModel):
 
 
 class CallableTable(BaseModel):
-    """A table that names what is to be called; keys that are not its own are arguments."""
+    """A table that names a callable; its other keys are arguments of that callable."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keys that are arguments of what the table names."""
+        """The keys that are arguments of the callable."""
         return dict(self.model_extra or {})
 
 

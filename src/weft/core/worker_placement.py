@@ -1,4 +1,4 @@
-"""Places: which modules of a model live on which named worker. Names alone; nothing is moved.
+"""Which modules of a model live on which named worker. Nothing is moved here.
 
 [workers]
 storage = ["embedding"]
@@ -49,8 +49,8 @@ class WorkerPlacement:
 
 
 def place_modules(model: nn.Module, workers: Mapping[str, Sequence[str]]) -> WorkerPlacement:
-    """Where the modules of a model live, which may be on the meta device. `workers`: name -> globs
-    of modules' names. Raises ConfigError."""
+    """Assign the modules of a model to workers. `workers` maps a worker to globs of module names;
+    the model may be on the meta device. Raises ConfigError."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     found: dict[str, str] = {}
     for worker, patterns in workers.items():
@@ -69,7 +69,7 @@ def place_modules(model: nn.Module, workers: Mapping[str, Sequence[str]]) -> Wor
         for name in modules:
             if name in matches and not any(_inside(name, other) for other in matches - {name}):
                 _check_callable(worker, name, modules[name])
-                _check_apart(worker, name, found)
+                _check_overlap(worker, name, found)
                 found[name] = worker
     places = WorkerPlacement(tuple(workers), found)
     _check_tied(model, places)
@@ -84,7 +84,7 @@ def _check_name(worker: str) -> None:
     if worker == DRIVER:
         problem = "is the process that runs the model's own forward"
         raise ConfigError(
-            "workers", worker, problem, "leave it out: it has what no worker is named for"
+            "workers", worker, problem, "leave it out: it holds every module that no worker holds"
         )
     if not NAME.fullmatch(worker):
         problem = "is no name that torch.distributed.rpc takes"
@@ -99,7 +99,7 @@ def _check_callable(worker: str, name: str, module: nn.Module) -> None:
         raise ConfigError(f"workers.{worker}", name, problem, f'write "{name}.*"')
 
 
-def _check_apart(worker: str, name: str, found: Mapping[str, str]) -> None:
+def _check_overlap(worker: str, name: str, found: Mapping[str, str]) -> None:
     """Refuse a module that another worker has, in whole or in part."""
     for other, at in found.items():
         if _inside(name, other) or _inside(other, name):

@@ -41,7 +41,7 @@ def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: s
         raise ConfigError(
             "sync.name",
             sync.name,
-            f"each replica is to have all weights, and {layout} spreads experts over them",
+            f"it needs all weights on each replica, and {layout} spreads experts over replicas",
             'use ep, or fsdp with +ep, beside dp, or name = "allreduce" or "ring"',
         )
     if staged is not None and staged.versions:
@@ -52,12 +52,12 @@ def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: s
             'use name = "allreduce" and codec = "identity", or a synchronous schedule such as 1f1b',
         )
     if size == 1 and not layout.live("fsdp"):
-        return [f"[sync] {sync.name}, {sync.codec.name}: one replica has none to agree with"]
+        return [f"[sync] {sync.name}, {sync.codec.name}: one replica has nothing to synchronise"]
     if precision == "fp16" and isinstance(sync, SyncEveryStep) and sync.codec.keeps_residual:
         raise ConfigError(
             "sync.codec",
             sync.codec.name,
-            "what it keeps for the next step would have another loss scale",
+            "the residual that it keeps for the next step would have another loss scale",
             "use bf16 or fp32 in [precision], or a codec without feedback",
         )
     if isinstance(sync, LocalSteps | AsyncServers):
@@ -100,7 +100,7 @@ def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: s
 def _check_separate(layout: Layout, sync: LocalSteps | AsyncServers, precision: str) -> list[str]:
     size = layout.size("dp")
     if size == 1:
-        return [f"[sync] {sync.name}: fsdp alone is one replica, and has none to agree with"]
+        return [f"[sync] {sync.name}: fsdp alone is one replica, and has nothing to synchronise"]
     if sync.codec.has_momentum:
         other = (
             "sends differences of weights"
@@ -141,7 +141,7 @@ def check_gate_biases(model: nn.Module, sync: Sync) -> None:
         raise ConfigError(
             "sync.name",
             sync.name,
-            f"each replica would move {name} by its own tokens: weights alone are agreed on",
+            f"each replica would move {name} by its own tokens: only weights are synchronised",
             'balance by a loss instead of a bias, or use name = "allreduce"',
         )
 

@@ -102,11 +102,16 @@ def build_model(
     dtype: torch.dtype | None = None,
     seed: int | None = None,
 ) -> nn.Module:
-    """The model of [model] with weights drawn by `seed` ([train] seed if left out); the global
-    generator is untouched.
+    """Build the model of [model]. The global random generator does not change.
 
-    On "meta" it has shapes and no weights. Weights are made as the model makes them and then cast
-    to `dtype`. Raises ConfigError.
+    Args:
+        run: The run.
+        device: Where the model is built; on "meta" it has shapes and no weights.
+        dtype: What the weights are cast to after they are drawn.
+        seed: The seed of the weights. Default: the seed of [train].
+
+    Raises:
+        ConfigError: The model cannot be built.
     """
     device = torch.device(device)
     undrawn = _Undrawn() if device.type == "meta" else nullcontext()
@@ -156,8 +161,7 @@ class _Undrawn(TorchFunctionMode):
 
 
 def replica_ranks(run: RunConfig) -> list[list[int]]:
-    """The ranks of each replica, where replicas step by themselves and are worlds of their own;
-    else nothing."""
+    """The ranks of each replica, if each replica is a process group of its own; else nothing."""
     layout, made = run.layout.axes, build_sync(run)
     return (
         layout.replicas() if not isinstance(made, SyncEveryStep) and layout.size("dp") > 1 else []
@@ -165,13 +169,13 @@ def replica_ranks(run: RunConfig) -> list[list[int]]:
 
 
 def server_replicas(run: RunConfig) -> range:
-    """The replicas without which others cannot go on."""
+    """The replicas that hold parameter servers: without them the others cannot continue."""
     made = build_sync(run)
     return range(made.servers if isinstance(made, AsyncServers) else 0)
 
 
 def build_sync(run: RunConfig) -> Sync:
-    """That of [sync]. Raises ConfigError."""
+    """Make the synchroniser of [sync]. Raises ConfigError."""
     return make_sync(run.sync.name, run.sync.codec, **run.sync.arguments)
 
 
@@ -259,7 +263,7 @@ def model_inputs(run: RunConfig, model: nn.Module) -> tuple[str, ...] | None:
 
 
 def build_lr_factor(run: RunConfig) -> Callable[[int], float]:
-    """Step (the first is 0) -> what the learning rate is multiplied by."""
+    """The function from a step, counted from 0, to the factor of the learning rate."""
     t = run.train
     return partial(
         lr_schedule.lr_factor,
@@ -271,13 +275,12 @@ def build_lr_factor(run: RunConfig) -> Callable[[int], float]:
 
 
 def sample_batch(run: RunConfig, held: data.Dataset) -> dict[str, Tensor]:
-    """A batch of the dataset's first two samples, as the model is to be called with it: batch norm
-    asks for two."""
+    """A batch of the dataset's first two samples, which is as few as batch norm accepts."""
     return cast_batch(run, data.collate([held[i] for i in range(min(2, len(held)))]))
 
 
 def cast_batch(run: RunConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model in float64 computes on nothing less."""
+    """The batch, in float64 if the model computes in float64."""
     if run.precision.compute != "fp64":
         return batch
     return {
@@ -286,8 +289,8 @@ def cast_batch(run: RunConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build_plan(run: RunConfig, model: nn.Module, sample: dict[str, Tensor]) -> Plan:
-    """The Plan of this run for its model, which may be on the meta device. `sample`: see `first`.
-    Raises Refusal."""
+    """The Plan of this run for its model, which may be on the meta device. `sample`: see
+    `sample_batch`. Raises Refusal."""
     t, p = run.train, run.pipeline
     named = ":" in p.schedule
     return plan_from_request(

@@ -1,5 +1,5 @@
-"""The layout of a run where fewer ranks are there than its own takes. Batch, microbatches, seed and
-the order of data are those of the run, so its losses are too."""
+"""The layout of a run that continues on fewer ranks. Batch, microbatches, seed and order of data
+stay the same, and so do the losses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ COPIES = ("dp", *SEQUENCE_AXES)  # whose ranks hold the same weights
 
 
 def shrink_to(run: RunConfig, ranks: int) -> RunConfig:
-    """This run on a layout of at most so many ranks: its own, the first of `layout.elastic` that
-    can be, or, where that is not a list, the best of its own axes. Ranks that are left over stand
-    by.
+    """The run on a layout of at most `ranks` ranks; the other ranks are spares.
 
-    Raises LayoutError where there is none.
+    The layout is the run's own if it fits, else the first of `layout.elastic` that fits, else, if
+    that is no list, the best one with the same axes. Raises LayoutError if none fits.
     """
     layout, named = run.layout.axes, run.layout.elastic
     if layout.world <= ranks:

@@ -67,10 +67,22 @@ def export_weights(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
-    """Write the weights of a run's checkpoint (None: the latest) to a directory that
-    `from_pretrained` loads: safetensors and their index, the configuration, the tokenizer if the
-    run's data has one. `dtype`: "bf16" and the like, the checkpoint's own if left out. The
-    directory appears when it is complete. Raises ConfigError, CheckpointError."""
+    """Write the weights of a checkpoint to a directory that `from_pretrained` loads.
+
+    It holds safetensors and their index, the configuration, and the tokenizer if the run's data has
+    one. The directory appears when it is complete.
+
+    Args:
+        folder: The run folder.
+        to: The directory to write, which does not exist yet.
+        step: The step of the checkpoint. Default: the latest.
+        dtype: A key of DTYPES. Default: the checkpoint's dtype.
+        shard_bytes: The most bytes in one file.
+
+    Raises:
+        ConfigError: The directory cannot be written.
+        CheckpointError: The checkpoint is damaged, or lacks a weight.
+    """
     run, contents, source = _run(folder), *_opened(folder, step)
     model = _transformer(run)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
