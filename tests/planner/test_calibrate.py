@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from weft.cli.app import app
 from weft.core import toml
-from weft.core.device_timer import typical_time
 from weft.core.errors import ConfigError
 from weft.core.layout import Layout
+from weft.core.timers import typical_time
 from weft.nn.losses import next_token
 from weft.planner.calibrate import (
     collective_skew,

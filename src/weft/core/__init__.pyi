@@ -13,9 +13,7 @@ from .codec import (
     Shapes as Shapes,
     numel_of as numel_of,
 )
-from .comm_timer import CommTimer as CommTimer
 from .data_order import data_rank_indices as data_rank_indices, zigzag_spans as zigzag_spans
-from .device_timer import time_once as time_once, typical_time as typical_time
 from .errors import (
     STOPPED as STOPPED,
     CheckpointError as CheckpointError,
@@ -112,6 +110,11 @@ from .sync import (
     Sync as Sync,
     SyncEveryStep as SyncEveryStep,
     bucket_owners as bucket_owners,
+)
+from .timers import (
+    CommTimer as CommTimer,
+    time_once as time_once,
+    typical_time as typical_time,
 )
 from .toml import (
     TomlTable as TomlTable,

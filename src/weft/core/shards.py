@@ -1,5 +1,4 @@
-"""Where the parts of a tensor lie: the arithmetic of chunks, and `Piece`, one rank's part of one
-global tensor.
+"""LocalShard: one rank's part of one global tensor; and the arithmetic of chunks.
 
 A dim of a local tensor is described by segments (local_start, global_start, length). Cutting a dim
 gives segments, cutting it again keeps them exact, and the product over the dims gives the chunks:
@@ -46,7 +45,7 @@ class LocalShard:
 
 
 def whole_shard(name: str, tensor: torch.Tensor, writer: bool = True) -> LocalShard:
-    """The piece of a tensor that this rank holds in full."""
+    """The shard of a tensor that this rank holds completely."""
     shape = tuple(tensor.shape)
     return LocalShard(
         name, tensor, shape, chunks_of([cut_segments([(0, size)]) for size in shape]), writer
@@ -54,8 +53,8 @@ def whole_shard(name: str, tensor: torch.Tensor, writer: bool = True) -> LocalSh
 
 
 def fsdp_rows(size: int, world: int, rank: int) -> tuple[int, int]:
-    """(start, stop) of the rows of dim 0 that torch's `Shard(0)` gives this rank; trailing ranks
-    may hold none."""
+    """(start, stop) of the rows of dim 0 that torch's `Shard(0)` gives to this rank. The last ranks
+    may get none."""
     rows = -(-size // world)
     return min(rank * rows, size), min((rank + 1) * rows, size)
 
@@ -76,8 +75,7 @@ def cut_segments(intervals: Iterable[tuple[int, int]]) -> list[Segment]:
 
 
 def take_segments(segments: Iterable[Segment], start: int, stop: int) -> list[Segment]:
-    """Segments of rows start:stop of such a dim, counted from 0: a further cut of a dim that is
-    already cut."""
+    """Segments of the rows start:stop, counted from 0, of a dim that is already sharded."""
     taken = []
     for local, position, length in segments:
         first, last = max(local, start), min(local + length, stop)
@@ -104,7 +102,7 @@ def index_shape(index: Index) -> tuple[int, ...]:
 
 
 def index_overlap(one: Index, other: Index) -> Index | None:
-    """What two indices of the same tensor have in common; None if nothing."""
+    """The intersection of two indices of the same tensor, or None."""
     common = tuple(
         slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
     )
@@ -112,7 +110,7 @@ def index_overlap(one: Index, other: Index) -> Index | None:
 
 
 def shift_index(index: Index, origin: Index, target: Index) -> Index:
-    """`index`, which lies inside `origin`, moved along as `origin` becomes `target`."""
+    """`index`, which is inside `origin`, moved by the distance from `origin` to `target`."""
     return tuple(
         slice(i.start - o.start + t.start, i.stop - o.start + t.start)
         for i, o, t in zip(index, origin, target, strict=True)
@@ -125,8 +123,8 @@ def index_text(index: Index) -> str:
 
 
 def coverage_flaw(boxes: Iterable[Index], shape: tuple[int, ...]) -> str | None:
-    """None if the boxes hold every element of a tensor of this shape exactly once, else where they
-    do not."""
+    """None if the boxes cover every element of a tensor of this shape exactly once; otherwise a
+    text that says where they do not."""
     boxes = list(boxes)
     for box in boxes:
         if not _inside(box, shape):

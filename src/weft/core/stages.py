@@ -1,5 +1,5 @@
-"""Staging: a model's stages, what crosses between them, and the path of its forward. Plain data,
-which pickles."""
+"""Staging: the stages of a model, the tensors that cross between them, and the path of its forward.
+Plain data that can be pickled."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Stands for a tensor that was made: `number` of the chart."""
+    """Stands for tensor `number` of the recorded forward."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class InputRef:
-    """Stands for a tensor that the work was given: the `index`-th within this argument (its
-    position or its name)."""
+    """Stands for a tensor among the arguments of a call: number `index` within the argument of this
+    position or name."""
 
     argument: int | str
     index: int
@@ -34,8 +34,8 @@ class ParamRef:
 
 @dataclass(frozen=True)
 class OpaqueRef:
-    """Stands for an object of a class that is no structure of tensors: this argument of the work,
-    if it is one."""
+    """Stands for an object that weft cannot look into, of class `kind`. `argument`: which argument
+    of the call it is, or None."""
 
     kind: str
     argument: int | str | None
@@ -43,14 +43,15 @@ class OpaqueRef:
 
 @dataclass(frozen=True)
 class PathNode:
-    """One piece of work of the path along which a model is cut: a module call that is done whole,
-    or a function between such calls. Only work that depends on weights counts: the rest is done
-    again by every stage.
+    """One piece of work on the path that is split into stages: a module call that no split point
+    divides, or a function between such calls. Only work that depends on weights is on the path;
+    every stage runs the rest.
 
-    `output`: what it returns, with Made, Given and State in place of tensors; these have `names`,
-    for people, those that are `differentiable` take a gradient, and those at the places `made` are
-    new. `changed`: arguments that it changes in place. `numbers`: whether it returns int or float,
-    which may follow from shapes. `dropouts`: masks that it draws outside of blocks.
+    `output`: what it returns, with TensorRef, InputRef and ParamRef in place of tensors. For each
+    of these, `names` has a name for error messages and `differentiable` says whether it takes a
+    gradient; `made` has the indices of the new ones. `changed`: arguments that it changes in place.
+    `numbers`: whether it returns int or float, which may depend on shapes. `dropouts`: masks that
+    it draws outside of blocks.
     """
 
     name: str
@@ -68,9 +69,9 @@ class PathNode:
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor that crosses stages. `key`: (tensor of the chart, place on the path of what wrote
-    it last). `shape` and `dtype` are those on the sample; `differentiable`: whether a gradient
-    comes back."""
+    """One tensor that crosses from stage `source` to the stages `targets`. `key`: (number of the
+    tensor, position on the path of its last writer). `shape` and `dtype` are those of the sample.
+    `differentiable`: whether a gradient is sent back."""
 
     key: tuple[int, int]
     name: str
@@ -83,9 +84,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Stage:
-    """`first`: the module with whose call it begins. `modules`: those that it calls whole, in
-    order. `weights`: the parameters that it uses, a shared one in every stage that does. `buffers`:
-    those that it changes."""
+    """One stage. `first`: the module with whose call it begins. `modules`: the modules that it
+    calls, in order. `weights`: the parameters that it uses; a shared one is in several stages.
+    `buffers`: the buffers that it changes."""
 
     index: int
     first: str
@@ -96,9 +97,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Staging:
-    """`items`: the path. `around`: modules whose calls contain a cut. `copied`: (stage, tensor)
-    that the stage receives and changes in place, so it works on a copy. `noted`: changed buffers
-    that functions between calls use."""
+    """How a model is split. `items`: the path. `around`: modules whose calls contain a split point.
+    `copied`: (stage, tensor) for tensors that the stage receives and changes in place, so that it
+    works on a copy. `noted`: buffers that change and that functions between calls use."""
 
     stages: tuple[Stage, ...]
     values: tuple[Value, ...]

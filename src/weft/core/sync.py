@@ -1,4 +1,4 @@
-"""Sync: how the replicas on `dp` stay together, as data. Three kinds, by when they agree."""
+"""Sync: how the replicas on `dp` are synchronised, as data. Three kinds, by when they do it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ROUNDS = 2  # a codec's rounds: the second must not queue up behind the next buc
 class SyncEveryStep:
     """Gradients are summed in every step, so replicas stay equal.
 
-    `route`: how: the backend's collectives; a ring of messages, the ranks of `local` neighbours
-    first where that is more than one; or to the `owners`, the first `servers` replicas, which alone
-    update what they own and send weights back.
+    `route` says how: by the backend's collectives; by a ring of messages, first among `local`
+    neighbours if that is more than one; or by the `owners`, the first `servers` replicas, which
+    update the parameters that they own and send them back.
     """
 
     name: str
@@ -32,7 +32,7 @@ class SyncEveryStep:
 
     @property
     def plain(self) -> bool:
-        """Whether this is the backend's all-reduce of gradients as they are."""
+        """Whether this is the backend's all-reduce without a codec."""
         return self.route == "backend" and self.codec.name == "identity"
 
     def peers(self, size: int, index: int = 0) -> ReplicaView:
@@ -40,9 +40,9 @@ class SyncEveryStep:
         return ReplicaView(size, index, sharded=self.route != "owners")
 
     def groups(self, size: int) -> list[list[list[int]]]:
-        """The process groups that it takes, each time all `size` replicas in parts. Of the
-        backend's: one for each round of a codec. Of a ring: all, those on one host, those in the
-        same place on all hosts."""
+        """The process groups that the route needs; each entry divides the `size` replicas into
+        groups. Backend: one group of all for each round of a codec. Ring: all replicas, those of
+        each host, and those with the same position on all hosts."""
         everyone = [list(range(size))]
         if self.route == "backend":
             return [everyone] * ROUNDS
@@ -54,9 +54,9 @@ class SyncEveryStep:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Each replica steps by itself; every `period` steps their weights agree, by an outer step of
-    SGD with this rate and momentum on the mean of their differences. In `fragments`, which take
-    turns; the exchange takes up to `delay` steps, in which replicas step on."""
+    """Replicas step on their own. Every `period` steps an outer SGD step, with this learning rate
+    and momentum, is taken on the mean of their weight differences. The `fragments` of the model
+    take turns. An exchange may take up to `delay` steps, during which replicas continue."""
 
     name: str
     codec: Codec
@@ -66,7 +66,7 @@ class LocalSteps:
     nesterov: bool = False
     fragments: int = 1
     delay: int = 0
-    timeout_s: float = TIMEOUT_S  # after which a replica that does not come is left out
+    timeout_s: float = TIMEOUT_S  # a replica that is later than this is left out
 
     plain = False
 
@@ -77,15 +77,15 @@ class LocalSteps:
 
 @dataclass(frozen=True)
 class AsyncServers:
-    """Each replica sends gradients to `servers`, the first replicas, and gets weights back, without
-    waiting for others: but for those that are more than `staleness` steps behind (None: for none).
-    """
+    """Each replica sends gradients to the servers, which are the first `servers` replicas, and gets
+    weights back. It waits only for replicas that are more than `staleness` steps behind (None: for
+    none)."""
 
     name: str
     codec: Codec
     servers: int
     staleness: int | None
-    timeout_s: float = TIMEOUT_S  # after which a replica that is silent is left out
+    timeout_s: float = TIMEOUT_S  # a replica that is silent for longer is left out
 
     plain = False
 
@@ -98,8 +98,8 @@ Sync = SyncEveryStep | LocalSteps | AsyncServers
 
 
 def bucket_owners(sizes: list[int], servers: int) -> list[int]:
-    """Of tensors of these sizes, in order, the server that owns each: stretches of equal size, as
-    far as may be."""
+    """The server that owns each of these tensors, in order: each server owns a contiguous stretch,
+    of about equal total size."""
     total, done, found = sum(sizes), 0, []
     for size in sizes:
         found.append(min(servers - 1, servers * (2 * done + size) // (2 * total)) if total else 0)

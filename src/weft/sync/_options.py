@@ -1,4 +1,4 @@
-"""What options that several synchronisers have may be."""
+"""Checks of options that several synchronisers have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_timeout(timeout_s: float) -> None:
 
 
 def check_period(period: int, fragments: int, delay: int, timeout_s: float) -> None:
-    """Of a synchroniser whose replicas agree from time to time."""
+    """Check the options of a synchroniser that exchanges every `period` steps."""
     check_timeout(timeout_s)
     require("sync.period", period, int, lambda x: x >= 1, "a number of steps")
     require(

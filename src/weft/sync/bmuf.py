@@ -22,8 +22,8 @@ def bmuf(
     delay: int = 0,
     timeout_s: float = TIMEOUT_S,
 ) -> LocalSteps:
-    """`momentum`: of the blocks, about 1 - 1 / replicas. `rate`: of the blocks. The rest as of
-    local_sgd."""
+    """`momentum` and `rate` are those of the blocks; a momentum of about 1 - 1 / replicas is usual.
+    Other options are those of local_sgd."""
     check_period(period, fragments, delay, timeout_s)
     require("sync.momentum", momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     require("sync.rate", rate, float, lambda x: x > 0, "a number above 0")

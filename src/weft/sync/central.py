@@ -1,8 +1,8 @@
-"""central: the first replica alone holds the optimizer: it gathers gradients, updates, and sends
+"""central: only the first replica holds the optimizer. It sums gradients, updates, and sends
 weights to all.
 
-The old DataParallel way, kept to measure against: what goes through the first replica's link grows
-linearly with N.
+This is the traffic of torch.nn.DataParallel, kept for comparison: what passes the first replica's
+link grows linearly with the number of replicas.
 """
 
 from __future__ import annotations

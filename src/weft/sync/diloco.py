@@ -21,7 +21,7 @@ def diloco(
     delay: int = 0,
     timeout_s: float = TIMEOUT_S,
 ) -> LocalSteps:
-    """`lr`, `momentum`: of the outer steps. The rest as of local_sgd."""
+    """`lr` and `momentum` are those of the outer steps. Other options are those of local_sgd."""
     check_period(period, fragments, delay, timeout_s)
     require("sync.lr", lr, float, lambda x: x > 0, "a number above 0")
     require("sync.momentum", momentum, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")

@@ -15,7 +15,8 @@ def local_sgd(
     codec: Codec, period: int = 10, fragments: int = 1, delay: int = 0, timeout_s: float = TIMEOUT_S
 ) -> LocalSteps:
     """`fragments`: parts of the model that take turns. `delay`: steps that an exchange may take
-    beside training. `timeout_s`: a replica that keeps the others waiting longer is left out."""
+    while training continues. `timeout_s`: a replica for which the others wait longer is left
+    out."""
     check_period(period, fragments, delay, timeout_s)
     return LocalSteps(
         "local_sgd", codec, period, fragments=fragments, delay=delay, timeout_s=timeout_s

@@ -20,9 +20,9 @@ def parameter_server(
     bucket_mb: float | None = None,
     timeout_s: float | None = None,
 ) -> SyncEveryStep | AsyncServers:
-    """`servers`: over how many replicas the parameters, and the optimizer's state, are spread.
+    """`servers`: the number of replicas over which parameters and optimizer state are sharded.
     `staleness`: steps that a replica may be ahead of the slowest one, or "none" for no bound.
-    `timeout_s`: a replica that is silent so long is left out."""
+    `timeout_s`: a replica that is silent for longer is left out."""
     require("sync.servers", servers, int, lambda x: x >= 1, "a number of replicas")
     if staleness != "none":
         require("sync.staleness", staleness, int, lambda x: x >= 0, 'a number of steps, or "none"')

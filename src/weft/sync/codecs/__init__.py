@@ -29,8 +29,8 @@ def registry() -> Mapping[str, Callable[..., Codec]]:
 
 
 def make_codec(name: str, **options: Any) -> Codec:
-    """The codec of this name. Raises ConfigError: an unknown name or option, a value that cannot
-    be."""
+    """Make the codec of this name. Raises ConfigError for an unknown name or option, or a bad
+    value."""
     known = registry()
     if name not in known:
         raise ConfigError(FIELD, name, "not a codec", nearest(name, known))

@@ -2,8 +2,8 @@
 al. 2017, QSGD).
 
 Rounded to the nearest, an element is off by at most half a step, its block's largest magnitude /
-254 (int8) or / 14 (int4); stochastically by at most a step, and right in the mean. Zeros stay
-zeros. A block with something that is not finite, or above float32's range, decodes to what is not
+254 (int8) or / 14 (int4); stochastic rounding errs by at most a step and is unbiased. Zeros
+stay zeros. A block with NaN, Inf or a value beyond float32's range decodes to values that are not
 finite.
 """
 

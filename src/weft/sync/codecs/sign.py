@@ -1,8 +1,8 @@
 """sign: one bit for each element, and one scale for each block, the mean magnitude (Seide et al.
 2014; Karimireddy et al. 2019, EF-SignSGD).
 
-For a block x of n elements, |x - decoded|^2 = |x|^2 - |x|_1^2 / n. A block with something that is
-not finite decodes to what is not finite.
+For a block x of n elements, |x - decoded|^2 = |x|^2 - |x|_1^2 / n. A block with NaN or Inf decodes
+to values that are not finite.
 """
 
 from __future__ import annotations

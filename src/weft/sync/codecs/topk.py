@@ -1,7 +1,7 @@
 """topk: the largest elements with their places (Aji & Heafield 2017; Stich et al. 2018).
 
-What is sent is exact in float32; |x - decoded|^2 <= (1 - density) |x|^2. Something that is not a
-number counts as the largest.
+Sent values are exact in float32; |x - decoded|^2 <= (1 - density) |x|^2. NaN counts as the largest
+magnitude.
 """
 
 from __future__ import annotations
