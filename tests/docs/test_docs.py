@@ -208,7 +208,34 @@ def missing_imports(page: Path) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("law", [broken_links, missing_paths, missing_names, missing_imports])
+def missing_options(page: Path) -> list[str]:
+    """Options after `weft COMMAND` that the command does not have."""
+    generator = load_generator()
+    app = generator.typer.main.get_command(generator.app)
+    known = {
+        name.removeprefix("weft "): {option for param in command.params for option in param.opts}
+        for name, command in generator.commands(app, "weft")
+    }
+    faults = []
+    lines = re.sub(r"\\\n\s*", " ", read(page)).splitlines()
+    for line in lines:
+        for call in re.findall(r"\bweft ((?:[a-z]+ )+[^`#|]*)", line):
+            words = call.split()
+            name = " ".join(words[:2]) if " ".join(words[:2]) in known else words[0]
+            given = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+            given = {re.match(r"--[a-z-]+", word).group() for word in given}
+            if name in known:
+                faults += [
+                    f"{name_of(page)}: weft {name} {option}"
+                    for option in sorted(given - known[name] - {"--help"})
+                ]
+    return faults
+
+
+LAWS = [broken_links, missing_paths, missing_names, missing_imports, missing_options]
+
+
+@pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("page", CURRENT, ids=name_of)
 def test_what_a_page_names_exists(page: Path, law: Any) -> None:
     assert not law(page)
@@ -243,13 +270,15 @@ def test_prose_keeps_within_100_columns(page: Path) -> None:
 def test_each_law_fails_on_a_planted_fault(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "[a](gone.md) [b](#nowhere) `src/weft/core/nonesuch.py` `weft.core.nonesuch`\n"
+        "[a](gone.md) [b](#nowhere) `weft plan run.toml --nonesuch 3`\n"
+        "`src/weft/core/nonesuch.py` `weft.core.nonesuch`\n"
         "```python\nfrom weft.core import nonesuch\n```\n"
     )
     assert broken_links(page) == ["page.md: gone.md", "page.md: #nowhere (no such heading)"]
     assert missing_paths(page) == ["page.md: src/weft/core/nonesuch.py"]
     assert missing_names(page) == ["page.md: weft.core.nonesuch"]
     assert missing_imports(page) == ["page.md: weft.core.nonesuch"]
+    assert missing_options(page) == ["page.md: weft plan --nonesuch"]
     page.write_text("word " * 30 + "\n| " + "cell " * 30 + "|\n```\n" + "code " * 30 + "\n```\n")
     assert long_lines(page) == ["page.md: word word word word word word word word ..."]
     assert missing_rows(["ring", "gone"], "| `ring` | text |\n\nthe word `gone`") == ["gone"]
