@@ -511,3 +511,12 @@ def test_the_learning_rate_rises_and_falls(tmp_path: Path) -> None:
     assert lr_factor(15, 20, warmup=10, decay="linear") == 0.5
     assert [lr_factor(step, 20) for step in (0, 19)] == [1.0, 1.0]
     assert lr_factor(5, 5, warmup=5, decay="linear") == 1.0
+
+
+def test_layouts_are_parsed_once_and_written_as_text(tmp_path: Path) -> None:
+    run = load(tmp_path, layout__axes="dp4.tp2", layout__elastic='["dp2.tp2", "tp2"]')
+    assert run.layout.axes.size("dp") == 4
+    assert isinstance(run.layout.elastic, tuple)
+    assert [layout.world for layout in run.layout.elastic] == [4, 2]
+    assert 'elastic = ["dp2.tp2", "tp2"]' in toml.dump_toml(run)
+    assert run_config.RunConfig.model_validate(run.model_dump(exclude_none=True)) == run

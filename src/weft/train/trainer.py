@@ -74,14 +74,25 @@ def train(
     asked: RunConfig | None = None,
     compare: Compare | None = None,
 ) -> bool:
-    """Train as `run` says, from its folder's latest checkpoint if `resume`; returns early, with a
-    checkpoint saved, if SIGTERM reaches a rank. Every rank of the layout calls it; rank 0 writes
-    and prints. With `trace` a few steps are recorded and drawn, measured under predicted. `again`:
-    the folder is this run's own, whose processes have died; `asked`: the run as it was asked for,
-    where this is the same on fewer ranks; `compare`: makes the last lines of the summary, such as a
-    prediction of the step's time beside the measured one. Whether steps are left to take.
+    """Train the run on every rank of its layout; rank 0 writes and prints.
 
-    Raises Refusal, and WeftError if the loss or a weight is no longer finite.
+    If SIGTERM reaches a rank, it saves a checkpoint and returns early.
+
+    Args:
+        run: The run.
+        resume: Whether to start from the latest checkpoint of the run folder.
+        trace: Whether to record a few steps, and draw them under the predicted ones.
+        again: Whether processes of this run have died, and the folder is its own.
+        asked: The run as the user wrote it, if `run` is the same on fewer ranks.
+        compare: Makes the last lines of the summary, such as the predicted time of a step beside
+            the measured one.
+
+    Returns:
+        Whether steps are left to take.
+
+    Raises:
+        Refusal: The run cannot be trained as it is.
+        WeftError: The loss or a weight is no longer finite.
     """
     with rpc_session((DRIVER, *run.workers)) if run.workers else nullcontext():
         return _train(run, resume, trace, again, asked or run, compare)
