@@ -16,15 +16,15 @@ Number = float | Sequence[float]
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """Seconds of one microbatch in one stage, and bytes; each one number for all stages, or one per
-    stage.
+    """Seconds and bytes of one microbatch in one stage. Each is one number for all stages, or one
+    per stage.
 
-    `forward_s` of an F; `backward_s` of a B whose W comes later, the gradient of the input;
-    `weight_s` of a W; a whole backward takes both. `update_s` of a U. `comm_s` from the end of an
-    action to the arrival of its result on another rank: one number, or one per pair of neighbouring
-    stages (stages - 1); ranks compute while they send. `activation_bytes` are kept from an F to the
-    end of its last backward, but for the share `freed_by_b` (0 to 1) that goes at the end of its B
-    already. Where they are all 1, live activations are counted.
+    `forward_s`: of an F. `backward_s`: of a B whose W comes later, the gradient of the input.
+    `weight_s`: of a W; a full backward takes both. `update_s`: of a U. `comm_s`: from the end of an
+    action to the arrival of its result on another rank; one number, or one per pair of neighbouring
+    stages (stages - 1); ranks compute while they send. `activation_bytes`: kept from an F to the
+    end of its last backward, except for the share `freed_by_b` (0 to 1), which is freed at the end
+    of its B. If they are all 1, live activations are counted.
     """
 
     forward_s: Number = 1.0
@@ -42,7 +42,7 @@ class ActionCosts:
             )
 
     def each(self, field: str, count: int) -> tuple[float, ...]:
-        """`count` numbers, one per stage (or boundary) of this field. Raises ConfigError unless all
+        """`count` numbers of this field, one per stage or boundary. Raises ConfigError unless all
         are 0 or more."""
         value = getattr(self, field)
         numbers = tuple(value) if isinstance(value, Sequence) else (value,) * count
@@ -61,12 +61,12 @@ class ActionCosts:
         return numbers
 
     def json(self) -> str:
-        """One object, which `from_json` reads."""
+        """JSON text that `from_json` reads."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises ConfigError for a text that is no object of these fields."""
+        """Read the text that `json` wrote. Raises ConfigError for any other text."""
         try:
             made = cls(**json.loads(text))
         except (ValueError, TypeError) as error:
@@ -76,11 +76,11 @@ class ActionCosts:
         return made
 
     def shared(self, placement: Sequence[int]) -> Self:
-        """These costs, of a whole rank where they are one number, as costs of its stages, which
-        have equal parts.
+        """Turn costs of a whole rank, where they are one number, into costs of its stages, which
+        get equal parts.
 
-        `placement` is stage -> rank. `comm_s`, which is of a message, stays, and so does
-        `activation_bytes` where it only counts.
+        `placement` is stage -> rank. `comm_s`, which is the cost of a message, stays, and so does
+        `activation_bytes` if it only counts.
         """
         on = Counter(placement)
         parts: dict[str, Any] = {

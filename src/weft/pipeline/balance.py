@@ -66,8 +66,8 @@ def partition(
 
 
 class _Chain:
-    """Atoms as prefix sums in whole units. Position i is the cut before atom i; position n is the
-    end."""
+    """The costs of the chain as prefix sums in whole units. Position i is the cut before atom i;
+    position n is the end."""
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class _Chain:
         self.reach = self._reach(sizes)
 
     def _reach(self, sizes: Sequence[float] | None) -> Ints | None:
-        """Position a -> the last position where a stage that starts there may end; None if that is
-        always n."""
+        """Position a -> the last position at which a stage that starts at a may end; None if that
+        is always n."""
         n = self.atoms
         reach = np.full(n + 1, n)
         if sizes is not None and math.isfinite(self.limit):
@@ -134,7 +134,7 @@ class _Chain:
         return reach if (reach < n).any() else None
 
     def best(self) -> list[int]:
-        """The first atoms of the stages whose slowest is fastest; raises ConfigError if there are
+        """The first atoms of the stages of the best partition. Raises ConfigError if there is
         none."""
         if (cuts := self.cut(NEVER)) is None:
             raise _no_partition(self)
@@ -200,7 +200,7 @@ class _Chain:
 
 
 def _no_partition(chain: _Chain) -> ConfigError:
-    """Why there is none even for stages of any length."""
+    """Why no partition exists, even for stages of any length."""
     free = int(chain.allowed[1:-1].sum()) + 1
     reach = chain.reach
     problem = f"no partition keeps every stage within the limit of {chain.limit:g}"
@@ -224,8 +224,8 @@ def _no_partition(chain: _Chain) -> ConfigError:
 
 
 def _spread(chain: _Chain, cuts: list[int], placement: tuple[int, ...]) -> list[int]:
-    """Move one cut, or two at once, by one atom while (largest rank, sum of squares over ranks)
-    falls."""
+    """Move one cut, or two at once, by one atom, as long as (largest rank, sum of squares over
+    ranks) falls."""
     n, parts = chain.atoms, chain.parts
     pays = [a != b for a, b in pairwise(placement)]
 

@@ -35,7 +35,8 @@ class ForwardPath:
         self.weight_dependent |= unseen
 
     def _find_nodes(self, counted: set[str]) -> None:
-        """Find the path. All calls of the modules `counted` are on it, since some of them are."""
+        """Find the nodes. All calls of the modules in `counted` are nodes, because some of them
+        are."""
         self.nodes: list[int] = []  # what depends on weights: the rest is done again by every stage
         self.weight_dependent: set[int] = set()
         self.writers: dict[int, list[int]] = {}
@@ -93,7 +94,7 @@ class ForwardPath:
         return starts
 
     def enclosing_calls(self, index: int) -> list[int]:
-        """The calls that an event is in, innermost first."""
+        """The calls that contain an event, innermost first."""
         found = []
         while (index := self.graph.events[index].parent) >= 0:
             found.append(index)
@@ -123,13 +124,13 @@ class ForwardPath:
         return bisect_right(self.starts, index)
 
     def first_stage(self, number: int) -> int:
-        """The stage that makes or first changes it."""
+        """The stage that makes a tensor, or changes it first."""
         return self.stage_of(
             self.writers[number][0] if number in self.writers else self.graph.tensors[number].birth
         )
 
     def tensor_name(self, number: int) -> str:
-        """Of a tensor, for people."""
+        """The name of a tensor for error messages."""
         if number in self.makers:
             maker = self.graph.events[self.makers[number]]
             places = [
@@ -140,5 +141,5 @@ class ForwardPath:
         return self.graph.tensors[number].name
 
     def refusal(self, stage: int, problem: str, fix: str) -> UnsupportedModel:
-        """About the boundary before this stage."""
+        """An error about the boundary before this stage."""
         return UnsupportedModel("pipeline.cut", self.points[stage - 1], problem, fix)

@@ -1,5 +1,4 @@
-"""Simulate: when each action of a schedule runs if actions cost what they are said to.
-Event-driven; no torch."""
+"""Simulate a schedule: when each action runs, given what actions cost. Event-driven; no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +18,13 @@ Row = tuple[
 
 
 def simulate(schedule: Schedule, costs: ActionCosts | None = None) -> Timeline:
-    """Each rank begins its next action once it is free and all that the action needs has arrived.
+    """Run a schedule on given costs. Each rank begins its next action once it is free and
+    everything that the action needs has arrived.
 
-    An action needs others of its own microbatch, of its own or neighbouring stages
-    (`Schedule.needs`). Time and memory are linear in the number of actions. Raises ConfigError for
-    costs that do not fit the schedule, and for a schedule that cannot run to its end, in the words
-    of `correct.check`.
+    An action needs other actions of its own microbatch, in its own or neighbouring stages
+    (`Schedule.needs`). Time and memory are linear in the number of actions. Raises ConfigError if
+    the costs do not fit the schedule, and if the schedule cannot run to its end, with the text of
+    `find_faults`.
     """
     costs = costs or ActionCosts()
     stages, microbatches = schedule.stages, schedule.microbatches
@@ -74,14 +74,15 @@ def simulate(schedule: Schedule, costs: ActionCosts | None = None) -> Timeline:
 
 
 def split_backwards(schedule: Schedule) -> set[tuple[int, int]]:
-    """(stage, microbatch) of each backward whose W comes later."""
+    """The (stage, microbatch) of each backward that has a W of its own."""
     if not schedule.split:
         return set()
     return {(a.stage, a.microbatch) for order in schedule.order for a in order if a.kind == "W"}
 
 
 def cost_rows(schedule: Schedule, costs: ActionCosts) -> dict[str, list[Row]]:
-    """Kind -> stage -> what all its microbatches have in common; "b" is a B whose W comes later."""
+    """Kind of action -> stage -> what all its microbatches have in common. "b" is a B whose W comes
+    later."""
     placement, microbatches = schedule.placement, schedule.microbatches
     forward, backward, weight, update = (
         costs.each(field, schedule.stages)

@@ -153,7 +153,7 @@ class _StageSplitter:
     # ---- what crosses ----
 
     def _needed(self) -> list[set[int]]:
-        """Of each stage, the tensors that it needs as earlier stages leave them."""
+        """For each stage, the tensors that it needs from earlier stages."""
         needed: list[set[int]] = [set() for _ in range(self.path.last + 1)]
         for index in self.path.nodes:
             for number in sorted(self.graph.events[index].reads & self.path.weight_dependent):

@@ -46,7 +46,7 @@ class Lane:
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
-        """Kind of action, or other label -> seconds in all."""
+        """Kind of action, or other label -> total seconds."""
         totals: dict[str, float] = {}
         for label, start, stop in self.spans:
             kind = label if isinstance(label, str) else label.kind
@@ -59,10 +59,10 @@ class Lane:
         return sum(total for kind, total in self.seconds.items() if kind in ("F", "B", "W", "U"))
 
     def live(self, sizes: Mapping[int, float], freed_by_b: float = 0.0) -> Steps:
-        """What is live when, from {stage: size of one activation}.
+        """When how much is live, from {stage: size of one activation}.
 
-        It is live from the start of its F to the end of its last backward: W if it has one, else B.
-        The share `freed_by_b` of it goes with the B already.
+        An activation is live from the start of its F to the end of its last backward: W if it has
+        one, else B. The share `freed_by_b` of it is freed at the end of the B.
         """
         split = {
             label[1:] for label in self.labels if not isinstance(label, str) and label.kind == "W"
@@ -95,8 +95,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A lane per rank, and the bytes of one microbatch's activations per stage (empty if not
-    known)."""
+    """One lane per rank, and the bytes of one microbatch's activations per stage (empty if
+    unknown)."""
 
     lanes: tuple[Lane, ...]
     activation_bytes: tuple[float, ...] = ()
@@ -104,8 +104,8 @@ class Timeline:
 
     @classmethod
     def of(cls, ranks: Iterable[Iterable[Span]], activation_bytes: Sequence[float] = ()) -> Self:
-        """From each rank's measured spans, in any order and on one clock, whose zero does not
-        matter."""
+        """A timeline from the measured spans of each rank, in any order. All ranks use one clock
+        with any zero."""
         columns = [
             tuple(zip(*sorted(spans, key=lambda span: span[1]))) or ((), (), ()) for spans in ranks
         ]
@@ -142,8 +142,8 @@ class Timeline:
 
     @property
     def bubble_s(self) -> float:
-        """What the busiest rank waits until the last action is done, 0 for what is less than
-        rounding; what follows that is no bubble."""
+        """Seconds that the busiest rank waits until the last action is done; 0 if less than
+        rounding errors. What follows the last action does not count."""
         waits = self.acted_s - self.ideal_s
         return waits if abs(waits) > 1e-9 * self.acted_s else 0.0
 
@@ -159,7 +159,7 @@ class Timeline:
 
     @property
     def sized(self) -> bool:
-        """Whether memory is in bytes, and not in microbatches."""
+        """Whether memory is in bytes; otherwise it is in microbatches."""
         return any(size != 1 for size in self.activation_bytes)
 
     @cached_property
@@ -183,12 +183,13 @@ class Timeline:
 
     @staticmethod
     def _counted(lane: Lane) -> Steps:
-        """Live activations in microbatches. Whole numbers are summed, so that nothing is lost."""
+        """Live activations in microbatches. Sums whole numbers, so that nothing is lost to
+        rounding."""
         times, values = lane.live(dict.fromkeys(lane.stages, 1))
         return times, [value / max(len(lane.stages), 1) for value in values]
 
     def summary(self) -> dict[str, Any]:
-        """The figures, each a number, or one per rank."""
+        """The figures: each one number, or one per rank."""
         return {
             "makespan_s": self.makespan_s,
             "ideal_s": self.ideal_s,
@@ -201,7 +202,7 @@ class Timeline:
         }
 
     def json(self) -> str:
-        """One object, which `from_json` reads."""
+        """JSON text that `from_json` reads."""
         lanes = [
             {
                 "spans": list(map(str, lane.labels)),
@@ -221,7 +222,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises ConfigError for a text that `json` did not write."""
+        """Read the text that `json` wrote. Raises ConfigError for any other text."""
         try:
             found = json.loads(text)
             lanes = tuple(
@@ -240,7 +241,7 @@ class Timeline:
 
 
 def _label(text: str) -> Label:
-    """An action where the text is one; what else passed the time, else."""
+    """The Action that a label names, or the label itself."""
     if parts := CELL.fullmatch(text):
         return Action(cast(Kind, parts[2]), int(parts[1]), int(parts[3]))
     return text

@@ -1,4 +1,4 @@
-"""Whether a schedule is correct: everything once, where it belongs, in an order that can run."""
+"""Check a schedule: every action exists once, on the right rank, in an order that can run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Place = tuple[int, int]  # rank, position in its order
 
 
 def find_faults(schedule: Schedule) -> tuple[str, ...]:
-    """Every fault, a sentence each; empty if the schedule is correct. Time near-linear in the
-    number of actions."""
+    """Every fault of a schedule, one sentence each; empty if it is correct. Takes near-linear time
+    in the number of actions."""
     faults = [
         f"stage {stage} lies on rank {rank}, and there are {schedule.ranks} ranks"
         for stage, rank in enumerate(schedule.placement)
@@ -29,7 +29,7 @@ def find_faults(schedule: Schedule) -> tuple[str, ...]:
 
 
 def _places(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
-    """What is unknown, doubled or misplaced; fills `where` with the actions that mean something."""
+    """Faults of unknown, duplicate and misplaced actions. Fills `where` with the valid ones."""
     for rank, actions in enumerate(schedule.order):
         for position, action in enumerate(actions):
             kind, stage, microbatch = action
@@ -65,7 +65,7 @@ def _missing(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
 
 
 def _backwards_in_time(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
-    """What stands before something that it needs, on one rank."""
+    """Faults of actions that come before what they need on the same rank."""
     for action, (rank, _) in where.items():
         if action.kind != "U":
             for need in schedule.needs(action):
@@ -74,7 +74,7 @@ def _backwards_in_time(schedule: Schedule, where: dict[Action, Place]) -> Iterat
 
 
 def _updates(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
-    """Every gradient is in exactly one update, and that is the same on all stages."""
+    """Faults unless every gradient is in exactly one update, the same on all stages."""
     ends = sorted({a.microbatch for a in where if a.kind == "U"})
     if not schedule.versions:
         if ends:
@@ -110,8 +110,8 @@ def _updates(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
 
 
 def _versions(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
-    """A stage has made the version that a microbatch is to compute with (of an otherwise correct
-    schedule)."""
+    """Faults of microbatches whose weight version the stage has not made yet. The schedule is
+    otherwise correct."""
     newest = versions_used(replace(schedule, versions="stash"))
     for (stage, microbatch), version in versions_used(schedule).items():
         if version > newest[stage, microbatch]:
@@ -123,7 +123,7 @@ def _versions(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
 
 
 def _later(where: dict[Action, Place], action: Action, other: Action) -> bool:
-    """Whether both are on one rank, and `action` stands after `other`."""
+    """Whether both are on one rank and `action` comes after `other`."""
     if action not in where or other not in where:
         return False
     (rank, position), (its_rank, its_position) = where[action], where[other]
@@ -131,10 +131,10 @@ def _later(where: dict[Action, Place], action: Action, other: Action) -> bool:
 
 
 def _deadlock(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
-    """The ranks that wait for each other in a circle, if the order cannot run to its end.
+    """The ranks that wait for one another in a cycle, if the order cannot run to its end.
 
-    Needs that are missing or stand later on the same rank are other faults, and are taken as done
-    here.
+    Needs that are missing, or come later on the same rank, are other faults; here they count as
+    done.
     """
     orders = [[a for a in actions if a in where] for actions in schedule.order]
     position = [0] * len(orders)
@@ -173,7 +173,7 @@ def _deadlock(schedule: Schedule, where: dict[Action, Place]) -> Iterator[str]:
 
 
 def _circle(after: Mapping[int, int]) -> list[int]:
-    """A circle of this map from each rank to one of the others, from its smallest rank on."""
+    """A cycle of this map from each rank to one of the others, starting at its smallest rank."""
     rank = min(after)
     for _ in after:
         rank = after[rank]

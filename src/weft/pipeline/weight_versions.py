@@ -1,9 +1,9 @@
-"""Which version of a stage's weights a microbatch computes with, where weights change without a
-flush. No torch.
+"""Which version of a stage's weights each microbatch uses, in schedules that update weights without
+a flush. No torch.
 
-Version v is what a stage's weights are after v updates. PipeDream (Harlap et al. 2018) with 3
-stages, an update after every microbatch: stage 0 begins microbatches 0, 1, 2 with version 0,
-microbatch 3 with version 1, ...; the last stage begins microbatch m with version m.
+Version v is the weights of a stage after v updates. PipeDream (Harlap et al. 2018) with 3 stages
+and an update after every microbatch: stage 0 begins microbatches 0, 1, 2 with version 0, microbatch
+3 with version 1, ...; the last stage begins microbatch m with version m.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def weight_updates(schedule: Schedule) -> tuple[int, ...]:
 
 
 def update_shares(schedule: Schedule) -> dict[int, int]:
-    """Microbatch -> how many microbatches its update is the mean of."""
+    """Microbatch -> the number of microbatches whose mean gradient its update uses."""
     ends = weight_updates(schedule)
     starts = [0, *(end + 1 for end in ends)]
     return {m: end + 1 - start for start, end in zip(starts, ends) for m in range(start, end + 1)}
@@ -32,10 +32,10 @@ def update_shares(schedule: Schedule) -> dict[int, int]:
 def versions_used(schedule: Schedule) -> dict[tuple[int, int], int]:
     """(stage, microbatch) -> version.
 
-    "stash": the newest that the stage has when it begins the microbatch. "vertical": on all stages
-    the one that stage 0 begins with. "2bw": the newest but one of those that exist when all earlier
-    microbatches have had their update (Narayanan et al. 2021: gradients at W(t-1) are applied to
-    W(t)).
+    "stash": the newest version that the stage has when it begins the microbatch. "vertical": on all
+    stages, the version with which stage 0 begins. "2bw": the version before the newest, among those
+    that exist when all earlier microbatches have been applied (Narayanan et al. 2021: gradients at
+    W(t-1) are applied to W(t)).
     """
     found: dict[tuple[int, int], int] = {}
     done = [0] * schedule.stages

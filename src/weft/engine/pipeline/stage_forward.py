@@ -1,9 +1,9 @@
 """Run one stage of a model, without editing its forward.
 
-The model's own forward runs from its beginning, but the work of earlier stages is skipped. What this
-stage needs from them was received and is put in where it would have been made; placeholders stand in
-for the rest. After the stage's last work the forward is left. So a stage may be any stretch of any
-forward, and its own modules compute on plain tensors.
+The model's own forward runs from its beginning, but the work of earlier stages is skipped. What
+this stage needs from them was received and is put in where it would have been made; placeholders
+stand in for the rest. After the stage's last work the forward is left. So a stage may be any
+stretch of any forward, and its own modules compute on plain tensors.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from weft.pipeline import (
 
 
 class _Stop(BaseException):
-    """Leaves the forward after a stage's last work; not an Exception, so that no model catches
-    it."""
+    """Leaves the forward after the last work of a stage. It is not an Exception, so that no model
+    catches it."""
 
 
 class StageForward:
-    """The forwards of some stages of `model`, which is changed in place: parameters that none uses
-    become placeholders.
+    """Runs the forwards of some stages of `model`, and changes it in place: parameters that none of
+    them uses become placeholders.
 
-    `skipped(n)` is told of n dropout masks that an earlier stage draws.
+    `skipped(n)` is called when an earlier stage draws n dropout masks that this one skips.
     """
 
     def __init__(
@@ -81,10 +81,9 @@ class StageForward:
         self, stage: int, inputs: Mapping[str, Any], received: Mapping[int, Tensor]
     ) -> tuple[dict[int, Tensor], Any]:
         """Run a stage on the model's keyword arguments. `received`: index in `staging.values` ->
-        tensor, for all whose targets hold `stage`. Returns the tensors of the values that this
-        stage makes, by the same index, and what the model returns on the last stage, else None.
-        Raises UnsupportedModel where the forward leaves the planned path.
-        """
+        tensor, for all values whose targets include `stage`. Returns the tensors of the values that
+        this stage makes, by the same index, and the model's output on the last stage, else None.
+        Raises UnsupportedModel if the forward leaves the planned path."""
         if not self._handlers:  # modules may have been replaced since
             names = dict.fromkeys(item.name for item in self.staging.items if item.call)
             self._handlers = [
@@ -242,8 +241,8 @@ class _StageExecution(TorchFunctionMode):
         return bool(self.dirty) and storage_id(t) in self.dirty
 
     def _next(self, name: str, call: bool) -> PathNode:
-        """The piece of work that comes now. Only here is the forward left: not where a context
-        manager ends."""
+        """The work that comes now. The forward is left only here, and never where a context manager
+        ends."""
         if self.position >= self.program.end:
             raise _Stop
         item = (
@@ -333,7 +332,7 @@ class _StageExecution(TorchFunctionMode):
         return getattr(self.owner.model.get_submodule(module), key)
 
     def follow(self, before: Any, after: Any) -> None:
-        """What replaces a tensor depends on what that one did."""
+        """Mark the output of a hook as depending on weights if its input does."""
         if after is not None and any(self._is_tainted(t) for t in tensors_in(before)):
             for t in tensors_in(after):
                 self._taint(t)

@@ -21,8 +21,8 @@ UNSEEN_BY_TORCH = "was made by something that is no PyTorch function"
 
 @dataclass
 class GraphNode:
-    """A module call, or a function on tracked tensors. `parent`: the call that it happened in. It
-    lasts until event `end`, and made the tensors `made`. `reads` and `writes` are tensors made
+    """A module call, or a function on tracked tensors. `parent`: the call in which it happened. It
+    lasts until event `end` and made the tensors `made`. `reads` and `writes` are tensors made
     before it began."""
 
     name: str
@@ -49,7 +49,8 @@ class GraphNode:
     flops: float = 0.0
 
     def depends_on_weights(self, tainted: Collection[int], changed: Collection[str]) -> bool:
-        """Whether it depends on weights, on draws, or on what does."""
+        """Whether it depends on weights or random numbers, directly or through `tainted` tensors
+        and `changed` buffers."""
         return bool(
             self.weights
             or self.random
@@ -60,7 +61,7 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor. `home`: why a later stage could not put another in its place; empty if it can."""
+    """A tensor. `home`: why a later stage could not replace it; empty if it can."""
 
     name: str
     birth: int

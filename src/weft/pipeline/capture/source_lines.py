@@ -32,7 +32,7 @@ def _is_model(frame: FrameType) -> bool:
 
 
 def source_line() -> str:
-    """`file:line` of the model's code that runs."""
+    """`file:line` of the line of the model's code that runs now."""
     frame = next(filter(_is_model, user_frames()), None)
     return (
         "?" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -40,7 +40,7 @@ def source_line() -> str:
 
 
 def source_text() -> str:
-    """That line itself."""
+    """The text of that line."""
     frame = next(filter(_is_model, user_frames()), None)
     return (
         "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()

@@ -11,9 +11,9 @@ from .graph import ForwardGraph
 
 @dataclass(frozen=True)
 class SplitPoint:
-    """From the call of `module` to the next atom's. `weights`: parameters that are first used in
-    it, `parameters` their elements; `flops` and `time` (seconds, if profiled) of its forward: a
-    backward takes about twice as many."""
+    """The part of a forward from the call of `module` to the next part. `weights`: parameters first
+    used in it; `parameters`: their number of elements. `flops` and `time` (seconds, if profiled)
+    are those of its forward; a backward takes about twice as much."""
 
     module: str
     weights: tuple[str, ...]
@@ -23,9 +23,9 @@ class SplitPoint:
 
 
 def split_points(graph: ForwardGraph, blocks: Collection[str] = ()) -> list[SplitPoint]:
-    """The parts of a model between which a cut is sensible, in order of execution: blocks are not
-    cut, what contains blocks, a Sequential, or a module with a list is. The first atom begins with
-    the forward."""
+    """The parts of a model between which a split is sensible, in order of execution. Blocks are not
+    divided; modules that contain blocks, Sequentials and modules with a list are. The first part
+    begins with the forward."""
     counts: dict[str, int] = {}
     for index in graph.calls():
         counts[graph.events[index].name] = counts.get(graph.events[index].name, 0) + 1

@@ -53,13 +53,13 @@ from .structures import PLAIN_TYPES, arguments, map_tensors, tensors_in, tensors
 
 
 def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0) -> ForwardGraph:
-    """Trace one forward of `model` (training mode, modules frozen in evaluation mode stay so) on
-    these arguments.
+    """Record one forward of `model` on these arguments, in training mode (modules frozen in
+    evaluation mode stay so).
 
-    The model is not changed and its forward not edited. If any parameter is on the meta device,
-    none needs data; then a forward that reads an element of a tensor into Python cannot be charted.
-    `profile`: how many further runs are timed (each module call's seconds forward; needs a model
-    with data). Raises UnsupportedModel.
+    The model is not changed and its forward not edited. If any parameter is on the meta device, the
+    forward runs without data; then a forward that reads an element of a tensor into Python cannot
+    be recorded. `profile`: the number of further runs in which module calls are timed; needs a
+    model with data. Raises UnsupportedModel.
     """
     abstract = any(p.is_meta for p in model.parameters())
     if abstract and profile:
@@ -151,7 +151,7 @@ class _Flops(TorchDispatchMode):
 
 
 class _ForwardTracer(TorchFunctionMode):
-    """Sees what a forward does. A tensor is tracked once it depends on weights or buffers, or a
+    """Records what a forward does. A tensor is tracked once it depends on weights or buffers, or a
     call returned it."""
 
     def __init__(self, model: nn.Module):
@@ -193,7 +193,7 @@ class _ForwardTracer(TorchFunctionMode):
                     self.events[index].buffers[name] = None
 
     def _around(self, index: int) -> Iterator[int]:
-        """This event and the calls that it is in."""
+        """An event and the calls that contain it."""
         while index >= 0:
             yield index
             index = self.events[index].parent
@@ -289,7 +289,7 @@ class _ForwardTracer(TorchFunctionMode):
         return out
 
     def _light(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """What reads nothing that is tracked, but may write to a buffer's memory."""
+        """Run a function that reads no tracked tensor but may write to the memory of a buffer."""
         touched = [
             (self.homes[storage_id(t)], t, t._version)
             for _, t in arguments(args, kwargs)
@@ -302,7 +302,7 @@ class _ForwardTracer(TorchFunctionMode):
         return out
 
     def _changes(self, name: str) -> None:
-        """The call that runs changes this buffer."""
+        """Note that the running calls change this buffer."""
         self.changed.add(name)
         for index in self.open:
             self.events[index].buffers[name] = None
@@ -355,8 +355,7 @@ class _ForwardTracer(TorchFunctionMode):
         return len(self.events) - 1
 
     def _within(self, call: bool) -> str:
-        """The autograd function or checkpoint between what begins and the module call that it is
-        in."""
+        """The autograd function or checkpoint between this event and the innermost module call."""
         found, own = "", call
         for frame in user_frames():
             if frame.f_code is _ForwardTracer._call.__code__:
@@ -395,7 +394,7 @@ class _ForwardTracer(TorchFunctionMode):
         return number
 
     def _described(self, out: Any, index: int, args: tuple, kwargs: dict) -> Any:
-        """The structure with what stands for its tensors."""
+        """The structure with references in place of its tensors."""
         came = {id(t): at for at, t in arguments(args, kwargs)}
         event = self.events[index]
 

@@ -17,7 +17,7 @@ COLOURS = ("#3b78d8", "#e69138", "#4fa64f", "#8e63ce", "#999999")
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in the order of x; `dashed` for what is only to compare with."""
+    """Points in the order of x. `dashed` marks a curve that is only there for comparison."""
 
     name: str
     x: Sequence[float]
@@ -35,8 +35,8 @@ class AxisMark:
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """What is on it. `log`: its logarithm. `near`: a linear one begins near its least value, and
-    not at 0. `ticks`: the values that are written out; some, if none are given."""
+    """An axis of a chart. `log`: logarithmic. `near`: a linear axis begins near its smallest value
+    instead of at 0. `ticks`: the values to label; chosen if none are given."""
 
     name: str
     log: bool = False
@@ -80,7 +80,7 @@ def draw_curves(
 
 
 def stack_images(pictures: Sequence[str]) -> str:
-    """Images as one, side by side where there is room: as wide as the widest, or as two curves."""
+    """Combine images into one, side by side if there is room."""
     sizes = [
         tuple(float(each) for each in _between(picture, 'viewBox="', '"').split()[2:])
         for picture in pictures

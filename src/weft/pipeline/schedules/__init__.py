@@ -38,15 +38,16 @@ _registered: dict[str, Builder] = {}
 
 
 def registry() -> Mapping[str, Builder]:
-    """Name -> the function that makes the schedule: the folder's, then the registered."""
+    """Name -> the function that makes the schedule; those of the folder, then registered ones."""
     return {**builtin_schedules(), **_registered}
 
 
 def register(build: Builder, name: str | None = None) -> Builder:
-    """Adds one's own schedule, `build(ranks, microbatches, **options) -> Schedule`, under a name
-    (default: its own).
+    """Add a schedule of your own, `build(ranks, microbatches, **options) -> Schedule`, under a name
+    (default: the function's).
 
-    Returns `build`, so it is a decorator too. Raises ConfigError for a name of the folder.
+    Returns `build`, so it also works as a decorator. Raises ConfigError if weft has a schedule of
+    this name.
     """
     name = name or build.__name__
     if name in builtin_schedules():
@@ -58,11 +59,11 @@ def register(build: Builder, name: str | None = None) -> Builder:
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
-    """The schedule `name` for one call of `microbatches` microbatches over `ranks` ranks.
+    """Make the schedule `name` for one step of `microbatches` microbatches over `ranks` ranks.
 
-    The number of stages that it cuts a model in is its `.stages`, which does not depend on
-    `microbatches`. Raises ConfigError: an unknown name, an unknown option, a value that cannot be,
-    a registered schedule with faults.
+    Its `.stages` is the number of stages into which the model is split, and does not depend on
+    `microbatches`. Raises ConfigError for an unknown name or option, a bad value, and a registered
+    schedule with faults.
     """
     known = registry()
     if name not in known:
@@ -83,10 +84,11 @@ def make_schedule(name: str, ranks: int, microbatches: int, **options: Any) -> S
 
 
 def summarize(name: str) -> Callable[..., ScheduleSummary] | None:
-    """The closed form of a schedule; None of one that was registered. Of a solved one it is 1F1B's,
-    which to a planner is as good a first guess as any.
+    """The function that computes a schedule's ScheduleSummary; None for a registered schedule. For
+    "solved" it is that of 1F1B, as a first guess.
 
-    Raises ConfigError for an unknown name."""
+    Raises ConfigError for an unknown name.
+    """
     known = registry()
     if name not in known:
         raise ConfigError("pipeline.schedule", name, "not a schedule", nearest(name, known))
@@ -130,7 +132,7 @@ def is_searched(name: str) -> bool:
 
 
 def require_valid(schedule: Schedule) -> None:
-    """Raises ConfigError with the first faults of a schedule, if it has any."""
+    """Raise ConfigError with the first faults of a schedule, if it has any."""
     if faults := find_faults(schedule):
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
         raise ConfigError(
@@ -143,7 +145,7 @@ def require_valid(schedule: Schedule) -> None:
 
 @cache
 def builtin_schedules() -> dict[str, Builder]:
-    """Name -> the function that makes the schedule, of the files beside this one."""
+    """Name -> the function that makes the schedule, for the files of this folder."""
     return {name: module.build for name, module in _modules().items()}
 
 
@@ -155,7 +157,7 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def check_options(name: str, build: Builder, options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an option that `build` does not have."""
+    """Raise ConfigError for an option that `build` does not have."""
     parameters = list(inspect.signature(build).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
