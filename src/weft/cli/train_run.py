@@ -1,5 +1,5 @@
-"""`weft train`: a run of this host alone, one rank of a run that others started, or this host's
-part in one of several."""
+"""Trains in processes of this host, as one rank that another launcher started, or as one of several
+hosts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train_and_compare(run: RunConfig, resume: bool, trace: bool = False, **optio
 
 
 def saved_step(run: RunConfig) -> int | None:
-    """The step of the run's latest checkpoint; None if it has none."""
+    """The step of the run's latest checkpoint; None without a checkpoint."""
     return latest_step(Path(run.output) / CHECKPOINTS)
 
 

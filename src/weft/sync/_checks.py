@@ -127,7 +127,7 @@ def _check_separate(layout: Layout, sync: LocalSteps | AsyncServers, precision: 
         ]
     when = f"every {sync.period} steps" if sync.period > 1 else "every step"
     return [
-        f"{size} replicas step by themselves; {when} their weights agree by {sync.name}, in"
+        f"{size} replicas step by themselves; {when} {sync.name} synchronises their weights, in"
         f" {sync.codec.name}"
     ]
 

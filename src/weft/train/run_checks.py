@@ -60,9 +60,7 @@ def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan
     for each in plans:
         period = each.sync.period if each.separate and isinstance(each.sync, LocalSteps) else 1
         if period > run.train.steps:
-            problem = (
-                f"the run ends after {run.train.steps} steps, and its replicas would never agree"
-            )
+            problem = f"the run ends after {run.train.steps} steps, before any synchronisation"
             raise ConfigError("sync.period", period, problem, f"use at most {run.train.steps}")
     for split, held in (
         ("train", train),
