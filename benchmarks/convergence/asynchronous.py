@@ -60,7 +60,7 @@ def worker(problem: str, staleness: int | str, seconds: float) -> dict[str, Any]
         engine.step({"noise": noise})
         times.append(time.monotonic() - began)
         norms.append(float(model.norms().mean()))
-    stalest = engine.worker.stalest if engine.worker is not None else 0
+    stalest = engine.replicas.stalest or 0
     engine.gather(last=True)
     return {"times": times, "norms": norms, "stalest": stalest}
 

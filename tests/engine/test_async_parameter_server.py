@@ -70,16 +70,16 @@ def stepped(
     engine = weft.Engine(
         model, laid(of, model, layout), optimizer=optimizer, loss=of.loss, device="cpu"
     )
-    chance = random.Random(engine.replica)
+    chance = random.Random(engine.replicas.index)
     stalest = []
     for batch in batches(of, steps):
         engine.step(engine.local(batch))
         if delays:
-            time.sleep(chance.random() * 0.02 * (delays if engine.replica == 1 else 1))
-        if engine.worker is not None:
-            stalest.append(engine.worker.stalest)
+            time.sleep(chance.random() * 0.02 * (delays if engine.replicas.index == 1 else 1))
+        if engine.replicas.stalest is not None:
+            stalest.append(engine.replicas.stalest)
     if delays:
-        behind = engine.worker.stalest
+        behind = engine.replicas.stalest
         engine.gather(last=True)
         return {"stalest": behind}
     found = {

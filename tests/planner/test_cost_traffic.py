@@ -17,6 +17,8 @@ from weft.core.layout import EXPERTS, Layout
 from weft.core.plan import Plan
 from weft.core.sync import Sync
 from weft.engine.function_overrides import FunctionOverrides
+from weft.engine.replica_sync.async_servers import AsyncServerReplicas
+from weft.engine.replica_sync.local_steps import LocalStepReplicas
 from weft.launch.local_workers import Pool
 from weft.nn import model_arguments, named_inputs
 from weft.nn.dropout_rng import Randomness
@@ -397,23 +399,24 @@ def kept(layout: str, options: Mapping[str, Any]) -> dict[str, float]:
         [],
         [
             *(engine.reducer.exchange.states if engine.reducer.exchange else []),
-            *(scatter.state for scatter in engine._scatters.values()),
+            *(scatter.state for scatter in engine.state.scatters.values()),
         ],
     )
     optimizer = engine.optimizer
-    if engine.outer is not None:
-        for message in engine.outer.messages:
+    replicas = engine.replicas
+    if isinstance(replicas, LocalStepReplicas):
+        for message in replicas.outer.messages:
             tensors += [message.anchor, message.sent, message.mean]
             tensors += [] if message.momentum is None else [message.momentum]
         states += [
-            *engine.outer.states(),
-            *engine.outer.states(),
+            *replicas.outer.states(),
+            *replicas.outer.states(),
         ]  # as it was, too, until others have answered
-    if engine.worker is not None:
-        tensors += [link.got for link in engine.worker._links.values()]
-    if engine.server is not None:
-        tensors.append(engine.server._flat)
-        optimizer = engine.server._optimizer
+    if isinstance(replicas, AsyncServerReplicas):
+        tensors += [link.got for link in replicas.worker._links.values()]
+        if replicas.server is not None:
+            tensors.append(replicas.server._flat)
+            optimizer = replicas.server._optimizer
     tensors += [value for state in states for value in state.values()]
     moments = [v for s in optimizer.state.values() for v in s.values()]
     found = {"agreement": tensors, "optimizer": moments}

@@ -27,7 +27,8 @@ from tests.bugs import Catalogue, Fault, assert_caught, assert_clean, clean, doc
 from tests.cases import SUBJECTS, VOCAB, global_batch, seeded
 from weft.core.plan import COPY, SUM, Boundary, DimShard, Param, Plan, Step
 from weft.core.schedule import Action
-from weft.engine import engine, grad_buckets
+from weft.engine import engine, grad_buckets, grad_update
+from weft.engine.checkpoint_state import CheckpointState
 from weft.engine.pipeline import stage_compute
 from weft.nn import batchnorm, losses
 from weft.nn.dropout_rng import Randomness, mix_key
@@ -263,13 +264,11 @@ def vocabulary_padding_counted(case: Case) -> Iterator[Case]:
 @bug("clipped", "tp2", r"norm of all gradients at step 0")
 def clipping_counts_copies(case: Case) -> Iterator[Case]:
     """Parameters that every rank holds whole count tp times in the global norm."""
-    right = engine.Engine.__init__
 
-    def init(self: engine.Engine, *args: Any, **kwargs: Any) -> None:
-        right(self, *args, **kwargs)
-        self._copies = dict.fromkeys(self._copies, 1)
+    def copies(self: CheckpointState, right: Any = CheckpointState.copies) -> dict[str, int]:
+        return dict.fromkeys(right(self), 1)
 
-    with patched(case, (engine.Engine, "__init__", init)):
+    with patched(case, (CheckpointState, "copies", copies)):
         yield case
 
 
@@ -282,9 +281,7 @@ def clipping_per_rank(case: Case) -> Iterator[Case]:
         dist.all_reduce(tensor, group=group)
         tensor[0] = own
 
-    with patched(
-        case, (engine, "dist", SimpleNamespace(all_reduce=all_reduce, broadcast=dist.broadcast))
-    ):
+    with patched(case, (grad_update, "dist", SimpleNamespace(all_reduce=all_reduce))):
         yield case
 
 
@@ -396,17 +393,17 @@ def parameter_not_where_the_plan_says(case: Case) -> Iterator[Case]:
 @bug("decoder", "tp2", r"blocks\.1\.mlp\.gate\.weight: .* in no chunk", where="problem")
 def parameter_that_nobody_writes(case: Case) -> Iterator[Case]:
     """Of the ranks that hold a shard, none is the one that saves it."""
-    right = engine.Engine._piece
+    right = CheckpointState.shard
 
-    def piece(self: engine.Engine, full: str, tensor: Tensor, name: str, *rest: int) -> Any:
+    def shard(self: CheckpointState, full: str, tensor: Tensor, name: str, *rest: int) -> Any:
         found = right(self, full, tensor, name, *rest)
         return replace(
             found,
             writer=found.writer
-            and not (name == "blocks.1.mlp.gate.weight" and self.mesh.rank == 1),
+            and not (name == "blocks.1.mlp.gate.weight" and self._mesh.rank == 1),
         )
 
-    with patched(case, (engine.Engine, "_piece", piece)):
+    with patched(case, (CheckpointState, "shard", shard)):
         yield case
 
 
@@ -484,7 +481,7 @@ def tied_weights_untied(case: Case) -> Iterator[Case]:
 def replicas_begin_apart(case: Case) -> Iterator[Case]:
     """Each rank draws its own initial weights, and rank 0's are not shared."""
     build = partial(seeded, SUBJECTS["decoder"].build, dist.get_rank())
-    with patched(case, (engine.Engine, "_share_initial", lambda self: False)):
+    with patched(case, (engine, "share_initial", lambda *_: None)):
         yield replace(case, build=build)
 
 

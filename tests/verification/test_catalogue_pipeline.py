@@ -23,6 +23,8 @@ from tests.staged import STAGED
 from weft.core.plan import Plan
 from weft.core.schedule import Schedule
 from weft.engine import engine, grad_buckets
+from weft.engine.checkpoint_state import CheckpointState
+from weft.engine.grad_update import GradUpdate
 from weft.engine.pipeline import p2p, runner, split_backward, stage_compute, weight_stash
 from weft.nn.dropout_rng import Randomness
 from weft.pipeline import weight_versions
@@ -164,13 +166,11 @@ def tied_gradients_not_summed_over_stages(case: Case) -> Iterator[Case]:
 @bug("clipped", "pp2", r"norm of all gradients at step 0")
 def norm_counts_tied_weights_twice(case: Case) -> Iterator[Case]:
     """Both stages that hold the embedding add its whole gradient to the norm."""
-    right = engine.Engine.__init__
 
-    def init(self: engine.Engine, *args: Any, **kwargs: Any) -> None:
-        right(self, *args, **kwargs)
-        self._copies = dict.fromkeys(self._copies, 1)
+    def copies(self: CheckpointState, right: Any = CheckpointState.copies) -> dict[str, int]:
+        return dict.fromkeys(right(self), 1)
 
-    with patched(case, (engine.Engine, "__init__", init)):
+    with patched(case, (CheckpointState, "copies", copies)):
         yield case
 
 
@@ -213,16 +213,16 @@ def loss_divided_by_microbatches_again(case: Case) -> Iterator[Case]:
 def weight_of_the_loss_divided_by_stages(case: Case) -> Iterator[Case]:
     """Sum and weight of the loss are taken as if every stage had counted them. Their ratio, the
     loss, is right."""
-    right = engine.Engine._update
+    right = GradUpdate.__call__
 
-    def update(self: engine.Engine, missing: list) -> Any:
-        training = self._training
+    def update(self: GradUpdate, missing: list, step: int) -> Any:
+        training = self.training
         assert training.agreed is not None
         training.agreed.wait()
         training.total[1:3] /= self.plan.layout.size("pp")
-        return right(self, missing)
+        return right(self, missing, step)
 
-    with patched(case, (engine.Engine, "_update", update)):
+    with patched(case, (GradUpdate, "__call__", update)):
         yield case
 
 
@@ -233,7 +233,7 @@ def weight_of_the_loss_divided_by_stages(case: Case) -> Iterator[Case]:
 def stages_begin_from_other_weights(case: Case) -> Iterator[Case]:
     """Each rank draws its own initial model, and takes its stages from that."""
     build = partial(seeded, STAGED["sequential"].build, dist.get_rank())
-    with patched(case, (engine.Engine, "_share_initial", lambda self: False)):
+    with patched(case, (engine, "share_initial", lambda *_: None)):
         yield replace(case, build=build)
 
 
@@ -271,7 +271,7 @@ def batch_norm_of_a_later_stage_left_local(case: Case) -> Iterator[Case]:
 @bug("convnet", "pp2", r"stages\.2\.1\.running_mean after the last step \(rank 0\)")
 def buffers_saved_by_another_stage(case: Case) -> Iterator[Case]:
     """Rank 0 saves all buffers, though the statistics of the second stage change on rank 1."""
-    with patched(case, (engine.Engine, "_buffer_holders", lambda self, name: (0,))):
+    with patched(case, (CheckpointState, "buffer_holders", lambda self, name: (0,))):
         yield case
 
 

@@ -30,7 +30,7 @@ from .errors import LayoutError
 from .layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES, Layout
 from .schedule import Action, Schedule
 from .stages import Staging
-from .sync import BUCKET_BYTES, AsyncServers, LocalSteps, Sync, SyncEveryStep, bucket_owners
+from .sync import BUCKET_BYTES, Sync, SyncEveryStep, bucket_owners
 
 Spec = Mapping[str, Placement]  # axis -> placement; an axis left out is Replicate
 COPY = Replicate()
@@ -261,15 +261,15 @@ class Plan:
         """Whether gradients are summed over `dp` by a synchroniser, apart from what the backend
         sums."""
         return (
-            isinstance(self.sync, SyncEveryStep)
-            and not self.sync.plain
+            self.sync is not None
+            and not (self.sync.independent or self.sync.plain)
             and self.layout.size("dp") > 1
         )
 
     @property
     def separate(self) -> bool:
         """Whether each replica on `dp` steps by itself."""
-        return isinstance(self.sync, LocalSteps | AsyncServers) and self.layout.size("dp") > 1
+        return self.sync is not None and self.sync.independent and self.layout.size("dp") > 1
 
     def replica(self) -> Plan:
         """The plan of one replica by itself."""
@@ -308,7 +308,8 @@ class Plan:
         """Whether FSDP2's reduce-scatter goes through a synchroniser's codec: where there is `fsdp`
         and no `dp`."""
         live = self.layout.live("fsdp") and self.layout.size("dp") == 1
-        return isinstance(self.sync, SyncEveryStep) and not self.sync.plain and bool(live)
+        sync = self.sync
+        return sync is not None and not (sync.independent or sync.plain) and bool(live)
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages that this rank runs."""

@@ -30,6 +30,12 @@ class SyncEveryStep:
     local: int = 1
     bucket_bytes: int = BUCKET_BYTES
 
+    independent = False  # replicas are equal after every step
+
+    @property
+    def runs_on_cuda(self) -> bool:
+        return self.route == "backend"
+
     @property
     def plain(self) -> bool:
         """Whether this is the backend's all-reduce without a codec."""
@@ -69,10 +75,16 @@ class LocalSteps:
     timeout_s: float = TIMEOUT_S  # a replica that is later than this is left out
 
     plain = False
+    independent = True  # each replica steps by itself
+    runs_on_cuda = False
 
     def peers(self, size: int, index: int = 0) -> ReplicaView:
         """How a codec sees the `size` replicas."""
         return ReplicaView(size, index, sharded=True)
+
+    def groups(self, size: int) -> list[list[list[int]]]:
+        """None: replicas meet in process groups that `Membership` makes."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -88,10 +100,16 @@ class AsyncServers:
     timeout_s: float = TIMEOUT_S  # a replica that is silent for longer is left out
 
     plain = False
+    independent = True  # each replica steps by itself
+    runs_on_cuda = False
 
     def peers(self, size: int, index: int = 0) -> ReplicaView:
         """How a codec sees a server (index 0) and a worker."""
         return ReplicaView(size, index, sharded=False)
+
+    def groups(self, size: int) -> list[list[list[int]]]:
+        """None: replicas meet in process groups that `Membership` makes."""
+        return []
 
 
 Sync = SyncEveryStep | LocalSteps | AsyncServers

@@ -1,15 +1,15 @@
 from .collective_audit import Audit as Audit
-from .engine import (
-    ELEMENTWISE as ELEMENTWISE,
-    Engine as Engine,
-    Loss as Loss,
-    Optimizers as Optimizers,
-    StepResult as StepResult,
-    check_codec as check_codec,
-)
+from .engine import Engine as Engine
 from .function_overrides import FunctionOverrides as FunctionOverrides
 from .grad_buckets import local_tensor as local_tensor
+from .optimizers import (
+    ELEMENTWISE as ELEMENTWISE,
+    Optimizers as Optimizers,
+    check_codec as check_codec,
+)
 from .pipeline.runner import Span as Span
+from .pipeline.stage_compute import Loss as Loss
+from .protocol import StepResult as StepResult, TrainingEngine as TrainingEngine
 from .replica_sync.membership import (
     ReplicaGroup as ReplicaGroup,
     is_left_out as is_left_out,

@@ -5,6 +5,7 @@ from .collectives import (
     reduce_scatter as reduce_scatter,
     split_dim as split_dim,
 )
+from .expert_dispatch import ExpertCommStats as ExpertCommStats
 from .make_plan import (
     plan as plan,
     plan_from_request as plan_from_request,

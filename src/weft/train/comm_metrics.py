@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.filesize import decimal
 
 from weft.core import EXPERTS
-from weft.engine import Audit, Engine, ModuleCalls, local_tensor
+from weft.engine import Audit, Engine, ModuleCalls, Remote, TrainingEngine
 from weft.parallel import wire_bytes
 
 
@@ -51,7 +51,7 @@ class CommMetrics:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._live = bool(engine.whole.layout.live())
+        self._live = bool(engine.global_plan.layout.live())
         self._mark = (0.0, 0.0, 0.0)
         self._steps = self._tokens = 0
         self._seen: object = None
@@ -74,7 +74,7 @@ class CommMetrics:
         before = tokens.came_bytes
         with Audit(self._engine.mesh) as audit:
             yield
-        layout = self._engine.whole.layout
+        layout = self._engine.global_plan.layout
         found: dict[str, float] = {}
         for comm in audit.seen:
             size = layout.size(*comm.axis.split("."))
@@ -92,7 +92,7 @@ class CommMetrics:
         """For metrics.jsonl: of a step, as means over the `steps` steps since the last call."""
         if not self._live or self.by_axis is None:
             return {}
-        outer, reducer = self._engine.outer or self._engine.worker, self._engine.reducer
+        outer, reducer = self._engine.replicas.traffic, self._engine.reducer
         clock, apart = (reducer.clock, 0.0) if outer is None else (outer.clock, outer.sent_bytes)
         now = clock.exposed_s, clock.busy_s, apart
         exposed, busy, between = (b - a for a, b in zip(self._mark, now, strict=True))
@@ -109,10 +109,8 @@ class CommMetrics:
                 "sync_exposed_s": exposed / steps,
                 "sync_hidden_s": max(0.0, busy - exposed) / steps,
             }
-        worker = self._engine.worker
-        if worker is not None and worker.behind:
-            found["staleness"] = sum(worker.behind) / len(worker.behind)
-            worker.behind.clear()
+        if staleness := self._engine.replicas.staleness():
+            found["staleness"] = sum(staleness) / len(staleness)
         return found
 
     def summary(self) -> str | None:
@@ -120,15 +118,15 @@ class CommMetrics:
         send over `dp`."""
         if self.by_axis is None or not self._live:
             return None
-        outer, by_axis = self._engine.outer or self._engine.worker, dict(self.by_axis)
+        outer, by_axis = self._engine.replicas.traffic, dict(self.by_axis)
         if self._engine.dispatch.group is not None:
-            axis = ".".join(self._engine.whole.layout.live(EXPERTS))
+            axis = ".".join(self._engine.global_plan.layout.live(EXPERTS))
             by_axis[axis] += self._engine.dispatch.sent_bytes / self._steps
         if outer is not None:
             by_axis["dp"] = by_axis.get("dp", 0.0) + outer.sent_bytes / self._steps
         parts = [f"{axis} {decimal(round(nbytes))}" for axis, nbytes in by_axis.items()]
         text = f"a rank sends {', '.join(parts)} a step"
-        plain, actual, sync = self._plain(), by_axis.get("dp", 0.0), self._engine.whole.sync
+        plain, actual, sync = self._plain(), by_axis.get("dp", 0.0), self._engine.global_plan.sync
         if (
             not plain
             or not actual
@@ -139,10 +137,16 @@ class CommMetrics:
         return f"{text}; over dp 1/{plain / actual:.3g} of what an all-reduce of gradients sends"
 
     def _plain(self) -> float:
-        engine, size = self._engine, self._engine.whole.layout.size("dp")
-        flats = [b.flat for b in engine.reducer.buckets if b.number is not None]
-        if engine.worker is not None:
-            flats = [local_tensor(p.detach()) for p in engine.params.values() if p.requires_grad]
-        if engine.outer is not None:
-            flats = [message.anchor for message in engine.outer.messages]
+        engine, size = self._engine, self._engine.global_plan.layout.size("dp")
+        flats = engine.replicas.exchanged()
+        if flats is None:
+            flats = [b.flat for b in engine.reducer.buckets if b.number is not None]
         return sum(wire_bytes("all_reduce", flat.nbytes, size) for flat in flats)
+
+
+def comm_metrics_of(engine: TrainingEngine) -> CommMetrics | RpcMetrics:
+    """What this engine's ranks send to each other."""
+    if isinstance(engine, Remote):
+        return RpcMetrics(engine.calls)
+    assert isinstance(engine, Engine)
+    return CommMetrics(engine)

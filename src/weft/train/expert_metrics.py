@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rich.filesize import decimal
 
-from weft.engine import Engine, Remote
+from weft.engine import TrainingEngine
 
 COLLAPSED = 0.1  # of the way from as few experts as a token needs to all: fewer are in use then
 
@@ -18,7 +18,7 @@ COLLAPSED = 0.1  # of the way from as few experts as a token needs to all: fewer
 class ExpertMetrics:
     """Of one run. All ranks call `line` together."""
 
-    def __init__(self, engine: Engine | Remote):
+    def __init__(self, engine: TrainingEngine):
         self._engine = engine
         self._fallen: set[str] = set()  # modules of whose gate it has been said
         self._mark = (0.0, 0.0, 0.0)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from weft.core import ConfigError, RunConfig
-from weft.engine import Engine, Remote
+from weft.engine import TrainingEngine
 from weft.nn import logits_of
 
 TEMPERATURE = 0.8  # less sure than greedy, which soon repeats itself; surer than the model
@@ -42,7 +42,7 @@ def text_coder(run: RunConfig, dataset: Any) -> TextCoder:
     )
 
 
-def sample_text(run: RunConfig, engine: Engine | Remote, coder: TextCoder, context: int) -> str:
+def sample_text(run: RunConfig, engine: TrainingEngine, coder: TextCoder, context: int) -> str:
     """[train] prompt and what the model goes on with, `sample_tokens` tokens long. Called by all
     ranks together."""
     prompt = run.train.prompt
@@ -52,7 +52,7 @@ def sample_text(run: RunConfig, engine: Engine | Remote, coder: TextCoder, conte
 
 
 def generate(
-    engine: Engine | Remote, ids: list[int], tokens: int, context: int, vocab: int, seed: int
+    engine: TrainingEngine, ids: list[int], tokens: int, context: int, vocab: int, seed: int
 ) -> list[int]:
     """The next `tokens` tokens, each drawn with TEMPERATURE from the model's logits after the last
     `context` ones.
@@ -71,7 +71,7 @@ def generate(
         drawn = torch.multinomial(
             (logits.double().cpu() / TEMPERATURE).softmax(-1), 1, generator=generator
         )
-        if engine.whole.layout.live():
+        if engine.global_plan.layout.live():
             dist.broadcast(drawn, src=0)
         made.append(int(drawn))
     return made

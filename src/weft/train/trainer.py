@@ -40,11 +40,11 @@ from weft.core import (
     dump_toml,
     short_number,
 )
-from weft.engine import Engine, Remote, ReplicaGroup, StepResult
+from weft.engine import Engine, Remote, ReplicaGroup, StepResult, TrainingEngine
 from weft.launch import AGENT, on_stop_signal, replica_slot, rpc_session
 
 from . import build
-from .comm_metrics import CommMetrics, RpcMetrics
+from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
 from .data import Dataset, Loader, NoDataset
 from .expert_metrics import ExpertMetrics
 from .generate import sample_text, text_coder
@@ -120,17 +120,17 @@ def _train(
     text = text_coder(run, dataset) if t.sample_tokens and reads else None
     engine = _engine(run, dataset, company)
     shares = (
-        engine.whole.layout.size("dp") if engine.worker is not None else 1
+        engine.global_plan.layout.size("dp") if engine.replicas.servers_update else 1
     )  # replicas are never at one step
     val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
     scalars: dict[str, Any] = {}
-    notes = [*engine.whole.notes]
-    if resume and not engine.caught_up:
-        found = resume_folder(run, engine.replica)
+    notes = [*engine.global_plan.notes]
+    if resume and not engine.replicas.caught_up:
+        found = resume_folder(run, engine.replicas.index)
         scalars = _restore(engine, found, None)
     engine.connect()
     done = engine.steps_done
-    if engine.forgot:
+    if engine.codec_state_lost:
         notes.append("what codecs had kept was another layout's or codec's: it begins anew")
     if trace and t.steps - done < FIRST:
         problem = (
@@ -141,18 +141,20 @@ def _train(
         )
     left_out = int(scalars.get(LEFT_OUT, 0))
     loader = _loader(run, engine, dataset, start=done + left_out)
-    if rank == 0 and engine.leads:
+    if rank == 0 and engine.replicas.leads:
         put_file(folder / "run.toml", dump_toml(asked))
-        put_file(folder / "plan.txt", f"{engine.whole}\n")
+        put_file(folder / "plan.txt", f"{engine.global_plan}\n")
 
-    console = Console(quiet=rank != 0 or not engine.leads)
+    console = Console(quiet=rank != 0 or not engine.replicas.leads)
     recorder = (
-        TraceRecorder(engine) if trace and engine.leads and isinstance(engine, Engine) else None
+        TraceRecorder(engine)
+        if trace and engine.replicas.leads and isinstance(engine, Engine)
+        else None
     )
     progress = Progress(console, t.steps, done)
     progress.table(_header(run, engine, done, notes))
     # of replicas that are apart the one that leads writes, and another may lead later
-    writer = Metrics(folder, done, engine.leads) if rank == 0 else nullcontext()
+    writer = Metrics(folder, done, engine.replicas.leads) if rank == 0 else nullcontext()
     with writer as metrics, StopRequest() as interrupt, progress, Watchdog(t.hang_s) as watchdog:
         loop = _Loop(
             run,
@@ -186,14 +188,14 @@ def _train(
             loop,
             interrupted,
             time.perf_counter() - began,
-            rank == 0 and engine.leads,
+            rank == 0 and engine.replicas.leads,
             compare,
         )
     )
     if text is not None and not interrupted:
         written = sample_text(run, engine, text, len(dataset[0]["input_ids"]))
         progress.say(f"\n{written}")
-        if rank == 0 and engine.leads:
+        if rank == 0 and engine.replicas.leads:
             put_file(folder / SAMPLE, written)
     engine.leave()
     return interrupted
@@ -209,7 +211,7 @@ class _Loop:
     """The steps of one run, and what was last seen of them."""
 
     run: RunConfig
-    engine: Engine | Remote
+    engine: TrainingEngine
     loader: Loader
     val_loader: Loader | None
     counted: tuple[str, int]  # what a rate counts, and how many of it a step has
@@ -237,11 +239,7 @@ class _Loop:
 
     def __post_init__(self) -> None:
         self.first = self.engine.steps_done + 1
-        self.traffic = (
-            RpcMetrics(self.engine.calls)
-            if isinstance(self.engine, Remote)
-            else CommMetrics(self.engine)
-        )
+        self.traffic = comm_metrics_of(self.engine)
         self.gates = ExpertMetrics(self.engine)
         self.spikes = LossSpikeDetector(self.run.train.rollback)
 
@@ -254,7 +252,7 @@ class _Loop:
         recent: list[
             StepResult
         ] = []  # since the last logged step; read together, so that few wait for the device
-        if self.engine.caught_up and self._evaluates(self.first - 1):
+        if self.engine.replicas.caught_up and self._evaluates(self.first - 1):
             self._evaluate(self.first - 1)  # the others do so now
         while self.engine.steps_done < t.steps:
             step = self.engine.steps_done + 1
@@ -290,15 +288,16 @@ class _Loop:
             if log:
                 self._log(step, recent)
                 recent.clear()
+            replicas = self.engine.replicas
             with self.clock.pause():
                 fit = True
-                if stop or last or (keep and (self.engine.leads or self.engine.outer is not None)):
+                if stop or last or (keep and (replicas.leads or replicas.exchanges_weights)):
                     fit = self.engine.gather(last=stop or last)
                 if evaluate:
                     self._evaluate(step)
                 if keep and fit:
                     # of replicas that step by themselves another may be the one that saves next
-                    self._save(step, wait=stop or last or self.engine.quorum is not None)
+                    self._save(step, wait=stop or last or replicas.independent)
             if stop:
                 return True
         return False
@@ -306,7 +305,7 @@ class _Loop:
     def _evaluates(self, step: int) -> bool:
         t, mine = (
             self.run.train,
-            self.engine.worker is None or self.engine.replica == 0,
+            not self.engine.replicas.servers_update or self.engine.replicas.index == 0,
         )  # a server's weights are all's
         return (
             mine and self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
@@ -407,7 +406,7 @@ class _Loop:
         line |= experts
         for warning in warnings:
             self.progress.say(f"step {step}/{self.run.train.steps}  {warning}")
-        members = self.engine.members
+        members = self.engine.replicas.members
         if members:
             line["replicas"] = len(members)
             if self.members not in ((), members):
@@ -417,8 +416,8 @@ class _Loop:
                 )
         self.members = members
         if self.metrics is not None:
-            self.progress.speaks = self.engine.leads
-            if self.engine.leads:
+            self.progress.speaks = self.engine.replicas.leads
+            if self.engine.replicas.leads:
                 self.metrics.write(line)
         self.progress.log(line)
 
@@ -440,7 +439,7 @@ class _Loop:
             raise WeftError(
                 f"the validation loss after step {step} is {self.val_loss}. {self._advice()}"
             )
-        if self.metrics is not None and self.engine.leads:
+        if self.metrics is not None and self.engine.replicas.leads:
             self.metrics.write({"step": step, "val_loss": self.val_loss})
         self.progress.say(
             f"step {step}/{self.run.train.steps}  validation loss {self.val_loss:.4f}"
@@ -449,9 +448,11 @@ class _Loop:
     def _save(self, step: int, wait: bool) -> None:
         """A checkpoint, written beside the next steps unless one is to `wait` for it; never of
         weights that would be of no use in place of older ones that are."""
-        if self.engine.worker is not None and not self.engine.leads:
+        if self.engine.replicas.servers_update and not self.engine.replicas.leads:
             return  # the first replica has all that servers have
-        leads = bool(highest_over_ranks(int(self.engine.leads)))  # the first rank knows it best
+        leads = bool(
+            highest_over_ranks(int(self.engine.replicas.leads))
+        )  # the first rank knows it best
         names, c = self.engine.params.keys(), self.run.checkpoint
 
         def useless(pieces: Sequence[LocalShard]) -> str | None:
@@ -462,7 +463,7 @@ class _Loop:
 
         with self._of_this_replica():
             self.saver.save(
-                checkpoint_folder(self.run, None if leads else self.engine.replica),
+                checkpoint_folder(self.run, None if leads else self.engine.replicas.index),
                 step,
                 self.engine.tensors(),
                 {
@@ -472,7 +473,7 @@ class _Loop:
                     LOSSES: [*self.spikes.recent],
                 },
                 {
-                    "layout": str(self.engine.whole.layout),
+                    "layout": str(self.engine.global_plan.layout),
                     "weft": _version(),
                     "torch": torch.__version__,
                 },
@@ -490,7 +491,7 @@ class _Loop:
         try:
             yield
         except CheckpointError as error:
-            if self.engine.quorum is None:
+            if not self.engine.replicas.independent:
                 raise
             raise WeftError(str(error)) from error
 
@@ -552,7 +553,7 @@ class StopRequest:
 # ---- what a run is made of -----------------------------------------------------------------------
 
 
-def _engine(run: RunConfig, dataset: Dataset, company: ReplicaGroup | None) -> Engine | Remote:
+def _engine(run: RunConfig, dataset: Dataset, company: ReplicaGroup | None) -> TrainingEngine:
     model = build.build_model(
         run, dtype=torch.float64 if run.precision.compute == "fp64" else torch.float32
     )
@@ -574,7 +575,7 @@ def _engine(run: RunConfig, dataset: Dataset, company: ReplicaGroup | None) -> E
     )
 
 
-def _restore(engine: Engine | Remote, folder: Path, step: int | None) -> dict[str, Any]:
+def _restore(engine: TrainingEngine, folder: Path, step: int | None) -> dict[str, Any]:
     """Fill the engine from a checkpoint; returns its scalars."""
     saved = read_index(folder, step).tensors
     scalars = load_checkpoint(folder, step, engine.tensors(saved))
@@ -583,7 +584,7 @@ def _restore(engine: Engine | Remote, folder: Path, step: int | None) -> dict[st
 
 
 def _loader(
-    run: RunConfig, engine: Engine | Remote, dataset: Dataset, start: int = 0, shares: int = 1
+    run: RunConfig, engine: TrainingEngine, dataset: Dataset, start: int = 0, shares: int = 1
 ) -> Loader:
     """`shares`: a replica that evaluates alone takes a batch in so many parts."""
     t, rank, size = run.train, engine.data_rank, engine.data_size
@@ -606,10 +607,10 @@ def _version() -> str:
 
 
 def _header(
-    run: RunConfig, engine: Engine | Remote, done: int, notes: Sequence[str]
+    run: RunConfig, engine: TrainingEngine, done: int, notes: Sequence[str]
 ) -> dict[str, str]:
     layout, count = (
-        engine.whole.layout,
+        engine.global_plan.layout,
         sum(math.prod(weight.shape) for weight in engine.plan.weights),
     )
     device = engine.mesh.device
@@ -654,12 +655,12 @@ def _summary(
         rows["speed"] = f"{short_number(taken * count / loop.clock.total_s)} {name}/s"
     if wire := loop.traffic.summary():
         rows["sent"] = wire
-    if engine.whole.layout.live("pp") and loop.idle_s:
+    if engine.global_plan.layout.live("pp") and loop.idle_s:
         rows["idle"] = f"{loop.idle_s / loop.clock.total_s:.0%} of a step, waiting for other stages"
     if experts := loop.gates.summary():
         rows["experts"] = experts
-    if engine.worker is not None:
-        rows["staleness"] = f"{engine.worker.stalest} steps at most"
+    if engine.replicas.stalest is not None:
+        rows["staleness"] = f"{engine.replicas.stalest} steps at most"
     rows |= {
         "time": str(timedelta(seconds=round(total_s))),
         "memory": (

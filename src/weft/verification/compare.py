@@ -28,7 +28,7 @@ from weft.core import (
     coverage_flaw,
     data_rank_indices,
 )
-from weft.engine import Audit, Engine, Remote, local_tensor
+from weft.engine import Audit, Engine, Remote, TrainingEngine, local_tensor
 from weft.launch import rpc_session
 from weft.parallel import Collective, RoutingCall, collective_totals, predict_collectives
 
@@ -38,7 +38,6 @@ from .float64_mode import Float64Mode
 from .reference import Reference, norms_of
 from .stage_values import stage_value_bytes
 
-Trained = Engine | Remote
 TOLERANCE = 1e-9
 SMALL = (
     1e-6  # a gradient this much smaller than all gradients together is measured against that size
@@ -97,7 +96,7 @@ def check_layout(case: Case, layout: str, reference: Reference) -> LayoutResult:
         return _check(case, layout, reference)
 
 
-def _engine(case: Case, plan: Plan, model: nn.Module) -> Trained:
+def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
     if case.workers:
         remote = Remote(
             model,
@@ -211,7 +210,7 @@ def _first_of(errors: dict[str, float], when: tuple[int, str]) -> list[Differenc
 # ---- what is compared ----------------------------------------------------------------------------
 
 
-def _other_parameters(engine: Trained, reference: Reference) -> list[Difference]:
+def _other_parameters(engine: TrainingEngine, reference: Reference) -> list[Difference]:
     """Parameters that only one of the two runs has: tied weights that came apart, or were
     joined."""
     found = []
@@ -232,7 +231,7 @@ def _other_parameters(engine: Trained, reference: Reference) -> list[Difference]
 
 
 def _wrong_batch(
-    engine: Trained, batch: dict[str, Tensor], whole: dict[str, Tensor], step: int
+    engine: TrainingEngine, batch: dict[str, Tensor], whole: dict[str, Tensor], step: int
 ) -> list[Difference]:
     plan = engine.plan
     index = torch.tensor(
@@ -249,7 +248,7 @@ def _wrong_batch(
 
 
 def _gradients(
-    engine: Trained,
+    engine: TrainingEngine,
     reference: Reference,
     step: int,
     clip: float | None,
@@ -296,7 +295,7 @@ def _gradients(
 
 
 def _gradient_errors(
-    engine: Trained, wants: dict[str, Tensor], factor: float
+    engine: TrainingEngine, wants: dict[str, Tensor], factor: float
 ) -> dict[tuple[str, str], float]:
     """(parameter, remark) -> error of `factor` times its gradient."""
     norm, _ = norms_of(wants)
@@ -315,7 +314,7 @@ def _gradient_errors(
     return errors
 
 
-def _common_factor(engine: Trained, wants: dict[str, Tensor], factor: float) -> float | None:
+def _common_factor(engine: TrainingEngine, wants: dict[str, Tensor], factor: float) -> float | None:
     """r, if all that this rank holds of the gradients is r times what it should be."""
     product = squares = 0.0
     for name, p in engine.params.items():
@@ -336,7 +335,7 @@ def _common_factor(engine: Trained, wants: dict[str, Tensor], factor: float) -> 
     return r if same else None
 
 
-def _weight_errors(engine: Trained, wants: dict[str, Tensor], when: str) -> dict[str, float]:
+def _weight_errors(engine: TrainingEngine, wants: dict[str, Tensor], when: str) -> dict[str, float]:
     _, typical = norms_of(wants)
     errors = {}
     for name, p in engine.params.items():
@@ -349,7 +348,9 @@ def _weight_errors(engine: Trained, wants: dict[str, Tensor], when: str) -> dict
     return errors
 
 
-def _state_errors(engine: Trained, reference: Reference) -> tuple[dict[str, float], str | None]:
+def _state_errors(
+    engine: TrainingEngine, reference: Reference
+) -> tuple[dict[str, float], str | None]:
     """Weights, buffers and optimizer state after the last step, and whether each lies, once, where
     the plan says."""
     weights = {k: v for k, v in reference.final.items() if k in engine.params}
@@ -439,7 +440,7 @@ Calls = dict[str, list[Tensor]]  # module -> a tensor per call
 
 
 def _first_activation(
-    engine: Trained, trace: ActivationRecorder, references: list[ActivationRecorder]
+    engine: TrainingEngine, trace: ActivationRecorder, references: list[ActivationRecorder]
 ) -> list[Difference]:
     """The first output that differs, in order of execution, and the first gradient of an output, in
     backward order."""
@@ -489,7 +490,12 @@ def _partial(plan: Plan, name: str) -> bool:
 
 
 def _differs(
-    engine: Trained, name: str, call: int, mine: Calls, references: list[Calls], factor: float
+    engine: TrainingEngine,
+    name: str,
+    call: int,
+    mine: Calls,
+    references: list[Calls],
+    factor: float,
 ) -> bool | None:
     """Whether a call's tensor differs, in any microbatch, from the reference's; None if it cannot
     be compared."""
@@ -538,7 +544,7 @@ def _routings(traces: list[ActivationRecorder]) -> list[RoutingCall]:
     return [replace(each[0], index=torch.cat([one.index for one in each])) for each in together]
 
 
-def _own_positions(engine: Trained, value: Tensor, want: Tensor) -> Tensor:
+def _own_positions(engine: TrainingEngine, value: Tensor, want: Tensor) -> Tensor:
     """Of a whole activation, the positions that this rank has, where ranks share the sequence."""
     length, size = engine.sequence.now.length, engine.plan.sequence_size
     if size == 1 or value.ndim != want.ndim or not want.ndim:
@@ -554,7 +560,7 @@ def _own_positions(engine: Trained, value: Tensor, want: Tensor) -> Tensor:
     return want
 
 
-def _local_part(engine: Trained, name: str, value: Tensor, want: Tensor) -> Tensor | None:
+def _local_part(engine: TrainingEngine, name: str, value: Tensor, want: Tensor) -> Tensor | None:
     """The part of a whole activation that this rank holds; None where it cannot be told from the
     plan."""
     want = _own_positions(engine, value, want)

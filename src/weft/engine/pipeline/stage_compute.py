@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.core import DATA_AXES, Action, Plan
+from weft.core import DATA_AXES, Action, ConfigError, Plan
 from weft.nn import Randomness, mix_key, model_arguments
 from weft.parallel import DTYPES, Mesh
 
@@ -224,3 +224,18 @@ class TrainingCompute:
         self.units.after(action, last)
         if last:
             self.reducer.close(action.stage)
+
+
+def check_batch(batch: Batch, want: int, whole: int) -> None:
+    """Refuse a batch that is not this rank's part, `want` of the `whole` batch's samples. Raises
+    ConfigError."""
+    for key, value in batch.items():
+        if value.shape[0] != want:
+            hint = (
+                "take this rank's part with engine.local(batch)"
+                if value.shape[0] == whole
+                else f"give {want}"
+            )
+            raise ConfigError(
+                f"batch[{key!r}]", tuple(value.shape), f"this rank's part is {want} samples", hint
+            )

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from weft.core import (
     Codec,
     CodecState,
+    Plan,
     Reduction,
     ReplicaView,
     RequestSize,
@@ -31,6 +32,7 @@ from weft.core import (
 )
 from weft.parallel import Mesh
 
+from ..fsdp import FSDPUnits
 from .transports import BackendTransport, OwnerTransport, RingTransport
 
 Wire = RingTransport | OwnerTransport | BackendTransport
@@ -144,6 +146,19 @@ class FSDPReduceScatter(ReduceScatter):
         ):
             work.wait()
         return None
+
+
+def codec_scatters(plan: Plan, units: FSDPUnits) -> dict[str, FSDPReduceScatter]:
+    """Unit -> its reduce-scatter through the plan's codec, which FSDP2 then uses; empty where FSDP2
+    reduces gradients as they are."""
+    found: dict[str, FSDPReduceScatter] = {}
+    if plan.scattered and plan.sync is not None:
+        for unit in units:
+            like = unit.reduced()
+            if like is not None:
+                found[unit.name] = FSDPReduceScatter(plan.sync.codec, unit.name, like)
+                unit.module.set_custom_reduce_scatter(found[unit.name])
+    return found
 
 
 class PolledExchange:

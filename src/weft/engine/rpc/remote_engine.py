@@ -39,11 +39,13 @@ from weft.parallel import Mesh, parallelize
 from weft.pipeline import tensors_in
 
 from ..context_parallel.sequence import ContextParallel
-from ..engine import ELEMENTWISE, Optimizers, StepResult, check_batch, make_state, scale_grads
 from ..expert_load import ExpertLoad
 from ..function_overrides import FunctionOverrides
 from ..grad_norm_guard import GradNormGuard
-from ..pipeline.stage_compute import Batch, Loss, MicroBatches, StageModel
+from ..optimizers import ELEMENTWISE, Optimizers, make_state, scale_grads
+from ..pipeline.stage_compute import Batch, Loss, MicroBatches, StageModel, check_batch
+from ..protocol import StepResult
+from ..replica_sync.replicas import ReplicaSync
 from .calls import CallAnswer, ModuleCall, ModuleCalls, await_answer, check_unchanged, make_answer
 from .remote_tensor import RemoteTensor, drop_remote_weights
 
@@ -60,10 +62,9 @@ class Remote:
     as names by rank (`weft.launch.rpc.rpc_session`). Raises Refusal.
     """
 
-    # what replicas have that step by themselves; here is one
-    outer = quorum = worker = None
-    replica, members, leads, caught_up, forgot = 0, (), True, False, False
-    data_rank, data_size, loss_scale = 0, 1, 1.0
+    data_rank, data_size, loss_scale = 0, 1, 1.0  # one replica, and no fp16
+    waited_s = 0.0  # for other pipeline stages: there are none
+    codec_state_lost = False  # there is no codec
 
     def __init__(
         self,
@@ -82,11 +83,12 @@ class Remote:
         check_worker_plan(plan, self.places)
         rank = _rank(self.places)
         self.here = self.places.names[rank]
-        self.plan = self.whole = replace(plan, notes=(*plan.notes, str(self.places)))
+        self.plan = self.global_plan = replace(plan, notes=(*plan.notes, str(self.places)))
         self.model, self.loss, self.clip = model, loss, clip
         self.trust = GradNormGuard(skip) if skip is not None else None
         self.inputs = tuple(inputs) if inputs is not None else named_inputs(model)
         self.mesh = Mesh(plan.layout, CPU, alone=True)
+        self.replicas = ReplicaSync()
         self.randomness = Randomness(seed)
         self.sequence = ContextParallel(
             plan, self.mesh, self.randomness, named_inputs(model), self.inputs
@@ -127,7 +129,6 @@ class Remote:
                 "optimizer.name", type(self.optimizer).__name__, problem, f"use one of {kinds}"
             )
         self.calls = ModuleCalls()
-        self.waited_s = 0.0  # for other stages, of which it has none
         self.steps_done = 0
         self._turn, self._at = threading.Condition(), -1  # the step that this process is in
         _SERVING[:] = [self]

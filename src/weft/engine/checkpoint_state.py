@@ -1,0 +1,188 @@
+"""What a checkpoint holds of one rank: its part of each weight, buffer and optimizer state, by global name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from weft.core import (
+    COPY,
+    CodecState,
+    LocalShard,
+    Plan,
+    Segment,
+    chunks_of,
+    cut_segments,
+    fsdp_rows,
+    take_segments,
+    whole_shard,
+)
+from weft.parallel import Mesh
+
+from .grad_buckets import GradReducer, local_tensor
+from .optimizers import make_state
+from .replica_sync.bucket_exchange import FSDPReduceScatter
+from .replica_sync.replicas import ReplicaSync
+
+
+class CheckpointState:
+    """One rank's part of a run. `plan`: of one replica; `global_plan`: of all. Set `optimizer`,
+    `reducer` and `scatters` once they are made."""
+
+    optimizer: torch.optim.Optimizer
+    reducer: GradReducer
+    scatters: Mapping[str, FSDPReduceScatter]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        global_plan: Plan,
+        mesh: Mesh,
+        params: Mapping[str, nn.Parameter],
+        replicas: ReplicaSync,
+    ):
+        self._model, self._plan, self._global_plan, self._mesh = model, plan, global_plan, mesh
+        self._params, self._replicas = params, replicas
+        self._owners, self.table = plan.owners(), plan.params()
+        self._weights = {w.name: w for w in plan.weights}
+        # a checkpoint was of another layout or codec, so what codecs keep begins anew
+        self.codec_state_lost = False
+
+    # ---- whose is what ---------------------------------------------------------------------------
+
+    @property
+    def owned(self) -> bool:
+        """Whether some replicas alone update parameters, for all."""
+        return bool(self._owners)
+
+    def updates(self, name: str) -> bool:
+        """Whether this rank updates a parameter; otherwise the replica that owns it sends it."""
+        own = self._mesh.coords.get("dp", 0)
+        return self._owners.get(name, own) == own
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a parameter, or its part."""
+        return self._mesh.coords.get("pp", 0) in self._plan.holders(name)
+
+    def copies(self) -> dict[str, int]:
+        """How many ranks hold each element of a parameter of this rank."""
+        layout = self._plan.layout
+        within = layout.world // layout.size("pp") // (layout.size("dp") if self._owners else 1)
+        return {
+            name: within
+            * len(self._plan.holders(name))
+            // layout.size(*(axis for axis, p in self.table[name].items() if p.stored != COPY))
+            for name in self._params
+        }
+
+    def buffer_holders(self, name: str) -> tuple[int, ...]:
+        """The positions on `pp` that keep a buffer; what no stage changes is kept by all."""
+        staging, placement = self._plan.staging, self._plan.schedule.placement
+        stages = (
+            [s.index for s in staging.stages if name in s.buffers] if staging is not None else []
+        )
+        return tuple(sorted({placement[stage] for stage in stages or range(len(placement))}))
+
+    def absent_buffers(self) -> set[str]:
+        """Buffers that other stages keep."""
+        position = self._mesh.coords.get("pp", 0)
+        names = (name for name, _ in self._model.named_buffers())
+        return {name for name in names if position not in self.buffer_holders(name)}
+
+    def segments(self, name: str) -> list[list[Segment]]:
+        """Per dim of this rank's part of a parameter: where its rows lie in the global tensor."""
+        placed = self.table[name].values()
+        dims: list[list[Segment]] = [cut_segments([(0, n)]) for n in self._weights[name].shape]
+        for p in placed:
+            if p.cut is not None and p.stored != COPY:
+                dims[p.cut.dim] = cut_segments(
+                    list(p.cut.intervals(self._mesh.index(p.axis), self._mesh.size(p.axis)))
+                )
+        for p in placed:
+            if p.stored != p.compute:
+                rows = sum(length for _, _, length in dims[0])
+                dims[0] = take_segments(
+                    dims[0], *fsdp_rows(rows, self._mesh.size(p.axis), self._mesh.index(p.axis))
+                )
+        return dims
+
+    # ---- tensors ---------------------------------------------------------------------------------
+
+    def tensors(self, step: int, saved: Collection[str] | None = None) -> Iterator[LocalShard]:
+        """This rank's part of each tensor after `step` steps. Storage is live.
+
+        `saved`: the names that a checkpoint holds, to be loaded from it: optimizer state is made
+        for these alone.
+        """
+        for name, p in self._params.items():
+            yield self.shard(name, local_tensor(p.detach()), name)
+        absent = self.absent_buffers()
+        persistent = self._model.state_dict(keep_vars=True).keys() - self._params.keys()
+        for name, buffer in self._model.named_buffers():
+            if name in persistent and name not in absent:
+                yield whole_shard(name, buffer, self._writes(self.buffer_holders(name), ()))
+        for full, name, tensor in self._replicas.shards(step, saved):
+            yield self.shard(full, tensor, name)
+        for name, kept in self.codec_tensors():
+            if saved is None or name in saved:
+                yield whole_shard(name, kept, True)
+        if saved is not None:
+            self._note_lost_codec_state(saved)
+            make_state(self.optimizer, self._params, saved, self.updates)
+        yield from self._optimizer_tensors()
+
+    def codec_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What codecs keep from step to step: this rank's, of use to the same layout and codec
+        alone."""
+        each = self._replicas.codec_states()
+        if each is None:
+            each = self.reducer.exchange.states if self.reducer.exchange else ()
+        states: dict[str, CodecState] = {str(i): s for i, s in enumerate(each)}
+        states |= {name or "root": scatter.state for name, scatter in self.scatters.items()}
+        shapes = [
+            (name, key, tuple(t.shape))
+            for name, state in states.items()
+            for key, t in state.items()
+        ]
+        plan = self._global_plan
+        for name, key, _ in shapes:
+            mark = crc32(repr((str(plan.layout), plan.sync, shapes)).encode())
+            yield f"sync/{mark:08x}/{self._mesh.place}/{name}/{key}", states[name][key]
+
+    def _note_lost_codec_state(self, saved: Collection[str]) -> None:
+        here = f"/{self._mesh.place}/"
+        had = {name for name in saved if name.startswith("sync/") and here in name}
+        mine = {name for name, _ in self.codec_tensors()}
+        self.codec_state_lost = had != mine and any(name.startswith("sync/") for name in saved)
+
+    def _optimizer_tensors(self) -> Iterator[LocalShard]:
+        for name, p in self._params.items():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                full, owner = f"optimizer/{name}/{key}", self._owners.get(name, 0)
+                if value.shape == p.shape and value.ndim:
+                    yield self.shard(full, local_tensor(value), name, owner)
+                else:
+                    writer = self._writes(self._plan.holders(name), (), owner)
+                    yield whole_shard(full, local_tensor(value), writer)
+
+    def shard(self, full: str, tensor: Tensor, name: str, replica: int = 0) -> LocalShard:
+        """This rank's part of the tensor `full`, which is sharded as the parameter `name` is."""
+        cut = [axis for axis, p in self.table[name].items() if p.stored != COPY]
+        writer = self._writes(self._plan.holders(name), cut, replica)
+        chunks = chunks_of(self.segments(name))
+        return LocalShard(full, tensor, self._weights[name].shape, chunks, writer)
+
+    def _writes(self, holders: Sequence[int], cut: Sequence[str], replica: int = 0) -> bool:
+        """Whether this rank is the first of those that hold the same part of something, in this
+        replica."""
+        layout, coords = self._plan.layout, self._mesh.coords
+        cut = layout.expand(*cut)
+        copies = [axis for axis in layout.live() if axis not in (*cut, "pp", "dp")]
+        here = coords.get("pp", 0) == holders[0] and ("dp" in cut or coords.get("dp", 0) == replica)
+        return self._replicas.writes and here and all(coords[axis] == 0 for axis in copies)

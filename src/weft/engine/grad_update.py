@@ -1,0 +1,155 @@
+"""From the sums of a step to new weights: global norm, mean, loss scale, clipping, the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.core import DATA_AXES, TOKEN_AXES, Plan
+from weft.parallel import Mesh
+
+from .grad_buckets import GradReducer, local_tensor
+from .grad_norm_guard import GradNormGuard
+from .module_trail import ModuleTrail, diverged
+from .optimizers import scale_grads
+from .pipeline.stage_compute import TrainingCompute
+from .protocol import StepResult
+from .replica_sync.replicas import ReplicaSync
+
+GROWS_AFTER = 2000  # good steps, after which the loss scale doubles
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al. 2018); constant 1 outside fp16."""
+
+    dynamic: bool
+    value: float = 1.0
+    good_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dynamic:
+            self.value = 2.0**16
+
+    def take(self, finite: bool) -> bool:
+        """Adjust the scale; whether the step may be taken."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.good_steps == GROWS_AFTER:
+            self.value, self.good_steps = self.value * 2, 0
+        return finite
+
+
+@dataclass
+class GradUpdate:
+    """The end of an optimizer step on one rank.
+
+    `copies`: how many ranks hold each element of a parameter, which the global norm counts once.
+    `updates`: whether this rank updates a parameter, and does not get it from another replica.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    params: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    training: TrainingCompute
+    reducer: GradReducer
+    trail: ModuleTrail
+    sharded: bool  # whether FSDP2 units gather and reduce
+    replicas: ReplicaSync
+    copies: Mapping[str, int]
+    updates: Callable[[str], bool]
+    owned: bool  # owners alone update, and send weights back
+    clip: float | None = None
+    guard: GradNormGuard | None = None
+    loss_scale: LossScale = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loss_scale = LossScale(self.plan.precision == "fp16")
+
+    @property
+    def wants_norm(self) -> bool:
+        return self.clip is not None or self.guard is not None or self.loss_scale.dynamic
+
+    def __call__(self, missing: list, step: int) -> StepResult:
+        """Take the step. `missing`: parameters that no gradient reached on this rank."""
+        total, grads = self.training.total, self.gradients()
+        if self.wants_norm and grads:
+            self._add_squares(total, grads)
+        self._sum_over_ranks(total, missing, step)
+        if total[3] > 0:
+            self.reducer.drop_unused(missing, self.mesh)
+            grads = self.gradients()
+        if total[5] * self.plan.layout.world != total[4] ** 2:
+            raise diverged(self.plan.layout, step)
+        loss_sum, weight = total[1], total[2]
+        factor = self.plan.batch / (weight * self.loss_scale.value)
+        if self.reducer.exchange is not None:
+            self.reducer.exchange.scale = factor
+        norm = total[0].sqrt() * factor if self.wants_norm else None
+        result = StepResult(loss_sum / weight, weight, norm)
+        if self.training.versions is not None:
+            return result  # every stage has taken its steps
+        finite = not self.loss_scale.dynamic or self.loss_scale.take(bool(torch.isfinite(total[0])))
+        if not finite or self._is_outlier(norm):
+            return StepResult(result.loss, weight, norm, skipped=True)
+        if self.clip is not None and norm is not None:
+            factor = factor * torch.clamp(self.clip / (norm + 1e-6), max=1.0)
+        scale_grads(grads.values(), factor)
+        self._apply()
+        return result
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients that this rank has the sum of."""
+        return {
+            n: local_tensor(p.grad)
+            for n, p in self.params.items()
+            if p.grad is not None and self.updates(n)
+        }
+
+    def _add_squares(self, total: Tensor, grads: Mapping[str, Tensor]) -> None:
+        low = any(g.dtype in (torch.bfloat16, torch.float16) for g in grads.values())
+        dtype = torch.float32 if low else None
+        norms = torch._foreach_norm(list(grads.values()), 2, dtype=dtype)
+        for name, norm in zip(grads, norms, strict=True):
+            total[0] += norm.double().square().to(total.device) / self.copies[name]
+
+    def _sum_over_ranks(self, total: Tensor, missing: list, step: int) -> None:
+        """Squared norm, loss, weight, missing gradients and the modules that ran: one all-reduce."""
+        plan = self.plan
+        if plan.staging is not None and self.sharded:
+            error = diverged(plan.layout, step)
+            self.trail.check_over(self.mesh, DATA_AXES, plan.data_size, error)
+        if self.training.agreed is not None:
+            self.training.agreed.wait()
+        else:
+            trail = [self.trail.hash, self.trail.hash**2] if plan.staging is None else [0, 0]
+            total[3:] = torch.tensor([len(missing), *trail], dtype=torch.float64)
+            if plan.layout.world > 1:
+                dist.all_reduce(total, group=self.mesh.group(*plan.layout.live()))
+        total[1:3] /= plan.layout.world // plan.layout.size(*TOKEN_AXES, "pp")
+
+    def _is_outlier(self, norm: Tensor | None) -> bool:
+        return self.guard is not None and norm is not None and not self.guard(float(norm))
+
+    def _apply(self) -> None:
+        for name, p in self.params.items():
+            if not self.updates(name):
+                p.grad = None
+        if self.replicas.servers_update:
+            groups = self.optimizer.param_groups
+            rates = [(float(group["lr"]), {id(p) for p in group["params"]}) for group in groups]
+            rate_of = {
+                name: next((lr for lr, ids in rates if id(p) in ids), 0.0)
+                for name, p in self.params.items()
+            }
+            self.replicas.push(self.gradients(), rate_of)
+            return
+        self.optimizer.step()
+        if self.owned:
+            self.reducer.spread()

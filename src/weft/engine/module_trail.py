@@ -1,0 +1,50 @@
+"""Whether all ranks ran the same modules in the same order: FSDP2 pairs the ranks' collectives by nothing else."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.core import UnsupportedModel
+from weft.parallel import Mesh
+
+
+class ModuleTrail:
+    """A hash of the modules with parameters that ran since `clear`, in order. 20 bits: its square is
+    exact in float64, and a sum of both over ranks tells whether all are equal."""
+
+    def __init__(self, model: nn.Module, watch: bool):
+        self.hash = 0
+        if watch:
+            for index, module in enumerate(model.modules()):
+                if module._parameters:
+                    module.register_forward_pre_hook(partial(self._pass, index))
+
+    def clear(self) -> None:
+        self.hash = 0
+
+    def _pass(self, index: int, *_: Any) -> None:
+        self.hash = (self.hash * 1000003 + index) % 2**20
+
+    def check_over(
+        self, mesh: Mesh, axes: tuple[str, ...], size: int, error: UnsupportedModel
+    ) -> None:
+        """Raise `error` unless all `size` ranks of these axes have the same hash."""
+        seen = torch.tensor([self.hash, self.hash**2], dtype=torch.float64, device=mesh.device)
+        dist.all_reduce(seen, group=mesh.group(*axes))
+        if seen[1] * size != seen[0] ** 2:
+            raise error
+
+
+def diverged(layout: object, step: int) -> UnsupportedModel:
+    """The error for ranks that ran different modules."""
+    return UnsupportedModel(
+        "layout",
+        str(layout),
+        f"in step {step} ranks ran different modules, or in another order",
+        "use dp: FSDP2 gathers and reduces what runs, and it must be the same on every rank",
+    )

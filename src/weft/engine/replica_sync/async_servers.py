@@ -1,0 +1,147 @@
+"""Replicas that push gradients to asynchronous servers and get weights back, and those that serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.core import AsyncServers, Plan, WeftError, bucket_owners
+
+from ..grad_buckets import local_tensor
+from ..optimizers import Optimizers
+from .async_parameter_server import AsyncWorker, ParameterServer
+from .flat_params import FlatParams
+from .membership import Membership
+from .replicas import IndependentReplicas, Trained
+
+
+class AsyncServerReplicas(IndependentReplicas):
+    """One rank's worker, and its server if its replica is one. `plan`: of all replicas."""
+
+    servers_update = True
+
+    def __init__(
+        self,
+        index: int,
+        writes: bool,
+        membership: Membership,
+        plan: Plan,
+        sync: AsyncServers,
+        optimizers: Optimizers,
+    ):
+        super().__init__(index, writes, membership)
+        self._plan, self._sync, self._optimizers = plan, sync, optimizers
+        self.server: ParameterServer | None = None
+
+    def attach(self, trained: Trained) -> None:
+        self._trained = trained
+        self.caught_up = False  # it gets what it needs when it connects
+        mine = {n: local_tensor(p.detach()) for n, p in trained.params.items() if p.requires_grad}
+        every = [w for w in self._plan.weights if w.trainable]
+        owners = bucket_owners([prod(w.shape) for w in every], self._sync.servers)
+        parts = []
+        for server in range(self._sync.servers):
+            owned = [w.name for w, owner in zip(every, owners, strict=True) if owner == server]
+            names = [name for name in owned if name in mine]
+            parts.append(FlatParams(names, [mine[name] for name in names]))
+        self.worker = AsyncWorker(self._sync, self.membership, parts)
+        serves = self.index < self._sync.servers and parts[self.index].params
+        self._served = parts[self.index] if serves else None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.membership.members if self.server is None else self.server.workers
+
+    @property
+    def traffic(self) -> AsyncWorker:
+        return self.worker
+
+    def exchanged(self) -> list[Tensor]:
+        params = self._trained.params.values()
+        return [local_tensor(p.detach()) for p in params if p.requires_grad]
+
+    @property
+    def stalest(self) -> int:
+        return self.worker.stalest
+
+    def staleness(self) -> list[int]:
+        found = [*self.worker.behind]
+        self.worker.behind.clear()
+        return found
+
+    def connect(self) -> None:
+        """Begin to serve, and get weights and the number of steps that count as taken. Weights and
+        optimizer state must be those that training goes on from."""
+        if self.worker.connected:
+            return
+        trained = self._trained
+        if self._served is not None:
+            state = {
+                name: {
+                    key: local_tensor(v).clone() if torch.is_tensor(v) else v
+                    for key, v in self._state_of(name).items()
+                }
+                for name in self._served.names
+                if self._state_of(name)
+            }
+            self.server = ParameterServer(
+                self._sync,
+                self.membership,
+                self._served,
+                self._optimizers,
+                state,
+                trained.steps_done,
+            )
+        trained.optimizer.state.clear()  # it is the servers' from now on
+        live = trained.mesh.layout.live()
+        steps = torch.tensor(self.worker.connect(trained.steps_done))
+        if live:  # servers of its ranks may have counted differently
+            dist.all_reduce(steps, dist.ReduceOp.MAX, group=trained.mesh.group(*live))
+        trained.steps_done = int(steps)
+
+    def _state_of(self, name: str) -> dict[str, Any]:
+        return self._trained.optimizer.state.get(self._trained.params[name], {})
+
+    def push(self, grads: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
+        try:
+            self.worker.step(dict(grads), dict(rates))
+        finally:
+            if self.server is not None and self.server.broken:
+                raise WeftError(
+                    f"the parameter server of replica {self.index} failed:\n{self.server.broken}"
+                )
+
+    def gather(self, last: bool) -> bool:
+        """The leading replica gets all weights and optimizer state. With `last`, servers end."""
+        if not self.worker.connected:
+            return True
+        if last:
+            self.worker.done()
+        if last and self.server is not None:
+            self.server.idle()
+        if self.leads:
+            for name, state in self.worker.collect(last).items():
+                p = self._trained.params[name]
+                self._trained.optimizer.state[p] = {
+                    key: _like(p, value) for key, value in state.items()
+                }
+        if last:
+            self.worker.close()
+            if self.server is not None:
+                self.server.close()
+        return True
+
+
+def _like(p: nn.Parameter, value: Tensor) -> Tensor:
+    """A tensor of a parameter's optimizer state, sharded as the parameter is."""
+    if not isinstance(p, DTensor) or value.shape != local_tensor(p).shape or not value.ndim:
+        return value
+    return DTensor.from_local(
+        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )

@@ -1,0 +1,132 @@
+"""What an Engine is made of before its first step: the mesh, the pipeline's runners, equal initial weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.core import TOKEN_AXES, Action, ConfigError, Plan, Schedule
+from weft.nn import is_positionwise
+from weft.parallel import Mesh
+
+from .pipeline.p2p import PipelineTransport
+from .pipeline.runner import PipelineRunner, ValueRoute
+from .pipeline.stage_compute import Loss
+from .replica_sync.membership import ReplicaGroup
+from .replica_sync.replicas import ReplicaSync
+from .replica_sync.transports import start_async
+
+
+def own_device() -> torch.device:
+    """The GPU of this process; the CPU where there is none or the process group uses gloo."""
+    if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == "gloo"):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def check_request(plan: Plan, clip: float | None, device: torch.device) -> None:
+    """Refuse what the plan cannot do with this clip and device. Raises ConfigError."""
+    if clip is not None and plan.schedule.versions:
+        raise ConfigError(
+            "train.clip",
+            clip,
+            f"{plan.schedule.name} updates each stage by itself, and no stage knows the norm of"
+            " all gradients",
+            "leave it out, or use a synchronous schedule such as 1f1b",
+        )
+    if device.type == "cuda" and plan.sync is not None and not plan.sync.runs_on_cuda:
+        problem = "has run on CPUs alone: its messages are not ordered with what else a GPU does"
+        fix = 'use name = "allreduce", with any codec'
+        raise ConfigError("sync.name", plan.sync.name, problem, fix)
+
+
+def require_positionwise(loss: Loss) -> None:
+    """Ranks that share a sequence need a loss that is a sum over positions. Raises ConfigError."""
+    if not is_positionwise(loss):
+        problem = "is not known to be a sum over positions, which ranks share"
+        fix = "mark it @weft.losses.positionwise"
+        raise ConfigError("loss", getattr(loss, "__name__", loss), problem, fix)
+
+
+def make_mesh(
+    global_plan: Plan, plan: Plan, device: torch.device, company: ReplicaGroup | None
+) -> Mesh:
+    """The process groups of this rank.
+
+    Args:
+        global_plan: of all ranks.
+        plan: of one replica, where replicas step independently; else the same.
+        device: of this rank.
+        company: where replicas meet that have a process group each.
+    """
+    sync, ranks = global_plan.sync, range(plan.layout.world)
+    shared = [b.among for rank in ranks for b in plan.of(rank).buckets() if b.among]
+    groups = sync.groups(global_plan.layout.size("dp")) if sync and global_plan.apart else ()
+    return Mesh(
+        global_plan.layout,
+        device,
+        shared=shared,
+        pairs=_stage_pairs(plan),
+        replicas=groups,
+        apart=("dp",) if global_plan.separate else (),
+        replica=company.replica if company is not None else None,
+    )
+
+
+def _stage_pairs(plan: Plan) -> set[tuple[int, int]]:
+    """The positions on `pp` between which values cross."""
+    at = plan.schedule.placement
+    values = plan.staging.values if plan.staging is not None else ()
+    pairs = {(at[value.source], at[target]) for value in values for target in value.targets}
+    return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}
+
+
+@torch.no_grad()
+def share_initial(model: nn.Module, mesh: Mesh, replicas: ReplicaSync) -> None:
+    """All ranks begin with the first one's weights and buffers."""
+    tensors = [t.data for t in (*model.parameters(), *model.buffers())]
+
+    def share(group: dist.ProcessGroup | None) -> None:
+        for tensor in tensors if group is not None else ():
+            start_async(dist.broadcast(tensor, group=group, group_src=0, async_op=True)).wait()
+
+    live = mesh.layout.live()
+    share(mesh.group(*live) if live else None)
+    replicas.share_initial(share)
+
+
+def make_runners(plan: Plan, mesh: Mesh) -> tuple[PipelineRunner, PipelineRunner]:
+    """One runs the plan's schedule, the other a single microbatch forward."""
+    schedule, staging = plan.schedule, plan.staging
+    routes, transport = [], None
+    if staging is not None:
+        routes = [ValueRoute(v.source, v.targets, v.name) for v in staging.values]
+        position, dynamic = mesh.coords["pp"], plan.dynamic_shapes
+        transport = PipelineTransport(position, mesh.pipes, mesh.device, dynamic_shapes=dynamic)
+    order = tuple(
+        tuple(Action("F", stage, 0) for stage, at in enumerate(schedule.placement) if at == rank)
+        for rank in range(schedule.ranks)
+    )
+    forward = Schedule("forward", schedule.placement, order)
+    rank = mesh.coords.get("pp", 0)
+    return (
+        PipelineRunner(schedule, routes, rank, transport),
+        PipelineRunner(forward, routes, rank, transport),
+    )
+
+
+def unsynced_buffers(model: nn.Module, plan: Plan, absent: set[str]) -> list[Tensor]:
+    """Buffers that replicas could come to differ in: those of the state, less statistics that the
+    plan synchronises."""
+    if not plan.layout.live(*TOKEN_AXES):
+        return []
+    kept = model.state_dict(keep_vars=True).keys()
+    synced = {f"{name}." for name in plan.batchnorms}
+    return [
+        buffer
+        for name, buffer in model.named_buffers()
+        if name in kept - absent
+        and not buffer.is_complex()
+        and f"{name.rpartition('.')[0]}." not in synced
+    ]

@@ -1,0 +1,100 @@
+"""A forward before the first step: a sharded model must compute what it computes unsharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from weft.core import Plan, UnsupportedModel
+
+from .context_parallel.sequence import ContextParallel
+from .pipeline.stage_compute import Batch
+
+SEQUENCE = 256  # positions of a trial in parts, which is run whole too
+
+
+def first_tensor_of(output: Any) -> Tensor:
+    """The first tensor of a model's output: usually the logits."""
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values() if isinstance(output, dict) else output))
+    return output
+
+
+def check_sharded_output(run: Any, before: Any, sample: Batch, plan: Plan, experts: bool) -> None:
+    """Refuse sharding that changes what the model computes.
+
+    Args:
+        run: `run(sample)` gives the sharded model's output.
+        before: the output before the model was sharded.
+        sample: the batch of both.
+        plan: what the model was sharded by.
+        experts: whether experts are sharded.
+    """
+
+    def refuse(problem: str) -> UnsupportedModel:
+        fix = "correct [roles], or weft verify names the first module that differs"
+        if experts:
+            fix = (
+                "experts must take each token by itself, and count themselves by num_experts;"
+                f" otherwise {fix}"
+            )
+        return UnsupportedModel("layout", str(plan.layout), problem, fix)
+
+    try:
+        after = run(sample)
+    except (RuntimeError, ValueError, IndexError, TypeError) as problem:
+        reason = str(problem).splitlines()[0]
+        raise refuse(f"the sharded model does not run ({reason})") from problem
+    error = _distance(first_tensor_of(before), first_tensor_of(after))
+    if not error < _tolerance(plan):
+        raise refuse(f"sharding changes the model's output by {error:.2g} of its norm")
+
+
+@torch.no_grad()
+def check_sequence_parts(run: Any, sample: Batch, plan: Plan, sequence: ContextParallel) -> None:
+    """Refuse a model whose output changes when ranks share the sequence: it mixes or counts
+    positions outside what weft replaces. The first positions tell, few enough to run whole.
+
+    Args:
+        run: `run(sample, in_parts)` gives the model's output.
+        sample: a batch of at least one sample, the same on every rank.
+        plan: the plan that divides the sequence.
+        sequence: what divides it at run time.
+    """
+    device = next(iter(sample.values())).device
+    length, parts = sequence.length(sample), sequence.multiple * 2
+    sequence.positions(length, device)  # refuses what does not divide
+    most = min(length, max(parts, SEQUENCE // parts * parts))
+    short = most // sequence.multiple * sequence.multiple
+    sample = {
+        k: v[:, :short] if v.ndim > 1 and v.shape[1] == length else v for k, v in sample.items()
+    }
+    whole, part = first_tensor_of(run(sample, False)), first_tensor_of(run(sample, True))
+    whole, part = (x.full_tensor() if isinstance(x, DTensor) else x for x in (whole, part))
+    if whole.ndim > 1 and whole.shape[1] == short:
+        part = sequence.whole(part)
+    elif whole.shape[0] == len(next(iter(sample.values()))) * short:
+        # samples and positions in one dim
+        rows = short // plan.sequence_size
+        part = sequence.whole(part.unflatten(0, (-1, rows))).flatten(0, 1)
+    error = _distance(whole, part) if whole.shape == part.shape else float("inf")
+    if not error < _tolerance(plan):
+        raise UnsupportedModel(
+            "layout",
+            str(plan.layout),
+            f"splitting the sequence changes the model's output by {error:.2g} of its norm: it"
+            " mixes or counts positions outside attention and position_ids",
+            "use dp, fsdp or tp, or let its forward take position_ids, and use them",
+        )
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    size = float(one.double().norm())
+    return float((one.double() - other.double()).norm()) / (size or 1.0)
+
+
+def _tolerance(plan: Plan) -> float:
+    return 1e-3 if plan.precision in ("fp64", "fp32") else 5e-2
