@@ -18,7 +18,7 @@ from ..optimizers import Optimizers
 from .async_parameter_server import AsyncWorker, ParameterServer
 from .flat_params import FlatParams
 from .membership import Membership
-from .replicas import IndependentReplicas, Trained
+from .replicas import IndependentReplicas, ReplicaState
 
 
 class AsyncServerReplicas(IndependentReplicas):
@@ -39,7 +39,7 @@ class AsyncServerReplicas(IndependentReplicas):
         self._plan, self._sync, self._optimizers = plan, sync, optimizers
         self.server: ParameterServer | None = None
 
-    def attach(self, trained: Trained) -> None:
+    def attach(self, trained: ReplicaState) -> None:
         self._trained = trained
         self.caught_up = False  # it gets what it needs when it connects
         mine = {n: local_tensor(p.detach()) for n, p in trained.params.items() if p.requires_grad}

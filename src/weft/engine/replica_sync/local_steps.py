@@ -17,7 +17,7 @@ from ..grad_buckets import local_tensor
 from . import state_transfer
 from .membership import TRIES, Membership
 from .outer_optimizer import OuterOptimizer
-from .replicas import IndependentReplicas, Trained
+from .replicas import IndependentReplicas, ReplicaState
 
 
 class LocalStepReplicas(IndependentReplicas):
@@ -30,7 +30,7 @@ class LocalStepReplicas(IndependentReplicas):
         self._plan = plan
         self._anchored = False  # a checkpoint had the weights that replicas last had in common
 
-    def attach(self, trained: Trained) -> None:
+    def attach(self, trained: ReplicaState) -> None:
         self._trained = trained
         mine = {n: local_tensor(p.detach()) for n, p in trained.params.items() if p.requires_grad}
         self.outer = OuterOptimizer(self._plan, mine, self.membership)

@@ -30,7 +30,7 @@ class ReplicaTraffic(Protocol):
     clock: CommTimer
 
 
-class Trained(Protocol):
+class ReplicaState(Protocol):
     """What replicas hand to each other: the state of an engine."""
 
     mesh: Mesh
@@ -94,7 +94,7 @@ class ReplicaSync:
     def share_initial(self, share: Share) -> None:
         """All replicas begin with the weights of the first one."""
 
-    def attach(self, trained: Trained) -> None:
+    def attach(self, trained: ReplicaState) -> None:
         """The engine is made: take part in exchanges, or catch up with the other replicas."""
 
     def connect(self) -> None:
