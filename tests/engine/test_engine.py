@@ -101,10 +101,10 @@ def running(layout: str, sync: bool) -> tuple[Tensor, list[int]]:
         e.step(
             e.local({"image": torch.randn(BATCH, 1, 8, 8), "label": torch.randint(0, 5, (BATCH,))})
         )
-    e._refresh_buffers()
+    e.buffers.refresh()
     return (
         next(b for n, b in e.model.named_buffers() if n.endswith("running_mean")).clone(),
-        e.stale_buffer_bytes,
+        e.buffers.nbytes,
     )
 
 

@@ -95,7 +95,7 @@ def trained(codec: Codec | str, route: str, layout: str, options: dict, steps: i
                 k: v for k, v in collective_totals(audit.seen).items() if k[1] in ("dp", "fsdp")
             }
             values = dict.fromkeys(range(9), 0)
-            buffers = engine.stale_buffer_bytes
+            buffers = engine.buffers.nbytes
             wanted = collective_totals(
                 predict_collectives(
                     plan, {}, 8, buffers=buffers, rank=engine.mesh.rank, values=values

@@ -1,9 +1,11 @@
-"""From the sums of a step to new weights: global norm, mean, loss scale, clipping, the optimizer's step."""
+"""From the sums of a step to new weights: global norm, mean, loss scale, clipping, the
+optimizer's step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,7 +122,8 @@ class GradUpdate:
             total[0] += norm.double().square().to(total.device) / self.copies[name]
 
     def _sum_over_ranks(self, total: Tensor, missing: list, step: int) -> None:
-        """Squared norm, loss, weight, missing gradients and the modules that ran: one all-reduce."""
+        """Squared norm, loss, weight, missing gradients and the modules that ran: one
+        all-reduce."""
         plan = self.plan
         if plan.staging is not None and self.sharded:
             error = diverged(plan.layout, step)
@@ -133,6 +136,19 @@ class GradUpdate:
             if plan.layout.world > 1:
                 dist.all_reduce(total, group=self.mesh.group(*plan.layout.live()))
         total[1:3] /= plan.layout.world // plan.layout.size(*TOKEN_AXES, "pp")
+
+    def scalars(self) -> dict[str, Any]:
+        """What a checkpoint holds of this beside tensors."""
+        scale = self.loss_scale
+        found = {"loss_scale": scale.value, "good_steps": scale.good_steps}
+        return found | ({"norms": [*self.guard.norms]} if self.guard is not None else {})
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Go on from what `scalars` returned."""
+        scale = self.loss_scale
+        scale.value, scale.good_steps = float(scalars["loss_scale"]), int(scalars["good_steps"])
+        if self.guard is not None:
+            self.guard.remember(scalars.get("norms", ()))
 
     def _is_outlier(self, norm: Tensor | None) -> bool:
         return self.guard is not None and norm is not None and not self.guard(float(norm))

@@ -1,12 +1,13 @@
-"""What an Engine is made of before its first step: the mesh, the pipeline's runners, equal initial weights."""
+"""What an Engine is made of before its first step: the mesh, the pipeline's runners, equal
+initial weights."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from weft.core import TOKEN_AXES, Action, ConfigError, Plan, Schedule
+from weft.core import Action, ConfigError, Plan, Schedule
 from weft.nn import is_positionwise
 from weft.parallel import Mesh
 
@@ -114,19 +115,3 @@ def make_runners(plan: Plan, mesh: Mesh) -> tuple[PipelineRunner, PipelineRunner
         PipelineRunner(schedule, routes, rank, transport),
         PipelineRunner(forward, routes, rank, transport),
     )
-
-
-def unsynced_buffers(model: nn.Module, plan: Plan, absent: set[str]) -> list[Tensor]:
-    """Buffers that replicas could come to differ in: those of the state, less statistics that the
-    plan synchronises."""
-    if not plan.layout.live(*TOKEN_AXES):
-        return []
-    kept = model.state_dict(keep_vars=True).keys()
-    synced = {f"{name}." for name in plan.batchnorms}
-    return [
-        buffer
-        for name, buffer in model.named_buffers()
-        if name in kept - absent
-        and not buffer.is_complex()
-        and f"{name.rpartition('.')[0]}." not in synced
-    ]

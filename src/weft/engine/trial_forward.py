@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from weft.core import Plan, UnsupportedModel
 
 from .context_parallel.sequence import ContextParallel
+from .function_overrides import FunctionOverrides
 from .pipeline.stage_compute import Batch
 
 SEQUENCE = 256  # positions of a trial in parts, which is run whole too
@@ -89,6 +90,20 @@ def check_sequence_parts(run: Any, sample: Batch, plan: Plan, sequence: ContextP
             " mixes or counts positions outside attention and position_ids",
             "use dp, fsdp or tp, or let its forward take position_ids, and use them",
         )
+
+
+def check_attention(
+    plan: Plan, sequence: ContextParallel, functions: FunctionOverrides | None
+) -> None:
+    """After a step: what the plan does with attention has happened. A stage may have none."""
+    core = "torch.nn.functional.scaled_dot_product_attention"
+    problem = "the model never calls scaled_dot_product_attention"
+    if sequence and plan.staging is None and sequence.calls == 0:
+        fix = f"use dp or fsdp, or attention through {core}"
+        raise UnsupportedModel("layout", str(plan.layout), problem, fix)
+    if plan.recompute == "selective" and functions and functions.attention_cores == 0:
+        fix = f'use "full" or "none", or attention through {core}'
+        raise UnsupportedModel("train.recompute", "selective", problem, fix)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

@@ -177,7 +177,7 @@ def _predicted(case: Case, engine: Engine, reference: Reference) -> list[Collect
         reference.traces[0].crossings,
         8,
         reference.unreached,
-        engine.stale_buffer_bytes,
+        engine.buffers.nbytes,
         engine.mesh.rank,
         values,
         reference.traces[0].cores,

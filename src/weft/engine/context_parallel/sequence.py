@@ -93,7 +93,7 @@ class ContextParallel:
     def __bool__(self) -> bool:
         return self.size > 1
 
-    # ---- the batch -----------------------------------------------------------------------------------------------
+    # ---- the batch -------------------------------------------------------------------------------
 
     def length(self, batch: Batch) -> int:
         """Positions of a sequence: dim 1 of the first input that has one."""
@@ -190,7 +190,7 @@ class ContextParallel:
         order = torch.cat([torch.arange(*s) for spans in self._spans(x.shape[dim]) for s in spans])
         return x.index_select(dim, torch.argsort(order).to(x.device))
 
-    # ---- attention -----------------------------------------------------------------------------------------------
+    # ---- attention -------------------------------------------------------------------------------
 
     def attention(
         self,

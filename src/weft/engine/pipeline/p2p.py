@@ -175,15 +175,15 @@ class PipelineTransport:
         """Whether a value that has crossed gets a gradient."""
         return self._specs[value, self._keys[microbatch]].requires_grad
 
-    # ---- sending -----------------------------------------------------------------------------------------------
+    # ---- sending ---------------------------------------------------------------------------------
 
     def send(
         self, message: PipelineMessage, tensor: Tensor, peers: Sequence[tuple[int, int]]
     ) -> None:
         """Start sending a tensor. `peers`: (rank, the message's number in the channel to it).
 
-        Raises UnsupportedModel for a value that is not as it was for the same signature, or that no header
-        describes.
+        Raises UnsupportedModel for a value that is not as it was for the same signature, or that no
+        header describes.
         """
         value, microbatch = message.value, message.microbatch
         if message.kind == "F":
@@ -227,7 +227,7 @@ class PipelineTransport:
         self.messages += 1
         self.bytes += tensor.nbytes
 
-    # ---- receiving ---------------------------------------------------------------------------------------------
+    # ---- receiving -------------------------------------------------------------------------------
 
     def receive(self, message: PipelineMessage, peer: int) -> Tensor:
         """Wait for a message from a rank (on CUDA the stream waits, and not the host)."""

@@ -93,7 +93,7 @@ class ParameterServer:
         self._closing = False
         threading.Thread(target=self._accept, name="weft-server", daemon=True).start()
 
-    # ---- connections -----------------------------------------------------------------------------------------
+    # ---- connections -----------------------------------------------------------------------------
 
     def _accept(self) -> None:
         seen: dict[int, str] = {}
@@ -186,7 +186,7 @@ class ParameterServer:
         with self._changed:
             return tuple(sorted({*self._clocks, *self._done}))
 
-    # ---- steps -----------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def _step(self, worker: int, ticket: str, grad: Tensor, told: Sequence[float]) -> int:
         """Take a step with a worker's gradient; returns how many steps behind the fastest its
@@ -247,7 +247,7 @@ class ParameterServer:
             return True
         return self._clocks[worker] - min(self._clocks.values()) <= self._sync.staleness
 
-    # ---- checkpoints and the end -----------------------------------------------------------------------------
+    # ---- checkpoints and the end -----------------------------------------------------------------
 
     def _give(self, group: dist.ProcessGroup) -> None:
         with self._changed:

@@ -94,7 +94,7 @@ class Membership:
         # by a connection of its own, so that who waits keeps nobody from asking
         self._store = _meeting_place(company.store.clone(), made)
 
-    # ---- an exchange ---------------------------------------------------------------------------------------------
+    # ---- an exchange -----------------------------------------------------------------------------
 
     def run(self, name: str, work: Callable[[ExchangeRound], None]) -> ExchangeRound | None:
         """Run `work` with the replicas that take part in this exchange, until it goes well for all
@@ -260,7 +260,7 @@ class Membership:
                 with suppress(RuntimeError):
                     self._store.delete_key(key)
 
-    # ---- coming and going ----------------------------------------------------------------------------------------
+    # ---- coming and going ------------------------------------------------------------------------
 
     def has_ended(self, replica: int) -> bool:
         """Whether the processes of a replica have ended."""

@@ -134,7 +134,7 @@ class Remote:
         _SERVING[:] = [self]
         dist.barrier()  # all are ready to answer
 
-    # ---- one step ----------------------------------------------------------------------------------------------------
+    # ---- one step --------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step on a batch: dict of tensors [batch, ...] on the driver, anything on a
@@ -246,7 +246,7 @@ class Remote:
             for name, module in self.model.named_modules():
                 module.training = training and self._modes.get(name, True)
 
-    # ---- forward alone -----------------------------------------------------------------------------------------------
+    # ---- forward alone ---------------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> StepResult:
@@ -274,7 +274,7 @@ class Remote:
         self.calls.begin()
         return self.stages(0, batch, {})[1]
 
-    # ---- calls -------------------------------------------------------------------------------------------------------
+    # ---- calls -----------------------------------------------------------------------------------
 
     def _elsewhere(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A call of a module that lives in another process."""
@@ -337,7 +337,7 @@ class Remote:
         arrived = [t for t in tensors_in((args, kwargs)) if t.requires_grad] if call.grad else []
         return make_answer(call, output, arrived, draws.calls)
 
-    # ---- what a checkpoint holds -------------------------------------------------------------------------------------
+    # ---- what a checkpoint holds -----------------------------------------------------------------
 
     def tensors(self, saved: Collection[str] | None = None) -> Iterator[LocalShard]:
         """Weights, buffers and optimizer state of what lives here, by global name. Storage is live.
@@ -384,7 +384,7 @@ class Remote:
         """What runs: microbatches, in order."""
         return "", 0
 
-    # ---- the end -----------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     def connect(self) -> None:
         """Nothing is to be done before the first step."""

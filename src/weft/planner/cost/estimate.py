@@ -163,7 +163,7 @@ class CostModel:
         self._samples = choices.microbatch / choices.sequences
         self._blocks = [(block, self._block(block)) for block in work.blocks]
 
-    # ---- one microbatch ----------------------------------------------------------------------------------------------
+    # ---- one microbatch --------------------------------------------------------------------------
 
     def _block(self, block: BlockWork) -> BlockCost:
         """Compute and the exchanges that it waits for, within one block."""
@@ -313,7 +313,7 @@ class CostModel:
         parted = tp if self.practice.scatters else ranks_dividing("sequence", self.choices)
         return self.network.send_s(entry * self._samples / parted, self.choices, "pp")
 
-    # ---- a step ------------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def time(self) -> tuple[CostPart, ...]:
         c, era = self.choices, self.era

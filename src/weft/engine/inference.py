@@ -1,0 +1,106 @@
+"""Forward alone, in evaluation mode: the loss of a batch, or the model's output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from weft.core import TOKEN_AXES
+from weft.nn import model_arguments
+from weft.parallel import Mesh
+
+from .context_parallel.sequence import ContextParallel
+from .fsdp import FSDPUnits
+from .function_overrides import FunctionOverrides
+from .pipeline.runner import PipelineRunner
+from .pipeline.stage_compute import (
+    Batch,
+    InferenceCompute,
+    Loss,
+    MicroBatches,
+    StageModel,
+    batch_signature,
+)
+
+
+@dataclass
+class Inference:
+    """One rank's part. `runner` runs the plan's schedule, `single` one microbatch. `parts`: what
+    lets ranks share a sequence, where they do."""
+
+    stages: StageModel
+    mesh: Mesh
+    sequence: ContextParallel
+    runner: PipelineRunner
+    single: PipelineRunner
+    units: FSDPUnits
+    parts: FunctionOverrides | None
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, loss: Loss) -> Tensor:
+        """Loss and weight [2], float64, of this rank's part of a batch, summed over the ranks of
+        its replica."""
+        self.stages.model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+
+        def add(output: Any, micro: Batch) -> None:
+            with self.stages.autocast():
+                value, weight = loss(output, micro)
+            total.add_(torch.stack([value, torch.as_tensor(weight, device=value.device)]).double())
+
+        plan = self.stages.plan
+        micros = MicroBatches(self.sequence.cut(batch), plan.microbatch, plan.accumulate)
+        work = InferenceCompute(self.stages, micros, add, self.parts)
+        self.runner.run(work, [batch_signature(micros[0])] * len(micros), forward_only=True)
+        self.units.reshard()
+        group = self.mesh.group(*TOKEN_AXES, "pp")
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total
+
+    @torch.no_grad()
+    def output(self, batch: Batch, in_parts: bool = False) -> Any:
+        """The model's output, whole on every rank. `in_parts`: ranks share the sequence; otherwise
+        each runs all of it."""
+        self.stages.model.eval()
+        batch = {key: value.to(self.mesh.device) for key, value in batch.items()}
+        outputs: list[Any] = []
+        self.sequence.end()
+        functions = self.parts if in_parts else None
+        if functions is not None:
+            batch = self.sequence.cut(batch)
+        work = InferenceCompute(
+            self.stages, [batch], lambda output, _: outputs.append(_unsharded(output)), functions
+        )
+        self.single.run(work, [batch_signature(batch)], forward_only=True)
+        self.units.reshard()
+        group = self.mesh.group("pp")
+        if group is not None:
+            source, device = self.stages.plan.schedule.placement[-1], self.mesh.device
+            outputs = outputs or [None]
+            dist.broadcast_object_list(outputs, group_src=source, group=group, device=device)
+        return outputs[0]
+
+
+@torch.no_grad()
+def unsharded_output(model: StageModel, batch: Batch) -> Any:
+    """The output of a model that is not sharded yet, in evaluation mode."""
+    model.model.eval()
+    with model.autocast():
+        placed = {key: value.to(model.device) for key, value in batch.items()}
+        return model.model(**model_arguments(model.inputs, placed))
+
+
+def _unsharded(output: Any) -> Any:
+    """The output with no tensor sharded."""
+    if isinstance(output, DTensor):
+        return output.full_tensor()
+    for key, value in output.items() if isinstance(output, dict) else ():
+        if isinstance(value, DTensor):
+            output[key] = value.full_tensor()
+    return output

@@ -1,0 +1,43 @@
+"""Buffers that every rank keeps, and that ranks with other samples could come to differ in."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.core import TOKEN_AXES, Plan
+from weft.parallel import Mesh
+
+
+class ReplicatedBuffers:
+    """Those of a model's state, less the statistics that the plan synchronises and those that other
+    stages keep (`absent`)."""
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, absent: set[str]):
+        self._mesh = mesh
+        self._buffers = _unsynced(model, plan, absent) if plan.layout.live(*TOKEN_AXES) else []
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of each buffer that is broadcast at the start of a step."""
+        return [buffer.nbytes for buffer in self._buffers]
+
+    def refresh(self) -> None:
+        """Every replica starts a step from the first one's buffers, as one device would have one
+        set of them."""
+        group = self._mesh.group(*TOKEN_AXES)
+        if group is not None:
+            for buffer in self._buffers:
+                dist.broadcast(buffer, group=group, group_src=0)
+
+
+def _unsynced(model: nn.Module, plan: Plan, absent: set[str]) -> list[Tensor]:
+    kept = model.state_dict(keep_vars=True).keys()
+    synced = {f"{name}." for name in plan.batchnorms}
+    return [
+        buffer
+        for name, buffer in model.named_buffers()
+        if name in kept - absent
+        and not buffer.is_complex()
+        and f"{name.rpartition('.')[0]}." not in synced
+    ]
