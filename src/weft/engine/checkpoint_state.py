@@ -1,4 +1,5 @@
-"""What a checkpoint holds of one rank: its part of each weight, buffer and optimizer state, by global name."""
+"""What a checkpoint holds of one rank: its part of each weight, buffer and optimizer state, by
+global name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whether all ranks ran the same modules in the same order: FSDP2 pairs the ranks' collectives by nothing else."""
+"""Whether all ranks ran the same modules in the same order: FSDP2 pairs the ranks' collectives
+by nothing else."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from weft.parallel import Mesh
 
 
 class ModuleTrail:
-    """A hash of the modules with parameters that ran since `clear`, in order. 20 bits: its square is
-    exact in float64, and a sum of both over ranks tells whether all are equal."""
+    """A hash of the modules with parameters that ran since `clear`, in order. 20 bits: its square
+    is exact in float64, and a sum of both over ranks tells whether all are equal."""
 
     def __init__(self, model: nn.Module, watch: bool):
         self.hash = 0

@@ -1,4 +1,5 @@
-"""What the engine asks of an optimizer: which ones may update a shard, and state that is there before the first step."""
+"""What the engine asks of an optimizer: which ones may update a shard, and state that is there
+before the first step."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ ELEMENTWISE = (
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Refuse an optimizer that needs whole tensors where the plan shards them. Raises ConfigError."""
+    """Refuse an optimizer that needs whole tensors where the plan shards them. Raises
+    ConfigError."""
     sharded = [axis for axis in ("fsdp", "tp") if axis in plan.layout.live()]
     if sharded and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
@@ -62,7 +64,8 @@ def make_state(
     saved: Collection[str],
     updates: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Make the state that an optimizer otherwise makes in its first step, to load a checkpoint into.
+    """Make the state that an optimizer otherwise makes in its first step, to load a checkpoint
+    into.
 
     Args:
         optimizer: the optimizer; its parameters do not change.

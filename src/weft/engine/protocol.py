@@ -1,4 +1,5 @@
-"""What trains a model, as the training loop sees it: `Engine`, or `Remote` where modules live on named workers."""
+"""What trains a model, as the training loop sees it: `Engine`, or `Remote` where modules live
+on named workers."""
 
 from __future__ import annotations
 

@@ -72,9 +72,7 @@ def kubernetes_manifest(
         ],
         "volumes": [
             {
-                "# Through it processes of a host exchange tensors; a container has 64 MiB of it otherwise.": (
-                    None
-                ),
+                "# Processes of a host exchange tensors here; the default is 64 MiB.": None,
                 "name": "shm",
                 "emptyDir": {"medium": "Memory"},
             },
@@ -86,12 +84,8 @@ def kubernetes_manifest(
     }
     worker = {
         "replicas": job.most,
-        "# A host that was stopped ends with 75 once the run has saved, and one that lost the first host with 1.": (
-            None
-        ),
-        "# Both are to start again; the policy ExitCode takes a code below 128 as the end of the job.": (
-            None
-        ),
+        "# A stopped host exits with 75 after saving, one that lost the first host with 1.": None,
+        "# Both must start again; the policy ExitCode would end the job below 128.": None,
         "restartPolicy": "OnFailure",
         "template": {"spec": pod},
     }

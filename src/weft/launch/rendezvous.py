@@ -2,7 +2,7 @@
 this one. No torch.
 
 nodes("2:4")                       from 2 to 4 of them
-Meeting.parse("10.0.0.1:29400")    at a port of one of them; or file:///shared/run1, a file that all of them see
+Rendezvous.parse("10.0.0.1:29400")    a port of one host; or file:///shared/run1, which all see
 """
 
 from __future__ import annotations

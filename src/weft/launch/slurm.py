@@ -30,7 +30,7 @@ port=$((20000 + SLURM_JOB_ID % 20000)) # another for each job
 """
 
 STATE = """\
-state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) # other than RUNNING once somebody has cancelled the job
+state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) # not RUNNING: cancelled
 """
 
 STOPPED = """\
@@ -53,10 +53,11 @@ TASK = """\
 bash -c 'trap : TERM
         "$@"
         code=$?
-        case $code in 0 | 2) tries=0 ;; 75) tries=1 ;; *) tries=36 ;; esac # SLURM may be minutes late to see it
+        case $code in 0 | 2) tries=0 ;; 75) tries=1 ;; *) tries=36 ;; esac # SLURM may see it late
         for ((; tries > 0; tries--)); do
             read -r state left < <(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%T %N")
-            if [[ $state == RUNNING && -n $left ]] && ! scontrol show hostnames "$left" | grep -qx "$host"; then
+            if [[ $state == RUNNING && -n $left ]] &&
+                ! scontrol show hostnames "$left" | grep -qx "$host"; then
                 scontrol requeue "$SLURM_JOB_ID" # the first host is gone, and the script with it
                 break
             fi

@@ -179,8 +179,8 @@ def block_lists(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -> Roles:
-    """The roles of a model's modules. Raises UnsupportedModel or ConfigError for a declared role that does
-    not fit."""
+    """The roles of a model's modules. Raises UnsupportedModel or ConfigError for a declared role
+    that does not fit."""
     modules = dict(model.named_modules())
     table = _declared(modules, declared or {})
     hf = {} if declared else _hf_plan(model, modules)

@@ -72,15 +72,15 @@ def predict(run: RunConfig, device: torch.device) -> Prediction | str:
     try:
         hardware = machine_sheet(device)
         if hardware is None:
-            return "weft calibrate measures this machine, and what to expect of a run is said then"
+            return "run `weft calibrate` once to get time and memory predictions"
         cluster = Cluster.of(hardware, run.layout.axes.world)
         asked = query_from_run(run, device=hardware.kind)
         era = hardware.eras.get(ERA) or next(iter(hardware.eras.values()))
         made = estimate(asked.work, asked.choices, cluster, era, asked.practice, asked.sync)
     except Refusal as error:
         return str(error)
-    except Exception as error:  # of the run's own model, data or optimizer: the run is done, and nothing is to undo it
-        return f"nothing is said, for asking failed ({type(error).__name__}: {error})"
+    except Exception as error:  # of the user's code: the run is done, and goes on
+        return f"no prediction: {type(error).__name__}: {error}"
     parts = {part.name: float(part.value[0]) for part in made.time}
     step_s = float(made.step_s[0])
     outside = (

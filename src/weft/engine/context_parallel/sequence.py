@@ -6,7 +6,7 @@ it calls `scaled_dot_product_attention`, as `Functions` does with dropout:
 
     ring        keys and values travel around the ranks (Liu et al. 2023)
     gather      keys and values of all ranks are gathered first (Llama 3, Dubey et al. 2024)
-    ulysses     the sequence is whole for a part of the heads, by all-to-all there and back (Jacobs et al. 2023)
+    ulysses     whole sequence, a part of the heads: all-to-all there and back (Jacobs et al. 2023)
 
 Each rank of a ring, or of a gather, has two stretches, from both ends (`order.zigzag`).
 """

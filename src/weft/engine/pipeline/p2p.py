@@ -91,7 +91,8 @@ class TensorSpec(NamedTuple):
         return cls(DTYPES[dtype], tuple(dims[:ndim]), bool(requires_grad))
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{' with gradient' * self.requires_grad}"
+        grad = " with gradient" if self.requires_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{grad}"
 
 
 @dataclass

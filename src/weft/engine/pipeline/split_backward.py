@@ -3,7 +3,7 @@ al. 2024).
 
     roots ──▶ mm ──▶ relu ──▶ mm ──▶ inputs        the path: nodes from which an input is reached
               │               │
-              w1              w2                   branches: what leads from a fork of the path to weights alone
+              w1              w2                   branches: from a fork to weights alone
 
 B runs the path, and keeps the gradient that reaches each fork. W calls each fork once more, for its
 branches alone, and has autograd run these: nothing of the path. Each weight's gradient is

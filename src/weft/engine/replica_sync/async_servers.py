@@ -1,4 +1,5 @@
-"""Replicas that push gradients to asynchronous servers and get weights back, and those that serve."""
+"""Replicas that push gradients to asynchronous servers and get weights back, and those that
+serve."""
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@ Each fragment of the parameters has an anchor, the weights that all replicas las
 `period` steps a replica sends anchor - weights; with D the mean over the replicas, as an outer SGD
 step (Reddi et al. 2021):
 
-    V = momentum V + D        anchor = anchor - lr (D + momentum V if nesterov else V)        weights = anchor
+    V = momentum V + D
+    anchor = anchor - lr (D + momentum V if nesterov else V)
+    weights = anchor
 
 D arrives `delay` steps later, while the replica steps on: what it has done since is then kept on
 top of the new anchor, weights = anchor + (weights - weights when sent). Local SGD: lr 1, no

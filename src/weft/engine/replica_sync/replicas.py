@@ -108,7 +108,8 @@ class ReplicaSync:
         """This replica has taken its `step`-th step, counted from 1."""
 
     def sum_over(self, total: Tensor, step: int) -> None:
-        """Sum a tensor over the replicas that take part, in place, where they step independently."""
+        """Sum a tensor over the replicas that take part, in place, where they step
+        independently."""
 
     def gather(self, last: bool) -> bool:
         """Before weights are evaluated or saved. Whether this replica's weights are valid."""

@@ -15,7 +15,7 @@ from typing import Literal
 #   whole      data and sequence axes alone: every rank of tp does all of it
 #   sequence   tp too, where it has that option: norms, dropout, residuals
 #   tp         tp: heads and features
-#   expert     parameters: the axes that spread experts, and tp; work: tp, for each rank has its share of tokens
+#   expert     parameters: axes that shard experts, and tp; work: tp, as each rank has its tokens
 Cut = Literal["whole", "sequence", "tp", "expert"]
 Kind = Literal["matmul", "attention", "memory"]
 

@@ -20,8 +20,8 @@ def replay_schedule(
     backward: Array,
     weight: Array,
 ) -> ScheduleSummary:
-    """As a closed form (`schedules.summarize`), of the entries where this mask is true; 1 microbatch at
-    once elsewhere.
+    """As a closed form (`schedules.summarize`), of the entries where this mask is true; 1
+    microbatch at once elsewhere.
 
     Raises ConfigError for what `schedule.make` does not make."""
     idle, first, last = np.zeros(len(where)), np.ones(len(where)), np.ones(len(where))
