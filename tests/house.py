@@ -10,6 +10,7 @@ knowledge too. Only the law on torch asks what really runs on import, and so lea
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ DOOR = (
 # Folders whose files are strategies: a file imports nouns, and no other strategy. The folder is the
 # registry.
 REGISTRIES = {
-    "parallel.strategies": ("core", "nn", "_torch"),
+    # every schedule is an option of pp, so that strategy asks the registry of schedules
+    "parallel.strategies": ("core", "nn", "_torch", "pipeline"),
     "pipeline.schedules": ("core",),
     "sync": ("core",),
     "sync.codecs": ("core",),
@@ -333,6 +335,8 @@ PUBLIC_ALL_THE_SAME = (
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch._foreach_",
+    "torch._assert_async",
+    "torch._grouped_mm",
     "torch.ops.aten._",
 )
 
@@ -355,7 +359,7 @@ def private_torch(module: Module) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Attribute) and id(node) not in attributes:
             root, _, rest = ast.unparse(node).partition(".")
             name = f"{aliases.get(root, root)}.{rest}"
-            if private(name):
+            if re.fullmatch(r"[\w.]+", name) and private(name):
                 yield node.lineno, name
         if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES:
             yield node.lineno, node.attr
@@ -401,6 +405,15 @@ def a_class_name_means_one_thing(house: House) -> Iterator[str]:
             yield f"class {name} is defined in {' and in '.join(places)}"
 
 
+# What belongs to a process and not to an object, each with its reason.
+PROCESS_STATE = (
+    "_registered: ",  # schedules that users add: the registry
+    "_to_run: ",  # engine/pipeline/split_backward.py: a hook of one leaf, which autograd calls
+    "_SERVING: ",  # engine/rpc/remote_engine.py: RPC calls a function by name, not an object
+    "_COMPANY: ",  # launch/local_workers.py: the world that this process is a rank of
+)
+
+
 def no_state_in_modules(house: House) -> Iterator[str]:
     """A `global` statement, or a module's own empty list or dict, which is there to be filled."""
     for module in house.modules.values():
@@ -417,7 +430,9 @@ def no_state_in_modules(house: House) -> Iterator[str]:
                 "list",
                 "set",
             )
-            if empty and module.inside not in REGISTRIES:
+            annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
+            empty &= not annotation.startswith(("Mapping", "Sequence", "Final"))
+            if empty and not any(name in ast.unparse(node) for name in PROCESS_STATE):
                 yield f"{module.name}, line {node.lineno}: state of a module: {ast.unparse(node)}"
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft._torch.autograd import in_backward
 from weft.nn import ExpertsRole, count_choices, routing_arguments
 from weft.parallel import Mesh
 
@@ -52,7 +53,7 @@ class ExpertLoad:
         self.inside += 1
         _, index, _ = routing_arguments(experts.names, args, kwargs)
         asked, self._asked = self._asked, None
-        if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if module.training and torch.is_grad_enabled() and not in_backward():
             self.active[experts.module] = index.shape[-1]
             found = count_choices(index, experts.count)
             if asked is not None and len(asked) == len(found):
@@ -68,7 +69,7 @@ class ExpertLoad:
 
     def add(self, loss: Tensor) -> None:
         """A gate adds this to the loss, summed over the tokens that are here."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self.loss += loss.detach()
 
     def take(self) -> tuple[dict[str, list[int]], float]:

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp import FSDPModule
 
+from weft._torch.fsdp import end_backward, mark_idle, reduced_like
 from weft.core import Action, FSDPUnit, Plan
 
 
@@ -28,16 +27,8 @@ class ScheduledUnit:
     learns: bool  # one of its parameters is trainable
 
     def reduced(self) -> Tensor | None:
-        """A tensor like that of all its gradients, padded as FSDP2 reduces them; None if it holds
-        no parameters."""
-        groups = fully_shard.state(self.module)._fsdp_param_groups  # type: ignore[attr-defined]
-        if not groups:
-            return None
-        (group,) = groups
-        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-        rows = sum(p.padded_sharded_param_size.numel() for p in trained)
-        like = trained[0].sharded_param.to_local() if trained else torch.empty(0)
-        return like.new_zeros(rows * group.mesh_info.shard_mesh_size)
+        """A tensor like that of all its gradients, as FSDP2 reduces them; None: no parameters."""
+        return reduced_like(self.module)
 
 
 class FSDPUnits:
@@ -85,10 +76,7 @@ class FSDPUnits:
         """No backward follows a forward: let go of what it gathered. Weights may be loaded before
         the next one."""
         for unit in self.units:
-            for group in fully_shard.state(unit.module)._fsdp_param_groups:  # type: ignore[attr-defined]
-                group._training_state = (
-                    TrainingState.IDLE
-                )  # a stage's forward is left before the root's ends
+            mark_idle(unit.module)  # a stage's forward is left before the root's ends
             unit.module.reshard()
 
     def _keep(self) -> None:
@@ -115,9 +103,8 @@ class FSDPUnits:
             return
         for unit in units:
             self._flags(unit, last, True)
-            for group in fully_shard.state(unit.module)._fsdp_param_groups:  # type: ignore[attr-defined]
-                group._training_state = TrainingState.IDLE  # its end is now
-        fully_shard.state(self._root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+            mark_idle(unit.module)  # its end is now
+        end_backward(self._root)
         for unit in units:
             unit.module.set_requires_gradient_sync(False, recurse=False)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from weft._torch.autograd import saved_tensor_hooks
 from weft.core import TOKEN_AXES, UnsupportedModel
 from weft.nn import (
     DROPOUTS,
@@ -54,7 +55,7 @@ def _runs_again() -> bool:
     """Whether torch.utils.checkpoint, called by the model, runs this forward, and runs it again in
     backward."""
     if torch.is_grad_enabled():
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = saved_tensor_hooks()
         return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook")
     frame = sys._getframe()
     while frame.f_back is not None:  # the older kind runs it first without gradients

@@ -96,12 +96,21 @@ class AllStopped(Exception):
 def run_host(
     hosts: HostsSpec, name: str, digest: str, command: Sequence[str], begin: Callable[[], None]
 ) -> bool:
-    """Run `command` as the ranks of this host until the run has ended; whether it was stopped
-    before its last step.
+    """Run a command as the ranks of this host until the run has ended.
 
-    `name` is the run's, where several meet at one place; `digest` that of its settings, which must
-    be the same on all hosts; `begin` is called before the first ranks start, and may refuse. Raises
-    Refusal, and WeftError when ranks fail for good or the place where hosts meet is lost.
+    Args:
+        hosts: how many hosts take part, the ranks of each, and where they meet.
+        name: the run's name, for several runs that meet at one place.
+        digest: hash of the run's settings, which must be equal on all hosts.
+        command: arguments of Python for each rank.
+        begin: called before the first ranks start; it may refuse.
+
+    Returns:
+        Whether the run was stopped before its last step.
+
+    Raises:
+        Refusal: what `begin` refuses, or hosts with other settings.
+        WeftError: ranks failed for good, or the place where hosts meet is lost.
     """
     for logger in logging.root.manager.loggerDict:
         if logger.startswith("torch.distributed.elastic"):

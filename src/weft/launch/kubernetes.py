@@ -34,10 +34,20 @@ def kubernetes_manifest(
     cpu: str | None = None,
     memory: str | None = None,
 ) -> str:
-    """The YAML text. `volumes`: CLAIM:/path, on one of which the run folder has to be; `gpus`,
-    `cpu` and `memory` are of each host, as Kubernetes writes quantities.
+    """The YAML text of a PyTorchJob.
 
-    Raises ConfigError for what Kubernetes would not take, or where checkpoints would be lost.
+    Args:
+        job: the run and its hosts.
+        image: container image with weft and the run file.
+        volumes: CLAIM:/path each; the run folder must be on one of them.
+        name: the job's name; default: the run file's.
+        namespace: default: kubectl's.
+        gpus: of each host.
+        cpu: of each host, as a Kubernetes quantity.
+        memory: of each host, as a Kubernetes quantity.
+
+    Raises:
+        ConfigError: what Kubernetes would not take, or a run folder that would be lost.
     """
     job.check_gpus(gpus)
     claims = _claims(volumes)

@@ -65,11 +65,23 @@ def run_workers(
     backend: Backend = "gloo",
     names: Sequence[str] = (),
 ) -> list[Any]:
-    """`function(*args)` in `world` processes, inside a process group; the results in rank order.
+    """Run a function in processes of this host, inside a process group.
 
-    `threads`: torch threads of each process (cores // world if left out). `names`: of the ranks,
-    for errors. Raises WorkerDied with the error of the rank that failed first; a Refusal raised by
-    a rank is raised as it is. A SIGTERM is passed on to the ranks, so that they can end in order.
+    A SIGTERM is passed on to the ranks, so that they can end in order.
+
+    Args:
+        function: called as `function(*args)` in each process.
+        world: number of processes.
+        args: arguments, which must pickle.
+        threads: torch threads of each process; default: cores over `world`.
+        backend: "gloo" or "nccl".
+        names: of the ranks, for errors.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        WorkerDied: with the error of the rank that failed first; a Refusal is raised as it is.
     """
     folder = tempfile.mkdtemp(prefix="weft-")
     file = os.path.join(folder, "store")
@@ -185,9 +197,14 @@ def join_world(
     world: int | None = None,
     store: dist.Store | None = None,
 ) -> Iterator[None]:
-    """The process group of the processes that torchrun or srun started, of which this is one; see
-    `environment`. Of the first `world` of them, if it is given; `store`: where they meet, if that
-    is known already."""
+    """The process group of the processes that torchrun or srun started, as a context.
+
+    Args:
+        backend: "gloo" or "nccl".
+        threads: torch threads of this process; default: cores over processes of this host.
+        world: take part only in the first `world` processes; default: all.
+        store: where the processes meet, if they have met already.
+    """
     found = launched_rank()
     if found is None:
         raise RuntimeError("neither torchrun nor srun started this process")
@@ -222,8 +239,15 @@ def wait_as_spare(store: dist.Store, rank: int, size: int) -> bool:
 
 
 def leave_world(store: dist.Store, rank: int, size: int, stopped: bool = False) -> None:
-    """Say that this rank of `size` is done. Rank 0, which may keep the store, waits a while for the
-    others."""
+    """Tell the other ranks that this one is done. Rank 0, which may keep the store, waits a while
+    for the others.
+
+    Args:
+        store: where the ranks meet.
+        rank: this rank.
+        size: how many ranks there are.
+        stopped: the run was stopped before its last step.
+    """
     with suppress(dist.DistError) if rank else nullcontext():  # rank 0 may have waited long enough
         store.set(f"weft/left/{rank}", "stopped" if stopped else "")
     since = time.monotonic()

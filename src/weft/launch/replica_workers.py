@@ -53,12 +53,21 @@ def run_replicas(
     backend: Backend = "gloo",
     needed: Collection[int] = (),
 ) -> list[Any]:
-    """`function(*args)` in the processes of all replicas; the results in rank order, None of a
-    replica that failed for good. `worlds`: the ranks of each replica; `needed`: replicas without
-    which the others cannot go on.
+    """Run a function in the processes of replicas, each of which has a process group of its own.
 
-    Raises WorkerDied when a replica that is needed fails, or the last one; a Refusal is raised as
-    it is.
+    Args:
+        function: called as `function(*args)` in each process.
+        worlds: the ranks of each replica.
+        args: arguments, which must pickle.
+        threads: torch threads of each process; default: cores over processes.
+        backend: "gloo" or "nccl".
+        needed: replicas without which the others cannot continue.
+
+    Returns:
+        The results in rank order; None for the ranks of a replica that failed for good.
+
+    Raises:
+        WorkerDied: a needed replica failed, or the last one; a Refusal is raised as it is.
     """
     folder = tempfile.mkdtemp(prefix="weft-")
     every: list[WorkerProcess] = []

@@ -20,13 +20,21 @@ def run_with_restarts(
     resume: bool,
     restarts: int,
 ) -> T:
-    """What `start(resume)` gives. If one of its processes dies it is started anew, to go on from
-    the step that `latest` tells, at most `restarts` times. A checkpoint that is found damaged is
-    `set_aside` for the one before it, if any.
+    """Run, and start again from the latest checkpoint when a process dies.
 
-    It ends with the error as it came where there is no checkpoint to go on from, where weft itself
-    ended the run (a loss that is not finite), when it was told to stop, and at the same error twice
-    without a checkpoint between.
+    It raises the error as it came if there is no checkpoint, if weft itself ended the run (a loss
+    that
+    is not finite), if the run was told to stop, or if the same error comes twice without a
+    checkpoint
+    in between.
+
+    Args:
+        start: `start(resume)` runs to the end and returns the result.
+        latest: step of the latest checkpoint; None: there is none.
+        set_aside: quarantines the latest checkpoint, which is damaged; whether an older one is
+            left.
+        resume: whether the first start resumes.
+        restarts: how often to start again at most.
     """
     died: tuple[str, int | None] | None = None
     number = 0

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from weft._torch.c10d import default_store
+
 from .rendezvous import Rendezvous, interface_of
 
 _SCHEME = "weft"
@@ -34,9 +36,7 @@ def rpc_session(names: Sequence[str]) -> Iterator[None]:
     )
     if listen is not None:
         os.environ.setdefault("TP_SOCKET_IFNAME", listen)  # TensorPipe has no other way to be told
-    patience = (
-        dist.distributed_c10d._get_default_store().timeout
-    )  # else torch sets the store another one
+    patience = default_store().timeout  # else torch sets the store another one
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{_SCHEME}://", rpc_timeout=patience.total_seconds()
     )
@@ -57,7 +57,7 @@ def rpc_session(names: Sequence[str]) -> Iterator[None]:
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """At the store of the process group."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     yield dist.PrefixStore("weft/rpc", store), dist.get_rank(), dist.get_world_size()
 
 

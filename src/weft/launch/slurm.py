@@ -74,10 +74,18 @@ def slurm_script(
     gpus: int | None = None,
     cpus: int | None = None,
 ) -> str:
-    """The text of the file. `time` as SLURM writes it; `gpus` and `cpus` of each host, one CPU per
-    rank if left out.
+    """The text of a file for sbatch.
 
-    Raises ConfigError for what SLURM would not take.
+    Args:
+        job: the run and its hosts.
+        time: time limit, as SLURM writes it.
+        partition: default: SLURM's.
+        account: the account that pays.
+        gpus: of each host.
+        cpus: of each host; default: one per rank.
+
+    Raises:
+        ConfigError: what SLURM would not take.
     """
     job.check_gpus(gpus)
     for field, name in (("--partition", partition), ("--account", account)):

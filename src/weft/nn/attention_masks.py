@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack, handle_torch_function
+from torch.overrides import handle_torch_function
 
+from weft._torch.modes import function_modes
 from weft.core import UnsupportedModel
 
 # (query positions [q, 1], key positions [1, k]) -> bool, that broadcasts to [b, 1, q, k]
@@ -89,7 +90,7 @@ def causal_mask(position_ids: Tensor, window: int | None = None) -> Tensor | Non
     how many positions are seen, the own among them. Where ranks share the sequence, each gives its
     part of `position_ids`.
     """
-    if _get_current_function_mode_stack():
+    if function_modes():
         found: Tensor | None = handle_torch_function(causal_mask, (), position_ids, window)
         return found
     documents, length = documents_of(position_ids), position_ids.shape[1]

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from weft._torch.tensors import global_offset
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor]]
@@ -168,7 +169,7 @@ def cross_entropy(
         local = logits.to_local()
         if axes:
             mesh = logits.device_mesh
-            _, offset = compute_local_shape_and_global_offset(logits.shape, mesh, logits.placements)
+            offset = global_offset(logits)
             # Out of the vocabulary, no rank would hold the target: F.cross_entropy refuses such
             # labels, so do we.
             inside = (labels >= 0) & (labels < logits.size(last))

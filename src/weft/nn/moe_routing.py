@@ -13,7 +13,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack, handle_torch_function
+from torch.overrides import handle_torch_function
+
+from weft._torch.autograd import in_backward
+from weft._torch.modes import function_modes
 
 NOWHERE = -1  # in place of an expert: a choice that none takes
 
@@ -37,7 +40,7 @@ def routing_arguments(
 def expert_shares(index: Tensor, experts: int) -> Tensor:
     """Which share of all choices each expert has: int [n, k] of the tokens that are here -> float32
     [experts], which has no gradient."""
-    if _get_current_function_mode_stack():
+    if function_modes():
         found: Tensor = handle_torch_function(expert_shares, (index,), index, experts)
         return found
     counts = count_choices(index, experts)[1:]
@@ -48,7 +51,7 @@ def with_loss(x: Tensor, loss: Tensor) -> Tensor:
     """`x`, in whose backward `loss` is added to what is minimised. Like the loss of `weft.losses`
     it is a sum over the tokens that are here, and the total is divided by all that count
     (Megatron-LM has its balance loss so)."""
-    if _get_current_function_mode_stack():
+    if function_modes():
         found: Tensor = handle_torch_function(with_loss, (x, loss), x, loss)
         return found
     added: Tensor = AddLoss.apply(x, loss, 1.0)
@@ -88,7 +91,7 @@ def within_capacity(index: Tensor, experts: int, factor: float) -> Tensor:
     positions first, and of one position the earlier choice (the groups of GShard, Lepikhin et al.
     2021, one for each sequence; the order of Switch, Fedus et al. 2022). So neither the batch, the
     microbatch nor the layout decides what is dropped, and no token's fate hangs on later ones."""
-    if _get_current_function_mode_stack():
+    if function_modes():
         found: Tensor = handle_torch_function(within_capacity, (index,), index, experts, factor)
         return found
     b, s, k = index.shape
@@ -123,7 +126,7 @@ class GateBias(nn.Module):
     def count(self, index: Tensor) -> None:
         """These choices are of this step: int [n, k]."""
         # a forward that is run again for its backward counts nothing
-        if self.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if self.training and torch.is_grad_enabled() and not in_backward():
             self.state[1] += count_choices(index, self.state.shape[1])[1:].to(self.state.dtype)
 
     def move(self, load: Tensor) -> None:
@@ -148,10 +151,16 @@ def rebalance_gates(
     absent: Collection[str] = (),
     taken: bool = True,
 ) -> None:
-    """Move the biases of all gates of a model, after an optimizer step; weft.Engine does it by
-    itself. `total`: of all gates' choices on this rank [gates * E], those on all ranks. `absent`:
-    buffers that are kept elsewhere. `taken`: if the step was not, as fp16 does, choices are
-    forgotten."""
+    """Move the biases of all gates of a model after an optimizer step. weft.Engine does it by
+    itself.
+
+    Args:
+        model: the model whose gates have a `GateBias`.
+        total: sums the load of all gates' experts on this rank, int64 [gates * experts], over all
+            ranks.
+        absent: names of buffers that other ranks keep.
+        taken: whether the optimizer step was taken; otherwise the choices are forgotten.
+    """
     named = model.named_modules()
     found = [
         m

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from weft._torch.modes import function_modes
 from weft.core import (
     COPY,
     EXPERTS,
@@ -51,8 +52,18 @@ DTYPES = {
 def parallelize(
     plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
 ) -> ExpertCommStats:
-    """Change `model` in place. Afterwards its parameters are this rank's, and its forward is a part
-    of the whole's. Returns what will count the exchanges for experts."""
+    """Make a plan true on a model, in place: parameters become this rank's, and the forward its
+    part.
+
+    Args:
+        plan: this rank's part of a plan, `plan.of(rank)`.
+        model: the whole model, as it is on one device.
+        mesh: the process groups of the layout.
+        randomness: gives dropout its masks.
+
+    Returns:
+        What counts the exchanges for experts.
+    """
     modules = dict(model.named_modules())
     cuts: dict[
         str, dict[str, Param]
@@ -360,7 +371,7 @@ def _recompute(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    modes, outside = _get_current_function_mode_stack(), randomness.recomputed
+    modes, outside = function_modes(), randomness.recomputed
     randomness.recomputed = True
     try:
         return checkpoint(

@@ -34,14 +34,27 @@ def _divisible(length: int, size: int, dim: int) -> int:
 
 
 def split_dim(x: Tensor, dim: int, index: int, size: int) -> Tensor:
-    """This rank's slice of a copy."""
+    """Slice a tensor that every rank holds whole.
+
+    Args:
+        x: the tensor.
+        dim: the dim to slice.
+        index: this rank's place among those that share it.
+        size: how many ranks share it.
+    """
     each = _divisible(x.shape[dim], size, dim)
     return x.narrow(dim, index * each, each).contiguous()
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, total: int | None) -> Tensor:
-    """Shards -> the whole tensor. `total`: its length on `dim` where shards differ (torch.chunk's
-    rule)."""
+    """Concatenate the shards of all ranks.
+
+    Args:
+        x: this rank's shard.
+        dim: the dim that is sharded.
+        group: the ranks that hold the shards.
+        total: length of `dim` where shards differ (torch.chunk's rule); None: they are equal.
+    """
     size = dist.get_world_size(group)
     each = x.shape[dim] if total is None else -(-total // size)
     if x.shape[dim] < each:
@@ -129,7 +142,15 @@ class _Cross(torch.autograd.Function):
 def cross_boundary(
     x: Tensor, boundary: Boundary, entry: bool, mesh: Mesh, total: int | None = None
 ) -> Tensor:
-    """Take a tensor over a boundary, inwards (`entry`) or outwards."""
+    """Move a tensor between its placements outside and inside a module.
+
+    Args:
+        x: this rank's part of the tensor.
+        boundary: the placements on both sides.
+        entry: True for the way in, False for the way out.
+        mesh: the process groups of the layout.
+        total: length of the sharded dim where shards differ.
+    """
     for axis, forward, backward in boundary.moves(entry):
         group = mesh.group(axis)
         if group is not None and (forward[0] != forward[1] or backward[0] != backward[1]):

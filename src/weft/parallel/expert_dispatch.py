@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft._torch.autograd import in_backward
 from weft._torch.modules import original_call, redirect_calls
 from weft.core import CommTimer, ExpertDispatch
 from weft.nn import count_choices, routing_arguments
@@ -66,7 +67,7 @@ class _AsyncAllToAll:
 
 def _training() -> bool:
     """Whether a gradient is to be, or is, computed."""
-    return torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+    return torch.is_grad_enabled() or in_backward()
 
 
 class _StartAllToAll(torch.autograd.Function):

@@ -110,12 +110,19 @@ def predict_collectives(
     routings: Iterable[RoutingCall] = (),
     asked: Iterable[GateQuery] = (),
 ) -> list[Collective]:
-    """The collectives of the first optimizer step on `rank`, and what it sends to other stages.
+    """The collectives of the first optimizer step on a rank, and what it sends to other stages.
 
-    `itemsize`: bytes of an element of activations and of gradients. `unreached`: parameters that
-    get no gradient. `buffers`: bytes of each buffer that is broadcast at the start of a step.
-    `values`: bytes of each value that crosses stages, of one microbatch on one rank. `cores`: the
-    model's attention. `routings`: where its tokens go. `asked`: what its gates ask of all tokens.
+    Args:
+        plan: the whole plan.
+        crossings: shapes of what crosses each module's boundary, by module name.
+        itemsize: bytes of an element of activations and gradients.
+        unreached: parameters that get no gradient.
+        buffers: bytes of each buffer that is broadcast at the start of a step.
+        rank: whose collectives.
+        values: bytes of each value that crosses stages, for one microbatch on one rank.
+        cores: the calls of the model's attention.
+        routings: which experts the tokens of each mixture choose.
+        asked: what the gates compute over all tokens.
     """
     whole, plan = plan, plan.of(rank)
     comms: list[Collective] = []

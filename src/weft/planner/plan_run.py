@@ -71,8 +71,24 @@ def plan_for_cluster(
     explain: str | None = None,
     top: int = 10,
 ) -> tuple[PlanReport, RunConfig]:
-    """What was found, and the run as it is best laid. `explain`: a whole layout that is looked at
-    beside, as it is among the `top` or the obvious ones, if it is. Raises Refusal."""
+    """Search the layouts of a run on a cluster.
+
+    Args:
+        run: the run.
+        cluster: hardware sheet and number of devices, as in h100x64.
+        layout: what is fixed, as in tp8.*; a whole layout is priced as it is; None: nothing.
+        era: the software to price; default: weft's own.
+        memory_gib: use no more of a device's memory.
+        wide: also search unusual layouts.
+        explain: a whole layout to explain.
+        top: how many layouts the report shows.
+
+    Returns:
+        The report, and the run with its best layout.
+
+    Raises:
+        Refusal: nothing can be searched, or nothing fits.
+    """
     if run.workers:
         raise ConfigError(
             "workers", list(run.workers), "has no layout to choose", "leave [workers] out"

@@ -16,8 +16,9 @@ from datetime import timedelta
 from types import FrameType
 from typing import Self
 
-import torch
 import torch.distributed as dist
+
+from weft._torch.c10d import default_store, flight_record, group_names
 
 CODE = 3  # with which a rank that hangs ends
 LISTEN_S = 3.0  # for what the others say
@@ -58,7 +59,7 @@ class Watchdog:
         else:
             return
         rank, world = dist.get_rank(), dist.get_world_size()
-        store = dist.PrefixStore("weft/hang", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore("weft/hang", default_store())
         heard = {rank: RankLocation.of(self._at, sys._current_frames()[self._watched])}
         listen_s = LISTEN_S + self._limit_s / 4
 
@@ -101,10 +102,7 @@ class RankLocation:
 
     @classmethod
     def of(cls, at: str, frame: FrameType) -> Self:
-        recorded = json.loads(
-            torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True)
-        )  # type: ignore
-        names = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
+        recorded, names = flight_record(), group_names()
         unended: list[tuple[str, Sequence[int], int, str]] = []
         begun: dict[str, int] = {}
         for entry in recorded.get("entries", ()):

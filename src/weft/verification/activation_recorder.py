@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft._torch.autograd import in_backward
+from weft._torch.tensors import without_function_modes
 from weft.nn import GateBias, experts_of, routing_arguments
 from weft.parallel import AttentionCall, BoundaryShape, GateQuery, RoutingCall
 from weft.pipeline import PlaceholderTensor
@@ -95,11 +96,7 @@ def record_activations(
 
     def after(name: str, args: tuple, kwargs: dict, output: Any) -> None:
         out = first_tensor(output)
-        if (
-            out is None
-            or isinstance(out, PlaceholderTensor)
-            or torch._C._current_graph_task_id() != -1
-        ):
+        if out is None or isinstance(out, PlaceholderTensor) or in_backward():
             return  # another stage's, or a forward inside a backward: recomputation
         if out.is_leaf and out.requires_grad:
             return  # received from another stage, which records it
@@ -125,7 +122,7 @@ def record_activations(
             out.register_hook(lambda grad: keep(trace.gradients, trace.backward, name, grad))
 
     def seen(name: str, args: tuple, kwargs: dict, output: Any) -> None:
-        with torch._C.DisableTorchFunction():  # what records is no part of the forward
+        with without_function_modes():  # what records is no part of the forward
             after(name, args, kwargs, output)
 
     def leave() -> None:

@@ -27,8 +27,14 @@ def verify_case(
     steps: int = 3,
     done: Callable[[LayoutResult], None] = lambda result: None,
 ) -> VerifyReport:
-    """Run `case` once on one device and once under each layout, in processes of its own; `done`
-    gets each result."""
+    """Run a case on one device and under each layout, in processes of its own.
+
+    Args:
+        case: model, batches, loss and optimizer, in float64.
+        layouts: the layouts to compare with one device.
+        steps: optimizer steps of each run.
+        done: gets each result when it is there.
+    """
     (references,) = run_workers(_references, 1, case, layouts, steps)
     results = []
     for layout, reference in zip(layouts, references, strict=True):

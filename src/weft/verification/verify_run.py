@@ -32,8 +32,14 @@ from .runner import verify_case
 def verify_layouts(
     run: RunConfig, layouts: Sequence[str], steps: int, done: Callable[[LayoutResult], None]
 ) -> VerifyReport:
-    """Hold each layout of a run to one device over `steps` optimizer steps, in float64. `done` gets
-    each result."""
+    """Compare each layout of a run with one device, in float64.
+
+    Args:
+        run: the run; its model, data, loss and optimizer are used.
+        layouts: the layouts to compare.
+        steps: optimizer steps of each.
+        done: gets each result when it is there.
+    """
     double = run.model_copy(
         update={"precision": PrecisionConfig(compute="fp64"), "sync": exact_sync(run.sync)}
     )

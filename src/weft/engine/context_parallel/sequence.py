@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
-from torch.overrides import _get_current_function_mode_stack
 
+from weft._torch.modes import function_modes
 from weft.core import Boundary, Plan, UnsupportedModel, zigzag_spans
 from weft.nn import (
     IGNORED,
@@ -389,7 +389,7 @@ class _Masks:
     def __call__(
         self, batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
     ) -> Tensor | None:
-        modes = reversed(_get_current_function_mode_stack())
+        modes = reversed(function_modes())
         shared = next(
             (found for mode in modes if (found := getattr(mode, "sequence", None)) is not None),
             None,

@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import GraphExecGroup
+
+from weft._torch.autograd import input_metadata, run_backward
 
 Grads = list[Tensor | None]
 Start = tuple[GradientEdge, Tensor]  # where a backward begins, and with which gradient
@@ -186,13 +188,9 @@ class _BackwardGraph:
 def _engine(
     starts: Sequence[Start], inputs: Sequence[Tensor] = (), retain_graph: bool = False
 ) -> Grads:
-    """The gradients of `inputs`; without these, accumulate those of all leaves.
-
-    Below torch.autograd's own functions, whose checks cost more than a small branch, and which
-    would not sum a gradient over the dimensions that were broadcast.
-    """
+    """The gradients of `inputs`; without these, accumulate those of all leaves."""
     edges, grads = zip(*starts, strict=True)
-    return _engine_run_backward(edges, grads, retain_graph, False, tuple(inputs), True, not inputs)  # type: ignore[return-value]
+    return run_backward(edges, grads, inputs, retain_graph)
 
 
 _leaf, _one = torch.zeros((), requires_grad=True), torch.ones(())
@@ -208,7 +206,7 @@ def _wanting(edges: Sequence[GradientEdge], run: Callable[[], None]) -> None:
     our own.
     """
     _to_run.append(run)
-    _engine_run_backward((_leaf_edge,), (_one,), False, False, (_leaf_edge, *edges), True, False)
+    run_backward((_leaf_edge,), (_one,), (_leaf_edge, *edges), accumulate=False)
 
 
 def _call(node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -217,7 +215,7 @@ def _call(node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]
         return node(*grads)  # type: ignore[operator]
     whole = [
         torch.zeros(m.shape, dtype=m.dtype, device=m.device) if grad is None else grad
-        for m, grad in zip(node._input_metadata, grads, strict=True)
+        for m, grad in zip(input_metadata(node), grads, strict=True)
     ]
     # a function written in Python answers for each argument of its forward: those that need
     # gradients are the nodes'

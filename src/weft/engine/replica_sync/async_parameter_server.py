@@ -85,7 +85,7 @@ class ParameterServer:
         # the connections that wait for weights -> the steps that count as taken, and weights, when
         # they may have them
         self._ready: dict[tuple[int, str], tuple[int, Tensor] | None] = {}
-        self.broken = (  # a thread's error, as text: the error itself would keep its connection open
+        self.broken = (  # a thread's error, as text: the error would keep its connection open
             ""
         )
         self._last = clock  # of those that are gone

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from weft._torch.fsdp import ReduceScatter
+from weft._torch.modes import dispatch_modes
 from weft.core import (
     Codec,
     CodecState,
@@ -250,9 +250,7 @@ class ThreadedExchange:
         return self.submit(lambda: run_reduction(reduction, wire, after))
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
-        modes = (
-            _get_current_dispatch_mode_stack()
-        )  # who watches this thread's operators watches those too
+        modes = dispatch_modes()  # who watches this thread's operators watches those too
 
         def run() -> None:
             with contextlib.ExitStack() as stack:

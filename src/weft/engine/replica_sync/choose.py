@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
+from weft._torch.c10d import default_store
 from weft.core import AsyncServers, LocalSteps, Plan
 from weft.parallel import Mesh
 
@@ -31,7 +30,7 @@ def make_replica_sync(
     # replicas that share a world write one checkpoint, of the first one's
     writes = company is not None or index == 0
     if company is None:
-        company = ReplicaGroup(dist.distributed_c10d._get_default_store(), index)
+        company = ReplicaGroup(default_store(), index)
     world = mesh.layout.world
     membership = Membership(company, plan.layout.size("dp"), mesh.rank, world, sync.timeout_s)
     if isinstance(sync, AsyncServers):

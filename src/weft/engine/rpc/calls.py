@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
+from weft._torch.autograd import in_backward
 from weft.core import UnsupportedModel, WeftError
 from weft.pipeline import PLAIN_TYPES, map_tensors, other_leaves, tensors_in
 
@@ -87,7 +88,7 @@ class ModuleCalls:
         self, worker: str, function: Any, call: ModuleCall, args: tuple, kwargs: dict
     ) -> CallAnswer:
         """What `function(call, args, kwargs)` gives on this worker."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             problem = "is called in a backward, which computes a forward of the driver's again"
             fix = "recompute inside of placed modules alone, or leave it to the driver"
             self.refused = UnsupportedModel("workers", call.module, problem, fix)

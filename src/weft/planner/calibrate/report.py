@@ -39,8 +39,18 @@ def report_calibrate(out: Path | None, as_json: bool) -> None:
 
 
 def report_fit(runs: Path, cluster: str, era: str | None, out: Path | None, as_json: bool) -> None:
-    """Fit an era of a cluster's sheet to measured runs, print it with its errors, and write the
-    sheet if there is an `out`. Raises Refusal."""
+    """Fit an era's constants to measured runs, print them with their errors, and write the sheet.
+
+    Args:
+        runs: CSV file of measured runs.
+        cluster: hardware sheet and number of devices, as in h100x64.
+        era: name of the era; default: weft's own.
+        out: where to write the sheet; None: nowhere.
+        as_json: print one JSON object.
+
+    Raises:
+        Refusal: a row or a sheet that cannot be used.
+    """
     path = None if out is None else measure.sheet_path(out)
     at = Cluster.parse(cluster)
     name = era_of(at, era)

@@ -349,6 +349,7 @@ def csv_rows(report: SimulationReport) -> str:
 
 
 def report_json(report: SimulationReport) -> str:
+    """All figures of a simulation as JSON; seconds, bytes, shares."""
     return json.dumps(report_figures(report), indent=2, allow_nan=False)
 
 

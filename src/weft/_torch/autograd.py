@@ -1,0 +1,53 @@
+"""Autograd: whether a backward runs, and a backward below torch.autograd's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward, as when a forward is recomputed. No public function
+    tells."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The pair of hooks that `torch.autograd.graph.saved_tensors_hooks` has set last; None: none.
+    Torch lets one set hooks, but not ask for them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def run_backward(
+    edges: Sequence[GradientEdge],
+    grads: Sequence[Tensor],
+    inputs: Sequence[Any] = (),
+    retain_graph: bool = False,
+    accumulate: bool | None = None,
+) -> list[Tensor | None]:
+    """The gradients of `inputs`; without these, accumulate those of all leaves.
+
+    `torch.autograd.grad` does the same with checks that cost more than a small branch, and does not
+    sum a gradient over the dims that were broadcast.
+
+    Args:
+        edges: where the backward begins.
+        grads: the gradient at each edge.
+        inputs: tensors or edges whose gradients are wanted.
+        retain_graph: whether the graph can be walked again.
+        accumulate: add to `.grad` of leaves; default: where no inputs are given.
+    """
+    into_leaves = not inputs if accumulate is None else accumulate
+    return _engine_run_backward(  # type: ignore[return-value]
+        tuple(edges), tuple(grads), retain_graph, False, tuple(inputs), True, into_leaves
+    )
+
+
+def input_metadata(node: Node) -> Sequence[Any]:
+    """Shape, dtype and device of each gradient that a node takes, for nodes of Python functions.
+    Torch's documentation of Node does not list it."""
+    return node._input_metadata  # type: ignore[attr-defined]

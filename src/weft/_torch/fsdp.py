@@ -1,0 +1,35 @@
+"""FSDP2's state: in a pipeline a stage's forward is left before the root module ends and its
+backward comes in parts, and FSDP2 has no public way to be told."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+
+def reduced_like(module: FSDPModule) -> Tensor | None:
+    """A tensor like that of all gradients of a unit, padded as FSDP2 reduces them; None if the unit
+    holds no parameters. A custom reduce-scatter sees it at its first call: too late to make the
+    state of a codec."""
+    groups = fully_shard.state(module)._fsdp_param_groups  # type: ignore[attr-defined]
+    if not groups:
+        return None
+    (group,) = groups
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    rows = sum(p.padded_sharded_param_size.numel() for p in trained)
+    like = trained[0].sharded_param.to_local() if trained else torch.empty(0)
+    return like.new_zeros(rows * group.mesh_info.shard_mesh_size)
+
+
+def mark_idle(module: FSDPModule) -> None:
+    """A unit's forward or backward is over, though its module did not say so by ending."""
+    for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+        group._training_state = TrainingState.IDLE
+
+
+def end_backward(root: FSDPModule) -> None:
+    """Reduce what is due, as FSDP2 does when a backward of the root module ends."""
+    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]

@@ -1,0 +1,56 @@
+"""What torch must keep doing for weft._torch.autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from weft._torch.autograd import in_backward, input_metadata, run_backward, saved_tensor_hooks
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+def test_a_hook_runs_in_a_backward_and_nothing_else_does() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(in_backward()))
+    y = (3 * x).sum()
+    assert not in_backward()
+    y.backward()
+    assert seen == [True] and not in_backward()
+
+
+def test_the_hooks_that_were_set_last_are_known() -> None:
+    assert saved_tensor_hooks() is None
+    with saved_tensors_hooks(id, id):
+        hooks = saved_tensor_hooks()
+        assert hooks is not None and hooks[0] is id
+    assert saved_tensor_hooks() is None
+
+
+def test_a_backward_gives_gradients_or_adds_them_to_leaves() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = 3 * x
+    edge, grad = get_gradient_edge(y), torch.tensor([1.0, 2.0])
+    (found,) = run_backward([edge], [grad], [x], retain_graph=True)
+    assert found is not None and found.tolist() == [3.0, 6.0] and x.grad is None
+    run_backward([edge], [grad])
+    assert x.grad is not None and x.grad.tolist() == [3.0, 6.0]
+
+
+def test_a_node_knows_the_gradients_that_it_takes() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    node = Double.apply(x).grad_fn
+    (meta,) = input_metadata(node)
+    assert (tuple(meta.shape), meta.dtype) == ((2, 3), torch.float32)

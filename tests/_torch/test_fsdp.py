@@ -1,0 +1,84 @@
+"""What torch must keep doing for weft._torch.fsdp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from weft._torch.fsdp import ReduceScatter, end_backward, mark_idle, reduced_like
+from weft._torch.tensors import local_part
+
+
+class Counting(ReduceScatter):
+    """As torch's own, and the number of elements that came."""
+
+    seen: list[int]
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        self.seen.append(input_tensor.numel())
+        return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
+
+
+def sharded() -> tuple[FSDPModule, nn.Linear]:
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 5)
+    model = nn.Linear(3, 5)
+    model.load_state_dict(plain.state_dict())
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))), plain
+
+
+def sizes() -> tuple[int, list[int]]:
+    model, _ = sharded()
+    reduce = Counting()
+    reduce.seen = []
+    model.set_custom_reduce_scatter(reduce)
+    like = reduced_like(model)
+    assert like is not None
+    model(torch.ones(2, 3)).sum().backward()
+    return like.numel(), reduce.seen
+
+
+def test_gradients_are_as_large_as_is_said(pool: Any) -> None:
+    for said, seen in pool.run(sizes, world=2):
+        assert seen == [said]
+
+
+def late() -> float:
+    """The error of gradients that are reduced by hand after the backward."""
+    model, plain = sharded()
+    model.set_requires_gradient_sync(False)
+    x = torch.full((2, 3), float(dist.get_rank() + 1))
+    model(x).square().sum().backward()
+    model.set_requires_gradient_sync(True)
+    mark_idle(model)
+    end_backward(model)
+    model.reshard()
+    for rank in range(dist.get_world_size()):
+        (plain(torch.full((2, 3), rank + 1.0)).square().sum() / dist.get_world_size()).backward()
+    errors = []
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        mine = want.grad.tensor_split(dist.get_world_size())[dist.get_rank()]
+        rows = local_part(got.grad)
+        chunk = -(-len(want) // dist.get_world_size())
+        mine = want.grad[dist.get_rank() * chunk :][:chunk]
+        errors.append(float((rows - mine).abs().max()))
+    return max(errors)
+
+
+def test_a_backward_can_be_ended_by_hand(pool: Any) -> None:
+    assert max(pool.run(late, world=2)) < 1e-5
