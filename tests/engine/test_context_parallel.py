@@ -459,9 +459,9 @@ def sgd(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         ("mask", False, "says nothing of other ranks' keys"),
         ("other", False, "attention to another sequence"),
         ("none", False, "never calls scaled_dot_product_attention"),
-        ("sum", True, "the model's output changes"),
-        ("sum", False, "the model's output changes"),
-        ("table", False, "the model's output changes"),
+        ("sum", True, "changes the model's output"),
+        ("sum", False, "changes the model's output"),
+        ("table", False, "changes the model's output"),
     ],
 )
 def test_refused_where_it_runs(pool: Pool, what: str, tried: bool, says: str) -> None:
