@@ -435,7 +435,7 @@ REFUSED: list[tuple[str, dict, dict, str]] = [
         {"train__accumulate": 2},
         "updates each stage by itself",
     ),
-    ("dp2", {"codec": "dgc"}, {}, "dgc has the momentum"),
+    ("dp2", {"codec": "dgc"}, {}, "dgc applies the momentum"),
     ("dp2", {"codec": {"name": "powersgd", "rank": "8"}}, {}, "cannot be"),
     ("dp2", {"bucket_mb": "4"}, {}, "cannot be"),
     ("dp2", {"bucket_mb": float("inf")}, {}, "cannot be"),
