@@ -1,4 +1,9 @@
 from .action_costs import ActionCosts as ActionCosts, Number as Number
+from .axis_traits import (
+    AxisTable as AxisTable,
+    AxisTraits as AxisTraits,
+    Divides as Divides,
+)
 from .codec import (
     AllGatherRequest as AllGatherRequest,
     AllReduceRequest as AllReduceRequest,
@@ -33,11 +38,9 @@ from .errors import (
 )
 from .extras import import_extra as import_extra
 from .layout import (
-    DATA_AXES as DATA_AXES,
     EXPERTS as EXPERTS,
-    SEQUENCE_AXES as SEQUENCE_AXES,
-    SPREAD as SPREAD,
-    TOKEN_AXES as TOKEN_AXES,
+    REPLICA_AXIS as REPLICA_AXIS,
+    STAGE_AXIS as STAGE_AXIS,
     Layout as Layout,
 )
 from .number_format import short_number as short_number

@@ -16,11 +16,9 @@ from math import prod
 
 from .errors import LayoutError
 
-DATA_AXES = ("dp", "fsdp", "ep")  # the axes over which the batch is divided
-SEQUENCE_AXES = ("cp", "up")  # the axes over which the sequence is divided, through the whole model
-TOKEN_AXES = DATA_AXES + SEQUENCE_AXES  # whose ranks compute with other tokens
+REPLICA_AXIS = "dp"  # its ranks are the replicas that synchronisers, servers and recovery work on
+STAGE_AXIS = "pp"  # its ranks are the stages that the pipeline runs
 EXPERTS = "experts"  # in place of an axis: all over which experts are spread
-SPREAD = {"ep": "experts are spread over its ranks"}  # the option by which an axis is one of them
 _AXIS = re.compile(r"([a-z]+)([0-9]+)((?:\+[a-z0-9][a-z0-9-]*)*)")
 
 
@@ -68,6 +66,11 @@ class Layout:
             options += [(name, flag) for flag in flags.split("+")[1:]]
         return cls(tuple(sizes), tuple(options))
 
+    @classmethod
+    def single(cls) -> Layout:
+        """One device."""
+        return cls(((REPLICA_AXIS, 1),))
+
     def __str__(self) -> str:
         return ".".join(
             f"{name}{size}" + "".join(f"+{o}" for a, o in self.options if a == name)
@@ -99,8 +102,26 @@ class Layout:
         """The same layout without these axes."""
         sizes = tuple((name, size) for name, size in self.sizes if name not in axes)
         return Layout(
-            sizes or (("dp", 1),), tuple((a, o) for a, o in self.options if a not in axes)
+            sizes or Layout.single().sizes, tuple((a, o) for a, o in self.options if a not in axes)
         )
+
+    @property
+    def replica_count(self) -> int:
+        """Number of replicas."""
+        return self.size(REPLICA_AXIS)
+
+    @property
+    def stage_ranks(self) -> int:
+        """Number of ranks of a pipeline."""
+        return self.size(STAGE_AXIS)
+
+    def spreads_experts(self, axis: str) -> bool:
+        """Whether experts are spread over an axis by its option `ep`."""
+        return (axis, "ep") in self.options
+
+    def has_option(self, option: str) -> bool:
+        """Whether this option stands after any axis."""
+        return any(option == written for _, written in self.options)
 
     def option(self, axis: str) -> tuple[str, ...]:
         """The options written after this axis."""
@@ -134,12 +155,18 @@ class Layout:
                 index = index * size + coords[name]
         return index
 
+    def replica_of(self, rank: int) -> int:
+        """Position of a rank among the replicas."""
+        return self.coords(rank).get(REPLICA_AXIS, 0)
+
+    def stage_of(self, rank: int) -> int:
+        """Position of a rank in its pipeline."""
+        return self.coords(rank).get(STAGE_AXIS, 0)
+
     def replicas(self) -> list[list[int]]:
-        """The ranks at each position on `dp`."""
+        """The ranks of each replica."""
         ranks = range(self.world)
-        return [
-            [r for r in ranks if self.coords(r).get("dp", 0) == i] for i in range(self.size("dp"))
-        ]
+        return [[r for r in ranks if self.replica_of(r) == i] for i in range(self.replica_count)]
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from this one only on these axes, itself among them, in order."""

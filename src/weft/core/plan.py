@@ -25,9 +25,10 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .axis_traits import AxisTable, Divides
 from .data_order import zigzag_spans
 from .errors import LayoutError
-from .layout import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES, Layout
+from .layout import REPLICA_AXIS, STAGE_AXIS, Layout
 from .schedule import Action, Schedule
 from .stages import Staging
 from .sync import BUCKET_BYTES, Sync, SyncEveryStep, bucket_owners
@@ -237,6 +238,7 @@ class Plan:
     steps: tuple[Step, ...]
     weights: tuple[Weight, ...]
     batch: int
+    axes: AxisTable = field(repr=False)  # all axes there are, with what each divides
     accumulate: int = 1
     blocks: tuple[str, ...] = ()  # the repeated modules: units of recompute
     recompute: str | int = "none"  # none, selective, full, or k: every k-th block
@@ -263,19 +265,20 @@ class Plan:
         return (
             self.sync is not None
             and not (self.sync.independent or self.sync.plain)
-            and self.layout.size("dp") > 1
+            and self.layout.replica_count > 1
         )
 
     @property
     def separate(self) -> bool:
         """Whether each replica on `dp` steps by itself."""
-        return self.sync is not None and self.sync.independent and self.layout.size("dp") > 1
+        return self.sync is not None and self.sync.independent and self.layout.replica_count > 1
 
     def replica(self) -> Plan:
         """The plan of one replica by itself."""
-        layout = self.layout.without("dp")
+        layout = self.layout.without(REPLICA_AXIS)
         steps = [
-            replace(s, params=tuple(p for p in s.params if p.axis != "dp")) for s in self.steps
+            replace(s, params=tuple(p for p in s.params if p.axis != REPLICA_AXIS))
+            for s in self.steps
         ]
         kept = [
             s
@@ -293,9 +296,11 @@ class Plan:
             self,
             layout=layout,
             steps=tuple(kept),
-            batch=self.batch // self.layout.size("dp"),
+            batch=self.batch // self.layout.replica_count,
             sync=None,
-            batchnorms=self.batchnorms if layout.live(*TOKEN_AXES) else (),
+            batchnorms=self.batchnorms
+            if layout.live(*self.axes.dividing(Divides.SAMPLES, Divides.POSITIONS))
+            else (),
         )
 
     @cached_property
@@ -307,13 +312,13 @@ class Plan:
     def scattered(self) -> bool:
         """Whether FSDP2's reduce-scatter goes through a synchroniser's codec: where there is `fsdp`
         and no `dp`."""
-        live = self.layout.live("fsdp") and self.layout.size("dp") == 1
+        live = self.layout.replica_count == 1 and any(step.gather for step in self.steps)
         sync = self.sync
         return sync is not None and not (sync.independent or sync.plain) and bool(live)
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages that this rank runs."""
-        position = self.layout.coords(rank).get("pp", 0)
+        position = self.layout.stage_of(rank)
         return tuple(
             stage for stage, where in enumerate(self.schedule.placement) if where == position
         )
@@ -392,12 +397,14 @@ class Plan:
     @property
     def data_size(self) -> int:
         """Number of parts that a batch is divided into."""
-        return self.layout.size(*DATA_AXES)
+        return self.layout.size(*self.axes.dividing(Divides.SAMPLES))
 
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes whose ranks have other tokens where a gate sees them."""
-        return (*TOKEN_AXES, "tp") if "sequence" in self.layout.option("tp") else TOKEN_AXES
+        found = self.axes.dividing(Divides.SAMPLES, Divides.POSITIONS)
+        slices = self.axes.dividing(Divides.FEATURES) if self.layout.has_option("sequence") else ()
+        return (*found, *slices)
 
     def sliced(self, module: str) -> bool:
         """Whether the ranks of `tp` have different positions inside of a module."""
@@ -408,7 +415,7 @@ class Plan:
     @property
     def sequence_size(self) -> int:
         """Number of parts that a sample's sequence is divided into."""
-        return self.layout.size(*SEQUENCE_AXES)
+        return self.layout.size(*self.axes.dividing(Divides.POSITIONS))
 
     def positions(self, rank: int, length: int) -> list[int]:
         """Which positions of a sequence a rank has, in the order of its rows. Raises
@@ -457,9 +464,9 @@ class Plan:
             for axis, p in table[name].items()
             if p.grad == SUM
             and p.stored == COPY
-            and not (gathered and axis == "dp" and not self.apart)
+            and not (gathered and axis == REPLICA_AXIS and not self.apart)
         ]
-        return (*axes, "pp") if len(self.holders(name)) > 1 else tuple(axes)
+        return (*axes, STAGE_AXIS) if len(self.holders(name)) > 1 else tuple(axes)
 
     def buckets(self) -> list[GradBucket]:
         """Each gradient all-reduce, those of a stage in the order in which backward fills them."""
@@ -475,7 +482,7 @@ class Plan:
             if not axes or not weight.trainable:
                 continue
             users = self.users(weight.name)
-            among = self.holders(weight.name) if "pp" in axes else ()
+            among = self.holders(weight.name) if STAGE_AXIS in axes else ()
             # with a synchroniser FSDP2's hooks tell when a shard's gradient is there, where no
             # stages part its backward
             late = (weight.name in gathered and not (self.apart and self.staging is None)) or len(
@@ -530,15 +537,19 @@ class Plan:
         return {w.name: owner for w, owner in zip(trained, found, strict=True)}
 
     def local_shape(
-        self, weight: Weight, table: Mapping[str, Mapping[str, Param]], index: int = 0
+        self,
+        weight: Weight,
+        table: Mapping[str, Mapping[str, Param]],
+        coords: Mapping[str, int] | None = None,
     ) -> tuple[int, ...]:
-        """Shape of what a rank computes with: cut, not sharded for storage. `index`: its place in
-        an uneven cut."""
+        """Shape of what a rank computes with: cut, not sharded for storage. `coords`: its positions
+        on the axes, for uneven cuts; the first rank's if None."""
+        here = coords or {}
         shape = list(weight.shape)
         for axis, param in table[weight.name].items():
             if param.cut is not None and param.stored != COPY:
                 shape[param.cut.dim] = sum(
-                    b - a for a, b in param.cut.intervals(index, self.layout.size(axis))
+                    b - a for a, b in param.cut.intervals(here.get(axis, 0), self.layout.size(axis))
                 )
         return tuple(shape)
 

@@ -105,7 +105,7 @@ class LayoutConfig(TomlTable):
     """[layout]"""
 
     axes: LayoutValue = Field(
-        default=Layout((("dp", 1),)), description='axes with their sizes, as in "dp2.tp2"'
+        default=Layout.single(), description='axes with their sizes, as in "dp2.tp2"'
     )
     elastic: bool | tuple[LayoutValue, ...] = Field(
         default=False,

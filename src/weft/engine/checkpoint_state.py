@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from weft.core import (
     COPY,
+    REPLICA_AXIS,
+    STAGE_AXIS,
     CodecState,
     LocalShard,
     Plan,
@@ -62,17 +64,17 @@ class CheckpointState:
 
     def updates(self, name: str) -> bool:
         """Whether this rank updates a parameter; otherwise the replica that owns it sends it."""
-        own = self._mesh.coords.get("dp", 0)
+        own = self._mesh.coords.get(REPLICA_AXIS, 0)
         return self._owners.get(name, own) == own
 
     def holds(self, name: str) -> bool:
         """Whether this rank has a parameter, or its part."""
-        return self._mesh.coords.get("pp", 0) in self._plan.holders(name)
+        return self._mesh.coords.get(STAGE_AXIS, 0) in self._plan.holders(name)
 
     def copies(self) -> dict[str, int]:
         """How many ranks hold each element of a parameter of this rank."""
         layout = self._plan.layout
-        within = layout.world // layout.size("pp") // (layout.size("dp") if self._owners else 1)
+        within = layout.world // layout.stage_ranks // (layout.replica_count if self._owners else 1)
         return {
             name: within
             * len(self._plan.holders(name))
@@ -90,7 +92,7 @@ class CheckpointState:
 
     def absent_buffers(self) -> set[str]:
         """Buffers that other stages keep."""
-        position = self._mesh.coords.get("pp", 0)
+        position = self._mesh.coords.get(STAGE_AXIS, 0)
         names = (name for name, _ in self._model.named_buffers())
         return {name for name in names if position not in self.buffer_holders(name)}
 
@@ -184,6 +186,7 @@ class CheckpointState:
         replica."""
         layout, coords = self._plan.layout, self._mesh.coords
         cut = layout.expand(*cut)
-        copies = [axis for axis in layout.live() if axis not in (*cut, "pp", "dp")]
-        here = coords.get("pp", 0) == holders[0] and ("dp" in cut or coords.get("dp", 0) == replica)
+        copies = [axis for axis in layout.live() if axis not in (*cut, STAGE_AXIS, REPLICA_AXIS)]
+        here = coords.get(STAGE_AXIS, 0) == holders[0]
+        here &= REPLICA_AXIS in cut or coords.get(REPLICA_AXIS, 0) == replica
         return self._replicas.writes and here and all(coords[axis] == 0 for axis in copies)

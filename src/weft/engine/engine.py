@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.core import (
-    DATA_AXES,
     EXPERTS,
     LocalShard,
     Plan,
@@ -24,7 +23,12 @@ from weft.nn import (
     named_inputs,
     rebalance_gates,
 )
-from weft.parallel import parallelize
+from weft.parallel import (
+    DATA_AXES,
+    FEATURE_AXES,
+    VOCABULARY_AXES,
+    parallelize,
+)
 
 from .checkpoint_state import CheckpointState
 from .context_parallel.sequence import ContextParallel
@@ -130,7 +134,9 @@ class Engine:
         share_initial(model, self.mesh, self.replicas)
         if self.global_plan.separate and self.replicas.index:
             seed = mix_key(seed, self.replicas.index)  # its samples have numbers of their own
-        self.randomness = Randomness(seed, self.mesh.index("tp"), self.mesh.size("tp"))
+        self.randomness = Randomness(
+            seed, self.mesh.index(*FEATURE_AXES), self.mesh.size(*FEATURE_AXES)
+        )
         self.sequence = ContextParallel(
             plan, self.mesh, self.randomness, named_inputs(model), self.inputs
         )
@@ -140,7 +146,7 @@ class Engine:
             require_positionwise(loss)
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
         before = None
-        if sample is not None and plan.layout.live("tp", EXPERTS):
+        if sample is not None and plan.layout.live(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
             unsharded = StageModel(model, plan, device, self.inputs, None, self.sequence)
             before = unsharded_output(unsharded, sample)
         self._shard()

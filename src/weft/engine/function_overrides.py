@@ -22,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from weft._torch.autograd import saved_tensor_hooks
-from weft.core import TOKEN_AXES, UnsupportedModel
+from weft.core import (
+    UnsupportedModel,
+)
 from weft.nn import (
     DROPOUTS,
     DROPOUTS_OF_CHANNELS,
@@ -34,7 +36,13 @@ from weft.nn import (
     with_loss,
     within_capacity,
 )
-from weft.parallel import Mesh, all_gather, split_dim
+from weft.parallel import (
+    FEATURE_AXES,
+    TOKEN_AXES,
+    Mesh,
+    all_gather,
+    split_dim,
+)
 
 from .context_parallel.sequence import ContextParallel
 from .expert_load import ExpertLoad
@@ -213,7 +221,9 @@ class FunctionOverrides(TorchFunctionMode):
             self.asked("shares", experts)
         self.routed = True
         counts = count_choices(index, experts)[1:]
-        axes = (*TOKEN_AXES, "tp") if self.randomness.interior == "sequence" else TOKEN_AXES
+        axes = (
+            (*TOKEN_AXES, *FEATURE_AXES) if self.randomness.interior == "sequence" else TOKEN_AXES
+        )
         group = self.mesh.group(*axes) if self.mesh is not None else None
         if group is not None:
             dist.all_reduce(counts, group=group)
@@ -227,7 +237,7 @@ class FunctionOverrides(TorchFunctionMode):
         if self.loads is not None:
             self.loads.choose(index, experts)
         group = (
-            self.mesh.group("tp")
+            self.mesh.group(*FEATURE_AXES)
             if self.mesh is not None and self.randomness.interior == "sequence"
             else None
         )

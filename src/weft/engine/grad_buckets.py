@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft._torch.tensors import local_part
-from weft.core import CommTimer, Plan, SyncEveryStep
+from weft.core import (
+    REPLICA_AXIS,
+    CommTimer,
+    Plan,
+    SyncEveryStep,
+)
 from weft.parallel import Mesh
 
 from .replica_sync.bucket_exchange import BucketExchange, BucketMessage
@@ -73,9 +78,9 @@ class GradReducer:
             group = mesh.group(*bucket.axes, among=bucket.among)
             assert group is not None
             within: dist.ProcessGroup | None = group
-            if plan.apart and "dp" in bucket.axes:
+            if plan.apart and REPLICA_AXIS in bucket.axes:
                 within = mesh.group(
-                    *(axis for axis in bucket.axes if axis != "dp"), among=bucket.among
+                    *(axis for axis in bucket.axes if axis != REPLICA_AXIS), among=bucket.among
                 )
             flat = torch.zeros(
                 sum(local_tensor(p).numel() for p in members),
@@ -87,7 +92,7 @@ class GradReducer:
                 size = local_tensor(p).numel()
                 views.append(flat[offset : offset + size].view(local_tensor(p).shape))
                 offset += size
-            number = len(crossing) if plan.apart and "dp" in bucket.axes else None
+            number = len(crossing) if plan.apart and REPLICA_AXIS in bucket.axes else None
             made = FilledBucket(
                 group,
                 within,

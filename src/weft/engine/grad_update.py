@@ -11,8 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.core import DATA_AXES, TOKEN_AXES, Plan
-from weft.parallel import Mesh
+from weft.core import (
+    STAGE_AXIS,
+    Plan,
+)
+from weft.parallel import (
+    DATA_AXES,
+    TOKEN_AXES,
+    Mesh,
+)
 
 from .grad_buckets import GradReducer, local_tensor
 from .grad_norm_guard import GradNormGuard
@@ -135,7 +142,7 @@ class GradUpdate:
             total[3:] = torch.tensor([len(missing), *trail], dtype=torch.float64)
             if plan.layout.world > 1:
                 dist.all_reduce(total, group=self.mesh.group(*plan.layout.live()))
-        total[1:3] /= plan.layout.world // plan.layout.size(*TOKEN_AXES, "pp")
+        total[1:3] /= plan.layout.world // plan.layout.size(*TOKEN_AXES, STAGE_AXIS)
 
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds of this beside tensors."""

@@ -10,9 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.core import TOKEN_AXES
+from weft.core import (
+    STAGE_AXIS,
+)
 from weft.nn import model_arguments
-from weft.parallel import Mesh
+from weft.parallel import (
+    TOKEN_AXES,
+    Mesh,
+)
 
 from .context_parallel.sequence import ContextParallel
 from .fsdp import FSDPUnits
@@ -58,7 +63,7 @@ class Inference:
         work = InferenceCompute(self.stages, micros, add, self.parts)
         self.runner.run(work, [batch_signature(micros[0])] * len(micros), forward_only=True)
         self.units.reshard()
-        group = self.mesh.group(*TOKEN_AXES, "pp")
+        group = self.mesh.group(*TOKEN_AXES, STAGE_AXIS)
         if group is not None:
             dist.all_reduce(total, group=group)
         return total
@@ -79,7 +84,7 @@ class Inference:
         )
         self.single.run(work, [batch_signature(batch)], forward_only=True)
         self.units.reshard()
-        group = self.mesh.group("pp")
+        group = self.mesh.group(STAGE_AXIS)
         if group is not None:
             source, device = self.stages.plan.schedule.placement[-1], self.mesh.device
             outputs = outputs or [None]

@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from weft.core import ConfigError, Plan
+from weft.core import (
+    ConfigError,
+    Divides,
+    Plan,
+)
+from weft.parallel import (
+    axis_table,
+)
 
 Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -32,7 +39,8 @@ ELEMENTWISE = (
 def check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Refuse an optimizer that needs whole tensors where the plan shards them. Raises
     ConfigError."""
-    sharded = [axis for axis in ("fsdp", "tp") if axis in plan.layout.live()]
+    cut = axis_table().dividing(Divides.STATE, Divides.FEATURES, Divides.VOCABULARY)
+    sharded = plan.layout.live(*cut)
     if sharded and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
             "optimizer.name",

@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.core import TOKEN_AXES, Plan
-from weft.parallel import Mesh
+from weft.core import (
+    Plan,
+)
+from weft.parallel import (
+    TOKEN_AXES,
+    Mesh,
+)
 
 
 class ReplicatedBuffers:

@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.core import Action, ConfigError, Plan, Schedule
+from weft.core import (
+    REPLICA_AXIS,
+    STAGE_AXIS,
+    Action,
+    ConfigError,
+    Plan,
+    Schedule,
+)
 from weft.nn import is_positionwise
 from weft.parallel import Mesh
 
@@ -63,14 +70,14 @@ def make_mesh(
     """
     sync, ranks = global_plan.sync, range(plan.layout.world)
     shared = [b.among for rank in ranks for b in plan.of(rank).buckets() if b.among]
-    groups = sync.groups(global_plan.layout.size("dp")) if sync and global_plan.apart else ()
+    groups = sync.groups(global_plan.layout.replica_count) if sync and global_plan.apart else ()
     return Mesh(
         global_plan.layout,
         device,
         shared=shared,
         pairs=_stage_pairs(plan),
         replicas=groups,
-        apart=("dp",) if global_plan.separate else (),
+        apart=(REPLICA_AXIS,) if global_plan.separate else (),
         replica=company.replica if company is not None else None,
     )
 
@@ -103,14 +110,14 @@ def make_runners(plan: Plan, mesh: Mesh) -> tuple[PipelineRunner, PipelineRunner
     routes, transport = [], None
     if staging is not None:
         routes = [ValueRoute(v.source, v.targets, v.name) for v in staging.values]
-        position, dynamic = mesh.coords["pp"], plan.dynamic_shapes
+        position, dynamic = mesh.coords[STAGE_AXIS], plan.dynamic_shapes
         transport = PipelineTransport(position, mesh.pipes, mesh.device, dynamic_shapes=dynamic)
     order = tuple(
         tuple(Action("F", stage, 0) for stage, at in enumerate(schedule.placement) if at == rank)
         for rank in range(schedule.ranks)
     )
     forward = Schedule("forward", schedule.placement, order)
-    rank = mesh.coords.get("pp", 0)
+    rank = mesh.coords.get(STAGE_AXIS, 0)
     return (
         PipelineRunner(schedule, routes, rank, transport),
         PipelineRunner(forward, routes, rank, transport),

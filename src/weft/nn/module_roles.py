@@ -124,7 +124,7 @@ class Roles:
     def alike(self, weights: Iterable[Weight], layout: Layout, axis: str) -> list[Weight]:
         """Those that are the same on all ranks of an axis, or a gathering of them: not experts that
         it spreads."""
-        spread = "ep" in layout.option(axis)
+        spread = layout.spreads_experts(axis)
         return [w for w in weights if not (spread and self.of_experts(w.name))]
 
     def stacks(self) -> tuple[tuple[str, ...], ...]:

@@ -1,4 +1,12 @@
 from .apply import DTYPES as DTYPES, parallelize as parallelize
+from .axes import (
+    DATA_AXES as DATA_AXES,
+    FEATURE_AXES as FEATURE_AXES,
+    SEQUENCE_AXES as SEQUENCE_AXES,
+    STATE_AXES as STATE_AXES,
+    TOKEN_AXES as TOKEN_AXES,
+    VOCABULARY_AXES as VOCABULARY_AXES,
+)
 from .collectives import (
     all_gather as all_gather,
     cross_boundary as cross_boundary,
@@ -22,7 +30,11 @@ from .predict_comms import (
     collective_totals as collective_totals,
     predict_collectives as predict_collectives,
 )
-from .strategies import registry as registry
+from .strategies import (
+    axis_table as axis_table,
+    options_of as options_of,
+    registry as registry,
+)
 from .wire_sizes import (
     CHUNK_BYTES as CHUNK_BYTES,
     HEADER_BYTES as HEADER_BYTES,

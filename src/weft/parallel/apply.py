@@ -25,8 +25,8 @@ from weft._torch.modes import function_modes
 from weft.core import (
     COPY,
     EXPERTS,
+    REPLICA_AXIS,
     SUM,
-    TOKEN_AXES,
     Boundary,
     DimShard,
     Param,
@@ -37,6 +37,9 @@ from weft.core import (
 from weft.nn import BatchNorm, Randomness, is_conv1d, is_linear
 from weft.pipeline import PlaceholderTensor
 
+from .axes import (
+    TOKEN_AXES,
+)
 from .collectives import cross_boundary
 from .expert_dispatch import ExpertCommStats, shard_experts
 from .mesh import Mesh
@@ -81,9 +84,10 @@ def parallelize(
             leaf: cuts.get(names.get(f"{step.module}.{leaf}", ""), {})
             for leaf in module._parameters
         }
-        _cut_module(
-            module, {leaf: found["tp"] for leaf, found in held.items() if "tp" in found}, mesh
-        )
+        computed = {
+            leaf: [p for p in ps.values() if p.axis != EXPERTS] for leaf, ps in held.items()
+        }
+        _cut_module(module, {leaf: found[0] for leaf, found in computed.items() if found}, mesh)
         if step.dispatch is not None:
             shard_experts(model, step.module, step.dispatch, traffic)
         if step.input is not None:
@@ -421,7 +425,7 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     for step in units:
         gather = step.gather
         assert gather is not None
-        axes = (gather.axis,) if plan.apart else mesh.layout.live("dp", gather.axis)
+        axes = (gather.axis,) if plan.apart else mesh.layout.live(REPLICA_AXIS, gather.axis)
         offload = (
             CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
             if gather.offload

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import (
-    DATA_AXES,
     EXPERTS,
-    SEQUENCE_AXES,
-    TOKEN_AXES,
     AsyncServers,
     ConfigError,
+    Divides,
     Layout,
     LayoutError,
     LocalSteps,
@@ -37,10 +35,11 @@ from weft.nn import (
 from weft.pipeline import make_stages
 from weft.sync import check_gate_biases, check_sync, make_sync
 
-from . import strategies as parallel
+from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
 from .sequence_checks import check_shared_sequence
+from .strategies import StepsRequest, axis_table, options_of, registry
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
@@ -129,19 +128,18 @@ def plan_from_request(request: PlanRequest) -> Plan:
         Refusal: The layout cannot do what is asked for with this model.
     """
     model, layout, sync, loss = request.model, request.layout, request.sync, request.loss
-    strategies = parallel.registry()
-    _check_layout(layout, strategies)
+    _check_layout(layout)
     _check_batch(layout, request.batch, request.accumulate)
     _check_precision(request.precision)
     found = find_roles(model, request.roles)
     weights = weights_of(model)
     steps: list[Step] = []
-    folded = layout.live(EXPERTS) and not layout.live("ep")
-    for axis in (*layout.live(), *(("ep",) if folded else ())):
-        for strategy in strategies[axis]:
-            steps += strategy.steps(
-                model, weights, found, layout, loss is not None and accepts_sharded_logits(loss)
-            )
+    typed = loss is not None and accepts_sharded_logits(loss)
+    asked = StepsRequest(model, weights, found, layout, typed)
+    spread = axis_table().dividing(Divides.EXPERTS) if layout.live(EXPERTS) else ()
+    for axis in dict.fromkeys((*layout.live(), *spread)):
+        for strategy in registry()[axis]:
+            steps += strategy.steps(asked)
     _check_shared(model, weights, steps, layout)
     if layout.live(*SEQUENCE_AXES):
         check_shared_sequence(request, layout, found, steps)
@@ -155,7 +153,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     synced = norms if request.sync_batchnorm and layout.live(*TOKEN_AXES) else ()
     staging, staged = None, None
     counted = tuple(each.shared for each in found.experts if each.shared)
-    if layout.live("pp"):
+    if layout.stage_ranks > 1:
         staging, staged = make_stages(
             model,
             layout,
@@ -170,14 +168,14 @@ def plan_from_request(request: PlanRequest) -> Plan:
         check_stages(layout, staging, staged, units, request.precision)
         check_called_modules(layout, staging, steps)
         steps = [_once_a_step(s) for s in steps]
-    if isinstance(sync, LocalSteps | AsyncServers) and layout.size("dp") > 1:
+    if isinstance(sync, LocalSteps | AsyncServers) and layout.replica_count > 1:
         check_gate_biases(model, sync)
     notes = (
         check_sync(layout, sync, staged, request.precision)
         if sync is not None and not sync.plain
         else []
     )
-    if layout.live("tp"):
+    if layout.live(*FEATURE_AXES):
         notes += [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
     if staged is not None:
         notes.append(bubble_note(staged))
@@ -186,6 +184,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         tuple(steps),
         weights,
         request.batch,
+        axis_table(),
         request.accumulate,
         blocks,
         request.recompute,
@@ -210,9 +209,9 @@ def _units(
         again = blocks[::recompute]
     units = {s.module: "sharding" for s in steps if s.gather is not None and s.module}
     units |= dict.fromkeys(again, "recompute")
-    if layout.live("tp"):
+    if layout.live(*FEATURE_AXES):
         units |= {chain_module(chain): "tensor parallelism" for chain in roles.chains}
-    if "sequence" in layout.option("tp"):
+    if layout.has_option("sequence"):
         units |= dict.fromkeys(blocks, "sequence parallelism")
     return units
 
@@ -286,14 +285,23 @@ def _check_shared(
                 )
 
 
-def _check_layout(layout: Layout, strategies: Mapping[str, list]) -> None:
+def _check_layout(layout: Layout) -> None:
+    table = axis_table()
     for axis in layout.axes:
-        if axis not in strategies:
+        if axis not in table.traits:
             raise LayoutError(
-                "layout", str(layout), f"there is no axis {axis!r}", nearest(axis, strategies)
+                "layout", str(layout), f"there is no axis {axis!r}", nearest(axis, table.names)
             )
+    if twice := table.twice_divided(layout.live()):
+        first, second, what = twice
+        raise LayoutError(
+            "layout",
+            str(layout),
+            f"{first} and {second} both divide the {what}",
+            "keep one of the two",
+        )
     for axis, option in layout.options:
-        known = {o: text for strategy in strategies[axis] for o, text in strategy.OPTIONS.items()}
+        known = options_of(axis)
         if option not in known:
             raise LayoutError(
                 "layout",

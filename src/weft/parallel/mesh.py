@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.core import TOKEN_AXES, Layout, LayoutError
+from weft.core import REPLICA_AXIS, STAGE_AXIS, Divides, Layout, LayoutError
+
+from .axes import TOKEN_AXES
+from .strategies import axis_table
 
 # the sets of axes over which a gradient can be partial
-PARTIAL = [
-    axes for n in range(1, len(TOKEN_AXES) + 2) for axes in combinations((*TOKEN_AXES, "tp"), n)
-]
+_SUMMED = [axis for axis, t in axis_table().traits.items() if Divides.STAGES not in t.divides]
+PARTIAL = [axes for n in range(1, len(_SUMMED) + 1) for axes in combinations(_SUMMED, n)]
 
 
 class Mesh:
@@ -59,7 +61,9 @@ class Mesh:
         self._world_rank = dist.get_rank() if world > 1 else 0
         self.place = self._world_rank  # in the whole layout
         if replica is not None:
-            self.place = layout.rank(**{**self.layout.coords(self._world_rank), "dp": replica})
+            self.place = layout.rank(
+                **{**self.layout.coords(self._world_rank), REPLICA_AXIS: replica}
+            )
         self.coords = {
             axis: c for axis, c in layout.coords(self.place).items() if axis not in apart
         }
@@ -83,12 +87,12 @@ class Mesh:
             own = self.layout
             for axis in own.axes:
                 self._make((axis,))
-            for axes in (*PARTIAL, (*TOKEN_AXES, "pp"), own.axes):
+            for axes in (*PARTIAL, (*TOKEN_AXES, STAGE_AXIS), own.axes):
                 self._make(axes)
-            if layout.live("pp"):
-                here = self.coords["pp"]
+            if layout.stage_ranks > 1:
+                here = self.coords[STAGE_AXIS]
                 for pair in sorted(set(pairs)):
-                    up, down = self._new(("pp",), pair), self._new(("pp",), pair)
+                    up, down = (self._new((STAGE_AXIS,), pair) for _ in range(2))
                     if here in pair and up is not None and down is not None:
                         self.pipes[sum(pair) - here] = up, down
                         _open(up, device, first=here == pair[0])
@@ -96,7 +100,7 @@ class Mesh:
                 for among in sorted(set(shared)):
                     self._make_among(among)
             for parts in replicas:
-                made = [self._new(("dp",), tuple(part), "dp") for part in parts]
+                made = [self._new((REPLICA_AXIS,), tuple(part), REPLICA_AXIS) for part in parts]
                 self.lanes += [group for group in made if group is not None]
 
     def _make(self, axes: tuple[str, ...]) -> None:
@@ -110,7 +114,7 @@ class Mesh:
                 self._groups[live] = self.device_mesh[live]._flatten(".".join(live)).get_group()
 
     def _new(
-        self, axes: tuple[str, ...], among: tuple[int, ...], axis: str = "pp"
+        self, axes: tuple[str, ...], among: tuple[int, ...], axis: str = STAGE_AXIS
     ) -> dist.ProcessGroup | None:
         """Of the ranks that differ only on these axes, the group of those at these positions on
         `axis`, if this rank is one. Every rank makes those of all ranks: torch names a group by how
@@ -139,7 +143,7 @@ class Mesh:
         can be partial."""
         seen = set()
         for others in ((), *PARTIAL):
-            axes = self.layout.live(*others, "pp")
+            axes = self.layout.live(*others, STAGE_AXIS)
             if axes not in seen:
                 seen.add(axes)
                 group = self._new(axes, among)
@@ -170,8 +174,8 @@ class Mesh:
             *self._groups.items(),
             *((live, group) for (live, _), group in self._among.items()),
         ]
-        named += [(("pp",), group) for pipe in self.pipes.values() for group in pipe]
-        for live, group in [*named, *((("dp",), lane) for lane in self.lanes)]:
+        named += [((STAGE_AXIS,), group) for pipe in self.pipes.values() for group in pipe]
+        for live, group in [*named, *(((REPLICA_AXIS,), lane) for lane in self.lanes)]:
             if group.group_name == group_name:
                 return ".".join(live)
         return None

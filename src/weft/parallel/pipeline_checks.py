@@ -18,6 +18,10 @@ from weft.core import (
 )
 from weft.pipeline import simulate
 
+from .axes import (
+    STATE_AXES,
+)
+
 
 def check_stages(
     layout: Layout, staging: Staging, staged: Schedule, units: Mapping[str, str], precision: str
@@ -52,7 +56,7 @@ def check_stages(
             f"{staged.name} updates each stage by itself, and a loss scale is of all",
             "use bf16 or fp32, or a synchronous schedule such as 1f1b",
         )
-    if layout.live("fsdp"):
+    if layout.live(*STATE_AXES):
         raise LayoutError(
             "layout",
             str(layout),

@@ -17,9 +17,9 @@ from torch.distributed.tensor import Shard
 
 from weft.core import (
     COPY,
-    DATA_AXES,
     EXPERTS,
-    TOKEN_AXES,
+    REPLICA_AXIS,
+    STAGE_AXIS,
     GradBucket,
     Param,
     Plan,
@@ -31,7 +31,9 @@ from weft.core import (
     numel_of,
 )
 from weft.nn import reduced_numels
-from weft.parallel import HEADER_BYTES, request_traffic
+
+from .axes import DATA_AXES, FEATURE_AXES, TOKEN_AXES
+from .wire_sizes import HEADER_BYTES, request_traffic
 
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
 STATISTICS_BYTES = (
@@ -140,11 +142,11 @@ def predict_collectives(
         for core in cores if plan.sequence_size > 1 else ():
             if plan.staging is None or plan.stage_of(core.module) in whole.stages(rank):
                 comms += _attention(plan, core, microbatch, itemsize)
-    comms += _gathers(plan, plan.layout.coords(rank).get("tp", 0), crossings, unreached)
+    comms += _gathers(plan, plan.layout.coords(rank), crossings, unreached)
     for bucket in plan.buckets():
         axis, names = ".".join(plan.layout.live(*bucket.axes)), bucket.names
-        apart = plan.apart and "dp" in bucket.axes
-        within = [a for a in bucket.axes if not (apart and a == "dp")]
+        apart = plan.apart and REPLICA_AXIS in bucket.axes
+        within = [a for a in bucket.axes if not (apart and a == REPLICA_AXIS)]
         if within:
             nbytes = _bucket_bytes(plan, names, rank)
             comms.append(
@@ -237,10 +239,10 @@ def _attention(
     }
     params = [p for step in plan.steps for p in step.params]
     cut = any(
-        p.axis == "tp" and p.cut is not None and p.name.startswith(core.module + ".")
+        p.axis in FEATURE_AXES and p.cut is not None and p.name.startswith(core.module + ".")
         for p in params
     )
-    tp = plan.layout.size("tp") if cut else 1
+    tp = plan.layout.size(*FEATURE_AXES) if cut else 1
     heads, kv, length = (
         core.query[1] // tp,
         max(1, core.key[1] // tp),
@@ -371,7 +373,7 @@ def _dispatch(
         rows = index.unflatten(0, (plan.batch, length))[first : first + plan.microbatch]
         held = whole.positions(peer, length)
         if sliced:
-            here, parts = plan.layout.index(peer, "tp"), plan.layout.size("tp")
+            here, parts = plan.layout.index(peer, *FEATURE_AXES), plan.layout.size(*FEATURE_AXES)
             held = held[here * len(held) // parts : (here + 1) * len(held) // parts]
         return rows[:, held] // each
 
@@ -395,7 +397,7 @@ def _of_all_tokens(plan: Plan, asked: GateQuery, microbatch: int) -> Iterator[Co
     Capacity: which choices a sequence has, gathered from the ranks that have parts of it."""
     sliced = plan.sliced(asked.module)
     times = ("forward", *("recompute",) * _recomputations(plan, asked.module, microbatch))
-    axis = ".".join(plan.layout.live(*TOKEN_AXES, *(("tp",) if sliced else ())))
+    axis = ".".join(plan.layout.live(*TOKEN_AXES, *(FEATURE_AXES if sliced else ())))
     if asked.what == "shares" and axis:
         yield from (
             Collective("all_reduce", axis, asked.size * 8, when, asked.module) for when in times
@@ -409,7 +411,7 @@ def _of_all_tokens(plan: Plan, asked: GateQuery, microbatch: int) -> Iterator[Co
     )
     axes = [
         axis
-        for axis in (*(("tp",) if sliced else ()), *(c.axis for c in cuts))
+        for axis in (*(FEATURE_AXES if sliced else ()), *(c.axis for c in cuts))
         if plan.layout.size(axis) > 1
     ]
     nbytes = plan.microbatch * asked.size * 8 // prod(map(plan.layout.size, axes))
@@ -444,7 +446,7 @@ def _updates(plan: Plan, rank: int, itemsize: int) -> Iterator[Collective]:
     if not plan.schedule.versions:
         return
     table, data = plan.params(), ".".join(plan.layout.live(*TOKEN_AXES))
-    for action in plan.schedule.order[plan.layout.coords(rank).get("pp", 0)]:
+    for action in plan.schedule.order[plan.layout.stage_of(rank)]:
         if action.kind == "F" and action.stage == plan.schedule.stages - 1 and data:
             yield Collective("all_reduce", data, 8, "forward", "(loss)")
         together: Counter[tuple[tuple[str, ...], torch.dtype]] = Counter()
@@ -453,7 +455,7 @@ def _updates(plan: Plan, rank: int, itemsize: int) -> Iterator[Collective]:
             partial = plan.reduced_over(weight.name, table)
             axes = plan.layout.live(*partial) if partial else ()
             if axes and weight.trainable and weight.name in used:
-                count = prod(plan.local_shape(weight, table, plan.layout.coords(rank).get("tp", 0)))
+                count = prod(plan.local_shape(weight, table, plan.layout.coords(rank)))
                 together[axes, weight.dtype] += count + 1  # whether there is a gradient
         for (axes, _), count in together.items():
             yield Collective(
@@ -465,22 +467,23 @@ def _between_replicas(plan: Plan, bucket: GradBucket, rank: int) -> Iterator[Col
     """What a replica's synchroniser sends for a bucket of gradients."""
     sync, table = plan.sync, plan.params()
     assert isinstance(sync, SyncEveryStep)
-    size, here = plan.layout.size("dp"), plan.layout.coords(rank)["dp"]
+    size, here = plan.layout.replica_count, plan.layout.replica_of(rank)
     weights = {w.name: w for w in plan.weights}
     shapes = [_stored_shape(plan, weights[name], table, rank) for name in bucket.names]
     itemsize = weights[bucket.names[0]].dtype.itemsize
     peers = sync.peers(size, here)
     for asked in sync.codec.asks(shapes, peers, itemsize) if numel_of(shapes) else ():
         for kind, nbytes in request_traffic(sync.route, sync.local, asked, peers, bucket.owner):
-            yield Collective(kind, "dp", nbytes, "reduce", bucket.names[0])
+            yield Collective(kind, REPLICA_AXIS, nbytes, "reduce", bucket.names[0])
     if sync.route == "owners" and here == bucket.owner:
         for _ in range(size - 1):
-            yield Collective("send", "dp", numel_of(shapes) * itemsize, "step", bucket.names[0])
+            nbytes = numel_of(shapes) * itemsize
+            yield Collective("send", REPLICA_AXIS, nbytes, "step", bucket.names[0])
 
 
 def _messages(plan: Plan, rank: int, values: Mapping[int, int]) -> Iterator[Collective]:
     """What a rank sends over `pp`: values to the ranks of later stages, their gradients back."""
-    placement, here = plan.schedule.placement, plan.layout.coords(rank).get("pp", 0)
+    placement, here = plan.schedule.placement, plan.layout.stage_of(rank)
     for index, value in enumerate(plan.staging.values if plan.staging is not None else ()):
         source, others = (
             placement[value.source],
@@ -490,14 +493,17 @@ def _messages(plan: Plan, rank: int, values: Mapping[int, int]) -> Iterator[Coll
             if source == here:
                 for _ in others:
                     if microbatch == 0 or plan.dynamic_shapes:
-                        yield Collective("send", "pp", HEADER_BYTES, "forward", value.name)
-                    yield Collective("send", "pp", values[index], "forward", value.name)
+                        yield Collective("send", STAGE_AXIS, HEADER_BYTES, "forward", value.name)
+                    yield Collective("send", STAGE_AXIS, values[index], "forward", value.name)
             elif here in others and value.differentiable:
-                yield Collective("send", "pp", values[index], "backward", value.name)
+                yield Collective("send", STAGE_AXIS, values[index], "backward", value.name)
 
 
 def _gathers(
-    plan: Plan, tp_index: int, crossings: Mapping[str, BoundaryShape], unreached: Collection[str]
+    plan: Plan,
+    coords: Mapping[str, int],
+    crossings: Mapping[str, BoundaryShape],
+    unreached: Collection[str],
 ) -> Iterator[Collective]:
     table = plan.params()
     used = _gathered_in_backward(plan, crossings, unreached)
@@ -509,7 +515,7 @@ def _gathers(
         size = plan.layout.size(gather.axis)
         padded = {}
         for param in step.params:
-            first, *rest = plan.local_shape(weights[param.name], table, tp_index)
+            first, *rest = plan.local_shape(weights[param.name], table, coords)
             padded[param.name] = -(-first // size) * size * prod(rest)
         gathered = sum(n * weights[name].dtype.itemsize for name, n in padded.items())
         reduced = sum(
@@ -533,8 +539,8 @@ def _gathers(
                 for asked in plan.sync.codec.scatter_asks(reduced // item // size, peers, item):
                     for kind, nbytes in request_traffic("backend", 1, asked, peers, 0):
                         yield Collective(kind, gather.axis, nbytes, "reduce", step.module)
-        if reduced and plan.layout.live("dp") and not plan.apart:
-            yield Collective("all_reduce", "dp", reduced // size, "reduce", step.module)
+        if reduced and plan.layout.replica_count > 1 and not plan.apart:
+            yield Collective("all_reduce", REPLICA_AXIS, reduced // size, "reduce", step.module)
 
 
 def _gathered_in_backward(
@@ -578,7 +584,7 @@ def _stored_shape(
 ) -> tuple[int, ...]:
     """Of what a rank keeps of a parameter."""
     coords = plan.layout.coords(rank)
-    shape = list(plan.local_shape(weight, table, coords.get("tp", 0)))
+    shape = list(plan.local_shape(weight, table, coords))
     for axis, param in table[weight.name].items():
         if param.stored != param.compute and param.stored != COPY:
             start, stop = fsdp_rows(shape[0], plan.layout.size(axis), coords[axis])

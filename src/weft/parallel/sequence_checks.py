@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.core import SEQUENCE_AXES, Layout, Step, UnsupportedModel
+from weft.core import (
+    Layout,
+    Step,
+    UnsupportedModel,
+)
 from weft.nn import Roles, check_padding, is_positionwise, named_inputs
 
+from .axes import (
+    FEATURE_AXES,
+    SEQUENCE_AXES,
+)
 from .plan_request import PlanRequest
 
 
@@ -62,7 +70,10 @@ def check_shared_sequence(
         refuse(f"samples of {length} positions do not divide into {parts} pieces", fix)
     size = methods.get("ulysses", 1)
     for chain in (chain for chain in roles.chains if chain.heads):
-        heads, kv = chain.heads // layout.size("tp"), max(1, chain.kv_heads // layout.size("tp"))
+        heads, kv = (
+            chain.heads // layout.size(*FEATURE_AXES),
+            max(1, chain.kv_heads // layout.size(*FEATURE_AXES)),
+        )
         if heads % size or (kv % size and size % kv):
             refuse(
                 f"{chain.row} has {heads} heads and {kv} key heads on a rank, and Ulysses has"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.core import (
+    STAGE_AXIS,
     ConfigError,
     Layout,
     LayoutError,
@@ -107,7 +108,7 @@ def unsplit_blocks(blocks: Sequence[str], points: Sequence[str]) -> list[str]:
 
 def schedule_of(layout: Layout) -> str | None:
     """The schedule that a layout names, or None. Raises LayoutError."""
-    found = layout.option("pp")
+    found = layout.option(STAGE_AXIS)
     if len(found) > 1:
         raise ConfigError(
             "layout", str(layout), f"{' and '.join(found)} at once", "choose one schedule"
@@ -137,7 +138,7 @@ def choose_schedule(
     Raises:
         ConfigError: There is no such schedule or option, or the schedule cannot run.
     """
-    ranks, schedule = layout.size("pp"), schedule_of(layout) or schedule
+    ranks, schedule = layout.stage_ranks, schedule_of(layout) or schedule
     if isinstance(schedule, str):
         return schedules.make_schedule(schedule, ranks, microbatches, **options)
     if isinstance(schedule, Schedule) and options:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from weft.core import (
+    REPLICA_AXIS,
     AsyncServers,
     ConfigError,
     Layout,
@@ -32,10 +33,10 @@ def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: s
     Raises:
         ConfigError: The synchroniser does not work with the layout, schedule or precision.
     """
-    size = layout.size("dp")
+    size = layout.replica_count
     if (
         size > 1
-        and "ep" in layout.option("dp")
+        and layout.spreads_experts(REPLICA_AXIS)
         and not (isinstance(sync, SyncEveryStep) and sync.route != "owners")
     ):
         raise ConfigError(
@@ -98,7 +99,7 @@ def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: s
 
 
 def _check_separate(layout: Layout, sync: LocalSteps | AsyncServers, precision: str) -> list[str]:
-    size = layout.size("dp")
+    size = layout.replica_count
     if size == 1:
         return [f"[sync] {sync.name}: fsdp alone is one replica, and has nothing to synchronise"]
     if sync.codec.has_momentum:
@@ -147,7 +148,7 @@ def check_gate_biases(model: nn.Module, sync: Sync) -> None:
 
 
 def _check_servers(layout: Layout, servers: int) -> None:
-    size = layout.size("dp")
+    size = layout.replica_count
     if servers > size:
         raise ConfigError(
             "sync.servers", servers, f"{layout} has {size} replicas", f"use at most {size}"

@@ -164,7 +164,9 @@ def replica_ranks(run: RunConfig) -> list[list[int]]:
     """The ranks of each replica, if each replica is a process group of its own; else nothing."""
     layout, made = run.layout.axes, build_sync(run)
     return (
-        layout.replicas() if not isinstance(made, SyncEveryStep) and layout.size("dp") > 1 else []
+        layout.replicas()
+        if not isinstance(made, SyncEveryStep) and layout.replica_count > 1
+        else []
     )
 
 

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 from rich.filesize import decimal
 
-from weft.core import EXPERTS
+from weft.core import (
+    EXPERTS,
+    REPLICA_AXIS,
+)
 from weft.engine import Audit, Engine, ModuleCalls, Remote, TrainingEngine
 from weft.parallel import wire_bytes
 
@@ -123,10 +126,14 @@ class CommMetrics:
             axis = ".".join(self._engine.global_plan.layout.live(EXPERTS))
             by_axis[axis] += self._engine.dispatch.sent_bytes / self._steps
         if outer is not None:
-            by_axis["dp"] = by_axis.get("dp", 0.0) + outer.sent_bytes / self._steps
+            by_axis[REPLICA_AXIS] = by_axis.get(REPLICA_AXIS, 0.0) + outer.sent_bytes / self._steps
         parts = [f"{axis} {decimal(round(nbytes))}" for axis, nbytes in by_axis.items()]
         text = f"a rank sends {', '.join(parts)} a step"
-        plain, actual, sync = self._plain(), by_axis.get("dp", 0.0), self._engine.global_plan.sync
+        plain, actual, sync = (
+            self._plain(),
+            by_axis.get(REPLICA_AXIS, 0.0),
+            self._engine.global_plan.sync,
+        )
         if (
             not plain
             or not actual
@@ -137,7 +144,7 @@ class CommMetrics:
         return f"{text}; over dp 1/{plain / actual:.3g} of what an all-reduce of gradients sends"
 
     def _plain(self) -> float:
-        engine, size = self._engine, self._engine.global_plan.layout.size("dp")
+        engine, size = self._engine, self._engine.global_plan.layout.replica_count
         flats = engine.replicas.exchanged()
         if flats is None:
             flats = [b.flat for b in engine.reducer.buckets if b.number is not None]

@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from weft.core import DATA_AXES, SEQUENCE_AXES, Layout, LayoutError, Refusal, RunConfig
+from weft.core import REPLICA_AXIS, Divides, Layout, LayoutError, Refusal, RunConfig
+from weft.parallel import DATA_AXES, SEQUENCE_AXES, axis_table
 
 from . import build, run_checks
 
 GROWTH = 1.5  # what a rank may have to spare of memory; no more than a guess
-COPIES = ("dp", *SEQUENCE_AXES)  # whose ranks hold the same weights
+COPIES = (REPLICA_AXIS, *SEQUENCE_AXES)  # whose ranks hold the same weights
 
 
 def shrink_to(run: RunConfig, ranks: int) -> RunConfig:
@@ -50,12 +51,14 @@ def smaller_layouts(layout: Layout, ranks: int) -> Iterator[Layout]:
     GROWTH times as much of the model; then most ranks; then fewest axes changed that cut the model,
     and these least; then data axes least. Those that cut tensors go down to a divisor, so that what
     they divided they divide still."""
+    table = axis_table().traits
     axes, sizes = layout.axes, [size for _, size in layout.sizes]
 
     def choices(axis: str, size: int) -> list[int]:
-        if axis in DATA_AXES:
+        if table[axis].shrinks_freely:
             return [*range(1, ranks + 1)]
-        return [n for n in range(1, size + 1) if axis == "pp" or size % n == 0]
+        stages = Divides.STAGES in table[axis].divides
+        return [n for n in range(1, size + 1) if stages or size % n == 0]
 
     def rank(found: tuple[int, ...]) -> tuple[float, ...]:
         far = [abs(math.log(now / was)) for now, was in zip(found, sizes)]
@@ -67,11 +70,10 @@ def smaller_layouts(layout: Layout, ranks: int) -> Iterator[Layout]:
 
     every = _products([choices(axis, size) for axis, size in layout.sizes], ranks)
     for found in sorted(every, key=rank):
-        live = tuple((axis, size) for axis, size in zip(axes, found) if size > 1) or (("dp", 1),)
+        live = tuple((axis, size) for axis, size in zip(axes, found) if size > 1)
         kept = {axis for axis, _ in live}
-        yield Layout(
-            live, tuple((a, o) for a, o in layout.options if a in kept and live != (("dp", 1),))
-        )
+        options = tuple((a, o) for a, o in layout.options if a in kept)
+        yield Layout(live, options) if live else Layout.single()
 
 
 def _products(choices: list[list[int]], most: int) -> Iterator[tuple[int, ...]]:

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from rich.filesize import decimal
 
 from weft.engine import TrainingEngine
+from weft.parallel import (
+    FEATURE_AXES,
+)
 
 COLLAPSED = 0.1  # of the way from as few experts as a token needs to all: fewer are in use then
 
@@ -33,7 +36,10 @@ class ExpertMetrics:
         counts, loss = self._engine.loads.take()
         plan = self._engine.plan
         # ranks that have the same tokens are all counted
-        copies = {module: 1 if plan.sliced(module) else plan.layout.size("tp") for module in counts}
+        copies = {
+            module: 1 if plan.sliced(module) else plan.layout.size(*FEATURE_AXES)
+            for module in counts
+        }
         counts = {module: [n // copies[module] for n in row] for module, row in counts.items()}
         for module, row in counts.items():
             before = self._totals.get(module, [0] * len(row))

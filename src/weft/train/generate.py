@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from weft.core import ConfigError, RunConfig
 from weft.engine import TrainingEngine
 from weft.nn import logits_of
+from weft.parallel import (
+    FEATURE_AXES,
+)
 
 TEMPERATURE = 0.8  # less sure than greedy, which soon repeats itself; surer than the model
 
@@ -62,7 +65,7 @@ def generate(
     all of them.
     """
     generator = torch.Generator().manual_seed(seed)
-    multiple = engine.mesh.size("tp") if "sequence" in engine.plan.layout.option("tp") else 1
+    multiple = engine.mesh.size(*FEATURE_AXES) if engine.plan.layout.has_option("sequence") else 1
     made: list[int] = []
     for _ in range(tokens):
         seen = (ids + made)[-context:]

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from weft.core import (
-    SEQUENCE_AXES,
     AsyncServers,
     ConfigError,
     DataError,
@@ -28,6 +27,10 @@ from weft.core import (
 )
 from weft.engine import check_codec, check_worker_plan
 from weft.nn import find_roles
+from weft.parallel import (
+    FEATURE_AXES,
+    SEQUENCE_AXES,
+)
 
 from . import data
 from .build import (
@@ -113,7 +116,9 @@ def plan_without_weights(
     try:
         made = build_plan(run, bare, sample)
     except UnsupportedModel:
-        if not (load and run.layout.axes.live("pp") and any(p.is_meta for p in bare.parameters())):
+        if not (
+            load and run.layout.axes.stage_ranks > 1 and any(p.is_meta for p in bare.parameters())
+        ):
             raise
         made = build_plan(run, build_model(run), sample)
     if run.train.rollback is not None:
@@ -197,8 +202,11 @@ def check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> 
                 "model", embeddings[0], problem, f"give the model a vocabulary of at least {vocab}"
             )
     for laid in plans:
-        size, parts = laid.layout.size("tp"), laid.layout.size("tp", *SEQUENCE_AXES)
-        if "sequence" in laid.layout.option("tp") and len(ids) % parts:
+        size, parts = (
+            laid.layout.size(*FEATURE_AXES),
+            laid.layout.size(*FEATURE_AXES, *SEQUENCE_AXES),
+        )
+        if laid.layout.has_option("sequence") and len(ids) % parts:
             problem = (
                 f"tp{size} cuts sequences of {len(ids) * size // parts} tokens, which it does not"
                 " divide"

@@ -10,7 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from rich.text import Text
 
-from weft.core import ActionCosts, Schedule
+from weft.core import (
+    STAGE_AXIS,
+    ActionCosts,
+    Schedule,
+)
 from weft.engine import Engine, Span
 from weft.pipeline import Timeline, perfetto, simulate, svg, text
 
@@ -59,7 +63,7 @@ class TraceRecorder:
             dist.all_gather_object(everyone, self._steps)
         if engine.mesh.rank != 0 or not self._steps:
             return None
-        ranks = [everyone[rank] for rank in engine.plan.layout.peers(0, "pp")]
+        ranks = [everyone[rank] for rank in engine.plan.layout.peers(0, STAGE_AXIS)]
         schedule = engine.plan.schedule
         recorded = [*zip(*ranks, strict=True)]  # step -> rank -> spans
         measured = Timeline.of(

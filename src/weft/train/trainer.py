@@ -30,7 +30,6 @@ from weft.checkpoint import (
     read_index,
 )
 from weft.core import (
-    DATA_AXES,
     DRIVER,
     CheckpointError,
     ConfigError,
@@ -42,6 +41,9 @@ from weft.core import (
 )
 from weft.engine import Engine, Remote, ReplicaGroup, StepResult, TrainingEngine
 from weft.launch import AGENT, on_stop_signal, replica_slot, rpc_session
+from weft.parallel import (
+    DATA_AXES,
+)
 
 from . import build
 from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of

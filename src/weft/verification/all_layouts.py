@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from weft.core import Layout, Refusal, RunConfig
-from weft.parallel import registry
+from weft.parallel import options_of, registry
 from weft.train import build_dataset, build_skeleton, plan_without_weights, with_layout
 
 
@@ -19,8 +19,8 @@ def runnable_layouts(
     left.
     """
     bare, train, choices = build_skeleton(run), build_dataset(run), []
-    for axis, strategies in registry().items():
-        options = ["", *(f"+{option}" for strategy in strategies for option in strategy.OPTIONS)]
+    for axis in registry():
+        options = ["", *(f"+{option}" for option in options_of(axis))]
         sizes = [size for size in range(2, world + 1) if world % size == 0]
         choices.append(["", *(f"{axis}{size}{option}" for size in sizes for option in options)])
     found, last = [], None

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from weft.core import (
     COPY,
-    DATA_AXES,
     DRIVER,
+    EXPERTS,
     Chunk,
     Plan,
     chunks_of,
@@ -30,7 +30,14 @@ from weft.core import (
 )
 from weft.engine import Audit, Engine, Remote, TrainingEngine, local_tensor
 from weft.launch import rpc_session
-from weft.parallel import Collective, RoutingCall, collective_totals, predict_collectives
+from weft.parallel import (
+    DATA_AXES,
+    FEATURE_AXES,
+    Collective,
+    RoutingCall,
+    collective_totals,
+    predict_collectives,
+)
 
 from .activation_recorder import ActivationRecorder, record_activations
 from .case import Case, to_float64
@@ -484,7 +491,7 @@ def _partial(plan: Plan, name: str) -> bool:
     params = [p for step in plan.steps if step.module == name for p in step.params]
     return any(
         (p.cut is not None and p.stored == COPY)
-        or (p.cut is None and p.grad != COPY and p.axis == "tp" and not plan.sliced(name))
+        or (p.cut is None and p.grad != COPY and p.axis in FEATURE_AXES and not plan.sliced(name))
         for p in params
     )
 
@@ -572,7 +579,7 @@ def _local_part(engine: TrainingEngine, name: str, value: Tensor, want: Tensor) 
     if len(dims) != 1:
         return None
     dim = dims[0]
-    index, size = engine.mesh.index("tp"), engine.mesh.size("tp")
+    index, size = engine.mesh.index(*FEATURE_AXES), engine.mesh.size(*FEATURE_AXES)
     samples = engine.plan.microbatch
     if dim == 0 and engine.plan.sliced(name) and value.shape[0] * size == want.shape[0]:
         rows = want.unflatten(0, (samples, -1))  # samples and positions in one dim, positions cut
@@ -584,10 +591,12 @@ def _local_part(engine: TrainingEngine, name: str, value: Tensor, want: Tensor) 
             if (
                 step.module == name
                 and p.cut is not None
+                and p.axis != EXPERTS
                 and p.name.endswith("weight")
                 and dim == want.ndim - 1
             ):
-                pieces = [want.narrow(dim, a, b - a) for a, b in p.cut.intervals(index, size)]
+                here = engine.mesh.index(p.axis), engine.mesh.size(p.axis)
+                pieces = [want.narrow(dim, a, b - a) for a, b in p.cut.intervals(*here)]
                 part = torch.cat(pieces, dim)
                 return part if part.shape == value.shape else None
     if value.shape[dim] * size == want.shape[dim] and not flat:

@@ -62,7 +62,7 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
     found = []
     for layout in layouts:
         if (
-            Layout.parse(layout).live("pp")
+            Layout.parse(layout).stage_ranks > 1
             and case.laid(case.build().double(), layout).schedule.versions
         ):
             found.append(run_delayed(case, layout, steps))

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from weft.core import Plan
 from weft.nn import model_arguments, named_inputs
+from weft.parallel import (
+    FEATURE_AXES,
+)
 from weft.pipeline import split_stages, trace_forward
 
 from .case import Case
@@ -43,11 +46,11 @@ def _parts(plan: Plan, maker: str, shape: tuple[int, ...]) -> int:
     """Over how many ranks a value is divided that leaves this module."""
     edges = {s.module for s in plan.steps if s.by == "sequence" and s.output is not None}
     inside = {s.module for s in plan.steps if s.interior == "sequence"} - edges
-    sequence = maker in inside and "sequence" in plan.layout.option("tp")
+    sequence = maker in inside and plan.layout.has_option("sequence")
     tables = [
         s
         for s in plan.steps
         if s.interior == "heads" and s.input is None and s.module.startswith(maker + ".")
     ]
     heads = {p.cut.units for s in tables for p in s.params if p.cut is not None}
-    return plan.layout.size("tp") if sequence or shape[-3:-2] in heads else 1
+    return plan.layout.size(*FEATURE_AXES) if sequence or shape[-3:-2] in heads else 1

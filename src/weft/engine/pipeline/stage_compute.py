@@ -11,9 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.core import DATA_AXES, Action, ConfigError, Plan
+from weft.core import (
+    STAGE_AXIS,
+    Action,
+    ConfigError,
+    Plan,
+)
 from weft.nn import Randomness, mix_key, model_arguments
-from weft.parallel import DTYPES, Mesh
+from weft.parallel import (
+    DATA_AXES,
+    DTYPES,
+    Mesh,
+)
 
 from ..context_parallel.sequence import ContextParallel
 from ..fsdp import FSDPUnits
@@ -140,7 +149,7 @@ class TrainingCompute:
     action: Action | None = None  # what runs
 
     def __post_init__(self) -> None:
-        schedule, rank = self.stages.plan.schedule, self.mesh.coords.get("pp", 0)
+        schedule, rank = self.stages.plan.schedule, self.mesh.coords.get(STAGE_AXIS, 0)
         self._data = self.mesh.index(*DATA_AXES)
         plan, size = self.stages.plan, self.stages.plan.microbatch
         firsts = [(m * plan.data_size + self._data) * size for m in range(plan.accumulate)]

@@ -16,8 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.core import TOKEN_AXES, Action, Plan
-from weft.parallel import Mesh
+from weft.core import (
+    Action,
+    Plan,
+)
+from weft.parallel import (
+    TOKEN_AXES,
+    Mesh,
+)
 from weft.pipeline import update_shares, versions_used
 
 Leaves = dict[str, nn.Parameter]

@@ -20,6 +20,7 @@ from torch import Tensor
 from weft._torch.fsdp import ReduceScatter
 from weft._torch.modes import dispatch_modes
 from weft.core import (
+    REPLICA_AXIS,
     Codec,
     CodecState,
     Plan,
@@ -54,7 +55,7 @@ class BucketExchange:
 
     def __init__(self, sync: SyncEveryStep, mesh: Mesh, parcels: Sequence[BucketMessage]):
         self._codec, self._parcels = sync.codec, parcels
-        self._peers = sync.peers(mesh.size("dp"), mesh.index("dp"))
+        self._peers = sync.peers(mesh.size(REPLICA_AXIS), mesh.index(REPLICA_AXIS))
         self.scale: Tensor | None = None  # as of Peers
         self.states: list[CodecState] = [sync.codec.state(p.shapes, p.flat) for p in parcels]
         self._polled: PolledExchange | None = None

@@ -24,7 +24,7 @@ def make_replica_sync(
         company: where replicas meet that have a process group each; None where they share one.
         optimizers: makes the optimizer of a server.
     """
-    index, sync = plan.layout.coords(mesh.place).get("dp", 0), plan.sync
+    index, sync = plan.layout.replica_of(mesh.place), plan.sync
     if not plan.separate or not isinstance(sync, LocalSteps | AsyncServers):
         return ReplicaSync(index)
     # replicas that share a world write one checkpoint, of the first one's
@@ -32,7 +32,7 @@ def make_replica_sync(
     if company is None:
         company = ReplicaGroup(default_store(), index)
     world = mesh.layout.world
-    membership = Membership(company, plan.layout.size("dp"), mesh.rank, world, sync.timeout_s)
+    membership = Membership(company, plan.layout.replica_count, mesh.rank, world, sync.timeout_s)
     if isinstance(sync, AsyncServers):
         return AsyncServerReplicas(index, writes, membership, plan, sync, optimizers)
     return LocalStepReplicas(index, writes, membership, plan)

@@ -1,7 +1,8 @@
 """Parallelisms: one file each. The folder is the registry.
 
-A file names the axis it serves (`AXIS`), the options that may follow it (`OPTIONS`), and emits
-Steps: `steps(model, roles, layout, request) -> Iterator[Step]`.
+A file names the axis it serves (`AXIS`), what that axis divides and allows (`TRAITS`) and the
+options that may follow it (`OPTIONS`), and emits Steps: `steps(request) -> Iterator[Step]`. A
+second file of an axis (sequence.py) has no TRAITS: it serves an option.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
+from functools import cache
 from types import ModuleType
+
+from weft.core import AxisTable
+
+from ._request import StepsRequest as StepsRequest
+
+SPREADS_EXPERTS = {"ep": "experts are spread over its ranks"}
 
 
 def registry() -> Mapping[str, list[ModuleType]]:
@@ -20,6 +28,20 @@ def registry() -> Mapping[str, list[ModuleType]]:
     return found
 
 
+@cache
+def axis_table() -> AxisTable:
+    """The axes of all strategies with their traits, outermost first."""
+    found = {m.AXIS: m.TRAITS for m in _modules() if hasattr(m, "TRAITS")}
+    return AxisTable(dict(sorted(found.items(), key=lambda item: item[1].order)))
+
+
+def options_of(axis: str) -> Mapping[str, str]:
+    """The options that may follow an axis -> what each does."""
+    found = {name: text for m in registry()[axis] for name, text in m.OPTIONS.items()}
+    return found | (SPREADS_EXPERTS if axis_table().traits[axis].spreads_experts else {})
+
+
 def _modules() -> Iterator[ModuleType]:
     for info in pkgutil.iter_modules(__path__):
-        yield importlib.import_module(f"{__name__}.{info.name}")
+        if not info.name.startswith("_"):
+            yield importlib.import_module(f"{__name__}.{info.name}")

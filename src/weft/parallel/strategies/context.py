@@ -7,26 +7,24 @@ How attention reaches the other parts is the method; see `engine/sequence.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from torch import nn
+from weft.core import AxisTraits, Divides, LayoutError, Step, sequence_step
 
-from weft.core import SPREAD, Layout, LayoutError, Step, Weight, sequence_step
-from weft.nn import Roles
+from ._request import StepsRequest
 
 AXIS = "cp"
+TRAITS = AxisTraits(frozenset({Divides.POSITIONS}), order=4, spreads_experts=True)
 OPTIONS: Mapping[str, str] = {
     "ring": "keys and values travel around the ranks (the default)",
     "gather": "keys and values are gathered",
     "ulysses": "the sequence is whole for a part of the heads, by all-to-all there and back",
-    **SPREAD,
 }
 
 
-def steps(
-    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
-) -> Iterator[Step]:
+def steps(request: StepsRequest) -> Iterator[Step]:
     """One Step on the whole model."""
+    layout = request.layout
     methods = tuple(option for option in layout.option(AXIS) if option != "ep") or ("ring",)
     if len(methods) > 1:
         fix = "choose one; up beside cp is Ulysses within each rank of the ring"
@@ -38,4 +36,4 @@ def steps(
             "up is Ulysses already",
             "write one axis, or cp+ring or cp+gather",
         )
-    yield sequence_step(AXIS, methods[0], roles.alike(weights, layout, AXIS))
+    yield sequence_step(AXIS, methods[0], request.roles.alike(request.weights, layout, AXIS))

@@ -6,20 +6,21 @@ Buckets are overlapped with backward, and reduced on the last accumulation step 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from torch import nn
+from weft.core import COPY, SUM, AxisTraits, Divides, Param, Step
 
-from weft.core import COPY, SPREAD, SUM, Layout, Param, Step, Weight
-from weft.nn import Roles
+from ._request import StepsRequest
 
 AXIS = "dp"
-OPTIONS: Mapping[str, str] = SPREAD
+TRAITS = AxisTraits(
+    frozenset({Divides.SAMPLES}), order=1, spreads_experts=True, shrinks_freely=True
+)
+OPTIONS: Mapping[str, str] = {}
 
 
-def steps(
-    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
-) -> Iterator[Step]:
+def steps(request: StepsRequest) -> Iterator[Step]:
     """One Step on the whole model: each gradient is a partial sum over `dp`."""
-    params = (Param(w.name, AXIS, COPY, COPY, SUM) for w in roles.alike(weights, layout, AXIS))
+    alike = request.roles.alike(request.weights, request.layout, AXIS)
+    params = (Param(w.name, AXIS, COPY, COPY, SUM) for w in alike)
     yield Step("", "data", params=tuple(params))

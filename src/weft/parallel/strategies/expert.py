@@ -9,35 +9,37 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from torch import nn
 from torch.distributed.tensor import Shard
 
 from weft.core import (
     COPY,
     EXPERTS,
     SUM,
+    AxisTraits,
     DimShard,
+    Divides,
     ExpertDispatch,
-    Layout,
     LayoutError,
     Param,
     Step,
     UnsupportedModel,
-    Weight,
 )
-from weft.nn import Roles, expert_count, why_no_experts
+from weft.nn import expert_count, why_no_experts
+
+from ._request import StepsRequest
 
 AXIS = "ep"
+TRAITS = AxisTraits(frozenset({Divides.SAMPLES, Divides.EXPERTS}), order=3, shrinks_freely=True)
 OPTIONS: Mapping[str, str] = {}
 
 
-def steps(
-    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
-) -> Iterator[Step]:
+def steps(request: StepsRequest) -> Iterator[Step]:
     """One Step for each module that holds experts, and one for all other weights where `ep` is an
     axis of its own."""
+    model, weights, roles = request.model, request.weights, request.roles
+    layout = request.layout
     size = layout.size(EXPERTS)
     if not roles.experts:
         near = (

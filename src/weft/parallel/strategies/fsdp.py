@@ -8,40 +8,44 @@ then summed across.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from torch import nn
 from torch.distributed.tensor import Shard
 
 from weft.core import (
     COPY,
-    SPREAD,
     SUM,
+    AxisTraits,
+    Divides,
     FSDPUnit,
-    Layout,
     LayoutError,
     Param,
     Step,
     UnsupportedModel,
     Weight,
 )
-from weft.nn import Roles
+
+from ._request import StepsRequest
 
 AXIS = "fsdp"
+TRAITS = AxisTraits(
+    frozenset({Divides.SAMPLES, Divides.STATE}),
+    order=2,
+    spreads_experts=True,
+    shrinks_freely=True,
+)
 OPTIONS: Mapping[str, str] = {
     "zero1": "optimizer state sharded; parameters gathered and gradients reduced once a step",
     "zero2": "gradients sharded too: reduced every microbatch",
     "zero3": "parameters sharded too: gathered at every use (the default)",
-    **SPREAD,
     "offload": "parameters, gradients and optimizer state rest in host memory",
 }
 
 
-def steps(
-    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
-) -> Iterator[Step]:
+def steps(request: StepsRequest) -> Iterator[Step]:
     """One Step per unit, inner units before the rest of the model."""
+    layout, roles, weights = request.layout, request.roles, request.weights
     options = layout.option(AXIS)
     levels = [o for o in options if o.startswith("zero")] or ["zero3"]
     if len(levels) > 1:

@@ -7,20 +7,18 @@ the work its schedule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from torch import nn
-
-from weft.core import Layout, Step, Weight
-from weft.nn import Roles
+from weft.core import AxisTraits, Divides, Step
 from weft.pipeline import schedules
 
+from ._request import StepsRequest
+
 AXIS = "pp"
+TRAITS = AxisTraits(frozenset({Divides.STAGES}), order=0)
 OPTIONS: Mapping[str, str] = {name: f"the schedule {name}" for name in schedules.registry()}
 
 
-def steps(
-    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
-) -> Iterator[Step]:
+def steps(request: StepsRequest) -> Iterator[Step]:
     """None."""
     return iter(())

@@ -7,13 +7,13 @@ its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from torch import nn
 from torch.distributed.tensor import Shard
 
-from weft.core import COPY, SUM, Boundary, Layout, Param, Step, UnsupportedModel, Weight
-from weft.nn import Roles
+from weft.core import COPY, SUM, Boundary, Param, Step, UnsupportedModel
+
+from ._request import StepsRequest
 
 AXIS = "tp"
 OPTIONS: Mapping[str, str] = {
@@ -21,10 +21,9 @@ OPTIONS: Mapping[str, str] = {
 }
 
 
-def steps(
-    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
-) -> Iterator[Step]:
+def steps(request: StepsRequest) -> Iterator[Step]:
     """The edges of every region, and the gradients that are partial inside."""
+    layout, roles = request.layout, request.roles
     if "sequence" not in layout.option(AXIS):
         return
     stacks = roles.stacks()
@@ -61,7 +60,7 @@ def steps(
     }
     cut |= {name for chain in roles.chains for name in chain.inner}
     cut |= {name for experts in roles.experts for name in experts.cuts}
-    alike = roles.alike(weights, layout, AXIS)
+    alike = roles.alike(request.weights, layout, AXIS)
     for blocks in stacks:
         yield Step(blocks[0], "sequence", input=Boundary({AXIS: COPY}, {AXIS: Shard(1)}))
         yield Step(blocks[-1], "sequence", output=Boundary({AXIS: COPY}, {AXIS: Shard(1)}))

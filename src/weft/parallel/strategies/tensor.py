@@ -7,7 +7,7 @@ reduce-scatter, and an all-gather stands at the next one's start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -15,30 +15,36 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.core import (
     COPY,
-    SPREAD,
     SUM,
     ActivationSharding,
+    AxisTraits,
     Boundary,
     DimShard,
+    Divides,
     Layout,
     Param,
     Step,
     UnsupportedModel,
-    Weight,
 )
-from weft.nn import GROUPS, HEADS, KV_HEADS, WIDTHS, Chain, ExpertsRole, Roles, is_conv1d
+from weft.nn import GROUPS, HEADS, KV_HEADS, WIDTHS, Chain, ExpertsRole, is_conv1d
+
+from ._request import StepsRequest
+from ._vocabulary import vocabulary_steps
 
 AXIS = "tp"
-OPTIONS: Mapping[str, str] = SPREAD
+TRAITS = AxisTraits(
+    frozenset({Divides.FEATURES, Divides.VOCABULARY}),
+    order=7,
+    spreads_experts=True,
+    within_node=True,
+)
+OPTIONS: Mapping[str, str] = {}
 
 
-def steps(
-    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
-) -> Iterator[Step]:
+def steps(request: StepsRequest) -> Iterator[Step]:
     """Steps for every chain and for the vocabulary."""
+    model, roles, layout, names = request.model, request.roles, request.layout, request.names
     size = layout.size(AXIS)
-    names = {alias: w.name for w in weights for alias in (w.name, *w.aliases)}
-    shapes = {w.name: w.shape for w in weights}
     if not roles.chains and not roles.embeddings:
         raise UnsupportedModel(
             "layout",
@@ -56,7 +62,7 @@ def steps(
     for experts in roles.experts if "ep" not in layout.option(AXIS) else ():
         in_stack = any(experts.module.startswith(block + ".") for block in blocks)
         yield from _inside(experts, size, layout, Shard(0) if sequence and in_stack else COPY)
-    yield from _vocabulary(model, roles, names, shapes, sharded_logits, layout)
+    yield from vocabulary_steps(request, AXIS, "tensor")
 
 
 def _chain(
@@ -171,50 +177,4 @@ def _check_modules(model: nn.Module, chain: Chain, size: int) -> None:
                 type(module).__name__,
                 "its forward is its own, so it cannot run on part of its parameters",
                 'use nn.Linear, or declare it "whole" in [roles]',
-            )
-
-
-def _vocabulary(
-    model: nn.Module,
-    roles: Roles,
-    names: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    sharded_logits: bool,
-    layout: Layout,
-) -> Iterator[Step]:
-    """Rows of the embedding and of the head on ranks; any vocabulary, the last ranks getting
-    less."""
-    for module in (*roles.embeddings, *roles.heads):
-        name = names[f"{module}.weight"]
-        vocab = shapes[name][0]
-        table = model.get_submodule(module)
-        if isinstance(table, nn.Embedding) and (
-            table.max_norm is not None or table.scale_grad_by_freq or table.sparse
-        ):
-            raise UnsupportedModel(
-                f"roles.{module}",
-                "embedding",
-                "max_norm, scale_grad_by_freq and sparse need the whole table",
-                'declare it "whole" in [roles]',
-            )
-        if vocab < layout.size(AXIS):
-            raise UnsupportedModel(
-                "layout", str(layout), f"{module} has {vocab} rows", "use a tp size of at most that"
-            )
-        params = [Param(name, AXIS, Shard(0), Shard(0), Shard(0), DimShard(0, (vocab,), (vocab,)))]
-        if f"{module}.bias" in names:
-            bias = names[f"{module}.bias"]
-            params.append(
-                Param(bias, AXIS, Shard(0), Shard(0), Shard(0), DimShard(0, (vocab,), (vocab,)))
-            )
-        if module in roles.embeddings:
-            yield Step(module, "tensor", tuple(params), output=Boundary({AXIS: COPY}, {AXIS: SUM}))
-        else:
-            out = Shard(-1) if sharded_logits else COPY
-            yield Step(
-                module,
-                "tensor",
-                tuple(params),
-                input=Boundary({AXIS: COPY}, {AXIS: COPY}),
-                output=Boundary({AXIS: out}, {AXIS: Shard(-1)}, typed=sharded_logits),
             )

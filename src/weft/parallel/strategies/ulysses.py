@@ -6,19 +6,18 @@ Fang and Zhao 2024 (USP). Alone, `up4` is `cp4+ulysses`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from torch import nn
+from weft.core import AxisTraits, Divides, Step, sequence_step
 
-from weft.core import SPREAD, Layout, Step, Weight, sequence_step
-from weft.nn import Roles
+from ._request import StepsRequest
 
 AXIS = "up"
-OPTIONS: Mapping[str, str] = SPREAD
+TRAITS = AxisTraits(frozenset({Divides.POSITIONS}), order=5, spreads_experts=True, within_node=True)
+OPTIONS: Mapping[str, str] = {}
 
 
-def steps(
-    model: nn.Module, weights: Sequence[Weight], roles: Roles, layout: Layout, sharded_logits: bool
-) -> Iterator[Step]:
+def steps(request: StepsRequest) -> Iterator[Step]:
     """One Step on the whole model."""
-    yield sequence_step(AXIS, "ulysses", roles.alike(weights, layout, AXIS))
+    alike = request.roles.alike(request.weights, request.layout, AXIS)
+    yield sequence_step(AXIS, "ulysses", alike)

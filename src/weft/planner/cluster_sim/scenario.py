@@ -17,7 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from weft.core import DATA_AXES, ActionCosts, ConfigError, LocalSteps, Schedule, Sync
+from weft.core import (
+    ActionCosts,
+    ConfigError,
+    LocalSteps,
+    Schedule,
+    Sync,
+)
+from weft.parallel import (
+    DATA_AXES,
+)
 from weft.pipeline import schedules
 
 from ..cost.breakdown import CostPart

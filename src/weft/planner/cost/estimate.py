@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weft.core import DATA_AXES, SEQUENCE_AXES, TOKEN_AXES, ActionCosts
+from weft.core import (
+    ActionCosts,
+)
+from weft.parallel import (
+    DATA_AXES,
+    SEQUENCE_AXES,
+    TOKEN_AXES,
+)
 from weft.pipeline import schedules
 
 from .breakdown import CostPart

@@ -10,7 +10,15 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import DATA_AXES, DEFAULT_SCHEDULE, EXPERTS, SEQUENCE_AXES, Layout
+from weft.core import (
+    DEFAULT_SCHEDULE,
+    EXPERTS,
+    Layout,
+)
+from weft.parallel import (
+    DATA_AXES,
+    SEQUENCE_AXES,
+)
 
 Array = NDArray[Any]
 AXES = (

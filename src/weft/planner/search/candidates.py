@@ -15,7 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from weft.core import DATA_AXES, Layout
+from weft.core import (
+    Layout,
+)
+from weft.parallel import (
+    DATA_AXES,
+)
 from weft.pipeline import schedules
 
 from ..cost.layout_batch import AXES, Array, LayoutBatch

@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from weft.core import DATA_AXES, SEQUENCE_AXES, Layout, Refusal
+from weft.core import (
+    Layout,
+    Refusal,
+)
+from weft.parallel import (
+    DATA_AXES,
+    SEQUENCE_AXES,
+)
 from weft.pipeline import schedules
 from weft.sync import check_sync
 

@@ -1,0 +1,14 @@
+"""The axes by what they divide, read from the strategies' traits."""
+
+from __future__ import annotations
+
+from weft.core import Divides
+
+from .strategies import axis_table
+
+DATA_AXES = axis_table().dividing(Divides.SAMPLES)  # over which the batch is divided
+SEQUENCE_AXES = axis_table().dividing(Divides.POSITIONS)
+TOKEN_AXES = DATA_AXES + SEQUENCE_AXES  # whose ranks compute with other tokens
+FEATURE_AXES = axis_table().dividing(Divides.FEATURES)
+VOCABULARY_AXES = axis_table().dividing(Divides.VOCABULARY)
+STATE_AXES = axis_table().dividing(Divides.STATE)
