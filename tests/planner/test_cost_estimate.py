@@ -319,7 +319,7 @@ def test_zeros_table(layout: str, weights: float, gradients: float, state: float
 
 def test_what_is_gathered_are_two_units_and_ones_gradient() -> None:
     block = next(block for block in transformer_work(SMALL).blocks if block.repeated)
-    unit = block.elements("tp") + block.elements("whole")
+    unit = block.elements("features") + block.elements("whole")
     for messages in (1, 4):  # in which a block is gathered
         found = one(
             "fsdp8",
@@ -444,7 +444,7 @@ def test_stand_ins_are_of_a_block_and_of_the_head() -> None:
     asked = replace(PRACTICE, dummy_bytes=2)
     for layout, tp in (("dp64", 1), ("dp8.tp8", 8)):
         want = (
-            2 * (block.elements("tp") + SMALL.vocab * SMALL.hidden) / tp
+            2 * (block.elements("features") + SMALL.vocab * SMALL.hidden) / tp
             + 2 * block.elements("whole") / tp
         )
         assert one(layout, "memory", practice=asked)["stand-ins"] == pytest.approx(want)

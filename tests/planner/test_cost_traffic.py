@@ -47,6 +47,7 @@ FIRST = (
     "ep",
     "cp",
     "up",
+    "vp",
     "tp",
     "pp",
 )  # the axis by which what several sum together is counted
@@ -192,6 +193,9 @@ DENSE = [
     "dp2.fsdp2+zero1",
     "tp2",
     "tp4",
+    "vp2",
+    "dp2.vp2",
+    "pp2.vp2",
     "tp2+sequence",
     "cp2",
     "cp4",

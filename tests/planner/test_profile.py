@@ -107,7 +107,10 @@ def ops(work: ModelWork) -> Iterator[tuple[BlockWork, OpWork]]:
             yield block, op
 
 
-def saved(work: ModelWork, tp: int = 1, cuts: tuple[str, ...] = ("tp", "expert")) -> float:
+CUT = ("features", "vocabulary", "expert")  # what axes of the model divide
+
+
+def saved(work: ModelWork, tp: int = 1, cuts: tuple[str, ...] = CUT) -> float:
     """Bytes that a rank of `tp`, which divides these, keeps of one sample."""
     return sum(b.count * op.saved_bytes / (tp if op.cut in cuts else 1) for b, op in ops(work))
 
@@ -121,13 +124,13 @@ def test_a_decoder_is_what_its_dimensions_say(name: str) -> None:
     attention, mlp = DIM * (2 * WIDTH + 2 * KEYS), 3 * DIM * HIDDEN
     first, block, norm, head = work.blocks
     assert [b.count for b in work.blocks] == [1, LAYERS, 1, 1] and work.depth == LAYERS
-    assert dict(first.params) == {"tp": VOCAB * DIM} == dict(head.params) and dict(norm.params) == {
-        "whole": DIM
-    }
-    assert dict(block.params) == {"tp": attention + mlp, "whole": 2 * DIM}
+    assert dict(first.params) == {"vocabulary": VOCAB * DIM} == dict(head.params) and dict(
+        norm.params
+    ) == {"whole": DIM}
+    assert dict(block.params) == {"features": attention + mlp, "whole": 2 * DIM}
 
     matmuls = [op for op in block.ops if op.kind == "matmul"]
-    assert all(op.cut == "tp" and not op.core and op.backward == 2 for op in matmuls)
+    assert all(op.cut == "features" and not op.core and op.backward == 2 for op in matmuls)
     assert sum(op.flops for op in matmuls) == 2 * LENGTH * (attention + mlp)
     assert sorted((op.flops / op.matmuls, op.matmuls) for op in matmuls) == [
         (2 * LENGTH * DIM * KEYS, 2),
@@ -136,7 +139,7 @@ def test_a_decoder_is_what_its_dimensions_say(name: str) -> None:
     ]
     (core,) = [op for op in block.ops if op.kind == "attention"]
     full = 4 * LENGTH * LENGTH * WIDTH
-    assert (core.flops, core.cut, core.core, core.backward) == (full / 2, "tp", True, 2.5)
+    assert (core.flops, core.cut, core.core, core.backward) == (full / 2, "features", True, 2.5)
     # a sum for each query, and what it gives, where the projection does not keep that itself
     assert core.saved_bytes == 4 * LENGTH * (HEADS + (WIDTH if name == "decoder" else 0))
     assert sum(op.flops for op in head.ops) == 2 * LENGTH * DIM * VOCAB
@@ -292,7 +295,7 @@ def test_a_ranks_parameters_are_its_plans(name: str, layout: str) -> None:
     with torch.device("meta"):
         plan = weft.plan(MODELS[name](), layout, batch=8, loss=next_token)
     table, tp = plan.params(), plan.layout.size("tp")
-    ways = {"tp": tp, "expert": tp * plan.layout.size(EXPERTS)}
+    ways = {"features": tp, "vocabulary": tp, "expert": tp * plan.layout.size(EXPERTS)}
     mine = sum(
         b.count * n / ways.get(cut, 1) for b in work.blocks if not b.tied for cut, n in b.params
     )
@@ -326,7 +329,7 @@ def test_a_rank_of_two_keeps_its_part(pool: Pool, name: str, layout: str) -> Non
     # and two masks
     vocabulary = LENGTH * (1 + 4 * VOCAB // 2 + 8 + 1 + 1)
     work = traced(name)
-    cuts = ("tp", "expert", *(["sequence"] if "sequence" in layout else []))
+    cuts = (*CUT, *(["sequence"] if "sequence" in layout else []))
     assert (
         pool.run(partial(rank_keeps, name, layout), world=2)
         == [saved(work, 2, cuts) + vocabulary] * 2

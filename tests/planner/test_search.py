@@ -19,7 +19,7 @@ from weft.core.errors import LayoutError, Refusal
 from weft.core.layout import Layout
 from weft.nn.losses import next_token
 from weft.nn.models import decoder
-from weft.parallel import strategies as parallel
+from weft.parallel import SPREADING, strategies as parallel
 from weft.planner.cost.hardware import GIB, Cluster, Device, Era, Hardware, Tier
 from weft.planner.cost.layout_batch import AXES, LayoutBatch
 from weft.planner.cost.model_work import ModelWork
@@ -37,7 +37,7 @@ from weft.planner.search.candidates import (
 )
 from weft.planner.search.constraints import SCHEDULES
 from weft.planner.search.feasibility import shorten_model
-from weft.planner.search.layout_pattern import ANY, OPTIONS, LayoutPattern
+from weft.planner.search.layout_pattern import ANY, LayoutPattern, searched_options
 from weft.planner.search.query import PlanQuery
 from weft.planner.search.ranking import TIE, price, rank, rows_of, simulate_rows
 from weft.train import run_checks
@@ -212,7 +212,7 @@ def _layouts(world: int, routed: bool) -> list[str]:
     own = {"fsdp": ("", "+zero1", "+zero2"), "tp": ("", "+sequence"), "cp": ("", "+gather")}
     choices = []
     for axis in AXES:
-        spread = ("", "+ep") if routed and axis not in ("pp", "ep") else ("",)
+        spread = ("", "+ep") if routed and axis in SPREADING else ("",)
         options = [a + b for a in own.get(axis, ("",)) for b in spread]
         choices.append(
             ["", *(f"{axis}{n}{o}" for n in range(2, world + 1) if world % n == 0 for o in options)]
@@ -222,9 +222,9 @@ def _layouts(world: int, routed: bool) -> list[str]:
 
 
 def test_options_of_patterns_are_those_of_the_parallelisms() -> None:
-    for axis, strategies in parallel.registry().items():
-        known = {option for strategy in strategies for option in strategy.OPTIONS}
-        assert set(OPTIONS[axis]) <= known, axis
+    for axis in parallel.registry():
+        assert set(searched_options(axis)) <= set(parallel.options_of(axis)), axis
+    assert "ulysses" not in searched_options("cp") and "ring" in searched_options("cp")
 
 
 @pytest.mark.parametrize(
@@ -241,6 +241,7 @@ def test_options_of_patterns_are_those_of_the_parallelisms() -> None:
         ("cp2+ring.*", lambda layout: layout.size("cp") == 2 and not layout.option("cp")),
         ("fsdp*+offload.*", lambda layout: "offload" in layout.option("fsdp")),
         ("pp*+gpipe.*", lambda layout: layout.size("pp") > 1),
+        ("vp*.dp*", lambda layout: set(layout.axes) <= {"dp", "vp"}),
     ],
 )
 def test_what_a_pattern_fixes(pattern: str, holds: Any) -> None:

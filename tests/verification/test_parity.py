@@ -165,6 +165,8 @@ WIDE = [
     "fsdp4",
     "tp4+sequence",
     "fsdp2+offload",
+    "vp2",
+    "dp2.vp2",
 ]
 GRID = [(name, layout) for name in SUBJECTS for layout in ("tp2", "tp2+sequence")]
 GRID += in_turn(SUBJECTS, ALL, 3)
@@ -174,6 +176,9 @@ GRID += [("decoder", layout) for layout in WIDE]
 GRID += [
     ("one-kv-head", "tp4"),
     ("gpt2", "tp4"),
+    ("gpt2", "vp2"),
+    ("llama", "fsdp2.vp2"),
+    ("qwen3", "vp4"),
     ("llama", "tp4+sequence"),
     ("qwen3", "tp4"),
 ]

@@ -1,5 +1,6 @@
 from .action_costs import ActionCosts as ActionCosts, Number as Number
 from .axis_traits import (
+    ONE_AXIS_ALONE as ONE_AXIS_ALONE,
     AxisTable as AxisTable,
     AxisTraits as AxisTraits,
     Divides as Divides,
@@ -39,6 +40,7 @@ from .errors import (
 from .extras import import_extra as import_extra
 from .layout import (
     EXPERTS as EXPERTS,
+    EXPERTS_OPTION as EXPERTS_OPTION,
     REPLICA_AXIS as REPLICA_AXIS,
     STAGE_AXIS as STAGE_AXIS,
     Layout as Layout,

@@ -15,9 +15,13 @@ class Divides(StrEnum):
     POSITIONS = "positions"  # of each sample's sequence, through the whole model
     FEATURES = "features"  # heads and hidden features inside of blocks
     VOCABULARY = "vocabulary"  # rows of the embedding and of the head
+    ATTENTION_HEADS = "attention heads"  # during attention alone, in exchange for positions
     EXPERTS = "experts"  # of each mixture of experts
     STAGES = "stages"  # of the model: a pipeline
     STATE = "state"  # stored parameters, gradients and optimizer state, not the computation
+
+
+ONE_AXIS_ALONE = (Divides.FEATURES, Divides.VOCABULARY, Divides.STAGES)  # not two at once
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class AxisTraits:
         searched: whether a search tries it where a pattern does not name it.
         shrinks_freely: whether a run that continues on fewer ranks may take any size of it; else a
             divisor.
+        written_as: an option of it that another axis does alone -> that axis, under which a search
+            has it.
     """
 
     divides: frozenset[Divides]
@@ -41,6 +47,7 @@ class AxisTraits:
     within_node: bool = False
     searched: bool = True
     shrinks_freely: bool = False
+    written_as: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def divides_tokens(self) -> bool:
@@ -66,7 +73,7 @@ class AxisTable:
         """Two of these axes that divide what one axis alone may divide, and what it is."""
         holder: dict[Divides, str] = {}
         for axis in axes:
-            for what in (Divides.FEATURES, Divides.VOCABULARY, Divides.STAGES):
+            for what in ONE_AXIS_ALONE:
                 if what in self.traits[axis].divides:
                     if what in holder:
                         return holder[what], axis, what

@@ -18,6 +18,7 @@ from .errors import LayoutError
 
 REPLICA_AXIS = "dp"  # its ranks are the replicas that synchronisers, servers and recovery work on
 STAGE_AXIS = "pp"  # its ranks are the stages that the pipeline runs
+EXPERTS_OPTION = "ep"  # after an axis: experts are spread over its ranks too
 EXPERTS = "experts"  # in place of an axis: all over which experts are spread
 _AXIS = re.compile(r"([a-z]+)([0-9]+)((?:\+[a-z0-9][a-z0-9-]*)*)")
 
@@ -91,7 +92,7 @@ class Layout:
         axis that has it as an option, a second reading of the same ranks."""
         if EXPERTS not in axes:
             return axes
-        return (*axes, "ep", *(axis for axis, option in self.options if option == "ep"))
+        return (*axes, "ep", *(axis for axis, option in self.options if option == EXPERTS_OPTION))
 
     def size(self, *axes: str) -> int:
         """Product of the sizes of these axes; an axis that is not in the layout has size 1."""
@@ -117,7 +118,7 @@ class Layout:
 
     def spreads_experts(self, axis: str) -> bool:
         """Whether experts are spread over an axis by its option `ep`."""
-        return (axis, "ep") in self.options
+        return (axis, EXPERTS_OPTION) in self.options
 
     def has_option(self, option: str) -> bool:
         """Whether this option stands after any axis."""

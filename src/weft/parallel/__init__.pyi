@@ -1,8 +1,12 @@
 from .apply import DTYPES as DTYPES, parallelize as parallelize
 from .axes import (
     DATA_AXES as DATA_AXES,
+    EXPERT_AXES as EXPERT_AXES,
     FEATURE_AXES as FEATURE_AXES,
+    HEAD_AXES as HEAD_AXES,
+    KEY_AXES as KEY_AXES,
     SEQUENCE_AXES as SEQUENCE_AXES,
+    SPREADING as SPREADING,
     STATE_AXES as STATE_AXES,
     TOKEN_AXES as TOKEN_AXES,
     VOCABULARY_AXES as VOCABULARY_AXES,
@@ -32,6 +36,7 @@ from .predict_comms import (
 )
 from .strategies import (
     axis_table as axis_table,
+    axis_with_option as axis_with_option,
     options_of as options_of,
     registry as registry,
 )

@@ -171,7 +171,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     if isinstance(sync, LocalSteps | AsyncServers) and layout.replica_count > 1:
         check_gate_biases(model, sync)
     notes = (
-        check_sync(layout, sync, staged, request.precision)
+        check_sync(layout, axis_table(), sync, staged, request.precision)
         if sync is not None and not sync.plain
         else []
     )

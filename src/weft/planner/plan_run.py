@@ -13,7 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
 
-from weft.core import ConfigError, RunConfig, dump_toml, nearest
+from weft.core import (
+    STAGE_AXIS,
+    ConfigError,
+    RunConfig,
+    dump_toml,
+    nearest,
+)
 from weft.pipeline import schedules
 from weft.train import build_dataset, build_skeleton, build_sync
 
@@ -147,7 +153,7 @@ def plan_notes(
         name = judge.run.pipeline.schedule
         own = (
             name not in SEARCHED
-            and not pattern.given("pp")
+            and not pattern.given(STAGE_AXIS)
             and any(row.schedule for row in found.rows)
         )
         return [f"{name} is not searched: a whole --layout is priced with it"] if own else []

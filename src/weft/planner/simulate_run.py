@@ -9,7 +9,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from weft.core import ConfigError, RunConfig, Sync
+from weft.core import (
+    REPLICA_AXIS,
+    ConfigError,
+    RunConfig,
+    Sync,
+)
 from weft.sync import make_sync
 from weft.train import build_dataset, build_skeleton
 
@@ -157,7 +162,7 @@ def simulate_scenario(setup: Scenario, asked: SimulateRequest) -> SimulationRepo
     varies = bool(asked.slow or asked.links or asked.jitter)
     rows = stragglers.straggler_table(setup, asked.slow, asked.links, asked.jitter, asked.seed)
     agreed = []
-    if varies and setup.size("dp") > 1:
+    if varies and setup.size(REPLICA_AXIS) > 1:
         factors = stragglers.devices(asked.slow)
         agreed = replica_comparison.compare_syncs(
             setup, _ways(setup), factors, asked.links, asked.jitter, asked.seed
@@ -188,7 +193,7 @@ def _ways(setup: Scenario) -> dict[str, Sync]:
     found = {"each step (allreduce)": make_sync("allreduce")}
     if setup.sync is not None and not setup.sync.plain:
         return {**found, f"the run's ({setup.sync.name})": setup.sync}
-    servers = setup.size("dp")
+    servers = setup.size(REPLICA_AXIS)
     found[f"every {LOCAL_STEPS} steps (local_sgd)"] = make_sync("local_sgd", period=LOCAL_STEPS)
     found[f"any time, {STALENESS} steps apart (parameter_server)"] = make_sync(
         "parameter_server", servers=servers, staleness=STALENESS

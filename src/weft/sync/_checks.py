@@ -7,7 +7,9 @@ from torch import nn
 from weft.core import (
     REPLICA_AXIS,
     AsyncServers,
+    AxisTable,
     ConfigError,
+    Divides,
     Layout,
     LocalSteps,
     MessageCodec,
@@ -18,11 +20,14 @@ from weft.core import (
 from weft.nn import GateBias
 
 
-def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: str) -> list[str]:
+def check_sync(
+    layout: Layout, axes: AxisTable, sync: Sync, staged: Schedule | None, precision: str
+) -> list[str]:
     """Check what can be known of a synchroniser before any process starts.
 
     Args:
         layout: The axes; replicas are on `dp`.
+        axes: What each axis divides.
         sync: The synchroniser with its codec.
         staged: The schedule of the pipeline, if there is one.
         precision: The dtype of computation.
@@ -52,7 +57,7 @@ def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: s
             f"{staged.name} updates each stage by itself, and sums its gradients with the backend",
             'use name = "allreduce" and codec = "identity", or a synchronous schedule such as 1f1b',
         )
-    if size == 1 and not layout.live("fsdp"):
+    if size == 1 and not layout.live(*axes.dividing(Divides.STATE)):
         return [f"[sync] {sync.name}, {sync.codec.name}: one replica has nothing to synchronise"]
     if precision == "fp16" and isinstance(sync, SyncEveryStep) and sync.codec.keeps_residual:
         raise ConfigError(
@@ -63,7 +68,7 @@ def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: s
         )
     if isinstance(sync, LocalSteps | AsyncServers):
         return _check_separate(layout, sync, precision)
-    if size == 1 and layout.live("fsdp"):
+    if size == 1 and layout.live(*axes.dividing(Divides.STATE)):
         if sync.route != "backend":
             raise ConfigError(
                 "sync.name",
@@ -78,12 +83,13 @@ def check_sync(layout: Layout, sync: Sync, staged: Schedule | None, precision: s
                 "has no reduce-scatter, which is how fsdp sums gradients",
                 "use bf16, fp16, int8, int4 or sign, or dp beside fsdp",
             )
-        if layout.live("tp") and isinstance(sync.codec, MessageCodec):
+        cut = ".".join(layout.live(*axes.dividing(Divides.FEATURES, Divides.VOCABULARY)) or ())
+        if cut and isinstance(sync.codec, MessageCodec):
             raise ConfigError(
                 "sync.codec",
                 sync.codec.name,
-                f"in {layout} FSDP2 gives it what tp cuts and what tp copies in one piece, and the"
-                " copies would part",
+                f"in {layout} FSDP2 gives it what {cut} cuts and what {cut} copies in one piece,"
+                " and the copies would part",
                 "use bf16 or fp16, or dp beside or in place of fsdp",
             )
         return [f"gradients are reduce-scattered over fsdp in {sync.codec.name}"]

@@ -202,14 +202,12 @@ def check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> 
                 "model", embeddings[0], problem, f"give the model a vocabulary of at least {vocab}"
             )
     for laid in plans:
-        size, parts = (
-            laid.layout.size(*FEATURE_AXES),
-            laid.layout.size(*FEATURE_AXES, *SEQUENCE_AXES),
-        )
+        size = laid.layout.size(*FEATURE_AXES)
+        parts = laid.layout.size(*FEATURE_AXES, *SEQUENCE_AXES)
         if laid.layout.has_option("sequence") and len(ids) % parts:
             problem = (
-                f"tp{size} cuts sequences of {len(ids) * size // parts} tokens, which it does not"
-                " divide"
+                f"{FEATURE_AXES[0]}{size} cuts sequences of {len(ids) * size // parts} tokens,"
+                " which it does not divide"
             )
             raise LayoutError(
                 "layout", str(laid.layout), problem, f"use a seq_len that is a multiple of {parts}"

@@ -122,7 +122,7 @@ def _train(
     text = text_coder(run, dataset) if t.sample_tokens and reads else None
     engine = _engine(run, dataset, company)
     shares = (
-        engine.global_plan.layout.size("dp") if engine.replicas.servers_update else 1
+        engine.global_plan.layout.replica_count if engine.replicas.servers_update else 1
     )  # replicas are never at one step
     val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
     scalars: dict[str, Any] = {}
@@ -657,7 +657,7 @@ def _summary(
         rows["speed"] = f"{short_number(taken * count / loop.clock.total_s)} {name}/s"
     if wire := loop.traffic.summary():
         rows["sent"] = wire
-    if engine.global_plan.layout.live("pp") and loop.idle_s:
+    if engine.global_plan.layout.stage_ranks > 1 and loop.idle_s:
         rows["idle"] = f"{loop.idle_s / loop.clock.total_s:.0%} of a step, waiting for other stages"
     if experts := loop.gates.summary():
         rows["experts"] = experts

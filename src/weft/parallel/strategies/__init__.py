@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from types import ModuleType
 
-from weft.core import AxisTable
+from weft.core import EXPERTS_OPTION, AxisTable
 
 from ._request import StepsRequest as StepsRequest
 
-SPREADS_EXPERTS = {"ep": "experts are spread over its ranks"}
+_SPREADS_EXPERTS = {EXPERTS_OPTION: "experts are spread over its ranks"}
 
 
 def registry() -> Mapping[str, list[ModuleType]]:
@@ -38,7 +38,12 @@ def axis_table() -> AxisTable:
 def options_of(axis: str) -> Mapping[str, str]:
     """The options that may follow an axis -> what each does."""
     found = {name: text for m in registry()[axis] for name, text in m.OPTIONS.items()}
-    return found | (SPREADS_EXPERTS if axis_table().traits[axis].spreads_experts else {})
+    return found | (_SPREADS_EXPERTS if axis_table().traits[axis].spreads_experts else {})
+
+
+def axis_with_option(option: str) -> str:
+    """The axis that this option may follow."""
+    return next(axis for axis in axis_table().names if option in options_of(axis))
 
 
 def _modules() -> Iterator[ModuleType]:

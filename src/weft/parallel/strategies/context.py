@@ -14,7 +14,12 @@ from weft.core import AxisTraits, Divides, LayoutError, Step, sequence_step
 from ._request import StepsRequest
 
 AXIS = "cp"
-TRAITS = AxisTraits(frozenset({Divides.POSITIONS}), order=4, spreads_experts=True)
+TRAITS = AxisTraits(
+    frozenset({Divides.POSITIONS}),
+    order=4,
+    spreads_experts=True,
+    written_as={"ulysses": "up"},
+)
 OPTIONS: Mapping[str, str] = {
     "ring": "keys and values travel around the ranks (the default)",
     "gather": "keys and values are gathered",

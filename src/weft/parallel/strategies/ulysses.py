@@ -13,7 +13,12 @@ from weft.core import AxisTraits, Divides, Step, sequence_step
 from ._request import StepsRequest
 
 AXIS = "up"
-TRAITS = AxisTraits(frozenset({Divides.POSITIONS}), order=5, spreads_experts=True, within_node=True)
+TRAITS = AxisTraits(
+    frozenset({Divides.POSITIONS, Divides.ATTENTION_HEADS}),
+    order=5,
+    spreads_experts=True,
+    within_node=True,
+)
 OPTIONS: Mapping[str, str] = {}
 
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weft.core import AsyncServers, LocalSteps, Sync
+from weft.core import (
+    REPLICA_AXIS,
+    AsyncServers,
+    LocalSteps,
+    Sync,
+)
 
 from ..cost.layout_batch import Array
 from . import async_replicas, wait_groups
@@ -49,7 +54,7 @@ def compare_syncs(
         cases.append((paced, drawn, on))
     whole_s = setup.step().after.get("optimizer", 0.0)
     known = [
-        *(wait_groups.device_coords(setup.choices, device)["dp"] for device in slow),
+        *(wait_groups.device_coords(setup.choices, device)[REPLICA_AXIS] for device in slow),
         *([0] if links else []),
     ]
     for name, sync in syncs.items():
@@ -109,7 +114,7 @@ def _exchange_s(
         case LocalSteps():
             return np.array(setup.step(links=links).exchange_s)
         case AsyncServers():
-            turns = np.full(setup.size("dp"), setup.step().exchange_s)
+            turns = np.full(setup.size(REPLICA_AXIS), setup.step().exchange_s)
             turns[0] = setup.step(links=links).exchange_s
             return turns / max(1, len(turns) - 1)
     exposed = [setup.step(pace, links).after.get("dp exposed", 0.0) for pace in points]

@@ -14,7 +14,10 @@ from typing import Any
 
 from rich.text import Text
 
-from weft.core import ConfigError
+from weft.core import (
+    REPLICA_AXIS,
+    ConfigError,
+)
 from weft.pipeline import (
     AxisMark,
     ChartAxis,
@@ -240,7 +243,7 @@ def _lost(lost: FailureCost, ascii_only: bool) -> str:
 
 
 def _scaling(report: SimulationReport) -> str:
-    lines = [["devices", "dp", "batch", "step", "tokens/s", "MFU", "exposed", "efficiency"]]
+    lines = [["devices", REPLICA_AXIS, "batch", "step", "tokens/s", "MFU", "exposed", "efficiency"]]
     for point in report.scaling:
         lines.append(
             [

@@ -9,7 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from weft.core import ConfigError
+from weft.core import (
+    REPLICA_AXIS,
+    ConfigError,
+)
 
 from ..cost.layout_batch import AXES, Array
 from .scenario import Scenario
@@ -54,7 +57,7 @@ def scaling_curve(setup: Scenario, mode: Mode, to: int) -> list[ScalingPoint]:
         found.append(
             ScalingPoint(
                 larger.devices,
-                larger.size("dp"),
+                larger.size(REPLICA_AXIS),
                 float(larger.choices.batch[0]),
                 step,
                 speed,
@@ -70,7 +73,7 @@ def scaling_curve(setup: Scenario, mode: Mode, to: int) -> list[ScalingPoint]:
 def scale_up(setup: Scenario, mode: Mode, times: int) -> Scenario | None:
     """With so many times the replicas; None if the batch has too few samples for them."""
     one = setup.choices
-    sizes = {**one.sizes, "dp": one.sizes["dp"] * times}
+    sizes = {**one.sizes, REPLICA_AXIS: one.sizes[REPLICA_AXIS] * times}
     accumulate, microbatch = one.accumulate, one.microbatch
     if mode == "strong":  # fewer microbatches, then smaller ones
         fewer = np.gcd(accumulate, times)
@@ -92,8 +95,8 @@ def _strides(
     sizes: Mapping[str, Array], strides: Mapping[str, Array], times: int
 ) -> dict[str, Array]:
     """Axes outside of dp are further apart then."""
-    inner = strides["dp"] * sizes["dp"]
+    inner = strides[REPLICA_AXIS] * sizes[REPLICA_AXIS]
     return {
-        axis: strides[axis] * np.where((axis != "dp") & (strides[axis] >= inner), times, 1)
+        axis: strides[axis] * np.where((axis != REPLICA_AXIS) & (strides[axis] >= inner), times, 1)
         for axis in AXES
     }

@@ -18,14 +18,17 @@ from typing import Any
 import numpy as np
 
 from weft.core import (
+    STAGE_AXIS,
     ActionCosts,
     ConfigError,
+    Divides,
     LocalSteps,
     Schedule,
     Sync,
 )
 from weft.parallel import (
     DATA_AXES,
+    axis_table,
 )
 from weft.pipeline import schedules
 
@@ -36,12 +39,14 @@ from ..cost.layout_batch import AXES, LayoutBatch
 from ..cost.model_work import ModelWork
 from ..cost.precision_policy import PrecisionPolicy
 
-CARRIES = {  # axis -> what of a block travels over it
-    "tp": ("reduced_bytes",),
-    "cp": ("key_bytes",),
-    "up": ("key_bytes", "query_bytes"),
-    "ep": ("routed_bytes",),
-    "pp": ("output_bytes",),
+# what of a block travels over an axis, by what the axis divides: fields of BlockWork
+CARRIED = {
+    Divides.FEATURES: ("reduced_bytes",),
+    Divides.VOCABULARY: ("reduced_bytes",),
+    Divides.POSITIONS: ("key_bytes",),
+    Divides.ATTENTION_HEADS: ("key_bytes", "query_bytes"),
+    Divides.EXPERTS: ("routed_bytes",),
+    Divides.STAGES: ("output_bytes",),
 }
 AFTER = (
     "dp exposed",
@@ -121,7 +126,7 @@ class Scenario:
             )
             fix = f"use a multiple of {parts * ranks}, or another train.accumulate"
             raise ConfigError("train.batch", round(samples), problem, fix)
-        stages = self.size("pp") * int(self.choices.chunks[0])
+        stages = self.size(STAGE_AXIS) * int(self.choices.chunks[0])
         if stages > max(1, self.work.parts):
             problem = f"the model has {self.work.parts} parts, and {self.name} {stages} stages"
             raise ConfigError("--layout", self.name, problem, "use fewer")
@@ -148,11 +153,13 @@ class Scenario:
             else {}
         )
         options = {"chunks": chunks} if "chunks" in takes else {}
-        return schedules.make_schedule(name, self.size("pp"), int(one.accumulate[0]), **options)
+        return schedules.make_schedule(
+            name, self.size(STAGE_AXIS), int(one.accumulate[0]), **options
+        )
 
     def on_stages(self, what: str, rank: int) -> str:
         """What is on one rank of a pipeline, with the names of the stages that it holds."""
-        if self.size("pp") == 1:
+        if self.size(STAGE_AXIS) == 1:
             return what
         held = [stage for stage, on in enumerate(self.schedule.placement) if on == rank]
         return f"{what}, stage{'s' * (len(held) > 1)} {' and '.join(map(str, held))}"
@@ -194,9 +201,11 @@ class Scenario:
                 f"is no axis of {self.name} over which anything travels",
                 f"write one of {', '.join(there)}" if there else "leave it out",
             )
-        if axis in CARRIES:
+        divides = axis_table().traits[axis].divides
+        carried = {field for what in divides for field in CARRIED.get(what, ())}
+        if carried:
             blocks = tuple(
-                replace(block, **{field: factor * getattr(block, field) for field in CARRIES[axis]})
+                replace(block, **{field: factor * getattr(block, field) for field in carried})
                 for block in self.work.blocks
             )
             return replace(self, work=replace(self.work, blocks=blocks))

@@ -8,7 +8,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from weft.core import ActionCosts
+from weft.core import (
+    STAGE_AXIS,
+    ActionCosts,
+)
 from weft.pipeline import simulate
 
 from .scenario import Scenario, StepParts
@@ -19,8 +22,8 @@ def slow_link_cost(setup: Scenario, axis: str, factor: float) -> Iterator[tuple[
     its places: between two stages, or in a stage of one pipeline; or of those that sum gradients.
     Raises ConfigError."""
     planned, slow = setup.step(), setup.step(links={axis: factor})
-    name, ranks = f"a link of {axis} x{factor:g}", setup.size("pp")
-    if axis == "pp":
+    name, ranks = f"a link of {axis} x{factor:g}", setup.size(STAGE_AXIS)
+    if axis == STAGE_AXIS:
         places = [
             (f"{name}, after stage{'s' * (len(ends) > 1)} {' and '.join(map(str, ends))}", ends)
             for ends in _between(setup)
@@ -43,7 +46,7 @@ def slow_first_link(
     stage."""
     costs = planned.costs
     for axis in axes:
-        costs = _mixed(setup, costs, slow, axis, _between(setup)[0] if axis == "pp" else (0,))
+        costs = _mixed(setup, costs, slow, axis, _between(setup)[0] if axis == STAGE_AXIS else (0,))
     return costs
 
 
@@ -62,7 +65,7 @@ def _mixed(
 ) -> ActionCosts:
     """The costs of a pipeline of which these places, boundaries of pp or else ranks, have those of
     `slow`."""
-    messages = axis == "pp"
+    messages = axis == STAGE_AXIS
     places = range(setup.schedule.stages - 1) if messages else setup.schedule.placement
     mixed: dict[str, Any] = {}
     for field in ("comm_s",) if messages else ("forward_s", "backward_s", "weight_s"):

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core import ConfigError
+from weft.core import (
+    STAGE_AXIS,
+    ConfigError,
+)
 
 from ..cost.layout_batch import Array
 from . import slow_links as links, wait_groups
@@ -94,7 +97,7 @@ class PacedScenario:
         acted = self.pipelines_s(paces).max(axis=1)
         after = [step.after_s for step in self.steps]
         total = acted + np.interp(paces.max(axis=1), self.points, after)
-        stages = range(self.setup.size("pp"))
+        stages = range(self.setup.size(STAGE_AXIS))
         busy = [
             self._fleet.busy(rank, paces[:, self._stage == rank]).mean(axis=1) for rank in stages
         ]
@@ -180,8 +183,8 @@ def straggler_table(
         if device is not None:
             cases[f"device {device} ({_place(setup, device)}) x{factor:g}"] = {device: factor}
             continue
-        for rank in range(setup.size("pp")):
-            first = rank * int(setup.choices.strides["pp"][0])
+        for rank in range(setup.size(STAGE_AXIS)):
+            first = rank * int(setup.choices.strides[STAGE_AXIS][0])
             cases[setup.on_stages(f"a device x{factor:g}", rank)] = {first: factor}
     steps, idle = PacedScenario(setup, tuple(slow.values())).step(paces(setup, *cases.values()))
     found = [StragglerRow(*row) for row in zip(cases, steps.tolist(), idle.tolist())]

@@ -61,10 +61,17 @@ def sum_seconds(those: Iterable[BlockSeconds]) -> BlockSeconds:
 
 def ranks_dividing(cut: Cut, choices: LayoutBatch) -> Array:
     """Over how many ranks an op is divided, beside those that have other tokens."""
-    tp = choices.sizes["tp"]
-    if cut in ("tp", "expert"):
-        return tp
-    return np.where(choices.sequence, tp, 1) if cut == "sequence" else np.ones_like(tp)
+    if cut == "vocabulary":
+        return choices.vocabulary_ranks
+    features = choices.feature_ranks
+    if cut in ("features", "expert"):
+        return features
+    return np.where(choices.sequence, features, 1) if cut == "sequence" else np.ones_like(features)
+
+
+def _width_ranks(op: OpWork, choices: LayoutBatch) -> Array:
+    """Over how many ranks a matmul's `width` is divided."""
+    return choices.vocabulary_ranks if op.cut == "vocabulary" else choices.feature_ranks
 
 
 def attention_peak(hardware: Hardware, dtype: str) -> float:
@@ -104,7 +111,7 @@ def block_seconds(
             took = flops / (peak * era.matmul) * (1 + era.matmul_flops / np.maximum(each, 1.0))
             took = (
                 took
-                / _fitting(op, choices.sizes["tp"], era)
+                / _fitting(op, _width_ranks(op, choices), era)
                 / (era.eight if dtype == "fp8" else 1.0)
             )
             back, own = (took, took) if not op.core else (2 * took, zero)

@@ -14,12 +14,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weft.core import (
+    REPLICA_AXIS,
+    STAGE_AXIS,
     ActionCosts,
 )
 from weft.parallel import (
     DATA_AXES,
+    EXPERT_AXES,
+    FEATURE_AXES,
+    HEAD_AXES,
+    KEY_AXES,
     SEQUENCE_AXES,
+    STATE_AXES,
     TOKEN_AXES,
+    VOCABULARY_AXES,
 )
 from weft.pipeline import schedules
 
@@ -108,7 +116,7 @@ def stage_costs(
     microbatch."""
     one = choices.take(np.array([index]))
     priced = CostModel(work, one, cluster, era, practice, None)
-    p, v = int(one.sizes["pp"][0]), int(one.chunks[0])
+    p, v = int(one.stage_ranks[0]), int(one.chunks[0])
     count = p * v
     first, between, last = stage_shares(work, one)
     layers = [between.layers[0] / v] * count
@@ -148,6 +156,11 @@ def sum_costs(those: Sequence[BlockCost]) -> BlockCost:
         for axis, value in one.waits.items():
             waits[axis] = waits[axis] + value if axis in waits else value
     return BlockCost(sum_seconds(one.seconds for one in those), waits)
+
+
+def _reducing_axes(block: BlockWork) -> tuple[str, ...]:
+    """The axes over which a block's activations are summed."""
+    return VOCABULARY_AXES if block.elements("vocabulary") else FEATURE_AXES
 
 
 class CostModel:
@@ -196,38 +209,42 @@ class CostModel:
     def _exchanges(self, block: BlockWork) -> dict[str, tuple[Array, Array]]:
         """Axis -> seconds that the forward of a block waits for it, and its backward."""
         c, net, found = self.choices, self.network, {}
-        tp = c.sizes["tp"]
         ahead, back = self._reduced(block)
-        if (ahead or back) and (tp > 1).any():
-            group, count = net.group(c, "tp"), max(1.0, block.reductions)
+        for axis in _reducing_axes(block) if ahead or back else ():
+            if not (c.sizes[axis] > 1).any():
+                continue
+            group, count = net.group(c, axis), max(1.0, block.reductions)
             nbytes = max(ahead, back) * self._samples / count
             pair = net.gather_s(nbytes, group) + net.gather_s(nbytes, group, "reduce_scatter")
             whole = net.reduce_s(nbytes, group)
             # outside of the blocks the sequence is whole, and where they begin or end it is parted
             # or gathered
             once = count * np.where(c.sequence, pair if block.repeated else whole + pair / 2, whole)
-            found["tp"] = (once * (ahead > 0), once * (back > 0))
-        share = self._samples / tp
-        if block.key_bytes and (c.sizes["cp"] > 1).any():
-            found["cp"] = self._keys(block)
-        if block.key_bytes and (c.sizes["up"] > 1).any():
-            once = net.exchange_s((block.query_bytes + block.key_bytes) * share, net.group(c, "up"))
-            found["up"] = (once, once)
+            found[axis] = (once * (ahead > 0), once * (back > 0))
+        share = self._samples / c.feature_ranks
+        for axis in KEY_AXES if block.key_bytes else ():
+            if (c.sizes[axis] > 1).any():
+                found[axis] = self._keys(block, axis)
+        for axis in HEAD_AXES if block.key_bytes else ():
+            if (c.sizes[axis] > 1).any():
+                nbytes = (block.query_bytes + block.key_bytes) * share
+                once = net.exchange_s(nbytes, net.group(c, axis))
+                found[axis] = (once, once)
         if block.routed_bytes and (c.experts > 1).any():
             once = 2 * net.exchange_s(block.routed_bytes * self._samples, self._experts())
-            found["ep"] = (once, once)
+            found[EXPERT_AXES[0]] = (once, once)
         return found
 
-    def _keys(self, block: BlockWork) -> tuple[Array, Array]:
+    def _keys(self, block: BlockWork, axis: str) -> tuple[Array, Array]:
         """Seconds that attention's forward waits for keys and values of other ranks of cp, and its
         backward: round a ring beside it, or gathered before it, and gradients brought home."""
-        c, net, size = self.choices, self.network, self.choices.sizes["cp"]
+        c, net, size = self.choices, self.network, self.choices.sizes[axis]
         whole = kv_bytes(block, c)
-        turn = net.send_s(whole / size, c, "cp")
+        turn = net.send_s(whole / size, c, axis)
         attention = (
             sum(op.flops for op in block.ops if op.kind == "attention")
             * self._samples
-            / c.sizes["tp"]
+            / c.feature_ranks
         )
         rate = attention_peak(self.cluster.hardware, self.practice.compute) * self.era.attention
         steps = size - 1
@@ -236,7 +253,7 @@ class CostModel:
         )
         if not c.gather.any():
             return forward, 2 * forward
-        item, group, both = self.work.itemsize, net.group(c, "cp"), 2  # keys, and values
+        item, group, both = self.work.itemsize, net.group(c, axis), 2  # keys, and values
         once = net.gather_s(whole, group, count=both)
         home = net.gather_s(whole * max(4, item) / item, group, "reduce_scatter", both)
         return np.where(c.gather, once, forward), np.where(c.gather, once + home, 2 * forward)
@@ -247,7 +264,9 @@ class CostModel:
         what it reads has one to sum."""
         if block.repeated or block.reductions:
             return block.reduced_bytes, block.reduced_bytes if block.repeated else 0.0
-        head = self.work.vocab and any(op.kind == "matmul" and op.cut == "tp" for op in block.ops)
+        head = self.work.vocab and any(
+            op.kind == "matmul" and op.cut == "vocabulary" for op in block.ops
+        )
         return 0.0, self.work.blocks[0].output_bytes if head else 0.0
 
     def _experts(self) -> RankGroup:
@@ -293,7 +312,7 @@ class CostModel:
         before, repeated, after = (third.seconds.total for third in self._thirds)
         totals = [s.before * before + s.layers * repeated + s.after * after for s in self._stages]
         first, between, last = self._stages
-        p = self.choices.sizes["pp"]
+        p = self.choices.stage_ranks
         ahead, late = (
             totals[0] >= totals[2],
             (p > 2) & (np.maximum(totals[0], totals[2]) < totals[1]),
@@ -316,15 +335,15 @@ class CostModel:
     def message_s(self) -> Array:
         """Seconds of one message between stages."""
         entry = self.work.blocks[0].output_bytes
-        tp = self.choices.sizes["tp"]
-        parted = tp if self.practice.scatters else ranks_dividing("sequence", self.choices)
-        return self.network.send_s(entry * self._samples / parted, self.choices, "pp")
+        features = self.choices.feature_ranks
+        parted = features if self.practice.scatters else ranks_dividing("sequence", self.choices)
+        return self.network.send_s(entry * self._samples / parted, self.choices, STAGE_AXIS)
 
     # ---- a step ----------------------------------------------------------------------------------
 
     def time(self) -> tuple[CostPart, ...]:
         c, era = self.choices, self.era
-        m, p, v = c.accumulate, c.sizes["pp"], c.chunks
+        m, p, v = c.accumulate, c.stage_ranks, c.chunks
         slow, _ = self._slowest
         said = {MEASURED: "what the era's layers took beyond its constants,"}
         found = [
@@ -388,7 +407,7 @@ class CostModel:
     def _bubble(self) -> tuple[CostPart, tuple[Array, Array]]:
         """What a pipeline waits; and the microbatches that its first and its last rank hold
         activations of at most."""
-        c, p = self.choices, self.choices.sizes["pp"]
+        c, p = self.choices, self.choices.stage_ranks
         slow, mean = self._slowest
         s, whole = slow.seconds, slow.seconds.total
         share = np.where(
@@ -437,15 +456,15 @@ class CostModel:
         routed, plain = np.where(alike, 0.0, routed), plain + np.where(alike, routed, 0.0)
         m, zero = c.accumulate, np.zeros(len(c))
         back, forth = slow.backward + slow.weight + slow.again, slow.forward
-        sharded, zero3 = c.sizes["fsdp"] > 1, (c.sizes["fsdp"] > 1) & (c.zero >= 3)
+        sharded, zero3 = c.state_ranks > 1, (c.state_ranks > 1) & (c.zero >= 3)
         every = np.where(sharded & (c.zero >= 2), m, 1)
 
         # gathers, and sums that leave each rank its shard: over fsdp, or as Megatron-LM also over
         # ranks of a sequence
-        wide = sharded & (c.shards > c.sizes["fsdp"])
-        inner = net.group(c, "fsdp")
+        wide = sharded & (c.shards > c.state_ranks)
+        inner = net.group(c, *STATE_AXES)
         if wide.any():
-            inner = choose_group(wide, net.group(c, "fsdp", *SEQUENCE_AXES), inner)
+            inner = choose_group(wide, net.group(c, *STATE_AXES, *SEQUENCE_AXES), inner)
         own = plain + np.where(few > 1, routed, 0.0)
         wire = (inner.size - 1) / inner.size
         units = 1 + practice.messages * self._stages[0].layers * self.work.depth
@@ -460,31 +479,37 @@ class CostModel:
             own - sum(stage_params(replace(self._stages[0], layers=zero), self.work, c)),
             0.0,
         )
-        again, once = repeated / np.maximum(own, 1.0), np.where(c.sizes["pp"] > 1, 1, m)
+        again, once = repeated / np.maximum(own, 1.0), np.where(c.stage_ranks > 1, 1, m)
         reduces = every * again + np.minimum(every, once) * (1 - again)
         gathers = np.where(zero3, 2 * m * again + once * (1 - again), 1)
-        self.traffic["fsdp"] = wire * own * (reduces * item + gathers * practice.gather_bytes)
+        self.traffic[STATE_AXES[0]] = (
+            wire * own * (reduces * item + gathers * practice.gather_bytes)
+        )
 
         # what is left to sum: all of it or the shard, over the other axes whose ranks have other
         # tokens
         joint, alone = self.sync is None or self.sync.plain, net.group(c)
         apart = sharded | (not joint)  # over dp by itself
-        second = np.where(c.sizes["pp"] > 1, tied_params(self._stages[0], self.work, c), 0.0)
+        second = np.where(c.stage_ranks > 1, tied_params(self._stages[0], self.work, c), 0.0)
         parted = np.where(apart, plain, plain - second) / inner.size
-        others = net.group(c, "ep", *SEQUENCE_AXES)
+        others = net.group(c, *EXPERT_AXES, *SEQUENCE_AXES)
         if wide.any():
-            others = choose_group(wide, net.group(c, "ep"), others)
+            others = choose_group(wide, net.group(c, *EXPERT_AXES), others)
         if joint:
-            others = choose_group(sharded, others, net.group(c, "dp", "ep", *SEQUENCE_AXES))
+            others = choose_group(
+                sharded, others, net.group(c, REPLICA_AXIS, *EXPERT_AXES, *SEQUENCE_AXES)
+            )
         sums = sync_cost(net, others, parted, item, None)
-        self._sent_over(("ep", *SEQUENCE_AXES), np.where(apart, sums.sent_bytes, 0.0))
-        self._sent_over(("dp", "ep", *SEQUENCE_AXES), np.where(apart, 0.0, sums.sent_bytes))
+        self._sent_over((*EXPERT_AXES, *SEQUENCE_AXES), np.where(apart, sums.sent_bytes, 0.0))
+        self._sent_over(
+            (REPLICA_AXIS, *EXPERT_AXES, *SEQUENCE_AXES), np.where(apart, 0.0, sums.sent_bytes)
+        )
         waits, agreed = sums.seconds, zero
         if apart.any():
             sums = sync_cost(
-                net, choose_group(apart, net.group(c, "dp"), alone), parted, item, self.sync
+                net, choose_group(apart, net.group(c, REPLICA_AXIS), alone), parted, item, self.sync
             )
-            self._sent("dp", sums.sent_bytes)
+            self._sent(REPLICA_AXIS, sums.sent_bytes)
             agreed = agreed + sums.seconds
         if routed.any() and steps_independently(
             self.sync
@@ -492,19 +517,19 @@ class CostModel:
             sums = sync_cost(net, self._same_experts(few, within=True), routed / few, item, None)
             self._sent_over(SEQUENCE_AXES, sums.sent_bytes)
             waits = waits + np.where(routed > 0, sums.seconds, 0.0)
-            sums = sync_cost(net, net.group(c, "dp"), routed / few, item, self.sync)
-            self._sent("dp", sums.sent_bytes)
+            sums = sync_cost(net, net.group(c, REPLICA_AXIS), routed / few, item, self.sync)
+            self._sent(REPLICA_AXIS, sums.sent_bytes)
             agreed = agreed + np.where(routed > 0, sums.seconds, 0.0)
         elif routed.any():
             sums = sync_cost(net, self._same_experts(few), routed / few, item, self.sync)
-            self._sent_over(("dp", *SEQUENCE_AXES), sums.sent_bytes)
+            self._sent_over((REPLICA_AXIS, *SEQUENCE_AXES), sums.sent_bytes)
             agreed = agreed + np.where(routed > 0, sums.seconds, 0.0)
         if second.any():
             both = choose_group(
                 second > 0, self._ends().beside(choose_group(apart, alone, others)), alone
             )
             sums = sync_cost(net, both, second, item, None)
-            self._sent("pp", sums.sent_bytes)
+            self._sent(STAGE_AXIS, sums.sent_bytes)
             waits = waits + sums.seconds
         found = []
 
@@ -515,7 +540,7 @@ class CostModel:
             self._agreed_s = agreed
         else:
             waits = waits + agreed
-        part("dp", waits, back, 1)
+        part(REPLICA_AXIS, waits, back, 1)
         if sharded.any():
             part("fsdp reduce", scatter, back, every)
             part("fsdp gather", np.where(zero3, 0.0, gathered), np.where(zero3, 0.0, forth), 1)
@@ -557,7 +582,7 @@ class CostModel:
         """What a replica that steps by itself waits for others, and for gradients `summed` within
         it."""
         assert self.sync is not None
-        replicas, exchange_s = self.network.group(self.choices, "dp").size, self._agreed_s
+        replicas, exchange_s = self.choices.replicas, self._agreed_s
         waits, formula, values = wait_s(self.sync, exchange_s, replicas, rest_s, update_s)
         symbols = {"summed_s": summed.value, "exchange_s": exchange_s, **values}
         return CostPart(summed.name, summed.value + waits, f"summed_s + {formula}", symbols)
@@ -591,7 +616,7 @@ class CostModel:
     def _same_experts(self, few: Array, within: bool = False) -> RankGroup:
         """The ranks that have other tokens and the same part of the same experts: all, or those
         `within` a replica."""
-        axes = [axis for axis in TOKEN_AXES if not (within and axis == "dp")]
+        axes = [axis for axis in TOKEN_AXES if not (within and axis == REPLICA_AXIS)]
         everyone, spread = self.network.group(self.choices, *axes), self._experts()
         parts = np.maximum(spread.size, 1) * few
         inside = tuple(
@@ -603,7 +628,7 @@ class CostModel:
 
     def _ends(self) -> RankGroup:
         """The first and the last rank of a pipeline."""
-        everyone = self.network.group(self.choices, "pp")
+        everyone = self.network.group(self.choices, STAGE_AXIS)
         size = np.minimum(2.0, everyone.size)
         return RankGroup(
             size, tuple(np.where(near >= everyone.size, size, 1.0) for near in everyone.inside)
@@ -648,7 +673,7 @@ class CostModel:
         seconds, count = self._own * self.practice.update_bytes / rate, server_count(self.sync)
         if count < 2:
             return CostPart("optimizer", seconds, "params x update_bytes / memory_bps", symbols)
-        parts = np.where(c.sizes["dp"] > 1, count, 1.0)  # each server updates its own
+        parts = np.where(c.replicas > 1, count, 1.0)  # each server updates its own
         text = "params / servers x update_bytes / memory_bps"
         return CostPart("optimizer", seconds / parts, text, {**symbols, "servers": parts})
 
@@ -659,7 +684,6 @@ class CostModel:
     def _note_traffic(self) -> None:
         """Bytes that a rank of the first stage sends in a step over the axes of the model."""
         c, m, item = self.choices, self.choices.accumulate, self.work.itemsize
-        tp, up, cp = c.sizes["tp"], c.sizes["up"], c.sizes["cp"]
         experts = np.maximum(c.experts, 1)
         for block, count in self._stages[0].holds(self.work):
             again = c.again if block.repeated else 0.0
@@ -667,23 +691,33 @@ class CostModel:
             share = m * count * self._samples
             ahead, back = self._reduced(block)
             passes = 2.0 if block.repeated else np.where(c.sequence, 3, 2)  # as in `_exchanges`
-            self._sent("tp", passes * share * (tp - 1) / tp * ((1 + again) * ahead + back))
+            for axis in _reducing_axes(block):
+                n = c.sizes[axis]
+                self._sent(axis, passes * share * (n - 1) / n * ((1 + again) * ahead + back))
             # keys and values go round, again in backward, and their gradients home, in float32 at
             # least
-            own = m * count * kv_bytes(block, c) / cp
-            home = np.where(c.gather, cp - 1, cp) * max(4, item) / item
-            self._sent("cp", own * np.where(cp > 1, (2 + core) * (cp - 1) + home, 0.0))
-            crossing = (2 + core) * (own + share / tp * block.query_bytes)
-            unused = np.where(
-                c.selective, share / tp * block.query_bytes / 2, 0.0
-            )  # what the core gives
-            self._sent("up", (up - 1) / up * (crossing - unused))
-            self._sent("ep", 2 * (2 + again) * share * (experts - 1) / experts * block.routed_bytes)
+            own = m * count * kv_bytes(block, c) / c.size(*KEY_AXES)
+            for axis in KEY_AXES:
+                n = c.sizes[axis]
+                home = np.where(c.gather, n - 1, n) * max(4, item) / item
+                self._sent(axis, own * np.where(n > 1, (2 + core) * (n - 1) + home, 0.0))
+            queries = share / c.feature_ranks * block.query_bytes
+            crossing = (2 + core) * (own + queries)
+            unused = np.where(c.selective, queries / 2, 0.0)  # what the core gives
+            for axis in HEAD_AXES:
+                n = c.sizes[axis]
+                self._sent(axis, (n - 1) / n * (crossing - unused))
+            self._sent(
+                EXPERT_AXES[0],
+                2 * (2 + again) * share * (experts - 1) / experts * block.routed_bytes,
+            )
         if self.work.vocab:  # maxima, sums and targets of the loss
             rows = m * self._samples * self._stages[0].after * self.work.tokens
-            self._sent("tp", 2 * (tp - 1) / tp * 3 * rows * max(4, item))
+            for axis in VOCABULARY_AXES:
+                n = c.sizes[axis]
+                self._sent(axis, 2 * (n - 1) / n * 3 * rows * max(4, item))
         entry = self.work.blocks[0].output_bytes * self._samples / ranks_dividing("sequence", c)
-        self._sent("pp", np.where(c.sizes["pp"] > 1, m * self._messages() * entry, 0.0))
+        self._sent(STAGE_AXIS, np.where(c.stage_ranks > 1, m * self._messages() * entry, 0.0))
 
     def _messages(self) -> Array:
         """Values and gradients that the first rank sends to others for a microbatch."""

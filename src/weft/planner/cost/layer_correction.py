@@ -29,7 +29,7 @@ def layer_shapes(work: ModelWork, block: BlockWork, choices: LayoutBatch) -> Arr
         flops * one,
         work.tokens * one,
         choices.microbatch / choices.sequences,
-        choices.sizes["tp"],
+        choices.feature_ranks,
     )
     return np.log2(np.stack(sizes, axis=1))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any, Self
 
 import numpy as np
@@ -13,23 +14,21 @@ from numpy.typing import NDArray
 from weft.core import (
     DEFAULT_SCHEDULE,
     EXPERTS,
+    REPLICA_AXIS,
+    STAGE_AXIS,
     Layout,
 )
 from weft.parallel import (
     DATA_AXES,
+    FEATURE_AXES,
     SEQUENCE_AXES,
+    STATE_AXES,
+    VOCABULARY_AXES,
+    axis_table,
 )
 
 Array = NDArray[Any]
-AXES = (
-    "pp",
-    "dp",
-    "fsdp",
-    "ep",
-    "cp",
-    "up",
-    "tp",
-)  # outermost first, where nothing else is asked for
+AXES = axis_table().names  # outermost first, where nothing else is asked for
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,31 @@ class LayoutBatch:
     def size(self, *axes: str) -> Array:
         """Product of the sizes of these axes."""
         return np.prod([self.sizes[axis] for axis in axes], axis=0)
+
+    @property
+    def replicas(self) -> Array:
+        """Number of replicas."""
+        return self.sizes[REPLICA_AXIS]
+
+    @property
+    def stage_ranks(self) -> Array:
+        """Ranks of a pipeline."""
+        return self.sizes[STAGE_AXIS]
+
+    @property
+    def feature_ranks(self) -> Array:
+        """Ranks that divide heads and features."""
+        return self.size(*FEATURE_AXES)
+
+    @property
+    def vocabulary_ranks(self) -> Array:
+        """Ranks that divide the vocabulary."""
+        return self.size(*VOCABULARY_AXES)
+
+    @property
+    def state_ranks(self) -> Array:
+        """Ranks over which parameters, gradients and optimizer state are sharded."""
+        return self.size(*STATE_AXES)
 
     @property
     def sequences(self) -> Array:
@@ -135,19 +159,18 @@ class LayoutBatch:
         names = each(schedule)
         known = tuple(dict.fromkeys(names))
         levels = [
-            [int(o[4:]) for o in one.option("fsdp") if o.startswith("zero")] or [3]
-            for one in layouts
+            [int(o[4:]) for _, o in one.options if o.startswith("zero")] or [3] for one in layouts
         ]
         parts, modes = np.array(each(accumulate)), each(recompute)
         return cls(
             sizes,
             strides,
-            experts=np.array([one.size(EXPERTS) // _spread_over_tp(one) for one in layouts]),
-            sequence=np.array(["sequence" in one.option("tp") for one in layouts]),
-            gather=np.array(["gather" in one.option("cp") for one in layouts]),
+            experts=np.array([one.size(EXPERTS) // _expert_feature_ranks(one) for one in layouts]),
+            sequence=np.array([one.has_option("sequence") for one in layouts]),
+            gather=np.array([one.has_option("gather") for one in layouts]),
             zero=np.array([level[0] for level in levels]),
-            shards=sizes["fsdp"],
-            offload=np.array(["offload" in one.option("fsdp") for one in layouts]),
+            shards=np.prod([sizes[axis] for axis in STATE_AXES], axis=0),
+            offload=np.array([one.has_option("offload") for one in layouts]),
             schedule=np.array([known.index(name) for name in names]),
             schedules=known,
             chunks=np.array(each(chunks)),
@@ -163,8 +186,9 @@ class LayoutBatch:
         )
 
 
-def _spread_over_tp(layout: Layout) -> int:
-    return layout.size("tp") if "ep" in layout.option("tp") else 1
+def _expert_feature_ranks(layout: Layout) -> int:
+    """Ranks that would divide features, and spread experts in place of it."""
+    return prod(layout.size(axis) for axis in FEATURE_AXES if layout.spreads_experts(axis))
 
 
 def _stride(layout: Layout, axis: str) -> int:

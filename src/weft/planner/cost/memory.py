@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weft.parallel import (
+    EXPERT_AXES,
+    FEATURE_AXES,
+    HEAD_AXES,
+)
+
 from .breakdown import CostPart
 from .compute import ranks_dividing
 from .layout_batch import Array, LayoutBatch
@@ -29,15 +35,15 @@ OFFLOADED = ("weights", "gradients", "optimizer", "activations")
 def stage_params(stage: StageShare, work: ModelWork, choices: LayoutBatch) -> tuple[Array, Array]:
     """Parameters that a rank of this stage computes with: those of experts, and all others. A tied
     one that lies on another rank too is a second copy there."""
-    tp, many = choices.sizes["tp"], np.maximum(choices.experts, 1)
+    many = np.maximum(choices.experts, 1)
     plain, routed = np.zeros(len(choices)), np.zeros(len(choices))
     for block, count in stage.holds(work):
         second = np.where(block.tied & (stage.before * stage.after > 0), 0.0, 1.0)
         for cut, elements in block.params:
             if cut == "expert":
-                routed = routed + count * elements / (tp * many)
+                routed = routed + count * elements / (choices.feature_ranks * many)
             else:
-                plain = plain + second * count * elements / (tp if cut == "tp" else 1)
+                plain = plain + second * count * elements / ranks_dividing(cut, choices)
     return routed, plain
 
 
@@ -47,13 +53,15 @@ def tied_params(stage: StageShare, work: ModelWork, choices: LayoutBatch) -> Arr
     found = np.zeros(len(choices))
     for block in work.blocks:
         if block.tied:
-            found = found + block.elements("whole") + block.elements("tp") / choices.sizes["tp"]
+            found = found + sum(
+                n / ranks_dividing(cut, choices) for cut, n in block.params if cut != "expert"
+            )
     return found * stage.before * (1 - stage.after)
 
 
 def shard_counts(choices: LayoutBatch) -> tuple[Array, Array]:
     """Over how many ranks fsdp divides an expert's parameters, and all others."""
-    outside = choices.sizes["ep"]
+    outside = choices.size(*EXPERT_AXES)
     return np.maximum(1, choices.shards / np.maximum(1, choices.experts / outside)), choices.shards
 
 
@@ -123,13 +131,19 @@ def input_bytes(block: BlockWork, choices: LayoutBatch) -> Array:
     )
 
 
+def _working_ranks(block: BlockWork, choices: LayoutBatch) -> Array:
+    """Over how many ranks what a block's backward needs is divided."""
+    ends = block.elements("vocabulary") > 0
+    return choices.vocabulary_ranks if ends else choices.feature_ranks
+
+
 def kv_bytes(block: BlockWork, choices: LayoutBatch) -> Array:
     """Bytes of the keys and values of all ranks of cp, of a microbatch, for the heads of a rank.
     Where the ranks of tp and up are more than key heads, each head goes to several."""
     return (
         block.key_bytes
         * choices.microbatch
-        / np.minimum(choices.size("tp", "up"), block.kv_heads or 1)
+        / np.minimum(choices.size(*FEATURE_AXES, *HEAD_AXES), block.kv_heads or 1)
     )
 
 
@@ -157,22 +171,26 @@ def _rank(
     graded = np.where(
         away["gradients"] & zero2, 0.0, graded
     )  # else they are added up here, and then reduced
-    trained, replicas = np.where(many > 1, sharded, full), choices.sizes["dp"]
+    trained, replicas = np.where(many > 1, sharded, full), choices.replicas
     # of servers, each has the state of its part
     stated = np.where(
         away["optimizer"], 0.0, trained / np.where(replicas > 1, max(1, server_count(sync)), 1)
     )
     agreed, coded = kept_bytes(sync, practice.reduce_bytes, replicas)
     # a codec of fsdp's reduce-scatters keeps what it does of gradients that are not sharded
-    alone = (replicas == 1) & (choices.sizes["fsdp"] > 1)
+    alone = (replicas == 1) & (choices.state_ranks > 1)
     agreed, of = np.where(alone, coded, agreed), np.where(alone, full, trained)
     largest = np.max(
-        [block.elements("tp") + block.elements("whole") for block in work.blocks if block.repeated]
+        [
+            block.elements("features") + block.elements("whole")
+            for block in work.blocks
+            if block.repeated
+        ]
         or [0.0]
-    ) / choices.sizes["tp"] + np.max([block.elements("expert") for block in work.blocks]) / (
-        choices.sizes["tp"] * np.maximum(choices.experts, 1)
+    ) / choices.feature_ranks + np.max([block.elements("expert") for block in work.blocks]) / (
+        choices.feature_ranks * np.maximum(choices.experts, 1)
     )
-    head = stage.after * work.head / choices.sizes["tp"]
+    head = stage.after * work.head / choices.vocabulary_ranks
     unit = largest / practice.messages
     gathered = np.where(
         (many > 1) & zero3,
@@ -180,7 +198,7 @@ def _rank(
         0.0,
     )
 
-    samples, tp = choices.microbatch / choices.sequences, choices.sizes["tp"]
+    samples = choices.microbatch / choices.sequences
     activations, once, working, sent = (np.zeros(len(choices)) for _ in range(4))
     for block, count in stage.holds(work):
         whole, bare = (
@@ -211,14 +229,26 @@ def _rank(
             0.0,
         )
         working = np.maximum(
-            working, np.where(count > 0, block.working_bytes * samples / tp + both, 0.0)
+            working,
+            np.where(
+                count > 0,
+                block.working_bytes * samples / _working_ranks(block, choices) + both,
+                0.0,
+            ),
         )
     # where a V turns, a chunk's stays there; but its first rank, which ends the model too, is the
     # one that needs more
     activations = (
-        activations + np.where(choices.sizes["pp"] > 1, choices.chunks - stage.after, 0.0) * sent
+        activations + np.where(choices.stage_ranks > 1, choices.chunks - stage.after, 0.0) * sent
     )
-    logits = stage.after * practice.logit_bytes * work.vocab * work.tokens * samples / tp
+    logits = (
+        stage.after
+        * practice.logit_bytes
+        * work.vocab
+        * work.tokens
+        * samples
+        / choices.vocabulary_ranks
+    )
     busy = once + working
     return (
         CostPart(
@@ -284,7 +314,7 @@ def _rank(
                 "vocab": float(work.vocab),
                 "tokens": work.tokens,
                 "b": stage.after * samples,
-                "t": tp * 1.0,
+                "t": choices.vocabulary_ranks * 1.0,
                 "logits": logits,
                 "again": once,
                 "temporaries": working,

@@ -14,9 +14,11 @@ from typing import Literal
 # What divides an op's work, what it keeps, and parameters:
 #   whole      data and sequence axes alone: every rank of tp does all of it
 #   sequence   tp too, where it has that option: norms, dropout, residuals
-#   tp         tp: heads and features
-#   expert     parameters: axes that shard experts, and tp; work: tp, as each rank has its tokens
-Cut = Literal["whole", "sequence", "tp", "expert"]
+#   features   axes that divide heads and features
+#   vocabulary axes that divide the vocabulary
+#   expert     parameters: axes that shard experts, and features; work: features, as each rank has
+#              its tokens
+Cut = Literal["whole", "sequence", "features", "vocabulary", "expert"]
 Kind = Literal["matmul", "attention", "memory"]
 
 

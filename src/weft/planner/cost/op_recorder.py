@@ -365,9 +365,9 @@ class OpRecorder(TorchDispatchMode):
             ]
             for name in (*divided, f"{chain.row}.weight"):
                 if (p := self._parameter(name)) is not None:
-                    cuts[id(p)] = "tp"
+                    cuts[id(p)] = "features"
         for module in (*self.roles.embeddings, *self.roles.heads):
-            cuts |= {id(p): "tp" for p in self.modules[module].parameters(recurse=False)}
+            cuts |= {id(p): "vocabulary" for p in self.modules[module].parameters(recurse=False)}
         for module in self.experts:
             cuts |= {id(p): "expert" for p in self.modules[module].parameters()}
         return cuts
@@ -573,8 +573,10 @@ class OpRecorder(TorchDispatchMode):
         module = self.events[self.open[-1]].name if self.open else ""
         kind, flops, full, size, groups = _work(packet, args, kwargs, out) if graded else _NONE
         role = "column" if module in self.columns else "row" if module in self.rows else ""
-        cut_by: Cut = "tp"
+        cut_by: Cut = "features"
         for weight in weights:
+            if self.cuts[id(self._parameter(weight))] == "vocabulary":
+                cut_by = "vocabulary"
             if weight in self.inside:
                 role, cut_by = self.inside[weight], "expert"
         marks = [self.divided[s] for _, s in given if s in self.divided]

@@ -58,7 +58,7 @@ def recomputed_share(work: ModelWork, choices: LayoutBatch) -> tuple[Array, Arra
     some = (again > 0) & (again < 1) & (work.depth > 0)
     if not some.any():
         return again, again
-    p, v = choices.sizes["pp"], np.where(choices.sizes["pp"] > 1, choices.chunks, 1)
+    p, v = choices.stage_ranks, np.where(choices.stage_ranks > 1, choices.chunks, 1)
     folded = np.array([is_v_shaped(name) for name in choices.schedules])[choices.schedule] & (p > 1)
     every = np.rint(1 / np.where(some, again, 1)).astype(np.int64)
     keys = (((p.astype(np.int64) << 16) + v.astype(np.int64) << 16) + every << 1) + folded
@@ -105,7 +105,7 @@ def stage_shares(
     """The first rank of the pipeline, one between, and the last. Blocks are dealt out evenly; where
     they do not divide, the ends, which have more to do, hold one less. Of a V, the first rank has
     both ends of the model."""
-    p, depth = choices.sizes["pp"], max(1, work.depth)
+    p, depth = choices.stage_ranks, max(1, work.depth)
     each = p * choices.chunks
     even = (depth % each == 0) | (work.depth == 0)  # what has no repeated blocks is dealt out whole
     most = np.where(even, depth / p, np.ceil((depth + 2) / each) * choices.chunks)

@@ -67,7 +67,7 @@ def transformer_work(
         "embedding",
         1,
         (OpWork("embedding", "memory", "sequence", moved_bytes=3 * token),),
-        (("tp", v * h), *learned),
+        (("vocabulary", v * h), *learned),
         token,
         reduced_bytes=token,
         reductions=1,
@@ -98,12 +98,17 @@ def transformer_work(
         "head",
         1,
         (
-            OpWork("logits", "matmul", "tp", flops=2 * s * h * v, kernels=kernels, width=v),
+            OpWork("logits", "matmul", "vocabulary", flops=2 * s * h * v, kernels=kernels, width=v),
             OpWork(
-                "loss", "memory", "tp", moved_bytes=10 * s * v, backward=0.6, kernels=6 * kernels
+                "loss",
+                "memory",
+                "vocabulary",
+                moved_bytes=10 * s * v,
+                backward=0.6,
+                kernels=6 * kernels,
             ),
         ),
-        (("tp", v * h),),
+        (("vocabulary", v * h),),
         0.0,
         tied=dims.tied,
     )
@@ -159,7 +164,7 @@ def _layer(
             OpWork(
                 "attention",
                 "attention",
-                "tp",
+                "features",
                 flops=4 * s * s * q * (0.5 if causal else 1.0),
                 saved_bytes=s * q * item + 4 * dims.heads * s,
                 kernels=kernels,
@@ -173,7 +178,7 @@ def _layer(
             OpWork(
                 "scores",
                 "matmul",
-                "tp",
+                "features",
                 flops=4 * s * s * q,
                 matmuls=2,
                 kernels=2 * kernels,
@@ -183,32 +188,32 @@ def _layer(
             OpWork(
                 "softmax",
                 "memory",
-                "tp",
+                "features",
                 moved_bytes=(13.0 if dropout else 8.0) * scores,
                 saved_bytes=(5 if dropout else 2) * scores,
                 kernels=3 * kernels,
                 core=True,
                 backward=1.5,
             ),
-            OpWork("context", "memory", "tp", saved_bytes=s * q * item, kernels=0),
+            OpWork("context", "memory", "features", saved_bytes=s * q * item, kernels=0),
         ]
     attention = [
         norm,
         OpWork(
             "qkv",
             "matmul",
-            "tp",
+            "features",
             flops=2 * s * h * (q + 2 * k),
             saved_bytes=s * (q + 2 * k + (0 if fused else q + k)) * item,
             kernels=2 * kernels,
             width=q,
         ),
         *core,
-        OpWork("projection", "matmul", "tp", flops=2 * s * q * h, kernels=kernels, width=q),
+        OpWork("projection", "matmul", "features", flops=2 * s * q * h, kernels=kernels, width=q),
         add,
     ]
     params: list[tuple[Cut, float]] = [
-        ("tp", h * (2 * q + 2 * k)),
+        ("features", h * (2 * q + 2 * k)),
         ("whole", 2 * h if dims.gated else 9 * h),
     ]
     f = dims.ffn
@@ -267,10 +272,10 @@ def _layer(
         ]
         if dims.shared_ffn:
             mlp += _mlp(dims, dims.shared_ffn, item, fused, kernels)
-            params += [("tp", (gates + 1) * h * dims.shared_ffn)]
+            params += [("features", (gates + 1) * h * dims.shared_ffn)]
     else:
         mlp = _mlp(dims, f, item, fused, kernels)
-        params += [("tp", (gates + 1) * h * f + (0 if dims.gated else f))]
+        params += [("features", (gates + 1) * h * f + (0 if dims.gated else f))]
     return BlockWork(
         "routed" if routed else "layer",
         count,
@@ -302,7 +307,7 @@ def _mlp(dims: TransformerDims, width: int, item: int, fused: bool, kernels: flo
         OpWork(
             "up",
             "matmul",
-            "tp",
+            "features",
             flops=2 * s * h * width * gates,
             saved_bytes=inner * gates,
             kernels=kernels,
@@ -311,11 +316,11 @@ def _mlp(dims: TransformerDims, width: int, item: int, fused: bool, kernels: flo
         OpWork(
             "activation",
             "memory",
-            "tp",
+            "features",
             moved_bytes=inner * (gates + 1),
             saved_bytes=inner * (1 if fused else 2),
             backward=1.5,
             kernels=kernels,
         ),
-        OpWork("down", "matmul", "tp", flops=2 * s * width * h, kernels=kernels, width=width),
+        OpWork("down", "matmul", "features", flops=2 * s * width * h, kernels=kernels, width=width),
     ]

@@ -12,6 +12,7 @@ import numpy as np
 from weft.core import Layout
 
 from ..cost.layer_correction import MEASURED
+from ..cost.layout_batch import AXES
 from .candidates import find_candidates, join_candidates, refusal, with_schedules
 from .explain import excess_text
 from .layout_pattern import LayoutPattern
@@ -101,7 +102,7 @@ def _best(question: PlanQuery, devices: int, pattern: LayoutPattern) -> RankedLa
 def _refused(question: PlanQuery, devices: int, text: str) -> str:
     """Why the rules allow nothing of a pattern: by the sizes that it gives."""
     row = {axis: int(size) for axis, size in LayoutPattern.parse(text).sizes if size}
-    sizes = dict.fromkeys(("pp", "dp", "fsdp", "ep", "cp", "up", "tp"), 1) | row
+    sizes = dict.fromkeys(AXES, 1) | row
     return refusal(sizes, question) or f"no sizes that the rules allow make {devices:,} ranks"
 
 

@@ -16,15 +16,21 @@ from typing import Any
 import numpy as np
 
 from weft.core import (
+    EXPERTS_OPTION,
+    STAGE_AXIS,
     Layout,
 )
 from weft.parallel import (
     DATA_AXES,
+    SPREADING,
+    STATE_AXES,
+    axis_table,
+    axis_with_option,
 )
 from weft.pipeline import schedules
 
 from ..cost.layout_batch import AXES, Array, LayoutBatch
-from .constraints import HABITS, LEGAL, SCHEDULES, SPREADING, STAGES, Constraint, expert_ranks
+from .constraints import HABITS, LEGAL, SCHEDULES, STAGES, Constraint, axis_product, expert_ranks
 from .layout_pattern import ANY, LayoutPattern
 from .query import PlanQuery
 
@@ -66,17 +72,19 @@ class Candidates:
         live = [(axis, int(c.sizes[axis][index])) for axis in order if c.sizes[axis][index] > 1]
         options: list[tuple[str, str]] = []
         if c.zero[index] != 3:
-            options.append(("fsdp", f"zero{c.zero[index]}"))
+            options.append((STATE_AXES[0], f"zero{c.zero[index]}"))
         if c.offload[index]:
-            options.append(("fsdp", "offload"))
+            options.append((axis_with_option("offload"), "offload"))
         if c.sequence[index]:
-            options.append(("tp", "sequence"))
+            options.append((axis_with_option("sequence"), "sequence"))
         if c.gather[index]:
-            options.append(("cp", "gather"))
+            options.append((axis_with_option("gather"), "gather"))
         options += [
-            (axis, "ep") for bit, axis in enumerate(SPREADING) if self.spread[index] >> bit & 1
+            (axis, EXPERTS_OPTION)
+            for bit, axis in enumerate(SPREADING)
+            if self.spread[index] >> bit & 1
         ]
-        return Layout(tuple(live) or (("dp", 1),), tuple(options))
+        return Layout(tuple(live) or Layout.single().sizes, tuple(options))
 
     def recompute(self, index: int) -> str | int:
         """Of one: as [train] has it."""
@@ -88,7 +96,7 @@ class Candidates:
     def schedule(self, index: int) -> tuple[str, dict[str, int]]:
         """Of one: a schedule's name and options; no name where there is one stage."""
         c = self.choices
-        if c.sizes["pp"][index] == 1:
+        if c.stage_ranks[index] == 1:
             return "", {}
         name = c.schedules[int(c.schedule[index])]
         return name, {"chunks": int(c.chunks[index])} if name in WITH_CHUNKS else {}
@@ -168,31 +176,40 @@ def find_candidates(
     the pattern names, or 1F1B, which needs the least memory: `scheduled` gives the others."""
     table = _Table(question, constraints_for(pattern, wide))
     fit = divisors(devices)
-    for axis in ("tp", "up", "cp", "pp", "ep", "fsdp", "dp"):
-        table.cross({axis: np.array(pattern.of(axis, fit), dtype=np.int64)})
+    # axes that divide the model before those that divide the batch, the innermost first
+    table_of = axis_table().traits
+    order = sorted(AXES, key=lambda axis: (axis in DATA_AXES, -table_of[axis].order))
+    for axis in order:
+        table.cross({axis: np.array(pattern.of(axis, fit, wide), dtype=np.int64)})
         ranks = np.prod([table.columns[a] for a in AXES if a in table.columns], axis=0)
-        table.keep(ranks == devices if axis == "dp" else devices % ranks == 0)
-    levels = [int(option[4:]) for option in pattern.given("fsdp") if option.startswith("zero")]
-    sequence = [True] if "sequence" in pattern.given("tp") else [False, True]
-    asked = sum(1 << bit for bit, axis in enumerate(SPREADING) if "ep" in pattern.given(axis))
+        table.keep(ranks == devices if axis == order[-1] else devices % ranks == 0)
+    written = [option for _, option in pattern.options]
+    levels = [int(option[4:]) for option in written if option.startswith("zero")]
+    sequence = [True] if "sequence" in written else [False, True]
+    asked = sum(
+        1 << bit for bit, axis in enumerate(SPREADING) if (axis, EXPERTS_OPTION) in pattern.options
+    )
     folds = [bits for bits in range(1 << len(SPREADING)) if bits & asked == asked]
     if not any(block.experts for block in question.work.blocks):
         folds = [asked]
     elif not wide:
         folds = [bits for bits in folds if bits == asked or bits.bit_count() <= 2]
     table.cross({"sequence": np.array(sequence)})
-    methods = [option == "gather" for option in pattern.given("cp") if option != "ep"]
+    method_axis = axis_with_option("gather")
+    methods = [
+        option == "gather" for option in pattern.given(method_axis) if option != EXPERTS_OPTION
+    ]
     table.cross({"gather": np.array(methods or [False, True])})
-    table.keep((table.columns["cp"] > 1) | ~table.columns["gather"])
+    table.keep((table.columns[method_axis] > 1) | ~table.columns["gather"])
     table.cross({"spread": np.array(folds)})
-    offload = "offload" in pattern.given("fsdp")
+    offload = "offload" in written
     table.cross(
         {"zero": np.repeat(levels or [1, 2, 3], 1), "offload": np.repeat(offload, len(levels) or 3)}
     )
     if not levels and offload:  # what a pattern asks for is not dropped for what it does not name
-        table.keep(table.columns["fsdp"] > 1)
+        table.keep(axis_product(table.columns, *STATE_AXES) > 1)
     _parted(table)
-    return _scheduled(table, pattern.given("pp") or SCHEDULES[:1])
+    return _scheduled(table, pattern.given(STAGE_AXIS) or SCHEDULES[:1])
 
 
 def with_schedules(
@@ -201,8 +218,8 @@ def with_schedules(
     """The pipelines among these, with every other schedule that the rules allow."""
     table = _Table(question, constraints_for(pattern, wide))
     table.columns = _columns(found)
-    table.keep(found.choices.sizes["pp"] > 1)
-    return _scheduled(table, [] if pattern.given("pp") else SCHEDULES[1:])
+    table.keep(found.choices.stage_ranks > 1)
+    return _scheduled(table, [] if pattern.given(STAGE_AXIS) else SCHEDULES[1:])
 
 
 def layout_variants(
@@ -220,7 +237,7 @@ def layout_variants(
     c = table.columns
     same = one.take(np.zeros(len(table), dtype=np.int64))
     chosen: Any = {name: c[name] for name in (*open_, "schedule")}
-    chunks = np.where(c["pp"] > 1, c["chunks"], 1)
+    chunks = np.where(c[STAGE_AXIS] > 1, c["chunks"], 1)
     return replace(same, choices=replace(same.choices, schedules=known, chunks=chunks, **chosen))
 
 
@@ -268,12 +285,12 @@ def _with_schedules(table: _Table, pairs: Sequence[tuple[int, int]]) -> None:
     table.cross({"schedule": kinds, "chunks": chunks})
     c = table.columns
     even = (
-        (depth % (c["pp"] * c["chunks"]) == 0)
+        (depth % (c[STAGE_AXIS] * c["chunks"]) == 0)
         | (c["chunks"] & (c["chunks"] - 1) == 0)
         | (len(pairs) == 1)
     )
     first = (c["schedule"] == pairs[0][0]) & (c["chunks"] == pairs[0][1]) if pairs else even
-    table.keep(np.where(c["pp"] > 1, even, first))
+    table.keep(np.where(c[STAGE_AXIS] > 1, even, first))
 
 
 def _scheduled(table: _Table, names: Sequence[str]) -> Candidates:
@@ -288,15 +305,15 @@ def _scheduled(table: _Table, names: Sequence[str]) -> Candidates:
     choices = LayoutBatch(
         sizes={axis: c[axis] for axis in AXES},
         strides=strides,
-        experts=expert_ranks(c, of_tp=False),
+        experts=expert_ranks(c, of_features=False),
         sequence=c["sequence"],
         gather=c["gather"],
         zero=c["zero"],
-        shards=c["fsdp"],
+        shards=axis_product(c, *STATE_AXES),
         offload=c["offload"],
         schedule=c["schedule"],
         schedules=SCHEDULES,
-        chunks=np.where(c["pp"] > 1, c["chunks"], 1),
+        chunks=np.where(c[STAGE_AXIS] > 1, c["chunks"], 1),
         microbatch=c["microbatch"],
         accumulate=c["accumulate"],
         again=c["again"],

@@ -13,12 +13,25 @@ from typing import Any
 import numpy as np
 
 from weft.core import (
+    EXPERTS_OPTION,
+    ONE_AXIS_ALONE,
+    REPLICA_AXIS,
+    STAGE_AXIS,
+    Divides,
     Layout,
     Refusal,
 )
 from weft.parallel import (
     DATA_AXES,
+    EXPERT_AXES,
+    FEATURE_AXES,
+    HEAD_AXES,
+    KEY_AXES,
     SEQUENCE_AXES,
+    SPREADING,
+    STATE_AXES,
+    VOCABULARY_AXES,
+    axis_table,
 )
 from weft.pipeline import schedules
 from weft.sync import check_sync
@@ -28,7 +41,7 @@ from ..cost.model_work import ModelWork
 from .query import PlanQuery
 
 Columns = Mapping[str, Any]  # name -> an array with an entry for each row, or a number of one row
-SPREADING = ("dp", "fsdp", "cp", "up", "tp")  # bit i of `spread`: axis i also spreads experts
+# bit i of the column `spread`: axis i of SPREADING also spreads experts
 
 
 @dataclass(frozen=True)
@@ -51,12 +64,12 @@ def axis_product(columns: Columns, *axes: str) -> Any:
     return found
 
 
-def expert_ranks(columns: Columns, of_tp: bool = True) -> Any:
-    """Ranks over which experts are spread; without those of tp, which has as much of them if it
-    cuts each."""
-    found = columns["ep"]
+def expert_ranks(columns: Columns, of_features: bool = True) -> Any:
+    """Ranks over which experts are spread; without those that divide features, which have as much
+    of them if they cut each."""
+    found = axis_product(columns, *EXPERT_AXES)
     for bit, axis in enumerate(SPREADING):
-        if of_tp or axis != "tp":
+        if of_features or axis not in FEATURE_AXES:
             found = found * np.where(columns["spread"] >> bit & 1, columns[axis], 1)
     return found
 
@@ -76,20 +89,43 @@ def _every(columns: Columns, conditions: list[Array]) -> Array:
     return found
 
 
+def _features(columns: Columns) -> Any:
+    """Ranks that divide heads and features."""
+    return axis_product(columns, *FEATURE_AXES)
+
+
+def _vocabulary(columns: Columns) -> Any:
+    """Ranks that divide the vocabulary."""
+    return axis_product(columns, *VOCABULARY_AXES)
+
+
+def _named(columns: Columns, axes: tuple[str, ...]) -> str:
+    """These axes with their sizes, as in a layout."""
+    return ".".join(f"{axis}{columns[axis]}" for axis in axes)
+
+
+def _is_cut(work: ModelWork, *cuts: str) -> bool:
+    """Whether any op of the model is divided in one of these ways."""
+    return any(op.cut in cuts for block in work.blocks for op in block.ops)
+
+
 def _heads_divide(c: Columns, q: PlanQuery) -> Array:
-    return _every(c, [heads % c["tp"] == 0 for heads, _ in _heads(q.work)])
+    return _every(c, [heads % _features(c) == 0 for heads, _ in _heads(q.work)])
 
 
 def _keys_divide(c: Columns, q: PlanQuery) -> Array:
-    return _every(c, [(kv % c["tp"] == 0) | (c["tp"] % kv == 0) for _, kv in _heads(q.work)])
+    return _every(
+        c, [(kv % _features(c) == 0) | (_features(c) % kv == 0) for _, kv in _heads(q.work)]
+    )
 
 
 def _shared_heads_divide(c: Columns, q: PlanQuery) -> Array:
-    """Ulysses: the heads of a rank of tp divide over the ranks of up."""
-    fit = []
+    """Ulysses: the heads that a rank has of those that features are divided into divide once
+    more."""
+    fit, ranks = [], axis_product(c, *HEAD_AXES)
     for heads, kv in _heads(q.work):
-        mine, keys = heads // c["tp"], np.maximum(1, kv // c["tp"])
-        fit.append((mine % c["up"] == 0) & ((keys % c["up"] == 0) | (c["up"] % keys == 0)))
+        mine, keys = heads // _features(c), np.maximum(1, kv // _features(c))
+        fit.append((mine % ranks == 0) & ((keys % ranks == 0) | (ranks % keys == 0)))
     return _every(c, fit)
 
 
@@ -99,7 +135,9 @@ def _attends(work: ModelWork) -> bool:
 
 def _pieces(c: Columns) -> Any:
     """Into how many equal pieces a sequence is cut."""
-    return axis_product(c, *SEQUENCE_AXES) * np.where(np.asarray(c["cp"]) > 1, 2, 1)
+    return axis_product(c, *SEQUENCE_AXES) * np.where(
+        np.asarray(axis_product(c, *KEY_AXES)) > 1, 2, 1
+    )
 
 
 def _plural(count: float, what: str) -> str:
@@ -112,23 +150,62 @@ def _agree(c: Columns, q: PlanQuery) -> Array:
     if q.sync is None or q.sync.plain:
         return _every(c, [])
     cases = np.stack(
-        [*np.broadcast_arrays(c["dp"], c["fsdp"] > 1, c["tp"] > 1, c["spread"] & 1)], -1
+        [
+            *np.broadcast_arrays(
+                c[REPLICA_AXIS],
+                axis_product(c, *STATE_AXES) > 1,
+                _features(c) > 1,
+                c["spread"] & 1,
+            )
+        ],
+        -1,
     )
     known, place = np.unique(cases.reshape(-1, 4), axis=0, return_inverse=True)
     fit = np.array([not _disagreement(q, *map(int, case)) for case in known])
     return fit[place.reshape(cases.shape[:-1])]
 
 
-def _disagreement(q: PlanQuery, dp: int, fsdp: int, tp: int, spread: int) -> str:
-    sizes = (("dp", dp), *((("fsdp", 2),) if fsdp else ()), *((("tp", 2),) if tp else ()))
+def _disagreement(q: PlanQuery, replicas: int, sharded: int, cut: int, spread: int) -> str:
+    two = (*(STATE_AXES if sharded else ()), *(FEATURE_AXES if cut else ()))
+    sizes = ((REPLICA_AXIS, replicas), *((axis, 2) for axis in two))
     try:
         assert q.sync is not None
         check_sync(
-            Layout(sizes, (("dp", "ep"),) if spread else ()), q.sync, None, q.practice.compute
+            Layout(sizes, ((REPLICA_AXIS, EXPERTS_OPTION),) if spread else ()),
+            axis_table(),
+            q.sync,
+            None,
+            q.practice.compute,
         )
     except Refusal as error:
         return error.problem
     return ""
+
+
+VOCABULARY_ALONE = tuple(axis for axis in VOCABULARY_AXES if axis not in FEATURE_AXES)
+
+
+def _one_axis_alone(what: Divides) -> Constraint:
+    """No two axes of a layout divide this."""
+    axes = axis_table().dividing(what)
+    return Constraint(
+        axes,
+        lambda c, q: np.sum([np.asarray(c[axis]) > 1 for axis in axes], axis=0) <= 1,
+        lambda c, q: f"{' and '.join(axes)} both divide the {what}",
+    )
+
+
+def _within_node(axis: str) -> Constraint:
+    """This axis, with those inside of it that a search keeps within a node too, fits a node."""
+    inner = tuple(
+        other for other in AXES[AXES.index(axis) :] if axis_table().traits[other].within_node
+    )
+    return Constraint(
+        inner,
+        lambda c, q: (c[axis] == 1) | (axis_product(c, *inner) <= q.cluster.hardware.node),
+        lambda c, q: f"{axis} within a node of {q.cluster.hardware.node}",
+        about=axis,
+    )
 
 
 LEGAL = (
@@ -149,19 +226,26 @@ LEGAL = (
         ),
     ),
     Constraint(
-        ("tp",),
-        lambda c, q: (
-            (c["tp"] == 1) | any(op.cut == "tp" for block in q.work.blocks for op in block.ops)
-        ),
-        lambda c, q: "the model has nothing that tp cuts",
+        FEATURE_AXES,
+        lambda c, q: (_features(c) == 1) | _is_cut(q.work, "features", "vocabulary"),
+        lambda c, q: f"the model has nothing that {' or '.join(FEATURE_AXES)} cuts",
     ),
     Constraint(
-        ("tp",),
+        VOCABULARY_AXES,
+        lambda c, q: (
+            (axis_product(c, *VOCABULARY_ALONE) == 1)
+            | (_is_cut(q.work, "vocabulary") & (_vocabulary(c) <= q.work.vocab))
+        ),
+        lambda c, q: f"a vocabulary of {q.work.vocab:,}",
+    ),
+    *(_one_axis_alone(what) for what in ONE_AXIS_ALONE),
+    Constraint(
+        FEATURE_AXES,
         _heads_divide,
         lambda c, q: " and ".join(_plural(heads, "head") for heads, _ in _heads(q.work)),
     ),
     Constraint(
-        ("tp",),
+        FEATURE_AXES,
         _keys_divide,
         lambda c, q: " and ".join(_plural(kv, "key head") for _, kv in _heads(q.work)),
     ),
@@ -176,27 +260,32 @@ LEGAL = (
         lambda c, q: f"{q.work.tokens:,.0f} positions do not divide into {_pieces(c)} pieces",
     ),
     Constraint(
-        ("tp", "up"),
+        (*FEATURE_AXES, *HEAD_AXES),
         _shared_heads_divide,
-        lambda c, q: f"the heads of a rank do not divide over up{c['up']}",
+        lambda c, q: f"the heads of a rank do not divide over {_named(c, HEAD_AXES)}",
     ),
     Constraint(
-        ("ep",),
-        lambda c, q: (c["ep"] == 1) | bool(_experts(q.work)),
+        EXPERT_AXES,
+        lambda c, q: (axis_product(c, *EXPERT_AXES) == 1) | bool(_experts(q.work)),
         lambda c, q: "the model has no experts",
     ),
     Constraint(
-        ("ep",),
-        lambda c, q: _every(c, [count % c["ep"] == 0 for count in _experts(q.work)]),
+        EXPERT_AXES,
+        lambda c, q: _every(
+            c, [count % axis_product(c, *EXPERT_AXES) == 0 for count in _experts(q.work)]
+        ),
         lambda c, q: " and ".join(_plural(count, "expert") for count in _experts(q.work)),
     ),
     Constraint(
-        ("tp", *SEQUENCE_AXES, "sequence"),
+        (*FEATURE_AXES, *SEQUENCE_AXES, "sequence"),
         lambda c, q: (
             ~c["sequence"]
-            | ((c["tp"] > 1) & (q.work.tokens % (c["tp"] * axis_product(c, *SEQUENCE_AXES)) == 0))
+            | (
+                (_features(c) > 1)
+                & (q.work.tokens % axis_product(c, *FEATURE_AXES, *SEQUENCE_AXES) == 0)
+            )
         ),
-        lambda c, q: f"{q.work.tokens:,.0f} positions do not divide over tp{c['tp']}",
+        lambda c, q: f"{q.work.tokens:,.0f} positions do not divide over {_named(c, FEATURE_AXES)}",
     ),
     Constraint(
         (*AXES, "spread", "sequence"),
@@ -215,7 +304,14 @@ LEGAL = (
     ),
     Constraint(
         (*AXES, "spread", "sequence"),
-        lambda c, q: (c["spread"] >> SPREADING.index("tp") & 1 == 0) | c["sequence"],
+        lambda c, q: _every(
+            c,
+            [
+                (c["spread"] >> SPREADING.index(axis) & 1 == 0) | c["sequence"]
+                for axis in FEATURE_AXES
+                if axis in SPREADING
+            ],
+        ),
         lambda c, q: (
             "without sequence the ranks of tp have the same tokens, and experts are not spread over"
             " them"
@@ -225,13 +321,20 @@ LEGAL = (
         (*AXES, "spread", "sequence"),
         _agree,
         lambda c, q: (
-            f"[sync]: {_disagreement(q, c['dp'], c['fsdp'] > 1, c['tp'] > 1, c['spread'] & 1)}"
+            "[sync]: "
+            + _disagreement(
+                q,
+                c[REPLICA_AXIS],
+                axis_product(c, *STATE_AXES) > 1,
+                _features(c) > 1,
+                c["spread"] & 1,
+            )
         ),
     ),
     Constraint(
-        ("fsdp", "zero", "offload"),
-        lambda c, q: (c["fsdp"] > 1) | ((c["zero"] == 3) & ~c["offload"]),
-        lambda c, q: "options of fsdp need more than one rank",
+        (*STATE_AXES, "zero", "offload"),
+        lambda c, q: (axis_product(c, *STATE_AXES) > 1) | ((c["zero"] == 3) & ~c["offload"]),
+        lambda c, q: f"options of {STATE_AXES[0]} need more than one rank",
     ),
     Constraint(
         ("again", "selective"),
@@ -239,10 +342,11 @@ LEGAL = (
         lambda c, q: "the model has no repeated blocks to run again",
     ),
     Constraint(
-        ("pp", "chunks"),
-        lambda c, q: c["pp"] * c["chunks"] <= q.work.parts,
+        (STAGE_AXIS, "chunks"),
+        lambda c, q: c[STAGE_AXIS] * c["chunks"] <= q.work.parts,
         lambda c, q: (
-            f"the model has {_plural(q.work.parts, 'part')} for {c['pp'] * c['chunks']} stages"
+            f"the model has {_plural(q.work.parts, 'part')} for"
+            f" {c[STAGE_AXIS] * c['chunks']} stages"
         ),
     ),
 )
@@ -254,10 +358,10 @@ def _in_use(c: Columns, q: PlanQuery) -> Array:
     """Enough microbatches for the schedule, and of a number that it divides."""
     fits = True
     for place, name in enumerate(SCHEDULES):
-        enough = c["accumulate"] >= schedules.min_microbatches(name, c["pp"])
-        even = c["accumulate"] % schedules.microbatch_multiple(name, c["pp"]) == 0
+        enough = c["accumulate"] >= schedules.min_microbatches(name, c[STAGE_AXIS])
+        even = c["accumulate"] % schedules.microbatch_multiple(name, c[STAGE_AXIS]) == 0
         fits = fits & ((c["schedule"] != place) | (enough & even))
-    return (c["pp"] == 1) | fits
+    return (c[STAGE_AXIS] == 1) | fits
 
 
 def _unsearched() -> list[str]:
@@ -270,44 +374,35 @@ STAGES = {
 }  # of a rank, where nothing is asked
 
 HABITS = (
-    Constraint(
-        ("tp",),
-        lambda c, q: c["tp"] <= q.cluster.hardware.node,
-        lambda c, q: f"tp within a node of {q.cluster.hardware.node}",
-        about="tp",
-    ),
-    Constraint(
-        ("tp", "up"),
-        lambda c, q: (c["up"] == 1) | (c["up"] * c["tp"] <= q.cluster.hardware.node),
-        lambda c, q: f"up within a node of {q.cluster.hardware.node}",
-        about="up",
-    ),
+    *map(_within_node, (axis for axis in reversed(AXES) if axis_table().traits[axis].within_node)),
     Constraint(
         SEQUENCE_AXES,
         lambda c, q: (
             (axis_product(c, *SEQUENCE_AXES) == 1)
             | (q.work.tokens >= LEAST_POSITIONS * axis_product(c, *SEQUENCE_AXES))
         ),
-        lambda c, q: f"at least {LEAST_POSITIONS:,} positions on a rank of cp or up",
-        about="cp",
+        lambda c, q: (
+            f"at least {LEAST_POSITIONS:,} positions on a rank of {' or '.join(SEQUENCE_AXES)}"
+        ),
+        about=KEY_AXES[0],
     ),
     Constraint(
-        ("cp", "gather"),
-        lambda c, q: ~c["gather"] | (c["cp"] == 1),
-        lambda c, q: "keys of cp round a ring",
-        about="cp+gather",
+        (*KEY_AXES, "gather"),
+        lambda c, q: ~c["gather"] | (axis_product(c, *KEY_AXES) == 1),
+        lambda c, q: f"keys of {KEY_AXES[0]} round a ring",
+        about=f"{KEY_AXES[0]}+gather",
     ),
     Constraint(
-        ("pp",),
-        lambda c, q: (c["pp"] == 1) | (c["pp"] <= max(q.work.depth, 2)),
-        lambda c, q: "a block for each rank of pp",
-        about="pp",
+        (STAGE_AXIS,),
+        lambda c, q: (c[STAGE_AXIS] == 1) | (c[STAGE_AXIS] <= max(q.work.depth, 2)),
+        lambda c, q: f"a block for each rank of {STAGE_AXIS}",
+        about=STAGE_AXIS,
     ),
     Constraint(
-        ("spread", "ep"),
-        lambda c, q: (c["spread"] == 0) | (c["ep"] == 1),
-        lambda c, q: "experts on ep, or by +ep",
-        about="ep",
+        ("spread", *EXPERT_AXES),
+        lambda c, q: (c["spread"] == 0) | (axis_product(c, *EXPERT_AXES) == 1),
+        lambda c, q: f"experts on {EXPERT_AXES[0]}, or by +{EXPERT_AXES[0]}",
+        about=EXPERT_AXES[0],
     ),
     Constraint(
         ("microbatch", *SEQUENCE_AXES),
@@ -323,15 +418,18 @@ HABITS = (
         lambda c, q: "microbatches of powers of two",
     ),
     Constraint(
-        ("schedule", "accumulate", "pp"),
+        ("schedule", "accumulate", STAGE_AXIS),
         _in_use,
         lambda c, q: "as many microbatches as stages, or a multiple",
     ),
     Constraint(
-        ("schedule", "chunks", "pp"),
+        ("schedule", "chunks", STAGE_AXIS),
         lambda c, q: (
-            (c["pp"] == 1)
-            | (c["pp"] * c["chunks"] <= max(q.work.depth, c["pp"] if q.work.depth < 2 else 0))
+            (c[STAGE_AXIS] == 1)
+            | (
+                c[STAGE_AXIS] * c["chunks"]
+                <= max(q.work.depth, c[STAGE_AXIS] if q.work.depth < 2 else 0)
+            )
         ),
         lambda c, q: "a block for each stage",
     ),

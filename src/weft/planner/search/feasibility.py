@@ -8,7 +8,13 @@ from functools import cached_property
 
 from torch import nn
 
-from weft.core import Layout, NeedsData, Refusal, RunConfig
+from weft.core import (
+    STAGE_AXIS,
+    Layout,
+    NeedsData,
+    Refusal,
+    RunConfig,
+)
 from weft.nn import block_lists
 from weft.train import Dataset, check_sizes, plan_without_weights, with_layout
 
@@ -55,7 +61,7 @@ class FeasibilityChecker:
     def hold(self, layout: Layout) -> None:
         """Raises Refusal for a layout in which weft would not lay the model, whatever the
         microbatches and stages."""
-        problem = self._with_room(layout.without("pp"))
+        problem = self._with_room(layout.without(STAGE_AXIS))
         if problem is not None:
             raise problem
 
@@ -63,7 +69,9 @@ class FeasibilityChecker:
         there = run_with_row(self.run, row)
         if row.schedule and self._short is not self.bare:
             layout = Layout.parse(row.layout)
-            two = Layout(tuple((a, 2 if a == "pp" else n) for a, n in layout.sizes), layout.options)
+            two = Layout(
+                tuple((a, 2 if a == STAGE_AXIS else n) for a, n in layout.sizes), layout.options
+            )
             options = {**row.options, "chunks": 2} if row.options else {}
             fewer = run_with_layout(
                 self.run, str(two), row.accumulate, row.recompute, row.schedule, options
@@ -78,7 +86,7 @@ class FeasibilityChecker:
 
     def _alone(self, part: str) -> Refusal | None:
         """Of one axis."""
-        return None if part.startswith("pp") else self._with_room(Layout.parse(part))
+        return None if Layout.parse(part).stage_ranks > 1 else self._with_room(Layout.parse(part))
 
     def _with_room(self, layout: Layout) -> Refusal | None:
         """With as many samples as there are ranks."""
@@ -96,7 +104,7 @@ class FeasibilityChecker:
         try:
             check_sizes(model, self.held, [plan_without_weights(run, model, self.held, load)])
         except NeedsData:
-            return self._asked(with_layout(run, run.layout.axes.without("pp")), model)
+            return self._asked(with_layout(run, run.layout.axes.without(STAGE_AXIS)), model)
         except Refusal as problem:
             return problem
         return None

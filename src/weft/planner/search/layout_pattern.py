@@ -10,21 +10,23 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from weft.core import Layout, LayoutError, nearest
+from weft.core import STAGE_AXIS, Layout, LayoutError, nearest
+from weft.parallel import axis_table, options_of
 from weft.pipeline import schedules
 
 from ..cost.layout_batch import AXES
 
-OPTIONS = {
-    "pp": tuple(schedules.builtin_schedules()),
-    "dp": ("ep",),
-    "fsdp": ("zero1", "zero2", "zero3", "offload", "ep"),
-    "ep": (),
-    "cp": ("ring", "gather", "ep"),
-    "up": ("ep",),
-    "tp": ("sequence", "ep"),
-}
 _PART = re.compile(r"([a-z]+)([0-9]+|\*)((?:\+[a-z0-9][a-z0-9-]*)*)")
+
+
+def searched_options(axis: str) -> tuple[str, ...]:
+    """The options of an axis that a search knows: schedules that need nothing of their own, and no
+    second way to write another axis."""
+    other_axes = axis_table().traits[axis].written_as
+    known = tuple(option for option in options_of(axis) if option not in other_axes)
+    if axis == STAGE_AXIS:
+        return tuple(schedules.builtin_schedules())
+    return known
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ class LayoutPattern:
                 raise LayoutError(field, text, f"axis {axis} has size 0", "sizes start at 1")
             sizes[axis] = None if size == "*" else int(size)
             for option in flags.split("+")[1:]:
-                if "*" in text and option not in OPTIONS[axis]:
-                    known = OPTIONS[axis]
+                known = searched_options(axis)
+                if "*" in text and option not in known:
                     fix = nearest(option, known) if known else f"write {axis} without an option"
-                    if (axis, option) == ("cp", "ulysses"):
-                        fix = f"write up{size}, which is the same"
+                    if same := axis_table().traits[axis].written_as.get(option):
+                        fix = f"write {same}{size}, which is the same"
                     problem = f"the search knows no option {option!r} of {axis}"
                     raise LayoutError(field, text, problem, fix)
                 options.append((axis, option))
@@ -87,12 +89,14 @@ class LayoutPattern:
         """The options asked for of an axis."""
         return tuple(option for of, option in self.options if of == axis)
 
-    def of(self, axis: str, divisors: list[int]) -> list[int]:
-        """The sizes that an axis may have, of these."""
+    def of(self, axis: str, divisors: list[int], wide: bool = False) -> list[int]:
+        """The sizes that an axis may have, of these; `wide`: also of an axis that a search tries
+        only where it is named."""
         sizes = dict(self.sizes)
         if (size := sizes.get(axis)) is not None:
             return [size]
-        found = divisors if axis in sizes or self.more else [1]
+        tried = axis in sizes or (self.more and (wide or axis_table().traits[axis].searched))
+        found = divisors if tried else [1]
         return [size for size in found if size > 1] if axis in sizes and self.given(axis) else found
 
 

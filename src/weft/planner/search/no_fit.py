@@ -8,6 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from weft.core import ConfigError, LayoutError
+from weft.parallel import (
+    axis_with_option,
+)
 
 from ..cost.hardware import GIB, Cluster
 from ..cost.layout_batch import AXES
@@ -18,7 +21,6 @@ from .query import PlanQuery
 from .query_from_run import plain_layout
 from .ranking import Ranking, priced_best
 
-OFFLOAD = ("fsdp", "offload")
 MORE = (2, 4, 8, 16, 32, 64)  # times as many devices, where none fits
 
 
@@ -60,8 +62,10 @@ def nothing_fits(
         f" {device.memory_gib:g}, {nearest.over_bytes / GIB:,.1f} too many"
     )
     helps = []
-    if not pattern.given("fsdp") and (pattern.more or "fsdp" in dict(pattern.sizes)):
-        away = replace(pattern, sizes=_with_fsdp(pattern), options=(*pattern.options, OFFLOAD))
+    axis = axis_with_option("offload")
+    if not pattern.given(axis) and (pattern.more or axis in dict(pattern.sizes)):
+        sizes = pattern.sizes if axis in dict(pattern.sizes) else (*pattern.sizes, (axis, None))
+        away = replace(pattern, sizes=sizes, options=(*pattern.options, (axis, "offload")))
         row = priced_best(question, find_candidates(question, found.devices, away))
         if row is not None and row.fits:
             helps.append(f'--layout "{row.layout}.*" fits')
@@ -79,10 +83,6 @@ def nothing_fits(
     if limit_gib is not None:
         return ConfigError("--max-memory", limit_gib, problem, fix)
     return ConfigError("--cluster", str(question.cluster), problem, fix)
-
-
-def _with_fsdp(pattern: LayoutPattern) -> tuple[tuple[str, int | None], ...]:
-    return pattern.sizes if "fsdp" in dict(pattern.sizes) else (*pattern.sizes, ("fsdp", None))
 
 
 def _on(question: PlanQuery, devices: int) -> PlanQuery:

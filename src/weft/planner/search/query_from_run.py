@@ -10,6 +10,9 @@ from functools import partial
 from torch import nn
 
 from weft.core import DEFAULT_SCHEDULE, Layout, PipelineConfig, RunConfig, Sync
+from weft.parallel import (
+    axis_table,
+)
 from weft.pipeline import check_split_points, choose_schedule, schedule_of, schedules
 from weft.train import (
     Dataset,
@@ -70,8 +73,8 @@ def layout_of_run(run: RunConfig) -> LayoutBatch:
     """The layout of a run, with its microbatches, recomputation and schedule. Raises Refusal."""
     layout = run.layout.axes
     name, chunks = _schedule(run, layout)
-    if layout.live("pp"):
-        check_split_points(run.pipeline.cut, layout.size("pp") * chunks, f"{name} over {layout}")
+    if layout.stage_ranks > 1:
+        check_split_points(run.pipeline.cut, layout.stage_ranks * chunks, f"{name} over {layout}")
     return LayoutBatch.of(
         [plain_layout(layout)],
         batch=run.train.batch,
@@ -83,16 +86,27 @@ def layout_of_run(run: RunConfig) -> LayoutBatch:
 
 
 def plain_layout(layout: Layout) -> Layout:
-    """A layout as estimates have it: less what has one rank, and as `up` what `cp+ulysses` is."""
+    """A layout as estimates have it: less what has one rank, and an option that another axis does
+    alone as that axis (`cp+ulysses` as `up`)."""
     layout = layout.without(*(axis for axis, size in layout.sizes if size == 1))
-    if "ulysses" in layout.option("cp"):
-        layout = Layout.parse(str(layout).replace("cp", "up").replace("+ulysses", ""))
-    return layout
+    same = {
+        axis: axis_table().traits[axis].written_as[option]
+        for axis, option in layout.options
+        if option in axis_table().traits[axis].written_as
+    }
+    return Layout(
+        tuple((same.get(axis, axis), size) for axis, size in layout.sizes),
+        tuple(
+            (same.get(axis, axis), option)
+            for axis, option in layout.options
+            if option not in axis_table().traits[axis].written_as
+        ),
+    )
 
 
 def _schedule(run: RunConfig, layout: Layout) -> tuple[str, int]:
     """Its name, and stages of a rank."""
-    if not layout.live("pp"):
+    if layout.stage_ranks == 1:
         return DEFAULT_SCHEDULE, 1
     name = schedule_of(layout) or run.pipeline.schedule
     if name not in schedules.builtin_schedules():
@@ -120,7 +134,7 @@ def run_with_layout(
     train = run.train.model_copy(update={"accumulate": accumulate, "recompute": recompute})
     pipeline = run.pipeline
     if name:
-        count = Layout.parse(axes).size("pp") * options.get("chunks", STAGES.get(name, 1))
+        count = Layout.parse(axes).stage_ranks * options.get("chunks", STAGES.get(name, 1))
         same = (
             isinstance(pipeline.cut, str) or len(pipeline.cut) == count - 1
         )  # modules are named for so many stages

@@ -14,6 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weft.core import (
+    REPLICA_AXIS,
+)
+from weft.parallel import (
+    EXPERT_AXES,
+    STATE_AXES,
+)
 from weft.pipeline import simulate
 
 from ..cluster_sim.scenario import Scenario, follows_pipeline
@@ -163,7 +170,7 @@ def _ranked(
 def axis_count(choices: LayoutBatch) -> Array:
     """How many axes each has, with what spreads experts beside its own as one more."""
     live = sum((choices.sizes[axis] > 1).astype(int) for axis in AXES)
-    return live + (choices.experts > choices.sizes["ep"]) + choices.offload
+    return live + (choices.experts > choices.size(*EXPERT_AXES)) + choices.offload
 
 
 def _order(step_s: Array, count: Array) -> Array:
@@ -209,7 +216,7 @@ def _promising(found: Candidates, prices: Prices) -> Array:
     leading = _leading(found.kinds[order], order, each=1)
     within = prices.step_s[leading].max()
     bound = prices.step_s - prices.bubble_s
-    able = np.flatnonzero(fits & (found.choices.sizes["pp"] > 1) & (bound <= within))
+    able = np.flatnonzero(fits & (found.choices.stage_ranks > 1) & (bound <= within))
     return able[np.argsort(bound[able], kind="stable")[:RESCHEDULED]]
 
 
@@ -293,8 +300,12 @@ class _Pipelines:
         """All that a stage's work depends on: data axes, where experts are spread over them, or
         each microbatch waits for what they share. What follows the pipeline is no part of it."""
         c = row.chosen.choices
-        waits = c.experts[0] > 1 or c.offload[0] or (c.sizes["fsdp"][0] > 1 and c.zero[0] > 1)
-        sizes = tuple(int(c.sizes[axis][0]) for axis in AXES if waits or axis not in ("dp", "fsdp"))
+        waits = c.experts[0] > 1 or c.offload[0] or (c.state_ranks[0] > 1 and c.zero[0] > 1)
+        sizes = tuple(
+            int(c.sizes[axis][0])
+            for axis in AXES
+            if waits or axis not in (REPLICA_AXIS, *STATE_AXES)
+        )
         zero = int(c.zero[0]) if waits else 0
         others = int(c.experts[0]), bool(c.sequence[0]), bool(c.gather[0]), bool(c.offload[0])
         return (
@@ -310,7 +321,7 @@ class _Pipelines:
     def _makespan(self, question: PlanQuery, row: RankedLayout) -> float:
         """Seconds of the pipeline. Of many microbatches a few are run: each of the others takes as
         long as the busiest rank works on it."""
-        q, c, ranks = question, row.chosen.choices, int(row.chosen.choices.sizes["pp"][0])
+        q, c, ranks = question, row.chosen.choices, int(row.chosen.choices.stage_ranks[0])
         few = min(row.accumulate, 2 * ranks + row.accumulate % ranks)
         cluster = q.cluster.model_copy(update={"devices": int(c.world[0])})
         fewer = replace(c, accumulate=np.array([few]))

@@ -47,7 +47,7 @@ def price_alone(judge: FeasibilityChecker, question: PlanQuery, pattern: LayoutP
 def _written(run: RunConfig, pattern: LayoutPattern) -> Candidates:
     """A whole layout, with the rest as the run file has it."""
     layout = plain_layout(pattern.layout)
-    spread = sum(1 << bit for bit, axis in enumerate(SPREADING) if "ep" in layout.option(axis))
+    spread = sum(1 << bit for bit, axis in enumerate(SPREADING) if layout.spreads_experts(axis))
     return Candidates(layout_of_run(with_layout(run, pattern.layout)), np.array([spread]))
 
 
