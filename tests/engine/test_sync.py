@@ -23,8 +23,8 @@ from tests.verification.test_parity import run
 from weft import sync
 from weft.core.codec import Codec
 from weft.core.errors import Refusal
-from weft.core.plan import COPY
 from weft.core.run_config import RunConfig, SyncConfig
+from weft.core.step import COPY
 from weft.engine.collective_audit import Audit
 from weft.engine.grad_buckets import local_tensor
 from weft.launch import local_workers

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from weft.nn.expert_roles import find_experts
 from weft.nn.models import decoder
 from weft.nn.models.moe import Experts, Gate, grouped
-from weft.nn.module_roles import experts_of, find_roles
+from weft.nn.module_roles import find_roles
 from weft.nn.moe_routing import (
     NOWHERE,
     GateBias,
@@ -176,7 +177,9 @@ class Turned(nn.Module):
 
 def inside(module: nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
     return {
-        name: (cut.dim, cut.parts) for each in experts_of(module) for name, cut in each.cuts.items()
+        name: (cut.dim, cut.parts)
+        for each in find_experts(module)
+        for name, cut in each.cuts.items()
     }
 
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import weft
 from weft.core.errors import ConfigError, LayoutError, Refusal, UnsupportedModel
-from weft.core.plan import COPY, SUM, Boundary, DimShard, collective, dual
+from weft.core.grad_buckets import bucket_gradients
+from weft.core.step import COPY, SUM, Boundary, DimShard, collective, dual
 from weft.nn.losses import mse, next_token
 from weft.nn.models import convnet, decoder
 from weft.nn.module_roles import find_roles
@@ -112,7 +113,7 @@ def test_tied_weights_are_one_weight() -> None:
 
 def test_buckets_fill_in_backward_order() -> None:
     laid = plan(model(), "dp2.tp2+sequence", loss=next_token)
-    first, *rest = laid.buckets()
+    first, *rest = bucket_gradients(laid)
     assert (
         first.axes == ("dp",)
         and first.names[0] == "head.weight"
@@ -120,7 +121,7 @@ def test_buckets_fill_in_backward_order() -> None:
     )
     assert [r.axes for r in rest] == [("dp", "tp")]  # norms: partial over both
     assert all("norm" in name for name in rest[0].names)
-    assert sum(len(bucket.names) for bucket in laid.buckets()) == len(laid.weights)
+    assert sum(len(bucket.names) for bucket in bucket_gradients(laid)) == len(laid.weights)
 
 
 class Odd(nn.Module):

@@ -25,8 +25,9 @@ from torch.distributed.tensor import Shard
 
 from tests.bugs import Catalogue, Fault, assert_caught, assert_clean, clean, documented, patched
 from tests.cases import SUBJECTS, VOCAB, global_batch, seeded
-from weft.core.plan import COPY, SUM, Boundary, DimShard, Param, Plan, Step
+from weft.core.plan import Plan
 from weft.core.schedule import Action
+from weft.core.step import COPY, SUM, Boundary, DimShard, Param, Step
 from weft.engine import engine, grad_buckets, grad_update
 from weft.engine.checkpoint_state import CheckpointState
 from weft.engine.pipeline import stage_compute

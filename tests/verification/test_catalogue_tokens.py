@@ -19,7 +19,7 @@ from tests.bugs import Catalogue, Fault, assert_caught, assert_clean, clean, doc
 from tests.engine.test_context_parallel import SUBJECTS as CONTEXT
 from tests.engine.test_experts import GATES, subject as experts
 from tests.verification.test_catalogue import params, planned
-from weft.core.plan import COPY, SUM, Param, Step
+from weft.core.step import COPY, SUM, Param, Step
 from weft.engine import Engine, function_overrides
 from weft.engine.context_parallel import ring_attention, sequence
 from weft.nn.attention_masks import AttentionPattern

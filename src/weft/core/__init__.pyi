@@ -38,6 +38,11 @@ from .errors import (
     require_known as require_known,
 )
 from .extras import import_extra as import_extra
+from .grad_buckets import (
+    GradBucket as GradBucket,
+    bucket_gradients as bucket_gradients,
+    gradient_owners as gradient_owners,
+)
 from .layout import (
     EXPERTS as EXPERTS,
     EXPERTS_OPTION as EXPERTS_OPTION,
@@ -48,20 +53,7 @@ from .layout import (
 from .number_format import short_number as short_number
 from .pipeline_request import PipelineRequest as PipelineRequest
 from .plan import (
-    COPY as COPY,
-    SUM as SUM,
-    ActivationSharding as ActivationSharding,
-    Boundary as Boundary,
-    DimShard as DimShard,
-    ExpertDispatch as ExpertDispatch,
-    FSDPUnit as FSDPUnit,
-    GradBucket as GradBucket,
-    Param as Param,
     Plan as Plan,
-    Step as Step,
-    Weight as Weight,
-    collective as collective,
-    sequence_step as sequence_step,
     stage_runs_module as stage_runs_module,
 )
 from .run_config import (
@@ -106,6 +98,20 @@ from .stages import (
     Staging as Staging,
     TensorRef as TensorRef,
     Value as Value,
+)
+from .step import (
+    COPY as COPY,
+    SUM as SUM,
+    ActivationSharding as ActivationSharding,
+    Boundary as Boundary,
+    DimShard as DimShard,
+    ExpertDispatch as ExpertDispatch,
+    FSDPUnit as FSDPUnit,
+    Param as Param,
+    Step as Step,
+    Weight as Weight,
+    collective as collective,
+    sequence_step as sequence_step,
 )
 from .sync import (
     TIMEOUT_S as TIMEOUT_S,

@@ -1,223 +1,25 @@
 """Plan: all that is decided about a run, and nothing that runs.
 
-A strategy emits Steps. A Step says, for one module, where its parameters lie on an axis of the mesh
-(`Param`), where the tensor that enters or leaves it lies outside and inside (`Boundary`), and
-whether its parameters are gathered as one unit (`Gather`). Interpreters read Steps; none needs to
-know which strategy wrote them.
-
-Which collective a Boundary implies follows from two facts. Values: forward moves outside -> inside
-on entry and inside -> outside on exit. Gradients: inside a module a copy's gradient is a partial
-sum, a partial sum's gradient is a copy, a shard's is a shard; outside, ranks compute the same
-thing, so a copy's gradient is a copy (the conjugate operators f and g of Megatron-LM, Shoeybi et
-al. 2019, and their sequence-parallel forms, Korthikanti et al. 2022).
+A strategy emits Steps (step.py); a Plan is all of them with the layout, the batch, the stages and
+the synchroniser. Interpreters read it; none needs to know which strategy wrote a Step.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
-
-import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from .axis_traits import AxisTable, Divides
 from .data_order import zigzag_spans
 from .errors import LayoutError
 from .layout import REPLICA_AXIS, STAGE_AXIS, Layout
+from .plan_text import fold_rows, step_row, text_table
 from .schedule import Action, Schedule
 from .stages import Staging
-from .sync import BUCKET_BYTES, Sync, SyncEveryStep, bucket_owners
-
-Spec = Mapping[str, Placement]  # axis -> placement; an axis left out is Replicate
-COPY = Replicate()
-SUM = Partial()
-
-
-def collective(src: Placement, dst: Placement) -> str | None:
-    """The collective that turns a tensor placed as `src` into one placed as `dst`; None if no rank
-    needs another."""
-    if src in (dst, COPY):
-        return None
-    if src == SUM:
-        return "all_reduce" if dst == COPY else "reduce_scatter"
-    return "all_gather" if dst == COPY else "all_to_all"
-
-
-def dual(placement: Placement) -> Placement:
-    """Where the gradient of a tensor lies inside a module."""
-    return {COPY: SUM, SUM: COPY}.get(placement, placement)
-
-
-@dataclass(frozen=True)
-class DimShard:
-    """How one dim is divided over an axis: each part by itself, never inside a unit.
-
-    A fused QKV of 8 query and 2 key heads of 64 is `Cut(0, parts=(512, 128, 128), units=(8, 2,
-    2))`. A part with fewer units than ranks is shared: neighbouring ranks hold the same unit.
-    """
-
-    dim: int
-    parts: tuple[int, ...]
-    units: tuple[int, ...]
-
-    def intervals(self, index: int, size: int) -> tuple[tuple[int, int], ...]:
-        """What rank `index` of `size` holds: a (start, stop) of the global dim for each part."""
-        intervals, offset = [], 0
-        for length, units in zip(self.parts, self.units, strict=True):
-            width = length // units
-            if units < size:
-                first = index * units // size
-                last = first + 1
-            else:
-                each = -(-units // size)  # torch.chunk's rule: the last ranks get less
-                first, last = min(index * each, units), min((index + 1) * each, units)
-            intervals.append((offset + first * width, offset + last * width))
-            offset += length
-        return tuple(intervals)
-
-    def shared(self, size: int) -> bool:
-        """Whether some unit lies on more than one of `size` ranks."""
-        return any(units < size for units in self.units)
-
-
-@dataclass(frozen=True)
-class Param:
-    """Where one parameter lies on one axis.
-
-    `stored` is where it rests, `compute` what a rank computes with, `grad` what backward leaves on
-    a rank. stored != compute is a gather before use, and grad != stored is a reduction after
-    backward. A `cut` with `stored` a copy is a rank's view of a whole parameter (key heads fewer
-    than ranks).
-    """
-
-    name: str
-    axis: str
-    stored: Placement
-    compute: Placement
-    grad: Placement
-    cut: DimShard | None = None
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """One tensor crossing a module's edge. `typed`: the outside value is a DTensor that carries its
-    placement. `every`: not the first tensor alone that enters, but all do."""
-
-    outside: Spec
-    inside: Spec
-    typed: bool = False
-    every: bool = False
-
-    def moves(
-        self, entry: bool
-    ) -> Iterator[tuple[str, tuple[Placement, Placement], tuple[Placement, Placement]]]:
-        """Per axis: its name, forward (from, to), backward (from, to)."""
-        for axis in {**self.outside, **self.inside}:
-            outside, inside = self.outside.get(axis, COPY), self.inside.get(axis, COPY)
-            if entry:
-                yield axis, (outside, inside), (dual(inside), outside)
-            else:
-                yield axis, (inside, outside), (outside, dual(inside))
-
-
-ActivationSharding = Literal["whole", "sequence", "heads", "features"]
-
-
-@dataclass(frozen=True)
-class FSDPUnit:
-    """Parameters below a module (less those of deeper Gathers) that are gathered and reduced
-    together.
-
-    ZeRO-1: gathered and reduced once a step. ZeRO-2: reduced every microbatch. ZeRO-3: also
-    gathered at every use, in forward and again in backward (Rajbhandari et al. 2020); its last
-    unit, which backward needs first, once a microbatch.
-    """
-
-    axis: str
-    gathered: Literal["step", "microbatch", "use"]
-    reduced: Literal["step", "microbatch"]
-    offload: bool = False
-
-
-@dataclass(frozen=True)
-class SequenceShard:
-    """The sequence is cut over `axis` through the whole model; attention reaches the other parts by
-    `method`."""
-
-    axis: str
-    method: str  # ring, gather or ulysses
-
-
-@dataclass(frozen=True)
-class ExpertDispatch:
-    """The module holds its part of the weights of `experts` experts, to which tokens travel.
-    `names` of its forward's arguments: tokens, experts, weights. `beside`: a module that runs
-    meanwhile."""
-
-    experts: int
-    names: tuple[str, ...]
-    beside: str = ""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one strategy asks of one module. `interior`: how activations are cut once the input
-    boundary is passed.
-
-    `attributes` are the module's own numbers that become local (a stored head count). `sequence`:
-    of the whole model.
-    """
-
-    module: str
-    by: str
-    params: tuple[Param, ...] = ()
-    input: Boundary | None = None
-    output: Boundary | None = None
-    interior: ActivationSharding | None = None
-    attributes: tuple[tuple[str, int], ...] = ()
-    gather: FSDPUnit | None = None
-    sequence: SequenceShard | None = None
-    dispatch: ExpertDispatch | None = None
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter of the model as it is on one device. `aliases`: further names of the same tensor
-    (tied)."""
-
-    name: str
-    shape: tuple[int, ...]
-    trainable: bool
-    dtype: torch.dtype
-    aliases: tuple[str, ...] = ()
-
-
-def sequence_step(axis: str, method: str, weights: Iterable[Weight]) -> Step:
-    """The Step by which the sequence is cut over an axis: every gradient is a partial sum over
-    it."""
-    params = tuple(Param(weight.name, axis, COPY, COPY, SUM) for weight in weights)
-    return Step("", "context", params=params, sequence=SequenceShard(axis, method))
-
-
-@dataclass(frozen=True)
-class GradBucket:
-    """One all-reduce of gradients: of these parameters, over these axes.
-
-    `among`: the positions on `pp` that take part, where that axis is among `axes` (stages that
-    share a weight). `stage`: the one whose last backward fills it; None where it is filled when all
-    backwards are done. `owner`: the replica that a synchroniser with owners sums it on.
-    """
-
-    axes: tuple[str, ...]
-    names: tuple[str, ...]
-    among: tuple[int, ...] = ()
-    stage: int | None = 0
-    owner: int = 0
+from .step import COPY, SUM, Param, Step, Weight
+from .sync import Sync
 
 
 def _accumulation(microbatches: int) -> Schedule:
@@ -468,74 +270,6 @@ class Plan:
         ]
         return (*axes, STAGE_AXIS) if len(self.holders(name)) > 1 else tuple(axes)
 
-    def buckets(self) -> list[GradBucket]:
-        """Each gradient all-reduce, those of a stage in the order in which backward fills them."""
-        if self.schedule.versions:
-            return []  # every update reduces its own gradients
-        table = self.params()
-        owned = self.owners()
-        buckets: list[tuple[tuple, list[str]]] = []
-        room: dict[tuple, tuple[int, list[str]]] = {}
-        gathered = {p.name for s in self.steps if s.gather is not None for p in s.params}
-        for weight in reversed(self.weights):
-            axes = self.reduced_over(weight.name, table)
-            if not axes or not weight.trainable:
-                continue
-            users = self.users(weight.name)
-            among = self.holders(weight.name) if STAGE_AXIS in axes else ()
-            # with a synchroniser FSDP2's hooks tell when a shard's gradient is there, where no
-            # stages part its backward
-            late = (weight.name in gathered and not (self.apart and self.staging is None)) or len(
-                users
-            ) > 1
-            owner = owned.get(weight.name, 0)
-            # what ranks hold alike they encode alike: not in one message with what each has its own
-            # part of
-            cut = (
-                tuple(a for a, p in table[weight.name].items() if p.stored != COPY)
-                if self.apart
-                else ()
-            )
-            key = (
-                axes,
-                among,
-                None if late else users[0],
-                owner,
-                weight.dtype,
-                weight.name in gathered,
-                cut,
-            )
-            left, names = room.get(key, (0, []))
-            nbytes = prod(self.local_shape(weight, table)) * weight.dtype.itemsize
-            if nbytes > left:
-                left, names = (
-                    (
-                        self.sync.bucket_bytes
-                        if isinstance(self.sync, SyncEveryStep)
-                        else BUCKET_BYTES
-                    ),
-                    [],
-                )
-                buckets.append((key, names))
-            names.append(weight.name)
-            room[key] = (left - nbytes, names)
-        return [
-            GradBucket(axes, tuple(names), among, stage, owner)
-            for (axes, among, stage, owner, *_), names in buckets
-        ]
-
-    def owners(self) -> dict[str, int]:
-        """Parameter -> the replica that alone updates it; empty where all do."""
-        if (
-            not self.apart
-            or not isinstance(self.sync, SyncEveryStep)
-            or self.sync.route != "owners"
-        ):
-            return {}
-        trained = [w for w in self.every or self.weights if w.trainable]
-        found = bucket_owners([prod(w.shape) for w in trained], self.sync.servers)
-        return {w.name: owner for w, owner in zip(trained, found, strict=True)}
-
     def local_shape(
         self,
         weight: Weight,
@@ -570,10 +304,10 @@ class Plan:
         tables = [self._stage_lines()] if self.staging is not None else []
         if self.steps or not tables:
             tables.append(
-                _table(
+                text_table(
                     [
                         ("by", "module", "parameters", "enters", "leaves"),
-                        *_fold(map(_row, self.steps)),
+                        *fold_rows(map(step_row, self.steps)),
                     ]
                 )
             )
@@ -608,15 +342,7 @@ class Plan:
             )
         schedule = self.schedule
         head = f"pipeline {schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks{kept}"
-        return [head, *_table(rows)]
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+        return [head, *text_table(rows)]
 
 
 def _inside(module: str, outer: str) -> bool:
@@ -626,62 +352,3 @@ def _inside(module: str, outer: str) -> bool:
 def stage_runs_module(module: str, modules: Iterable[str]) -> bool:
     """Whether a stage that calls `modules` runs this one, all or part of it."""
     return not module or any(_inside(m, module) or _inside(module, m) for m in modules)
-
-
-def _letter(placement: Placement) -> str:
-    if isinstance(placement, Shard):
-        return f"S({placement.dim})"
-    return "R" if placement == COPY else "P"
-
-
-def _row(step: Step) -> tuple[str, str, str, str, str]:
-    def crossing(boundary: Boundary | None, entry: bool) -> str:
-        if boundary is None:
-            return ""
-        cells = []
-        for axis, forward, backward in boundary.moves(entry):
-            ops = " / ".join(collective(*move) or "-" for move in (forward, backward))
-            cells.append(f"{axis}: {_letter(forward[0])}->{_letter(forward[1])} ({ops})")
-        return ", ".join(cells)
-
-    kinds: dict[str, int] = {}
-    for param in step.params:
-        leaf = param.name.removeprefix(step.module + ".") if step.module else ""
-        moved = "" if param.stored == param.compute else f"->{_letter(param.compute)}"
-        text = f"{param.axis}:{_letter(param.stored)}{moved}" + (
-            " grad P" if param.grad == SUM else ""
-        )
-        text = f"{leaf} {text}" if leaf and "." not in leaf else text
-        kinds[text] = kinds.get(text, 0) + 1
-    params = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in kinds.items())
-    if step.gather is not None:
-        params += f" gathered per {step.gather.gathered}, reduced per {step.gather.reduced}"
-        params += ", offloaded" if step.gather.offload else ""
-    if step.dispatch is not None:
-        beside = (
-            f", {step.dispatch.beside.rpartition('.')[2]} beside the exchange"
-            if step.dispatch.beside
-            else ""
-        )
-        params += f", {step.dispatch.experts} experts{beside}"
-    if step.sequence is not None:
-        params += f", sequence by {step.sequence.method}"
-    return (
-        step.by,
-        step.module or "(model)",
-        params,
-        crossing(step.input, True),
-        crossing(step.output, False),
-    )
-
-
-def _fold(rows: Iterable[tuple[str, str, str, str, str]]) -> list[tuple[str, str, str, str, str]]:
-    """One row for all rows that differ only in a number within the module's name."""
-    folded: dict[tuple[str, ...], list[str]] = {}
-    for by, module, *rest in rows:
-        key = (by, re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module), *rest)
-        folded.setdefault(key, []).append(module)
-    return [
-        (key[0], modules[0] if len(modules) == 1 else f"{key[1]} [{len(modules)}]", *key[2:])  # type: ignore[misc]
-        for key, modules in folded.items()
-    ]

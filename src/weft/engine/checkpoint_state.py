@@ -20,6 +20,7 @@ from weft.core import (
     chunks_of,
     cut_segments,
     fsdp_rows,
+    gradient_owners,
     take_segments,
     whole_shard,
 )
@@ -50,7 +51,7 @@ class CheckpointState:
     ):
         self._model, self._plan, self._global_plan, self._mesh = model, plan, global_plan, mesh
         self._params, self._replicas = params, replicas
-        self._owners, self.table = plan.owners(), plan.params()
+        self._owners, self.table = gradient_owners(plan), plan.params()
         self._weights = {w.name: w for w in plan.weights}
         # a checkpoint was of another layout or codec, so what codecs keep begins anew
         self.codec_state_lost = False

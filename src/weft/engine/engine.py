@@ -18,7 +18,7 @@ from weft.core import (
 )
 from weft.nn import (
     Randomness,
-    experts_of,
+    find_experts,
     mix_key,
     named_inputs,
     rebalance_gates,
@@ -166,7 +166,7 @@ class Engine:
         if plan.staging is not None:
             stages = plan.stages(self.mesh.rank)
             staged = StageForward(model, plan.staging, stages, skipped=self.randomness.skip)
-        self.loads = ExpertLoad(model, experts_of(model), self.mesh)
+        self.loads = ExpertLoad(model, find_experts(model), self.mesh)
         self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {name: p for name, p in model.named_parameters() if name in held}

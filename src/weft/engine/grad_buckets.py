@@ -22,6 +22,7 @@ from weft.core import (
     CommTimer,
     Plan,
     SyncEveryStep,
+    bucket_gradients,
 )
 from weft.parallel import Mesh
 
@@ -73,7 +74,7 @@ class GradReducer:
             if reducer is not None:
                 reducer._accumulated(p)
 
-        for bucket in plan.buckets():
+        for bucket in bucket_gradients(plan):
             members = [params[name] for name in bucket.names]
             group = mesh.group(*bucket.axes, among=bucket.among)
             assert group is not None

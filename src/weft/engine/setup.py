@@ -14,6 +14,7 @@ from weft.core import (
     ConfigError,
     Plan,
     Schedule,
+    bucket_gradients,
 )
 from weft.nn import is_positionwise
 from weft.parallel import Mesh
@@ -69,7 +70,7 @@ def make_mesh(
         company: where replicas meet that have a process group each.
     """
     sync, ranks = global_plan.sync, range(plan.layout.world)
-    shared = [b.among for rank in ranks for b in plan.of(rank).buckets() if b.among]
+    shared = [b.among for rank in ranks for b in bucket_gradients(plan.of(rank)) if b.among]
     groups = sync.groups(global_plan.layout.replica_count) if sync and global_plan.apart else ()
     return Mesh(
         global_plan.layout,

@@ -12,6 +12,11 @@ from .dropout_rng import (
     Randomness as Randomness,
     mix_key as mix_key,
 )
+from .expert_roles import (
+    expert_count as expert_count,
+    find_experts as find_experts,
+    why_no_experts as why_no_experts,
+)
 from .hf_model import build_hf_model as build_hf_model
 from .losses import (
     IGNORED as IGNORED,
@@ -33,18 +38,8 @@ from .module_roles import (
     HEADS as HEADS,
     KV_HEADS as KV_HEADS,
     WIDTHS as WIDTHS,
-    Chain as Chain,
-    ExpertsRole as ExpertsRole,
-    Roles as Roles,
     block_lists as block_lists,
-    chain_module as chain_module,
-    expert_count as expert_count,
-    experts_of as experts_of,
     find_roles as find_roles,
-    is_conv1d as is_conv1d,
-    is_linear as is_linear,
-    linear_features as linear_features,
-    why_no_experts as why_no_experts,
 )
 from .moe_routing import (
     AddLoss as AddLoss,
@@ -57,6 +52,15 @@ from .moe_routing import (
     with_loss as with_loss,
     within_capacity as within_capacity,
     z_loss as z_loss,
+)
+from .role_types import (
+    Chain as Chain,
+    ExpertsRole as ExpertsRole,
+    Roles as Roles,
+    chain_module as chain_module,
+    is_conv1d as is_conv1d,
+    is_linear as is_linear,
+    linear_features as linear_features,
 )
 from .signature import (
     MADE as MADE,

@@ -14,12 +14,15 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import nn
 
-from weft.core import ConfigError, DimShard, Layout, UnsupportedModel, Weight, nearest
+from weft.core import ConfigError, DimShard, UnsupportedModel, nearest
+
+from .expert_roles import find_experts
+from .role_types import Chain, Roles, is_conv1d, is_linear, linear_features
 
 KINDS = ("column", "row", "embedding", "head", "whole", "attention")
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
@@ -51,111 +54,6 @@ _ELEMENTWISE = (
     nn.Identity,
     nn.Dropout,
 )
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Columns and the row that ends them. `entry`: where the shared input enters; None: at each
-    column by itself.
-
-    `cuts`: linear or table -> how its features are divided; `inner`: parameters that every rank
-    holds whole and uses on its part (query and key norms); `tables`: embeddings of one number per
-    head (T5's biases of relative positions).
-    """
-
-    columns: tuple[str, ...]
-    row: str
-    cuts: Mapping[str, DimShard]
-    entry: str | None
-    inner: tuple[str, ...]
-    heads: int = 0  # 0: a feed-forward chain
-    kv_heads: int = 0
-    attributes: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    cross: bool = False  # some columns read another tensor (cross-attention)
-    tables: tuple[str, ...] = ()
-    # an attention in the block's own forward, which may count positions before a boundary
-    flat: bool = False
-
-
-def chain_module(chain: Chain) -> str:
-    """The innermost module that holds all linears of a chain."""
-    first, *rest = [name.split(".")[:-1] for name in (*chain.columns, chain.row)]
-    same = [
-        i for i, part in enumerate(first) if all(other[: i + 1] == first[: i + 1] for other in rest)
-    ]
-    return ".".join(first[: len(same)])
-
-
-@dataclass(frozen=True)
-class ExpertsRole:
-    """A module that holds the weights of `count` experts. `cuts`: parameter -> how the features
-    inside of every expert are divided; empty where its shapes do not tell. `shared`: the module
-    beside it that all tokens go through, if any.
-    """
-
-    module: str
-    count: int
-    cuts: Mapping[str, DimShard]
-    names: tuple[str, ...]  # of the forward's arguments: tokens, experts, weights
-    shared: str = ""
-
-
-@dataclass(frozen=True)
-class Roles:
-    """What was found: chains, the vocabulary's embeddings and heads, the repeated blocks, and where
-    each came from.
-
-    More than one embedding or head: modules of their own that hold the same weight (a T5's encoder
-    and decoder).
-    """
-
-    chains: tuple[Chain, ...]
-    embeddings: tuple[str, ...]
-    heads: tuple[str, ...]
-    blocks: tuple[tuple[str, ...], ...]  # each list of repeated blocks, in order
-    source: str
-    notes: tuple[str, ...] = ()
-    experts: tuple[ExpertsRole, ...] = ()
-
-    def of_experts(self, name: str) -> bool:
-        """Whether a parameter has a part for each expert."""
-        return any(name.startswith(each.module + ".") for each in self.experts)
-
-    def alike(self, weights: Iterable[Weight], layout: Layout, axis: str) -> list[Weight]:
-        """Those that are the same on all ranks of an axis, or a gathering of them: not experts that
-        it spreads."""
-        spread = layout.spreads_experts(axis)
-        return [w for w in weights if not (spread and self.of_experts(w.name))]
-
-    def stacks(self) -> tuple[tuple[str, ...], ...]:
-        """The lists of blocks all of which hold a chain: where a residual stream runs from first to
-        last."""
-        rows = [chain.row for chain in self.chains]
-        return tuple(
-            blocks
-            for blocks in self.blocks
-            if all(any(r.startswith(b + ".") for r in rows) for b in blocks)
-        )
-
-
-def is_linear(module: nn.Module) -> bool:
-    """A linear layer that holds its weight itself (not through a parametrization)."""
-    return (isinstance(module, nn.Linear) and "weight" in module._parameters) or is_conv1d(module)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Hugging Face's Conv1D: a linear whose weight is stored [in, out]."""
-    return (
-        type(module).__name__ == "Conv1D"
-        and getattr(module, "weight", None) is not None
-        and module.weight.ndim == 2
-    )  # type: ignore[union-attr, operator]
-
-
-def linear_features(module: nn.Module) -> tuple[int, int]:
-    """(in, out) features of a linear."""
-    rows, cols = module.weight.shape  # type: ignore[union-attr, misc]
-    return (int(rows), int(cols)) if is_conv1d(module) else (int(cols), int(rows))
 
 
 def block_lists(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -213,7 +111,7 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
     embeddings, heads = _vocabulary(modules, lists, table)
     source = "declared" if declared else "the model's own plan" if hf else "guessed"
     whole = {name for name, role in table.items() if role["role"] == "whole"}
-    experts = tuple(replace(e, cuts={}) if e.module in whole else e for e in experts_of(model))
+    experts = tuple(replace(e, cuts={}) if e.module in whole else e for e in find_experts(model))
     unknown = [each.module for each in experts if not each.cuts]
     notes += [
         f"{name}: its shapes do not tell what is inside of an expert; left whole under tp"
@@ -221,80 +119,6 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
     ]
     notes = list(dict.fromkeys(notes))
     return Roles(tuple(chains), embeddings, heads, lists, source, tuple(notes), experts)
-
-
-def experts_of(model: nn.Module) -> Iterator[ExpertsRole]:
-    """Modules called with (tokens [n, dim], experts [n, k], weights [n, k]), of whose parameters
-    dim 0 counts experts, as in transformers."""
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        if expert_count(module) and why_no_experts(module) is None:
-            count, names = expert_count(module), [*inspect.signature(module.forward).parameters]
-            prefix = name.rpartition(".")[0] + "." if "." in name else ""
-            shared = [
-                prefix + leaf
-                for leaf in ("shared", "shared_expert", "shared_experts", "shared_mlp")
-            ]
-            held = (other for other in shared if modules.get(other) is not None)
-            beside = [*modules[prefix.rstrip(".")].parameters()]
-            widths = {
-                p.shape[1] for p in beside if p.ndim == 2 and p.shape[0] == count
-            }  # of the gate
-            yield ExpertsRole(
-                name,
-                count,
-                _features_inside(name, module, widths),
-                tuple(names[:3]),
-                next(held, ""),
-            )
-
-
-def expert_count(module: nn.Module) -> int:
-    """How many experts a module says that it has, of two or more, 0 for none."""
-    count = getattr(module, "num_experts", None)
-    return (
-        count
-        if isinstance(count, int) and count > 1 and any(True for _ in module.parameters())
-        else 0
-    )
-
-
-def why_no_experts(module: nn.Module) -> str | None:
-    """Why a module that counts experts is not taken for one that holds them."""
-    inner = next(
-        (name for name, child in module.named_children() if any(True for _ in child.parameters())),
-        None,
-    )
-    if inner is not None:
-        return f"its part {inner} holds weights, and not the module itself"
-    for name, p in module.named_parameters():
-        if p.ndim < 2 or p.shape[0] != expert_count(module):
-            return (
-                f"its parameter {name} {list(p.shape)} has no part for each of"
-                f" {expert_count(module)} experts"
-            )
-    if len(inspect.signature(module.forward).parameters) < 3:
-        return "its forward does not take (tokens, experts, weights)"
-    return None
-
-
-def _features_inside(name: str, module: nn.Module, widths: set[int]) -> dict[str, DimShard]:
-    """How to divide what is inside of each expert: of two weights, the one that makes its features
-    (or two of them, a gate's beside) and the one that takes them, [experts, out, in] or [experts,
-    in, out]. Nothing, where the shapes tell more than one way. `widths` of tokens, if known."""
-    held = [(f"{name}.{leaf}", tuple(p.shape)) for leaf, p in module.named_parameters()]
-    if len(held) != 2 or any(len(shape) != 3 for _, shape in held):
-        return {}
-    found: list[dict[str, DimShard]] = []
-    for (up, made), (down, taken) in (held, held[::-1]):
-        for out, into in ((1, 2), (2, 1)):
-            width = taken[into]
-            tokens = made[into] == taken[out] and (made[into] in widths or not widths)
-            if tokens and made[out] in (width, 2 * width):
-                parts = (width,) * (made[out] // width)
-                cuts = {up: DimShard(out, parts, parts), down: DimShard(into, (width,), (width,))}
-                found += [cuts] if cuts not in found else []
-    return found[0] if len(found) == 1 else {}
 
 
 def _declared(modules: Mapping[str, nn.Module], declared: Mapping[str, object]) -> dict[str, dict]:
@@ -624,7 +448,6 @@ def _ancestors(name: str, scope: str) -> list[str]:
 
 
 def _arguments(module: nn.Module) -> list[str]:
-    import inspect
 
     return [
         p

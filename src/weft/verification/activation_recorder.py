@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from weft._torch.autograd import in_backward
 from weft._torch.tensors import without_function_modes
-from weft.nn import GateBias, experts_of, routing_arguments
+from weft.nn import GateBias, find_experts, routing_arguments
 from weft.parallel import AttentionCall, BoundaryShape, GateQuery, RoutingCall
 from weft.pipeline import PlaceholderTensor
 
@@ -80,7 +80,7 @@ def record_activations(
     """
     trace = ActivationRecorder()
     handles = []
-    experts = {each.module: each for each in experts_of(model)}
+    experts = {each.module: each for each in find_experts(model)}
     places: dict[int, int] = {}  # id of a recorded tensor -> its microbatch
 
     def keep(

@@ -1,0 +1,80 @@
+"""A Plan as text: its tables, which a person reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .step import COPY, SUM, Boundary, Step, collective
+
+
+def text_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _letter(placement: Placement) -> str:
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    return "R" if placement == COPY else "P"
+
+
+def step_row(step: Step) -> tuple[str, str, str, str, str]:
+    def crossing(boundary: Boundary | None, entry: bool) -> str:
+        if boundary is None:
+            return ""
+        cells = []
+        for axis, forward, backward in boundary.moves(entry):
+            ops = " / ".join(collective(*move) or "-" for move in (forward, backward))
+            cells.append(f"{axis}: {_letter(forward[0])}->{_letter(forward[1])} ({ops})")
+        return ", ".join(cells)
+
+    kinds: dict[str, int] = {}
+    for param in step.params:
+        leaf = param.name.removeprefix(step.module + ".") if step.module else ""
+        moved = "" if param.stored == param.compute else f"->{_letter(param.compute)}"
+        text = f"{param.axis}:{_letter(param.stored)}{moved}" + (
+            " grad P" if param.grad == SUM else ""
+        )
+        text = f"{leaf} {text}" if leaf and "." not in leaf else text
+        kinds[text] = kinds.get(text, 0) + 1
+    params = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in kinds.items())
+    if step.gather is not None:
+        params += f" gathered per {step.gather.gathered}, reduced per {step.gather.reduced}"
+        params += ", offloaded" if step.gather.offload else ""
+    if step.dispatch is not None:
+        beside = (
+            f", {step.dispatch.beside.rpartition('.')[2]} beside the exchange"
+            if step.dispatch.beside
+            else ""
+        )
+        params += f", {step.dispatch.experts} experts{beside}"
+    if step.sequence is not None:
+        params += f", sequence by {step.sequence.method}"
+    return (
+        step.by,
+        step.module or "(model)",
+        params,
+        crossing(step.input, True),
+        crossing(step.output, False),
+    )
+
+
+def fold_rows(
+    rows: Iterable[tuple[str, str, str, str, str]],
+) -> list[tuple[str, str, str, str, str]]:
+    """One row for all rows that differ only in a number within the module's name."""
+    folded: dict[tuple[str, ...], list[str]] = {}
+    for by, module, *rest in rows:
+        key = (by, re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module), *rest)
+        folded.setdefault(key, []).append(module)
+    return [
+        (key[0], modules[0] if len(modules) == 1 else f"{key[1]} [{len(modules)}]", *key[2:])  # type: ignore[misc]
+        for key, modules in folded.items()
+    ]

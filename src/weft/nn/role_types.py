@@ -1,0 +1,115 @@
+"""What a module may be to a layout that divides it: chains of linears, experts, vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from weft.core import DimShard, Layout, Weight
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Columns and the row that ends them. `entry`: where the shared input enters; None: at each
+    column by itself.
+
+    `cuts`: linear or table -> how its features are divided; `inner`: parameters that every rank
+    holds whole and uses on its part (query and key norms); `tables`: embeddings of one number per
+    head (T5's biases of relative positions).
+    """
+
+    columns: tuple[str, ...]
+    row: str
+    cuts: Mapping[str, DimShard]
+    entry: str | None
+    inner: tuple[str, ...]
+    heads: int = 0  # 0: a feed-forward chain
+    kv_heads: int = 0
+    attributes: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    cross: bool = False  # some columns read another tensor (cross-attention)
+    tables: tuple[str, ...] = ()
+    # an attention in the block's own forward, which may count positions before a boundary
+    flat: bool = False
+
+
+def chain_module(chain: Chain) -> str:
+    """The innermost module that holds all linears of a chain."""
+    first, *rest = [name.split(".")[:-1] for name in (*chain.columns, chain.row)]
+    same = [
+        i for i, part in enumerate(first) if all(other[: i + 1] == first[: i + 1] for other in rest)
+    ]
+    return ".".join(first[: len(same)])
+
+
+@dataclass(frozen=True)
+class ExpertsRole:
+    """A module that holds the weights of `count` experts. `cuts`: parameter -> how the features
+    inside of every expert are divided; empty where its shapes do not tell. `shared`: the module
+    beside it that all tokens go through, if any.
+    """
+
+    module: str
+    count: int
+    cuts: Mapping[str, DimShard]
+    names: tuple[str, ...]  # of the forward's arguments: tokens, experts, weights
+    shared: str = ""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What was found: chains, the vocabulary's embeddings and heads, the repeated blocks, and where
+    each came from.
+
+    More than one embedding or head: modules of their own that hold the same weight (a T5's encoder
+    and decoder).
+    """
+
+    chains: tuple[Chain, ...]
+    embeddings: tuple[str, ...]
+    heads: tuple[str, ...]
+    blocks: tuple[tuple[str, ...], ...]  # each list of repeated blocks, in order
+    source: str
+    notes: tuple[str, ...] = ()
+    experts: tuple[ExpertsRole, ...] = ()
+
+    def of_experts(self, name: str) -> bool:
+        """Whether a parameter has a part for each expert."""
+        return any(name.startswith(each.module + ".") for each in self.experts)
+
+    def alike(self, weights: Iterable[Weight], layout: Layout, axis: str) -> list[Weight]:
+        """Those that are the same on all ranks of an axis, or a gathering of them: not experts that
+        it spreads."""
+        spread = layout.spreads_experts(axis)
+        return [w for w in weights if not (spread and self.of_experts(w.name))]
+
+    def stacks(self) -> tuple[tuple[str, ...], ...]:
+        """The lists of blocks all of which hold a chain: where a residual stream runs from first to
+        last."""
+        rows = [chain.row for chain in self.chains]
+        return tuple(
+            blocks
+            for blocks in self.blocks
+            if all(any(r.startswith(b + ".") for r in rows) for b in blocks)
+        )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A linear layer that holds its weight itself (not through a parametrization)."""
+    return (isinstance(module, nn.Linear) and "weight" in module._parameters) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Hugging Face's Conv1D: a linear whose weight is stored [in, out]."""
+    return (
+        type(module).__name__ == "Conv1D"
+        and getattr(module, "weight", None) is not None
+        and module.weight.ndim == 2
+    )  # type: ignore[union-attr, operator]
+
+
+def linear_features(module: nn.Module) -> tuple[int, int]:
+    """(in, out) features of a linear."""
+    rows, cols = module.weight.shape  # type: ignore[union-attr, misc]
+    return (int(rows), int(cols)) if is_conv1d(module) else (int(cols), int(rows))

@@ -1,0 +1,66 @@
+"""What a prediction of collectives is asked about: calls and shapes seen on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective on one rank. `axis`: the axes of its group, joined by a dot."""
+
+    kind: str
+    axis: str
+    nbytes: int
+    when: str  # forward, backward, recompute, reduce, gather, step
+    module: str
+
+
+@dataclass(frozen=True)
+class BoundaryShape:
+    """What crosses a module on one device, per sample: shapes without dim 0 where that is the
+    batch."""
+
+    entered: tuple[int, ...] | None  # first floating-point tensor that enters
+    left: tuple[int, ...] | None
+    needs_grad: bool  # whether what enters needs a gradient
+    batched: bool = True  # dim 0 counts samples
+    samples: int = 1  # how many there are
+    gives_grad: bool = True  # whether what leaves needs a gradient
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of `scaled_dot_product_attention` on one device: shapes [b, heads, s, width], of all
+    samples, and whose it is."""
+
+    module: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    needs_grad: bool = True
+
+
+@dataclass(frozen=True)
+class GateQuery:
+    """What is asked of all tokens: by a gate "shares" of `size` experts, "capacity" for `size`
+    choices of a sample, or once a step the "bias" of `size` experts; for a mask `size` "positions"
+    of a sample, which the model has made."""
+
+    module: str
+    what: str
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingCall:
+    """A call of a module that holds experts, on one device: which ones each token of the batch goes
+    to, int [n, k], and whether tokens, their weights and what experts make of them need a gradient.
+    """
+
+    module: str
+    index: Tensor
+    width: int
+    needs_grad: tuple[bool, bool, bool] = (True, True, True)

@@ -1,0 +1,159 @@
+"""The collectives of gradients and sharded weights that a plan implies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from math import prod
+
+import torch
+
+from weft.core import (
+    COPY,
+    REPLICA_AXIS,
+    GradBucket,
+    Param,
+    Plan,
+    SyncEveryStep,
+    Weight,
+    fsdp_rows,
+    numel_of,
+)
+
+from .axes import TOKEN_AXES
+from .comm_queries import BoundaryShape, Collective
+from .wire_sizes import request_traffic
+
+
+def update_comms(plan: Plan, rank: int, itemsize: int) -> Iterator[Collective]:
+    """What an asynchronous schedule reduces: the gradients of every update, the weight of every
+    microbatch's loss."""
+    if not plan.schedule.versions:
+        return
+    table, data = plan.params(), ".".join(plan.layout.live(*TOKEN_AXES))
+    for action in plan.schedule.order[plan.layout.stage_of(rank)]:
+        if action.kind == "F" and action.stage == plan.schedule.stages - 1 and data:
+            yield Collective("all_reduce", data, 8, "forward", "(loss)")
+        together: Counter[tuple[tuple[str, ...], torch.dtype]] = Counter()
+        used = plan.staging.stages[action.stage].weights if plan.staging is not None else ()
+        for weight in plan.weights if action.kind == "U" else ():
+            partial = plan.reduced_over(weight.name, table)
+            axes = plan.layout.live(*partial) if partial else ()
+            if axes and weight.trainable and weight.name in used:
+                count = prod(plan.local_shape(weight, table, plan.layout.coords(rank)))
+                together[axes, weight.dtype] += count + 1  # whether there is a gradient
+        for (axes, _), count in together.items():
+            yield Collective(
+                "all_reduce", ".".join(axes), count * itemsize, "reduce", f"stage {action.stage}"
+            )
+
+
+def replica_comms(plan: Plan, bucket: GradBucket, rank: int) -> Iterator[Collective]:
+    """What a replica's synchroniser sends for a bucket of gradients."""
+    sync, table = plan.sync, plan.params()
+    assert isinstance(sync, SyncEveryStep)
+    size, here = plan.layout.replica_count, plan.layout.replica_of(rank)
+    weights = {w.name: w for w in plan.weights}
+    shapes = [_stored_shape(plan, weights[name], table, rank) for name in bucket.names]
+    itemsize = weights[bucket.names[0]].dtype.itemsize
+    peers = sync.peers(size, here)
+    for asked in sync.codec.asks(shapes, peers, itemsize) if numel_of(shapes) else ():
+        for kind, nbytes in request_traffic(sync.route, sync.local, asked, peers, bucket.owner):
+            yield Collective(kind, REPLICA_AXIS, nbytes, "reduce", bucket.names[0])
+    if sync.route == "owners" and here == bucket.owner:
+        for _ in range(size - 1):
+            nbytes = numel_of(shapes) * itemsize
+            yield Collective("send", REPLICA_AXIS, nbytes, "step", bucket.names[0])
+
+
+def gather_comms(
+    plan: Plan,
+    coords: Mapping[str, int],
+    crossings: Mapping[str, BoundaryShape],
+    unreached: Collection[str],
+) -> Iterator[Collective]:
+    table = plan.params()
+    used = _gathered_in_backward(plan, crossings, unreached)
+    weights = {w.name: w for w in plan.weights}
+    for step in plan.steps:
+        gather = step.gather
+        if gather is None or not step.params:
+            continue
+        size = plan.layout.size(gather.axis)
+        padded = {}
+        for param in step.params:
+            first, *rest = plan.local_shape(weights[param.name], table, coords)
+            padded[param.name] = -(-first // size) * size * prod(rest)
+        gathered = sum(n * weights[name].dtype.itemsize for name, n in padded.items())
+        reduced = sum(
+            n * weights[name].dtype.itemsize
+            for name, n in padded.items()
+            if weights[name].trainable and name not in unreached
+        )
+        uses = {
+            "step": 1,
+            "microbatch": plan.accumulate,
+            "use": plan.accumulate + used.get(step.module, 0),
+        }
+        for _ in range(uses[gather.gathered]):
+            yield Collective("all_gather", gather.axis, gathered, "gather", step.module)
+        for _ in range(plan.accumulate if gather.reduced == "microbatch" else 1):
+            if reduced and not plan.scattered:
+                yield Collective("reduce_scatter", gather.axis, reduced, "reduce", step.module)
+            elif reduced and isinstance(plan.sync, SyncEveryStep):
+                item = next(weights[name].dtype.itemsize for name in padded)
+                peers = plan.sync.peers(size)
+                for asked in plan.sync.codec.scatter_asks(reduced // item // size, peers, item):
+                    for kind, nbytes in request_traffic("backend", 1, asked, peers, 0):
+                        yield Collective(kind, gather.axis, nbytes, "reduce", step.module)
+        if reduced and plan.layout.replica_count > 1 and not plan.apart:
+            yield Collective("all_reduce", REPLICA_AXIS, reduced // size, "reduce", step.module)
+
+
+def _gathered_in_backward(
+    plan: Plan, crossings: Mapping[str, BoundaryShape], unreached: Collection[str]
+) -> dict[str, int]:
+    """Unit -> how often the backwards of a step gather it. Nothing goes back through what is
+    frozen, if all before it is; but FSDP2 gathers the unit before one that it comes to."""
+    learning = {w.name for w in plan.weights if w.trainable} - set(unreached)
+    stages: dict[
+        int, list[tuple[str, bool, bool]]
+    ] = {}  # of each unit: whether it learns, and what is before it
+    for step in plan.steps:
+        if step.gather is not None and step.gather.gathered == "use" and step.params:
+            crossing = crossings.get(step.module)
+            below = crossing is None or crossing.needs_grad
+            learns = any(param.name in learning for param in step.params)
+            stages.setdefault(plan.users(step.params[0].name)[0], []).append(
+                (step.module, learns, below)
+            )
+    found: Counter[str] = Counter()
+    for stage, units in stages.items():
+        for microbatch in range(plan.accumulate):
+            split = plan.backwards(stage, microbatch) == 2
+            comes = [below if split else learns or below for _, learns, below in units]
+            for i, (name, learns, _) in enumerate(units):
+                found[name] += comes[i] or any(comes[i + 1 : i + 2])
+                found[name] += split and learns
+    return found
+
+
+def bucket_bytes(plan: Plan, names: tuple[str, ...], rank: int) -> int:
+    table = plan.params()
+    held = [weight for weight in plan.weights if weight.name in names]
+    return sum(
+        prod(_stored_shape(plan, weight, table, rank)) * weight.dtype.itemsize for weight in held
+    )
+
+
+def _stored_shape(
+    plan: Plan, weight: Weight, table: Mapping[str, Mapping[str, Param]], rank: int
+) -> tuple[int, ...]:
+    """Of what a rank keeps of a parameter."""
+    coords = plan.layout.coords(rank)
+    shape = list(plan.local_shape(weight, table, coords))
+    for axis, param in table[weight.name].items():
+        if param.stored != param.compute and param.stored != COPY:
+            start, stop = fsdp_rows(shape[0], plan.layout.size(axis), coords[axis])
+            shape[0] = stop - start
+    return tuple(shape)

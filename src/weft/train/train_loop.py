@@ -1,0 +1,341 @@
+"""The steps of a run: train, evaluate, save, watch, go back, stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.checkpoint import CHECKPOINTS, AsyncCheckpointer, Retention, latest_step
+from weft.core import CheckpointError, LocalShard, RunConfig, WeftError
+from weft.engine import StepResult, TrainingEngine
+
+from . import build
+from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
+from .data import Loader
+from .expert_metrics import ExpertMetrics
+from .loss_spikes import LossSpikeDetector
+from .metrics import Metrics, StepTimer, highest_over_ranks, peak_memory_bytes
+from .progress import Progress
+from .restore_run import LEFT_OUT, LOSSES, restore_engine
+from .run_folder import checkpoint_folder, data_position
+from .source_version import source_version
+from .stop_request import StopRequest
+from .trace_recorder import TraceRecorder
+from .watchdog import Watchdog
+
+# (run, device, measured seconds of a step) -> lines of the summary
+Compare = Callable[[RunConfig, torch.device, float], dict[str, str]]
+
+
+MOST_LEFT_OUT = 10  # in a row, before it is no accident
+
+
+MOST_BACK = 3  # to one checkpoint
+
+
+@dataclass
+class TrainLoop:
+    """The steps of one run, and what was last seen of them."""
+
+    run: RunConfig
+    engine: TrainingEngine
+    loader: Loader
+    val_loader: Loader | None
+    counted: tuple[str, int]  # what a rate counts, and how many of it a step has
+    metrics: Metrics | None
+    progress: Progress
+    watchdog: Watchdog
+    recorder: TraceRecorder | None = None
+    loss: float | None = None  # of the last step that was taken
+    left_out: int = 0  # steps in a row
+    val_loss: float | None = None
+    passed: int = 0  # batches that are left out for good, so that each step's is so many further on
+    back: tuple[int, int] = (-1, 0)  # the checkpoint that it last went back to, and how often
+    shares: int = 1  # into which a validation batch is divided, one after the other
+    members: tuple[
+        int, ...
+    ] = ()  # replicas that took part when it was last logged, where some may be left out
+    first: int = field(init=False)  # the number of the first step that is taken
+    saver: AsyncCheckpointer = field(default_factory=AsyncCheckpointer)
+    spikes: LossSpikeDetector = field(init=False)
+    traffic: CommMetrics | RpcMetrics = field(init=False)
+    gates: ExpertMetrics = field(init=False)
+    clock: StepTimer = field(default_factory=StepTimer)
+    paces: list[float] = field(default_factory=list)  # seconds of a step, of each line
+    idle_s: float = 0.0  # in steps, for other stages
+
+    def __post_init__(self) -> None:
+        self.first = self.engine.steps_done + 1
+        self.traffic = comm_metrics_of(self.engine)
+        self.gates = ExpertMetrics(self.engine)
+        self.spikes = LossSpikeDetector(self.run.train.rollback)
+
+    def __call__(self, interrupt: StopRequest) -> bool:
+        """Take all steps that are left; whether it was interrupted before the last."""
+        t, save = self.run.train, self.run.checkpoint
+        factor = build.build_lr_factor(self.run)
+        groups = self.engine.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        recent: list[
+            StepResult
+        ] = []  # since the last logged step; read together, so that few wait for the device
+        if self.engine.replicas.caught_up and self._evaluates(self.first - 1):
+            self._evaluate(self.first - 1)  # the others do so now
+        while self.engine.steps_done < t.steps:
+            step = self.engine.steps_done + 1
+            self.loader.step = step - 1 + self.passed
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * factor(step - 1)
+            batch = build.cast_batch(self.run, next(self.loader))
+            if self.recorder is not None:
+                self.recorder.before(step - self.first + 1)
+            idle_s = self.engine.waited_s
+            with self.traffic.step():
+                recent.append(self.engine.step(batch))
+            self.idle_s += self.engine.waited_s - idle_s
+            if self.recorder is not None:
+                self.recorder.after()
+            if self.engine.steps_done != step:
+                step = self.engine.steps_done  # it has caught up with replicas that are further
+                recent = recent[-1:]
+            self.progress.step(step)
+            self.watchdog.beat(f"step {step}")
+            last = step == t.steps
+            stop = interrupt.agreed() and not last
+            log = stop or last or step == self.first or step % t.log_every == 0
+            evaluate = self._evaluates(step) and not stop
+            keep = stop or (save.every > 0 and (last or step % save.every == 0))
+            spike = self._read(step, recent) if log or evaluate or keep else None
+            if spike is not None:
+                self._go_back(step, spike)
+                recent.clear()
+                if stop:
+                    return True
+                continue
+            if log:
+                self._log(step, recent)
+                recent.clear()
+            replicas = self.engine.replicas
+            with self.clock.pause():
+                fit = True
+                if stop or last or (keep and (replicas.leads or replicas.exchanges_weights)):
+                    fit = self.engine.gather(last=stop or last)
+                if evaluate:
+                    self._evaluate(step)
+                if keep and fit:
+                    # of replicas that step by themselves another may be the one that saves next
+                    self._save(step, wait=stop or last or replicas.independent)
+            if stop:
+                return True
+        return False
+
+    def _evaluates(self, step: int) -> bool:
+        t, mine = (
+            self.run.train,
+            not self.engine.replicas.servers_update or self.engine.replicas.index == 0,
+        )  # a server's weights are all's
+        return (
+            mine and self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
+        )
+
+    def _read(self, step: int, recent: Sequence[StepResult]) -> str | None:
+        """Wait for this step, the last of `recent`, and go on from none whose loss or gradient is
+        not finite, unless it was left out. What is said of a step that is to be undone."""
+        losses: list[float] = torch.stack([result.loss for result in recent]).tolist()
+        for number, (loss, result) in enumerate(
+            zip(losses, recent, strict=True), step - len(recent) + 1
+        ):
+            norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
+            scaled = self.run.precision.compute == "fp16" and not math.isfinite(
+                norm
+            )  # a matter of the loss scale
+            left_out = result.skipped and self.run.train.skip is not None and not scaled
+            self.left_out = self.left_out + 1 if left_out else 0
+            if left_out:
+                self.progress.say(
+                    f"step {number}/{self.run.train.steps}  left out: a gradient of norm {norm:.3g}"
+                )
+            if self.left_out == MOST_LEFT_OUT:
+                problem = (
+                    f"{MOST_LEFT_OUT} steps in a row, the last one {number}, had gradients that"
+                    " were left out"
+                )
+                raise WeftError(
+                    f"{problem} (train.skip = {self.run.train.skip:g}). {self._advice()}"
+                )
+            if left_out:
+                continue
+            spike = self.spikes.judge(loss)
+            if spike is not None:
+                return f"the loss of step {number} {spike}"
+            if not math.isfinite(loss):
+                raise WeftError(f"the loss of step {number} is {loss}. {self._advice()}")
+            if (
+                result.grad_norm is not None
+                and not result.skipped
+                and not math.isfinite(result.grad_norm)
+            ):
+                raise WeftError(
+                    f"the norm of step {number}'s gradient is {float(result.grad_norm)}."
+                    f" {self._advice()}"
+                )
+            self.loss = loss
+        return None
+
+    def _go_back(self, step: int, why: str) -> None:
+        """Undo the steps since the latest checkpoint, and leave their samples out."""
+        self.saver.wait()
+        folder = checkpoint_folder(self.run)
+        kept = latest_step(folder)
+        if kept is None:
+            raise WeftError(f"{why}. {self._advice()}")
+        self.back = kept, (self.back[1] if self.back[0] == kept else 0) + 1
+        if self.back[1] > MOST_BACK:
+            raise WeftError(
+                f"{why}, after going back to step {kept} {MOST_BACK} times. {self._advice()}"
+            )
+        self.engine.optimizer.state.clear()  # it is made anew, as of the checkpoint
+        scalars = restore_engine(self.engine, folder, kept)
+        self.passed += step - kept
+        self.spikes.remember(scalars.get(LOSSES, ()))
+        if self.metrics is not None:
+            self.metrics.back_to(kept)
+        batches = f"{step - kept} batches are" if step - kept > 1 else "1 batch is"
+        self.progress.say(
+            f"step {step}/{self.run.train.steps}  {why}: back to step {kept}, {batches} left out"
+        )
+
+    def _log(self, step: int, recent: Sequence[StepResult]) -> None:
+        """Write and show a line about this step, the last of `recent`."""
+        step_s = self.clock.lap() / len(recent)
+        self.paces.append(step_s)
+        line: dict[str, Any] = {
+            "step": step,
+            **({"loss": self.loss} if self.loss is not None else {}),  # none has been taken yet
+            "lr": float(self.engine.optimizer.param_groups[0]["lr"]),
+        }
+        if recent[-1].grad_norm is not None and not recent[-1].skipped:
+            line["grad_norm"] = float(recent[-1].grad_norm)
+        if self.passed:
+            line[LEFT_OUT] = self.passed
+        if skipped := sum(result.skipped for result in recent):
+            line["skipped"] = skipped
+        name, count = self.counted
+        line |= {
+            f"{name}_per_s": count / step_s,
+            "step_s": step_s,
+            "memory_bytes": highest_over_ranks(peak_memory_bytes(self.engine.mesh.device)),
+            "epoch": round((step + self.passed) / self.loader.steps_per_epoch, 4),
+        } | self.traffic.line(len(recent))
+        experts, warnings = self.gates.line(
+            len(recent), float(torch.stack([r.weight for r in recent]).sum())
+        )
+        line |= experts
+        for warning in warnings:
+            self.progress.say(f"step {step}/{self.run.train.steps}  {warning}")
+        members = self.engine.replicas.members
+        if members:
+            line["replicas"] = len(members)
+            if self.members not in ((), members):
+                which = ", ".join(map(str, members))
+                self.progress.say(
+                    f"step {step}/{self.run.train.steps}  now these replicas take part: {which}"
+                )
+        self.members = members
+        if self.metrics is not None:
+            self.progress.speaks = self.engine.replicas.leads
+            if self.engine.replicas.leads:
+                self.metrics.write(line)
+        self.progress.log(line)
+
+    def _evaluate(self, step: int) -> None:
+        """The mean loss of the validation batches, the same ones each time, over all that counts in
+        them."""
+        assert self.val_loader is not None
+        loader = self.val_loader
+        loader.step = 0
+        results = []
+        for number in range(min(self.run.train.eval_batches * self.shares, loader.steps_per_epoch)):
+            results.append(self.engine.evaluate(build.cast_batch(self.run, next(loader))))
+            self.watchdog.beat(f"batch {number + 1} of the validation after step {step}")
+        weights = torch.stack([r.weight for r in results])
+        self.val_loss = float(
+            (torch.stack([r.loss for r in results]) * weights).sum() / weights.sum()
+        )
+        if not math.isfinite(self.val_loss):
+            raise WeftError(
+                f"the validation loss after step {step} is {self.val_loss}. {self._advice()}"
+            )
+        if self.metrics is not None and self.engine.replicas.leads:
+            self.metrics.write({"step": step, "val_loss": self.val_loss})
+        self.progress.say(
+            f"step {step}/{self.run.train.steps}  validation loss {self.val_loss:.4f}"
+        )
+
+    def _save(self, step: int, wait: bool) -> None:
+        """A checkpoint, written beside the next steps unless one is to `wait` for it; never of
+        weights that would be of no use in place of older ones that are."""
+        if self.engine.replicas.servers_update and not self.engine.replicas.leads:
+            return  # the first replica has all that servers have
+        leads = bool(
+            highest_over_ranks(int(self.engine.replicas.leads))
+        )  # the first rank knows it best
+        names, c = self.engine.params.keys(), self.run.checkpoint
+
+        def useless(pieces: Sequence[LocalShard]) -> str | None:
+            weights = (p.tensor for p in pieces if p.name in names and not p.tensor.is_meta)
+            if all(bool(weight.isfinite().all()) for weight in weights):
+                return None
+            return f"a weight after step {step} is not finite. {self._advice()}"
+
+        with self._of_this_replica():
+            self.saver.save(
+                checkpoint_folder(self.run, None if leads else self.engine.replicas.index),
+                step,
+                self.engine.tensors(),
+                {
+                    **self.engine.scalars(),
+                    **data_position(self.run),
+                    LEFT_OUT: self.passed,
+                    LOSSES: [*self.spikes.recent],
+                },
+                {
+                    "layout": str(self.engine.global_plan.layout),
+                    "weft": source_version(),
+                    "torch": torch.__version__,
+                },
+                Retention(c.keep, c.keep_every),
+                useless,
+            )
+            if wait:
+                self.saver.wait()
+        self.watchdog.beat(f"the checkpoint of step {step}")
+
+    @contextmanager
+    def _of_this_replica(self) -> Iterator[None]:
+        """Where replicas step by themselves, what one cannot write is its own end, and not the
+        run's."""
+        try:
+            yield
+        except CheckpointError as error:
+            if not self.engine.replicas.independent:
+                raise
+            raise WeftError(str(error)) from error
+
+    def _advice(self) -> str:
+        kept = latest_step(Path(self.run.output) / CHECKPOINTS)
+        kept_text = (
+            "No checkpoint was written"
+            if kept is None
+            else f"The latest checkpoint is that of step {kept}"
+        )
+        return (
+            f"{kept_text}. Try a lower optimizer.lr, a train.clip, a longer train.warmup, or"
+            " train.skip."
+        )

@@ -1,0 +1,170 @@
+"""The first module whose output or gradient differs from the one-device run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from weft.core import COPY, EXPERTS, Plan
+from weft.engine import TrainingEngine
+from weft.parallel import DATA_AXES, FEATURE_AXES
+
+from .activation_recorder import ActivationRecorder
+from .difference import TOLERANCE, Calls, Difference
+from .tensor_errors import error_ratio
+
+
+def first_activation(
+    engine: TrainingEngine, trace: ActivationRecorder, references: list[ActivationRecorder]
+) -> list[Difference]:
+    """The first output that differs, in order of execution, and the first gradient of an output, in
+    backward order."""
+    found: list[Difference] = []
+    for place, (name, call) in enumerate(_calls(references[0].forward)):
+        if _differs(engine, name, call, trace.outputs, [r.outputs for r in references], 1.0):
+            found.append(((0, "output", place), f"output of {name or 'the model'}"))
+            break
+    agreed = ""
+    factor = 1.0 if engine.plan.schedule.versions else engine.plan.batch / engine.loss_scale
+    for place, (name, call) in enumerate(_calls(references[0].backward)):
+        if _partial(engine.plan, name):
+            continue
+        differs = _differs(
+            engine, name, call, trace.gradients, [r.gradients for r in references], factor
+        )
+        if differs:
+            after = f", after that of {agreed} agreed" if agreed else ", where backward begins"
+            found.append(
+                (
+                    (0, "output gradient", place),
+                    f"gradient of the output of {name or 'the model'}{after}",
+                )
+            )
+            break
+        agreed = (name or agreed or "the model") if differs is False else agreed
+    return found
+
+
+def _calls(names: list[str]) -> Iterator[tuple[str, int]]:
+    """Each name with how often it came before."""
+    count: Counter[str] = Counter()
+    for name in names:
+        yield name, count[name]
+        count[name] += 1
+
+
+def _partial(plan: Plan, name: str) -> bool:
+    """Modules whose output several ranks compute, each on the way to other heads: their gradients
+    are partial sums."""
+    params = [p for step in plan.steps if step.module == name for p in step.params]
+    return any(
+        (p.cut is not None and p.stored == COPY)
+        or (p.cut is None and p.grad != COPY and p.axis in FEATURE_AXES and not plan.sliced(name))
+        for p in params
+    )
+
+
+def _differs(
+    engine: TrainingEngine,
+    name: str,
+    call: int,
+    mine: Calls,
+    references: list[Calls],
+    factor: float,
+) -> bool | None:
+    """Whether a call's tensor differs, in any microbatch, from the reference's; None if it cannot
+    be compared."""
+    plan = engine.plan
+    wholes = [r.get(name, []) for r in references]
+    got = mine.get(name, [])
+    calls = len(got) // plan.accumulate
+    if any(name.startswith(module + ".") for module in engine.loads.modules):
+        return None  # of the tokens of an expert, on some ranks of a part of it
+    if call >= calls or len(got) % plan.accumulate or any(len(whole) != calls for whole in wholes):
+        return None
+    whole = torch.cat([w[call] for w in wholes]) if len(wholes) > 1 else wholes[0][call]
+    positions = (
+        plan.sequence_size > 1 and whole.shape[0] == engine.sequence.now.length
+    )  # no samples in it
+    batched = whole.shape[0] % plan.batch == 0 and not positions
+    if not batched and factor != 1.0:
+        return None  # made once for all samples: each microbatch's gradient is a part of the sum
+    data = engine.mesh.index(*DATA_AXES)
+    compared = None
+    for micro in range(plan.accumulate):
+        value = got[micro * calls + call].double() * factor
+        want = whole
+        if batched:
+            rows = whole.shape[0] // plan.batch
+            first = (micro * plan.data_size + data) * plan.microbatch * rows
+            want = whole[first : first + plan.microbatch * rows]
+        if plan.sequence_size > 1 and factor != 1.0 and value.shape == want.shape:
+            continue  # of no position: each rank that shares the sequence has a part of the sum
+        want_local = _local_part(engine, name, value, want)
+        if want_local is None:
+            continue
+        compared = False
+        size = float(whole.double().norm()) / sqrt(
+            max(1, plan.accumulate * plan.data_size if batched else 1)
+        )
+        error = float((value - want_local.double()).norm())
+        if not error_ratio(error, max(size, 1e-300)) <= TOLERANCE and not error <= 1e-14:
+            return True
+    return compared
+
+
+def _own_positions(engine: TrainingEngine, value: Tensor, want: Tensor) -> Tensor:
+    """Of a whole activation, the positions that this rank has, where ranks share the sequence."""
+    length, size = engine.sequence.now.length, engine.plan.sequence_size
+    if size == 1 or value.ndim != want.ndim or not want.ndim:
+        return want
+    mine = engine.sequence.positions(length, want.device)
+    for dim in range(1, want.ndim):
+        if want.shape[dim] == length and value.shape[dim] * size <= length:
+            return want.index_select(dim, mine)
+    if (
+        want.shape[0] % length == 0 and value.shape[0] * size == want.shape[0]
+    ):  # samples and positions in one dim
+        return want.unflatten(0, (-1, length)).index_select(1, mine).flatten(0, 1)
+    return want
+
+
+def _local_part(engine: TrainingEngine, name: str, value: Tensor, want: Tensor) -> Tensor | None:
+    """The part of a whole activation that this rank holds; None where it cannot be told from the
+    plan."""
+    want = _own_positions(engine, value, want)
+    if value.shape == want.shape:
+        return want
+    if value.ndim != want.ndim:
+        return None
+    dims = [d for d in range(want.ndim) if value.shape[d] != want.shape[d]]
+    if len(dims) != 1:
+        return None
+    dim = dims[0]
+    index, size = engine.mesh.index(*FEATURE_AXES), engine.mesh.size(*FEATURE_AXES)
+    samples = engine.plan.microbatch
+    if dim == 0 and engine.plan.sliced(name) and value.shape[0] * size == want.shape[0]:
+        rows = want.unflatten(0, (samples, -1))  # samples and positions in one dim, positions cut
+        return rows.narrow(1, index * (rows.shape[1] // size), rows.shape[1] // size).flatten(0, 1)
+    # samples and positions in one dim, which ranks have gathered in an order of their own
+    flat = value.ndim == 2 and engine.plan.sliced(name)
+    for step in engine.plan.steps if not flat else ():
+        for p in step.params:
+            if (
+                step.module == name
+                and p.cut is not None
+                and p.axis != EXPERTS
+                and p.name.endswith("weight")
+                and dim == want.ndim - 1
+            ):
+                here = engine.mesh.index(p.axis), engine.mesh.size(p.axis)
+                pieces = [want.narrow(dim, a, b - a) for a, b in p.cut.intervals(*here)]
+                part = torch.cat(pieces, dim)
+                return part if part.shape == value.shape else None
+    if value.shape[dim] * size == want.shape[dim] and not flat:
+        return want.narrow(dim, index * value.shape[dim], value.shape[dim])
+    return None

@@ -1,0 +1,207 @@
+"""How far parameters, gradients, weights and optimizer state are from those of one device."""
+
+from __future__ import annotations
+
+from math import inf, isfinite, sqrt
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.core import Chunk, chunks_of, coverage_flaw
+from weft.engine import TrainingEngine, local_tensor
+
+from .difference import TOLERANCE, Difference
+from .reference import Reference, norms_of
+
+SMALL = (
+    1e-6  # a gradient this much smaller than all gradients together is measured against that size
+)
+
+
+def gradient_differences(
+    engine: TrainingEngine,
+    reference: Reference,
+    step: int,
+    clip: float | None,
+    norm: Tensor | None,
+    errors: dict[str, float],
+) -> list[Difference]:
+    """Compare the gradients of a step as they were before clipping, and the norm by which they were
+    clipped.
+
+    Clipping mixes all gradients: after it, one wrong gradient is an error of every other.
+    """
+    clipped = 1.0 if clip is None or norm is None else min(1.0, clip / (float(norm) + 1e-6))
+    wants = reference.gradients[step]
+    found = _gradient_errors(engine, wants, 1.0 / clipped)
+    errors |= {
+        f"gradient of {name} at step {step}{note}": error for (name, note), error in found.items()
+    }
+    wrong = [
+        (i, name) for i, ((name, _), error) in enumerate(found.items()) if not error < TOLERANCE
+    ]
+    if wrong:
+        place, name = wrong[0]
+        factor = common_factor(engine, wants, 1.0 / clipped) if len(wrong) > 1 else None
+        module = name.rpartition(".")[0] or "the model"
+        what = (
+            f"gradient of {name} (module {module}) at step {step}; {len(wrong)} of {len(found)}"
+            " gradients differ"
+        )
+        if factor is not None:
+            what = (
+                f"every gradient of step {step} is {factor:.6g} times that of one device: a wrong"
+                " divisor, or clipping"
+            )
+        return [((step, "gradient", place), what)]
+    if norm is None:
+        return []
+    what = f"norm of all gradients at step {step}"
+    errors[what] = error = error_ratio(
+        abs(float(norm) - reference.norms[step]), reference.norms[step]
+    )
+    differs = (
+        f"{what}: {float(norm):.9g}, one device has {reference.norms[step]:.9g}; the gradients"
+        " agree"
+    )
+    return [((step, "norm", 0), differs)] if not error < TOLERANCE else []
+
+
+def _gradient_errors(
+    engine: TrainingEngine, wants: dict[str, Tensor], factor: float
+) -> dict[tuple[str, str], float]:
+    """(parameter, remark) -> error of `factor` times its gradient."""
+    norm, _ = norms_of(wants)
+    errors = {}
+    for name, p in engine.params.items():
+        want = wants.get(name)
+        if not engine.updates(name):
+            continue  # the replica that owns it has the sum
+        if want is None or p.grad is None:
+            if (want is None) != (p.grad is None):
+                errors[name, " (missing)" if p.grad is None else " (not on one device)"] = inf
+            continue
+        errors[name, ""] = tensor_error(
+            local_tensor(p.grad) * factor, chunks_of(engine.segments(name)), want, SMALL * norm
+        )
+    return errors
+
+
+def common_factor(engine: TrainingEngine, wants: dict[str, Tensor], factor: float) -> float | None:
+    """r, if all that this rank holds of the gradients is r times what it should be."""
+    product = squares = 0.0
+    for name, p in engine.params.items():
+        for mine, there in (
+            chunks_of(engine.segments(name)) if name in wants and p.grad is not None else ()
+        ):
+            want, got = wants[name][there], local_tensor(p.grad)[mine] * factor
+            if want.shape != got.shape:
+                return None
+            product, squares = (
+                product + float((want * got).sum()),
+                squares + float(want.square().sum()),
+            )
+    r = product / squares if squares else 0.0
+    same = r != 0.0 and all(
+        e < TOLERANCE for e in _gradient_errors(engine, wants, factor / r).values()
+    )
+    return r if same else None
+
+
+def weight_errors(engine: TrainingEngine, wants: dict[str, Tensor], when: str) -> dict[str, float]:
+    _, typical = norms_of(wants)
+    errors = {}
+    for name, p in engine.params.items():
+        if name in wants:
+            # an element below a hundredth of the typical size is measured against that
+            floor = 1e-2 * typical * sqrt(wants[name].numel())
+            errors[f"{name} {when}"] = tensor_error(
+                local_tensor(p.detach()), chunks_of(engine.segments(name)), wants[name], floor
+            )
+    return errors
+
+
+def state_errors(
+    engine: TrainingEngine, reference: Reference
+) -> tuple[dict[str, float], str | None]:
+    """Weights, buffers and optimizer state after the last step, and whether each lies, once, where
+    the plan says."""
+    weights = {k: v for k, v in reference.final.items() if k in engine.params}
+    errors = weight_errors(engine, weights, "after the last step")
+    held: dict[str, list] = {}
+    problem = None
+    try:
+        for piece in engine.tensors():
+            want = reference.final.get(piece.name)
+            if want is None:
+                if piece.name.startswith("optimizer/"):
+                    continue  # state that one device has not made: the gradient never came
+                errors[f"{piece.name} (not on one device)"] = inf
+                continue
+            held[piece.name] = [p for _, p in piece.chunks] if piece.writer else []
+            if piece.name in weights:
+                continue
+            owner = piece.name.removeprefix("optimizer/").rpartition("/")[0]
+            of_elements = owner in weights and want.ndim and want.shape == weights[owner].shape
+            if (
+                of_elements
+                and piece.chunks != chunks_of(engine.segments(owner))
+                and problem is None
+            ):
+                here = tuple(piece.tensor.shape)
+                problem = (
+                    f"{piece.name} does not lie as its parameter: a rank holds {here} of"
+                    f" {piece.shape}"
+                )
+            floor = SMALL * _norm_like(piece.name, reference)
+            errors[f"{piece.name} after the last step"] = tensor_error(
+                piece.tensor, piece.chunks, want, floor
+            )
+    except ValueError as error:
+        problem = f"not where the plan says: {error}"
+    coverage = coverage_gap(held, reference)
+    return errors, problem or coverage
+
+
+def _norm_like(name: str, reference: Reference) -> float:
+    """The norm of all state of the same kind: of all second moments, of all buffers."""
+    kind = name.rsplit("/", 1)[-1] if name.startswith("optimizer/") else ""
+    like = {
+        k: v
+        for k, v in reference.final.items()
+        if (k.startswith("optimizer/") and k.endswith("/" + kind) if kind else k == name)
+    }
+    return norms_of(like)[0]
+
+
+def coverage_gap(held: dict[str, list], reference: Reference) -> str | None:
+    everyone: list[Any] = [held]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, held)
+    for name in {name: None for ranks in everyone for name in ranks}:
+        boxes = [box for ranks in everyone for box in ranks.get(name, ())]
+        problem = coverage_flaw(boxes, tuple(reference.final[name].shape))
+        if problem is not None:
+            return f"{name}: {problem}"
+    return None
+
+
+def tensor_error(tensor: Tensor, parts: tuple[Chunk, ...], want: Tensor, floor: float) -> float:
+    """Error of this rank's chunks relative to the norm of the whole tensor."""
+    squares = 0.0
+    for mine, there in parts:
+        try:
+            squares += float((tensor[mine].double() - want[there].double()).square().sum())
+        except (RuntimeError, IndexError):
+            return inf
+    return error_ratio(
+        sqrt(squares) if isfinite(squares) else inf, max(float(want.double().norm()), floor)
+    )
+
+
+def error_ratio(error: float, size: float) -> float:
+    if not isfinite(error):
+        return inf
+    return error / size if size > 0 else (0.0 if error == 0 else inf)
