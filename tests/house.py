@@ -410,7 +410,7 @@ PROCESS_STATE = (
     "_registered: ",  # schedules that users add: the registry
     "_to_run: ",  # engine/pipeline/split_backward.py: a hook of one leaf, which autograd calls
     "_SERVING: ",  # engine/rpc/remote_engine.py: RPC calls a function by name, not an object
-    "_COMPANY: ",  # launch/local_workers.py: the world that this process is a rank of
+    "_COMPANY: ",  # launch/rank_process.py: the world that this process is a rank of
 )
 
 

@@ -292,7 +292,7 @@ class Failing(Ramps):
         self.without = 0  # samples read since that one ended
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        from weft.launch.local_workers import replica_slot
+        from weft.launch.rank_process import replica_slot
 
         found = super().__getitem__(index)
         here, back, alone = (
@@ -408,7 +408,7 @@ def test_one_that_never_wakes_does_not_keep_the_run_from_ending(
 
 
 def always() -> None:
-    from weft.launch.local_workers import replica_slot
+    from weft.launch.rank_process import replica_slot
 
     here = replica_slot()
     if here is not None and here.replica == 1:
@@ -424,7 +424,7 @@ def test_one_that_always_fails_stays_out(capfd: pytest.CaptureFixture) -> None:
 
 
 def without_a_store() -> None:
-    from weft.launch.local_workers import replica_slot
+    from weft.launch.rank_process import replica_slot
 
     here = replica_slot()
     assert here is not None

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from weft.core.errors import LayoutError, WeftError, WorkerDied
 from weft.engine.replica_sync.membership import Membership
-from weft.launch import environment, local_workers, replica_workers
+from weft.launch import environment, rank_process, replica_workers
 from weft.launch.local_workers import Pool, join_world, run_workers
 
 SOON_S = 8.0  # "within seconds", on a busy machine
@@ -375,7 +375,7 @@ def joined(rank: int, launcher: str, port: int, folder: Path) -> None:
 
 def met(value: float) -> list[float]:
     """The sum over replicas that are worlds of their own."""
-    company, found = local_workers.replica_slot(), torch.tensor([value])
+    company, found = rank_process.replica_slot(), torch.tensor([value])
     assert company is not None
     meeting = Membership(company, 2, 0, 1, 20.0).run(
         "a", lambda here: dist.all_reduce(found, group=here.group)

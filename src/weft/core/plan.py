@@ -15,7 +15,7 @@ from .axis_traits import AxisTable, Divides
 from .data_order import zigzag_spans
 from .errors import LayoutError
 from .layout import REPLICA_AXIS, STAGE_AXIS, Layout
-from .plan_text import fold_rows, step_row, text_table
+from .plan_text import fold_rows, stage_table, step_row, text_table
 from .schedule import Action, Schedule
 from .stages import Staging
 from .step import COPY, SUM, Param, Step, Weight
@@ -301,7 +301,9 @@ class Plan:
             f" samples\n{count / 1e6:.2f} M parameters in {len(self.weights)} tensors; compute"
             f" {self.precision}; recompute {self.recompute}"
         )
-        tables = [self._stage_lines()] if self.staging is not None else []
+        tables = []
+        if self.staging is not None:
+            tables.append(stage_table(self.staging, self.schedule, self.weights))
         if self.steps or not tables:
             tables.append(
                 text_table(
@@ -314,35 +316,6 @@ class Plan:
         if self.notes:
             tables.append([f"note: {note}" for note in self.notes])
         return "\n".join([head, *(line for table in tables for line in ("", *table))])
-
-    def _stage_lines(self) -> list[str]:
-        """A table of the stages: where each runs, what it holds, what it sends on."""
-        assert self.staging is not None
-        sizes = {w.name: prod(w.shape) for w in self.weights}
-        kept = f", weight versions: {self.schedule.versions}" if self.schedule.versions else ""
-        rows = [("stage", "rank", "parameters", "modules", "sends")]
-        for stage in self.staging.stages:
-            first, last = (
-                stage.modules[0] if stage.modules else "",
-                stage.modules[-1] if stage.modules else "",
-            )
-            sent = [
-                f"{v.name} -> {', '.join(map(str, v.targets))}"
-                for v in self.staging.values
-                if v.source == stage.index
-            ]
-            rows.append(
-                (
-                    str(stage.index),
-                    str(self.schedule.placement[stage.index]),
-                    f"{sum(sizes[n] for n in stage.weights):,}",
-                    first if first == last else f"{first} .. {last}",
-                    "; ".join(sent),
-                )
-            )
-        schedule = self.schedule
-        head = f"pipeline {schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks{kept}"
-        return [head, *text_table(rows)]
 
 
 def _inside(module: str, outer: str) -> bool:

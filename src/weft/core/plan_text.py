@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from math import prod
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .step import COPY, SUM, Boundary, Step, collective
+from .schedule import Schedule
+from .stages import Staging
+from .step import COPY, SUM, Boundary, Step, Weight, collective
 
 
 def text_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -78,3 +81,31 @@ def fold_rows(
         (key[0], modules[0] if len(modules) == 1 else f"{key[1]} [{len(modules)}]", *key[2:])  # type: ignore[misc]
         for key, modules in folded.items()
     ]
+
+
+def stage_table(staging: Staging, schedule: Schedule, weights: Iterable[Weight]) -> list[str]:
+    """A table of the stages: where each runs, what it holds, what it sends on."""
+    sizes = {w.name: prod(w.shape) for w in weights}
+    kept = f", weight versions: {schedule.versions}" if schedule.versions else ""
+    rows = [("stage", "rank", "parameters", "modules", "sends")]
+    for stage in staging.stages:
+        first, last = (
+            stage.modules[0] if stage.modules else "",
+            stage.modules[-1] if stage.modules else "",
+        )
+        sent = [
+            f"{v.name} -> {', '.join(map(str, v.targets))}"
+            for v in staging.values
+            if v.source == stage.index
+        ]
+        rows.append(
+            (
+                str(stage.index),
+                str(schedule.placement[stage.index]),
+                f"{sum(sizes[n] for n in stage.weights):,}",
+                first if first == last else f"{first} .. {last}",
+                "; ".join(sent),
+            )
+        )
+    head = f"pipeline {schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks{kept}"
+    return [head, *text_table(rows)]

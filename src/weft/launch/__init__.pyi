@@ -15,17 +15,19 @@ from .environment import (
 from .job import Job as Job, write_job as write_job
 from .kubernetes import kubernetes_manifest as kubernetes_manifest
 from .local_workers import (
-    Backend as Backend,
     Pool as Pool,
     join_world as join_world,
     leave_world as leave_world,
-    rendezvous_store as rendezvous_store,
-    replica_slot as replica_slot,
     run_workers as run_workers,
-    usable_cores as usable_cores,
     wait_as_spare as wait_as_spare,
 )
 from .log import log_line as log_line
+from .rank_process import (
+    Backend as Backend,
+    rendezvous_store as rendezvous_store,
+    replica_slot as replica_slot,
+    usable_cores as usable_cores,
+)
 from .rendezvous import Rendezvous as Rendezvous, parse_nodes as parse_nodes
 from .replica_workers import join_replica as join_replica, run_replicas as run_replicas
 from .restarts import (

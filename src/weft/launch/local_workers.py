@@ -15,7 +15,6 @@ function and arguments are pickled.
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib
 import multiprocessing
 import os
@@ -27,34 +26,40 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from weft.core import TIMEOUT_S, Refusal, WeftError, WorkerDied
-from weft.engine import ReplicaGroup
+from weft.core import TIMEOUT_S, WorkerDied
 
-from .environment import AGENT, launched_rank, local_world_size, master_address, restart_count
+from .environment import launched_rank, local_world_size
+from .rank_process import (
+    POLL_S,
+    Backend,
+    RankTask,
+    TaskFailure,
+    TaskResult,
+    WorkerSlot,
+    enter_rank,
+    follow_parent,
+    rendezvous_store,
+    serve_tasks,
+)
 from .signals import on_stop_signal
 
-Backend = Literal["gloo", "nccl"]
-
-POLL_S = 0.2
 # after the first failure: a killed peer is seen later than the errors of those that lost it
 GRACE_S = 0.5
 END_S = 1.0  # from SIGTERM to SIGKILL
 STORE_S = 15.0  # for an answer of the store where replicas meet
-STACK = 6  # innermost calls shown of a rank that hangs
 
 
 def run_workers(
@@ -257,11 +262,6 @@ def leave_world(store: dist.Store, rank: int, size: int, stopped: bool = False) 
         time.sleep(POLL_S)
 
 
-def usable_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 # ---- in the parent -------------------------------------------------------------------------------
 
 
@@ -307,7 +307,7 @@ def _keep(connection: Connection, parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is needed until the ranks have ended
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection.send(store.port)
-    _follow(parent)
+    follow_parent(parent)
 
 
 class WorkerProcess:
@@ -318,11 +318,11 @@ class WorkerProcess:
         if context.get_start_method() == "fork":
             _release_threads()
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, os.getpid(), task))  # type: ignore[attr-defined]
+        self.process = context.Process(target=serve_tasks, args=(theirs, os.getpid(), task))  # type: ignore[attr-defined]
         self.process.start()
         theirs.close()
 
-    def answer(self) -> _TaskResult | _TaskFailure | None:
+    def answer(self) -> TaskResult | TaskFailure | None:
         """What the process has answered, or how it died; None if it is still at work."""
         died = (
             self.process.exitcode is not None
@@ -342,7 +342,7 @@ class WorkerProcess:
             else f"exited with code {code}"
         )
         # An abort is often a consequence: a library's own end when its peer is gone.
-        return _TaskFailure(time.monotonic() if code == -signal.SIGABRT else 0.0, how)
+        return TaskFailure(time.monotonic() if code == -signal.SIGABRT else 0.0, how)
 
 
 class WorldWatch:
@@ -360,7 +360,7 @@ class WorldWatch:
         self._stacks, self._timeout, self._names = stacks, timeout, names
         self._ranks = ranks if ranks is not None else range(len(workers))
         self._results: dict[int, Any] = {}
-        self._failed: dict[int, _TaskFailure] = {}
+        self._failed: dict[int, TaskFailure] = {}
         self._waiting = dict(enumerate(workers))
         self._deadline = None if timeout is None else time.monotonic() + timeout + GRACE_S
 
@@ -372,9 +372,9 @@ class WorldWatch:
         """Take in what has been answered; whether there is nothing more to wait for."""
         for rank, worker in list(self._waiting.items()):
             answer = worker.answer()
-            if isinstance(answer, _TaskResult):
+            if isinstance(answer, TaskResult):
                 self._results[rank] = answer.result
-            elif isinstance(answer, _TaskFailure):
+            elif isinstance(answer, TaskFailure):
                 self._failed[rank] = answer
             if answer is not None:
                 del self._waiting[rank]
@@ -438,213 +438,3 @@ def end_workers(workers: Sequence[WorkerProcess]) -> None:
 
 
 # ---- in a rank -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _TaskResult:
-    result: Any
-
-
-@dataclass(frozen=True)
-class _TaskFailure:
-    """`when` by the host's clock (0: before all that peers report); `refusal`: its type, arguments
-    and attributes; `meant`: weft raised it."""
-
-    when: float
-    report: str
-    refusal: tuple[type[Refusal], tuple, dict[str, Any]] | None = None
-    meant: bool = False
-
-    @classmethod
-    def by(cls, error: BaseException) -> _TaskFailure:
-        refusal = None
-        if isinstance(error, Refusal):  # its fields become text: a value may be anything
-            fields = {
-                key: x if isinstance(x, int | float | None) else str(x)
-                for key, x in vars(error).items()
-            }
-            refusal = type(error), error.args, fields
-        said = (
-            str(error)
-            if isinstance(error, WeftError)
-            else "".join(traceback.format_exception(error))
-        )
-        return cls(time.monotonic(), said, refusal, isinstance(error, WeftError))
-
-    def error(self, rank: int, name: str) -> Exception:
-        if self.refusal is None:
-            return WorkerDied(rank, self.report, self.meant, name)
-        kind, args, fields = self.refusal
-        error = kind.__new__(kind, *args)
-        error.__dict__.update(fields)
-        return error
-
-
-@dataclass(frozen=True)
-class RankTask:
-    """One rank's part of one task. `file` is where the ranks of its world meet, `seat` what the
-    world is among others; after `timeout` seconds `stack` says where it is."""
-
-    function: Callable[..., Any]
-    args: tuple
-    rank: int
-    world: int
-    file: str
-    backend: Backend
-    threads: int | None
-    timeout: float | None = None
-    stack: str = ""
-    seat: WorkerSlot | None = None
-
-    def __call__(self) -> Any:
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-        )  # for who asks; nobody listens there
-        store = dist.FileStore(self.file, self.world)
-        alarm = threading.Timer(
-            self.timeout or 0.0, _note_stack, (threading.get_ident(), self.stack)
-        )
-        alarm.daemon = True
-        if self.timeout is not None:
-            alarm.start()
-        neighbours = self.world if self.seat is None else self.seat.neighbours
-        company = None if self.seat is None else self.seat.company()
-        with enter_rank(
-            self.backend, self.rank, self.world, self.rank, neighbours, self.threads, store, company
-        ):
-            result = self.function(*self.args)
-        alarm.cancel()
-        return result
-
-
-@dataclass(frozen=True)
-class WorkerSlot:
-    """What a world is among replicas on this host that are worlds of their own: `port` is that of
-    the store where they meet; `neighbours` counts the ranks of all of them."""
-
-    port: int
-    replica: int
-    incarnation: int
-    neighbours: int
-
-    def company(self) -> ReplicaGroup:
-        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
-        return ReplicaGroup(store, self.replica, self.incarnation)
-
-
-_COMPANY: list[ReplicaGroup] = []  # of this process, if it has any
-
-
-def replica_slot() -> ReplicaGroup | None:
-    """Where this process stands among replicas that are worlds of their own; None where all ranks
-    are in one world."""
-    return _COMPANY[0] if _COMPANY else None
-
-
-def _note_stack(thread: int, file: str) -> None:
-    """Write where this thread is, innermost last."""
-    stack = traceback.format_stack(sys._current_frames()[thread])
-    Path(file).write_text("".join(stack[-STACK:]), encoding="utf-8")
-
-
-def rendezvous_store() -> dist.Store:
-    """Where all processes that torchrun or srun started meet."""
-    host, port = master_address()
-    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
-    found = launched_rank()
-    assert found is not None
-    store, _, _ = next(dist.rendezvous("env://", rank=found[0], world_size=found[1]))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store
-    # torchrun keeps its store when it starts processes anew, and with it the addresses of those
-    # that died
-    return dist.PrefixStore(f"attempt-{restart_count()}", store)
-
-
-@contextmanager
-def enter_rank(
-    backend: Backend,
-    rank: int,
-    world: int,
-    local_rank: int,
-    neighbours: int,
-    threads: int | None,
-    store: dist.Store,
-    company: ReplicaGroup | None = None,
-) -> Iterator[None]:
-    """This process is a rank, one of `neighbours` on this host, until all ranks are done: some may
-    still be connecting, or need the store of the first."""
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(neighbours),
-    )
-    os.environ.setdefault(
-        "TORCH_FR_BUFFER_SIZE", "2000"
-    )  # collectives that the flight recorder remembers
-    # torch's own way to say it; but torchrun says 1 where nobody has
-    asked = (
-        os.environ.get("OMP_NUM_THREADS", "")
-        if "TORCHELASTIC_RUN_ID" not in os.environ or AGENT in os.environ
-        else ""
-    )
-    torch.set_num_threads(
-        threads
-        or (int(asked) if asked.isdigit() and int(asked) else max(1, usable_cores() // neighbours))
-    )
-    if backend == "gloo":
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    else:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world, device_id=device
-        )
-    _COMPANY[:] = [] if company is None else [company]
-    yield
-    dist.barrier()  # not after an error: peers that are gone would be waited for
-    dist.destroy_process_group()
-
-
-def _work(connection: Connection, parent: int, task: RankTask | None) -> None:
-    """A worker's life: `task`, or every task that comes over the connection."""
-    # the parent's garbage is not this process's to collect: destructors may join threads or delete
-    # files
-    gc.freeze()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
-    if task is not None:
-        connection.send_bytes(_answer(task))
-        return
-    from weft._torch.tensors import forget_meshes
-
-    while True:
-        try:
-            message = connection.recv_bytes()
-        except EOFError:
-            return
-        answer = _answer(lambda message=message: pickle.loads(message)())  # type: ignore[misc]
-        # DTensor caches by mesh, and a mesh of the next task may equal one of this task, whose
-        # groups are gone.
-        forget_meshes()
-        gc.collect()  # an engine is a cycle, and holds process groups with their threads
-        connection.send_bytes(answer)
-
-
-def _answer(task: Callable[[], Any]) -> bytes:
-    # Plain pickle: multiprocessing's own would pass tensors as handles that die with this process.
-    try:
-        return pickle.dumps(_TaskResult(task()))
-    except BaseException as error:
-        return pickle.dumps(_TaskFailure.by(error))
-
-
-def _follow(parent: int) -> None:
-    """End this process when its parent is gone."""
-    while os.getppid() == parent:
-        time.sleep(POLL_S)
-    os._exit(1)

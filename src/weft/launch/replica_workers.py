@@ -28,18 +28,9 @@ from weft.engine import ReplicaGroup, is_left_out, mark_ended
 
 from . import local_workers
 from .environment import launched_rank, local_world_size
-from .local_workers import (
-    END_S,
-    POLL_S,
-    Backend,
-    RankTask,
-    WorkerProcess,
-    WorkerSlot,
-    WorldWatch,
-    end_workers,
-    pass_on_stop,
-)
+from .local_workers import END_S, WorkerProcess, WorldWatch, end_workers, pass_on_stop
 from .log import log_line
+from .rank_process import POLL_S, Backend, RankTask, WorkerSlot
 
 RESTARTS = 3  # of one replica
 LAST_S = 5.0  # after the others are done, for replicas that were left out and do not end

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from .. import local_workers
+from .. import rank_process
 from . import cgroups
 from .findings import Finding
 
@@ -60,7 +60,7 @@ def core_finding() -> Finding:
     omp, flags = os.environ.get("OMP_NUM_THREADS"), _flags()
     facts = {
         "machine": os.cpu_count() or 1,
-        "allowed": local_workers.usable_cores(),
+        "allowed": rank_process.usable_cores(),
         "quota": cgroups.cores(),
         "omp": omp,
     }

@@ -11,59 +11,40 @@ How an op is divided follows the tensors: what a column makes is divided until a
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from weft._torch.modules import intercept_calls, original_call
-from weft._torch.tensors import NEEDS_ELEMENTS, FakeTensorMode, fake_mode, make_fake, storage_id
-from weft.core import UnsupportedModel
+from weft._torch.tensors import FakeTensorMode, make_fake, storage_id
 from weft.engine import FunctionOverrides
 from weft.nn import (
-    Loss,
     Randomness,
     Roles,
-    accepts_sharded_logits,
     linear_features,
-    model_arguments,
     routing_arguments,
 )
-from weft.parallel import DTYPES
 from weft.pipeline import (
-    GROUPED_MM,
-    PLAIN_TYPES,
-    ForwardGraph,
     GraphNode,
-    containers_of,
-    copy_with_tensors,
-    is_parameter,
     map_tensors,
-    other_leaves,
     run_op_without_data,
-    split_points,
     tensors_in,
 )
 
-from .model_work import Cut, Kind
+from .call_signature import call_signature
+from .model_work import Cut
+from .module_record import ModuleRecord, OpKey
+from .op_work import NO_WORK, is_heavy, moved_bytes, read_bytes, work_of_op
+from .parameter_cuts import parameter_cuts
 
-# fused kernels: (query, key, value, ...), and where among the arguments `is_causal` stands
-_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: 4,
-    torch.ops.aten._scaled_dot_product_flash_attention: 4,
-    torch.ops.aten._scaled_dot_product_efficient_attention: 6,
-    torch.ops.aten._scaled_dot_product_cudnn_attention: 6,
-}
-_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _CALLED = (
     "query",
     "key",
@@ -72,126 +53,11 @@ _CALLED = (
     "dropout_p",
     "is_causal",
 )  # scaled_dot_product_attention's arguments
-_ADDED = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
-_NONE: tuple[Kind, float, float, tuple[int, ...], int] = ("memory", 0.0, 0.0, (), 0)
-_COUNTED = re.compile(
-    "layer|index|idx"
-)  # in the names of attributes that say which block of all it is
-BYTES = (
-    "output_bytes",
-    "reduced_bytes",
-    "key_bytes",
-    "query_bytes",
-    "routed_bytes",
-    "working_bytes",
-)
-COUNTS = ("reductions", "heads", "kv_heads", "experts")
-_BACKWARD = {
+BACKWARD_WORK = {
     "matmul": 2.0,
     "attention": 2.5,
     "memory": 1.5,
 }  # over forward; attention's after Dao et al. 2022
-
-
-def record_forward(
-    model: nn.Module,
-    roles: Roles,
-    batch: dict[str, Tensor],
-    loss: Loss,
-    precision: str,
-    inputs: Sequence[str],
-    fused: bool,
-) -> OpRecorder:
-    """One forward of `model` and `loss` on all of `batch`. `fused`: with the kernels of a GPU.
-    Raises UnsupportedModel."""
-    fake = fake_mode()
-    cpu = torch.device("cpu")
-    traced = copy_with_tensors(
-        model, lambda t: make_fake(fake, t, cpu) if t.is_meta or is_parameter(t) else t.clone()
-    )
-    if not model.training:
-        traced.train()
-    forward = OpRecorder(traced, roles, fake, accepts_sharded_logits(loss), fused)
-    cast_to = (
-        nullcontext()
-        if precision not in ("fp16", "bf16")
-        else torch.autocast("cpu", DTYPES[precision])
-    )
-    with torch.random.fork_rng([]), torch.enable_grad(), forward.watching(), cast_to:
-        try:
-            output = traced(**model_arguments(inputs, batch))
-            forward.in_loss = True
-            loss(output, batch)
-        except NEEDS_ELEMENTS as problem:
-            raise UnsupportedModel(
-                "model",
-                type(model).__name__,
-                f"its forward reads elements of a tensor into Python ({problem})",
-                "give its work by its dimensions instead",
-            ) from problem
-    return forward
-
-
-@dataclass(frozen=True)
-class OpKey:
-    """Ops that are one Op. `size`: of a matmul, which of equal size are counted together."""
-
-    kind: Kind
-    cut: Cut
-    core: bool
-    backward: float
-    size: tuple[int, ...] = ()
-
-
-@dataclass
-class OpTotals:
-    """What ops of one key come to, for all samples. `full`: FLOPs without what a causal kernel
-    leaves out."""
-
-    flops: float = 0.0
-    full: float = 0.0
-    moved: float = 0.0
-    saved: float = 0.0
-    matmuls: int = 0
-    kernels: int = 0
-    names: dict[str, None] = field(default_factory=dict)
-
-    def add(self, other: OpTotals) -> None:
-        self.flops, self.full, self.moved = (
-            self.flops + other.flops,
-            self.full + other.full,
-            self.moved + other.moved,
-        )
-        self.saved, self.matmuls = self.saved + other.saved, self.matmuls + other.matmuls
-        self.kernels, self.names = self.kernels + other.kernels, self.names | other.names
-
-
-@dataclass
-class ModuleRecord:
-    """One module of the chain: `sums` of its ops, `bytes` by what they are, `counts`, elements of
-    its `params`."""
-
-    name: str
-    sums: dict[OpKey, OpTotals] = field(default_factory=lambda: defaultdict(OpTotals))
-    bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    params: dict[Cut, int] = field(default_factory=lambda: defaultdict(int))
-    repeated: bool = False
-    tied: bool = False
-
-    def full(self) -> float:
-        return sum(one.full for one in self.sums.values())
-
-    def add(self, other: ModuleRecord) -> None:
-        """Takes what was seen at another place."""
-        for key, one in other.sums.items():
-            self.sums[key].add(one)
-        for name, size in other.bytes.items():
-            self.bytes[name] += size
-        for name, count in other.counts.items():
-            self.counts[name] = (
-                self.counts[name] + count if name == "reductions" else max(self.counts[name], count)
-            )
 
 
 @dataclass
@@ -224,8 +90,8 @@ class _LiveBytes:
                 self._now += memory.nbytes()
                 weakref.finalize(memory, self._gone, storage, memory.nbytes())
         self.peak = max(self.peak, self._now)
-        if not _is_heavy(packet):
-            self.moved += _moved(given, made)
+        if not is_heavy(packet):
+            self.moved += moved_bytes(given, made)
 
     def _gone(self, storage: int, nbytes: int) -> None:
         self._known.discard(storage)
@@ -350,27 +216,9 @@ class OpRecorder(TorchDispatchMode):
             for e in roles.experts
             for n, role in zip(e.cuts, ("column", "row"), strict=False)
         }
-        self.cuts = self._cuts()
+        self.cuts = parameter_cuts(model, roles)
         heads = [m for h in roles.heads if isinstance(m := self.modules.get(h), nn.Module)]
         self.vocab = linear_features(heads[0])[1] if heads else 0
-
-    def _cuts(self) -> dict[int, Cut]:
-        """What divides each parameter."""
-        cuts: dict[int, Cut] = {id(p): "whole" for p in self.model.parameters()}
-        for chain in self.roles.chains:
-            divided = [
-                f"{c}.{leaf}"
-                for c in (*chain.columns, *chain.tables)
-                for leaf in ("weight", "bias")
-            ]
-            for name in (*divided, f"{chain.row}.weight"):
-                if (p := self._parameter(name)) is not None:
-                    cuts[id(p)] = "features"
-        for module in (*self.roles.embeddings, *self.roles.heads):
-            cuts |= {id(p): "vocabulary" for p in self.modules[module].parameters(recurse=False)}
-        for module in self.experts:
-            cuts |= {id(p): "expert" for p in self.modules[module].parameters()}
-        return cuts
 
     def _parameter(self, name: str) -> nn.Parameter | None:
         module, _, leaf = name.rpartition(".")
@@ -399,7 +247,7 @@ class OpRecorder(TorchDispatchMode):
         self.events.append(
             GraphNode(name, True, self.open[-1] if self.open else -1, "", "", "", weights=holds)
         )
-        key = self._look(name, args, kwargs) if name in self.blocks else None
+        key = call_signature(self.modules[name], args, kwargs) if name in self.blocks else None
         if key is not None and len(self.seen[key]) == 2:
             self.like[name] = self.seen[key][1]
             self.events[place].end = place
@@ -419,7 +267,7 @@ class OpRecorder(TorchDispatchMode):
             self.seen[key].append(name)
             self.made[name] = tensors_in((args, kwargs)), out
         storages = {storage_id(t): t for t in tensors_in(out)}
-        part.bytes["output_bytes"] = float(sum(_nbytes(t) for t in storages.values()))
+        part.bytes["output_bytes"] = float(sum(read_bytes(t) for t in storages.values()))
         cut_inside = name in self.experts and self.experts[name].cuts
         if name in self.rows or cut_inside or name in self.roles.embeddings:
             part.bytes["reduced_bytes"] += part.bytes["output_bytes"]
@@ -441,38 +289,6 @@ class OpRecorder(TorchDispatchMode):
         finally:
             self.live = None
         part.bytes["working_bytes"], part.bytes["backward_bytes"] = live.peak, live.moved
-
-    def _look(self, name: str, args: tuple, kwargs: dict) -> Hashable | None:
-        """What is the same of two calls only where they do the same work; None where that cannot be
-        told."""
-        given = other_leaves((args, kwargs))
-        if not all(isinstance(part, PLAIN_TYPES) for part in given):
-            return None
-        module = self.modules[name]
-        inner = tuple(
-            (
-                n,
-                type(m),
-                m.training,
-                str(
-                    {
-                        k: v
-                        for k, v in vars(m).items()
-                        if isinstance(v, PLAIN_TYPES) and not _COUNTED.search(k)
-                    }
-                ),
-                tuple(
-                    (leaf, p.shape, p.dtype, p.requires_grad)
-                    for leaf, p in m.named_parameters(recurse=False)
-                ),
-            )
-            for n, m in module.named_modules()
-        )
-        return (
-            inner,
-            str(given),
-            tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((args, kwargs))),
-        )
 
     def _stand_in(self, like: str, args: tuple, kwargs: dict) -> Any:
         """What a block would have returned, after another that was called with the like."""
@@ -515,8 +331,8 @@ class OpRecorder(TorchDispatchMode):
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         part = self._part(len(self.events) - 1)
-        part.bytes["key_bytes"] += _nbytes(key) + _nbytes(value)
-        part.bytes["query_bytes"] += _nbytes(query) + _nbytes(out)
+        part.bytes["key_bytes"] += read_bytes(key) + read_bytes(value)
+        part.bytes["query_bytes"] += read_bytes(query) + read_bytes(out)
         part.counts["heads"] = max(part.counts["heads"], query.shape[1] if query.ndim > 3 else 1)
         part.counts["kv_heads"] = max(part.counts["kv_heads"], key.shape[1] if key.ndim > 3 else 1)
 
@@ -571,7 +387,9 @@ class OpRecorder(TorchDispatchMode):
             for _, s in made:
                 self.params.setdefault(s, weights[0])
         module = self.events[self.open[-1]].name if self.open else ""
-        kind, flops, full, size, groups = _work(packet, args, kwargs, out) if graded else _NONE
+        kind, flops, full, size, groups = (
+            work_of_op(packet, args, kwargs, out) if graded else NO_WORK
+        )
         role = "column" if module in self.columns else "row" if module in self.rows else ""
         cut_by: Cut = "features"
         for weight in weights:
@@ -593,7 +411,7 @@ class OpRecorder(TorchDispatchMode):
         if makes is not None:
             self.divided |= dict.fromkeys((s for _, s in made), makes)
         key = OpKey(
-            kind, mark or self._stream(), self.core, _BACKWARD[kind] if graded else 0.0, size
+            kind, mark or self._stream(), self.core, BACKWARD_WORK[kind] if graded else 0.0, size
         )
         entry = self._part(len(self.events) - 1).sums[key]
         entry.flops += flops
@@ -601,7 +419,7 @@ class OpRecorder(TorchDispatchMode):
         entry.kernels += 1
         entry.full += full
         if kind == "memory":
-            entry.moved += _moved(given, made)
+            entry.moved += moved_bytes(given, made)
         entry.names[self._leaf()] = None
 
     def _leaf(self) -> str:
@@ -640,116 +458,5 @@ class OpRecorder(TorchDispatchMode):
             known.core = known.core and core
         return t
 
-    # ---- the chain ----
-
-    def parts(self) -> list[ModuleRecord]:
-        """The modules of the chain, in the order of the forward: those with which stages of a
-        pipeline may begin, each with all that runs until the next."""
-        bare = ForwardGraph(tuple(self.events), (), {}, frozenset(), {}, containers_of(self.model))
-        starts = {event.name: place for place, event in enumerate(self.events)}
-        names = [atom.module for atom in split_points(bare, set(self.blocks))]
-        begins = [starts[name] for name in names]
-        self._settle()
-        used: set[int] = set()
-        chain = list[ModuleRecord]()
-        for name, begin, end in zip(
-            names, [0, *begins[1:]], [*begins[1:], len(self.events)], strict=True
-        ):
-            here = ModuleRecord(name, repeated=name in self.blocks)
-            for place in range(begin, end):
-                here.add(self.at.get(place, ModuleRecord("")))
-            here.bytes["output_bytes"] = self._part(starts[name]).bytes["output_bytes"]
-            here.params, here.tied = self._parameters(self.events[begin:end], used)
-            chain.append(here)
-        for p in self.model.parameters():
-            if id(p) not in used:  # the first stage holds what no module uses
-                chain[0].params[self.cuts[id(p)]] += p.numel()
-        found = {part.name: part for part in chain}
-        for part in chain:
-            if part.name in self.like:
-                part.add(found[self.like[part.name]])
-                part.bytes["output_bytes"] = found[self.like[part.name]].bytes["output_bytes"]
-        return chain
-
-    def _parameters(
-        self, events: Sequence[GraphNode], used: set[int]
-    ) -> tuple[dict[Cut, int], bool]:
-        """Elements of the parameters of these calls that none before has used; or of all, and that
-        they are tied."""
-        found: dict[int, nn.Parameter] = {}
-        for event in events:
-            own = self.modules[event.name].parameters(recurse=event.name in self.like)
-            found |= {id(p): p for p in own}
-        new = {key: p for key, p in found.items() if key not in used}
-        used |= set(found)
-        params: dict[Cut, int] = defaultdict(int)
-        for key, p in (new or found).items():
-            params[self.cuts[key]] += p.numel()
-        return params, bool(found) and not new
-
-    def _settle(self) -> None:
-        """Adds what was kept to the ops."""
-        for storage, one in self.saved.items():
-            cut = self.divided.get(storage) or ("whole" if storage in self.gathered else one.cut)
-            sums = self._part(one.place).sums
-            key = (
-                next((k for k in sums if k.core and k.kind == "attention"), None)
-                if one.core
-                else None
-            )
-            entry = sums[key or OpKey("memory", cut, one.core, _BACKWARD["memory"])]
-            entry.saved += one.tensor.untyped_storage().nbytes()
-            entry.names[one.leaf] = None
-        self.saved = {}
-
 
 # ---- ops -----------------------------------------------------------------------------------------
-
-
-def _work(
-    packet: Any, args: tuple, kwargs: dict, out: Any
-) -> tuple[Kind, float, float, tuple[int, ...], int]:
-    """Of an op: its kind; its FLOPs, and those in full; the size of a matmul, and how many of equal
-    size it is."""
-    if packet in _ATTENTION:
-        query, key, value = args[:3]
-        full = float(sdpa_flop_count(query.shape, key.shape, value.shape))
-        place = _ATTENTION[packet]
-        causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
-        return "attention", full * (0.5 if causal else 1.0), full, (), 0
-    if packet is GROUPED_MM:
-        rows, weights = args[:2]
-        flops = 2.0 * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
-        return "matmul", flops, flops, tuple(sorted(weights.shape[-2:])), weights.shape[0]
-    if packet in flop_registry:
-        flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
-        shape = (args[2] if packet in _ADDED else args[1]).shape
-        return (
-            "matmul",
-            flops,
-            flops,
-            tuple(sorted(shape[-2:])) if len(shape) < 4 else tuple(shape),
-            1,
-        )
-    return _NONE
-
-
-def _is_heavy(packet: Any) -> bool:
-    return (
-        packet in flop_registry
-        or packet in _ATTENTION
-        or packet in (GROUPED_MM, _ATTENTION_BACKWARD)
-    )
-
-
-def _moved(given: list[tuple[Tensor, int]], made: list[tuple[Tensor, int]]) -> int:
-    """Bytes that are read and written; each storage once."""
-    return sum(_nbytes(t) for t in {storage: t for t, storage in (*given, *made)}.values())
-
-
-def _nbytes(t: Tensor) -> int:
-    """Bytes that reading it moves: of what is repeated without a copy, once."""
-    numel = 1
-    for size, stride in zip(t.shape, t.stride(), strict=True):
-        numel *= size if stride else min(size, 1)
-    return numel * t.itemsize

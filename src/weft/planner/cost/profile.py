@@ -18,7 +18,8 @@ from weft.nn import Loss, find_roles, named_inputs
 from weft.parallel import DTYPES
 
 from .model_work import BlockWork, ModelWork, OpWork
-from .op_recorder import BYTES, COUNTS, ModuleRecord, record_forward
+from .module_record import BYTES, COUNTS, ModuleRecord
+from .record_forward import chain_records, record_forward
 
 FEW, MANY = 2, 4  # samples of the two forwards; of one, a transposition would be free
 
@@ -52,7 +53,7 @@ def profile_model(
         record_forward(model, found, _rows(batch, count), loss, precision, called, fused)
         for count in (FEW, MANY)
     )
-    chain = list(zip(few.parts(), many.parts(), strict=True))
+    chain = list(zip(chain_records(few), chain_records(many), strict=True))
     full = sum(two.full() - one.full() for one, two in chain) / (MANY - FEW)
     ids = [
         t

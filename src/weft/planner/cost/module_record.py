@@ -1,0 +1,82 @@
+"""What was seen of one module: its ops, the bytes that it keeps and sends, its parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from .model_work import Cut, Kind
+
+BYTES = (
+    "output_bytes",
+    "reduced_bytes",
+    "key_bytes",
+    "query_bytes",
+    "routed_bytes",
+    "working_bytes",
+)
+
+
+COUNTS = ("reductions", "heads", "kv_heads", "experts")
+
+
+@dataclass(frozen=True)
+class OpKey:
+    """Ops that are one Op. `size`: of a matmul, which of equal size are counted together."""
+
+    kind: Kind
+    cut: Cut
+    core: bool
+    backward: float
+    size: tuple[int, ...] = ()
+
+
+@dataclass
+class OpTotals:
+    """What ops of one key come to, for all samples. `full`: FLOPs without what a causal kernel
+    leaves out."""
+
+    flops: float = 0.0
+    full: float = 0.0
+    moved: float = 0.0
+    saved: float = 0.0
+    matmuls: int = 0
+    kernels: int = 0
+    names: dict[str, None] = field(default_factory=dict)
+
+    def add(self, other: OpTotals) -> None:
+        self.flops, self.full, self.moved = (
+            self.flops + other.flops,
+            self.full + other.full,
+            self.moved + other.moved,
+        )
+        self.saved, self.matmuls = self.saved + other.saved, self.matmuls + other.matmuls
+        self.kernels, self.names = self.kernels + other.kernels, self.names | other.names
+
+
+@dataclass
+class ModuleRecord:
+    """One module of the chain: `sums` of its ops, `bytes` by what they are, `counts`, elements of
+    its `params`."""
+
+    name: str
+    sums: dict[OpKey, OpTotals] = field(default_factory=lambda: defaultdict(OpTotals))
+    bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    params: dict[Cut, int] = field(default_factory=lambda: defaultdict(int))
+    repeated: bool = False
+    tied: bool = False
+
+    def full(self) -> float:
+        return sum(one.full for one in self.sums.values())
+
+    def add(self, other: ModuleRecord) -> None:
+        """Takes what was seen at another place."""
+        for key, one in other.sums.items():
+            self.sums[key].add(one)
+        for name, size in other.bytes.items():
+            self.bytes[name] += size
+        for name, count in other.counts.items():
+            self.counts[name] = (
+                self.counts[name] + count if name == "reductions" else max(self.counts[name], count)
+            )

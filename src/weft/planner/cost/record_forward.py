@@ -1,0 +1,132 @@
+"""One forward and loss of a model on the meta device, as records of the modules of its chain."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from weft._torch.tensors import NEEDS_ELEMENTS, fake_mode, make_fake
+from weft.core import UnsupportedModel
+from weft.nn import (
+    Loss,
+    Roles,
+    accepts_sharded_logits,
+    model_arguments,
+)
+from weft.parallel import DTYPES
+from weft.pipeline import (
+    ForwardGraph,
+    GraphNode,
+    containers_of,
+    copy_with_tensors,
+    is_parameter,
+    split_points,
+)
+
+from .model_work import Cut
+from .module_record import ModuleRecord, OpKey
+from .op_recorder import BACKWARD_WORK, OpRecorder
+
+
+def record_forward(
+    model: nn.Module,
+    roles: Roles,
+    batch: dict[str, Tensor],
+    loss: Loss,
+    precision: str,
+    inputs: Sequence[str],
+    fused: bool,
+) -> OpRecorder:
+    """One forward of `model` and `loss` on all of `batch`. `fused`: with the kernels of a GPU.
+    Raises UnsupportedModel."""
+    fake = fake_mode()
+    cpu = torch.device("cpu")
+    traced = copy_with_tensors(
+        model, lambda t: make_fake(fake, t, cpu) if t.is_meta or is_parameter(t) else t.clone()
+    )
+    if not model.training:
+        traced.train()
+    forward = OpRecorder(traced, roles, fake, accepts_sharded_logits(loss), fused)
+    cast_to = (
+        nullcontext()
+        if precision not in ("fp16", "bf16")
+        else torch.autocast("cpu", DTYPES[precision])
+    )
+    with torch.random.fork_rng([]), torch.enable_grad(), forward.watching(), cast_to:
+        try:
+            output = traced(**model_arguments(inputs, batch))
+            forward.in_loss = True
+            loss(output, batch)
+        except NEEDS_ELEMENTS as problem:
+            raise UnsupportedModel(
+                "model",
+                type(model).__name__,
+                f"its forward reads elements of a tensor into Python ({problem})",
+                "give its work by its dimensions instead",
+            ) from problem
+    return forward
+
+
+def chain_records(seen: OpRecorder) -> list[ModuleRecord]:
+    """The modules of the chain, in the order of the forward: those with which stages of a
+    pipeline may begin, each with all that runs until the next."""
+    bare = ForwardGraph(tuple(seen.events), (), {}, frozenset(), {}, containers_of(seen.model))
+    starts = {event.name: place for place, event in enumerate(seen.events)}
+    names = [atom.module for atom in split_points(bare, set(seen.blocks))]
+    begins = [starts[name] for name in names]
+    _settle(seen)
+    used: set[int] = set()
+    chain = list[ModuleRecord]()
+    for name, begin, end in zip(
+        names, [0, *begins[1:]], [*begins[1:], len(seen.events)], strict=True
+    ):
+        here = ModuleRecord(name, repeated=name in seen.blocks)
+        for place in range(begin, end):
+            here.add(seen.at.get(place, ModuleRecord("")))
+        here.bytes["output_bytes"] = seen._part(starts[name]).bytes["output_bytes"]
+        here.params, here.tied = _parameters(seen, seen.events[begin:end], used)
+        chain.append(here)
+    for p in seen.model.parameters():
+        if id(p) not in used:  # the first stage holds what no module uses
+            chain[0].params[seen.cuts[id(p)]] += p.numel()
+    found = {part.name: part for part in chain}
+    for part in chain:
+        if part.name in seen.like:
+            part.add(found[seen.like[part.name]])
+            part.bytes["output_bytes"] = found[seen.like[part.name]].bytes["output_bytes"]
+    return chain
+
+
+def _parameters(
+    seen: OpRecorder, events: Sequence[GraphNode], used: set[int]
+) -> tuple[dict[Cut, int], bool]:
+    """Elements of the parameters of these calls that none before has used; or of all, and that
+    they are tied."""
+    found: dict[int, nn.Parameter] = {}
+    for event in events:
+        own = seen.modules[event.name].parameters(recurse=event.name in seen.like)
+        found |= {id(p): p for p in own}
+    new = {key: p for key, p in found.items() if key not in used}
+    used |= set(found)
+    params: dict[Cut, int] = defaultdict(int)
+    for key, p in (new or found).items():
+        params[seen.cuts[key]] += p.numel()
+    return params, bool(found) and not new
+
+
+def _settle(seen: OpRecorder) -> None:
+    """Adds what was kept to the ops."""
+    for storage, one in seen.saved.items():
+        cut = seen.divided.get(storage) or ("whole" if storage in seen.gathered else one.cut)
+        sums = seen._part(one.place).sums
+        key = (
+            next((k for k in sums if k.core and k.kind == "attention"), None) if one.core else None
+        )
+        entry = sums[key or OpKey("memory", cut, one.core, BACKWARD_WORK["memory"])]
+        entry.saved += one.tensor.untyped_storage().nbytes()
+        entry.names[one.leaf] = None
+    seen.saved = {}
