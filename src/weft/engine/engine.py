@@ -134,9 +134,8 @@ class Engine:
         share_initial(model, self.mesh, self.replicas)
         if self.global_plan.separate and self.replicas.index:
             seed = mix_key(seed, self.replicas.index)  # its samples have numbers of their own
-        self.randomness = Randomness(
-            seed, self.mesh.index(*FEATURE_AXES), self.mesh.size(*FEATURE_AXES)
-        )
+        feature_part = self.mesh.index(*FEATURE_AXES), self.mesh.size(*FEATURE_AXES)
+        self.randomness = Randomness(seed, *feature_part)
         self.sequence = ContextParallel(
             plan, self.mesh, self.randomness, named_inputs(model), self.inputs
         )

@@ -8,7 +8,7 @@ step's result when it is over.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,15 +24,11 @@ from weft.core import (
     DRIVER,
     ConfigError,
     LayoutError,
-    LocalShard,
     Plan,
-    Segment,
     UnsupportedModel,
     WeftError,
     WorkerPlacement,
-    cut_segments,
     place_modules,
-    whole_shard,
 )
 from weft.nn import Randomness, mix_key, named_inputs, rebalance_gates
 from weft.parallel import Mesh, parallelize
@@ -42,17 +38,18 @@ from ..context_parallel.sequence import ContextParallel
 from ..expert_load import ExpertLoad
 from ..function_overrides import FunctionOverrides
 from ..grad_norm_guard import GradNormGuard
-from ..optimizers import ELEMENTWISE, Optimizers, make_state, scale_grads
+from ..optimizers import ELEMENTWISE, Optimizers, scale_grads
 from ..pipeline.stage_compute import Batch, Loss, MicroBatches, StageModel, check_batch
 from ..protocol import StepResult
 from ..replica_sync.replicas import ReplicaSync
 from .calls import CallAnswer, ModuleCall, ModuleCalls, await_answer, check_unchanged, make_answer
+from .remote_state import RemoteState
 from .remote_tensor import RemoteTensor, drop_remote_weights
 
 CPU = torch.device("cpu")
 
 
-class Remote:
+class Remote(RemoteState):
     """Trains `model` with the modules that `workers` names, worker -> globs, on those workers. Rank
     0 is the driver, rank i the i-th worker. Every rank makes one, of a model made alike; it keeps
     what lives on it, and drops the rest.
@@ -339,59 +336,11 @@ class Remote:
 
     # ---- what a checkpoint holds -----------------------------------------------------------------
 
-    def tensors(self, saved: Collection[str] | None = None) -> Iterator[LocalShard]:
-        """Weights, buffers and optimizer state of what lives here, by global name. Storage is live.
-
-        `saved`: the names that a checkpoint holds, to be loaded from it: optimizer state is made
-        for these alone.
-        """
-        for name, p in self.params.items():
-            yield whole_shard(name, p.detach())
-        kept = self.model.state_dict(keep_vars=True).keys()
-        for name, buffer in self.model.named_buffers():
-            if name in kept and name not in self._absent_buffers:
-                yield whole_shard(name, buffer)
-        if saved is not None:
-            make_state(self.optimizer, self.params, saved)
-        for name, p in self.params.items():
-            for key, value in self.optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor):
-                    yield whole_shard(f"optimizer/{name}/{key}", value)
-
-    def scalars(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors."""
-        found = {"steps_done": self.steps_done, "loss_scale": self.loss_scale, "good_steps": 0}
-        return found | ({"norms": [*self.trust.norms]} if self.trust is not None else {})
-
-    def load_scalars(self, scalars: dict[str, Any]) -> None:
-        self.steps_done = int(scalars["steps_done"])
-        if self.trust is not None:
-            self.trust.remember(scalars.get("norms", ()))
-
-    def segments(self, name: str) -> list[list[Segment]]:
-        """Per dim of a parameter that lives here: all of it."""
-        return [cut_segments([(0, n)]) for n in self.params[name].shape]
-
-    def updates(self, name: str) -> bool:
-        """What lives here is updated here."""
-        return True
-
-    def holds(self, name: str) -> bool:
-        """Whether a parameter lives here."""
-        return self.places.of(name) == self.here
-
     def now(self) -> tuple[str, int]:
         """What runs: microbatches, in order."""
         return "", 0
 
     # ---- the end ---------------------------------------------------------------------------------
-
-    def connect(self) -> None:
-        """Nothing is to be done before the first step."""
-
-    def gather(self, last: bool = False) -> bool:
-        """What is to be saved is here."""
-        return True
 
     def leave(self) -> None:
         """All steps are taken; all ranks call it, and no worker answers any more."""

@@ -6,7 +6,7 @@ gradients that compute does not hide, the optimizer, and what goes with no size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,35 +14,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weft.core import (
-    REPLICA_AXIS,
     STAGE_AXIS,
     ActionCosts,
 )
-from weft.parallel import (
-    DATA_AXES,
-    EXPERT_AXES,
-    FEATURE_AXES,
-    HEAD_AXES,
-    KEY_AXES,
-    SEQUENCE_AXES,
-    STATE_AXES,
-    TOKEN_AXES,
-    VOCABULARY_AXES,
-)
 from weft.pipeline import schedules
 
+from .block_cost import BlockCost, block_cost, sum_costs
 from .breakdown import CostPart
-from .compute import BlockSeconds, attention_peak, block_seconds, ranks_dividing, sum_seconds
+from .compute import BlockSeconds, ranks_dividing
+from .cost_inputs import CostInputs
+from .gradient_cost import gradient_parts
 from .hardware import GIB, Cluster, Era
-from .layer_correction import MEASURED, layer_factor, layer_shapes
+from .layer_correction import MEASURED
 from .layout_batch import Array, LayoutBatch
-from .memory import input_bytes, kv_bytes, peak_memory, shard_counts, stage_params, tied_params
+from .memory import input_bytes, peak_memory, shard_counts, stage_params
 from .model_work import BlockWork, ModelWork
-from .network import Network, RankGroup, choose_group
-from .pipeline_stages import StageShare, chain_parts, is_v_shaped, recomputed_share, stage_shares
+from .pipeline_stages import StageShare, chain_parts, stage_shares
 from .precision_policy import PrecisionPolicy
-from .replica_sync import server_count, steps_independently, sync_cost, wait_s
+from .replica_sync import server_count, steps_independently, wait_s
 from .schedule_replay import replay_schedule
+from .traffic import note_traffic
 
 if TYPE_CHECKING:
     from weft.core import Sync
@@ -134,149 +125,14 @@ def stage_costs(
     )
 
 
-@dataclass
-class BlockCost:
-    """What one rank does for one microbatch: `seconds` in all, which it computes and waits for
-    `waits` by axis."""
-
-    seconds: BlockSeconds
-    waits: dict[str, Array]
-
-    def scaled(self, by: Array | float) -> BlockCost:
-        """So many times as long."""
-        return BlockCost(
-            self.seconds.scaled(by), {axis: value * by for axis, value in self.waits.items()}
-        )
-
-
-def sum_costs(those: Sequence[BlockCost]) -> BlockCost:
-    """One after the other."""
-    waits: dict[str, Array] = {}
-    for one in those:
-        for axis, value in one.waits.items():
-            waits[axis] = waits[axis] + value if axis in waits else value
-    return BlockCost(sum_seconds(one.seconds for one in those), waits)
-
-
-def _reducing_axes(block: BlockWork) -> tuple[str, ...]:
-    """The axes over which a block's activations are summed."""
-    return VOCABULARY_AXES if block.elements("vocabulary") else FEATURE_AXES
-
-
-class CostModel:
+class CostModel(CostInputs):
     """The pieces of an estimate; each is worked out once."""
 
-    def __init__(
-        self,
-        work: ModelWork,
-        choices: LayoutBatch,
-        cluster: Cluster,
-        era: Era,
-        practice: PrecisionPolicy,
-        sync: Sync | None,
-    ):
-        again, self._again_least = recomputed_share(work, choices)
-        self.work, self.choices, self.cluster = work, replace(choices, again=again), cluster
-        self.era, self.practice, self.sync = era, practice, sync
-        self.network = Network(cluster, era)
-        self.traffic: dict[str, Array] = {}
-        self._samples = choices.microbatch / choices.sequences
-        self._blocks = [(block, self._block(block)) for block in work.blocks]
+    @cached_property
+    def _blocks(self) -> list[tuple[BlockWork, BlockCost]]:
+        return [(block, block_cost(self, block)) for block in self.work.blocks]
 
     # ---- one microbatch --------------------------------------------------------------------------
-
-    def _block(self, block: BlockWork) -> BlockCost:
-        """Compute and the exchanges that it waits for, within one block."""
-        c, zero = self.choices, np.zeros(len(self.choices))
-        again = c.again if block.repeated else zero
-        core = np.where(
-            c.selective, 1.0, again
-        )  # what attention's core waits for comes again with it
-        waits = {
-            axis: (one, other, (core if axis in SEQUENCE_AXES else again) * one)
-            for axis, (one, other) in self._exchanges(block).items()
-        }
-        sides = (sum((each[side] for each in waits.values()), zero) for side in range(3))
-        found = block_seconds(
-            block, c, self.cluster.hardware, self.era, self.practice.compute, *sides
-        )
-        if self.era.layers and block.repeated:
-            found = found.longer(
-                layer_factor(self.era.layers, layer_shapes(self.work, block, c)), MEASURED
-            )
-        return BlockCost(found, {axis: sum(each, zero) for axis, each in waits.items()})
-
-    def _exchanges(self, block: BlockWork) -> dict[str, tuple[Array, Array]]:
-        """Axis -> seconds that the forward of a block waits for it, and its backward."""
-        c, net, found = self.choices, self.network, {}
-        ahead, back = self._reduced(block)
-        for axis in _reducing_axes(block) if ahead or back else ():
-            if not (c.sizes[axis] > 1).any():
-                continue
-            group, count = net.group(c, axis), max(1.0, block.reductions)
-            nbytes = max(ahead, back) * self._samples / count
-            pair = net.gather_s(nbytes, group) + net.gather_s(nbytes, group, "reduce_scatter")
-            whole = net.reduce_s(nbytes, group)
-            # outside of the blocks the sequence is whole, and where they begin or end it is parted
-            # or gathered
-            once = count * np.where(c.sequence, pair if block.repeated else whole + pair / 2, whole)
-            found[axis] = (once * (ahead > 0), once * (back > 0))
-        share = self._samples / c.feature_ranks
-        for axis in KEY_AXES if block.key_bytes else ():
-            if (c.sizes[axis] > 1).any():
-                found[axis] = self._keys(block, axis)
-        for axis in HEAD_AXES if block.key_bytes else ():
-            if (c.sizes[axis] > 1).any():
-                nbytes = (block.query_bytes + block.key_bytes) * share
-                once = net.exchange_s(nbytes, net.group(c, axis))
-                found[axis] = (once, once)
-        if block.routed_bytes and (c.experts > 1).any():
-            once = 2 * net.exchange_s(block.routed_bytes * self._samples, self._experts())
-            found[EXPERT_AXES[0]] = (once, once)
-        return found
-
-    def _keys(self, block: BlockWork, axis: str) -> tuple[Array, Array]:
-        """Seconds that attention's forward waits for keys and values of other ranks of cp, and its
-        backward: round a ring beside it, or gathered before it, and gradients brought home."""
-        c, net, size = self.choices, self.network, self.choices.sizes[axis]
-        whole = kv_bytes(block, c)
-        turn = net.send_s(whole / size, c, axis)
-        attention = (
-            sum(op.flops for op in block.ops if op.kind == "attention")
-            * self._samples
-            / c.feature_ranks
-        )
-        rate = attention_peak(self.cluster.hardware, self.practice.compute) * self.era.attention
-        steps = size - 1
-        forward = steps * np.maximum(0.0, turn - attention / size / rate) + np.where(
-            size > 1, 0.1 * turn, 0.0
-        )
-        if not c.gather.any():
-            return forward, 2 * forward
-        item, group, both = self.work.itemsize, net.group(c, axis), 2  # keys, and values
-        once = net.gather_s(whole, group, count=both)
-        home = net.gather_s(whole * max(4, item) / item, group, "reduce_scatter", both)
-        return np.where(c.gather, once, forward), np.where(c.gather, once + home, 2 * forward)
-
-    def _reduced(self, block: BlockWork) -> tuple[float, float]:
-        """Bytes of activations that tp sums in a block's forward, and in its backward: tokens,
-        which an embedding reads, have no gradient, and of a head whose logits stay divided only
-        what it reads has one to sum."""
-        if block.repeated or block.reductions:
-            return block.reduced_bytes, block.reduced_bytes if block.repeated else 0.0
-        head = self.work.vocab and any(
-            op.kind == "matmul" and op.cut == "vocabulary" for op in block.ops
-        )
-        return 0.0, self.work.blocks[0].output_bytes if head else 0.0
-
-    def _experts(self) -> RankGroup:
-        """The ranks over which experts are spread: of all that have other tokens, those nearest."""
-        c, net = self.choices, self.network
-        everyone = choose_group(
-            c.experts <= c.size(*DATA_AXES), net.group(c, *DATA_AXES), net.group(c, *TOKEN_AXES)
-        )
-        size = np.maximum(c.experts, 1).astype(float)
-        return RankGroup(size, tuple(np.minimum(size, inside) for inside in everyone.inside))
 
     @cached_property
     def _thirds(self) -> tuple[BlockCost, BlockCost, BlockCost]:
@@ -302,16 +158,12 @@ class CostModel:
         )
 
     @cached_property
-    def _stages(self) -> tuple[StageShare, StageShare, StageShare]:
-        return stage_shares(self.work, self.choices)
-
-    @cached_property
     def _slowest(self) -> tuple[BlockCost, Array]:
         """What the stage that sets the pace does for a microbatch; and seconds of a stage in the
         mean."""
         before, repeated, after = (third.seconds.total for third in self._thirds)
-        totals = [s.before * before + s.layers * repeated + s.after * after for s in self._stages]
-        first, between, last = self._stages
+        totals = [s.before * before + s.layers * repeated + s.after * after for s in self.stages]
+        first, between, last = self.stages
         p = self.choices.stage_ranks
         ahead, late = (
             totals[0] >= totals[2],
@@ -337,7 +189,7 @@ class CostModel:
         entry = self.work.blocks[0].output_bytes
         features = self.choices.feature_ranks
         parted = features if self.practice.scatters else ranks_dividing("sequence", self.choices)
-        return self.network.send_s(entry * self._samples / parted, self.choices, STAGE_AXIS)
+        return self.network.send_s(entry * self.samples / parted, self.choices, STAGE_AXIS)
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -375,7 +227,7 @@ class CostModel:
                 {"turns": turns, "v": v, "message_s": self.message_s},
             )
         )
-        gradients = self._gradients(slow.seconds)
+        gradients, exchange_s = gradient_parts(self, slow.seconds)
         found += gradients
         if c.offload.any():
             found.append(self._host(slow.seconds))
@@ -388,7 +240,9 @@ class CostModel:
         )
         if steps_independently(self.sync):
             rest_s = sum((part.value for part in found), np.zeros(len(c)))
-            found[found.index(gradients[0])] = self._agreed(gradients[0], rest_s, update.value)
+            found[found.index(gradients[0])] = self._replica_wait(
+                gradients[0], exchange_s, rest_s, update.value
+            )
         if era.jitter:
             total = sum((part.value for part in found), np.zeros(len(c)))
             nodes = np.maximum(1, c.world / self.cluster.hardware.node)
@@ -400,7 +254,7 @@ class CostModel:
                     {"jitter": era.jitter, "nodes": nodes},
                 )
             )
-        self._note_traffic()
+        note_traffic(self)
         return tuple(found)
 
     @cached_property
@@ -441,148 +295,13 @@ class CostModel:
         )
         return part, (np.where(p == 1, 1.0, first), np.where(p == 1, 1.0, last))
 
-    def _gradients(self, slow: BlockSeconds) -> list[CostPart]:
-        """Sums of gradients over data axes, and gathers of sharded weights, as far as compute does
-        not hide them."""
-        c, net, practice, item = (
-            self.choices,
-            self.network,
-            self.practice,
-            self.practice.reduce_bytes,
-        )
-        routed, plain = stage_params(self._stages[0], self.work, c)
-        few, _ = shard_counts(c)
-        alike = c.experts <= 1  # every rank has all experts
-        routed, plain = np.where(alike, 0.0, routed), plain + np.where(alike, routed, 0.0)
-        m, zero = c.accumulate, np.zeros(len(c))
-        back, forth = slow.backward + slow.weight + slow.again, slow.forward
-        sharded, zero3 = c.state_ranks > 1, (c.state_ranks > 1) & (c.zero >= 3)
-        every = np.where(sharded & (c.zero >= 2), m, 1)
-
-        # gathers, and sums that leave each rank its shard: over fsdp, or as Megatron-LM also over
-        # ranks of a sequence
-        wide = sharded & (c.shards > c.state_ranks)
-        inner = net.group(c, *STATE_AXES)
-        if wide.any():
-            inner = choose_group(wide, net.group(c, *STATE_AXES, *SEQUENCE_AXES), inner)
-        own = plain + np.where(few > 1, routed, 0.0)
-        wire = (inner.size - 1) / inner.size
-        units = 1 + practice.messages * self._stages[0].layers * self.work.depth
-        scatter = np.where(sharded, net.gather_s(own * item, inner, "reduce_scatter", units), 0.0)
-        gathered = np.where(
-            sharded, net.gather_s(own * practice.gather_bytes, inner, count=units), 0.0
-        )
-        # what is no repeated block is gathered once for a microbatch's forward and backward, in a
-        # pipeline once a step
-        repeated = np.where(
-            sharded,
-            own - sum(stage_params(replace(self._stages[0], layers=zero), self.work, c)),
-            0.0,
-        )
-        again, once = repeated / np.maximum(own, 1.0), np.where(c.stage_ranks > 1, 1, m)
-        reduces = every * again + np.minimum(every, once) * (1 - again)
-        gathers = np.where(zero3, 2 * m * again + once * (1 - again), 1)
-        self.traffic[STATE_AXES[0]] = (
-            wire * own * (reduces * item + gathers * practice.gather_bytes)
-        )
-
-        # what is left to sum: all of it or the shard, over the other axes whose ranks have other
-        # tokens
-        joint, alone = self.sync is None or self.sync.plain, net.group(c)
-        apart = sharded | (not joint)  # over dp by itself
-        second = np.where(c.stage_ranks > 1, tied_params(self._stages[0], self.work, c), 0.0)
-        parted = np.where(apart, plain, plain - second) / inner.size
-        others = net.group(c, *EXPERT_AXES, *SEQUENCE_AXES)
-        if wide.any():
-            others = choose_group(wide, net.group(c, *EXPERT_AXES), others)
-        if joint:
-            others = choose_group(
-                sharded, others, net.group(c, REPLICA_AXIS, *EXPERT_AXES, *SEQUENCE_AXES)
-            )
-        sums = sync_cost(net, others, parted, item, None)
-        self._sent_over((*EXPERT_AXES, *SEQUENCE_AXES), np.where(apart, sums.sent_bytes, 0.0))
-        self._sent_over(
-            (REPLICA_AXIS, *EXPERT_AXES, *SEQUENCE_AXES), np.where(apart, 0.0, sums.sent_bytes)
-        )
-        waits, agreed = sums.seconds, zero
-        if apart.any():
-            sums = sync_cost(
-                net, choose_group(apart, net.group(c, REPLICA_AXIS), alone), parted, item, self.sync
-            )
-            self._sent(REPLICA_AXIS, sums.sent_bytes)
-            agreed = agreed + sums.seconds
-        if routed.any() and steps_independently(
-            self.sync
-        ):  # none of whose experts are in another replica
-            sums = sync_cost(net, self._same_experts(few, within=True), routed / few, item, None)
-            self._sent_over(SEQUENCE_AXES, sums.sent_bytes)
-            waits = waits + np.where(routed > 0, sums.seconds, 0.0)
-            sums = sync_cost(net, net.group(c, REPLICA_AXIS), routed / few, item, self.sync)
-            self._sent(REPLICA_AXIS, sums.sent_bytes)
-            agreed = agreed + np.where(routed > 0, sums.seconds, 0.0)
-        elif routed.any():
-            sums = sync_cost(net, self._same_experts(few), routed / few, item, self.sync)
-            self._sent_over((REPLICA_AXIS, *SEQUENCE_AXES), sums.sent_bytes)
-            agreed = agreed + np.where(routed > 0, sums.seconds, 0.0)
-        if second.any():
-            both = choose_group(
-                second > 0, self._ends().beside(choose_group(apart, alone, others)), alone
-            )
-            sums = sync_cost(net, both, second, item, None)
-            self._sent(STAGE_AXIS, sums.sent_bytes)
-            waits = waits + sums.seconds
-        found = []
-
-        def part(name: str, comm: Array, hides: Array, times: Array | int) -> None:
-            found.append(self._exposed(f"{name} exposed", comm, hides, times))
-
-        if steps_independently(self.sync):
-            self._agreed_s = agreed
-        else:
-            waits = waits + agreed
-        part(REPLICA_AXIS, waits, back, 1)
-        if sharded.any():
-            part("fsdp reduce", scatter, back, every)
-            part("fsdp gather", np.where(zero3, 0.0, gathered), np.where(zero3, 0.0, forth), 1)
-            if zero3.any():
-                per_block = 1.0 / max(1, self.work.depth)
-                part(
-                    "fsdp forward gather",
-                    np.where(zero3, gathered, 0.0),
-                    forth * (1 - per_block),
-                    m,
-                )
-                part(
-                    "fsdp backward gather",
-                    np.where(zero3, again * gathered, 0.0),
-                    np.maximum(back - self.era.hidden * scatter, 0.0),
-                    m,
-                )
-        return found
-
-    def _exposed(self, name: str, comm: Array, hides: Array, times: Array | int) -> CostPart:
-        """What is sent so many `times`, as far as what `hides` it takes less long."""
-        hidden = (
-            np.minimum(self.era.hidden * comm, hides)
-            if self.practice.overlaps
-            else np.zeros(len(comm))
-        )
-        exposed = times * (comm - hidden + self.era.contention * hidden)
-        symbols = {
-            "times": times + np.zeros(len(comm)),
-            "comm_s": comm,
-            "hidden_s": hidden,
-            "contention": self.era.contention,
-        }
-        return CostPart(
-            name, exposed, "times x (comm_s - hidden_s + contention x hidden_s)", symbols
-        )
-
-    def _agreed(self, summed: CostPart, rest_s: Array, update_s: Array) -> CostPart:
+    def _replica_wait(
+        self, summed: CostPart, exchange_s: Array, rest_s: Array, update_s: Array
+    ) -> CostPart:
         """What a replica that steps by itself waits for others, and for gradients `summed` within
         it."""
         assert self.sync is not None
-        replicas, exchange_s = self.choices.replicas, self._agreed_s
+        replicas = self.choices.replicas
         waits, formula, values = wait_s(self.sync, exchange_s, replicas, rest_s, update_s)
         symbols = {"summed_s": summed.value, "exchange_s": exchange_s, **values}
         return CostPart(summed.name, summed.value + waits, f"summed_s + {formula}", symbols)
@@ -595,58 +314,21 @@ class CostModel:
             "weights" in rests or "optimizer" in rests
         ):  # for forward and backward, or when they are updated
             weights = np.where(c.zero >= 3, 2.0, once) if "weights" in rests else once
-            nbytes = nbytes + self._own * weights * practice.weight_bytes
+            nbytes = nbytes + self.own_params * weights * practice.weight_bytes
         if "gradients" in rests or "optimizer" in rests:
-            nbytes = nbytes + self._own * np.where(c.zero >= 2, 1.0, once) * practice.grad_bytes
+            nbytes = (
+                nbytes + self.own_params * np.where(c.zero >= 2, 1.0, once) * practice.grad_bytes
+            )
         if "activations" in rests:
-            blocks = self._stages[0].holds(self.work)
+            blocks = self.stages[0].holds(self.work)
             nbytes = nbytes + 2 * c.again * sum(
                 count * input_bytes(block, c) for block, count in blocks if block.repeated
             )
         comm = np.where(c.offload, nbytes / self.cluster.hardware.device.host_bps, 0.0)
-        return self._exposed("host exposed", comm, slow.total, c.accumulate)
-
-    @cached_property
-    def _own(self) -> Array:
-        """Parameters that a rank of the first stage updates."""
-        routed, plain = stage_params(self._stages[0], self.work, self.choices)
-        few, many = shard_counts(self.choices)
-        return np.where(many > 1, routed / few + plain / many, routed + plain)
-
-    def _same_experts(self, few: Array, within: bool = False) -> RankGroup:
-        """The ranks that have other tokens and the same part of the same experts: all, or those
-        `within` a replica."""
-        axes = [axis for axis in TOKEN_AXES if not (within and axis == REPLICA_AXIS)]
-        everyone, spread = self.network.group(self.choices, *axes), self._experts()
-        parts = np.maximum(spread.size, 1) * few
-        inside = tuple(
-            np.maximum(1, all_ / near)
-            for all_, near in zip(everyone.inside, spread.inside, strict=True)
-        )
-        size = np.maximum(1, everyone.size / parts)
-        return RankGroup(size, (*(np.minimum(size, near) for near in inside[:-1]), size))
-
-    def _ends(self) -> RankGroup:
-        """The first and the last rank of a pipeline."""
-        everyone = self.network.group(self.choices, STAGE_AXIS)
-        size = np.minimum(2.0, everyone.size)
-        return RankGroup(
-            size, tuple(np.where(near >= everyone.size, size, 1.0) for near in everyone.inside)
-        )
-
-    def _sent_over(self, axes: Sequence[str], nbytes: Array) -> None:
-        """Over several axes together: the first one's."""
-        left = nbytes
-        for axis in axes:
-            here = self.choices.sizes[axis] > 1
-            self._sent(axis, np.where(here, left, 0.0))
-            left = np.where(here, 0.0, left)
-
-    def _sent(self, axis: str, nbytes: Array) -> None:
-        self.traffic[axis] = self.traffic.get(axis, 0.0) + nbytes
+        return self.exposed("host exposed", comm, slow.total, c.accumulate)
 
     def _added(self) -> CostPart:
-        routed, plain = stage_params(self._stages[0], self.work, self.choices)
+        routed, plain = stage_params(self.stages[0], self.work, self.choices)
         few, many = shard_counts(self.choices)
         parted = (many > 1) & (
             self.choices.zero >= 2
@@ -666,11 +348,14 @@ class CostModel:
         away = c.offload & ("optimizer" in self.practice.offloads)
         rate = np.where(away, device.host_bps, device.memory_bps * self.era.memory)
         symbols: dict[str, Array | float] = {
-            "params": self._own,
+            "params": self.own_params,
             "update_bytes": self.practice.update_bytes,
             "memory_bps": rate,
         }
-        seconds, count = self._own * self.practice.update_bytes / rate, server_count(self.sync)
+        seconds, count = (
+            self.own_params * self.practice.update_bytes / rate,
+            server_count(self.sync),
+        )
         if count < 2:
             return CostPart("optimizer", seconds, "params x update_bytes / memory_bps", symbols)
         parts = np.where(c.replicas > 1, count, 1.0)  # each server updates its own
@@ -678,52 +363,5 @@ class CostModel:
         return CostPart("optimizer", seconds / parts, text, {**symbols, "servers": parts})
 
     def memory(self) -> tuple[CostPart, ...]:
-        least = replace(self.choices, again=self._again_least)
+        least = replace(self.choices, again=self.again_least)
         return peak_memory(self.work, least, self.practice, self._bubble[1], self.sync)
-
-    def _note_traffic(self) -> None:
-        """Bytes that a rank of the first stage sends in a step over the axes of the model."""
-        c, m, item = self.choices, self.choices.accumulate, self.work.itemsize
-        experts = np.maximum(c.experts, 1)
-        for block, count in self._stages[0].holds(self.work):
-            again = c.again if block.repeated else 0.0
-            core = np.where(c.selective, 1.0, again)
-            share = m * count * self._samples
-            ahead, back = self._reduced(block)
-            passes = 2.0 if block.repeated else np.where(c.sequence, 3, 2)  # as in `_exchanges`
-            for axis in _reducing_axes(block):
-                n = c.sizes[axis]
-                self._sent(axis, passes * share * (n - 1) / n * ((1 + again) * ahead + back))
-            # keys and values go round, again in backward, and their gradients home, in float32 at
-            # least
-            own = m * count * kv_bytes(block, c) / c.size(*KEY_AXES)
-            for axis in KEY_AXES:
-                n = c.sizes[axis]
-                home = np.where(c.gather, n - 1, n) * max(4, item) / item
-                self._sent(axis, own * np.where(n > 1, (2 + core) * (n - 1) + home, 0.0))
-            queries = share / c.feature_ranks * block.query_bytes
-            crossing = (2 + core) * (own + queries)
-            unused = np.where(c.selective, queries / 2, 0.0)  # what the core gives
-            for axis in HEAD_AXES:
-                n = c.sizes[axis]
-                self._sent(axis, (n - 1) / n * (crossing - unused))
-            self._sent(
-                EXPERT_AXES[0],
-                2 * (2 + again) * share * (experts - 1) / experts * block.routed_bytes,
-            )
-        if self.work.vocab:  # maxima, sums and targets of the loss
-            rows = m * self._samples * self._stages[0].after * self.work.tokens
-            for axis in VOCABULARY_AXES:
-                n = c.sizes[axis]
-                self._sent(axis, 2 * (n - 1) / n * 3 * rows * max(4, item))
-        entry = self.work.blocks[0].output_bytes * self._samples / ranks_dividing("sequence", c)
-        self._sent(STAGE_AXIS, np.where(c.stage_ranks > 1, m * self._messages() * entry, 0.0))
-
-    def _messages(self) -> Array:
-        """Values and gradients that the first rank sends to others for a microbatch."""
-        c, found = self.choices, np.zeros(len(self.choices))
-        for place, name in enumerate(c.schedules):
-            here = c.schedule == place
-            if here.any():
-                found = np.where(here, c.chunks if is_v_shaped(name) else 2 * c.chunks - 1, found)
-        return found
