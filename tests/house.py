@@ -75,7 +75,7 @@ WITHOUT_TORCH = (
     "weft.cli.app",
 )
 
-AXES = ("dp", "fsdp", "tp", "cp", "up", "ep", "pp", "ulysses", "vp")
+AXES = ("dp", "fsdp", "tp", "cp", "ep", "pp", "ulysses", "vp")
 
 FILE_LINES = 500
 CLASS_LINES = 300

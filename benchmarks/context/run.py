@@ -26,7 +26,7 @@ from weft.core.layout import Layout  # noqa: E402
 from weft.launch.local_workers import run_workers  # noqa: E402
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
-METHODS = ("cp2", "cp2+gather", "cp2+ulysses", "cp4", "cp4+gather", "cp4+ulysses", "cp2.up2")
+METHODS = ("cp2", "cp2+gather", "cp2+ulysses", "cp4", "cp4+gather", "cp4+ulysses", "cp2.ulysses2")
 SIZE = {"vocab": 256, "dim": 128, "layers": 4, "heads": 8}
 LARGE = {"vocab": 256, "dim": 512, "layers": 8, "heads": 8}
 AT = 4096  # positions, of the memory at one length
@@ -98,7 +98,7 @@ def formula(layout: str, length: int) -> dict[str, int]:
     parsed, item = Layout.parse(layout), 4
     method = (parsed.option("cp") or ("ring",))[0]
     ring = parsed.size("cp") if method != "ulysses" else 1
-    up = parsed.size("up") * (parsed.size("cp") if method == "ulysses" else 1)
+    up = parsed.size("ulysses") * (parsed.size("cp") if method == "ulysses" else 1)
     kv, positions, sent = worker.KV_HEADS, length // (ring * up), {}
     if up > 1:
         kv = max(kv, up)

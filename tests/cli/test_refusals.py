@@ -171,7 +171,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "verify small.toml --set trian.steps=3",
             "trian = {'steps': 3}: is no key of a run file. Did you mean \"train\"?",
         ),
-        ("verify small.toml --world 5", "left out tp5"),
+        ("verify small.toml --world 521", "left out tp521"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_any_process_starts(

@@ -191,9 +191,9 @@ METHODS = [
     "cp4+gather",
     "cp2+ulysses",
     "cp4+ulysses",
-    "up2",
-    "cp2.up2",
-    "cp2+gather.up2",
+    "ulysses2",
+    "cp2.ulysses2",
+    "cp2+gather.ulysses2",
 ]
 BESIDE = [
     "dp2.cp2",
@@ -221,7 +221,7 @@ def test_as_one_device(pool: Pool, layout: str) -> None:
 
 OTHERS = [name for name in SUBJECTS if name != "micro"]
 GRID = [(name, "cp2") for name in OTHERS] + in_turn(
-    OTHERS, ["cp2+ulysses", "cp4+gather", "cp2.up2", "cp2.tp2"], 2
+    OTHERS, ["cp2+ulysses", "cp4+gather", "cp2.ulysses2", "cp2.tp2"], 2
 )
 
 
@@ -272,7 +272,7 @@ def test_documents_of_a_pipeline_without_a_flush(pool: Pool) -> None:
     assert result.passed, (result.first, result.stray, result.problem)
 
 
-@pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "cp2.up2"])
+@pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "cp2.ulysses2"])
 def test_masks_of_positions_that_the_model_counts(pool: Pool, layout: str) -> None:
     holds(pool, subject(Windows), layout)
 
@@ -388,7 +388,7 @@ def summed(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     [
         ("cp2", "not known to be a sum over positions", {"loss": summed}),
         ("cp4+ring+gather", "Choose one", {}),
-        ("cp2+ulysses.up2", "up is Ulysses already", {}),
+        ("cp2+ulysses.ulysses2", "the axis ulysses does the same", {}),
         ("cp3", "do not divide into 6 pieces", {}),
         ("cp8+ulysses", "4 heads and 4 key heads on a rank, and Ulysses has 8", {}),
         ("cp2+rings", "Did you mean", {}),

@@ -138,7 +138,7 @@ LAYOUTS = [
     "cp2+ep",
     "dp2+ep.cp2+ep",
     "cp2.ep2",
-    "up2+ep.dp2",
+    "ulysses2+ep.dp2",
     "pp2.ep2",
     "pp2.dp2+ep",
     "ep2.tp2",
@@ -251,7 +251,7 @@ GATED = [
     "tp2+sequence+ep",
     "cp2.tp2+sequence+ep",
     "cp2+ulysses",
-    "cp2.up2+ep",
+    "cp2.ulysses2+ep",
 ]
 
 

@@ -64,6 +64,13 @@ def test_vp_cuts_the_vocabulary_alone() -> None:
     assert made.data_size == 1, "its ranks have the same samples"
 
 
+def test_the_old_name_of_an_axis_names_the_new_one() -> None:
+    with pytest.raises(LayoutError, match=r"no axis 'up'.*now called .ulysses."):
+        plan(model(), "cp2.up2")
+    with pytest.raises(LayoutError, match='now called "ulysses"'):
+        LayoutPattern.parse("up*.dp*")
+
+
 def test_vp_needs_a_vocabulary() -> None:
     with pytest.raises(UnsupportedModel, match="no embedding and no head"):
         plan(convnet(), "vp2")

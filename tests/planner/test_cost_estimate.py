@@ -80,7 +80,7 @@ MANY = [
     "dp8.tp8+sequence",
     "pp4.dp2.tp8",
     "cp8.dp8",
-    "up8.dp8",
+    "ulysses8.dp8",
     "pp2.fsdp4.cp2.tp4+sequence",
     "ep8.dp8",
     "fsdp64+offload",
@@ -252,7 +252,7 @@ COMPUTED = ("matmul", "attention", "memory", "recompute", "launch")
 
 
 def test_attention_that_is_run_again_gets_its_keys_again() -> None:
-    for layout, axis in (("cp8.dp8", "cp"), ("up8.dp8", "up")):
+    for layout, axis in (("cp8.dp8", "cp"), ("ulysses8.dp8", "ulysses")):
         modes = ("none", "selective", "full")
         plain, selective, full = (one(layout, recompute=mode)[f"{axis} exposed"] for mode in modes)
         assert selective == pytest.approx(full) and full > 1.2 * plain
@@ -261,7 +261,7 @@ def test_attention_that_is_run_again_gets_its_keys_again() -> None:
 def test_experts_over_ranks_that_share_a_sequence_travel() -> None:
     found = [
         one(layout, dims=EXPERTS)["ep exposed"]
-        for layout in ("ep8", "cp8+ep", "ep2.cp4+ep", "up8+ep")
+        for layout in ("ep8", "cp8+ep", "ep2.cp4+ep", "ulysses8+ep")
     ]
     assert found == pytest.approx([found[0]] * 4) and found[0] > 0
 

@@ -46,7 +46,7 @@ FIRST = (
     "fsdp",
     "ep",
     "cp",
-    "up",
+    "ulysses",
     "vp",
     "tp",
     "pp",
@@ -199,7 +199,7 @@ DENSE = [
     "tp2+sequence",
     "cp2",
     "cp4",
-    "up2",
+    "ulysses2",
     "pp2",
     "pp4",
     "dp2.tp2",
@@ -207,8 +207,8 @@ DENSE = [
     "pp2.tp2",
     "cp2.tp2",
     "dp2.cp2",
-    "cp2.up2",
-    "up2.tp2",
+    "cp2.ulysses2",
+    "ulysses2.tp2",
     "fsdp2.cp2",
     "dp2.fsdp2.cp2",
     "dp2.fsdp2.tp2+sequence",
@@ -220,7 +220,7 @@ DENSE = [
     "cp2+gather",
     "cp4+gather",
     "cp2+gather.tp2",
-    "cp2+gather.up2",
+    "cp2+gather.ulysses2",
 ]
 
 
@@ -246,13 +246,13 @@ def test_bytes_are_the_plans(layout: str) -> None:
                 "tp2",
                 "tp2+sequence",
                 "cp2",
-                "up2",
+                "ulysses2",
                 "pp2",
                 "pp2.fsdp2.tp2",
             )
         ),
         *(("tied", layout) for layout in ("tp2", "fsdp2", "pp2", "pp2.dp2", "pp2.tp2")),
-        *(("one key", layout) for layout in ("up2", "cp2.up2", "cp2+gather.up2")),
+        *(("one key", layout) for layout in ("ulysses2", "cp2.ulysses2", "cp2+gather.ulysses2")),
         *(
             ("mixture", layout)
             for layout in (

@@ -223,7 +223,7 @@ def test_a_layout_that_does_not_fit_as_it_is_run(tmp_path: Path) -> None:
     ):  # which no search has, or has in another order
         limit = ("--max-memory", str((least + most) / 2 / 2**30))
         found = weft("plan", run, "--cluster", f"{sheet}x4", "--layout", layout, *limit)
-        said = layout.replace("cp2+ulysses", "up2").removesuffix("+solved")
+        said = layout.replace("cp2+ulysses", "ulysses2").removesuffix("+solved")
         assert found.exit_code == 0 and f"it would fit as {said}: " in found.output, found.output
         assert ("solved" in layout) == (", solved" in found.output)
 
@@ -337,10 +337,10 @@ def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
         ("tp2.dp2", "tp2.dp2: 1 microbatches of 4"),
         ("tp2+sequence.dp2", "tp2+sequence.dp2: 1 microbatches of 4"),
         ("dp2.fsdp2", "dp2.fsdp2: 1 microbatches of 2"),
-        ("cp2+ulysses.dp2", "up2.dp2: 1 microbatches of 4"),
+        ("cp2+ulysses.dp2", "ulysses2.dp2: 1 microbatches of 4"),
         ("cp4+gather", "cp4+gather: 1 microbatches of 8"),
         ("tp1+sequence.dp2", "dp2: 1 microbatches of 4"),
-        ("cp4+ulysses", "up4: 1 microbatches of 8"),
+        ("cp4+ulysses", "ulysses4: 1 microbatches of 8"),
     ],
 )
 def test_what_is_explained_is_what_was_asked_for(tmp_path: Path, asked: str, found: str) -> None:
@@ -381,7 +381,7 @@ def test_what_is_explained_is_what_was_asked_for(tmp_path: Path, asked: str, fou
         ),
         (
             ("--cluster", "{sheet}x8", "--layout", "cp8+ulysses"),
-            "heads of a rank do not divide over up8. Sizes that work: up2, up4",
+            "heads of a rank do not divide over ulysses8. Sizes that work: ulysses2, ulysses4",
         ),
         (
             ("--cluster", "{sheet}x2", "--explain", "dq2"),

@@ -283,7 +283,7 @@ def test_keys_are_gathered_where_that_is_asked_or_the_size_is() -> None:
         ("tp4+zero1.*", "no option"),
         ("tp2.tp4", "stands twice"),
         ("tp0.*", "has size 0"),
-        ("cp2+ulysses.*", "Write up2, which"),
+        ("cp2+ulysses.*", "Write ulysses2, which"),
     ],
 )
 def test_patterns_that_cannot_be(pattern: str, problem: str) -> None:
@@ -296,7 +296,9 @@ def test_what_the_rules_leave_out_is_said() -> None:
     assert said[("tp", (8, 16))] == "4 heads"
     assert said[("ep", (2, 4, 8))] == "the model has no experts"
     assert said[("dp", (16,))] == "a batch of 8 does not divide over 16 data ranks"
-    assert refusal({"cp": 4, "up": 1}, question(16)) == "12 positions do not divide into 8 pieces"
+    assert (
+        refusal({"cp": 4, "ulysses": 1}, question(16)) == "12 positions do not divide into 8 pieces"
+    )
 
 
 def test_every_schedule_is_tried_where_it_is_of_use() -> None:
@@ -424,7 +426,7 @@ def test_fewer_where_all_devices_cannot_be_used(devices: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["pp2+1f1b.fsdp2.tp2.*", "dp8", "fsdp8+zero3+offload", "up2.cp2.fsdp2+zero2"]
+    "pattern", ["pp2+1f1b.fsdp2.tp2.*", "dp8", "fsdp8+zero3+offload", "ulysses2.cp2.fsdp2+zero2"]
 )
 def test_formulas_give_their_values(pattern: str) -> None:
     """Every formula, of the values beside it: what follows its first comma is words."""

@@ -6,4 +6,4 @@ names the new one.
 
 from __future__ import annotations
 
-RENAMED = {"--wide": "--exhaustive"}
+RENAMED = {"--wide": "--exhaustive", "up": "ulysses"}

@@ -18,7 +18,7 @@ TRAITS = AxisTraits(
     frozenset({Divides.POSITIONS}),
     order=4,
     spreads_experts=True,
-    written_as={"ulysses": "up"},
+    written_as={"ulysses": "ulysses"},
 )
 OPTIONS: Mapping[str, str] = {
     "ring": "keys and values travel around the ranks (the default)",
@@ -32,13 +32,13 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     layout = request.layout
     methods = tuple(option for option in layout.option(AXIS) if option != "ep") or ("ring",)
     if len(methods) > 1:
-        fix = "choose one; up beside cp is Ulysses within each rank of the ring"
+        fix = "choose one; ulysses beside cp divides within each rank of the ring"
         raise LayoutError("layout", str(layout), f"{' and '.join(methods)} at once", fix)
-    if methods[0] == "ulysses" and layout.live("up"):
+    if methods[0] == "ulysses" and layout.live("ulysses"):
         raise LayoutError(
             "layout",
             str(layout),
-            "up is Ulysses already",
+            "the axis ulysses does the same",
             "write one axis, or cp+ring or cp+gather",
         )
     yield sequence_step(AXIS, methods[0], request.roles.alike(request.weights, layout, AXIS))

@@ -1,7 +1,7 @@
-"""Ulysses over `up`, beside `cp`: the sequence of a ring's rank is cut once more, and whole for a
-part of its heads.
+"""Ulysses beside `cp`: the sequence of a ring's rank is cut once more, and whole for a part of its
+heads.
 
-Fang and Zhao 2024 (USP). Alone, `up4` is `cp4+ulysses`.
+Fang and Zhao 2024 (USP). Alone, `ulysses4` is `cp4+ulysses`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weft.core import AxisTraits, Divides, Step, sequence_step
 
 from ._request import StepsRequest
 
-AXIS = "up"
+AXIS = "ulysses"
 TRAITS = AxisTraits(
     frozenset({Divides.POSITIONS, Divides.ATTENTION_HEADS}),
     order=5,

@@ -139,7 +139,7 @@ def _working_ranks(block: BlockWork, choices: LayoutBatch) -> Array:
 
 def kv_bytes(block: BlockWork, choices: LayoutBatch) -> Array:
     """Bytes of the keys and values of all ranks of cp, of a microbatch, for the heads of a rank.
-    Where the ranks of tp and up are more than key heads, each head goes to several."""
+    Where the ranks that divide heads are more than key heads, each head goes to several."""
     return (
         block.key_bytes
         * choices.microbatch

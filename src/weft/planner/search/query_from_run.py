@@ -87,7 +87,7 @@ def layout_of_run(run: RunConfig) -> LayoutBatch:
 
 def plain_layout(layout: Layout) -> Layout:
     """A layout as estimates have it: less what has one rank, and an option that another axis does
-    alone as that axis (`cp+ulysses` as `up`)."""
+    alone as that axis (`cp2+ulysses` as `ulysses2`)."""
     layout = layout.without(*(axis for axis, size in layout.sizes if size == 1))
     same = {
         axis: axis_table().traits[axis].written_as[option]
