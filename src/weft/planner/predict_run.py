@@ -13,6 +13,7 @@ from rich.filesize import decimal
 
 from weft.core import Refusal, RunConfig
 
+from .cost.breakdown import TimePart
 from .cost.estimate import estimate
 from .cost.hardware import GIB, LOCAL, Cluster, Hardware, local_sheet, named_sheet, sheet_names
 from .search.query_from_run import query_from_run
@@ -91,7 +92,7 @@ def predict(run: RunConfig, device: torch.device) -> Prediction | str:
         step_s,
         float(made.peak_bytes[0]) + outside,
         traffic,
-        parts.get("bubble", 0.0) / step_s,
+        parts.get(TimePart.BUBBLE, 0.0) / step_s,
         hardware.title,
     )
 

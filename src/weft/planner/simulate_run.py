@@ -23,6 +23,7 @@ from .cluster_sim.failures import FailureModel, failure_cost, mtbf_of_all
 from .cluster_sim.report import SimulationReport
 from .cluster_sim.scaling import Mode
 from .cluster_sim.scenario import Scenario
+from .cost.breakdown import TimePart
 from .cost.hardware import Cluster
 from .plan_run import era_of
 from .search.feasibility import FeasibilityChecker
@@ -224,5 +225,5 @@ def _faults(setup: Scenario, asked: SimulateRequest) -> FailureModel:
 def checkpoint_bytes(setup: Scenario) -> tuple[float, float]:
     """Of a rank that saves, and of the whole: weights and optimizer state, each once."""
     each = setup.practice.weight_bytes + setup.practice.state_bytes
-    update = next(part for part in setup.estimate().time if part.name == "optimizer")
+    update = next(part for part in setup.estimate().time if part.name == TimePart.OPTIMIZER)
     return float(np.max(update.symbols["params"])) * each, setup.work.params * each

@@ -15,6 +15,7 @@ from weft.core import (
     Sync,
 )
 
+from ..cost.breakdown import TimePart
 from ..cost.layout_batch import Array
 from . import async_replicas, wait_groups
 from .scenario import Scenario
@@ -52,7 +53,7 @@ def compare_syncs(
         paced = PacedScenario(setup, tuple(factors.values()), varies, on)
         drawn = paced.draw(factors, rng)
         cases.append((paced, drawn, on))
-    whole_s = setup.step().after.get("optimizer", 0.0)
+    whole_s = setup.step().after.get(TimePart.OPTIMIZER, 0.0)
     known = [
         *(wait_groups.device_coords(setup.choices, device)[REPLICA_AXIS] for device in slow),
         *([0] if links else []),
@@ -60,7 +61,7 @@ def compare_syncs(
     for name, sync in syncs.items():
         own_way, served = replace(setup, sync=sync), isinstance(sync, AsyncServers)
         step, seconds = own_way.step(), []
-        update_s = step.after.get("optimizer", 0.0)
+        update_s = step.after.get(TimePart.OPTIMIZER, 0.0)
         updates = 0.0 if served or not update_s else update_s / whole_s  # of a replica itself
         for paced, drawn, on in cases:
             exchange_s = _exchange_s(own_way, paced.points, drawn, on)
@@ -117,5 +118,5 @@ def _exchange_s(
             turns = np.full(setup.size(REPLICA_AXIS), setup.step().exchange_s)
             turns[0] = setup.step(links=links).exchange_s
             return turns / max(1, len(turns) - 1)
-    exposed = [setup.step(pace, links).after.get("dp exposed", 0.0) for pace in points]
+    exposed = [setup.step(pace, links).after.get(TimePart.GRADIENTS, 0.0) for pace in points]
     return np.interp(drawn.max(axis=1), points, exposed).mean()

@@ -14,6 +14,7 @@ from weft.core import (
     ConfigError,
 )
 
+from ..cost.breakdown import waits_for
 from ..cost.layout_batch import AXES, Array
 from .scenario import Scenario
 
@@ -50,7 +51,7 @@ def scaling_curve(setup: Scenario, mode: Mode, to: int) -> list[ScalingPoint]:
             break
         priced = larger.estimate()
         speed, step = float(priced.tokens_per_s[0]), float(priced.step_s[0])
-        exposed = sum(float(part.value[0]) for part in priced.time if part.name.endswith("exposed"))
+        exposed = sum(float(part.value[0]) for part in priced.time if waits_for(part.name))
         first = found[0] if found else None
         each = speed / larger.devices
         efficiency = each / (first.tokens_per_s / first.devices) if first else 1.0

@@ -32,7 +32,7 @@ from weft.parallel import (
 )
 from weft.pipeline import schedules
 
-from ..cost.breakdown import CostPart
+from ..cost.breakdown import CostPart, TimePart, waits_for
 from ..cost.estimate import Estimate, estimate, stage_costs
 from ..cost.hardware import GIB, Cluster, Era
 from ..cost.layout_batch import AXES, LayoutBatch
@@ -49,20 +49,20 @@ CARRIED = {
     Divides.STAGES: ("output_bytes",),
 }
 AFTER = (
-    "dp exposed",
-    "fsdp reduce exposed",
-    "fsdp gather exposed",
-    "optimizer",
-    "fixed",
-    "stragglers",
+    TimePart.GRADIENTS,
+    TimePart.FSDP_REDUCE,
+    TimePart.FSDP_GATHER,
+    TimePart.OPTIMIZER,
+    TimePart.FIXED,
+    TimePart.STRAGGLERS,
 )
 # parts that each microbatch waits for, where they come with each -> the action that waits
-BESIDE = {
-    "fsdp forward gather exposed": "forward_s",
-    "fsdp backward gather exposed": "backward_s",
-    "fsdp reduce exposed": "backward_s",
-    "accumulation": "backward_s",
-    "host exposed": "backward_s",
+BESIDE: dict[str, str] = {
+    TimePart.FSDP_FORWARD_GATHER: "forward_s",
+    TimePart.FSDP_BACKWARD_GATHER: "backward_s",
+    TimePart.FSDP_REDUCE: "backward_s",
+    TimePart.ACCUMULATION: "backward_s",
+    TimePart.HOST: "backward_s",
 }
 
 
@@ -223,9 +223,8 @@ class Scenario:
         for axis, factor in (links or {}).items():
             slow = slow.behind(axis, factor)
             for part in planned.behind(axis, factor).estimate().time:
-                if part.name.startswith(
-                    axis
-                ):  # others travel over the same dtypes, and not over the same links
+                # others send the same bytes, and not over the same links
+                if waits_for(part.name) == axis:
                     parts[part.name] = part
         costs = stage_costs(slow.work, slow.choices, 0, slow.cluster, slow.era, slow.practice)
         stages, m = self.schedule.stages, int(self.choices.accumulate[0])
@@ -241,7 +240,7 @@ class Scenario:
             for field, wait in waits.items()
         }
         period = self.sync.period if isinstance(self.sync, LocalSteps) else 1
-        dp = parts["dp exposed"].symbols
+        dp = parts[TimePart.GRADIENTS].symbols
         exchange = float(np.max(dp["exchange_s"] if "exchange_s" in dp else dp["comm_s"])) * period
         return StepParts(
             replace(costs, **more),

@@ -19,6 +19,7 @@ from weft.core import (
     ConfigError,
 )
 
+from ..cost.breakdown import TimePart
 from ..cost.layout_batch import Array
 from . import slow_links as links, wait_groups
 from .batched_pipelines import BatchedPipelines
@@ -120,8 +121,8 @@ def _own_s(step: StepParts, updates: float) -> float:
     the optimizer."""
     return (
         step.after_s
-        - step.after.get("dp exposed", 0.0)
-        - (1 - updates) * step.after.get("optimizer", 0.0)
+        - step.after.get(TimePart.GRADIENTS, 0.0)
+        - (1 - updates) * step.after.get(TimePart.OPTIMIZER, 0.0)
     )
 
 

@@ -6,13 +6,14 @@ from array import array
 
 from weft.pipeline import Lane, Timeline, simulate
 
+from ..cost.breakdown import TimePart
 from .scenario import Scenario, StepParts
 
-SHORT = {  # part of an estimate -> what it is called in a picture
-    "dp exposed": "reduce",
-    "fsdp reduce exposed": "reduce",
-    "fsdp gather exposed": "gather",
-    "stragglers": "wait",
+SHORT: dict[str, str] = {  # part of an estimate -> what it is called in a picture
+    TimePart.GRADIENTS: "reduce",
+    TimePart.FSDP_REDUCE: "reduce",
+    TimePart.FSDP_GATHER: "gather",
+    TimePart.STRAGGLERS: "wait",
 }
 
 

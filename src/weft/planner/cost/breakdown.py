@@ -4,8 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+
+from weft.core import REPLICA_AXIS, STAGE_AXIS
 
 from .layout_batch import Array
+
+EXPOSED = "exposed"  # the last word of the name of a part that waits for an exchange
+
+
+class TimePart(StrEnum):
+    """The parts of a step's time that are named elsewhere; a value is what users read. Waits for
+    an axis within each layer are named by `exposed_over`."""
+
+    BUBBLE = "bubble"
+    MESSAGES = f"{STAGE_AXIS} {EXPOSED}"
+    GRADIENTS = f"{REPLICA_AXIS} {EXPOSED}"
+    FSDP_REDUCE = f"fsdp reduce {EXPOSED}"
+    FSDP_GATHER = f"fsdp gather {EXPOSED}"
+    FSDP_FORWARD_GATHER = f"fsdp forward gather {EXPOSED}"
+    FSDP_BACKWARD_GATHER = f"fsdp backward gather {EXPOSED}"
+    HOST = f"host {EXPOSED}"
+    ACCUMULATION = "accumulation"
+    OPTIMIZER = "optimizer"
+    FIXED = "fixed"
+    STRAGGLERS = "stragglers"
+
+
+def exposed_over(axis: str) -> str:
+    """The name of the part that waits for an axis."""
+    return f"{axis} {EXPOSED}"
+
+
+def waits_for(name: str) -> str | None:
+    """The axis, or `host`, that the part of this name waits for; None: it waits for none."""
+    words = name.split()
+    return words[0] if words[-1] == EXPOSED else None
 
 
 @dataclass(frozen=True)

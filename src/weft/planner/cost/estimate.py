@@ -20,7 +20,7 @@ from weft.core import (
 from weft.pipeline import schedules
 
 from .block_cost import BlockCost, block_cost, sum_costs
-from .breakdown import CostPart
+from .breakdown import CostPart, TimePart, exposed_over
 from .compute import BlockSeconds, ranks_dividing
 from .cost_inputs import CostInputs
 from .gradient_cost import gradient_parts
@@ -209,7 +209,7 @@ class CostModel(CostInputs):
         ]
         found += [
             CostPart(
-                f"{axis} exposed",
+                exposed_over(axis),
                 m * value,
                 f"m x microbatch_s, waits for {axis}",
                 {"m": m, "microbatch_s": value},
@@ -221,7 +221,7 @@ class CostModel(CostInputs):
         turns = np.where(p > 1, np.where(self.practice.sends_beside & (v > 1), p - 1, m + p - 2), 0)
         found.append(
             CostPart(
-                "pp exposed",
+                TimePart.MESSAGES,
                 2 * v * turns * self.message_s,
                 "2 x v x turns x message_s, turns = m + p - 2 or p - 1",
                 {"turns": turns, "v": v, "message_s": self.message_s},
@@ -236,7 +236,9 @@ class CostModel(CostInputs):
         update = self._update()
         found.append(update)
         found.append(
-            CostPart("fixed", np.full(len(c), era.fixed_s), "fixed_s", {"fixed_s": era.fixed_s})
+            CostPart(
+                TimePart.FIXED, np.full(len(c), era.fixed_s), "fixed_s", {"fixed_s": era.fixed_s}
+            )
         )
         if steps_independently(self.sync):
             rest_s = sum((part.value for part in found), np.zeros(len(c)))
@@ -248,7 +250,7 @@ class CostModel(CostInputs):
             nodes = np.maximum(1, c.world / self.cluster.hardware.node)
             found.append(
                 CostPart(
-                    "stragglers",
+                    TimePart.STRAGGLERS,
                     era.jitter * np.sqrt(np.log2(nodes)) * total,
                     "jitter x sqrt(log2(nodes)) x rest",
                     {"jitter": era.jitter, "nodes": nodes},
@@ -288,7 +290,7 @@ class CostModel(CostInputs):
                 for new, old in zip(brief, (idle, first, last), strict=True)
             )
         part = CostPart(
-            "bubble",
+            TimePart.BUBBLE,
             np.where(p == 1, 0.0, idle),
             "what the schedule waits: its closed form over p, m, v and F, B, W of a stage",
             {"p": p, "m": c.accumulate, "v": c.chunks, "F": costs[0], "B": costs[1], "W": costs[2]},
@@ -325,7 +327,7 @@ class CostModel(CostInputs):
                 count * input_bytes(block, c) for block, count in blocks if block.repeated
             )
         comm = np.where(c.offload, nbytes / self.cluster.hardware.device.host_bps, 0.0)
-        return self.exposed("host exposed", comm, slow.total, c.accumulate)
+        return self.exposed(TimePart.HOST, comm, slow.total, c.accumulate)
 
     def _added(self) -> CostPart:
         routed, plain = stage_params(self.stages[0], self.work, self.choices)
@@ -337,7 +339,7 @@ class CostModel(CostInputs):
         m, nbytes = self.choices.accumulate, self.practice.added_bytes
         rate = self.cluster.hardware.device.memory_bps * self.era.memory
         return CostPart(
-            "accumulation",
+            TimePart.ACCUMULATION,
             m * params * nbytes / rate,
             "m x params x added_bytes / memory_bps",
             {"m": m, "params": params, "added_bytes": nbytes, "memory_bps": rate},
@@ -357,10 +359,12 @@ class CostModel(CostInputs):
             server_count(self.sync),
         )
         if count < 2:
-            return CostPart("optimizer", seconds, "params x update_bytes / memory_bps", symbols)
+            return CostPart(
+                TimePart.OPTIMIZER, seconds, "params x update_bytes / memory_bps", symbols
+            )
         parts = np.where(c.replicas > 1, count, 1.0)  # each server updates its own
         text = "params / servers x update_bytes / memory_bps"
-        return CostPart("optimizer", seconds / parts, text, {**symbols, "servers": parts})
+        return CostPart(TimePart.OPTIMIZER, seconds / parts, text, {**symbols, "servers": parts})
 
     def memory(self) -> tuple[CostPart, ...]:
         least = replace(self.choices, again=self.again_least)

@@ -18,7 +18,7 @@ from weft.parallel import (
     TOKEN_AXES,
 )
 
-from .breakdown import CostPart
+from .breakdown import CostPart, TimePart
 from .compute import BlockSeconds
 from .layout_batch import Array
 from .memory import shard_counts, stage_params, tied_params
@@ -118,24 +118,24 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
     found = []
 
     def part(name: str, comm: Array, hides: Array, times: Array | int) -> None:
-        found.append(at.exposed(f"{name} exposed", comm, hides, times))
+        found.append(at.exposed(name, comm, hides, times))
 
     if not steps_independently(at.sync):
         waits = waits + exchanged
-    part(REPLICA_AXIS, waits, back, 1)
+    part(TimePart.GRADIENTS, waits, back, 1)
     if sharded.any():
-        part("fsdp reduce", scatter, back, every)
-        part("fsdp gather", np.where(zero3, 0.0, gathered), np.where(zero3, 0.0, forth), 1)
+        part(TimePart.FSDP_REDUCE, scatter, back, every)
+        part(TimePart.FSDP_GATHER, np.where(zero3, 0.0, gathered), np.where(zero3, 0.0, forth), 1)
         if zero3.any():
             per_block = 1.0 / max(1, at.work.depth)
             part(
-                "fsdp forward gather",
+                TimePart.FSDP_FORWARD_GATHER,
                 np.where(zero3, gathered, 0.0),
                 forth * (1 - per_block),
                 m,
             )
             part(
-                "fsdp backward gather",
+                TimePart.FSDP_BACKWARD_GATHER,
                 np.where(zero3, again * gathered, 0.0),
                 np.maximum(back - at.era.hidden * scatter, 0.0),
                 m,

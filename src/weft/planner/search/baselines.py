@@ -11,6 +11,7 @@ import numpy as np
 
 from weft.core import Layout
 
+from ..cost.breakdown import waits_for
 from ..cost.layer_correction import MEASURED
 from ..cost.layout_batch import AXES
 from .candidates import find_candidates, join_candidates, refusal, with_schedules
@@ -140,7 +141,7 @@ def shares(row: RankedLayout) -> dict[str, float]:
     """What takes of a row's time how much: exchanges by their axis."""
     found: dict[str, float] = {}
     for part, value in row.time.items():
-        name = part.split()[0] if part.endswith("exposed") else SAID.get(part, part)
+        name = waits_for(part) or SAID.get(part, part)
         found[name] = found.get(name, 0.0) + value / row.step_s
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cost.breakdown import CostPart
+from ..cost.breakdown import CostPart, TimePart
 from ..cost.hardware import GIB
 from .ranking import RankedLayout
 
@@ -65,7 +65,7 @@ def _time(row: RankedLayout) -> list[CostPart]:
     return [
         part
         for part in row.time_parts
-        if part.name in row.time and not (row.simulated and part.name == "bubble")
+        if part.name in row.time and not (row.simulated and part.name == TimePart.BUBBLE)
     ]
 
 

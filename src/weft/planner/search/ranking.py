@@ -24,7 +24,7 @@ from weft.parallel import (
 from weft.pipeline import simulate
 
 from ..cluster_sim.scenario import Scenario, follows_pipeline
-from ..cost.breakdown import CostPart
+from ..cost.breakdown import CostPart, TimePart
 from ..cost.estimate import Estimate
 from ..cost.hardware import GIB
 from ..cost.layout_batch import AXES, Array, LayoutBatch
@@ -187,7 +187,7 @@ def price(
     for start in range(0, len(found), SLICE):
         progress(start, len(found))
         made = question.price(found.choices.take(np.arange(start, min(start + SLICE, len(found)))))
-        parts.append(Prices(made.step_s, _part(made.time, "bubble"), made.over_bytes))
+        parts.append(Prices(made.step_s, _part(made.time, TimePart.BUBBLE), made.over_bytes))
     progress(len(found), len(found))
     return Prices(*(np.concatenate(each) for each in zip(*parts)))
 
@@ -337,11 +337,16 @@ class _Pipelines:
         return simulate(made, step.costs).makespan_s + (row.accumulate - few) * max(busy)
 
 
+REPLAYED = (TimePart.BUBBLE, TimePart.MESSAGES)  # what a simulation of the pipeline replaces
+
+
 def _with(row: RankedLayout, makespan: float) -> RankedLayout:
     """The row with a pipeline that takes so long. Messages are in the bubble then."""
     after = {part.name for part in row.time_parts if follows_pipeline(part)}
-    kept = {name: value for name, value in row.time.items() if name not in ("bubble", "pp exposed")}
-    kept["bubble"] = makespan - sum(value for name, value in kept.items() if name not in after)
+    kept = {name: value for name, value in row.time.items() if name not in REPLAYED}
+    kept[TimePart.BUBBLE] = makespan - sum(
+        value for name, value in kept.items() if name not in after
+    )
     step = sum(kept.values())
     change = row.step_s / step
     return replace(
