@@ -8,7 +8,7 @@ from math import prod
 from .layout import STAGE_AXIS
 from .plan import Plan
 from .step import COPY
-from .sync import BUCKET_BYTES, SyncEveryStep, bucket_owners
+from .sync import BUCKET_BYTES, bucket_owners
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def bucket_gradients(plan: Plan) -> list[GradBucket]:
         nbytes = prod(plan.local_shape(weight, table)) * weight.dtype.itemsize
         if nbytes > left:
             left, names = (
-                (plan.sync.bucket_bytes if isinstance(plan.sync, SyncEveryStep) else BUCKET_BYTES),
+                (plan.sync.bucket_bytes if plan.sync is not None else BUCKET_BYTES),
                 [],
             )
             buckets.append((key, names))
@@ -82,8 +82,9 @@ def bucket_gradients(plan: Plan) -> list[GradBucket]:
 
 def gradient_owners(plan: Plan) -> dict[str, int]:
     """Parameter -> the replica that alone updates it; empty where all do."""
-    if not plan.apart or not isinstance(plan.sync, SyncEveryStep) or plan.sync.route != "owners":
+    sync = plan.gradient_sync
+    if not plan.apart or sync is None or not sync.updates_on_servers:
         return {}
     trained = [w for w in plan.every or plan.weights if w.trainable]
-    found = bucket_owners([prod(w.shape) for w in trained], plan.sync.servers)
+    found = bucket_owners([prod(w.shape) for w in trained], sync.servers)
     return {w.name: owner for w, owner in zip(trained, found, strict=True)}

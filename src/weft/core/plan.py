@@ -19,7 +19,7 @@ from .plan_text import fold_rows, stage_table, step_row, text_table
 from .schedule import Action, Schedule
 from .stages import Staging
 from .step import COPY, SUM, Param, Step, Weight
-from .sync import Sync
+from .sync import Sync, SyncEveryStep
 
 
 def _accumulation(microbatches: int) -> Schedule:
@@ -74,6 +74,13 @@ class Plan:
     def separate(self) -> bool:
         """Whether each replica on `dp` steps by itself."""
         return self.sync is not None and self.sync.independent and self.layout.replica_count > 1
+
+    @property
+    def gradient_sync(self) -> SyncEveryStep | None:
+        """The synchroniser that sums gradients in every step; None: the backend sums them, or
+        replicas step by themselves."""
+        made = self.sync if isinstance(self.sync, SyncEveryStep) else None
+        return made if made is not None and not made.plain else None
 
     def replica(self) -> Plan:
         """The plan of one replica by itself."""

@@ -31,10 +31,18 @@ class SyncEveryStep:
     bucket_bytes: int = BUCKET_BYTES
 
     independent = False  # replicas are equal after every step
+    asynchronous = False  # replicas wait for one another in every step
+    period = 1  # steps from one synchronisation to the next
+    delay = 0  # steps that one may take
 
     @property
     def runs_on_cuda(self) -> bool:
         return self.route == "backend"
+
+    @property
+    def updates_on_servers(self) -> bool:
+        """Whether some replicas update parameters for all."""
+        return self.route == "owners"
 
     @property
     def plain(self) -> bool:
@@ -76,7 +84,11 @@ class LocalSteps:
 
     plain = False
     independent = True  # each replica steps by itself
+    asynchronous = False  # replicas wait for one another at the end of a period
     runs_on_cuda = False
+    servers = 0  # every replica updates all parameters
+    updates_on_servers = False
+    bucket_bytes = BUCKET_BYTES
 
     def peers(self, size: int, index: int = 0) -> ReplicaView:
         """How a codec sees the `size` replicas."""
@@ -101,7 +113,12 @@ class AsyncServers:
 
     plain = False
     independent = True  # each replica steps by itself
+    asynchronous = True  # replicas push and pull at any time
     runs_on_cuda = False
+    period = 1  # steps from one push to the next
+    delay = 0
+    updates_on_servers = True
+    bucket_bytes = BUCKET_BYTES
 
     def peers(self, size: int, index: int = 0) -> ReplicaView:
         """How a codec sees a server (index 0) and a worker."""

@@ -21,7 +21,6 @@ from weft.core import (
     REPLICA_AXIS,
     CommTimer,
     Plan,
-    SyncEveryStep,
     bucket_gradients,
 )
 from weft.parallel import Mesh
@@ -115,11 +114,8 @@ class GradReducer:
                 self._of[p] = made, i
                 if not made.stored or bucket.stage is not None:
                     p.register_post_accumulate_grad_hook(accumulated)
-        self.exchange = (
-            BucketExchange(plan.sync, mesh, crossing)
-            if isinstance(plan.sync, SyncEveryStep) and crossing
-            else None
-        )
+        sync = plan.gradient_sync
+        self.exchange = BucketExchange(sync, mesh, crossing) if sync and crossing else None
 
     def begin(self) -> None:
         """A step begins: gradients are cleared."""

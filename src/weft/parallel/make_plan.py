@@ -11,12 +11,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import (
     EXPERTS,
-    AsyncServers,
     ConfigError,
     Divides,
     Layout,
     LayoutError,
-    LocalSteps,
     PipelineRequest,
     Plan,
     Schedule,
@@ -168,7 +166,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         check_stages(layout, staging, staged, units, request.precision)
         check_called_modules(layout, staging, steps)
         steps = [_once_a_step(s) for s in steps]
-    if isinstance(sync, LocalSteps | AsyncServers) and layout.replica_count > 1:
+    if sync is not None and sync.independent and layout.replica_count > 1:
         check_gate_biases(model, sync)
     notes = (
         check_sync(layout, axis_table(), sync, staged, request.precision)

@@ -14,7 +14,6 @@ from weft.core import (
     GradBucket,
     Param,
     Plan,
-    SyncEveryStep,
     Weight,
     fsdp_rows,
     numel_of,
@@ -50,8 +49,8 @@ def update_comms(plan: Plan, rank: int, itemsize: int) -> Iterator[Collective]:
 
 def replica_comms(plan: Plan, bucket: GradBucket, rank: int) -> Iterator[Collective]:
     """What a replica's synchroniser sends for a bucket of gradients."""
-    sync, table = plan.sync, plan.params()
-    assert isinstance(sync, SyncEveryStep)
+    sync, table = plan.gradient_sync, plan.params()
+    assert sync is not None
     size, here = plan.layout.replica_count, plan.layout.replica_of(rank)
     weights = {w.name: w for w in plan.weights}
     shapes = [_stored_shape(plan, weights[name], table, rank) for name in bucket.names]
@@ -100,10 +99,10 @@ def gather_comms(
         for _ in range(plan.accumulate if gather.reduced == "microbatch" else 1):
             if reduced and not plan.scattered:
                 yield Collective("reduce_scatter", gather.axis, reduced, "reduce", step.module)
-            elif reduced and isinstance(plan.sync, SyncEveryStep):
+            elif reduced and (sync := plan.gradient_sync):
                 item = next(weights[name].dtype.itemsize for name in padded)
-                peers = plan.sync.peers(size)
-                for asked in plan.sync.codec.scatter_asks(reduced // item // size, peers, item):
+                peers = sync.peers(size)
+                for asked in sync.codec.scatter_asks(reduced // item // size, peers, item):
                     for kind, nbytes in request_traffic("backend", 1, asked, peers, 0):
                         yield Collective(kind, gather.axis, nbytes, "reduce", step.module)
         if reduced and plan.layout.replica_count > 1 and not plan.apart:

@@ -15,7 +15,6 @@ from weft.core import (
     MessageCodec,
     Schedule,
     Sync,
-    SyncEveryStep,
 )
 from weft.nn import GateBias
 
@@ -42,7 +41,7 @@ def check_sync(
     if (
         size > 1
         and layout.spreads_experts(REPLICA_AXIS)
-        and not (isinstance(sync, SyncEveryStep) and sync.route != "owners")
+        and (sync.independent or sync.updates_on_servers)
     ):
         raise ConfigError(
             "sync.name",
@@ -59,7 +58,7 @@ def check_sync(
         )
     if size == 1 and not layout.live(*axes.dividing(Divides.STATE)):
         return [f"[sync] {sync.name}, {sync.codec.name}: one replica has nothing to synchronise"]
-    if precision == "fp16" and isinstance(sync, SyncEveryStep) and sync.codec.keeps_residual:
+    if precision == "fp16" and not sync.independent and sync.codec.keeps_residual:
         raise ConfigError(
             "sync.codec",
             sync.codec.name,

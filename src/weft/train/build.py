@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from weft.core import (
     ActionCosts,
-    AsyncServers,
     ConfigError,
     Layout,
     LayoutConfig,
@@ -32,7 +31,6 @@ from weft.core import (
     Refusal,
     RunConfig,
     Sync,
-    SyncEveryStep,
     nearest,
     require_known,
 )
@@ -163,17 +161,13 @@ class _Undrawn(TorchFunctionMode):
 def replica_ranks(run: RunConfig) -> list[list[int]]:
     """The ranks of each replica, if each replica is a process group of its own; else nothing."""
     layout, made = run.layout.axes, build_sync(run)
-    return (
-        layout.replicas()
-        if not isinstance(made, SyncEveryStep) and layout.replica_count > 1
-        else []
-    )
+    return layout.replicas() if made.independent and layout.replica_count > 1 else []
 
 
 def server_replicas(run: RunConfig) -> range:
     """The replicas that hold parameter servers: without them the others cannot continue."""
     made = build_sync(run)
-    return range(made.servers if isinstance(made, AsyncServers) else 0)
+    return range(made.servers if made.asynchronous else 0)
 
 
 def build_sync(run: RunConfig) -> Sync:

@@ -10,17 +10,14 @@ import torch
 from torch import nn
 
 from weft.core import (
-    AsyncServers,
     ConfigError,
     DataError,
     Layout,
     LayoutError,
-    LocalSteps,
     PipelineConfig,
     Plan,
     RunConfig,
     SyncConfig,
-    SyncEveryStep,
     UnsupportedModel,
     nearest,
     place_modules,
@@ -61,7 +58,7 @@ def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan
         check_codec(made, each)
         _check_workers(run, bare, each)
     for each in plans:
-        period = each.sync.period if each.separate and isinstance(each.sync, LocalSteps) else 1
+        period = each.sync.period if each.sync is not None and each.separate else 1
         if period > run.train.steps:
             problem = f"the run ends after {run.train.steps} steps, before any synchronisation"
             raise ConfigError("sync.period", period, problem, f"use at most {run.train.steps}")
@@ -134,12 +131,12 @@ def plan_without_weights(
             )
     sync = made.sync
     if run.train.skip is not None and sync is not None:
-        if isinstance(sync, AsyncServers) and made.separate:
+        if sync.asynchronous and made.separate:
             problem = f"{sync.name} updates weights at a server, for each replica at another time"
             raise ConfigError(
                 "train.skip", run.train.skip, problem, "leave it out, or use staleness = 0"
             )
-        if isinstance(sync, SyncEveryStep) and sync.codec.keeps_residual:
+        if not sync.independent and sync.codec.keeps_residual:
             problem = (
                 f"{sync.codec.name} keeps of a gradient what it has not sent, which would come with"
                 " the next"

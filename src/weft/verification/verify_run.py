@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from weft.core import Plan, PrecisionConfig, RunConfig, SyncConfig, SyncEveryStep
+from weft.core import Plan, PrecisionConfig, RunConfig, SyncConfig
 from weft.sync import make_sync
 from weft.train import (
     Dataset,
@@ -50,11 +50,7 @@ def exact_sync(sync: SyncConfig) -> SyncConfig:
     """The same synchroniser with gradients as they are, or an all-reduce where replicas step by
     themselves: what is other by design is not to be told from a fault."""
     made = make_sync(sync.name, sync.codec, **sync.arguments)
-    return (
-        sync.model_copy(update={"codec": "identity"})
-        if isinstance(made, SyncEveryStep)
-        else SyncConfig()
-    )
+    return sync.model_copy(update={"codec": "identity"}) if not made.independent else SyncConfig()
 
 
 def make_case(run: RunConfig) -> Case:

@@ -38,10 +38,9 @@ def long_run_step_s(sync: Sync, found: Array) -> float:
     periods over the second half of the time for which all take part, in which some may do more
     steps than others."""
     steps, replicas = found.shape
-    if not isinstance(sync, AsyncServers):
-        period, delay = (sync.period, sync.delay) if isinstance(sync, LocalSteps) else (1, 0)
-        first = period + delay - 1
-        last = first + (steps - 1 - first) // period * period
+    if not sync.asynchronous:
+        first = sync.period + sync.delay - 1
+        last = first + (steps - 1 - first) // sync.period * sync.period
         return float((found[last] - found[first]).mean()) / (last - first)
     end = float(found[-1].min())
     numbers = np.arange(1, steps + 1)

@@ -10,8 +10,6 @@ import numpy as np
 
 from weft.core import (
     REPLICA_AXIS,
-    AsyncServers,
-    LocalSteps,
     Sync,
 )
 
@@ -59,7 +57,7 @@ def compare_syncs(
         *([0] if links else []),
     ]
     for name, sync in syncs.items():
-        own_way, served = replace(setup, sync=sync), isinstance(sync, AsyncServers)
+        own_way, served = replace(setup, sync=sync), sync.asynchronous
         step, seconds = own_way.step(), []
         update_s = step.after.get(TimePart.OPTIMIZER, 0.0)
         updates = 0.0 if served or not update_s else update_s / whole_s  # of a replica itself
@@ -83,9 +81,9 @@ def _step_s(
 ) -> float:
     """`own`: [draws, replicas] seconds of a step by itself; `update_s`: of servers, for each;
     `known`: replicas that are not like others."""
-    replicas, single = own.shape[1], isinstance(sync, AsyncServers)
+    replicas, single = own.shape[1], sync.asynchronous
     steps = int(np.clip((TURNS if single else TOGETHER) // replicas, LEAST, MOST))
-    if isinstance(sync, LocalSteps):
+    if sync.independent and not single:
         steps = sync.period * max(4, steps // sync.period)
     elif (
         single and steps * replicas > TURNS
@@ -111,12 +109,12 @@ def _exchange_s(
 ) -> Array:
     """What `agree.ends` adds for an exchange: what backward does not hide of it; all; or each
     replica's turn, of which the first's goes over the slow link."""
-    match setup.sync:
-        case LocalSteps():
-            return np.array(setup.step(links=links).exchange_s)
-        case AsyncServers():
-            turns = np.full(setup.size(REPLICA_AXIS), setup.step().exchange_s)
-            turns[0] = setup.step(links=links).exchange_s
-            return turns / max(1, len(turns) - 1)
+    sync = setup.sync
+    if sync is not None and sync.asynchronous:
+        turns = np.full(setup.size(REPLICA_AXIS), setup.step().exchange_s)
+        turns[0] = setup.step(links=links).exchange_s
+        return turns / max(1, len(turns) - 1)
+    if sync is not None and sync.independent:
+        return np.array(setup.step(links=links).exchange_s)
     exposed = [setup.step(pace, links).after.get(TimePart.GRADIENTS, 0.0) for pace in points]
     return np.interp(drawn.max(axis=1), points, exposed).mean()

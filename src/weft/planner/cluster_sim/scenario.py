@@ -22,7 +22,6 @@ from weft.core import (
     ActionCosts,
     ConfigError,
     Divides,
-    LocalSteps,
     Schedule,
     Sync,
 )
@@ -239,7 +238,7 @@ class Scenario:
             field: tuple(s + wait for s in costs.each(field, stages))
             for field, wait in waits.items()
         }
-        period = self.sync.period if isinstance(self.sync, LocalSteps) else 1
+        period = self.sync.period if self.sync is not None else 1
         dp = parts[TimePart.GRADIENTS].symbols
         exchange = float(np.max(dp["exchange_s"] if "exchange_s" in dp else dp["comm_s"])) * period
         return StepParts(

@@ -42,37 +42,25 @@ def sync_cost(
         return SyncCost(
             network.reduce_s(nbytes, group), np.where(alone, 0.0, 2 * (n - 1) / n * nbytes)
         )
-    from weft.core import LocalSteps  # with torch, which whoever has a synchroniser has loaded
-
-    seconds, sent, period = (
-        np.zeros_like(n),
-        np.zeros_like(n),
-        sync.period if isinstance(sync, LocalSteps) else 1,
-    )
+    seconds, sent = np.zeros_like(n), np.zeros_like(n)
     for size in np.unique(n[~alone]):
         here = n == size
         for kind, share in _shares(sync, int(size), int(item)).items():
             took, given = _priced(network, group, kind, elements * item * share, server_count(sync))
             seconds, sent = seconds + np.where(here, took, 0.0), sent + np.where(here, given, 0.0)
-    return SyncCost(seconds / period, sent / period)
+    return SyncCost(seconds / sync.period, sent / sync.period)
 
 
 def steps_independently(sync: Sync | None) -> bool:
     """Whether each replica steps by itself: what it waits for is no part of a backward."""
-    if sync is None or sync.plain:
-        return False
-    from weft.core import SyncEveryStep
-
-    return not isinstance(sync, SyncEveryStep)
+    return sync is not None and sync.independent
 
 
 def server_count(sync: Sync | None) -> int:
     """Replicas that update parameters, each its own part, for all; 0: every replica updates all."""
     if sync is None or sync.plain:
         return 0
-    from weft.core import LocalSteps
-
-    return 0 if isinstance(sync, LocalSteps) else sync.servers
+    return sync.servers
 
 
 def wait_s(
@@ -138,13 +126,9 @@ def kept_bytes(sync: Sync | None, item: float, replicas: Array) -> tuple[Array, 
 def _shares(sync: Sync, size: int, item: int) -> dict[str, float]:
     """Kind of exchange -> bytes of a rank's messages, over those of the plain tensor; what goes to
     owners apart."""
-    from weft.core import AsyncServers, SyncEveryStep
-
     found: dict[str, float] = {}
     asks = sync.codec.asks([(ROWS, SAMPLE // ROWS)], sync.peers(size), item, SETTLED)
-    if isinstance(sync, AsyncServers) or (
-        isinstance(sync, SyncEveryStep) and sync.route == "owners"
-    ):
+    if sync.updates_on_servers:
         # what is not yet the last goes back as it came, and then the weights, which no codec makes
         # small
         return {"owners": 1 + sum(a.nbytes * (1 if a.final else 2) for a in asks) / (SAMPLE * item)}
