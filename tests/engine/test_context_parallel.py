@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from weft.core.data_order import zigzag_spans
 from weft.core.errors import Refusal, WorkerDied
 from weft.engine.context_parallel import ring_attention
 from weft.engine.context_parallel.ring_attention import KeyBlocks, attend_blocks
+from weft.engine.context_parallel.transformers_masks import mask_rules
 from weft.launch.local_workers import Pool
 from weft.nn.attention_masks import AttentionPattern, causal_mask, documents_of, window_rule
 from weft.nn.losses import cross_entropy, next_token, positionwise
@@ -467,3 +469,21 @@ def sgd(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 def test_refused_where_it_runs(pool: Pool, what: str, tried: bool, says: str) -> None:
     with pytest.raises((Refusal, WorkerDied), match=says):
         pool.run(engine_of, what, "cp2", tried, world=2)
+
+
+def test_masks_of_transformers_are_its_own_again_after_a_forward() -> None:
+    masks = pytest.importorskip("transformers.masking_utils")
+    interface = masks.ALL_MASK_ATTENTION_FUNCTIONS
+    own, asked = interface["sdpa"], []
+    sequence = SimpleNamespace(rule=lambda samples, here, **_: asked.append((samples, here)))
+    with mask_rules(sequence):  # type: ignore[arg-type]
+        with mask_rules(sequence):  # type: ignore[arg-type]
+            interface["sdpa"](2, 4, 4, mask_function=None)
+        assert interface["sdpa"] is not own
+    assert asked == [(2, 4)] and interface["sdpa"] is own
+    interface.register("sdpa", replacement := lambda *_, **__: None)
+    assert interface["sdpa"] is replacement  # nothing of weft stands before the library's registry
+    interface.register("sdpa", own)
+    with pytest.raises(ZeroDivisionError), mask_rules(sequence):  # type: ignore[arg-type]
+        raise ZeroDivisionError
+    assert interface["sdpa"] is own

@@ -51,8 +51,9 @@ def positions_from_zero(case: Case) -> Iterator[Case]:
         self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut
     ) -> Any:
         found = right(self, batch)
-        key = sequence.MADE + "position_ids"
-        return {**found, key: torch.arange(found[key].shape[1]).expand_as(found[key])}
+        positions = found.arguments["position_ids"]
+        counted = torch.arange(positions.shape[1]).expand_as(positions)
+        return replace(found, arguments={**found.arguments, "position_ids": counted})
 
     with patched(case, (sequence.ContextParallel, "cut", cut)):
         yield case

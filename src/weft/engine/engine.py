@@ -39,16 +39,13 @@ from .grad_buckets import GradReducer
 from .grad_norm_guard import GradNormGuard
 from .grad_update import GradUpdate
 from .inference import Inference, unsharded_output
+from .microbatch import Batch, check_batch
 from .module_trail import ModuleTrail
 from .optimizers import Optimizers, check_codec, check_optimizer
 from .pipeline.stage_compute import (
-    Batch,
     Loss,
-    MicroBatches,
     StageModel,
     TrainingCompute,
-    batch_signature,
-    check_batch,
 )
 from .pipeline.stage_forward import StageForward
 from .pipeline.weight_stash import WeightStash
@@ -146,7 +143,7 @@ class Engine:
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
         before = None
         if sample is not None and plan.layout.live(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
-            unsharded = StageModel(model, plan, device, self.inputs, None, self.sequence)
+            unsharded = StageModel(model, plan, device, None, self.sequence)
             before = unsharded_output(unsharded, sample)
         self._shard()
         if sample is not None and before is not None:
@@ -169,7 +166,7 @@ class Engine:
         self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {name: p for name, p in model.named_parameters() if name in held}
-        self.stages = StageModel(model, plan, self.mesh.device, self.inputs, staged, self.sequence)
+        self.stages = StageModel(model, plan, self.mesh.device, staged, self.sequence)
         self._runner, forward_runner = make_runners(plan, self.mesh)
         self.units = FSDPUnits(model, self.rank_plan)
         parts = FunctionOverrides(self.randomness, False, self.sequence) if self.sequence else None
@@ -259,11 +256,11 @@ class Engine:
     def _forward_backward(self, batch: Batch) -> list:
         """Run the schedule. Returns the parameters that no gradient reached."""
         plan, training = self.plan, self._training
-        micros = MicroBatches(self.sequence.cut(batch), plan.microbatch, plan.accumulate)
+        micros = self.sequence.cut(batch).split(plan.microbatch, plan.accumulate)
         self._trail.clear()
         # a constant divisor keeps fp16 in range; the true mean is taken at the end
         training.begin(self.steps_done, micros, self.loss_scale / plan.batch)
-        self._runner.run(training, [batch_signature(micros[0])] * len(micros), trace=self.trace)
+        self._runner.run(training, [micros[0].signature] * len(micros), trace=self.trace)
         self.units.finish()
         return self.reducer.finish()
 

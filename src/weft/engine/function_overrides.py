@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -45,6 +46,7 @@ from weft.parallel import (
 )
 
 from .context_parallel.sequence import ContextParallel
+from .context_parallel.transformers_masks import mask_rules
 from .expert_load import ExpertLoad
 
 _SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
@@ -108,6 +110,20 @@ class FunctionOverrides(TorchFunctionMode):
             1.0,
             False,
         )  # of the loss that backward starts from; whether experts have asked
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> FunctionOverrides:
+        stack = ExitStack()
+        if self._shared():
+            assert self.sequence is not None
+            stack.enter_context(mask_rules(self.sequence))
+        self._entered.append(stack)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._entered.pop().close()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None

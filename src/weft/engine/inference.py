@@ -22,14 +22,12 @@ from weft.parallel import (
 from .context_parallel.sequence import ContextParallel
 from .fsdp import FSDPUnits
 from .function_overrides import FunctionOverrides
+from .microbatch import Batch, MicroBatch
 from .pipeline.runner import PipelineRunner
 from .pipeline.stage_compute import (
-    Batch,
     InferenceCompute,
     Loss,
-    MicroBatches,
     StageModel,
-    batch_signature,
 )
 
 
@@ -59,9 +57,9 @@ class Inference:
             total.add_(torch.stack([value, torch.as_tensor(weight, device=value.device)]).double())
 
         plan = self.stages.plan
-        micros = MicroBatches(self.sequence.cut(batch), plan.microbatch, plan.accumulate)
+        micros = self.sequence.cut(batch).split(plan.microbatch, plan.accumulate)
         work = InferenceCompute(self.stages, micros, add, self.parts)
-        self.runner.run(work, [batch_signature(micros[0])] * len(micros), forward_only=True)
+        self.runner.run(work, [micros[0].signature] * len(micros), forward_only=True)
         self.units.reshard()
         group = self.mesh.group(*TOKEN_AXES, STAGE_AXIS)
         if group is not None:
@@ -77,12 +75,15 @@ class Inference:
         outputs: list[Any] = []
         self.sequence.end()
         functions = self.parts if in_parts else None
-        if functions is not None:
-            batch = self.sequence.cut(batch)
-        work = InferenceCompute(
-            self.stages, [batch], lambda output, _: outputs.append(_unsharded(output)), functions
+        micro = (
+            self.sequence.cut(batch)
+            if in_parts
+            else MicroBatch(batch, model_arguments(self.sequence.inputs, batch))
         )
-        self.single.run(work, [batch_signature(batch)], forward_only=True)
+        work = InferenceCompute(
+            self.stages, [micro], lambda output, _: outputs.append(_unsharded(output)), functions
+        )
+        self.single.run(work, [micro.signature], forward_only=True)
         self.units.reshard()
         group = self.mesh.group(STAGE_AXIS)
         if group is not None:
@@ -93,12 +94,12 @@ class Inference:
 
 
 @torch.no_grad()
-def unsharded_output(model: StageModel, batch: Batch) -> Any:
+def unsharded_output(stages: StageModel, batch: Batch) -> Any:
     """The output of a model that is not sharded yet, in evaluation mode."""
-    model.model.eval()
-    with model.autocast():
-        placed = {key: value.to(model.device) for key, value in batch.items()}
-        return model.model(**model_arguments(model.inputs, placed))
+    stages.model.eval()
+    with stages.autocast():
+        placed = {key: value.to(stages.device) for key, value in batch.items()}
+        return stages.model(**model_arguments(stages.sequence.inputs, placed))
 
 
 def _unsharded(output: Any) -> Any:

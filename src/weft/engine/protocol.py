@@ -15,7 +15,7 @@ from weft.parallel import ExpertCommStats, Mesh
 
 from .context_parallel.sequence import ContextParallel
 from .expert_load import ExpertLoad
-from .pipeline.stage_compute import Batch
+from .microbatch import Batch
 from .replica_sync.replicas import ReplicaSync
 
 

@@ -12,7 +12,7 @@ from weft.core import Plan, UnsupportedModel
 
 from .context_parallel.sequence import ContextParallel
 from .function_overrides import FunctionOverrides
-from .pipeline.stage_compute import Batch
+from .microbatch import Batch
 
 SEQUENCE = 256  # positions of a trial in parts, which is run whole too
 

@@ -63,7 +63,6 @@ from .role_types import (
     linear_features as linear_features,
 )
 from .signature import (
-    MADE as MADE,
     model_arguments as model_arguments,
     named_inputs as named_inputs,
 )

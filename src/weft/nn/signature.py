@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-MADE = "weft/made/"  # before the key of an entry that weft adds to a batch for the model
-
 
 def named_inputs(model: nn.Module) -> tuple[str, ...]:
     """The names of the arguments of the model's forward, without its labels."""
@@ -28,9 +26,6 @@ def model_arguments(inputs: Sequence[str], batch: dict[str, Any]) -> dict[str, A
         inputs: The names of the model's arguments. If empty, every entry but the labels is passed.
         batch: The whole batch, labels included.
     """
-    made = {key.removeprefix(MADE): value for key, value in batch.items() if key.startswith(MADE)}
     if inputs:
-        return {key: batch[key] for key in inputs if key in batch} | made
-    return {
-        key: value for key, value in batch.items() if not key.startswith(("label", "weft/"))
-    } | made
+        return {key: batch[key] for key in inputs if key in batch}
+    return {key: value for key, value in batch.items() if not key.startswith("label")}

@@ -14,9 +14,7 @@ Each rank of a ring, or of a gather, has two stretches, from both ends (`order.z
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,36 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from weft._torch.modes import function_modes
 from weft.core import Boundary, Plan, UnsupportedModel, zigzag_spans
 from weft.nn import (
     IGNORED,
-    MADE,
     AttentionPattern,
     Randomness,
     check_padding,
     documents_of,
+    model_arguments,
     window_rule,
 )
 from weft.parallel import Mesh, all_gather, cross_boundary
 
+from ..microbatch import Batch, MicroBatch, SequenceInfo
 from .ring_attention import KeyBlocks, Span, attend_blocks
-
-Batch = dict[str, Tensor]
-
-# Beside this rank's part of a batch: of the whole sequence [b, s], and arguments of the model that
-# the batch has not
-VALID, DOCUMENTS, WHOLE = "weft/valid", "weft/documents", "weft/whole/"
-
-
-@dataclass
-class SequenceBatchInfo:
-    """The microbatch that runs: what is known of its whole sequences [b, s]."""
-
-    length: int = 0  # 0 where they are not divided
-    wholes: tuple[Tensor, ...] = ()  # integers that the model is called with, such as position_ids
-    documents: Tensor | None = None  # as transformers tells them from position_ids
-    valid: Tensor | None = None  # false where a position is padding, if any is
 
 
 class ContextParallel:
@@ -86,9 +68,7 @@ class ContextParallel:
         self.keys = tuple(axis for axis, method in methods.items() if method != "ulysses")
         self.travels = "ring" in methods.values()
         self.size = mesh.size(*methods)
-        self.now, self.calls, self._length = SequenceBatchInfo(), 0, 0
-        if methods and "transformers" in sys.modules:
-            _stand_in_for_masks()
+        self.now, self.calls = SequenceInfo(), 0
 
     def __bool__(self) -> bool:
         return self.size > 1
@@ -107,53 +87,53 @@ class ContextParallel:
             )
         return found
 
-    def cut(self, batch: Batch) -> Batch:
+    def cut(self, batch: Batch) -> MicroBatch:
         """This rank's part of every entry [b, s, ...] whose s is that of the first input."""
+        arguments = model_arguments(self.inputs, batch)
         if not self:
-            return batch
-        length = self._length = self.length(batch)
+            return MicroBatch(batch, arguments)
+        length = self.length(batch)
         first = next(
             value for value in batch.values() if value.ndim > 1 and value.shape[1] == length
         )
         samples, device = first.shape[0], first.device
-        given, found = {key for key in self.inputs if key in batch}, dict(batch)
-        if "input_ids" in batch and "labels" not in batch:
-            found["labels"] = F.pad(
-                batch["input_ids"][:, 1:], (0, 1), value=IGNORED
-            )  # the next one may be elsewhere
-        positions = batch["position_ids"] if "position_ids" in given else None
-        padding = batch["attention_mask"] if "attention_mask" in given else None
+        if "input_ids" in batch and "labels" not in batch:  # the next token may be elsewhere
+            labels = F.pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)
+            batch = batch | {"labels": labels}
+        given = {key: batch[key] for key in self.inputs if key in batch}
+        positions, padding = given.get("position_ids"), given.get("attention_mask")
+        documents = None
         if padding is not None:
             check_padding(padding)
         elif "attention_mask" in self.names:
             # transformers would else take a jump of position_ids for the beginning of a document
-            found[MADE + "attention_mask"] = torch.ones(
+            arguments["attention_mask"] = torch.ones(
                 samples, length, dtype=torch.long, device=device
             )
             documents = documents_of(positions) if positions is not None else None
             if documents is not None:
-                found[DOCUMENTS] = documents.expand(samples, length)
+                documents = documents.expand(samples, length)
         if positions is None and "position_ids" in self.names:
-            found[MADE + "position_ids"] = torch.arange(length, device=device).expand(
-                samples, length
-            )
-        mine = self.positions(length, device)
-        kept = {DOCUMENTS: found.pop(DOCUMENTS, None)}
-        for key in (*given, MADE + "position_ids"):
-            value = found.get(key)
-            if (
-                value is not None
-                and value.shape == (samples, length)
-                and not value.is_floating_point()
-            ):
-                kept[WHOLE + key] = value
-        kept[VALID] = (
-            padding.bool() if padding is not None and not bool(padding.bool().all()) else None
+            counted = torch.arange(length, device=device).expand(samples, length)
+            arguments["position_ids"] = given["position_ids"] = counted
+        wholes = tuple(
+            value
+            for value in given.values()
+            if value.shape == (samples, length) and not value.is_floating_point()
         )
-        found = {
-            k: v[:, mine] if v.ndim > 1 and v.shape[1] == length else v for k, v in found.items()
-        }
-        return found | {key: value for key, value in kept.items() if value is not None}
+        valid = padding.bool() if padding is not None else None
+        if valid is not None and bool(valid.all()):
+            valid = None
+        mine = self.positions(length, device)
+
+        def part(entries: Batch) -> Batch:
+            return {
+                key: value[:, mine] if value.ndim > 1 and value.shape[1] == length else value
+                for key, value in entries.items()
+            }
+
+        info = SequenceInfo(length, wholes, documents, valid)
+        return MicroBatch(part(batch), part(arguments), info)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Which positions this rank has, in the order of its rows. Raises LayoutError."""
@@ -169,18 +149,18 @@ class ContextParallel:
     def _spans(self, length: int) -> list[list[Span]]:
         return zigzag_spans(length, self.mesh.size(*self.keys) if self.keys else 1)
 
-    def begin(self, micro: Batch) -> None:
+    def begin(self, micro: MicroBatch) -> None:
         """What runs from now on is of this microbatch, a part of what `cut` gave."""
         if not self:
             return
-        wholes = tuple(value for key, value in micro.items() if key.startswith(WHOLE))
-        self.now = SequenceBatchInfo(self._length, wholes, micro.get(DOCUMENTS), micro.get(VALID))
-        self.randomness.rows = self.positions(self._length, next(iter(micro.values())).device)
-        self.randomness.length = self._length
+        self.now = micro.sequence
+        device = next(iter(micro.batch.values())).device
+        self.randomness.rows = self.positions(self.now.length, device)
+        self.randomness.length = self.now.length
 
     def end(self) -> None:
         """What runs from now on has whole sequences."""
-        self.now, self.randomness.rows = SequenceBatchInfo(), None
+        self.now, self.randomness.rows = SequenceInfo(), None
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """All positions, in their order, of what this rank has its part of."""
@@ -362,40 +342,3 @@ def mask_placeholder(pattern: AttentionPattern, samples: int, length: int) -> Te
     mask = torch.empty(samples, 1, length, length, dtype=torch.bool, device="meta")
     mask.weft_pattern = pattern  # type: ignore[attr-defined]
     return mask
-
-
-# ---- transformers --------------------------------------------------------------------------------
-
-
-def _stand_in_for_masks() -> None:
-    """Where transformers makes a mask for `scaled_dot_product_attention`, keep its rule if ranks
-    share the sequence."""
-    from transformers.masking_utils import (  # type: ignore[import-not-found, unused-ignore]
-        ALL_MASK_ATTENTION_FUNCTIONS,
-        AttentionMaskInterface,
-    )
-
-    original = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    if not isinstance(original, _Masks):
-        AttentionMaskInterface.register("sdpa", _Masks(original))
-
-
-class _Masks:
-    """What makes transformers' masks."""
-
-    def __init__(self, original: Callable):
-        self._original = original
-
-    def __call__(
-        self, batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
-    ) -> Tensor | None:
-        modes = reversed(function_modes())
-        shared = next(
-            (found for mode in modes if (found := getattr(mode, "sequence", None)) is not None),
-            None,
-        )
-        if shared is None or not shared.now.length:
-            made: Tensor | None = self._original(batch_size, q_length, kv_length, *args, **kwargs)
-            return made
-        mask: Tensor | None = shared.rule(batch_size, q_length, **kwargs)
-        return mask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from weft.core import (
     STAGE_AXIS,
     Action,
-    ConfigError,
     Plan,
 )
-from weft.nn import Randomness, mix_key, model_arguments
+from weft.nn import Randomness, mix_key
 from weft.parallel import (
     DATA_AXES,
     DTYPES,
@@ -28,10 +27,10 @@ from ..context_parallel.sequence import ContextParallel
 from ..fsdp import FSDPUnits
 from ..function_overrides import FunctionOverrides
 from ..grad_buckets import GradReducer
+from ..microbatch import Batch, MicroBatch
 from .stage_forward import StageForward
 from .weight_stash import WeightStash
 
-Batch = dict[str, Tensor]
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 
 
@@ -42,20 +41,18 @@ class StageModel:
     model: nn.Module
     plan: Plan
     device: torch.device
-    inputs: tuple[str, ...]
     staged: StageForward | None  # None: the model is one stage
     sequence: ContextParallel
 
     def __call__(
-        self, stage: int, batch: Batch, received: dict[int, Tensor]
+        self, stage: int, micro: MicroBatch, received: dict[int, Tensor]
     ) -> tuple[dict[int, Tensor], Any]:
         """({value: tensor} for other stages, what the model returns) where that is the last stage,
         else None."""
         with self.autocast():
-            arguments = model_arguments(self.inputs, batch)
             if self.staged is None:
-                return {}, self.model(**arguments)
-            return self.staged(stage, arguments, received)
+                return {}, self.model(**micro.arguments)
+            return self.staged(stage, micro.arguments, received)
 
     def is_last(self, stage: int) -> bool:
         return stage == self.plan.schedule.stages - 1
@@ -64,20 +61,6 @@ class StageModel:
         if self.plan.precision not in ("bf16", "fp16"):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.plan.precision])
-
-
-class MicroBatches(Sequence[Batch]):
-    """A batch in microbatches of `size` samples, each cut out when it is asked for."""
-
-    def __init__(self, batch: Batch, size: int, count: int):
-        self._batch, self._size, self._count = batch, size, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
-        start = index * self._size
-        return {key: value[start : start + self._size] for key, value in self._batch.items()}
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -90,18 +73,13 @@ def _generator(device: torch.device) -> torch.Generator:
     )
 
 
-def batch_signature(batch: Batch) -> Hashable:
-    """What the shapes of a microbatch's activations follow from."""
-    return tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(batch.items()))
-
-
 @dataclass
 class InferenceCompute:
     """Forward alone: `done(output, microbatch)` gets what the model returns, on the rank of the
     last stage."""
 
     stages: StageModel
-    micros: Sequence[Batch]
+    micros: Sequence[MicroBatch]
     done: Callable[[Any, Batch], None]
     functions: FunctionOverrides | None = None
 
@@ -111,7 +89,7 @@ class InferenceCompute:
         with self.functions or contextlib.nullcontext():
             values, output = self.stages(stage, self.micros[microbatch], received)
         if self.stages.is_last(stage):
-            self.done(output, self.micros[microbatch])
+            self.done(output, self.micros[microbatch].batch)
         return values, None
 
     def before(self, action: Action) -> None:
@@ -143,7 +121,7 @@ class TrainingCompute:
     scale: float = 1.0  # of the loss that backward starts from
     agree: dist.ProcessGroup | None = None
     step: int = 0
-    micros: Sequence[Batch] = ()
+    micros: Sequence[MicroBatch] = ()
     total: Tensor = field(init=False)
     agreed: dist.Work | None = None
     action: Action | None = None  # what runs
@@ -164,7 +142,7 @@ class TrainingCompute:
             contextlib.ExitStack()
         )  # its microbatch's weights: a backward may compute a forward again
 
-    def begin(self, step: int, micros: Sequence[Batch], scale: float) -> None:
+    def begin(self, step: int, micros: Sequence[MicroBatch], scale: float) -> None:
         self.step, self.micros, self.scale = step, micros, scale
         if self.functions is not None:
             self.functions.scale = scale
@@ -190,7 +168,7 @@ class TrainingCompute:
             if not self.stages.is_last(stage):
                 return values, None
             with self.stages.autocast():
-                loss, weight = self.loss(output, micro)
+                loss, weight = self.loss(output, micro.batch)
         counted = torch.as_tensor(weight, device=self.total.device).detach().double()
         self.total[1:3] += torch.stack([loss.detach().double(), counted])
         if (
@@ -233,18 +211,3 @@ class TrainingCompute:
         self.units.after(action, last)
         if last:
             self.reducer.close(action.stage)
-
-
-def check_batch(batch: Batch, want: int, whole: int) -> None:
-    """Refuse a batch that is not this rank's part, `want` of the `whole` batch's samples. Raises
-    ConfigError."""
-    for key, value in batch.items():
-        if value.shape[0] != want:
-            hint = (
-                "take this rank's part with engine.local(batch)"
-                if value.shape[0] == whole
-                else f"give {want}"
-            )
-            raise ConfigError(
-                f"batch[{key!r}]", tuple(value.shape), f"this rank's part is {want} samples", hint
-            )

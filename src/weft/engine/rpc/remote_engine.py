@@ -38,8 +38,9 @@ from ..context_parallel.sequence import ContextParallel
 from ..expert_load import ExpertLoad
 from ..function_overrides import FunctionOverrides
 from ..grad_norm_guard import GradNormGuard
+from ..microbatch import Batch, MicroBatch, check_batch
 from ..optimizers import ELEMENTWISE, Optimizers, scale_grads
-from ..pipeline.stage_compute import Batch, Loss, MicroBatches, StageModel, check_batch
+from ..pipeline.stage_compute import Loss, StageModel
 from ..protocol import StepResult
 from ..replica_sync.replicas import ReplicaSync
 from .calls import CallAnswer, ModuleCall, ModuleCalls, await_answer, check_unchanged, make_answer
@@ -90,7 +91,7 @@ class Remote(RemoteState):
         self.sequence = ContextParallel(
             plan, self.mesh, self.randomness, named_inputs(model), self.inputs
         )
-        self.stages = StageModel(model, plan, CPU, self.inputs, None, self.sequence)
+        self.stages = StageModel(model, plan, CPU, None, self.sequence)
         self.functions = FunctionOverrides(
             self.randomness, plan.recompute == "selective", mesh=self.mesh
         )
@@ -156,9 +157,9 @@ class Remote(RemoteState):
 
     def _step(self, batch: Batch) -> Tensor:
         """Loss, weight, norm, whether there is one, whether the step was left out."""
-        micros = MicroBatches(batch, self.plan.microbatch, self.plan.accumulate)
+        micros = self.sequence.cut(batch).split(self.plan.microbatch, self.plan.accumulate)
         squares, loss, weight = sum(
-            self._microbatch(number, micros[number]) for number in range(len(micros))
+            self._microbatch(number, micro) for number, micro in enumerate(micros)
         )
         factor, norm = self.plan.batch / weight, squares.sqrt() * self.plan.batch / weight
         normed = self.clip is not None or self.trust is not None
@@ -168,7 +169,7 @@ class Remote(RemoteState):
         self._everywhere(_finish, self.steps_done, float(factor) if taken else None)
         return torch.tensor([loss / weight, weight, norm, normed, not taken], dtype=torch.float64)
 
-    def _microbatch(self, number: int, micro: Batch) -> Tensor:
+    def _microbatch(self, number: int, micro: MicroBatch) -> Tensor:
         """Squares of the gradients' norms after the last microbatch, where asked for; the loss, and
         its weight."""
         first, size = number * self.plan.microbatch, self.plan.microbatch
@@ -181,7 +182,7 @@ class Remote(RemoteState):
             with self.functions:
                 _, output = self.stages(0, micro, {})
                 with self.stages.autocast():
-                    loss, weight = self.loss(output, micro)
+                    loss, weight = self.loss(output, micro.batch)
             root = self.calls.root(loss * self.functions.scale)
             try:
                 autograd.backward(context, [root])
@@ -252,12 +253,12 @@ class Remote(RemoteState):
         if self.here == DRIVER:
             self._mode(False)
             total = torch.zeros(2, dtype=torch.float64)
-            micros = MicroBatches(batch, self.plan.microbatch, self.plan.accumulate)
-            for micro in map(micros.__getitem__, range(len(micros))):
-                output = self.forward(micro)
+            micros = self.sequence.cut(batch).split(self.plan.microbatch, self.plan.accumulate)
+            for micro in micros:
+                output = self._forward(micro)
                 with self.stages.autocast():
                     total += torch.stack(
-                        [torch.as_tensor(each).double() for each in self.loss(output, micro)]
+                        [torch.as_tensor(each).double() for each in self.loss(output, micro.batch)]
                     )
             loss, weight = total[0] / total[1], total[1]
         return StepResult(loss, weight)
@@ -267,9 +268,12 @@ class Remote(RemoteState):
         """The model's output in evaluation mode, on the driver; None on a worker."""
         if self.here != DRIVER:
             return None
+        return self._forward(self.sequence.cut(batch))
+
+    def _forward(self, micro: MicroBatch) -> Any:
         self._mode(False)
         self.calls.begin()
-        return self.stages(0, batch, {})[1]
+        return self.stages(0, micro, {})[1]
 
     # ---- calls -----------------------------------------------------------------------------------
 
