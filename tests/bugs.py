@@ -69,7 +69,7 @@ class Catalogue:
 @cache
 def held_to(subject: Subject, layout: str) -> Reference:
     """The one-device run, or where weights are delayed the schedule's own definition."""
-    if weft.Layout.parse(layout).live("pp"):
+    if weft.Layout.parse(layout).active_axes("pp"):
         case = subject.case()
         if case.plan(case.build(), layout).schedule.versions:
             return run_delayed(case, layout, STEPS)

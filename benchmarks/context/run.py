@@ -96,7 +96,7 @@ def formula(layout: str, length: int) -> dict[str, int]:
     al. 2023; Jacobs et al. 2023): a ring sends keys and values size - 1 times each way, and their
     gradients size times."""
     parsed, item = Layout.parse(layout), 4
-    method = (parsed.option("cp") or ("ring",))[0]
+    method = (parsed.options_of("cp") or ("ring",))[0]
     ring = parsed.size("cp") if method != "ulysses" else 1
     up = parsed.size("ulysses") * (parsed.size("cp") if method == "ulysses" else 1)
     kv, positions, sent = worker.KV_HEADS, length // (ring * up), {}

@@ -56,14 +56,14 @@ def test_rank_and_coords_are_inverse() -> None:
 
 def test_peers_differ_only_on_the_named_axes() -> None:
     layout = Layout.parse("dp2.fsdp2.tp2")
-    assert layout.peers(5, "tp") == (4, 5)
-    assert layout.peers(5, "fsdp") == (5, 7)
-    assert layout.peers(5, "dp", "tp") == (0, 1, 4, 5)
-    assert layout.peers(5, "pp") == (5,)
+    assert layout.group_ranks(5, "tp") == (4, 5)
+    assert layout.group_ranks(5, "fsdp") == (5, 7)
+    assert layout.group_ranks(5, "dp", "tp") == (0, 1, 4, 5)
+    assert layout.group_ranks(5, "pp") == (5,)
     for axes in itertools.chain.from_iterable(
         itertools.combinations(layout.axes, n) for n in range(4)
     ):
-        groups = {layout.peers(rank, *axes) for rank in range(8)}
+        groups = {layout.group_ranks(rank, *axes) for rank in range(8)}
         assert sorted(rank for group in groups for rank in group) == list(range(8))  # a partition
         assert all(len(group) == layout.size(*axes) for group in groups)
 
@@ -72,7 +72,7 @@ def test_index_is_the_place_among_peers() -> None:
     layout = Layout.parse("dp2.tp2.fsdp3")
     for rank in range(layout.world):
         for axes in (("dp",), ("dp", "fsdp"), ("tp", "fsdp"), ("pp",)):
-            assert layout.peers(rank, *axes)[layout.index(rank, *axes)] == rank
+            assert layout.group_ranks(rank, *axes)[layout.index(rank, *axes)] == rank
 
 
 def test_sizes_and_live_axes() -> None:
@@ -80,10 +80,10 @@ def test_sizes_and_live_axes() -> None:
     assert layout.size("dp", "fsdp") == 2
     assert layout.size("pp") == 1
     assert layout.size() == 1
-    assert layout.live() == ("fsdp", "tp")
-    assert layout.live("dp", "tp") == ("tp",)
-    assert layout.option("tp") == ("sequence",)
-    assert layout.option("dp") == ()
+    assert layout.active_axes() == ("fsdp", "tp")
+    assert layout.active_axes("dp", "tp") == ("tp",)
+    assert layout.options_of("tp") == ("sequence",)
+    assert layout.options_of("dp") == ()
 
 
 def test_layouts_are_values() -> None:

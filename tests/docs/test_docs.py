@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from tests.docs.test_reference import load_generator
 from weft.core import RunConfig
-from weft.parallel.strategies import options_of, registry as axes
+from weft.parallel.strategies import allowed_options, registry as axes
 from weft.pipeline.schedules import registry as schedules
 from weft.sync import registry as syncs
 from weft.sync.codecs import registry as codecs
@@ -70,7 +70,7 @@ def test_every_registry_entry_has_a_row(page: str, registry: Any) -> None:
 
 def test_every_option_of_an_axis_has_a_row() -> None:
     """An option of an axis, as `+zero2`; those of `pp` are the schedules, which have their page."""
-    options = {f"+{option}" for axis in axes() if axis != "pp" for option in options_of(axis)}
+    options = {f"+{option}" for axis in axes() if axis != "pp" for option in allowed_options(axis)}
     assert options and not missing_rows(sorted(options), read(ROOT / "docs" / "layouts.md"))
 
 

@@ -145,7 +145,7 @@ def test_it_learns_in_every_codec(tmp_path: Path, pool: Pool, codec: str) -> Non
     run = written(
         tmp_path, "dp2", {**{f"sync__{k}": v for k, v in table.items()}, "train__steps": 80}
     )
-    pool.run(train, run, False, apart=[[0], [1]])
+    pool.run(train, run, False, replica_ranks=[[0], [1]])
     seen = [line["loss"] for line in lines(run) if "loss" in line]
     assert seen[-1] < 0.6 * seen[0]
     last = [line for line in lines(run) if "loss" in line][-1]
@@ -159,11 +159,11 @@ def test_a_checkpoint_is_whole_and_goes_on(tmp_path: Path, pool: Pool, axes: str
     table = {"sync__name": "parameter_server", "sync__staleness": 1, "sync__servers": 2}
     apart = weft.Layout.parse(axes).replicas()
     run = written(tmp_path, axes, {**table, "train__steps": 3})
-    pool.run(train, run, False, apart=apart)
+    pool.run(train, run, False, replica_ranks=apart)
     first = saved(run, 3)
     assert any(name.startswith("optimizer/") for name in first)
     run = written(tmp_path, axes, table)
-    pool.run(train, run, True, apart=apart)
+    pool.run(train, run, True, replica_ranks=apart)
     second = saved(run, 6)
     assert first.keys() == second.keys()
     assert (

@@ -253,10 +253,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     settings = {f"sync__{key}": value for key, value in table.items()}
     whole = written(tmp_path / "whole", axes, settings)
     apart = weft.Layout.parse(axes).replicas()
-    pool.run(train, whole, False, apart=apart)
+    pool.run(train, whole, False, replica_ranks=apart)
     part_run = written(tmp_path / "part", axes, {**settings, "train__steps": 3})
-    pool.run(train, part_run, False, apart=apart)
-    pool.run(train, written(tmp_path / "part", axes, settings), True, apart=apart)
+    pool.run(train, part_run, False, replica_ranks=apart)
+    pool.run(train, written(tmp_path / "part", axes, settings), True, replica_ranks=apart)
     want, got = saved(whole, 6), saved(part_run, 6)
     assert want.keys() == got.keys()
     assert any(key.startswith("outer/") for key in want)
@@ -267,10 +267,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 def test_another_layout_goes_on_from_the_first_replica(tmp_path: Path, pool: Pool) -> None:
     settings = {"sync__name": "diloco", "sync__period": 3}
     pool.run(
-        train, written(tmp_path, "dp2", {**settings, "train__steps": 3}), False, apart=[[0], [1]]
+        train,
+        written(tmp_path, "dp2", {**settings, "train__steps": 3}),
+        False,
+        replica_ranks=[[0], [1]],
     )
     wide = written(tmp_path, "dp2.tp2", settings)
-    pool.run(train, wide, True, apart=[[0, 1], [2, 3]])
+    pool.run(train, wide, True, replica_ranks=[[0, 1], [2, 3]])
     assert lines(wide)[-1]["step"] == 6
 
 
@@ -304,7 +307,7 @@ def test_what_is_sent_is_counted_by_the_step(tmp_path: Path, pool: Pool) -> None
         run = written(
             tmp_path / str(period), "dp2", {"sync__name": "local_sgd", "sync__period": period}
         )
-        pool.run(train, run, False, apart=[[0], [1]])
+        pool.run(train, run, False, replica_ranks=[[0], [1]])
         last = [line for line in lines(run) if "loss" in line][-1]
         sizes[period] = sum(line["sent_bytes"] for line in lines(run) if "loss" in line)
         assert last["sync_exposed_s"] >= 0

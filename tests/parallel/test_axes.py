@@ -15,7 +15,7 @@ from weft.core import REPLICA_AXIS, STAGE_AXIS, Divides, LayoutError, Unsupporte
 from weft.nn.losses import next_token
 from weft.nn.models import convnet, decoder
 from weft.parallel import axes
-from weft.parallel.strategies import axis_table, axis_with_option, options_of, registry
+from weft.parallel.strategies import allowed_options, axis_table, axis_with_option, registry
 from weft.planner.cost.hardware import Cluster
 from weft.planner.cost.layout_batch import LayoutBatch
 from weft.planner.cost.memory import stage_params
@@ -45,7 +45,7 @@ def test_lists_of_axes_follow_from_traits() -> None:
     assert axes.FEATURE_AXES == ("tp",) and axes.VOCABULARY_AXES == ("vp", "tp")
     assert axis_table().dividing(Divides.STAGES) == (STAGE_AXIS,)
     assert REPLICA_AXIS in axes.DATA_AXES and axis_with_option("sequence") == "tp"
-    assert all("ep" in options_of(axis) for axis in axes.SPREADING)
+    assert all("ep" in allowed_options(axis) for axis in axes.SPREADING)
 
 
 @pytest.mark.parametrize("layout", ["tp2.vp2", "dp2.vp2.tp2"])

@@ -146,7 +146,7 @@ def test_values_of_devices_lie_where_the_layout_puts_them() -> None:
                 **dict.fromkeys(wait_groups.device_coords(choices, rank), 0),
                 **place,
             } == wait_groups.device_coords(choices, rank)
-            highest = max(values[peer] for peer in layout.peers(rank, *within))
+            highest = max(values[peer] for peer in layout.group_ranks(rank, *within))
             assert highest in found[place.get("dp", 0), :, place.get("pp", 0)]
             assert wait_groups.stage_of(choices)[rank] == place.get("pp", 0)
 

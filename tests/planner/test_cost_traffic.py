@@ -147,7 +147,7 @@ def sends(name: str, plan: Plan) -> dict[str, float]:
 
 
 def _key(plan: Plan, comm: Collective, name: str) -> str:
-    axes, spread = comm.axis.split("."), plan.layout.live(EXPERTS)
+    axes, spread = comm.axis.split("."), plan.layout.active_axes(EXPERTS)
     experts = {routing.module for routing in seen(name).routings}
     if spread and spread != ("tp",) and comm.axis == ".".join(spread) and comm.module in experts:
         return "ep"
@@ -366,9 +366,11 @@ def test_a_periods_bytes_are_spread_over_its_steps(name: str, codec: str, share:
 def test_what_rests_on_a_rank_is_what_the_plan_says(name: str, layout: str) -> None:
     plan = laid(name, layout)
     table = plan.params()
-    options = plan.layout.option("fsdp")
+    options = plan.layout.options_of("fsdp")
     levels = {"zero1": 1, "zero2": 2}
-    level = next((levels[o] for o in options if o in levels), 3 if plan.layout.live("fsdp") else 0)
+    level = next(
+        (levels[o] for o in options if o in levels), 3 if plan.layout.active_axes("fsdp") else 0
+    )
 
     def rests(rank: int, sharded: bool) -> float:
         part, size = plan.of(rank), plan.layout.size("fsdp") if sharded else 1

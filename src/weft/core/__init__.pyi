@@ -51,6 +51,7 @@ from .layout import (
     Layout as Layout,
 )
 from .number_format import short_number as short_number
+from .outlier_filter import OutlierFilter as OutlierFilter
 from .pipeline_request import PipelineRequest as PipelineRequest
 from .plan import (
     Plan as Plan,

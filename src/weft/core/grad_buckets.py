@@ -44,15 +44,15 @@ def bucket_gradients(plan: Plan) -> list[GradBucket]:
         among = plan.holders(weight.name) if STAGE_AXIS in axes else ()
         # with a synchroniser FSDP2's hooks tell when a shard's gradient is there, where no
         # stages part its backward
-        late = (weight.name in gathered and not (plan.apart and plan.staging is None)) or len(
-            users
-        ) > 1
+        late = (
+            weight.name in gathered and not (plan.uses_custom_dp_sync and plan.staging is None)
+        ) or len(users) > 1
         owner = owned.get(weight.name, 0)
         # what ranks hold alike they encode alike: not in one message with what each has its own
         # part of
         cut = (
             tuple(a for a, p in table[weight.name].items() if p.stored != COPY)
-            if plan.apart
+            if plan.uses_custom_dp_sync
             else ()
         )
         key = (
@@ -83,7 +83,7 @@ def bucket_gradients(plan: Plan) -> list[GradBucket]:
 def gradient_owners(plan: Plan) -> dict[str, int]:
     """Parameter -> the replica that alone updates it; empty where all do."""
     sync = plan.gradient_sync
-    if not plan.apart or sync is None or not sync.updates_on_servers:
+    if not plan.uses_custom_dp_sync or sync is None or not sync.updates_on_servers:
         return {}
     trained = [w for w in plan.every or plan.weights if w.trainable]
     found = bucket_owners([prod(w.shape) for w in trained], sync.servers)

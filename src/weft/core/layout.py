@@ -124,11 +124,11 @@ class Layout:
         """Whether this option stands after any axis."""
         return any(option == written for _, written in self.options)
 
-    def option(self, axis: str) -> tuple[str, ...]:
+    def options_of(self, axis: str) -> tuple[str, ...]:
         """The options written after this axis."""
         return tuple(o for a, o in self.options if a == axis)
 
-    def live(self, *axes: str) -> tuple[str, ...]:
+    def active_axes(self, *axes: str) -> tuple[str, ...]:
         """Those of these axes (of all axes if none is named) that hold more than one rank, in
         layout order."""
         axes = self.expand(*axes)
@@ -169,7 +169,7 @@ class Layout:
         ranks = range(self.world)
         return [[r for r in ranks if self.replica_of(r) == i] for i in range(self.replica_count)]
 
-    def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
+    def group_ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from this one only on these axes, itself among them, in order."""
         coords, axes = self.coords(rank), self.expand(*axes)
         return tuple(

@@ -61,7 +61,7 @@ class Plan:
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property
-    def apart(self) -> bool:
+    def uses_custom_dp_sync(self) -> bool:
         """Whether gradients are summed over `dp` by a synchroniser, apart from what the backend
         sums."""
         return (
@@ -71,7 +71,7 @@ class Plan:
         )
 
     @property
-    def separate(self) -> bool:
+    def replicas_step_independently(self) -> bool:
         """Whether each replica on `dp` steps by itself."""
         return self.sync is not None and self.sync.independent and self.layout.replica_count > 1
 
@@ -83,7 +83,9 @@ class Plan:
         return made if made is not None and not made.plain else None
 
     def replica(self) -> Plan:
-        """The plan of one replica by itself."""
+        """The plan that one replica steps by: this one, unless replicas step independently."""
+        if not self.replicas_step_independently:
+            return self
         layout = self.layout.without(REPLICA_AXIS)
         steps = [
             replace(s, params=tuple(p for p in s.params if p.axis != REPLICA_AXIS))
@@ -95,7 +97,7 @@ class Plan:
             if s.params
             or s.input
             or s.output
-            or s.interior
+            or s.activation_sharding
             or s.attributes
             or s.gather
             or s.sequence
@@ -108,7 +110,7 @@ class Plan:
             batch=self.batch // self.layout.replica_count,
             sync=None,
             batchnorms=self.batchnorms
-            if layout.live(*self.axes.dividing(Divides.SAMPLES, Divides.POSITIONS))
+            if layout.active_axes(*self.axes.dividing(Divides.SAMPLES, Divides.POSITIONS))
             else (),
         )
 
@@ -118,7 +120,7 @@ class Plan:
         return self.staged if self.staged is not None else _accumulation(self.accumulate)
 
     @property
-    def scattered(self) -> bool:
+    def fsdp_uses_codec(self) -> bool:
         """Whether FSDP2's reduce-scatter goes through a synchroniser's codec: where there is `fsdp`
         and no `dp`."""
         live = self.layout.replica_count == 1 and any(step.gather for step in self.steps)
@@ -218,7 +220,8 @@ class Plan:
     def sliced(self, module: str) -> bool:
         """Whether the ranks of `tp` have different positions inside of a module."""
         return any(
-            s.interior == "sequence" and module.startswith(s.module + ".") for s in self.steps
+            s.activation_sharding == "sequence" and module.startswith(s.module + ".")
+            for s in self.steps
         )
 
     @property
@@ -273,7 +276,7 @@ class Plan:
             for axis, p in table[name].items()
             if p.grad == SUM
             and p.stored == COPY
-            and not (gathered and axis == REPLICA_AXIS and not self.apart)
+            and not (gathered and axis == REPLICA_AXIS and not self.uses_custom_dp_sync)
         ]
         return (*axes, STAGE_AXIS) if len(self.holders(name)) > 1 else tuple(axes)
 

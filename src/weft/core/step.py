@@ -158,8 +158,8 @@ class ExpertDispatch:
 
 @dataclass(frozen=True)
 class Step:
-    """What one strategy asks of one module. `interior`: how activations are cut once the input
-    boundary is passed.
+    """What one strategy asks of one module. `activation_sharding`: how activations are cut once
+    the input boundary is passed.
 
     `attributes` are the module's own numbers that become local (a stored head count). `sequence`:
     of the whole model.
@@ -170,7 +170,7 @@ class Step:
     params: tuple[Param, ...] = ()
     input: Boundary | None = None
     output: Boundary | None = None
-    interior: ActivationSharding | None = None
+    activation_sharding: ActivationSharding | None = None
     attributes: tuple[tuple[str, int], ...] = ()
     gather: FSDPUnit | None = None
     sequence: SequenceShard | None = None

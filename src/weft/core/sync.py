@@ -49,7 +49,7 @@ class SyncEveryStep:
         """Whether this is the backend's all-reduce without a codec."""
         return self.route == "backend" and self.codec.name == "identity"
 
-    def peers(self, size: int, index: int = 0) -> ReplicaView:
+    def replica_view(self, size: int, index: int = 0) -> ReplicaView:
         """How a codec sees the `size` replicas. Owners sum for all by themselves."""
         return ReplicaView(size, index, sharded=self.route != "owners")
 
@@ -90,7 +90,7 @@ class LocalSteps:
     updates_on_servers = False
     bucket_bytes = BUCKET_BYTES
 
-    def peers(self, size: int, index: int = 0) -> ReplicaView:
+    def replica_view(self, size: int, index: int = 0) -> ReplicaView:
         """How a codec sees the `size` replicas."""
         return ReplicaView(size, index, sharded=True)
 
@@ -120,7 +120,7 @@ class AsyncServers:
     updates_on_servers = True
     bucket_bytes = BUCKET_BYTES
 
-    def peers(self, size: int, index: int = 0) -> ReplicaView:
+    def replica_view(self, size: int, index: int = 0) -> ReplicaView:
         """How a codec sees a server (index 0) and a worker."""
         return ReplicaView(size, index, sharded=False)
 

@@ -187,7 +187,9 @@ class CheckpointState:
         replica."""
         layout, coords = self._plan.layout, self._mesh.coords
         cut = layout.expand(*cut)
-        copies = [axis for axis in layout.live() if axis not in (*cut, STAGE_AXIS, REPLICA_AXIS)]
+        copies = [
+            axis for axis in layout.active_axes() if axis not in (*cut, STAGE_AXIS, REPLICA_AXIS)
+        ]
         here = coords.get(STAGE_AXIS, 0) == holders[0]
         here &= REPLICA_AXIS in cut or coords.get(REPLICA_AXIS, 0) == replica
         return self._replicas.writes and here and all(coords[axis] == 0 for axis in copies)

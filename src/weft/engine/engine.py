@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from weft.core import (
     EXPERTS,
     LocalShard,
+    OutlierFilter,
     Plan,
     Segment,
     data_rank_indices,
@@ -36,7 +37,6 @@ from .expert_load import ExpertLoad
 from .fsdp import FSDPUnits
 from .function_overrides import FunctionOverrides
 from .grad_buckets import GradReducer
-from .grad_norm_guard import GradNormGuard
 from .grad_update import GradUpdate
 from .inference import Inference, unsharded_output
 from .microbatch import Batch, check_batch
@@ -117,8 +117,8 @@ class Engine:
     ):
         device = torch.device(device) if device is not None else own_device()
         check_request(plan, clip, device)
-        self.global_plan, self.plan = plan, plan.replica() if plan.separate else plan
-        plan, company = self.plan, company if self.global_plan.separate else None
+        self.global_plan, self.plan = plan, plan.replica()
+        plan, company = self.plan, company if self.global_plan.replicas_step_independently else None
         self.mesh = make_mesh(self.global_plan, plan, device, company)
         self.data_rank = self.global_plan.layout.index(self.mesh.place, *DATA_AXES)
         self.data_size = self.global_plan.data_size
@@ -129,7 +129,7 @@ class Engine:
         self.trace: list | None = None  # where the pipeline's actions are recorded, if anywhere
         self.replicas = make_replica_sync(self.global_plan, self.mesh, company, optimizer)
         share_initial(model, self.mesh, self.replicas)
-        if self.global_plan.separate and self.replicas.index:
+        if self.global_plan.replicas_step_independently and self.replicas.index:
             seed = mix_key(seed, self.replicas.index)  # its samples have numbers of their own
         feature_part = self.mesh.index(*FEATURE_AXES), self.mesh.size(*FEATURE_AXES)
         self.randomness = Randomness(seed, *feature_part)
@@ -142,7 +142,7 @@ class Engine:
             require_positionwise(loss)
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
         before = None
-        if sample is not None and plan.layout.live(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
+        if sample is not None and plan.layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
             unsharded = StageModel(model, plan, device, None, self.sequence)
             before = unsharded_output(unsharded, sample)
         self._shard()
@@ -211,10 +211,10 @@ class Engine:
             self.updates,
             self.state.owned,
             clip,
-            GradNormGuard(skip) if skip is not None else None,
+            OutlierFilter(skip),
         )
         if plan.staging is not None and not self._update.wants_norm and not self.reducer.buckets:
-            self._training.agree = self.mesh.group(*plan.layout.live())
+            self._training.agree = self.mesh.group(*plan.layout.active_axes())
 
     # ---- one step --------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class ExpertLoad:
         active = torch.tensor(
             [self.active.get(name, 0) for name in self._counts], device=every.device
         )
-        live = self._mesh.layout.live()
+        live = self._mesh.layout.active_axes()
         if live:
             group = self._mesh.group(*live)
             dist.all_reduce(every, group=group)

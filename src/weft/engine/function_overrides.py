@@ -177,8 +177,8 @@ class FunctionOverrides(TorchFunctionMode):
             raise UnsupportedModel(
                 "dropout", p, problem, 'leave that out and set train.recompute = "full"'
             )
-        within = self.loads is not None and self.loads.inside and not self.randomness.apart
-        if within and self.mesh is not None and self.mesh.layout.live():
+        within = self.loads is not None and self.loads.inside and not self.randomness.own_count
+        if within and self.mesh is not None and self.mesh.layout.active_axes():
             problem = "it drops within experts, whose rows are others on every layout"
             raise UnsupportedModel(
                 "dropout", p, problem, "put it after the experts, or set it to 0"
@@ -212,20 +212,22 @@ class FunctionOverrides(TorchFunctionMode):
         core: Callable = F.scaled_dot_product_attention
         if self._shared():
             assert self.sequence is not None
-            site, interior = (
+            site, activation_sharding = (
                 self.randomness.site() if dropout > 0.0 else 0,
-                self.randomness.interior,
+                self.randomness.activation_sharding,
             )
             keep = (
-                partial(self._kept, dropout, site, interior, list(self.randomness.samples))
+                partial(
+                    self._kept, dropout, site, activation_sharding, list(self.randomness.samples)
+                )
                 if site
                 else None
             )
             core = partial(self.sequence.attention, keep=keep)
         elif dropout > 0.0:
             # the mask is drawn for this site, so a recomputed core draws the same one
-            site, interior = self.randomness.site(), self.randomness.interior
-            core = lambda *a, **k: plain_attention(self.randomness, interior, site, *a, **k)  # noqa: E731
+            site, activation_sharding = self.randomness.site(), self.randomness.activation_sharding
+            core = partial(plain_attention, self.randomness, activation_sharding, site)
         if self.selective and torch.is_grad_enabled():
             self.attention_cores += 1
             return checkpoint(core, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -238,7 +240,9 @@ class FunctionOverrides(TorchFunctionMode):
         self.routed = True
         counts = count_choices(index, experts)[1:]
         axes = (
-            (*TOKEN_AXES, *FEATURE_AXES) if self.randomness.interior == "sequence" else TOKEN_AXES
+            (*TOKEN_AXES, *FEATURE_AXES)
+            if self.randomness.activation_sharding == "sequence"
+            else TOKEN_AXES
         )
         group = self.mesh.group(*axes) if self.mesh is not None else None
         if group is not None:
@@ -254,7 +258,7 @@ class FunctionOverrides(TorchFunctionMode):
             self.loads.choose(index, experts)
         group = (
             self.mesh.group(*FEATURE_AXES)
-            if self.mesh is not None and self.randomness.interior == "sequence"
+            if self.mesh is not None and self.randomness.activation_sharding == "sequence"
             else None
         )
         if group is not None:
@@ -277,7 +281,7 @@ class FunctionOverrides(TorchFunctionMode):
         self,
         p: float,
         site: int,
-        interior: Any,
+        activation_sharding: Any,
         samples: list[int],
         heads: tuple[int, int, int],
         queries: tuple[int, int],
@@ -285,9 +289,9 @@ class FunctionOverrides(TorchFunctionMode):
         device: torch.device,
     ) -> Tensor:
         """Factors of the weights between two stretches, in backward as in forward."""
-        draws = replace(self.randomness, interior=interior, samples=samples)
+        draws = replace(self.randomness, activation_sharding=activation_sharding, samples=samples)
         first, count, all_heads = heads
-        if interior == "heads":
+        if activation_sharding == "heads":
             first, all_heads = first + draws.index * all_heads, all_heads * draws.size
         keep = draws.keep_weights((first, count, all_heads), queries, keys, p, site, device)
         return keep.to(torch.float64).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
@@ -299,7 +303,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def plain_attention(
     randomness: Randomness,
-    interior: Any,
+    activation_sharding: Any,
     site: int,
     query: Tensor,
     key: Tensor,
@@ -330,11 +334,11 @@ def plain_attention(
             if attn_mask.dtype == torch.bool
             else scores + attn_mask
         )
-    now, randomness.interior = randomness.interior, interior
+    now, randomness.activation_sharding = randomness.activation_sharding, activation_sharding
     seen = (scores > float("-inf")).any(
         -1, keepdim=True
     )  # what sees nothing gets nothing, as of torch's own
     weights = torch.softmax(scores.masked_fill(~seen, 0.0), -1).masked_fill(~seen, 0.0)
     weights = randomness.dropout(weights, dropout_p, site)
-    randomness.interior = now
+    randomness.activation_sharding = now
     return weights @ value

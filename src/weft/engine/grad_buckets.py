@@ -78,7 +78,7 @@ class GradReducer:
             group = mesh.group(*bucket.axes, among=bucket.among)
             assert group is not None
             within: dist.ProcessGroup | None = group
-            if plan.apart and REPLICA_AXIS in bucket.axes:
+            if plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes:
                 within = mesh.group(
                     *(axis for axis in bucket.axes if axis != REPLICA_AXIS), among=bucket.among
                 )
@@ -92,7 +92,9 @@ class GradReducer:
                 size = local_tensor(p).numel()
                 views.append(flat[offset : offset + size].view(local_tensor(p).shape))
                 offset += size
-            number = len(crossing) if plan.apart and REPLICA_AXIS in bucket.axes else None
+            number = (
+                len(crossing) if plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes else None
+            )
             made = FilledBucket(
                 group,
                 within,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from weft.core import (
     STAGE_AXIS,
+    OutlierFilter,
     Plan,
 )
 from weft.parallel import (
@@ -22,7 +23,6 @@ from weft.parallel import (
 )
 
 from .grad_buckets import GradReducer, local_tensor
-from .grad_norm_guard import GradNormGuard
 from .module_trail import ModuleTrail, diverged
 from .optimizers import scale_grads
 from .pipeline.stage_compute import TrainingCompute
@@ -74,8 +74,8 @@ class GradUpdate:
     copies: Mapping[str, int]
     updates: Callable[[str], bool]
     owned: bool  # owners alone update, and send weights back
-    clip: float | None = None
-    guard: GradNormGuard | None = None
+    clip: float | None
+    norm_filter: OutlierFilter
     loss_scale: LossScale = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,9 @@ class GradUpdate:
 
     @property
     def wants_norm(self) -> bool:
-        return self.clip is not None or self.guard is not None or self.loss_scale.dynamic
+        return (
+            self.clip is not None or self.norm_filter.limit is not None or self.loss_scale.dynamic
+        )
 
     def __call__(self, missing: list, step: int) -> StepResult:
         """Take the step. `missing`: parameters that no gradient reached on this rank."""
@@ -141,24 +143,23 @@ class GradUpdate:
             trail = [self.trail.hash, self.trail.hash**2] if plan.staging is None else [0, 0]
             total[3:] = torch.tensor([len(missing), *trail], dtype=torch.float64)
             if plan.layout.world > 1:
-                dist.all_reduce(total, group=self.mesh.group(*plan.layout.live()))
+                dist.all_reduce(total, group=self.mesh.group(*plan.layout.active_axes()))
         total[1:3] /= plan.layout.world // plan.layout.size(*TOKEN_AXES, STAGE_AXIS)
 
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds of this beside tensors."""
         scale = self.loss_scale
         found = {"loss_scale": scale.value, "good_steps": scale.good_steps}
-        return found | ({"norms": [*self.guard.norms]} if self.guard is not None else {})
+        return found | {"norms": [*self.norm_filter.recent]}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Go on from what `scalars` returned."""
         scale = self.loss_scale
         scale.value, scale.good_steps = float(scalars["loss_scale"]), int(scalars["good_steps"])
-        if self.guard is not None:
-            self.guard.remember(scalars.get("norms", ()))
+        self.norm_filter.restore(scalars.get("norms", ()))
 
     def _is_outlier(self, norm: Tensor | None) -> bool:
-        return self.guard is not None and norm is not None and not self.guard(float(norm))
+        return norm is not None and self.norm_filter.reject(float(norm)) is not None
 
     def _apply(self) -> None:
         for name, p in self.params.items():

@@ -40,7 +40,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Refuse an optimizer that needs whole tensors where the plan shards them. Raises
     ConfigError."""
     cut = axis_table().dividing(Divides.STATE, Divides.FEATURES, Divides.VOCABULARY)
-    sharded = plan.layout.live(*cut)
+    sharded = plan.layout.active_axes(*cut)
     if sharded and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
             "optimizer.name",

@@ -20,7 +20,9 @@ class ReplicatedBuffers:
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, absent: set[str]):
         self._mesh = mesh
-        self._buffers = _unsynced(model, plan, absent) if plan.layout.live(*TOKEN_AXES) else []
+        self._buffers = (
+            _unsynced(model, plan, absent) if plan.layout.active_axes(*TOKEN_AXES) else []
+        )
 
     @property
     def nbytes(self) -> list[int]:

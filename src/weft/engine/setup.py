@@ -71,14 +71,18 @@ def make_mesh(
     """
     sync, ranks = global_plan.sync, range(plan.layout.world)
     shared = [b.among for rank in ranks for b in bucket_gradients(plan.of(rank)) if b.among]
-    groups = sync.groups(global_plan.layout.replica_count) if sync and global_plan.apart else ()
+    groups = (
+        sync.groups(global_plan.layout.replica_count)
+        if sync and global_plan.uses_custom_dp_sync
+        else ()
+    )
     return Mesh(
         global_plan.layout,
         device,
         shared=shared,
         pairs=_stage_pairs(plan),
         replicas=groups,
-        apart=(REPLICA_AXIS,) if global_plan.separate else (),
+        independent_axes=(REPLICA_AXIS,) if global_plan.replicas_step_independently else (),
         replica=company.replica if company is not None else None,
     )
 
@@ -100,7 +104,7 @@ def share_initial(model: nn.Module, mesh: Mesh, replicas: ReplicaSync) -> None:
         for tensor in tensors if group is not None else ():
             start_async(dist.broadcast(tensor, group=group, group_src=0, async_op=True)).wait()
 
-    live = mesh.layout.live()
+    live = mesh.layout.active_axes()
     share(mesh.group(*live) if live else None)
     replicas.share_initial(share)
 

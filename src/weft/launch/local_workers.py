@@ -129,15 +129,16 @@ class Pool:
         *args: Any,
         world: int | None = None,
         timeout: float | None = None,
-        apart: Sequence[Sequence[int]] = (),
+        replica_ranks: Sequence[Sequence[int]] = (),
     ) -> list[Any]:
         """`function(*args)` on the first `world` processes (all if left out); the results in rank
         order.
 
-        After `timeout` seconds WorkerDied says where every rank hangs. `apart`: the ranks of each
-        replica, where replicas are worlds of their own (as of `replicas.run`). Errors as of `run`.
+        After `timeout` seconds WorkerDied says where every rank hangs. `replica_ranks`: the ranks
+        of each replica, where replicas are worlds of their own (as of `replicas.run`). Errors as
+        of `run`.
         """
-        world = sum(map(len, apart)) or (len(self._workers) if world is None else world)
+        world = sum(map(len, replica_ranks)) or (len(self._workers) if world is None else world)
         if not 1 <= world <= len(self._workers):
             raise ValueError(f"{world} ranks in a pool of {len(self._workers)} processes")
         for index, worker in enumerate(self._workers):
@@ -160,8 +161,8 @@ class Pool:
             for rank in range(world)
         ]
         try:
-            with replica_store() if apart else nullcontext((None, None)) as (store, _):
-                for replica, ranks in enumerate(apart):
+            with replica_store() if replica_ranks else nullcontext((None, None)) as (store, _):
+                for replica, ranks in enumerate(replica_ranks):
                     for index, rank in enumerate(ranks):
                         seat = (
                             WorkerSlot(store.port, replica, 0, world) if store is not None else None

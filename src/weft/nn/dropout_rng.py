@@ -58,12 +58,12 @@ class Randomness:
     size: int = 1
     step: int = 0
     samples: list[int] = field(default_factory=list)
-    interior: ActivationSharding = "whole"
+    activation_sharding: ActivationSharding = "whole"
     rows: Tensor | None = None
     length: int = 0
     place: int = 0
     calls: int = 0
-    apart: bool = False  # whether a module runs that counts its own calls wherever it is called
+    own_count: bool = False  # whether a module runs that counts its own calls wherever it is called
     recomputed: bool = (
         False  # whether weft's own recomputation runs a block, which repeats its masks
     )
@@ -73,12 +73,16 @@ class Randomness:
     def begin(self, step: int, samples: list[int]) -> None:
         """A microbatch begins."""
         self.step, self.samples = step, samples
-        self.place, self.calls, self.interior, self.apart = 0, 0, "whole", False
+        self.place, self.calls, self.activation_sharding, self.own_count = 0, 0, "whole", False
 
-    def enter(self, name: str, interior: ActivationSharding) -> None:
+    def enter(self, name: str, activation_sharding: ActivationSharding) -> None:
         """The module `name` begins: its calls are counted anew, so that a recomputed module repeats
         them."""
-        self.place, self.calls, self.interior = zlib.crc32(name.encode()), 0, interior
+        self.place, self.calls, self.activation_sharding = (
+            zlib.crc32(name.encode()),
+            0,
+            activation_sharding,
+        )
 
     def site(self) -> int:
         """A key for the next call."""
@@ -113,16 +117,16 @@ class Randomness:
         """The dim that counts this rank's positions, where ranks share the sequence."""
         if self.rows is None or len(shape) < 2:
             return None
-        dim = 2 if self.interior == "heads" and len(shape) == 4 else 1
+        dim = 2 if self.activation_sharding == "heads" and len(shape) == 4 else 1
         return dim if shape[dim] * (self.size if sharded == dim else 1) == len(self.rows) else None
 
     def sharded_dim(self, ndim: int) -> int | None:
         """The dim of an activation that is cut at this place of the program."""
-        if self.size == 1 or self.interior == "whole":
+        if self.size == 1 or self.activation_sharding == "whole":
             return None
-        if self.interior == "sequence":
+        if self.activation_sharding == "sequence":
             return 1 if ndim > 2 else 0
-        return 1 if self.interior == "heads" and ndim == 4 else ndim - 1
+        return 1 if self.activation_sharding == "heads" and ndim == 4 else ndim - 1
 
     def keep(self, shape: torch.Size, p: float, site: int, device: torch.device) -> Tensor:
         """A bool mask of this shape, each element true with probability 1 - p."""

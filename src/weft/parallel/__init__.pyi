@@ -35,9 +35,9 @@ from .predict_comms import (
     predict_collectives as predict_collectives,
 )
 from .strategies import (
+    allowed_options as allowed_options,
     axis_table as axis_table,
     axis_with_option as axis_with_option,
-    options_of as options_of,
     registry as registry,
 )
 from .wire_sizes import (

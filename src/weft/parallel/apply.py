@@ -98,7 +98,11 @@ def parallelize(
             _leave(module, step, mesh, randomness, plan)
     for name in plan.batchnorms:
         _replace(model, name, BatchNorm.of(modules[name], mesh.group(*TOKEN_AXES)))
-    interiors = {step.module: step.interior for step in plan.steps if step.interior is not None}
+    interiors = {
+        step.module: step.activation_sharding
+        for step in plan.steps
+        if step.activation_sharding is not None
+    }
     recomputed = set(plan.recomputed())
     for block in plan.blocks:
         module = modules[block]
@@ -219,8 +223,8 @@ def _enter(
 ) -> tuple[tuple, dict]:
     """Take the first floating-point tensor among the arguments over the boundary, or all."""
     assert step.input is not None
-    if step.interior is not None:
-        randomness.interior = step.interior
+    if step.activation_sharding is not None:
+        randomness.activation_sharding = step.activation_sharding
     if step.input.every:
         boundary = step.input
 
@@ -257,7 +261,7 @@ def _flat(boundary: Boundary, x: Tensor, step: Step) -> Boundary:
     be one dim, and come in another order then, which is nothing to what looks at each by itself."""
     if x.ndim != 2 or Shard(1) not in boundary.outside.values():
         return boundary
-    if step.interior == "heads":
+    if step.activation_sharding == "heads":
         raise UnsupportedModel(
             "layout",
             step.module,
@@ -297,7 +301,7 @@ def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, pl
         cut = {Shard(0), Shard(1)} & {
             *boundary.outside.values()
         }  # samples and positions may be one dim
-        randomness.interior = "sequence" if cut else "whole"
+        randomness.activation_sharding = "sequence" if cut else "whole"
         return _typed(y, boundary, mesh, total) if boundary.typed else y
 
     if (
@@ -344,11 +348,16 @@ def _typed(y: Tensor, boundary: Boundary, mesh: Mesh, total: int | None) -> Tens
 
 
 def _in_place(
-    forward: Callable, randomness: Randomness, name: str, interior: Any, *args: Any, **kwargs: Any
+    forward: Callable,
+    randomness: Randomness,
+    name: str,
+    activation_sharding: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     outside = randomness.place, randomness.calls
-    randomness.enter(name, interior)
-    if interior == "sequence":
+    randomness.enter(name, activation_sharding)
+    if activation_sharding == "sequence":
         _alone(name, args, kwargs)
     out = forward(*args, **kwargs)
     randomness.place, randomness.calls = (
@@ -362,11 +371,11 @@ def _counted(
 ) -> Any:
     """A module's forward, whose dropout masks are the same wherever in the order of the others it
     comes."""
-    outside = randomness.place, randomness.calls, randomness.apart
-    randomness.enter(name, randomness.interior)
-    randomness.apart = True
+    outside = randomness.place, randomness.calls, randomness.own_count
+    randomness.enter(name, randomness.activation_sharding)
+    randomness.own_count = True
     out = forward(*args, **kwargs)
-    randomness.place, randomness.calls, randomness.apart = outside
+    randomness.place, randomness.calls, randomness.own_count = outside
     return out
 
 
@@ -425,7 +434,11 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     for step in units:
         gather = step.gather
         assert gather is not None
-        axes = (gather.axis,) if plan.apart else mesh.layout.live(REPLICA_AXIS, gather.axis)
+        axes = (
+            (gather.axis,)
+            if plan.uses_custom_dp_sync
+            else mesh.layout.active_axes(REPLICA_AXIS, gather.axis)
+        )
         offload = (
             CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
             if gather.offload

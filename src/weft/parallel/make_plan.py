@@ -37,7 +37,7 @@ from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
 from .sequence_checks import check_shared_sequence
-from .strategies import StepsRequest, axis_table, options_of, registry
+from .strategies import StepsRequest, allowed_options, axis_table, registry
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
@@ -134,12 +134,12 @@ def plan_from_request(request: PlanRequest) -> Plan:
     steps: list[Step] = []
     typed = loss is not None and accepts_sharded_logits(loss)
     asked = StepsRequest(model, weights, found, layout, typed)
-    spread = axis_table().dividing(Divides.EXPERTS) if layout.live(EXPERTS) else ()
-    for axis in dict.fromkeys((*layout.live(), *spread)):
+    spread = axis_table().dividing(Divides.EXPERTS) if layout.active_axes(EXPERTS) else ()
+    for axis in dict.fromkeys((*layout.active_axes(), *spread)):
         for strategy in registry()[axis]:
             steps += strategy.steps(asked)
     _check_shared(model, weights, steps, layout)
-    if layout.live(*SEQUENCE_AXES):
+    if layout.active_axes(*SEQUENCE_AXES):
         check_shared_sequence(request, layout, found, steps)
     blocks = tuple(b for blocks in found.blocks for b in blocks)
     _check_recompute(request.recompute, blocks)
@@ -148,7 +148,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         for n, m in model.named_modules()
         if isinstance(m, _BatchNorm) and (m.training or not model.training)
     )
-    synced = norms if request.sync_batchnorm and layout.live(*TOKEN_AXES) else ()
+    synced = norms if request.sync_batchnorm and layout.active_axes(*TOKEN_AXES) else ()
     staging, staged = None, None
     counted = tuple(each.shared for each in found.experts if each.shared)
     if layout.stage_ranks > 1:
@@ -173,7 +173,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         if sync is not None and not sync.plain
         else []
     )
-    if layout.live(*FEATURE_AXES):
+    if layout.active_axes(*FEATURE_AXES):
         notes += [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
     if staged is not None:
         notes.append(bubble_note(staged))
@@ -207,7 +207,7 @@ def _units(
         again = blocks[::recompute]
     units = {s.module: "sharding" for s in steps if s.gather is not None and s.module}
     units |= dict.fromkeys(again, "recompute")
-    if layout.live(*FEATURE_AXES):
+    if layout.active_axes(*FEATURE_AXES):
         units |= {chain_module(chain): "tensor parallelism" for chain in roles.chains}
     if layout.has_option("sequence"):
         units |= dict.fromkeys(blocks, "sequence parallelism")
@@ -290,7 +290,7 @@ def _check_layout(layout: Layout) -> None:
             raise LayoutError(
                 "layout", str(layout), f"there is no axis {axis!r}", nearest(axis, table.names)
             )
-    if twice := table.twice_divided(layout.live()):
+    if twice := table.twice_divided(layout.active_axes()):
         first, second, what = twice
         raise LayoutError(
             "layout",
@@ -299,7 +299,7 @@ def _check_layout(layout: Layout) -> None:
             "keep one of the two",
         )
     for axis, option in layout.options:
-        known = options_of(axis)
+        known = allowed_options(axis)
         if option not in known:
             raise LayoutError(
                 "layout",

@@ -25,8 +25,8 @@ class Mesh:
 
     `shared`: sets of positions on `pp` whose ranks have something to reduce together; `pairs`:
     positions (lower, higher) between which messages go. `replicas`: groups for a synchroniser, each
-    as the parts that the positions on `dp` are in; `lanes` are this rank's. `apart`: axes of the
-    layout whose ranks go each their own way: this is the mesh of one of them, with its own ranks
+    as the parts that the positions on `dp` are in; `lanes` are this rank's. `independent_axes`:
+    axes whose ranks step independently: this is the mesh of one of them, with its own ranks
     from 0. `replica`: the position on `dp` of this process, where the processes of a replica have a
     world to themselves.
     """
@@ -39,13 +39,13 @@ class Mesh:
         shared: Iterable[tuple[int, ...]] = (),
         pairs: Iterable[tuple[int, int]] = (),
         replicas: Iterable[Iterable[Iterable[int]]] = (),
-        apart: tuple[str, ...] = (),
+        independent_axes: tuple[str, ...] = (),
         replica: int | None = None,
     ):
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         self.whole, self.layout, self.device = (
             layout,
-            layout.without(*apart) if apart else layout,
+            layout.without(*independent_axes) if independent_axes else layout,
             device,
         )
         self._here = (
@@ -65,7 +65,7 @@ class Mesh:
                 **{**self.layout.coords(self._world_rank), REPLICA_AXIS: replica}
             )
         self.coords = {
-            axis: c for axis, c in layout.coords(self.place).items() if axis not in apart
+            axis: c for axis, c in layout.coords(self.place).items() if axis not in independent_axes
         }
         self.rank = self.layout.rank(**self.coords)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
@@ -104,9 +104,9 @@ class Mesh:
                 self.lanes += [group for group in made if group is not None]
 
     def _make(self, axes: tuple[str, ...]) -> None:
-        live = self.layout.live(*axes) if axes else ()
+        live = self.layout.active_axes(*axes) if axes else ()
         if live and live not in self._groups and self.device_mesh is not None:
-            if live == self._here.live() and dist.group.WORLD is not None:
+            if live == self._here.active_axes() and dist.group.WORLD is not None:
                 self._groups[live] = dist.group.WORLD
             elif len(live) == 1:
                 self._groups[live] = self.device_mesh.get_group(live[0])
@@ -143,7 +143,7 @@ class Mesh:
         can be partial."""
         seen = set()
         for others in ((), *PARTIAL):
-            axes = self.layout.live(*others, STAGE_AXIS)
+            axes = self.layout.active_axes(*others, STAGE_AXIS)
             if axes not in seen:
                 seen.add(axes)
                 group = self._new(axes, among)
@@ -156,7 +156,7 @@ class Mesh:
 
         `among`: only those at these positions on `pp`.
         """
-        live = self.layout.live(*axes) if axes else ()
+        live = self.layout.active_axes(*axes) if axes else ()
         if among:
             return self._among[live, among]
         return self._groups[live] if live else None

@@ -56,7 +56,7 @@ def check_stages(
             f"{staged.name} updates each stage by itself, and a loss scale is of all",
             "use bf16 or fp32, or a synchronous schedule such as 1f1b",
         )
-    if layout.live(*STATE_AXES):
+    if layout.active_axes(*STATE_AXES):
         raise LayoutError(
             "layout",
             str(layout),

@@ -79,14 +79,18 @@ def predict_collectives(
                 comms += _attention(plan, core, microbatch, itemsize)
     comms += gather_comms(plan, plan.layout.coords(rank), crossings, unreached)
     for bucket in bucket_gradients(plan):
-        axis, names = ".".join(plan.layout.live(*bucket.axes)), bucket.names
-        apart = plan.apart and REPLICA_AXIS in bucket.axes
+        axis, names = ".".join(plan.layout.active_axes(*bucket.axes)), bucket.names
+        apart = plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes
         within = [a for a in bucket.axes if not (apart and a == REPLICA_AXIS)]
         if within:
             nbytes = bucket_bytes(plan, names, rank)
             comms.append(
                 Collective(
-                    "all_reduce", ".".join(plan.layout.live(*within)), nbytes, "reduce", names[0]
+                    "all_reduce",
+                    ".".join(plan.layout.active_axes(*within)),
+                    nbytes,
+                    "reduce",
+                    names[0],
                 )
             )
         if apart:
@@ -95,19 +99,21 @@ def predict_collectives(
             comms.append(Collective("all_reduce", axis, 4 * len(names), "reduce", names[0]))
     comms += _messages(whole, rank, values or {})
     comms += update_comms(plan, rank, itemsize)
-    data = plan.layout.live(*DATA_AXES)
-    if tokens := plan.layout.live(*TOKEN_AXES):
+    data = plan.layout.active_axes(*DATA_AXES)
+    if tokens := plan.layout.active_axes(*TOKEN_AXES):
         comms += [
             Collective("broadcast", ".".join(tokens), nbytes, "step", "") for nbytes in buffers
         ]
     biases = [
         e.size for e in asked if e.what == "bias" and plan.stage_of(e.module) in whole.stages(rank)
     ]
-    if biases and (axis := ".".join(plan.layout.live(*plan.token_axes))):
+    if biases and (axis := ".".join(plan.layout.active_axes(*plan.token_axes))):
         comms.append(Collective("all_reduce", axis, sum(biases) * itemsize, "step", ""))
-    if plan.layout.live():
+    if plan.layout.active_axes():
         comms.append(
-            Collective("all_reduce", ".".join(plan.layout.live()), STATISTICS_BYTES, "step", "")
+            Collective(
+                "all_reduce", ".".join(plan.layout.active_axes()), STATISTICS_BYTES, "step", ""
+            )
         )
     if plan.staging is not None and any(step.gather is not None for step in plan.steps):
         comms.append(Collective("all_reduce", ".".join(data), TRAIL_BYTES, "step", ""))
@@ -290,7 +296,7 @@ def _dispatch(
     """Tokens that go to their experts and come back, in forward and backward, and how many they
     are."""
     step = next((s for s in plan.steps if s.dispatch and s.module == routing.module), None)
-    axis = ".".join(plan.layout.live(EXPERTS))
+    axis = ".".join(plan.layout.active_axes(EXPERTS))
     if step is None or not axis:
         return
     index, size = routing.index, plan.layout.size(EXPERTS)
@@ -313,7 +319,7 @@ def _dispatch(
         return rows[:, held] // each
 
     here = (
-        sum(int((routed(peer) == mine).sum()) for peer in plan.layout.peers(rank, EXPERTS))
+        sum(int((routed(peer) == mine).sum()) for peer in plan.layout.group_ranks(rank, EXPERTS))
         * routing.width
         * itemsize
     )
@@ -332,7 +338,7 @@ def _of_all_tokens(plan: Plan, asked: GateQuery, microbatch: int) -> Iterator[Co
     Capacity: which choices a sequence has, gathered from the ranks that have parts of it."""
     sliced = plan.sliced(asked.module)
     times = ("forward", *("recompute",) * _recomputations(plan, asked.module, microbatch))
-    axis = ".".join(plan.layout.live(*TOKEN_AXES, *(FEATURE_AXES if sliced else ())))
+    axis = ".".join(plan.layout.active_axes(*TOKEN_AXES, *(FEATURE_AXES if sliced else ())))
     if asked.what == "shares" and axis:
         yield from (
             Collective("all_reduce", axis, asked.size * 8, when, asked.module) for when in times
@@ -367,7 +373,7 @@ def _statistics(
     crossing = crossings.get(name)
     if crossing is None or crossing.entered is None:
         return
-    axis = ".".join(plan.layout.live(*TOKEN_AXES))
+    axis = ".".join(plan.layout.active_axes(*TOKEN_AXES))
     nbytes = crossing.entered[0] * max(4, itemsize)
     recomputed = ("recompute", "recompute") * _recomputations(plan, name, microbatch)
     back = ("backward", "backward") if crossing.needs_grad else ()

@@ -29,7 +29,7 @@ def update_comms(plan: Plan, rank: int, itemsize: int) -> Iterator[Collective]:
     microbatch's loss."""
     if not plan.schedule.versions:
         return
-    table, data = plan.params(), ".".join(plan.layout.live(*TOKEN_AXES))
+    table, data = plan.params(), ".".join(plan.layout.active_axes(*TOKEN_AXES))
     for action in plan.schedule.order[plan.layout.stage_of(rank)]:
         if action.kind == "F" and action.stage == plan.schedule.stages - 1 and data:
             yield Collective("all_reduce", data, 8, "forward", "(loss)")
@@ -37,7 +37,7 @@ def update_comms(plan: Plan, rank: int, itemsize: int) -> Iterator[Collective]:
         used = plan.staging.stages[action.stage].weights if plan.staging is not None else ()
         for weight in plan.weights if action.kind == "U" else ():
             partial = plan.reduced_over(weight.name, table)
-            axes = plan.layout.live(*partial) if partial else ()
+            axes = plan.layout.active_axes(*partial) if partial else ()
             if axes and weight.trainable and weight.name in used:
                 count = prod(plan.local_shape(weight, table, plan.layout.coords(rank)))
                 together[axes, weight.dtype] += count + 1  # whether there is a gradient
@@ -55,7 +55,7 @@ def replica_comms(plan: Plan, bucket: GradBucket, rank: int) -> Iterator[Collect
     weights = {w.name: w for w in plan.weights}
     shapes = [_stored_shape(plan, weights[name], table, rank) for name in bucket.names]
     itemsize = weights[bucket.names[0]].dtype.itemsize
-    peers = sync.peers(size, here)
+    peers = sync.replica_view(size, here)
     for asked in sync.codec.asks(shapes, peers, itemsize) if numel_of(shapes) else ():
         for kind, nbytes in request_traffic(sync.route, sync.local, asked, peers, bucket.owner):
             yield Collective(kind, REPLICA_AXIS, nbytes, "reduce", bucket.names[0])
@@ -97,15 +97,15 @@ def gather_comms(
         for _ in range(uses[gather.gathered]):
             yield Collective("all_gather", gather.axis, gathered, "gather", step.module)
         for _ in range(plan.accumulate if gather.reduced == "microbatch" else 1):
-            if reduced and not plan.scattered:
+            if reduced and not plan.fsdp_uses_codec:
                 yield Collective("reduce_scatter", gather.axis, reduced, "reduce", step.module)
             elif reduced and (sync := plan.gradient_sync):
                 item = next(weights[name].dtype.itemsize for name in padded)
-                peers = sync.peers(size)
+                peers = sync.replica_view(size)
                 for asked in sync.codec.scatter_asks(reduced // item // size, peers, item):
                     for kind, nbytes in request_traffic("backend", 1, asked, peers, 0):
                         yield Collective(kind, gather.axis, nbytes, "reduce", step.module)
-        if reduced and plan.layout.replica_count > 1 and not plan.apart:
+        if reduced and plan.layout.replica_count > 1 and not plan.uses_custom_dp_sync:
             yield Collective("all_reduce", REPLICA_AXIS, reduced // size, "reduce", step.module)
 
 

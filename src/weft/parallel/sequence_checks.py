@@ -37,7 +37,7 @@ def check_shared_sequence(
     def refuse(problem: str, fix: str) -> None:
         raise UnsupportedModel("layout", str(layout), problem, fix)
 
-    axis = layout.live(*SEQUENCE_AXES)[0]
+    axis = layout.active_axes(*SEQUENCE_AXES)[0]
     if loss is not None and not is_positionwise(loss):
         refuse(
             f"the loss is not known to be a sum over positions, and {axis} parts them",

@@ -108,7 +108,7 @@ def unsplit_blocks(blocks: Sequence[str], points: Sequence[str]) -> list[str]:
 
 def schedule_of(layout: Layout) -> str | None:
     """The schedule that a layout names, or None. Raises LayoutError."""
-    found = layout.option(STAGE_AXIS)
+    found = layout.options_of(STAGE_AXIS)
     if len(found) > 1:
         raise ConfigError(
             "layout", str(layout), f"{' and '.join(found)} at once", "choose one schedule"

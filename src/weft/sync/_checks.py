@@ -56,7 +56,7 @@ def check_sync(
             f"{staged.name} updates each stage by itself, and sums its gradients with the backend",
             'use name = "allreduce" and codec = "identity", or a synchronous schedule such as 1f1b',
         )
-    if size == 1 and not layout.live(*axes.dividing(Divides.STATE)):
+    if size == 1 and not layout.active_axes(*axes.dividing(Divides.STATE)):
         return [f"[sync] {sync.name}, {sync.codec.name}: one replica has nothing to synchronise"]
     if precision == "fp16" and not sync.independent and sync.codec.keeps_residual:
         raise ConfigError(
@@ -67,7 +67,7 @@ def check_sync(
         )
     if isinstance(sync, LocalSteps | AsyncServers):
         return _check_separate(layout, sync, precision)
-    if size == 1 and layout.live(*axes.dividing(Divides.STATE)):
+    if size == 1 and layout.active_axes(*axes.dividing(Divides.STATE)):
         if sync.route != "backend":
             raise ConfigError(
                 "sync.name",
@@ -82,7 +82,9 @@ def check_sync(
                 "has no reduce-scatter, which is how fsdp sums gradients",
                 "use bf16, fp16, int8, int4 or sign, or dp beside fsdp",
             )
-        cut = ".".join(layout.live(*axes.dividing(Divides.FEATURES, Divides.VOCABULARY)) or ())
+        cut = ".".join(
+            layout.active_axes(*axes.dividing(Divides.FEATURES, Divides.VOCABULARY)) or ()
+        )
         if cut and isinstance(sync.codec, MessageCodec):
             raise ConfigError(
                 "sync.codec",

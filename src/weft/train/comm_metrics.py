@@ -54,7 +54,7 @@ class CommMetrics:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._live = bool(engine.global_plan.layout.live())
+        self._live = bool(engine.global_plan.layout.active_axes())
         self._mark = (0.0, 0.0, 0.0)
         self._steps = self._tokens = 0
         self._seen: object = None
@@ -85,7 +85,7 @@ class CommMetrics:
         if (
             tokens.group is not None
         ):  # what travels to experts is other in every step, and counted by itself
-            axis = ".".join(layout.live(EXPERTS))
+            axis = ".".join(layout.active_axes(EXPERTS))
             found[axis] -= wire_bytes(
                 "all_to_all", tokens.came_bytes - before, layout.size(EXPERTS)
             )
@@ -123,7 +123,7 @@ class CommMetrics:
             return None
         outer, by_axis = self._engine.replicas.traffic, dict(self.by_axis)
         if self._engine.dispatch.group is not None:
-            axis = ".".join(self._engine.global_plan.layout.live(EXPERTS))
+            axis = ".".join(self._engine.global_plan.layout.active_axes(EXPERTS))
             by_axis[axis] += self._engine.dispatch.sent_bytes / self._steps
         if outer is not None:
             by_axis[REPLICA_AXIS] = by_axis.get(REPLICA_AXIS, 0.0) + outer.sent_bytes / self._steps

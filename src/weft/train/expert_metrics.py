@@ -72,7 +72,7 @@ class ExpertMetrics:
         traffic, mesh = self._engine.dispatch, self._engine.mesh
         own = [float(traffic.sent_bytes), traffic.clock.exposed_s, traffic.clock.busy_s]
         most = torch.tensor(own, dtype=torch.float64, device=mesh.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group(*mesh.layout.live()))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group(*mesh.layout.active_axes()))
         nbytes, exposed, busy = most.tolist()
         return nbytes, exposed, busy
 

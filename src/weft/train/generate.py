@@ -74,7 +74,7 @@ def generate(
         drawn = torch.multinomial(
             (logits.double().cpu() / TEMPERATURE).softmax(-1), 1, generator=generator
         )
-        if engine.global_plan.layout.live():
+        if engine.global_plan.layout.active_axes():
             dist.broadcast(drawn, src=0)
         made.append(int(drawn))
     return made

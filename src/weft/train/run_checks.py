@@ -58,7 +58,9 @@ def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan
         check_codec(made, each)
         _check_workers(run, bare, each)
     for each in plans:
-        period = each.sync.period if each.sync is not None and each.separate else 1
+        period = (
+            each.sync.period if each.sync is not None and each.replicas_step_independently else 1
+        )
         if period > run.train.steps:
             problem = f"the run ends after {run.train.steps} steps, before any synchronisation"
             raise ConfigError("sync.period", period, problem, f"use at most {run.train.steps}")
@@ -131,7 +133,7 @@ def plan_without_weights(
             )
     sync = made.sync
     if run.train.skip is not None and sync is not None:
-        if sync.asynchronous and made.separate:
+        if sync.asynchronous and made.replicas_step_independently:
             problem = f"{sync.name} updates weights at a server, for each replica at another time"
             raise ConfigError(
                 "train.skip", run.train.skip, problem, "leave it out, or use staleness = 0"
@@ -159,7 +161,7 @@ def _check_rollback(run: RunConfig, made: Plan) -> None:
             f"{made.schedule.name} keeps older weights beside those of a checkpoint",
             f"{fix}, or use 1f1b",
         )
-    elif made.separate:
+    elif made.replicas_step_independently:
         problem = f"replicas under {run.sync.name} are at different steps, and none goes back alone"
     if problem:
         raise ConfigError("train.rollback", run.train.rollback, problem, fix)

@@ -63,7 +63,7 @@ class TraceRecorder:
             dist.all_gather_object(everyone, self._steps)
         if engine.mesh.rank != 0 or not self._steps:
             return None
-        ranks = [everyone[rank] for rank in engine.plan.layout.peers(0, STAGE_AXIS)]
+        ranks = [everyone[rank] for rank in engine.plan.layout.group_ranks(0, STAGE_AXIS)]
         schedule = engine.plan.schedule
         recorded = [*zip(*ranks, strict=True)]  # step -> rank -> spans
         measured = Timeline.of(

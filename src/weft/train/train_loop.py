@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from weft.checkpoint import CHECKPOINTS, AsyncCheckpointer, Retention, latest_step
-from weft.core import CheckpointError, LocalShard, RunConfig, WeftError
+from weft.core import CheckpointError, LocalShard, OutlierFilter, RunConfig, WeftError
 from weft.engine import StepResult, TrainingEngine
 
 from . import build
 from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
 from .data import Loader
 from .expert_metrics import ExpertMetrics
-from .loss_spikes import LossSpikeDetector
 from .metrics import Metrics, StepTimer, highest_over_ranks, peak_memory_bytes
 from .progress import Progress
 from .restore_run import LEFT_OUT, LOSSES, restore_engine
@@ -63,7 +62,7 @@ class TrainLoop:
     ] = ()  # replicas that took part when it was last logged, where some may be left out
     first: int = field(init=False)  # the number of the first step that is taken
     saver: AsyncCheckpointer = field(default_factory=AsyncCheckpointer)
-    spikes: LossSpikeDetector = field(init=False)
+    spikes: OutlierFilter = field(init=False)
     traffic: CommMetrics | RpcMetrics = field(init=False)
     gates: ExpertMetrics = field(init=False)
     clock: StepTimer = field(default_factory=StepTimer)
@@ -74,7 +73,7 @@ class TrainLoop:
         self.first = self.engine.steps_done + 1
         self.traffic = comm_metrics_of(self.engine)
         self.gates = ExpertMetrics(self.engine)
-        self.spikes = LossSpikeDetector(self.run.train.rollback)
+        self.spikes = OutlierFilter(self.run.train.rollback)
 
     def __call__(self, interrupt: StopRequest) -> bool:
         """Take all steps that are left; whether it was interrupted before the last."""
@@ -171,7 +170,7 @@ class TrainLoop:
                 )
             if left_out:
                 continue
-            spike = self.spikes.judge(loss)
+            spike = self.spikes.reject(loss)
             if spike is not None:
                 return f"the loss of step {number} {spike}"
             if not math.isfinite(loss):
@@ -203,7 +202,7 @@ class TrainLoop:
         self.engine.optimizer.state.clear()  # it is made anew, as of the checkpoint
         scalars = restore_engine(self.engine, folder, kept)
         self.passed += step - kept
-        self.spikes.remember(scalars.get(LOSSES, ()))
+        self.spikes.restore(scalars.get(LOSSES, ()))
         if self.metrics is not None:
             self.metrics.back_to(kept)
         batches = f"{step - kept} batches are" if step - kept > 1 else "1 batch is"

@@ -147,7 +147,7 @@ def _train(
             shares=shares,
             passed=left_out,
         )
-        loop.spikes.remember(scalars.get(LOSSES, ()))
+        loop.spikes.restore(scalars.get(LOSSES, ()))
         if isinstance(engine, Remote):
             engine.heard = partial(
                 watchdog.beat, "a call"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from weft.core import Layout, Refusal, RunConfig
-from weft.parallel import options_of, registry
+from weft.parallel import allowed_options, registry
 from weft.train import build_dataset, build_skeleton, plan_without_weights, with_layout
 
 
@@ -20,7 +20,7 @@ def runnable_layouts(
     """
     bare, train, choices = build_skeleton(run), build_dataset(run), []
     for axis in registry():
-        options = ["", *(f"+{option}" for option in options_of(axis))]
+        options = ["", *(f"+{option}" for option in allowed_options(axis))]
         sizes = [size for size in range(2, world + 1) if world % size == 0]
         choices.append(["", *(f"{axis}{size}{option}" for size in sizes for option in options)])
     found, last = [], None

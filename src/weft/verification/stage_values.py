@@ -45,12 +45,12 @@ def stage_value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[
 def _parts(plan: Plan, maker: str, shape: tuple[int, ...]) -> int:
     """Over how many ranks a value is divided that leaves this module."""
     edges = {s.module for s in plan.steps if s.by == "sequence" and s.output is not None}
-    inside = {s.module for s in plan.steps if s.interior == "sequence"} - edges
+    inside = {s.module for s in plan.steps if s.activation_sharding == "sequence"} - edges
     sequence = maker in inside and plan.layout.has_option("sequence")
     tables = [
         s
         for s in plan.steps
-        if s.interior == "heads" and s.input is None and s.module.startswith(maker + ".")
+        if s.activation_sharding == "heads" and s.input is None and s.module.startswith(maker + ".")
     ]
     heads = {p.cut.units for s in tables for p in s.params if p.cut is not None}
     return plan.layout.size(*FEATURE_AXES) if sequence or shape[-3:-2] in heads else 1

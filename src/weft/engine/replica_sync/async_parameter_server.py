@@ -143,7 +143,7 @@ class ParameterServer:
             kind = int(ask[0])
             if kind == PUSH:
                 grad = torch.zeros_like(self._flat)
-                peers = sync.peers(2, 0)  # the server itself has nothing to add
+                peers = sync.replica_view(2, 0)  # the server itself has nothing to add
                 with torch.no_grad(), _messages():
                     run_reduction(
                         sync.codec.reduce(grad, codec, self._part.shapes, peers), wire, None
@@ -372,7 +372,7 @@ class AsyncWorker:
 
     @torch.no_grad()
     def _exchange(self, grads: dict[str, Tensor], rates: dict[str, float]) -> None:
-        peers = self._sync.peers(2, 1)
+        peers = self._sync.replica_view(2, 1)
         for link in self._links.values():
             reached = [float(name in grads) for name in link.part.names]
             parts = [

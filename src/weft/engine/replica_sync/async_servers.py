@@ -100,7 +100,7 @@ class AsyncServerReplicas(IndependentReplicas):
                 trained.steps_done,
             )
         trained.optimizer.state.clear()  # it is the servers' from now on
-        live = trained.mesh.layout.live()
+        live = trained.mesh.layout.active_axes()
         steps = torch.tensor(self.worker.connect(trained.steps_done))
         if live:  # servers of its ranks may have counted differently
             dist.all_reduce(steps, dist.ReduceOp.MAX, group=trained.mesh.group(*live))

@@ -55,7 +55,7 @@ class BucketExchange:
 
     def __init__(self, sync: SyncEveryStep, mesh: Mesh, parcels: Sequence[BucketMessage]):
         self._codec, self._parcels = sync.codec, parcels
-        self._peers = sync.peers(mesh.size(REPLICA_AXIS), mesh.index(REPLICA_AXIS))
+        self._peers = sync.replica_view(mesh.size(REPLICA_AXIS), mesh.index(REPLICA_AXIS))
         self.scale: Tensor | None = None  # as of Peers
         self.states: list[CodecState] = [sync.codec.state(p.shapes, p.flat) for p in parcels]
         self._polled: PolledExchange | None = None
@@ -153,7 +153,7 @@ def codec_scatters(plan: Plan, units: FSDPUnits) -> dict[str, FSDPReduceScatter]
     """Unit -> its reduce-scatter through the plan's codec, which FSDP2 then uses; empty where FSDP2
     reduces gradients as they are."""
     found: dict[str, FSDPReduceScatter] = {}
-    if plan.scattered and plan.sync is not None:
+    if plan.fsdp_uses_codec and plan.sync is not None:
         for unit in units:
             like = unit.reduced()
             if like is not None:

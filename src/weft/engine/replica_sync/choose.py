@@ -25,7 +25,7 @@ def make_replica_sync(
         optimizers: makes the optimizer of a server.
     """
     index, sync = plan.layout.replica_of(mesh.place), plan.sync
-    if not plan.separate or not isinstance(sync, LocalSteps | AsyncServers):
+    if not plan.replicas_step_independently or not isinstance(sync, LocalSteps | AsyncServers):
         return ReplicaSync(index)
     # replicas that share a world write one checkpoint, of the first one's
     writes = company is not None or index == 0

@@ -108,7 +108,7 @@ class LocalStepReplicas(IndependentReplicas):
     def _all_ranks(self, well: bool) -> bool:
         """Whether it is so on all ranks of the replica."""
         mesh = self._trained.mesh
-        live, found = mesh.layout.live(), torch.tensor(int(well))
+        live, found = mesh.layout.active_axes(), torch.tensor(int(well))
         if live:
             dist.all_reduce(found, dist.ReduceOp.MIN, group=mesh.group(*live))
         return bool(found)

@@ -171,7 +171,7 @@ class OuterOptimizer:
 
         @torch.no_grad()
         def work(meeting: ExchangeRound) -> None:
-            peers = self._sync.peers(meeting.size, meeting.index)
+            peers = self._sync.replica_view(meeting.size, meeting.index)
             for message, state in zip(fragment.messages, kept, strict=True):
                 for key, value in state.items():
                     message.state[key].copy_(value)

@@ -39,7 +39,7 @@ class ModuleCall:
     samples: tuple[int, int]  # of the microbatch: from, to
     place: int  # of dropout, as in `Randomness`
     calls: int
-    apart: bool
+    own_count: bool
     number: int  # of the call in its microbatch
     modes: tuple[bool, ...]  # whether each module inside is training
 

@@ -24,6 +24,7 @@ from weft.core import (
     DRIVER,
     ConfigError,
     LayoutError,
+    OutlierFilter,
     Plan,
     UnsupportedModel,
     WeftError,
@@ -37,7 +38,6 @@ from weft.pipeline import tensors_in
 from ..context_parallel.sequence import ContextParallel
 from ..expert_load import ExpertLoad
 from ..function_overrides import FunctionOverrides
-from ..grad_norm_guard import GradNormGuard
 from ..microbatch import Batch, MicroBatch, check_batch
 from ..optimizers import ELEMENTWISE, Optimizers, scale_grads
 from ..pipeline.stage_compute import Loss, StageModel
@@ -83,7 +83,7 @@ class Remote(RemoteState):
         self.here = self.places.names[rank]
         self.plan = self.global_plan = replace(plan, notes=(*plan.notes, str(self.places)))
         self.model, self.loss, self.clip = model, loss, clip
-        self.trust = GradNormGuard(skip) if skip is not None else None
+        self.norm_filter = OutlierFilter(skip)
         self.inputs = tuple(inputs) if inputs is not None else named_inputs(model)
         self.mesh = Mesh(plan.layout, CPU, alone=True)
         self.replicas = ReplicaSync()
@@ -95,18 +95,15 @@ class Remote(RemoteState):
         self.functions = FunctionOverrides(
             self.randomness, plan.recompute == "selective", mesh=self.mesh
         )
-        self.functions.scale = (
-            1.0 / plan.batch
-        )  # a constant divisor: the true mean is taken at the end
-        self.around: tuple[
-            Callable[[], AbstractContextManager], ...
-        ] = ()  # entered where a worker runs its modules
+        # a constant divisor: the true mean is taken at the end
+        self.functions.scale = 1.0 / plan.batch
+        # entered where a worker runs its modules
+        self.around: tuple[Callable[[], AbstractContextManager], ...] = ()
         self.heard: Callable[[], None] = lambda: None  # told of every call that a worker answers
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
         self._training: bool | None = None  # the mode that the model is in
-        self.dispatch = parallelize(
-            plan, model, self.mesh, self.randomness
-        )  # names places of dropout, recomputes
+        # names places of dropout, recomputes
+        self.dispatch = parallelize(plan, model, self.mesh, self.randomness)
         drop_remote_weights(model, self.places, self.here)
         for name, worker in self.places.modules.items():
             if worker != self.here:  # hooks run where the module lives
@@ -158,12 +155,11 @@ class Remote(RemoteState):
     def _step(self, batch: Batch) -> Tensor:
         """Loss, weight, norm, whether there is one, whether the step was left out."""
         micros = self.sequence.cut(batch).split(self.plan.microbatch, self.plan.accumulate)
-        squares, loss, weight = sum(
-            self._microbatch(number, micro) for number, micro in enumerate(micros)
-        )
+        found = [self._microbatch(number, micro) for number, micro in enumerate(micros)]
+        squares, loss, weight = sum(found)
         factor, norm = self.plan.batch / weight, squares.sqrt() * self.plan.batch / weight
-        normed = self.clip is not None or self.trust is not None
-        taken = self.trust is None or self.trust(float(norm))
+        normed = self.wants_norm
+        taken = self.norm_filter.reject(float(norm)) is None
         if self.clip is not None:
             factor = factor * torch.clamp(self.clip / (norm + 1e-6), max=1.0)
         self._everywhere(_finish, self.steps_done, float(factor) if taken else None)
@@ -189,14 +185,16 @@ class Remote(RemoteState):
             except RuntimeError as error:
                 failed = RuntimeError(f"the backward of step {self.steps_done} failed: {error}")
                 raise self.calls.refused or failed from error
-            last = number == self.plan.accumulate - 1 and (
-                self.clip is not None or self.trust is not None
-            )
+            last = number == self.plan.accumulate - 1 and self.wants_norm
             squares = sum(self._everywhere(_collect, context, self.steps_done, last))
         counted = torch.as_tensor(weight).detach().double()
         return torch.stack(
             [torch.tensor(squares, dtype=torch.float64), loss.detach().double(), counted]
         )
+
+    @property
+    def wants_norm(self) -> bool:
+        return self.clip is not None or self.norm_filter.limit is not None
 
     def _everywhere(self, function: Callable, *args: Any) -> list[Any]:
         """What `function(*args)` gives in every process, the driver's own first."""
@@ -253,13 +251,11 @@ class Remote(RemoteState):
         if self.here == DRIVER:
             self._mode(False)
             total = torch.zeros(2, dtype=torch.float64)
-            micros = self.sequence.cut(batch).split(self.plan.microbatch, self.plan.accumulate)
-            for micro in micros:
+            for micro in self.sequence.cut(batch).split(self.plan.microbatch, self.plan.accumulate):
                 output = self._forward(micro)
                 with self.stages.autocast():
-                    total += torch.stack(
-                        [torch.as_tensor(each).double() for each in self.loss(output, micro.batch)]
-                    )
+                    found = self.loss(output, micro.batch)
+                total += torch.stack([torch.as_tensor(each).double() for each in found])
             loss, weight = total[0] / total[1], total[1]
         return StepResult(loss, weight)
 
@@ -299,7 +295,7 @@ class Remote(RemoteState):
             samples,
             draws.place,
             draws.calls,
-            draws.apart,
+            draws.own_count,
             self.calls.number,
             tuple(module.training for module in self.model.get_submodule(name).modules()),
         )
@@ -319,7 +315,7 @@ class Remote(RemoteState):
             module.training = training  # a forward may have set it
         draws = self.randomness
         draws.begin(call.step, [*range(*call.samples)])
-        draws.place, draws.calls, draws.apart = call.place, call.calls, call.apart
+        draws.place, draws.calls, draws.own_count = call.place, call.calls, call.own_count
         enabled, dtype = call.autocast
         with ExitStack() as stack:
             for each in self.around:
@@ -379,7 +375,7 @@ def _finish(step: int, factor: float | None) -> None:
 
 def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
     """Refuse what does not go with workers. Raises Refusal."""
-    if plan.layout.live():
+    if plan.layout.active_axes():
         problem = (
             "workers hold whole modules, and there is one driver: no ranks to lay anything over"
         )

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from weft.core import (
     LocalShard,
+    OutlierFilter,
     Segment,
     WorkerPlacement,
     cut_segments,
     whole_shard,
 )
 
-from ..grad_norm_guard import GradNormGuard
 from ..optimizers import make_state
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ class RemoteState:
     here: str
     params: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
-    trust: GradNormGuard | None
+    norm_filter: OutlierFilter
     loss_scale: float
     steps_done: int
     _absent_buffers: set[str]
@@ -57,12 +57,11 @@ class RemoteState:
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors."""
         found = {"steps_done": self.steps_done, "loss_scale": self.loss_scale, "good_steps": 0}
-        return found | ({"norms": [*self.trust.norms]} if self.trust is not None else {})
+        return found | {"norms": [*self.norm_filter.recent]}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         self.steps_done = int(scalars["steps_done"])
-        if self.trust is not None:
-            self.trust.remember(scalars.get("norms", ()))
+        self.norm_filter.restore(scalars.get("norms", ()))
 
     def segments(self, name: str) -> list[list[Segment]]:
         """Per dim of a parameter that lives here: all of it."""

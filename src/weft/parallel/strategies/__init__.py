@@ -35,7 +35,7 @@ def axis_table() -> AxisTable:
     return AxisTable(dict(sorted(found.items(), key=lambda item: item[1].order)))
 
 
-def options_of(axis: str) -> Mapping[str, str]:
+def allowed_options(axis: str) -> Mapping[str, str]:
     """The options that may follow an axis -> what each does."""
     found = {name: text for m in registry()[axis] for name, text in m.OPTIONS.items()}
     return found | (_SPREADS_EXPERTS if axis_table().traits[axis].spreads_experts else {})
@@ -43,7 +43,7 @@ def options_of(axis: str) -> Mapping[str, str]:
 
 def axis_with_option(option: str) -> str:
     """The axis that this option may follow."""
-    return next(axis for axis in axis_table().names if option in options_of(axis))
+    return next(axis for axis in axis_table().names if option in allowed_options(axis))
 
 
 def _modules() -> Iterator[ModuleType]:

@@ -30,11 +30,11 @@ OPTIONS: Mapping[str, str] = {
 def steps(request: StepsRequest) -> Iterator[Step]:
     """One Step on the whole model."""
     layout = request.layout
-    methods = tuple(option for option in layout.option(AXIS) if option != "ep") or ("ring",)
+    methods = tuple(option for option in layout.options_of(AXIS) if option != "ep") or ("ring",)
     if len(methods) > 1:
         fix = "choose one; ulysses beside cp divides within each rank of the ring"
         raise LayoutError("layout", str(layout), f"{' and '.join(methods)} at once", fix)
-    if methods[0] == "ulysses" and layout.live("ulysses"):
+    if methods[0] == "ulysses" and layout.active_axes("ulysses"):
         raise LayoutError(
             "layout",
             str(layout),

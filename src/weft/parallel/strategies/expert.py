@@ -57,7 +57,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
             "it takes modules with num_experts, called with (tokens, experts, weights), that hold"
             " all experts' weights",
         )
-    if "ep" in layout.option("tp") and "sequence" not in layout.option("tp"):
+    if "ep" in layout.options_of("tp") and "sequence" not in layout.options_of("tp"):
         raise LayoutError(
             "layout",
             str(layout),
@@ -68,7 +68,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     inside = tuple(block + "." for stack in roles.stacks() for block in stack)
     for experts in roles.experts:
         module, count = experts.module, experts.count
-        if "ep" in layout.option("tp") and not module.startswith(inside):
+        if "ep" in layout.options_of("tp") and not module.startswith(inside):
             raise UnsupportedModel(
                 "layout",
                 str(layout),

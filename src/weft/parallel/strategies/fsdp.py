@@ -46,7 +46,7 @@ OPTIONS: Mapping[str, str] = {
 def steps(request: StepsRequest) -> Iterator[Step]:
     """One Step per unit, inner units before the rest of the model."""
     layout, roles, weights = request.layout, request.roles, request.weights
-    options = layout.option(AXIS)
+    options = layout.options_of(AXIS)
     levels = [o for o in options if o.startswith("zero")] or ["zero3"]
     if len(levels) > 1:
         raise LayoutError("layout", str(layout), f"{' and '.join(levels)} at once", "choose one")

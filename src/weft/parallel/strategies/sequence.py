@@ -24,7 +24,7 @@ OPTIONS: Mapping[str, str] = {
 def steps(request: StepsRequest) -> Iterator[Step]:
     """The edges of every region, and the gradients that are partial inside."""
     layout, roles = request.layout, request.roles
-    if "sequence" not in layout.option(AXIS):
+    if "sequence" not in layout.options_of(AXIS):
         return
     stacks = roles.stacks()
     if not stacks:
@@ -69,4 +69,4 @@ def steps(request: StepsRequest) -> Iterator[Step]:
                 w.name for w in alike if w.name.startswith(block + ".") and w.name not in cut
             ]
             params = tuple(Param(name, AXIS, COPY, COPY, SUM) for name in partial)
-            yield Step(block, "sequence", params=params, interior="sequence")
+            yield Step(block, "sequence", params=params, activation_sharding="sequence")

@@ -52,14 +52,14 @@ def steps(request: StepsRequest) -> Iterator[Step]:
             "tensor parallelism finds no attention, feed-forward or embedding to cut in this model",
             'use dp or fsdp, or declare [roles] such as "blocks.*.up" = "column"',
         )
-    sequence = "sequence" in layout.option(AXIS)
+    sequence = "sequence" in layout.options_of(AXIS)
     residual: Placement = Shard(1) if sequence else COPY
     blocks = [block for stack in roles.stacks() for block in stack]
     for chain in roles.chains:
         in_stack = any(chain.row.startswith(block + ".") for block in blocks)
         _check_modules(model, chain, size)
         yield from _chain(chain, size, layout, residual if in_stack else COPY, names)
-    for experts in roles.experts if "ep" not in layout.option(AXIS) else ():
+    for experts in roles.experts if "ep" not in layout.options_of(AXIS) else ():
         in_stack = any(experts.module.startswith(block + ".") for block in blocks)
         yield from _inside(experts, size, layout, Shard(0) if sequence and in_stack else COPY)
     yield from vocabulary_steps(request, AXIS, "tensor")
@@ -69,7 +69,7 @@ def _chain(
     chain: Chain, size: int, layout: Layout, outside: Placement, names: Mapping[str, str]
 ) -> Iterator[Step]:
     _check(chain, size, layout)
-    interior: ActivationSharding = "heads" if chain.heads else "features"
+    activation_sharding: ActivationSharding = "heads" if chain.heads else "features"
     entry = Boundary({AXIS: outside}, {AXIS: COPY})
     local = {
         **dict.fromkeys(HEADS, max(1, chain.heads // size)),
@@ -78,7 +78,7 @@ def _chain(
     if chain.heads:
         local |= dict.fromkeys(GROUPS, local[HEADS[0]] // local[KV_HEADS[0]])
     if chain.entry is not None:
-        yield Step(chain.entry, "tensor", input=entry, interior=interior)
+        yield Step(chain.entry, "tensor", input=entry, activation_sharding=activation_sharding)
     for module, attributes in dict(chain.attributes).items():
         new = tuple((key, old // size if key in WIDTHS else local[key]) for key, old in attributes)
         yield Step(module, "tensor", attributes=new)
@@ -89,7 +89,13 @@ def _chain(
             bias = DimShard(0, cut.parts, cut.units)
             params.append(_weight(f"{column}.bias", bias, size, names))
         own = entry if chain.entry is None else None
-        yield Step(column, "tensor", tuple(params), input=own, interior=interior if own else None)
+        yield Step(
+            column,
+            "tensor",
+            tuple(params),
+            input=own,
+            activation_sharding=activation_sharding if own else None,
+        )
     cut = chain.cuts[chain.row]
     params = [_weight(f"{chain.row}.weight", cut, size, names)]
     if f"{chain.row}.bias" in names:
@@ -103,7 +109,7 @@ def _chain(
             table,
             "tensor",
             (_weight(f"{table}.weight", chain.cuts[table], size, names),),
-            interior=interior,
+            activation_sharding=activation_sharding,
         )
     for name in chain.inner:
         # used whole on this rank's heads alone
@@ -129,7 +135,12 @@ def _inside(experts: ExpertsRole, size: int, layout: Layout, outside: Placement)
             Boundary({AXIS: outside}, {AXIS: SUM}),
         )
         yield Step(
-            experts.module, "tensor", tuple(params), input=entry, output=left, interior="features"
+            experts.module,
+            "tensor",
+            tuple(params),
+            input=entry,
+            output=left,
+            activation_sharding="features",
         )
 
 

@@ -127,7 +127,7 @@ def _shares(sync: Sync, size: int, item: int) -> dict[str, float]:
     """Kind of exchange -> bytes of a rank's messages, over those of the plain tensor; what goes to
     owners apart."""
     found: dict[str, float] = {}
-    asks = sync.codec.asks([(ROWS, SAMPLE // ROWS)], sync.peers(size), item, SETTLED)
+    asks = sync.codec.asks([(ROWS, SAMPLE // ROWS)], sync.replica_view(size), item, SETTLED)
     if sync.updates_on_servers:
         # what is not yet the last goes back as it came, and then the weights, which no codec makes
         # small

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from weft.core import STAGE_AXIS, Layout, LayoutError, nearest
-from weft.parallel import axis_table, options_of
+from weft.parallel import allowed_options, axis_table
 from weft.pipeline import schedules
 
 from ..cost.layout_batch import AXES
@@ -23,7 +23,7 @@ def searched_options(axis: str) -> tuple[str, ...]:
     """The options of an axis that a search knows: schedules that need nothing of their own, and no
     second way to write another axis."""
     other_axes = axis_table().traits[axis].written_as
-    known = tuple(option for option in options_of(axis) if option not in other_axes)
+    known = tuple(option for option in allowed_options(axis) if option not in other_axes)
     if axis == STAGE_AXIS:
         return tuple(schedules.builtin_schedules())
     return known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from weft.core.run_config import RunConfig
 from weft.launch import local_workers
 from weft.launch.local_workers import Pool
 from weft.train import run_checks
-from weft.train.loss_spikes import LEAST, WINDOW, LossSpikeDetector
 from weft.train.trainer import train
 
 BATCH, SIZE, BAD, KEPT = (
@@ -71,7 +69,7 @@ def settings(**more: Any) -> dict[str, Any]:
         **common,
         "checkpoint__every": 8,
         "checkpoint__keep": 9,
-        "data__build": "tests.train.test_loss_spikes:Spoilt",
+        "data__build": "tests.train.test_rollback:Spoilt",
         **more,
     }
 
@@ -110,7 +108,7 @@ def test_a_spike_is_undone_and_its_samples_left_out(
         40 - KEPT
     )
     other = make(
-        tmp_path / "passed", lies, **settings(data__build="tests.train.test_loss_spikes:Passed")
+        tmp_path / "passed", lies, **settings(data__build="tests.train.test_rollback:Passed")
     )
     trained(other, False)
     once, again = saved(run, 40), saved(other, 40)
@@ -127,7 +125,7 @@ def test_a_run_that_cannot_get_past_it_ends(tmp_path: Path) -> None:
         train(
             make(
                 tmp_path / "nan",
-                **settings(train__rollback=1.5, train__loss="tests.train.test_loss_spikes:broken"),
+                **settings(train__rollback=1.5, train__loss="tests.train.test_rollback:broken"),
             ),
             False,
         )
@@ -135,28 +133,6 @@ def test_a_run_that_cannot_get_past_it_ends(tmp_path: Path) -> None:
 
 def broken(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return output.sum() * torch.nan, torch.ones(())
-
-
-def test_what_is_a_spike() -> None:
-    spikes = LossSpikeDetector(2.0)
-    assert (
-        spikes.judge(math.inf) == "is inf" and spikes.judge(100.0) is None
-    )  # nothing to compare with
-    for _ in range(2, LEAST):
-        assert spikes.judge(1.0) is None
-    assert spikes.judge(9.0) is None  # one too few
-    assert spikes.judge(2.0) is None and spikes.judge(2.1) == "is 2.1, where 1 is usual"
-    spikes.remember([1.0] * (LEAST - 1))
-    assert spikes.judge(9.0) is None
-    spikes = LossSpikeDetector(2.0)
-    for number in range(LEAST + WINDOW):
-        assert spikes.judge(1.0 if number < LEAST else 2.0) is None
-    assert spikes.judge(4.0) is None and spikes.judge(4.1) == "is 4.1, where 2 is usual"
-    assert spikes.judge(math.nan) == "is nan"
-    for usual, fine, bad in ((-1.0, -1.1, 0.1), (0.0, -1.0, 1e-9)):
-        spikes.remember([usual] * LEAST)
-        assert spikes.judge(fine) is None and spikes.judge(bad) is not None
-    assert LossSpikeDetector(None).judge(math.nan) is None
 
 
 @pytest.mark.parametrize(
