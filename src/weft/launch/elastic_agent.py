@@ -34,7 +34,6 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -47,6 +46,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from weft._torch.elastic import HookedAgent
 from weft.core import STOPPED, ConfigError, WeftError
 
 from .environment import AGENT
@@ -290,14 +290,13 @@ def _told(result: RunResult) -> str:
     return f"rank {rank} of this host {how}, and it is not started anew"
 
 
-class ElasticAgent(LocalElasticAgent):
-    """torchelastic's agent of one host."""
+class ElasticAgent(HookedAgent):
+    """The agent of one host: it tells the other hosts what happens here, and hears of them."""
 
     def __init__(
         self, spec: WorkerSpec, logs: DefaultLogsSpecs, hosts: HostsSpec, store: dist.Store
     ):
-        super().__init__(spec, logs, start_method="spawn", shutdown_timeout=SAVE_S)
-        self._remaining_restarts: int = spec.max_restarts
+        super().__init__(spec, logs, SAVE_S)
         self._hosts, self._common = hosts, store
         self._came: list[str] = []  # the hosts, the last time
         self._beat, self._beaten = 0, 0.0
@@ -310,19 +309,16 @@ class ElasticAgent(LocalElasticAgent):
     @property
     def first(self) -> bool:
         """Whether its ranks are the first ones."""
-        return self._worker_group.group_rank == 0
+        return self.group.group_rank == 0
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def before_rendezvous(self) -> None:
         self._until = math.inf  # torchelastic limits how long it waits
-        super()._rendezvous(worker_group)
+
+    def after_rendezvous(self, group: WorkerGroup) -> None:
         self._allow()
-        store, here, count = (
-            worker_group.store,
-            worker_group.group_rank,
-            worker_group.group_world_size,
-        )
+        store, here, count = group.store, group.group_rank, group.group_world_size
         assert store is not None and here is not None and count is not None
-        store.set(f"weft/who/{here}", f"{socket.gethostname()} ({worker_group.spec.local_addr})")
+        store.set(f"weft/who/{here}", f"{socket.gethostname()} ({group.spec.local_addr})")
         came = [store.get(f"weft/who/{other}").decode() for other in range(count)]
         gone = [each for each in self._came if each not in came]
         if gone:
@@ -342,59 +338,51 @@ class ElasticAgent(LocalElasticAgent):
             )
         self._came, self._heard, self._beaten = came, {}, 0.0
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+    def after_monitor(self, group: WorkerGroup, result: RunResult) -> RunResult:
         if result.state is WorkerState.FAILED:
             codes = {failure.exitcode for failure in result.failures.values()}
             if STOPPED in codes and not self._hosts.elastic:
                 raise AllStopped
             if STOPPED in codes:
-                self._remaining_restarts += (
-                    1  # another host was told to stop, which is no failure here
-                )
+                self.restarts_left += 1  # another host was told to stop: no failure here
             elif any(
                 failure.exitcode == 2 or _meant(failure) for failure in result.failures.values()
             ):
-                self._remaining_restarts = 0  # it would come again
+                self.restarts_left = 0  # it would come again
             else:
                 self._tell("weft/failed")
-                if self._remaining_restarts:
+                if self.restarts_left:
                     log_line(f"{_told(result).split(',')[0]}; all ranks are started anew")
         elif result.state is WorkerState.HEALTHY:
-            left = self._left(worker_group)
+            left = self._left(group)
             if left is not None and left.told and not self._hosts.elastic:
                 raise AllStopped
             if left is not None:
-                self._remaining_restarts += left.told  # which is no failure
+                self.restarts_left += left.told  # which is no failure
                 if not left.told:
                     self._tell("weft/failed")
-                self._shutdown(
-                    timeout=SAVE_S if left.told else 1
-                )  # else they wait for what will not come
+                # ranks that wait for a lost host cannot save
+                self.shut_down(SAVE_S if left.told else 1)
                 return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
     def tell(self) -> None:
         """Tell the other hosts that this one was told to stop, whose ranks may not have been able
         to."""
-        self._tell(f"weft/told/{self._worker_group.group_rank}")
+        self._tell(f"weft/told/{self.group.group_rank}")
 
     def _tell(self, key: str) -> None:
         with suppress(dist.DistError):
-            if self._worker_group.store is not None:
-                self._worker_group.store.set(key, "")
+            if self.group.store is not None:
+                self.group.store.set(key, "")
 
-    def _left(self, worker_group: WorkerGroup) -> LostHost | None:
+    def _left(self, group: WorkerGroup) -> LostHost | None:
         """A host that was told to stop, or has fallen silent: the first watches all, and all watch
         the first."""
         now = time.monotonic()
         if now < self._beaten + BEAT_S:
             return None
-        store, here, count = (
-            worker_group.store,
-            worker_group.group_rank,
-            worker_group.group_world_size,
-        )
+        store, here, count = group.store, group.group_rank, group.group_world_size
         assert store is not None and here is not None and count is not None
         self._beat, self._beaten = self._beat + 1, now
         store.set(f"weft/beat/{here}", str(self._beat))
@@ -429,7 +417,7 @@ class ElasticAgent(LocalElasticAgent):
                     f"{self._hosts.meeting} has not answered for {CUT_OFF_S:.0f} s: this host is"
                     " cut off, and ends"
                 )
-                for process in self._pcontext.pids().values() if self._pcontext is not None else ():
+                for process in self.pids():
                     with suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
                 os._exit(1)
@@ -438,19 +426,15 @@ class ElasticAgent(LocalElasticAgent):
         """The store has answered; the next answer may take so much longer than CUT_OFF_S."""
         self._until = time.monotonic() + CUT_OFF_S + more_s
 
-    def _exit_barrier(self) -> None:
+    def before_exit_barrier(self) -> None:
         self._until = math.inf
-        super()._exit_barrier()
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        failed = worker_group.store is not None and worker_group.store.check(["weft/failed"])
-        self._shutdown(
-            timeout=1 if failed else SAVE_S
-        )  # where ranks are missing the others cannot save
+    def stop_s(self, group: WorkerGroup) -> int:
+        # where ranks are missing the others cannot save
+        return 1 if group.store is not None and group.store.check(["weft/failed"]) else SAVE_S
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SAVE_S) -> None:
-        self._allow(timeout)
-        super()._shutdown(death_sig, timeout)
+    def before_shutdown(self, timeout_s: int) -> None:
+        self._allow(timeout_s)
 
 
 def _meant(failure: Any) -> bool:
