@@ -478,7 +478,7 @@ def test_masks_of_transformers_are_its_own_again_after_a_forward() -> None:
     sequence = SimpleNamespace(rule=lambda samples, here, **_: asked.append((samples, here)))
     with mask_rules(sequence):  # type: ignore[arg-type]
         with mask_rules(sequence):  # type: ignore[arg-type]
-            interface["sdpa"](2, 4, 4, mask_function=None)
+            interface["sdpa"](batch_size=2, q_length=4, kv_length=4, mask_function=None)
         assert interface["sdpa"] is not own
     assert asked == [(2, 4)] and interface["sdpa"] is own
     interface.register("sdpa", replacement := lambda *_, **__: None)

@@ -24,8 +24,8 @@ def mask_rules(sequence: ContextParallel) -> Iterator[None]:
         yield
         return
 
-    def rule(samples: int, here: int, keys: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        return sequence.rule(samples, here, **kwargs)
+    def rule(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
+        return sequence.rule(batch_size, q_length, **kwargs)
 
     interface = masks.ALL_MASK_ATTENTION_FUNCTIONS
     before, shared = interface["sdpa"], type(interface)()["sdpa"]  # a new one has no overrides
