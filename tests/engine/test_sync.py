@@ -412,7 +412,7 @@ def test_what_is_allowed() -> None:
         weft.plan(
             model, layout, batch=BATCH, precision="fp16", sync=sync.make_sync("allreduce", codec)
         )
-    assert weft.plan(model, "dp2", batch=BATCH, sync="ring").apart
+    assert weft.plan(model, "dp2", batch=BATCH, sync="ring").uses_custom_dp_sync
     with pytest.raises(Refusal, match="neither a name nor a codec"):
         sync.make_sync("allreduce", 7)  # type: ignore[arg-type]
 
