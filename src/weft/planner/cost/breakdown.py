@@ -31,6 +31,19 @@ class TimePart(StrEnum):
     STRAGGLERS = "stragglers"
 
 
+class MemoryPart(StrEnum):
+    """The parts of the most that a rank holds at once; a value is what users read."""
+
+    WEIGHTS = "weights"
+    GATHERED_WEIGHTS = "gathered weights"
+    GRADIENTS = "gradients"
+    DUMMY_GRADIENTS = "stand-ins"  # Megatron's, for gradients that a fused matmul has summed
+    OPTIMIZER = "optimizer"
+    SYNCHRONISER = "agreement"  # kept by a synchroniser or codec
+    ACTIVATIONS = "activations"
+    WORKING = "beside"  # logits, or temporaries of one backward
+
+
 def exposed_over(axis: str) -> str:
     """The name of the part that waits for an axis."""
     return f"{axis} {EXPOSED}"

@@ -18,7 +18,7 @@ from weft.parallel import (
     HEAD_AXES,
 )
 
-from .breakdown import CostPart
+from .breakdown import CostPart, MemoryPart
 from .compute import ranks_dividing
 from .layout_batch import Array, LayoutBatch
 from .model_work import BlockWork, ModelWork
@@ -29,7 +29,12 @@ from .replica_sync import kept_bytes, server_count
 if TYPE_CHECKING:
     from weft.core import Sync
 
-OFFLOADED = ("weights", "gradients", "optimizer", "activations")
+OFFLOADED = (
+    MemoryPart.WEIGHTS,
+    MemoryPart.GRADIENTS,
+    MemoryPart.OPTIMIZER,
+    MemoryPart.ACTIVATIONS,
+)
 
 
 def stage_params(stage: StageShare, work: ModelWork, choices: LayoutBatch) -> tuple[Array, Array]:
@@ -163,18 +168,20 @@ def _rank(
     resting = np.where(many > 1, np.where(zero3, sharded, full), full)
     graded = np.where(many > 1, np.where(zero2, sharded, full), full)
     resting = np.where(
-        away["weights"] & zero3, 0.0, resting
+        away[MemoryPart.WEIGHTS] & zero3, 0.0, resting
     )  # else they stay here for a step as they were gathered
     copied = np.where((many > 1) & zero3, 0.0, full)
     if practice.copies_live:
         copied = live * (1 - choices.again) * full
     graded = np.where(
-        away["gradients"] & zero2, 0.0, graded
+        away[MemoryPart.GRADIENTS] & zero2, 0.0, graded
     )  # else they are added up here, and then reduced
     trained, replicas = np.where(many > 1, sharded, full), choices.replicas
     # of servers, each has the state of its part
     stated = np.where(
-        away["optimizer"], 0.0, trained / np.where(replicas > 1, max(1, server_count(sync)), 1)
+        away[MemoryPart.OPTIMIZER],
+        0.0,
+        trained / np.where(replicas > 1, max(1, server_count(sync)), 1),
     )
     agreed, coded = kept_bytes(sync, practice.reduce_bytes, replicas)
     # a codec of fsdp's reduce-scatters keeps what it does of gradients that are not sharded
@@ -210,7 +217,9 @@ def _rank(
         if block.repeated:
             # of those that rest elsewhere, one is read while the next comes
             here = np.where(
-                away["activations"], np.minimum(1, 2 / np.maximum(1, choices.again * count)), 1.0
+                away[MemoryPart.ACTIVATIONS],
+                np.minimum(1, 2 / np.maximum(1, choices.again * count)),
+                1.0,
             )
             each = (1 - choices.again) * each + choices.again * here * entry
             once = np.maximum(
@@ -252,7 +261,7 @@ def _rank(
     busy = once + working
     return (
         CostPart(
-            "weights",
+            MemoryPart.WEIGHTS,
             resting * practice.weight_bytes + copied * practice.copy_bytes,
             "params x weight_bytes + copied x copy_bytes",
             {
@@ -263,7 +272,7 @@ def _rank(
             },
         ),
         CostPart(
-            "gathered weights",
+            MemoryPart.GATHERED_WEIGHTS,
             gathered,
             "min(2 x unit, all) x gather_bytes + unit x reduce_bytes, of two gathered units and"
             " one's gradient",
@@ -275,37 +284,37 @@ def _rank(
             },
         ),
         CostPart(
-            "gradients",
+            MemoryPart.GRADIENTS,
             graded * practice.grad_bytes,
             "params x grad_bytes",
             {"params": graded, "grad_bytes": practice.grad_bytes},
         ),
         CostPart(
-            "stand-ins",
+            MemoryPart.DUMMY_GRADIENTS,
             (largest + head) * practice.dummy_bytes,
             "(largest + head) x dummy_bytes, largest of one block",
             {"largest": largest, "head": head, "dummy_bytes": practice.dummy_bytes},
         ),
         CostPart(
-            "optimizer",
+            MemoryPart.OPTIMIZER,
             stated * practice.state_bytes,
             "params x state_bytes",
             {"params": stated, "state_bytes": practice.state_bytes},
         ),
         CostPart(
-            "agreement",
+            MemoryPart.SYNCHRONISER,
             of * agreed,
             "params x kept_bytes, what replicas keep to agree",
             {"params": of, "kept_bytes": agreed},
         ),
         CostPart(
-            "activations",
+            MemoryPart.ACTIVATIONS,
             live * activations,
             "live x microbatch_bytes, what blocks keep of one",
             {"live": live, "microbatch_bytes": activations},
         ),
         CostPart(
-            "beside",
+            MemoryPart.WORKING,
             np.maximum(logits, busy + (logits if practice.logits_stay else 0.0)),
             "max(logits, again + temporaries + stay x logits), logits = logit_bytes x vocab x"
             " tokens x b / t",
