@@ -254,7 +254,7 @@ def test_gpus(changed: dict[str, Any], state: str, says: str) -> None:
         "gpus": [gpu(), gpu()],
         "no_peers": [],
     }
-    finding = gpus.judge({**facts, **changed})
+    finding = gpus.gpu_finding({**facts, **changed})
     assert finding.state == state
     assert says in finding.advice
 
@@ -290,11 +290,15 @@ def test_variables_that_choose_an_interface(name: str, value: str, state: str) -
 def test_a_sum_that_is_wrong_is_said() -> None:
     assert allreduce_check.AllReduceTiming(4, 1000, 0.5, True).bytes_per_s == 3000
     assert (
-        allreduce_check.judge("gloo", allreduce_check.AllReduceTiming(4, 1000, 0.5, True)).state
+        allreduce_check.allreduce_finding(
+            "gloo", allreduce_check.AllReduceTiming(4, 1000, 0.5, True)
+        ).state
         == "ok"
     )
     assert (
-        allreduce_check.judge("gloo", allreduce_check.AllReduceTiming(4, 1000, 0.5, False)).state
+        allreduce_check.allreduce_finding(
+            "gloo", allreduce_check.AllReduceTiming(4, 1000, 0.5, False)
+        ).state
         == "wrong"
     )
 
@@ -311,7 +315,7 @@ def test_a_folder_is_written_read_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_full_or_closed() -> None:
-    full = folder.judge(folder.Disk("/data", "nfs4", 1 << 20))
+    full = folder.folder_finding(folder.Disk("/data", "nfs4", 1 << 20))
     assert full.state == "wrong"
     assert "it is full" in full.advice
     assert folder.folder(Path("/proc")).state == "wrong"
@@ -438,15 +442,15 @@ def test_the_offset_of_a_clock_is_that_of_the_fastest_trip() -> None:
     ],
 )
 def test_clocks_that_differ(ahead: float, unsure: float, state: str) -> None:
-    finding = clocks.judge({"a": (0.0, 0.0), "b": (ahead, unsure)})
+    finding = clocks.clocks_finding({"a": (0.0, 0.0), "b": (ahead, unsure)})
     assert finding.state == state
     assert state == "ok" or finding.advice.endswith("on b")
     assert state == "ok" or ("behind a" in finding.found) == (ahead < 0)
 
 
 def test_a_host_that_is_not_reached_is_named() -> None:
-    assert ports.judge({"a": {}, "b": {}}).state == "ok"
-    finding = ports.judge({"a": {"c": "timed out"}, "b": {"c": "timed out"}, "c": {}})
+    assert ports.ports_finding({"a": {}, "b": {}}).state == "ok"
+    finding = ports.ports_finding({"a": {"c": "timed out"}, "b": {"c": "timed out"}, "c": {}})
     assert finding.state == "wrong"
     assert finding.found == "a does not reach c (timed out), and so 1 more, all from or to c"
 
@@ -460,23 +464,31 @@ def test_a_port_that_nobody_opened() -> None:
 
 def test_links() -> None:
     fast, slow = links.Link("a", "b", 1e-4, 1e9), links.Link("b", "c", 2e-3, 1e8)
-    assert links.judge([fast, fast], right=True).state == "ok"
-    assert links.judge([fast, fast], right=False).state == "wrong"
-    finding = links.judge([fast, fast, slow], right=True)
+    assert links.links_finding([fast, fast], right=True).state == "ok"
+    assert links.links_finding([fast, fast], right=False).state == "wrong"
+    finding = links.links_finding([fast, fast, slow], right=True)
     assert finding.state == "note"
     assert "b - c sets the pace" in finding.advice
     assert "farthest b - c, 2 ms" in finding.found
-    assert "docs/sync.md" in links.judge([slow, slow], right=True).advice
+    assert "docs/sync.md" in links.links_finding([slow, slow], right=True).advice
     assert links.pairs(3) == [(0, 1), (0, 2), (1, 2)]
     assert len(links.pairs(8)) == 28
     assert links.pairs(9)[-1] == (8, 0)
 
 
 def test_a_folder_that_is_not_shared() -> None:
-    assert shared_folder.judge("/data", {"a": ([], 0.0), "b": ([], 0.3)}).state == "ok"
-    assert shared_folder.judge("/data", {"a": ([], 0.0), "b": ([], 5.0)}).state == "note"
-    assert shared_folder.judge("/data", {"a": ([], 0.0), "b": ([], None)}).state == "wrong"
-    finding = shared_folder.judge("/data", {"a": (["b"], 0.0), "b": (["a"], None)})
+    assert (
+        shared_folder.shared_folder_finding("/data", {"a": ([], 0.0), "b": ([], 0.3)}).state == "ok"
+    )
+    assert (
+        shared_folder.shared_folder_finding("/data", {"a": ([], 0.0), "b": ([], 5.0)}).state
+        == "note"
+    )
+    assert (
+        shared_folder.shared_folder_finding("/data", {"a": ([], 0.0), "b": ([], None)}).state
+        == "wrong"
+    )
+    finding = shared_folder.shared_folder_finding("/data", {"a": (["b"], 0.0), "b": (["a"], None)})
     assert (finding.state, finding.found) == ("wrong", "a does not see in /data what b wrote")
 
 

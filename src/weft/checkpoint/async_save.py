@@ -57,7 +57,7 @@ class AsyncCheckpointer:
                 reason on any rank is raised as a WeftError on all.
         """
         self.wait()
-        held = [self._copied(piece) for piece in pieces]
+        held = [self._copy_shard(piece) for piece in pieces]
         if any(piece.tensor.is_pinned() for piece in held if not piece.tensor.is_meta):
             torch.cuda.synchronize()
 
@@ -83,7 +83,7 @@ class AsyncCheckpointer:
             error, self._error = self._error, None
             raise error
 
-    def _copied(self, piece: LocalShard) -> LocalShard:
+    def _copy_shard(self, piece: LocalShard) -> LocalShard:
         if not piece.writer or not piece.chunks:  # only the name, shape and dtype matter
             return replace(piece, tensor=torch.empty_like(piece.tensor, device="meta"))
         tensor, host = piece.tensor.detach(), self._host.get(piece.name)

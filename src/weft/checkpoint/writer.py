@@ -131,7 +131,7 @@ def write_shards(
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, StoredFile] = {}
 
-    def named() -> Iterator[LocalShard]:
+    def check_names() -> Iterator[LocalShard]:
         for piece in pieces:
             if piece.name in tensors:
                 problem = f"rank {rank} has it twice"
@@ -142,7 +142,7 @@ def write_shards(
             if piece.writer and piece.chunks:
                 yield piece
 
-    for number, batch in enumerate(_batches(named())):
+    for number, batch in enumerate(_batches(check_names())):
         name = f"rank-{rank:05d}-{number:03d}.safetensors"
         files[name] = _write_tensors(
             folder / name, {piece.name: piece.tensor.detach() for piece in batch}

@@ -50,7 +50,7 @@ def read_costs(path: Path) -> ActionCosts:
 
 def write_picture(path: Path, drawn: Drawn) -> None:
     """The picture that the file's suffix names. Raises ConfigError."""
-    labelled = _labelled(drawn)
+    labelled = _add_labels(drawn)
     if path.suffix == ".svg":
         content = svg(labelled)
     elif path.suffix == ".json":
@@ -74,7 +74,7 @@ def write_picture(path: Path, drawn: Drawn) -> None:
 
 def print_picture(drawn: Drawn) -> None:
     """Print the picture: as wide as the terminal, in colours where it has them."""
-    print_for_terminal(partial(text, _labelled(drawn)))
+    print_for_terminal(partial(text, _add_labels(drawn)))
 
 
 def schedule_figures(drawn: Drawn) -> str:
@@ -84,7 +84,7 @@ def schedule_figures(drawn: Drawn) -> str:
     )
 
 
-def _labelled(drawn: Drawn) -> list[tuple[str, Timeline]]:
+def _add_labels(drawn: Drawn) -> list[tuple[str, Timeline]]:
     return [(made.name, timeline) for made, timeline in drawn]
 
 

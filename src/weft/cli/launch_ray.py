@@ -50,7 +50,7 @@ def run_on_ray(run: RunConfig, resume: bool) -> None:
             "RAY_ADDRESS", at, f"no Ray answers ({error})", "name one that runs, or unset it"
         ) from None
     try:
-        needed = _needed(run, ray.cluster_resources())
+        needed = _worker_resources(run, ray.cluster_resources())
         backend: Backend = "nccl" if "GPU" in needed and not run.workers else "gloo"
         TorchTrainer(
             partial(_rank, run, backend),
@@ -75,7 +75,7 @@ def run_on_ray(run: RunConfig, resume: bool) -> None:
         ray.shutdown()
 
 
-def _needed(run: RunConfig, there: dict[str, float]) -> dict[str, float]:
+def _worker_resources(run: RunConfig, there: dict[str, float]) -> dict[str, float]:
     """What a worker asks Ray for: its threads, and a GPU if each can have one. Raises ConfigError
     if there are too few CPUs, for which Ray would wait."""
     world, threads = run.world, run.train.threads or 1

@@ -35,10 +35,10 @@ def verify(
         layouts = list(layout or [])
         if world is not None:
 
-            def refused(axes: str, reason: Exception) -> None:
+            def report_refusal(axes: str, reason: Exception) -> None:
                 typer.echo(f"weft: left out {axes}: {reason}", err=True)
 
-            found = runnable_layouts(run, world, refused)
+            found = runnable_layouts(run, world, report_refusal)
             layouts += [axes for axes in found if axes not in layouts]
         layouts = layouts or [str(run.layout.axes)]
         check_run(run, layouts)

@@ -36,7 +36,9 @@ class LocalShard:
 
     def __post_init__(self) -> None:
         for local, position in self.chunks:
-            inside = _inside(local, tuple(self.tensor.shape)) and _inside(position, self.shape)
+            inside = _check_inside(local, tuple(self.tensor.shape)) and _check_inside(
+                position, self.shape
+            )
             if not inside or index_shape(local) != index_shape(position):
                 raise ValueError(
                     f"{self.name}: {index_text(local)} of a local {tuple(self.tensor.shape)} "
@@ -127,7 +129,7 @@ def coverage_flaw(boxes: Iterable[Index], shape: tuple[int, ...]) -> str | None:
     text that says where they do not."""
     boxes = list(boxes)
     for box in boxes:
-        if not _inside(box, shape):
+        if not _check_inside(box, shape):
             return f"{index_text(box)} lies outside of {shape}"
     found = _flaw([box for box in boxes if 0 not in index_shape(box)], shape)
     if found is None:
@@ -154,7 +156,7 @@ def assemble(
     return full
 
 
-def _inside(box: Index, shape: tuple[int, ...]) -> bool:
+def _check_inside(box: Index, shape: tuple[int, ...]) -> bool:
     return len(box) == len(shape) and all(
         0 <= part.start <= part.stop <= size for part, size in zip(box, shape)
     )

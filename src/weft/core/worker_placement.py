@@ -37,7 +37,7 @@ class WorkerPlacement:
     def of(self, name: str) -> str:
         """Where a module, parameter or buffer lives."""
         return next(
-            (worker for module, worker in self.modules.items() if _inside(name, module)), DRIVER
+            (worker for module, worker in self.modules.items() if _is_inside(name, module)), DRIVER
         )
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ def place_modules(model: nn.Module, workers: Mapping[str, Sequence[str]]) -> Wor
                 f"workers.{worker}", list(patterns), "names no module", "name one, or leave it out"
             )
         for name in modules:
-            if name in matches and not any(_inside(name, other) for other in matches - {name}):
+            if name in matches and not any(_is_inside(name, other) for other in matches - {name}):
                 _check_callable(worker, name, modules[name])
                 _check_overlap(worker, name, found)
                 found[name] = worker
@@ -76,7 +76,7 @@ def place_modules(model: nn.Module, workers: Mapping[str, Sequence[str]]) -> Wor
     return places
 
 
-def _inside(name: str, module: str) -> bool:
+def _is_inside(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
@@ -102,7 +102,7 @@ def _check_callable(worker: str, name: str, module: nn.Module) -> None:
 def _check_overlap(worker: str, name: str, found: Mapping[str, str]) -> None:
     """Refuse a module that another worker has, in whole or in part."""
     for other, at in found.items():
-        if _inside(name, other) or _inside(other, name):
+        if _is_inside(name, other) or _is_inside(other, name):
             problem = (
                 f"is on worker {at} too"
                 if name == other
@@ -124,7 +124,7 @@ def _check_tied(model: nn.Module, places: WorkerPlacement) -> None:
         for name, tensor in model.named_buffers(remove_duplicate=False)
         if name in kept
     )
-    for names in _together([*model.named_parameters(remove_duplicate=False), *buffers]):
+    for names in _tied_names([*model.named_parameters(remove_duplicate=False), *buffers]):
         at = {places.of(name): name for name in names}
         if len(at) > 1:
             (one, first), (other, second), *_ = at.items()
@@ -136,7 +136,7 @@ def _check_tied(model: nn.Module, places: WorkerPlacement) -> None:
             )
 
 
-def _together(named: Iterable[tuple[str, object]]) -> list[list[str]]:
+def _tied_names(named: Iterable[tuple[str, object]]) -> list[list[str]]:
     """The names of each tensor."""
     names: dict[int, list[str]] = {}
     for name, tensor in named:

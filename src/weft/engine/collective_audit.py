@@ -58,9 +58,9 @@ class Audit(TorchDispatchMode):
         kind, message = _KINDS[name]
         group = next(
             (
-                _unboxed(a)
+                _unbox_group(a)
                 for a in args
-                if isinstance(a, torch.ScriptObject) and _unboxed(a) is not None
+                if isinstance(a, torch.ScriptObject) and _unbox_group(a) is not None
             ),
             None,
         )
@@ -70,7 +70,7 @@ class Audit(TorchDispatchMode):
         )
 
 
-def _unboxed(value: torch.ScriptObject) -> dist.ProcessGroup | None:
+def _unbox_group(value: torch.ScriptObject) -> dist.ProcessGroup | None:
     try:
         return dist.ProcessGroup.unbox(value)
     except (RuntimeError, TypeError):

@@ -148,7 +148,7 @@ class FunctionOverrides(TorchFunctionMode):
             return AddLoss.apply(*args, self.scale)
         if func is torch.arange and self._shared():
             assert self.sequence is not None
-            return self.sequence.counted(*args, **kwargs)
+            return self.sequence.own_arange(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return _multi_head_attention(*args, **kwargs)

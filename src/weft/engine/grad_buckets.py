@@ -71,7 +71,7 @@ class GradReducer:
         def accumulated(p: Tensor) -> None:
             reducer = here()
             if reducer is not None:
-                reducer._accumulated(p)
+                reducer._on_accumulated(p)
 
         for bucket in bucket_gradients(plan):
             members = [params[name] for name in bucket.names]
@@ -141,7 +141,7 @@ class GradReducer:
             if bucket.stage == stage and not bucket.launched:
                 self._launch(bucket)
 
-    def _accumulated(self, p: Tensor) -> None:
+    def _on_accumulated(self, p: Tensor) -> None:
         bucket, i = self._of[p]  # type: ignore[index]
         bucket.reached.add(i)
         if self.exchange is not None:

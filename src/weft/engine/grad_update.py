@@ -23,7 +23,7 @@ from weft.parallel import (
 )
 
 from .grad_buckets import GradReducer, local_tensor
-from .module_trail import ModuleTrail, diverged
+from .module_trail import ModuleTrail, diverged_error
 from .optimizers import scale_grads
 from .pipeline.stage_compute import TrainingCompute
 from .protocol import StepResult
@@ -97,7 +97,7 @@ class GradUpdate:
             self.reducer.drop_unused(missing, self.mesh)
             grads = self.gradients()
         if total[5] * self.plan.layout.world != total[4] ** 2:
-            raise diverged(self.plan.layout, step)
+            raise diverged_error(self.plan.layout, step)
         loss_sum, weight = total[1], total[2]
         factor = self.plan.batch / (weight * self.loss_scale.value)
         if self.reducer.exchange is not None:
@@ -135,7 +135,7 @@ class GradUpdate:
         all-reduce."""
         plan = self.plan
         if plan.staging is not None and self.sharded:
-            error = diverged(plan.layout, step)
+            error = diverged_error(plan.layout, step)
             self.trail.check_over(self.mesh, DATA_AXES, plan.data_size, error)
         if self.training.agreed is not None:
             self.training.agreed.wait()

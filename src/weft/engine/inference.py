@@ -81,7 +81,10 @@ class Inference:
             else MicroBatch(batch, model_arguments(self.sequence.inputs, batch))
         )
         work = InferenceCompute(
-            self.stages, [micro], lambda output, _: outputs.append(_unsharded(output)), functions
+            self.stages,
+            [micro],
+            lambda output, _: outputs.append(_unshard_output(output)),
+            functions,
         )
         self.single.run(work, [micro.signature], forward_only=True)
         self.units.reshard()
@@ -102,7 +105,7 @@ def unsharded_output(stages: StageModel, batch: Batch) -> Any:
         return stages.model(**model_arguments(stages.sequence.inputs, placed))
 
 
-def _unsharded(output: Any) -> Any:
+def _unshard_output(output: Any) -> Any:
     """The output with no tensor sharded."""
     if isinstance(output, DTensor):
         return output.full_tensor()

@@ -41,7 +41,7 @@ class ModuleTrail:
             raise error
 
 
-def diverged(layout: object, step: int) -> UnsupportedModel:
+def diverged_error(layout: object, step: int) -> UnsupportedModel:
     """The error for ranks that ran different modules."""
     return UnsupportedModel(
         "layout",

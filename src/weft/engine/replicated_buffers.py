@@ -21,7 +21,7 @@ class ReplicatedBuffers:
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, absent: set[str]):
         self._mesh = mesh
         self._buffers = (
-            _unsynced(model, plan, absent) if plan.layout.active_axes(*TOKEN_AXES) else []
+            _unsynced_buffers(model, plan, absent) if plan.layout.active_axes(*TOKEN_AXES) else []
         )
 
     @property
@@ -38,7 +38,7 @@ class ReplicatedBuffers:
                 dist.broadcast(buffer, group=group, group_src=0)
 
 
-def _unsynced(model: nn.Module, plan: Plan, absent: set[str]) -> list[Tensor]:
+def _unsynced_buffers(model: nn.Module, plan: Plan, absent: set[str]) -> list[Tensor]:
     kept = model.state_dict(keep_vars=True).keys()
     synced = {f"{name}." for name in plan.batchnorms}
     return [

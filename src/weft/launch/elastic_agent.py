@@ -116,7 +116,7 @@ def run_host(
         if logger.startswith("torch.distributed.elastic"):
             logging.getLogger(logger).setLevel(logging.CRITICAL)  # each has a level of its own
     meeting = hosts.meeting
-    address = _found(meeting)
+    address = _own_address(meeting)
     found = interface_of(address)
     if found is not None:
         os.environ.setdefault(
@@ -171,7 +171,7 @@ def run_host(
         if over:
             handler.shutdown()  # no host need wait for others any more
         if result.is_failed():
-            raise WeftError(_told(result))
+            raise WeftError(_failure_text(result))
         return False
     except AllStopped:
         over = True
@@ -209,7 +209,7 @@ def run_host(
                 Path(meeting.file).unlink(missing_ok=True)  # for the next run to begin with
 
 
-def _found(meeting: Rendezvous) -> str:
+def _own_address(meeting: Rendezvous) -> str:
     """This host's address on the way to the others. Of a host that is only being started the name
     may not be known yet: it is asked for again for a while. Raises ConfigError."""
     since = time.monotonic()
@@ -278,7 +278,7 @@ def _store(meeting: Rendezvous) -> dist.Store:
     raise AssertionError
 
 
-def _told(result: RunResult) -> str:
+def _failure_text(result: RunResult) -> str:
     if not result.failures:
         return "hosts were lost more often than [checkpoint] restarts allows; --resume goes on"
     rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
@@ -346,15 +346,16 @@ class ElasticAgent(HookedAgent):
             if STOPPED in codes:
                 self.restarts_left += 1  # another host was told to stop: no failure here
             elif any(
-                failure.exitcode == 2 or _meant(failure) for failure in result.failures.values()
+                failure.exitcode == 2 or _ended_by_weft(failure)
+                for failure in result.failures.values()
             ):
                 self.restarts_left = 0  # it would come again
             else:
                 self._tell("weft/failed")
                 if self.restarts_left:
-                    log_line(f"{_told(result).split(',')[0]}; all ranks are started anew")
+                    log_line(f"{_failure_text(result).split(',')[0]}; all ranks are started anew")
         elif result.state is WorkerState.HEALTHY:
-            left = self._left(group)
+            left = self._find_lost_host(group)
             if left is not None and left.told and not self._hosts.elastic:
                 raise AllStopped
             if left is not None:
@@ -376,7 +377,7 @@ class ElasticAgent(HookedAgent):
             if self.group.store is not None:
                 self.group.store.set(key, "")
 
-    def _left(self, group: WorkerGroup) -> LostHost | None:
+    def _find_lost_host(self, group: WorkerGroup) -> LostHost | None:
         """A host that was told to stop, or has fallen silent: the first watches all, and all watch
         the first."""
         now = time.monotonic()
@@ -437,6 +438,6 @@ class ElasticAgent(HookedAgent):
         self._allow(timeout_s)
 
 
-def _meant(failure: Any) -> bool:
+def _ended_by_weft(failure: Any) -> bool:
     """Whether weft itself ended that rank."""
     return bool(failure.error_file_data.get("weft"))

@@ -39,7 +39,7 @@ def mix_key(*words: int) -> int:
     return state >> 1
 
 
-def _signed(word: int) -> int:
+def _to_signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
@@ -139,7 +139,7 @@ class Randomness:
             if dim == sequence and dim and self.rows is not None:
                 coords, total = self.rows.to(device)[coords], self.length
             places.append((coords, total))
-        return self._drawn(places, p, site, device)
+        return self._draw_mask(places, p, site, device)
 
     def keep_weights(
         self,
@@ -162,19 +162,19 @@ class Randomness:
             (keys, self.length),
         ):
             places.append((torch.arange(start, stop, device=device), total))
-        return self._drawn(places, p, site, device)
+        return self._draw_mask(places, p, site, device)
 
-    def _drawn(
+    def _draw_mask(
         self, places: list[tuple[Tensor, int]], p: float, site: int, device: torch.device
     ) -> Tensor:
         """`places`: for every dim, the coordinates in the global tensor, and its length."""
         number = torch.zeros((), dtype=torch.int64, device=device)
         for coords, total in places:
             number = (number * total).unsqueeze(-1) + coords
-        word = number.add_(_signed(site)) if number.ndim else number + _signed(site)
-        word.mul_(_signed(0x9E3779B97F4A7C15))
+        word = number.add_(_to_signed(site)) if number.ndim else number + _to_signed(site)
+        word.mul_(_to_signed(0x9E3779B97F4A7C15))
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            word.bitwise_xor_(word >> shift).mul_(_signed(factor))
+            word.bitwise_xor_(word >> shift).mul_(_to_signed(factor))
         word.bitwise_xor_(word >> 31).bitwise_and_(2**_BITS - 1)
         return word >= int(p * 2**_BITS)
 

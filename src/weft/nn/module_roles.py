@@ -80,7 +80,7 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
     """The roles of a model's modules. Raises UnsupportedModel or ConfigError for a declared role
     that does not fit."""
     modules = dict(model.named_modules())
-    table = _declared(modules, declared or {})
+    table = _check_declared(modules, declared or {})
     hf = {} if declared else _hf_plan(model, modules)
     lists = block_lists(model)
     notes: list[str] = []
@@ -121,7 +121,9 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
     return Roles(tuple(chains), embeddings, heads, lists, source, tuple(notes), experts)
 
 
-def _declared(modules: Mapping[str, nn.Module], declared: Mapping[str, object]) -> dict[str, dict]:
+def _check_declared(
+    modules: Mapping[str, nn.Module], declared: Mapping[str, object]
+) -> dict[str, dict]:
     table: dict[str, dict] = {}
     for pattern, value in declared.items():
         role = dict(value) if isinstance(value, Mapping) else {"role": value}

@@ -113,7 +113,7 @@ def parallelize(
             module.forward = partial(_recompute, module, module.forward, randomness)  # type: ignore[method-assign]
     for name in plan.counted:
         module = modules[name]
-        module.forward = partial(_counted, module.forward, randomness, name)  # type: ignore[method-assign]
+        module.forward = partial(_forward_with_own_count, module.forward, randomness, name)  # type: ignore[method-assign]
     _gather(plan, modules, mesh)
     return traffic
 
@@ -234,7 +234,7 @@ def _enter(
             )
 
         return tuple(map(taken, args)), {key: taken(value) for key, value in kwargs.items()}
-    _alone(step.module, args, kwargs)
+    _check_single_gradient(step.module, args, kwargs)
     for i, value in enumerate(args):
         if isinstance(value, Tensor) and value.is_floating_point():
             return (
@@ -274,7 +274,7 @@ def _flat(boundary: Boundary, x: Tensor, step: Step) -> Boundary:
     )
 
 
-def _alone(module: str, args: tuple, kwargs: dict) -> None:
+def _check_single_gradient(module: str, args: tuple, kwargs: dict) -> None:
     """Refuse a second tensor that needs a gradient: used on a part of activations, it would get a
     part of the sum."""
     values = [
@@ -302,7 +302,7 @@ def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, pl
             *boundary.outside.values()
         }  # samples and positions may be one dim
         randomness.activation_sharding = "sequence" if cut else "whole"
-        return _typed(y, boundary, mesh, total) if boundary.typed else y
+        return _as_dtensor(y, boundary, mesh, total) if boundary.typed else y
 
     if (
         is_linear(module)
@@ -332,7 +332,7 @@ def _total(step: Step, plan: Plan) -> int | None:
     return next(w.shape[0] for w in plan.weights if names & {w.name, *w.aliases})
 
 
-def _typed(y: Tensor, boundary: Boundary, mesh: Mesh, total: int | None) -> Tensor:
+def _as_dtensor(y: Tensor, boundary: Boundary, mesh: Mesh, total: int | None) -> Tensor:
     """A DTensor that carries its placement to whoever reads it (a vocabulary-parallel loss)."""
     assert mesh.device_mesh is not None and total is not None
     ((axis, placement),) = boundary.outside.items()
@@ -358,7 +358,7 @@ def _in_place(
     outside = randomness.place, randomness.calls
     randomness.enter(name, activation_sharding)
     if activation_sharding == "sequence":
-        _alone(name, args, kwargs)
+        _check_single_gradient(name, args, kwargs)
     out = forward(*args, **kwargs)
     randomness.place, randomness.calls = (
         outside  # calls between blocks are counted apart: a block may be elsewhere
@@ -366,7 +366,7 @@ def _in_place(
     return out
 
 
-def _counted(
+def _forward_with_own_count(
     forward: Callable, randomness: Randomness, name: str, *args: Any, **kwargs: Any
 ) -> Any:
     """A module's forward, whose dropout masks are the same wherever in the order of the others it

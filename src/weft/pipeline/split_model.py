@@ -53,7 +53,7 @@ class _StageSplitter:
         events, stages = self.graph.events, range(self.path.last + 1)
         for index in self.path.nodes:
             self._check(events[index], self.path.stage_of(index))
-        needed = self._needed()
+        needed = self._needed_values()
         stages_made = tuple(self._stage(stage) for stage in stages)
         self._check_buffers(stages_made)
         position = {index: place for place, index in enumerate(self.path.nodes)}
@@ -89,7 +89,12 @@ class _StageSplitter:
         } & self.graph.changed
         around = tuple(dict.fromkeys(events[i].name for i in sorted(self.path.open_calls)))
         return Staging(
-            stages_made, tuple(values), items, around, self._copied(needed), frozenset(functions)
+            stages_made,
+            tuple(values),
+            items,
+            around,
+            self._copied_values(needed),
+            frozenset(functions),
         )
 
     def _item(self, index: int, quiet: Collection[int]) -> PathNode:
@@ -152,7 +157,7 @@ class _StageSplitter:
 
     # ---- what crosses ----
 
-    def _needed(self) -> list[set[int]]:
+    def _needed_values(self) -> list[set[int]]:
         """For each stage, the tensors that it needs from earlier stages."""
         needed: list[set[int]] = [set() for _ in range(self.path.last + 1)]
         for index in self.path.nodes:
@@ -204,7 +209,7 @@ class _StageSplitter:
             )
         needed[stage].add(number)
 
-    def _copied(self, needed: list[set[int]]) -> frozenset[tuple[int, int]]:
+    def _copied_values(self, needed: list[set[int]]) -> frozenset[tuple[int, int]]:
         copied = set()
         for index in self.path.nodes:
             event, stage = self.graph.events[index], self.path.stage_of(index)

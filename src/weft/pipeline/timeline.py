@@ -166,7 +166,7 @@ class Timeline:
     def peak_live(self) -> tuple[float, ...]:
         """Rank -> the most activations live at once, in microbatches of all its stages (1F1B: p,
         p-1, ..., 1)."""
-        return tuple(max(self._counted(lane)[1]) for lane in self.lanes)
+        return tuple(max(self._count_live(lane)[1]) for lane in self.lanes)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -178,11 +178,11 @@ class Timeline:
         unless `sized`."""
         lane = self.lanes[rank]
         if not self.sized:
-            return self._counted(lane)
+            return self._count_live(lane)
         return lane.live(dict(enumerate(self.activation_bytes)), self.freed_by_b)
 
     @staticmethod
-    def _counted(lane: Lane) -> Steps:
+    def _count_live(lane: Lane) -> Steps:
         """Live activations in microbatches. Sums whole numbers, so that nothing is lost to
         rounding."""
         times, values = lane.live(dict.fromkeys(lane.stages, 1))

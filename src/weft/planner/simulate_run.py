@@ -100,7 +100,7 @@ def make_scenario(run: RunConfig, cluster: str, era: str | None) -> Scenario:
     where = Cluster.parse(cluster)
     software = where.hardware.era(era_of(where, era))
     bare, held = build_skeleton(run), build_dataset(run)
-    FeasibilityChecker(run, bare, held).hold(run.layout.axes)
+    FeasibilityChecker(run, bare, held).check_layout(run.layout.axes)
     asked = query_from_run(run, work=work_of_run(run, bare, held, where.hardware.kind))
     return Scenario(
         str(run.layout.axes),

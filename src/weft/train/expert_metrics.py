@@ -49,7 +49,7 @@ class ExpertMetrics:
             "tokens_per_expert": {module: row[1:] for module, row in counts.items()}
         }
         found["busiest_expert"] = max(map(_busiest, counts.values()))
-        found["dropped_share"] = _dropped(counts)
+        found["dropped_share"] = _dropped_share(counts)
         if loss:
             found["gate_loss"] = loss / next(iter(copies.values())) / weight
         if self._engine.dispatch.group is not None:
@@ -102,7 +102,7 @@ class ExpertMetrics:
         row = self._totals[module]
         expert = max(range(len(row) - 1), key=lambda i: row[1 + i])
         text = f"the busiest has {_busiest(row):.2f} times the mean ({expert} of {module})"
-        if dropped := _dropped(self._totals):
+        if dropped := _dropped_share(self._totals):
             text = f"{text}, {dropped:.1%} of choices dropped"
         if self._engine.dispatch.group is None:
             return text
@@ -118,7 +118,7 @@ def _busiest(row: list[int]) -> float:
     return max(row[1:]) * (len(row) - 1) / max(1, sum(row[1:]))
 
 
-def _dropped(counts: dict[str, list[int]]) -> float:
+def _dropped_share(counts: dict[str, list[int]]) -> float:
     return sum(row[0] for row in counts.values()) / max(
         1, sum(sum(row[1:]) for row in counts.values())
     )

@@ -83,7 +83,7 @@ def export_weights(
         ConfigError: The directory cannot be written.
         CheckpointError: The checkpoint is damaged, or lacks a weight.
     """
-    run, contents, source = _run(folder), *_opened(folder, step)
+    run, contents, source = _run(folder), *_open_checkpoint(folder, step)
     model = _transformer(run)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(
@@ -147,7 +147,7 @@ def import_weights(source: Path, run: RunConfig) -> Exported:
     def pieces() -> Iterator[LocalShard]:
         nonlocal nbytes, count
         wanted = {alias: w.name for w in weights_of(model) for alias in (w.name, *w.aliases)}
-        wanted |= {name: name for name in _saved(model)}
+        wanted |= {name: name for name in _saved_names(model)}
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         dtype = torch.float64 if run.precision.compute == "fp64" else torch.float32
         seen: set[str] = set()
@@ -229,7 +229,7 @@ def _write(
 ) -> Exported:
     from transformers.core_model_loading import revert_weight_conversion
 
-    names = [name for name in _saved(model) if name in contents.tensors]
+    names = [name for name in _saved_names(model) if name in contents.tensors]
     if missing := [w.name for w in weights_of(model) if w.name not in contents.tensors]:
         problem = f"the checkpoint of step {contents.step} lacks {missing[0]}"
         raise CheckpointError(
@@ -263,7 +263,7 @@ def _write(
     return Exported(contents.step, sum(map(len, shards)), total, len(shards))
 
 
-def _saved(model: nn.Module) -> Iterator[str]:
+def _saved_names(model: nn.Module) -> Iterator[str]:
     """What a directory holds: every parameter once, by the first name that a checkpoint has it
     under, and buffers that are part of the state."""
     weights = {w.name for w in weights_of(model)}
@@ -316,7 +316,7 @@ def _run(folder: Path) -> RunConfig:
     return load_run(file)
 
 
-def _opened(folder: Path, step: int | None) -> tuple[CheckpointIndex, Path]:
+def _open_checkpoint(folder: Path, step: int | None) -> tuple[CheckpointIndex, Path]:
     contents = read_index(folder / CHECKPOINTS, step)
     return contents, checkpoint_path(folder / CHECKPOINTS, contents.step)
 

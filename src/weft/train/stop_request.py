@@ -19,7 +19,7 @@ class StopRequest:
         self._flag = torch.zeros(1)
         self._work: dist.Work | None = None
 
-    def agreed(self) -> bool:
+    def any_rank_stopped(self) -> bool:
         """Whether any rank had got the signal when it last called this. Called by all ranks after
         every step.
 

@@ -106,7 +106,7 @@ class TrainLoop:
             self.progress.step(step)
             self.watchdog.beat(f"step {step}")
             last = step == t.steps
-            stop = interrupt.agreed() and not last
+            stop = interrupt.any_rank_stopped() and not last
             log = stop or last or step == self.first or step % t.log_every == 0
             evaluate = self._evaluates(step) and not stop
             keep = stop or (save.every > 0 and (last or step % save.every == 0))

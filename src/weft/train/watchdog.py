@@ -122,7 +122,7 @@ class RankLocation:
     def json(self) -> str:
         return json.dumps(asdict(self))
 
-    def missing(self, heard: Mapping[int, RankLocation]) -> Iterator[str]:
+    def missing_ranks(self, heard: Mapping[int, RankLocation]) -> Iterator[str]:
         """What it waits for: each of its collectives that others of the group have not begun, as
         far as they say."""
         for group, ranks, number, what in self.open:
@@ -170,7 +170,7 @@ def hang_report(heard: Mapping[int, RankLocation], world: int, limit_s: float) -
     lines = [f"no progress for {limit_s:g} s: {who}"]
     for rank, where in heard.items():
         lines.append(f"  rank {rank}: after {where.at}, {where.line}")
-        lines += [f"    collective {text}" for text in where.missing(heard)]
+        lines += [f"    collective {text}" for text in where.missing_ranks(heard)]
     return "\n".join(lines)
 
 

@@ -35,7 +35,7 @@ class Case:
     seed: int = 0
     workers: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def laid(self, model: nn.Module, layout: str) -> Plan:
+    def plan_in_float64(self, model: nn.Module, layout: str) -> Plan:
         """`plan`, of a model in float64, which may have to run for it."""
         with Float64Mode():
             return self.plan(model, layout)

@@ -123,7 +123,7 @@ def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
 
 def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     model = case.build().double()
-    plan = case.laid(model, layout) if reference.plan is None else reference.plan
+    plan = case.plan_in_float64(model, layout) if reference.plan is None else reference.plan
     engine = _engine(case, plan, model)
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
     found = _other_parameters(engine, reference)
@@ -158,15 +158,17 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     last, problem = state_errors(engine, reference)
     found += _first_of(last, (len(reference.losses), "weight"))
     errors["weight"] |= last
-    predicted = _predicted(case, engine, reference) if isinstance(engine, Engine) else []
-    first = min(found, key=_when, default=None)
-    together = _together(
+    predicted = (
+        _predict_collectives_of(case, engine, reference) if isinstance(engine, Engine) else []
+    )
+    first = min(found, key=_order_of, default=None)
+    together = _merge_ranks(
         layout, (errors, first, problem, collective_totals(predicted), collective_totals(seen))
     )
     return replace(together, delayed=reference.plan is not None, workers=tuple(case.workers))
 
 
-def _predicted(case: Case, engine: Engine, reference: Reference) -> list[Collective]:
+def _predict_collectives_of(case: Case, engine: Engine, reference: Reference) -> list[Collective]:
     """The collectives of a step on this rank."""
     values = stage_value_bytes(case, engine.plan, reference.batches[0])
     return predict_collectives(
@@ -188,7 +190,7 @@ def _predicted(case: Case, engine: Engine, reference: Reference) -> list[Collect
 ORDER = ("parameter", "batch", "output", "loss", "output gradient", "gradient", "norm", "weight")
 
 
-def _when(difference: Difference) -> tuple[int, int, int]:
+def _order_of(difference: Difference) -> tuple[int, int, int]:
     (step, what, place), _ = difference
     return step, ORDER.index(what), place
 
@@ -254,7 +256,7 @@ def _routings(traces: list[ActivationRecorder]) -> list[RoutingCall]:
 # ---- all ranks together --------------------------------------------------------------------------
 
 
-def _together(layout: str, mine: tuple) -> LayoutResult:
+def _merge_ranks(layout: str, mine: tuple) -> LayoutResult:
     everyone: list[Any] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
@@ -268,7 +270,7 @@ def _together(layout: str, mine: tuple) -> LayoutResult:
         ]
         error, what, rank = max(found, key=lambda f: f[0], default=(0.0, "", 0))
         worst[kind] = (error, f"{what} (rank {rank})")
-    firsts = [(_when(f), f[1], r) for r, (_, f, *_) in enumerate(everyone) if f is not None]
+    firsts = [(_order_of(f), f[1], r) for r, (_, f, *_) in enumerate(everyone) if f is not None]
     first = min(firsts, default=None)
     problems = [p for _, _, p, _, _ in everyone if p is not None]
     predicted, seen = everyone[0][3], everyone[0][4]

@@ -25,7 +25,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
     """`steps` calls of the schedule of `layout` on this process alone. Of gradients only those of
     activations are kept: weights have changed before a step has all of them."""
     model = case.build().double().train()
-    plan, alone = case.laid(model, layout), case.laid(model, "dp1")
+    plan, alone = case.plan_in_float64(model, layout), case.plan_in_float64(model, "dp1")
     assert plan.staging is not None
     randomness = Randomness(case.seed)
     parallelize(alone, model, Mesh(alone.layout, torch.device("cpu"), alone=True), randomness)

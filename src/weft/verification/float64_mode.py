@@ -25,7 +25,7 @@ class Float64Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is torch._grouped_mm:
-                return _grouped(args[0], args[1], kwargs["offs"])
+                return _grouped_mm(args[0], args[1], kwargs["offs"])
             if func is Tensor.float:
                 return args[0]
             if func in (Tensor.to, Tensor.type):
@@ -36,7 +36,7 @@ class Float64Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _grouped(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+def _grouped_mm(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     """`grouped_mm` of rows [n, in] with [groups, in, out]: rows up to offs[g] are group g's, the
     rest gives zeros."""
     ends = [0, *offs.tolist()]

@@ -51,7 +51,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     batch norms, or `routing.shares` of experts.
     """
     model = case.build().double().train()
-    plan = case.laid(model, "dp1")
+    plan = case.plan_in_float64(model, "dp1")
     inputs = case.inputs if case.inputs is not None else named_inputs(model)
     randomness = Randomness(case.seed)
     parallelize(

@@ -63,7 +63,7 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
     for layout in layouts:
         if (
             Layout.parse(layout).stage_ranks > 1
-            and case.laid(case.build().double(), layout).schedule.versions
+            and case.plan_in_float64(case.build().double(), layout).schedule.versions
         ):
             found.append(run_delayed(case, layout, steps))
         else:
@@ -118,10 +118,15 @@ def verify(
         sample = {key: value[:2] for key, value in batch.items()}
         size = next(iter(batch.values())).shape[0]
         plan = lay(
-            _seeded(build_model, seed), plan, batch=size, loss=loss, inputs=inputs, sample=sample
+            _build_seeded(build_model, seed),
+            plan,
+            batch=size,
+            loss=loss,
+            inputs=inputs,
+            sample=sample,
         )
     case = Case(
-        build=partial(_seeded, build_model, seed),
+        build=partial(_build_seeded, build_model, seed),
         plan=partial(_same_plan, plan),
         batch=partial(_part_of, batch, plan.accumulate),
         loss=loss,
@@ -134,7 +139,7 @@ def verify(
     return verify_case(case, [str(plan.layout)], steps)
 
 
-def _seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+def _build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return build()
 

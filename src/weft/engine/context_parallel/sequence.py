@@ -268,7 +268,7 @@ class ContextParallel:
                 "layout", str(self.layout), problem, "use cp, whose keys travel, or a smaller size"
             )
 
-    def counted(self, *args: Any, **kwargs: Any) -> Tensor:
+    def own_arange(self, *args: Any, **kwargs: Any) -> Tensor:
         """`torch.arange`. A model that takes no position_ids counts its positions itself: these are
         this rank's. The trial finds one that counted something else."""
         counted = torch.arange(*args, **kwargs)

@@ -138,7 +138,7 @@ class PipelineRunner:
             trace += clock.spans()
         if self.transport is not None:
             self.transport.end()
-        run.hold(len(signatures))
+        run.check_gradients(len(signatures))
 
 
 class _PipelineRun:
@@ -184,7 +184,7 @@ class _PipelineRun:
         if clock is not None:
             clock.close(action, bool(step.takes))
 
-    def hold(self, microbatches: int) -> None:
+    def check_gradients(self, microbatches: int) -> None:
         """Refuse what one device would leave without a gradient: here it got zeros, which an
         optimizer acts on. Of a value that goes to several ranks none knows whether another had a
         gradient for it."""

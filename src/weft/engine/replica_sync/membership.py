@@ -111,7 +111,7 @@ class Membership:
             meeting, who = found
             problem = None
             try:
-                meeting.group = self._grouped(key, meeting, who)
+                meeting.group = self._make_group(key, meeting, who)
                 work(meeting)
             except Exception as error:
                 problem = error
@@ -138,7 +138,7 @@ class Membership:
         told = f"{key}/told/{self.replica}"
         here = [f"{key}/here/{replica}" for replica in range(self.replicas)]
         if self.place == 0:
-            text = self._decided(key, here, timeout_s)
+            text = self._read_decision(key, here, timeout_s)
             self._store.set(told, text)
         _until(lambda: self._store.check([told]))
         text = self._store.get(told).decode()
@@ -154,7 +154,7 @@ class Membership:
             incarnations,
         )
 
-    def _decided(self, key: str, here: list[str], timeout_s: float) -> str:
+    def _read_decision(self, key: str, here: list[str], timeout_s: float) -> str:
         """Who takes part, as it is written down."""
         deadline, seen = time.monotonic() + timeout_s, [WITHOUT]
         if not self._is_in():
@@ -203,7 +203,7 @@ class Membership:
             for replica in missing:
                 self._store.set(f"state/{replica}", OUT)
 
-    def _grouped(self, key: str, meeting: ExchangeRound, who: Who) -> dist.ProcessGroup | None:
+    def _make_group(self, key: str, meeting: ExchangeRound, who: Who) -> dist.ProcessGroup | None:
         if self._at != who or self._group is None:
             self._group, self._at = None, who  # the old one goes before there is another
             if meeting.size > 1:

@@ -93,7 +93,7 @@ class ModuleCalls:
             fix = "recompute inside of placed modules alone, or leave it to the driver"
             self.refused = UnsupportedModel("workers", call.module, problem, fix)
             raise self.refused
-        args, kwargs = map_tensors(_known(call.module, (args, kwargs)), _compact)
+        args, kwargs = map_tensors(_check_structure(call.module, (args, kwargs)), _compact)
         arguments = [t for t in tensors_in((args, kwargs)) if t.requires_grad] if call.grad else []
         needed: list[bool] = []
         edges = [*map(edge, arguments)]
@@ -149,7 +149,7 @@ def await_answer(worker: str, future: Any) -> Any:
 
 def make_answer(call: ModuleCall, output: Any, arrived: Sequence[Tensor], calls: int) -> CallAnswer:
     """What a worker returns of a module's output. `arrived`: the arguments that get gradients."""
-    output = map_tensors(_known(call.module, output), _compact)
+    output = map_tensors(_check_structure(call.module, output), _compact)
     own = [t for t in tensors_in(output) if t.requires_grad]
     if own and not call.grad:
         raise UnsupportedModel(
@@ -262,7 +262,7 @@ def _replaced(structure: Any, replacements: Sequence[Tensor]) -> Any:
     return map_tensors(structure, lambda t: next(each) if t.requires_grad else t)
 
 
-def _known(module: str, structure: Any) -> Any:
+def _check_structure(module: str, structure: Any) -> Any:
     """Refuse what would arrive as a copy that is not the same thing."""
     for part in other_leaves(structure):
         if not isinstance(part, PLAIN_TYPES):

@@ -50,7 +50,9 @@ def nccl() -> Finding | None:
 def _over(backend: Backend, ranks: int) -> Finding:
     with Pool(ranks, backend=backend) as pool:
         device = "cuda" if backend == "nccl" else "cpu"
-        return judge(backend, pool.run(time_allreduce, BYTES[backend], device, timeout=LIMIT_S)[0])
+        return allreduce_finding(
+            backend, pool.run(time_allreduce, BYTES[backend], device, timeout=LIMIT_S)[0]
+        )
 
 
 def time_allreduce(size: int, device: str) -> AllReduceTiming:
@@ -63,7 +65,7 @@ def time_allreduce(size: int, device: str) -> AllReduceTiming:
     return AllReduceTiming(ranks, size, best, bool((tensor == ranks * (ranks + 1) / 2).all()))
 
 
-def judge(name: str, seen: AllReduceTiming) -> Finding:
+def allreduce_finding(name: str, seen: AllReduceTiming) -> Finding:
     """What follows from one sum."""
     found = (
         f"{seen.ranks} processes sum {decimal(seen.size)} in {seen.seconds:.2g} s,"

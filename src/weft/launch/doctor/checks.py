@@ -180,7 +180,7 @@ def check_with_others(asked: DoctorRequest) -> HostReport:
     with ExitStack() as stack:
         keeps = _keeps(asked.meeting, stack)
         try:
-            for found in sandbox.iterate_limited(STALL_S, _together, asked, keeps):
+            for found in sandbox.iterate_limited(STALL_S, _check_hosts, asked, keeps):
                 match found:
                     case "own", finding:
                         own.append(finding)
@@ -222,7 +222,7 @@ def _keeps(meeting: Rendezvous, stack: ExitStack) -> bool:
     return True
 
 
-def _together(asked: DoctorRequest, keeps: bool) -> Generator[object, None, None]:
+def _check_hosts(asked: DoctorRequest, keeps: bool) -> Generator[object, None, None]:
     """A host's part: its own findings as they come, then all hosts, what is between them, and its
     place."""
     assert asked.hosts is not None
@@ -235,7 +235,7 @@ def _together(asked: DoctorRequest, keeps: bool) -> Generator[object, None, None
         yield "between", Finding("meeting", "wrong", str(error), host_rendezvous.UNMET)
         yield from (("own", finding) for finding in check_host(asked))
         return
-    came = host_rendezvous.judge(least, most, list(met.members.values()))
+    came = host_rendezvous.hosts_finding(least, most, list(met.members.values()))
     yield "between", came
     own = []
     for finding in check_host(asked):

@@ -31,7 +31,9 @@ def clocks(circle: HostGroup, clock: Callable[[], float] = time.time) -> Finding
             trips.append((sent, answered, clock()))
         own = offset(trips)
     told = circle.share("clock", own)
-    return judge({circle.name(number): (each[0], each[1]) for number, each in told.items()})
+    return clocks_finding(
+        {circle.name(number): (each[0], each[1]) for number, each in told.items()}
+    )
 
 
 def offset(trips: Sequence[Trip]) -> tuple[float, float]:
@@ -41,7 +43,7 @@ def offset(trips: Sequence[Trip]) -> tuple[float, float]:
     return (sent + received) / 2 - answered, (received - sent) / 2
 
 
-def judge(offsets: Mapping[str, tuple[float, float]]) -> Finding:
+def clocks_finding(offsets: Mapping[str, tuple[float, float]]) -> Finding:
     """Seconds of each host's clock ahead of host 0's, and their uncertainty. What may be the
     measurement's counts as none."""
     sure = {name: max(0.0, abs(ahead) - unsure) for name, (ahead, unsure) in offsets.items()}

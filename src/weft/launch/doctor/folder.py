@@ -40,18 +40,18 @@ def folder(path: Path) -> Finding:
     place = nearest_folder(path)
     kind, free = _file_system(place), shutil.disk_usage(place).free
     if free < LEFT_OVER:
-        return judge(Disk(str(place), kind, free))
+        return folder_finding(Disk(str(place), kind, free))
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".weft-doctor-") as file:
-            return judge(
-                Disk(str(place), kind, free, _written(file.fileno()), _read(file.fileno()))
+            return folder_finding(
+                Disk(str(place), kind, free, _time_write(file.fileno()), _read(file.fileno()))
             )
     except OSError as error:
         advice = "name another folder, or let this user write there"
         return Finding("folder", "wrong", f"{place} cannot be written to: {error.strerror}", advice)
 
 
-def judge(seen: Disk) -> Finding:
+def folder_finding(seen: Disk) -> Finding:
     """What follows from it."""
     facts = {"folder": seen.place, "kind": seen.kind, "free_bytes": seen.free}
     found = f"{seen.place} ({seen.kind}), {decimal(seen.free)} free"
@@ -122,7 +122,7 @@ def judge_room(parameters: int, each: int, kept: int, free: int) -> Finding:
     return Finding("room", "ok", f"{found}, the run keeps {kept} at once", "", facts)
 
 
-def _written(file: int) -> float:
+def _time_write(file: int) -> float:
     """Seconds until BYTES are on the disk."""
     block, began = os.urandom(1 << 20), time.perf_counter()
     for _ in range(BYTES >> 20):

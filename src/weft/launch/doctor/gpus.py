@@ -35,7 +35,7 @@ def gpus() -> Finding:
         for b in range(count)
         if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
-    return judge(facts)
+    return gpu_finding(facts)
 
 
 def _gpu(index: int) -> dict[str, Any]:
@@ -48,11 +48,11 @@ def _gpu(index: int) -> dict[str, Any]:
             "free_bytes": free,
             "capability": f"{kind.major}.{kind.minor}",
             "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
-            "problem": _multiplied(device),
+            "problem": _check_matmul(device),
         }
 
 
-def _multiplied(device: torch.device) -> str | None:
+def _check_matmul(device: torch.device) -> str | None:
     """What is wrong with a product of matrices on this device; None: nothing."""
     try:
         a = torch.linspace(-1, 1, SIZE * SIZE, dtype=torch.float64).reshape(SIZE, SIZE)
@@ -63,7 +63,7 @@ def _multiplied(device: torch.device) -> str | None:
     return None if error < 0.1 else f"a product of matrices is wrong by {error:g}"
 
 
-def judge(facts: dict[str, Any]) -> Finding:
+def gpu_finding(facts: dict[str, Any]) -> Finding:
     """What follows from what was seen."""
     found, driver = facts["gpus"], facts["driver"]
     hidden = f" (CUDA_VISIBLE_DEVICES={facts['visible']})" if facts["visible"] is not None else ""

@@ -148,7 +148,7 @@ def _roll(circle: HostGroup, most: int) -> dict[int, Any]:
     return {number: circle.ask("who", number) for number in came}
 
 
-def judge(least: int, most: int, came: Sequence[tuple[str, str]]) -> Finding:
+def hosts_finding(least: int, most: int, came: Sequence[tuple[str, str]]) -> Finding:
     """How many hosts were to come, and the names and addresses of those that did."""
     who = ", ".join(f"{name} ({address})" for name, address in came)
     facts = {"came": len(came), "least": least, "most": most}

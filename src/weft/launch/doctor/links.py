@@ -47,7 +47,7 @@ def links(circle: HostGroup) -> Finding:
     """Messages between pairs of hosts, one pair after the other, over gloo."""
     with _group(circle, "gloo"):
         own = [
-            [*pair, *_timed(*pair)]
+            [*pair, *_time_messages(*pair)]
             for pair in pairs(len(circle.members))
             if dist.get_rank() in pair
         ]
@@ -61,14 +61,16 @@ def links(circle: HostGroup) -> Finding:
         for a, b, trip, way in rows
         if numbers[a] == number
     ]
-    return judge(seen, total.right)
+    return links_finding(seen, total.right)
 
 
 def gpu_links(circle: HostGroup) -> Finding:
     """A sum over NCCL, of one GPU per host."""
     torch.cuda.set_device(0)
     with _group(circle, "nccl"):
-        return allreduce_check.judge("gpu links", allreduce_check.time_allreduce(SIZES[-1], "cuda"))
+        return allreduce_check.allreduce_finding(
+            "gpu links", allreduce_check.time_allreduce(SIZES[-1], "cuda")
+        )
 
 
 def pairs(count: int) -> list[tuple[int, int]]:
@@ -97,7 +99,7 @@ def _group(circle: HostGroup, backend: str) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _timed(first: int, second: int) -> tuple[float, float]:
+def _time_messages(first: int, second: int) -> tuple[float, float]:
     """Seconds there and back, and bytes per second there, as the first of two ranks sees them."""
     leads, other = dist.get_rank() == first, second if dist.get_rank() == first else first
     word = torch.zeros(1, dtype=torch.int64)
@@ -121,7 +123,7 @@ def _timed(first: int, second: int) -> tuple[float, float]:
     return trip_s, way
 
 
-def judge(seen: Sequence[Link], right: bool) -> Finding:
+def links_finding(seen: Sequence[Link], right: bool) -> Finding:
     """What was measured of each link, and whether a sum over all hosts was right."""
     facts = {"links": [vars(link) for link in seen], "right": right}
     if not right:

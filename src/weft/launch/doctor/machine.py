@@ -39,7 +39,7 @@ def version_finding(weft: str) -> Finding:
         "weft": weft,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
-        "transformers": _installed("transformers"),
+        "transformers": _installed_version("transformers"),
     }
     found = ", ".join(f"{name} {version}" for name, version in facts.items() if version)
     lacking = [name for name in ("cuda", "transformers") if not facts[name]]
@@ -48,7 +48,7 @@ def version_finding(weft: str) -> Finding:
     return Finding("versions", "ok", found, advice, facts)
 
 
-def _installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -37,7 +37,7 @@ def ports(circle: HostGroup) -> Finding:
             seen = list(threads.map(lambda place: (place[0], _problem(*place[1:])), places))
         own = {str(number): why for number, why in seen if why}
         results = circle.share("reached", own)  # nobody leaves before all have tried
-    return judge(
+    return ports_finding(
         {
             circle.name(n): {circle.name(int(other)): why for other, why in found.items()}
             for n, found in results.items()
@@ -54,7 +54,7 @@ def _problem(address: str, port: int) -> str | None:
     return None
 
 
-def judge(reached: Reached) -> Finding:
+def ports_finding(reached: Reached) -> Finding:
     """What each host does not reach, and why."""
     pairs = [(a, b, why) for a, others in reached.items() for b, why in others.items()]
     facts = {"hosts": list(reached), "unreachable": [list(pair) for pair in pairs]}

@@ -25,7 +25,7 @@ def report_doctor(asked: DoctorRequest, as_json: bool) -> bool:
     prints it for all."""
     out = Console(quiet=as_json)
     out = out if out.is_terminal else Console(width=WIDTH, quiet=as_json)
-    looked = checks.check_with_others(asked) if asked.hosts else _alone(asked, out)
+    looked = checks.check_with_others(asked) if asked.hosts else _check_this_host(asked, out)
     if as_json:
         print(report_json(looked))
     elif looked.place is not None and looked.place.number > 0:
@@ -40,7 +40,7 @@ def report_doctor(asked: DoctorRequest, as_json: bool) -> bool:
     return looked.passed
 
 
-def _alone(asked: DoctorRequest, out: Console) -> HostReport:
+def _check_this_host(asked: DoctorRequest, out: Console) -> HostReport:
     """Findings are printed as they come."""
     found = []
     for finding in checks.check_host(asked):

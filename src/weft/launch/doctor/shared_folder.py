@@ -28,13 +28,13 @@ def shared_folder(circle: HostGroup, path: Path) -> Finding:
     try:
         place.mkdir(parents=True, exist_ok=True)
         unseen = _files(circle, place)
-        renamed_s = _renamed(circle, place)
+        renamed_s = _time_rename(circle, place)
         told = circle.share(
             "seen", [[circle.name(number) for number in unseen], renamed_s], 3 * PATIENCE_S
         )
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return judge(
+    return shared_folder_finding(
         str(nearest_folder(path)),
         {circle.name(n): (unseen, late) for n, (unseen, late) in told.items()},
     )
@@ -53,7 +53,7 @@ def _files(circle: HostGroup, place: Path) -> list[int]:
     return missing
 
 
-def _renamed(circle: HostGroup, place: Path) -> float | None:
+def _time_rename(circle: HostGroup, place: Path) -> float | None:
     """Seconds until this host sees a file that host 0 has renamed; None if it does not."""
     new = place / "new"
     _text(new)  # it is not there, which NFS will remember
@@ -77,7 +77,9 @@ def _text(file: Path) -> str | None:
         return None
 
 
-def judge(place: str, seen: Mapping[str, tuple[list[str], float | None]]) -> Finding:
+def shared_folder_finding(
+    place: str, seen: Mapping[str, tuple[list[str], float | None]]
+) -> Finding:
     """Of each host: those whose files it does not see, and seconds until it sees a rename."""
     blind = {name: others for name, (others, _) in seen.items() if others}
     late = {name: seconds for name, (_, seconds) in seen.items()}

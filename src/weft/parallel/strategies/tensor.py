@@ -61,7 +61,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         yield from _chain(chain, size, layout, residual if in_stack else COPY, names)
     for experts in roles.experts if "ep" not in layout.options_of(AXIS) else ():
         in_stack = any(experts.module.startswith(block + ".") for block in blocks)
-        yield from _inside(experts, size, layout, Shard(0) if sequence and in_stack else COPY)
+        yield from _expert_steps(experts, size, layout, Shard(0) if sequence and in_stack else COPY)
     yield from vocabulary_steps(request, AXIS, "tensor")
 
 
@@ -116,7 +116,9 @@ def _chain(
         yield Step(name.rpartition(".")[0], "tensor", (Param(names[name], AXIS, COPY, COPY, SUM),))
 
 
-def _inside(experts: ExpertsRole, size: int, layout: Layout, outside: Placement) -> Iterator[Step]:
+def _expert_steps(
+    experts: ExpertsRole, size: int, layout: Layout, outside: Placement
+) -> Iterator[Step]:
     """Features inside of every expert on ranks, which all have the same tokens."""
     for name, cut in experts.cuts.items():
         if cut.parts[0] % size:

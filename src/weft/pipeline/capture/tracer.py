@@ -242,7 +242,7 @@ class _ForwardTracer(TorchFunctionMode):
         finally:
             self.open.pop()
             self.began.pop()
-        event.output = self._described(out, index, args, kwargs)
+        event.output = self._describe(out, index, args, kwargs)
         self._finish(event, first, flops)
         return out
 
@@ -254,7 +254,7 @@ class _ForwardTracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in METADATA_FUNCTIONS:
             return func(*args, **kwargs)
-        reads = [t for t in tensors_read(func, args, kwargs) if self._tracked(t)]
+        reads = [t for t in tensors_read(func, args, kwargs) if self._is_tracked(t)]
         if not reads and func not in RANDOM_FUNCTIONS:
             return self._light(func, args, kwargs)
         index, first, flops = (
@@ -283,7 +283,7 @@ class _ForwardTracer(TorchFunctionMode):
         kept = {id(t) for _, t, version, _ in before if t._version == version}
         # what is returned as it came may be another tensor at other types: `x.float()`
         out = map_tensors(out, lambda t: t.view_as(t) if id(t) in kept else t)
-        event.output = self._described(out, index, args, kwargs)
+        event.output = self._describe(out, index, args, kwargs)
         event.reads_into_python = not tensors_in(out) and not event.changed
         self._finish(event, first, flops)
         return out
@@ -307,7 +307,7 @@ class _ForwardTracer(TorchFunctionMode):
         for index in self.open:
             self.events[index].buffers[name] = None
 
-    def _tracked(self, t: Tensor) -> bool:
+    def _is_tracked(self, t: Tensor) -> bool:
         if id(t) in self.numbers or id(t) in self.state or t.requires_grad or type(t) is not Tensor:
             return True
         return bool(self.dirty) and storage_id(t) in self.dirty
@@ -393,7 +393,7 @@ class _ForwardTracer(TorchFunctionMode):
         self.alive.append(t)
         return number
 
-    def _described(self, out: Any, index: int, args: tuple, kwargs: dict) -> Any:
+    def _describe(self, out: Any, index: int, args: tuple, kwargs: dict) -> Any:
         """The structure with references in place of its tensors."""
         came = {id(t): at for at, t in arguments(args, kwargs)}
         event = self.events[index]

@@ -47,7 +47,7 @@ def time_decoders() -> list[DecoderTiming]:
     """Runs on every rank of a process group, and gives the same on all."""
     bench, found = RankTimer.here(), list[DecoderTiming]()
     for dim, length in SHAPES:
-        model, batch = _made(dim, length)
+        model, batch = _make_block(dim, length)
         model.to(bench.device)
         here = {key: value.to(bench.device) for key, value in batch.items()}
 
@@ -87,10 +87,10 @@ def left_over(seen: Sequence[DecoderTiming], hardware: Hardware, era: Era) -> Fi
 @cache
 def work_of(dim: int, length: int) -> ModelWork:
     """Of one sample of such a decoder."""
-    return profile_model(*_made(dim, length), next_token)
+    return profile_model(*_make_block(dim, length), next_token)
 
 
-def _made(dim: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
+def _make_block(dim: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
     model = decoder(vocab=VOCAB, dim=dim, layers=LAYERS, heads=dim // HEAD_DIM, seq_len=length)
     return model, dict.fromkeys(
         ("input_ids", "labels"), torch.zeros(SAMPLES, length, dtype=torch.int64)

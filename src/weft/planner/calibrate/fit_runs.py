@@ -109,7 +109,7 @@ def read_runs(path: Path, device: str) -> list[MeasuredRun]:
             MeasuredRun(
                 row["run"],
                 source,
-                _posed(path, row, device, works),
+                _make_query(path, row, device, works),
                 step_s,
                 held=seen[source] % 2 == 0,
             )
@@ -140,7 +140,7 @@ def fit_runs_to_era(runs: Sequence[MeasuredRun], cluster: Cluster, start: Era) -
 def error_rows(errors: Mapping[str, tuple[list[float], list[float]]]) -> list[str]:
     """A line for each source."""
 
-    def said(found: list[float]) -> str:
+    def residual_text(found: list[float]) -> str:
         sizes = [abs(each) for each in found]
         return (
             f"{len(sizes)}: median {median(sizes):.1%}, worst {max(sizes):.1%}" if sizes else "none"
@@ -148,12 +148,12 @@ def error_rows(errors: Mapping[str, tuple[list[float], list[float]]]) -> list[st
 
     width = max(map(len, errors))
     return [
-        f"{name:<{width}}  fitted to {said(train)}; held out {said(out)}"
+        f"{name:<{width}}  fitted to {residual_text(train)}; held out {residual_text(out)}"
         for name, (train, out) in errors.items()
     ]
 
 
-def _posed(
+def _make_query(
     path: Path, row: Mapping[str, Any], device: str, works: dict[str, ModelWork]
 ) -> RunQuery:
     overrides = {key: _toml(row[column]) for column, key in COLUMNS.items() if row.get(column)}

@@ -102,7 +102,7 @@ def measure(machine: Machine, backend: Backend, say: Say) -> Measurements:
             ):
                 say(f"{name}{', again' if tries else ''} ({len(found) + 1} of {parts})")
                 since, before = CpuLoadSample.now(), time.process_time()
-                told = pool.run(_timed, function, *args, timeout=LIMIT_S)
+                told = pool.run(_time_cpu, function, *args, timeout=LIMIT_S)
                 own_s = sum(own for _, own in told) + time.process_time() - before
                 tries.append((since.others(own_s), len(tries), told[0][0]))
             least, _, found[name] = min(tries)
@@ -129,7 +129,7 @@ def measure(machine: Machine, backend: Backend, say: Say) -> Measurements:
     )
 
 
-def _timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+def _time_cpu(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
     """What it gives, and the processor's time that this process and its threads had for it."""
     before = time.process_time()
     found = function(*args)

@@ -43,7 +43,10 @@ class RankTimer:
         clock = time.thread_time if own else time.perf_counter
         work()
         calls = max(
-            1, math.ceil(ROUND_S / max(TICK_S, self.agreed(time_once(work, self.device, clock))[0]))
+            1,
+            math.ceil(
+                ROUND_S / max(TICK_S, self.mean_over_ranks(time_once(work, self.device, clock))[0])
+            ),
         )
         rounds: list[tuple[float, float]] = []  # interruptions, seconds
         spent, clean = 0.0, 0
@@ -66,9 +69,9 @@ class RankTimer:
         dist.barrier()
         before, since = _interruptions(), time.monotonic()
         seconds = time_once(all_calls, self.device, clock)
-        return self.agreed(_interruptions() - before, seconds, time.monotonic() - since)
+        return self.mean_over_ranks(_interruptions() - before, seconds, time.monotonic() - since)
 
-    def agreed(self, *numbers: float) -> list[float]:
+    def mean_over_ranks(self, *numbers: float) -> list[float]:
         """The means over ranks, so that all decide alike what is measured next."""
         shared = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(shared)

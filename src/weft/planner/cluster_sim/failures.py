@@ -199,9 +199,9 @@ def failure_cost(
         for name, way in ways.items()
     ]
     even = -(
-        -steps // _spaced(1, -(-steps // least), TRIED)
+        -steps // _geometric_steps(1, -(-steps // least), TRIED)
     )  # of so many parts, as equal as can be
-    tried = np.unique(np.maximum(least, np.append(even, _spaced(least, steps, TRIED))))
+    tried = np.unique(np.maximum(least, np.append(even, _geometric_steps(least, steps, TRIED))))
     best = at("best", int(tried[expected_s(faults, steps, step_s, tried).argmin()]))
     if every:
         name = "run file" if every >= least else "run file, as writing lets it"
@@ -210,7 +210,7 @@ def failure_cost(
     if best.goodput < LEAST:
         raise hopeless(faults)
     counts = [each.every for each in choices]
-    shown = _spaced(
+    shown = _geometric_steps(
         max(least, min(best.every // 20, *counts)), min(max(best.every * 20, *counts), steps), 41
     )
     curve = tuple((count * step_s, share(count)) for count in shown.tolist())
@@ -224,6 +224,6 @@ def failure_cost(
     )
 
 
-def _spaced(low: int, high: int, number: int) -> Array:
+def _geometric_steps(low: int, high: int, number: int) -> Array:
     """Whole numbers from one to the other, each so many times the one before."""
     return np.unique(np.geomspace(low, high, number).round().astype(int))

@@ -364,7 +364,9 @@ def _curves(report: SimulationReport) -> list[str]:
         marks = [AxisMark(f"{each.name}, {every}", each.interval_s) for each, every in often]
         across = ChartAxis("seconds of training between checkpoints", log=True)
         up = ChartAxis("share of time that is training which lasts", near=True, percent=True)
-        found.append(draw_curves("Goodput", across, up, [Curve("expected", x, y)], _apart(marks)))
+        found.append(
+            draw_curves("Goodput", across, up, [Curve("expected", x, y)], _separate_marks(marks))
+        )
     if report.scaling:
         points = report.scaling
         devices = [float(point.devices) for point in points]
@@ -382,7 +384,7 @@ def _curves(report: SimulationReport) -> list[str]:
     return found
 
 
-def _apart(marks: Sequence[AxisMark]) -> list[AxisMark]:
+def _separate_marks(marks: Sequence[AxisMark]) -> list[AxisMark]:
     """One of those that would be written over one another."""
     found: list[AxisMark] = []
     for mark in marks:

@@ -34,7 +34,9 @@ def slow_link_cost(setup: Scenario, axis: str, factor: float) -> Iterator[tuple[
         places = [(setup.on_stages(name, rank), (rank,)) for rank in range(ranks)]
     busy = sum(lane.work_s for lane in simulate(setup.schedule, planned.costs).lanes) / ranks
     for title, place in places:
-        acted = simulate(setup.schedule, _mixed(setup, planned.costs, slow, axis, place)).makespan_s
+        acted = simulate(
+            setup.schedule, _mix_costs(setup, planned.costs, slow, axis, place)
+        ).makespan_s
         total = acted + slow.after_s
         yield title, total, (acted - busy) / total
 
@@ -46,7 +48,9 @@ def slow_first_link(
     stage."""
     costs = planned.costs
     for axis in axes:
-        costs = _mixed(setup, costs, slow, axis, _between(setup)[0] if axis == STAGE_AXIS else (0,))
+        costs = _mix_costs(
+            setup, costs, slow, axis, _between(setup)[0] if axis == STAGE_AXIS else (0,)
+        )
     return costs
 
 
@@ -60,7 +64,7 @@ def _between(setup: Scenario) -> list[tuple[int, ...]]:
     return list(found.values())
 
 
-def _mixed(
+def _mix_costs(
     setup: Scenario, costs: ActionCosts, slow: StepParts, axis: str, where: Sequence[int]
 ) -> ActionCosts:
     """The costs of a pipeline of which these places, boundaries of pp or else ranks, have those of

@@ -182,7 +182,9 @@ def straggler_table(
     cases: dict[str, dict[int, float]] = {"as planned": {}}
     for device, factor in slow.items():
         if device is not None:
-            cases[f"device {device} ({_place(setup, device)}) x{factor:g}"] = {device: factor}
+            cases[f"device {device} ({_device_place(setup, device)}) x{factor:g}"] = {
+                device: factor
+            }
             continue
         for rank in range(setup.size(STAGE_AXIS)):
             first = rank * int(setup.choices.strides[STAGE_AXIS][0])
@@ -192,9 +194,11 @@ def straggler_table(
     for axis, factor in slow_links.items():
         found += [StragglerRow(*row) for row in links.slow_link_cost(setup, axis, factor)]
     if jitter:
-        found.append(_drawn(f"jitter {100 * jitter:g} %", setup, {}, {}, jitter, seed))
+        found.append(_draw_steps(f"jitter {100 * jitter:g} %", setup, {}, {}, jitter, seed))
     if len(slow) + len(slow_links) + bool(jitter) > 1:
-        found.append(_drawn(_together(slow), setup, devices(slow), slow_links, jitter, seed))
+        found.append(
+            _draw_steps(_describe_slow(slow), setup, devices(slow), slow_links, jitter, seed)
+        )
     return found
 
 
@@ -204,12 +208,12 @@ def devices(slow: Mapping[int | None, float]) -> dict[int, float]:
     return {first if device is None else device: factor for device, factor in slow.items()}
 
 
-def _together(slow: Mapping[int | None, float]) -> str:
+def _describe_slow(slow: Mapping[int | None, float]) -> str:
     anywhere = [device for device in devices(slow) if device not in slow]
     return "all together" + "".join(f", x{slow[None]:g} on device {device}" for device in anywhere)
 
 
-def _drawn(
+def _draw_steps(
     name: str,
     setup: Scenario,
     slow: Mapping[int, float],
@@ -224,7 +228,7 @@ def _drawn(
     return StragglerRow(name, float(steps.mean()), float(idle.mean()), error)
 
 
-def _place(setup: Scenario, device: int) -> str:
+def _device_place(setup: Scenario, device: int) -> str:
     return ", ".join(
         f"{axis} {index}"
         for axis, index in wait_groups.device_coords(setup.choices, device).items()

@@ -138,10 +138,10 @@ def block_seconds(
         choices.selective, core_launched * era.launch_s, 0.0
     )
     made = BlockSeconds(
-        _paced(forward + ahead, floor, era),
+        _host_paced(forward + ahead, floor, era),
         back,
         own,
-        _paced(again + repeated, floor_again, era),
+        _host_paced(again + repeated, floor_again, era),
         found,
     )
     busy = forward + ahead + backward + behind + weight + again + repeated
@@ -163,7 +163,7 @@ def _fitting(op: OpWork, tp: Array, era: Era) -> Array:
     return share
 
 
-def _paced(took: Array, floor: Array, era: Era) -> Array:
+def _host_paced(took: Array, floor: Array, era: Era) -> Array:
     """Work that the host begins piece by piece: as long as the longer of both, or, where it waits,
     as both."""
     return np.maximum(took, floor) + era.waits * np.minimum(took, floor)
@@ -173,5 +173,5 @@ def _split(backward: Array, weight: Array, floor: Array, era: Era) -> tuple[Arra
     """A backward launches about twice the kernels of a forward at half the cost of each, as no
     Python runs."""
     whole = backward + weight
-    longer = _paced(whole, floor, era) / np.where(whole > 0, whole, 1.0)
+    longer = _host_paced(whole, floor, era) / np.where(whole > 0, whole, 1.0)
     return np.where(whole > 0, backward * longer, floor), weight * longer

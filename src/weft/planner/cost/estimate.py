@@ -232,7 +232,7 @@ class CostModel(CostInputs):
         if c.offload.any():
             found.append(self._host(slow.seconds))
         if self.practice.added_bytes:
-            found.append(self._added())
+            found.append(self._accumulation_part())
         update = self._update()
         found.append(update)
         found.append(
@@ -329,7 +329,7 @@ class CostModel(CostInputs):
         comm = np.where(c.offload, nbytes / self.cluster.hardware.device.host_bps, 0.0)
         return self.exposed(TimePart.HOST, comm, slow.total, c.accumulate)
 
-    def _added(self) -> CostPart:
+    def _accumulation_part(self) -> CostPart:
         routed, plain = stage_params(self.stages[0], self.work, self.choices)
         few, many = shard_counts(self.choices)
         parted = (many > 1) & (

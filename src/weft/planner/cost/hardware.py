@@ -229,11 +229,11 @@ def named_sheet(name: str) -> Hardware:
             "there is no such sheet",
             nearest(name.lower(), [*sheet_names(), LOCAL]),
         )
-    return _shipped(name)
+    return _load_shipped(name)
 
 
 @cache
-def _shipped(name: str) -> Hardware:
+def _load_shipped(name: str) -> Hardware:
     return read_sheet(SHEETS / f"{name}.toml")
 
 
@@ -255,14 +255,14 @@ def parse_sheet(text: str, where: str) -> Hardware:
         raise ConfigError("hardware", where, f"is not TOML: {error}", "correct that line") from None
     eras = table.get("eras")
     if isinstance(eras, dict):
-        table["eras"] = {name: _borrowed(name, era, where) for name, era in eras.items()}
+        table["eras"] = {name: _inherit_profile(name, era, where) for name, era in eras.items()}
     try:
         return Hardware.model_validate(table)
     except ValidationError as error:
         raise toml_refusal(error, Hardware, f"sheet ({where})") from None
 
 
-def _borrowed(name: str, era: Any, where: str) -> Any:
+def _inherit_profile(name: str, era: Any, where: str) -> Any:
     """An era with what it does not state as the sheet has it that it is `like`; but layers, which
     runs told of."""
     if not isinstance(era, dict) or "like" not in era:
@@ -280,6 +280,6 @@ def _borrowed(name: str, era: Any, where: str) -> Any:
         raise ConfigError(
             field, like, f"that sheet has no era {name} ({where})", f"it has {', '.join(theirs)}"
         )
-    found = {**_borrowed(name, theirs[name], where), "layers": [], **era}
+    found = {**_inherit_profile(name, theirs[name], where), "layers": [], **era}
     del found["like"]
     return found

@@ -88,12 +88,12 @@ class _LiveBytes:
                 self._known.add(storage)
                 memory = t.untyped_storage()
                 self._now += memory.nbytes()
-                weakref.finalize(memory, self._gone, storage, memory.nbytes())
+                weakref.finalize(memory, self._on_freed, storage, memory.nbytes())
         self.peak = max(self.peak, self._now)
         if not is_heavy(packet):
             self.moved += moved_bytes(given, made)
 
-    def _gone(self, storage: int, nbytes: int) -> None:
+    def _on_freed(self, storage: int, nbytes: int) -> None:
         self._known.discard(storage)
         self._now -= nbytes
 
@@ -281,7 +281,7 @@ class OpRecorder(TorchDispatchMode):
         outputs = [t for t in made if t.grad_fn is not None and not any(t is one for one in given)]
         if not inputs or not outputs:
             return
-        grads = self._unseen(lambda: [torch.empty_like(t) for t in outputs])
+        grads = self._run_unrecorded(lambda: [torch.empty_like(t) for t in outputs])
         self.live = live = _LiveBytes(sum(t.nbytes for t in grads))
         try:
             with torch.autocast("cpu", enabled=False):
@@ -302,7 +302,7 @@ class OpRecorder(TorchDispatchMode):
             self.alive.append(new)
             return new.requires_grad_(t.requires_grad)
 
-        return self._unseen(lambda: map_tensors(out, other))
+        return self._run_unrecorded(lambda: map_tensors(out, other))
 
     def _even(self, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments of a module of experts, with choices that give each of them as many
@@ -344,7 +344,7 @@ class OpRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.aside:
             return func(*args, **kwargs)
-        out = self._unseen(lambda: run_op_without_data(func, args, kwargs))
+        out = self._run_unrecorded(lambda: run_op_without_data(func, args, kwargs))
         made, given = tensors_in(out), tensors_in((args, kwargs))
         if not made:
             return out
@@ -364,7 +364,7 @@ class OpRecorder(TorchDispatchMode):
             self._op(func._overloadpacket, args, kwargs, out, sources, results)
         return out
 
-    def _unseen(self, call: Callable[[], Any]) -> Any:
+    def _run_unrecorded(self, call: Callable[[], Any]) -> Any:
         """What is not the model's doing: FakeTensors are made of other ops."""
         before, self.aside = self.aside, True
         try:

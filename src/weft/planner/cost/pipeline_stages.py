@@ -64,7 +64,7 @@ def recomputed_share(work: ModelWork, choices: LayoutBatch) -> tuple[Array, Arra
     keys = (((p.astype(np.int64) << 16) + v.astype(np.int64) << 16) + every << 1) + folded
     found, place = np.unique(keys[some], return_inverse=True)
     counts = [
-        _dealt(k >> 33, (k >> 17) & 0xFFFF, (k >> 1) & 0xFFFF, bool(k & 1), work.depth)
+        _deal_recomputed(k >> 33, (k >> 17) & 0xFFFF, (k >> 1) & 0xFFFF, bool(k & 1), work.depth)
         for k in found.tolist()
     ]
     repeated, kept = np.array(counts, dtype=float)[place].T
@@ -77,7 +77,9 @@ def recomputed_share(work: ModelWork, choices: LayoutBatch) -> tuple[Array, Arra
 
 
 @cache
-def _dealt(ranks: int, chunks: int, every: int, folded: bool, depth: int) -> tuple[int, int]:
+def _deal_recomputed(
+    ranks: int, chunks: int, every: int, folded: bool, depth: int
+) -> tuple[int, int]:
     """Of blocks dealt out evenly to all stages, the most that one rank runs again, and the most
     that one keeps."""
     count = ranks * chunks

@@ -62,7 +62,7 @@ def profile_model(
     ]
     return ModelWork(
         name or type(model).__name__,
-        tuple(_merged(_block(one, two) for one, two in chain)),
+        tuple(_merge_equal(_block(one, two) for one, two in chain)),
         tokens=float(max((t.shape[1] for t in ids), default=1)),
         model_flops=3 * full,
         dtype=precision,
@@ -105,7 +105,7 @@ def _block(few: ModuleRecord, many: ModuleRecord) -> BlockWork:
     return BlockWork(few.name, 1, tuple(ops), params, **sizes, repeated=few.repeated, tied=few.tied)
 
 
-def _merged(blocks: Iterable[BlockWork]) -> Iterator[BlockWork]:
+def _merge_equal(blocks: Iterable[BlockWork]) -> Iterator[BlockWork]:
     """Equal neighbours as one."""
 
     def unnamed(block: BlockWork) -> BlockWork:

@@ -46,7 +46,9 @@ def sync_cost(
     for size in np.unique(n[~alone]):
         here = n == size
         for kind, share in _shares(sync, int(size), int(item)).items():
-            took, given = _priced(network, group, kind, elements * item * share, server_count(sync))
+            took, given = _price_exchange(
+                network, group, kind, elements * item * share, server_count(sync)
+            )
             seconds, sent = seconds + np.where(here, took, 0.0), sent + np.where(here, given, 0.0)
     return SyncCost(seconds / sync.period, sent / sync.period)
 
@@ -137,7 +139,7 @@ def _shares(sync: Sync, size: int, item: int) -> dict[str, float]:
     return found
 
 
-def _priced(
+def _price_exchange(
     network: Network, group: RankGroup, kind: str, nbytes: Array, owners: int
 ) -> tuple[Array, Array]:
     """`nbytes` is what a rank gives: of "gather" its message, of "scatter" one for each rank; to

@@ -80,7 +80,7 @@ def baselines(
     for name, text in baseline_patterns(question, devices):
         first = _best(question, devices, LayoutPattern.parse(text))
         if first is None:
-            found.append(Baseline(name, text, None, _refused(question, devices, text)))
+            found.append(Baseline(name, text, None, _no_baseline_reason(question, devices, text)))
         elif first.layout != best.layout:
             least = min(
                 (first, known.get(first.layout, first)), key=lambda row: (not row.fits, row.step_s)
@@ -100,7 +100,7 @@ def _best(question: PlanQuery, devices: int, pattern: LayoutPattern) -> RankedLa
     return None if first is None else simulate_rows(question, [first])[0]
 
 
-def _refused(question: PlanQuery, devices: int, text: str) -> str:
+def _no_baseline_reason(question: PlanQuery, devices: int, text: str) -> str:
     """Why the rules allow nothing of a pattern: by the sizes that it gives."""
     row = {axis: int(size) for axis, size in LayoutPattern.parse(text).sizes if size}
     sizes = dict.fromkeys(AXES, 1) | row

@@ -208,8 +208,8 @@ def find_candidates(
     )
     if not levels and offload:  # what a pattern asks for is not dropped for what it does not name
         table.keep(axis_product(table.columns, *STATE_AXES) > 1)
-    _parted(table)
-    return _scheduled(table, pattern.given(STAGE_AXIS) or SCHEDULES[:1])
+    _add_microbatches(table)
+    return _add_schedules(table, pattern.given(STAGE_AXIS) or SCHEDULES[:1])
 
 
 def with_schedules(
@@ -219,7 +219,7 @@ def with_schedules(
     table = _Table(question, constraints_for(pattern, wide))
     table.columns = _columns(found)
     table.keep(found.choices.stage_ranks > 1)
-    return _scheduled(table, [] if pattern.given(STAGE_AXIS) else SCHEDULES[1:])
+    return _add_schedules(table, [] if pattern.given(STAGE_AXIS) else SCHEDULES[1:])
 
 
 def layout_variants(
@@ -231,7 +231,7 @@ def layout_variants(
     open_ = ("microbatch", "accumulate", "again", "selective")
     table.columns = {name: column for name, column in _columns(one).items() if name not in open_}
     table.held(tuple(table.columns))
-    _parted(table)
+    _add_microbatches(table)
     known = tuple(dict.fromkeys(name for name, _ in schedules))
     _with_schedules(table, [(known.index(name), chunks) for name, chunks in schedules])
     c = table.columns
@@ -267,7 +267,7 @@ def _columns(found: Candidates) -> dict[str, Array]:
     return {**c.sizes, **{name: getattr(c, name) for name in names}, "spread": found.spread}
 
 
-def _parted(table: _Table) -> None:
+def _add_microbatches(table: _Table) -> None:
     """Rows with every number of microbatches, and all recomputation."""
     table.cross({"microbatch": np.array(divisors(table.question.batch), dtype=np.int64)})
     data = np.prod([table.columns[axis] for axis in DATA_AXES], axis=0)
@@ -293,7 +293,7 @@ def _with_schedules(table: _Table, pairs: Sequence[tuple[int, int]]) -> None:
     table.keep(np.where(c[STAGE_AXIS] > 1, even, first))
 
 
-def _scheduled(table: _Table, names: Sequence[str]) -> Candidates:
+def _add_schedules(table: _Table, names: Sequence[str]) -> Candidates:
     """Rows with each of these schedules."""
     _with_schedules(
         table, [(SCHEDULES.index(name), chunks) for name, chunks in schedule_variants(names)]
@@ -331,14 +331,16 @@ def fewer_devices(
     found = {1}
     for axis in AXES:
         sizes = [size for size in pattern.of(axis, list(range(1, devices + 1))) if size <= devices]
-        allowed = _allowed(none, axis, np.array(sizes, dtype=np.int64), question)
+        allowed = _allowed_sizes(none, axis, np.array(sizes, dtype=np.int64), question)
         found = {ranks * size for ranks in found for size in allowed if ranks * size < devices}
     ordered = sorted(found, reverse=True)
     full = [count for count in ordered if count % node == 0]
     return sorted({*ordered[:most], *full[:1]}, reverse=True)
 
 
-def _allowed(none: Mapping[str, int], axis: str, sizes: Array, question: PlanQuery) -> list[int]:
+def _allowed_sizes(
+    none: Mapping[str, int], axis: str, sizes: Array, question: PlanQuery
+) -> list[int]:
     """Those of these sizes that no rule forbids alone."""
     columns = {name: np.full(len(sizes), value) for name, value in none.items()} | {axis: sizes}
     mask = np.ones(len(sizes), dtype=bool)

@@ -99,7 +99,7 @@ def _vocabulary(columns: Columns) -> Any:
     return axis_product(columns, *VOCABULARY_AXES)
 
 
-def _named(columns: Columns, axes: tuple[str, ...]) -> str:
+def _name_axes(columns: Columns, axes: tuple[str, ...]) -> str:
     """These axes with their sizes, as in a layout."""
     return ".".join(f"{axis}{columns[axis]}" for axis in axes)
 
@@ -262,7 +262,7 @@ LEGAL = (
     Constraint(
         (*FEATURE_AXES, *HEAD_AXES),
         _shared_heads_divide,
-        lambda c, q: f"the heads of a rank do not divide over {_named(c, HEAD_AXES)}",
+        lambda c, q: f"the heads of a rank do not divide over {_name_axes(c, HEAD_AXES)}",
     ),
     Constraint(
         EXPERT_AXES,
@@ -285,7 +285,9 @@ LEGAL = (
                 & (q.work.tokens % axis_product(c, *FEATURE_AXES, *SEQUENCE_AXES) == 0)
             )
         ),
-        lambda c, q: f"{q.work.tokens:,.0f} positions do not divide over {_named(c, FEATURE_AXES)}",
+        lambda c, q: (
+            f"{q.work.tokens:,.0f} positions do not divide over {_name_axes(c, FEATURE_AXES)}"
+        ),
     ),
     Constraint(
         (*AXES, "spread", "sequence"),
@@ -364,7 +366,7 @@ def _in_use(c: Columns, q: PlanQuery) -> Array:
     return (c[STAGE_AXIS] == 1) | fits
 
 
-def _unsearched() -> list[str]:
+def _unsearched_axes() -> list[str]:
     return [name for name in SCHEDULES if not schedules.is_searched(name)]
 
 
@@ -436,6 +438,6 @@ HABITS = (
     Constraint(
         ("schedule",),
         lambda c, q: np.array([schedules.is_searched(name) for name in SCHEDULES])[c["schedule"]],
-        lambda c, q: f"not the {' or '.join(_unsearched())} schedule",
+        lambda c, q: f"not the {' or '.join(_unsearched_axes())} schedule",
     ),
 )

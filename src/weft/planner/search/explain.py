@@ -88,14 +88,14 @@ def _part(part: CostPart, unit: float, word: str) -> list[str]:
     if not value:
         return []
     head = f"  {part.name:<28}{value / unit:>12.4g} {word:<5}= {part.formula}"
-    filled, left = _filled(part)
+    filled, left = _fill_formula(part)
     lines = [head, f"{'':<47}= {filled}"] if filled != part.formula else [head]
     return lines + (
         [f"{'':<47}with {', '.join(f'{k} = {v}' for k, v in left.items())}"] if left else []
     )
 
 
-def _filled(part: CostPart) -> tuple[str, dict[str, str]]:
+def _fill_formula(part: CostPart) -> tuple[str, dict[str, str]]:
     """The formula with the values in it, and those that have no place in it."""
     values = {name: f"{float(np.ravel(value)[0]):.4g}" for name, value in part.symbols.items()}
     used = set(re.findall(r"\w+", part.formula))

@@ -55,10 +55,10 @@ class FeasibilityChecker:
                 return row
             self.refused.append((row, problem))
             if len(parts) > 1:
-                barred |= {part for part in parts if self._alone(part) is not None}
+                barred |= {part for part in parts if self._check_axis(part) is not None}
         return None
 
-    def hold(self, layout: Layout) -> None:
+    def check_layout(self, layout: Layout) -> None:
         """Raises Refusal for a layout in which weft would not lay the model, whatever the
         microbatches and stages."""
         problem = self._with_room(layout.without(STAGE_AXIS))
@@ -76,15 +76,15 @@ class FeasibilityChecker:
             fewer = run_with_layout(
                 self.run, str(two), row.accumulate, row.recompute, row.schedule, options
             )
-            if self._asked(fewer, self._short) is None:
+            if self._check_run(fewer, self._short) is None:
                 return None
-        return self._asked(there, self.bare)
+        return self._check_run(there, self.bare)
 
     @cached_property
     def _short(self) -> nn.Module:
         return shorten_model(self.bare)
 
-    def _alone(self, part: str) -> Refusal | None:
+    def _check_axis(self, part: str) -> Refusal | None:
         """Of one axis."""
         return None if Layout.parse(part).stage_ranks > 1 else self._with_room(Layout.parse(part))
 
@@ -93,18 +93,18 @@ class FeasibilityChecker:
         train = self.run.train.model_copy(
             update={"batch": layout.world * self.run.train.batch, "accumulate": 1}
         )
-        return self._asked(
+        return self._check_run(
             with_layout(self.run.model_copy(update={"train": train}), layout), self.bare
         )
 
-    def _asked(self, run: RunConfig, model: nn.Module) -> Refusal | None:
+    def _check_run(self, run: RunConfig, model: nn.Module) -> Refusal | None:
         """A pipeline of a model that would have to be loaded, and is large, is asked about without
         its stages."""
         load = sum(p.numel() for p in model.parameters()) <= LOADED
         try:
             check_sizes(model, self.held, [plan_without_weights(run, model, self.held, load)])
         except NeedsData:
-            return self._asked(with_layout(run, run.layout.axes.without(STAGE_AXIS)), model)
+            return self._check_run(with_layout(run, run.layout.axes.without(STAGE_AXIS)), model)
         except Refusal as problem:
             return problem
         return None
@@ -116,12 +116,12 @@ def shorten_model(model: nn.Module) -> nn.Module:
     rows = block_lists(model)
     if not any(len(blocks) > DEEP for blocks in rows):
         return model
-    made = _opened(model)
+    made = _shallow_copy(model)
     for blocks in rows:
         owner, _, leaf = blocks[0].rpartition(".")[0].rpartition(".")
         parent = made
         for name in filter(None, owner.split(".")):
-            parent._modules[name] = parent = _opened(parent._modules[name])
+            parent._modules[name] = parent = _shallow_copy(parent._modules[name])
         kept = _representative([model.get_submodule(block) for block in blocks])
         whole = parent._modules[leaf]
         parent._modules[leaf] = (
@@ -130,7 +130,7 @@ def shorten_model(model: nn.Module) -> nn.Module:
     return made
 
 
-def _opened(module: nn.Module | None) -> nn.Module:
+def _shallow_copy(module: nn.Module | None) -> nn.Module:
     """A copy of one module that shares all that is below it."""
     assert module is not None
     made = copy.copy(module)

@@ -109,22 +109,24 @@ def rank(
     If the rules allow none on all devices, or these neither fill nodes nor part one evenly, the
     fastest of what they allow on a few fewer. No rows: they allow none at all."""
     devices, node = question.cluster.devices, question.cluster.hardware.node
-    found = _looked(question, pattern, devices, wide, progress)
+    found = _search(question, pattern, devices, wide, progress)
     if found.rows and (node % devices == 0 or devices % node == 0):
         return found
     for count in fewer_devices(question, pattern, devices, COUNTS):
-        other = _looked(question, pattern, count, wide, progress)
+        other = _search(question, pattern, count, wide, progress)
         if other.rows and (not found.rows or _better(other, found)):
             found = other
     return found
 
 
-def _looked(
+def _search(
     question: PlanQuery, pattern: LayoutPattern, devices: int, wide: bool, progress: Progress
 ) -> Ranking:
     """On so many devices; with what habits leave out, if without it nothing fits."""
-    found = _ranked(question, pattern, devices, wide, progress)
-    return found if found.fits or wide else _ranked(question, pattern, devices, True, progress)
+    found = _rank_devices(question, pattern, devices, wide, progress)
+    return (
+        found if found.fits or wide else _rank_devices(question, pattern, devices, True, progress)
+    )
 
 
 def _better(one: Ranking, other: Ranking) -> bool:
@@ -134,7 +136,7 @@ def _better(one: Ranking, other: Ranking) -> bool:
     return one.fits > other.fits or one.rows[0].over_bytes < other.rows[0].over_bytes
 
 
-def _ranked(
+def _rank_devices(
     question: PlanQuery, pattern: LayoutPattern, devices: int, wide: bool, progress: Progress
 ) -> Ranking:
     found = find_candidates(question, devices, pattern, wide)

@@ -116,11 +116,11 @@ class PlanReport:
             ),
         ]
         if found.habits:
-            lines += wrapped("only", [*sorted(found.habits), "see --exhaustive"])
+            lines += wrap_parts("only", [*sorted(found.habits), "see --exhaustive"])
         if self.left_out:
-            lines += wrapped("without", [left_out_text(one) for one in self.left_out])
+            lines += wrap_parts("without", [left_out_text(one) for one in self.left_out])
         for note in self.notes:
-            lines += wrapped("note", [note])
+            lines += wrap_parts("note", [note])
         return "\n".join(lines)
 
     def _table(self, rows: Sequence[RankedLayout]) -> str:
@@ -191,7 +191,7 @@ def left_out_text(one: LeftOut) -> str:
     return f"{', '.join(names if len(names) < 3 else [names[0], '...', names[-1]])}: {one.why}"
 
 
-def wrapped(word: str, parts: Sequence[str]) -> list[str]:
+def wrap_parts(word: str, parts: Sequence[str]) -> list[str]:
     """In lines of WIDTH, under a word."""
     lines, line = [], f"{word:<9}"
     for part in parts:

@@ -31,7 +31,7 @@ def precision_policy(precision: str, optimizer: Optimizers) -> PrecisionPolicy:
     compute = DTYPES[precision]
     kept = torch.float64 if compute == torch.float64 else torch.float32
     item, copy = kept.itemsize, compute.itemsize if compute.itemsize < kept.itemsize else 0
-    state, moved = _tried(optimizer, kept)
+    state, moved = _measure_optimizer(optimizer, kept)
     return PrecisionPolicy(
         compute=precision,
         weight_bytes=item,
@@ -50,7 +50,7 @@ def precision_policy(precision: str, optimizer: Optimizers) -> PrecisionPolicy:
     )
 
 
-def _tried(optimizer: Optimizers, dtype: torch.dtype) -> tuple[float, float]:
+def _measure_optimizer(optimizer: Optimizers, dtype: torch.dtype) -> tuple[float, float]:
     """Of a parameter's element: bytes of the state that the optimizer itself keeps, and those that
     a step of it reads and writes."""
     parameter = nn.Parameter(torch.zeros(NUMEL, dtype=dtype))

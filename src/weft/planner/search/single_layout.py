@@ -34,17 +34,19 @@ def parse_whole_layout(layout: str) -> LayoutPattern:
     return pattern
 
 
-def price_alone(judge: FeasibilityChecker, question: PlanQuery, pattern: LayoutPattern) -> Ranking:
+def price_alone(
+    checker: FeasibilityChecker, question: PlanQuery, pattern: LayoutPattern
+) -> Ranking:
     """A layout that is given whole, with the microbatches, recomputation and schedule of the run
     file."""
-    _check(question, pattern, judge, "--layout")
-    one = _written(judge.run, pattern)
+    _check(question, pattern, checker, "--layout")
+    one = _written_layout(checker.run, pattern)
     rows = simulate_rows(question, rows_of(question, one))
     world = int(one.choices.world[0])
     return Ranking(tuple(rows), rows[0].fits, 1, sum(row.simulated for row in rows), world, True)
 
 
-def _written(run: RunConfig, pattern: LayoutPattern) -> Candidates:
+def _written_layout(run: RunConfig, pattern: LayoutPattern) -> Candidates:
     """A whole layout, with the rest as the run file has it."""
     layout = plain_layout(pattern.layout)
     spread = sum(1 << bit for bit, axis in enumerate(SPREADING) if layout.spreads_experts(axis))
@@ -57,7 +59,7 @@ def _schedule(one: Candidates) -> tuple[str, int]:
 
 
 def _check(
-    question: PlanQuery, pattern: LayoutPattern, judge: FeasibilityChecker, field: str
+    question: PlanQuery, pattern: LayoutPattern, checker: FeasibilityChecker, field: str
 ) -> None:
     """A whole layout has a device for each rank, and weft knows it as it is written. Raises
     Refusal."""
@@ -69,18 +71,20 @@ def _check(
         raise no_candidates(question, pattern, field)
     try:
         schedule_of(pattern.layout)
-        judge.hold(pattern.layout)
+        checker.check_layout(pattern.layout)
     except Refusal as refused:
         if refused.field != "layout":
             raise
         raise LayoutError(field, pattern.text, refused.problem, refused.fix) from None
 
 
-def other_ways(question: PlanQuery, pattern: LayoutPattern, judge: FeasibilityChecker) -> list[str]:
+def other_ways(
+    question: PlanQuery, pattern: LayoutPattern, checker: FeasibilityChecker
+) -> list[str]:
     """How a layout that does not fit would, in the schedule that it has; or by how much it never
     does."""
-    one = _written(judge.run, pattern)
-    best = _best_way(question, one, [_schedule(one)], judge)
+    one = _written_layout(checker.run, pattern)
+    best = _best_way(question, one, [_schedule(one)], checker)
     if best is None:
         return []
     if best.fits:
@@ -92,14 +96,14 @@ def other_ways(question: PlanQuery, pattern: LayoutPattern, judge: FeasibilityCh
 
 
 def explain_layout(
-    report: PlanReport, pattern: LayoutPattern, judge: FeasibilityChecker, top: int
+    report: PlanReport, pattern: LayoutPattern, checker: FeasibilityChecker, top: int
 ) -> RankedLayout:
     """A whole layout as the report shows it, or else the best way to run it. Raises Refusal."""
     question = report.question
-    _check(question, pattern, judge, "--explain")
+    _check(question, pattern, checker, "--explain")
     named = schedule_of(pattern.layout)
-    run = judge.run if named else judge.run.model_copy(update={"pipeline": PipelineConfig()})
-    one = _written(run, pattern)
+    run = checker.run if named else checker.run.model_copy(update={"pipeline": PipelineConfig()})
+    one = _written_layout(run, pattern)
     shown = [*report.rows()[:top], *(each.row for each in report.losers if each.row is not None)]
     layout = str(one.layout(0))
     known = (row for row in shown if row.layout == layout and named in (None, row.schedule))
@@ -107,12 +111,12 @@ def explain_layout(
         return row
     searched = named is None or named in SCHEDULES
     schedules = schedule_variants([named] if named else SCHEDULES) if searched else [_schedule(one)]
-    row = _best_way(question, one, schedules, judge)
+    row = _best_way(question, one, schedules, checker)
     if row is None:
         chunks = {"chunks": one.choices.chunks[0]}
         raise (
-            judge.refused[0][1]
-            if judge.refused
+            checker.refused[0][1]
+            if checker.refused
             else no_candidates(question, pattern, "--explain", chunks)
         )
     return row
@@ -122,7 +126,7 @@ def _best_way(
     question: PlanQuery,
     one: Candidates,
     schedules: Sequence[tuple[str, int]],
-    judge: FeasibilityChecker,
+    checker: FeasibilityChecker,
 ) -> RankedLayout | None:
     """The fastest way to run a layout with one of these schedules that fits, or else the nearest to
     it, of those that weft would run; none, if there is none."""
@@ -130,4 +134,4 @@ def _best_way(
     prices = price(question, tried)
     order = np.lexsort((prices.step_s, np.maximum(prices.over_bytes, 0)))[:TRIED]
     rows = simulate_rows(question, rows_of(question, tried.take(order)))
-    return judge.first(tuple(sorted(rows, key=lambda row: (max(row.over_bytes, 0), row.step_s))))
+    return checker.first(tuple(sorted(rows, key=lambda row: (max(row.over_bytes, 0), row.step_s))))

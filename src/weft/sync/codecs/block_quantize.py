@@ -91,7 +91,7 @@ class BlockQuantize(MessageCodec):
         return values.mul_(read_scales(scale).unsqueeze(-1)).flatten(-2)[..., :n]
 
 
-def _named(name: str, bits: int, feedback: bool) -> Callable[..., BlockQuantize]:
+def _with_name(name: str, bits: int, feedback: bool) -> Callable[..., BlockQuantize]:
     def make(
         block: int = 128, stochastic: bool = False, feedback: bool = feedback
     ) -> BlockQuantize:
@@ -100,4 +100,4 @@ def _named(name: str, bits: int, feedback: bool) -> Callable[..., BlockQuantize]
     return make
 
 
-CODECS = {"int8": _named("int8", 8, True), "int4": _named("int4", 4, True)}
+CODECS = {"int8": _with_name("int8", 8, True), "int4": _with_name("int4", 4, True)}

@@ -67,11 +67,11 @@ class Cast(Codec):
         return [RequestSize("sum_scatter", n, 2)]
 
 
-def _named(name: str, dtype: torch.dtype) -> Callable[..., Cast]:
+def _with_name(name: str, dtype: torch.dtype) -> Callable[..., Cast]:
     def make(feedback: bool = False) -> Cast:
         return Cast(name, dtype, feedback)
 
     return make
 
 
-CODECS = {"bf16": _named("bf16", torch.bfloat16), "fp16": _named("fp16", torch.float16)}
+CODECS = {"bf16": _with_name("bf16", torch.bfloat16), "fp16": _with_name("fp16", torch.float16)}
