@@ -173,7 +173,7 @@ def test_what_ranks_lose_at_collectives_is_what_layouts_that_have_many_take_more
         lost_s
     )  # and not what all take more
     assert collective_skew.skew_s(seen[:1], made, made.eras[ERA]) == 0.0
-    more = sheet(replace(measured(), amid=seen)).eras[ERA]
+    more = sheet(replace(measured(), skew_timings=seen)).eras[ERA]
     assert more == true.model_copy(update={"meet_s": more.meet_s}) and more.meet_s == pytest.approx(
         lost_s
     )
@@ -273,7 +273,9 @@ def test_each_part_is_measured_once_and_counted(
     assert list(found.matmuls) == ["fp32", "bf16"] and found.matmuls["bf16"] == [
         ("matmuls", "bf16")
     ]
-    assert found.floor == [("measure_overhead",)] and (found.amid == [("steps",)]) == (ranks == 2)
+    assert found.floor == [("measure_overhead",)] and (found.skew_timings == [("steps",)]) == (
+        ranks == 2
+    )
 
 
 def test_two_processes_measure_the_same_and_a_sheet_takes_it(

@@ -114,10 +114,10 @@ def large(layers: int = 32, tokens: float = 8192) -> ModelWork:
 
 
 def everything(
-    asked: PlanQuery, devices: int, wide: bool = False, pattern: LayoutPattern = ANY
+    asked: PlanQuery, devices: int, exhaustive: bool = False, pattern: LayoutPattern = ANY
 ) -> Candidates:
-    found = find_candidates(asked, devices, pattern, wide)
-    return join_candidates([found, with_schedules(found, asked, pattern, wide)])
+    found = find_candidates(asked, devices, pattern, exhaustive)
+    return join_candidates([found, with_schedules(found, asked, pattern, exhaustive)])
 
 
 # ---- candidates ----------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_candidates_take_all_devices_and_the_whole_batch(
 @pytest.mark.parametrize("routed", [False, True])
 def test_candidates_are_the_choices_of_the_layouts_that_they_name(routed: bool) -> None:
     """Arrays made at once are those made of each layout by itself."""
-    found = everything(question(8, work(routed)), 8, wide=True)
+    found = everything(question(8, work(routed)), 8, exhaustive=True)
     places = np.random.default_rng(0).permutation(len(found))[:300]
     found = found.take(places)
     names = [found.schedule(i)[0] or "1f1b" for i in range(len(found))]
@@ -169,7 +169,7 @@ def test_candidates_are_the_choices_of_the_layouts_that_they_name(routed: bool) 
 
 
 def test_no_candidate_comes_twice() -> None:
-    found = everything(question(8, work(True)), 8, wide=True)
+    found = everything(question(8, work(True)), 8, exhaustive=True)
     c = found.choices
     columns = [
         *(c.sizes[axis] for axis in AXES),
@@ -192,7 +192,7 @@ def test_rules_allow_what_weft_lays(routed: bool, world: int, without: str) -> N
     refuses is not."""
     asked = question(world, work(routed))
     model = decoder(vocab=64, dim=32, layers=2, seq_len=LENGTH, **ROUTED) if routed else bare()
-    found = find_candidates(asked, world, wide=True)
+    found = find_candidates(asked, world, exhaustive=True)
     named = {str(found.layout(i)) for i in range(len(found)) if found.layout(i).size(without) == 1}
     taken, refused = set(), {}
     for text in (text for text in _layouts(world, routed) if Layout.parse(text).size(without) == 1):
@@ -246,8 +246,8 @@ def test_options_of_patterns_are_those_of_the_parallelisms() -> None:
 )
 def test_what_a_pattern_fixes(pattern: str, holds: Any) -> None:
     parsed, asked = LayoutPattern.parse(pattern), question(8, work(layers=4))
-    found = find_candidates(asked, 8, parsed, wide=True)
-    free = find_candidates(asked, 8, wide=True)
+    found = find_candidates(asked, 8, parsed, exhaustive=True)
+    free = find_candidates(asked, 8, exhaustive=True)
     named = {str(found.layout(i)) for i in range(len(found))}
     assert named and all(holds(Layout.parse(text)) for text in named)
     if "offload" not in pattern:  # which no search looks at unasked
@@ -256,12 +256,12 @@ def test_what_a_pattern_fixes(pattern: str, holds: Any) -> None:
         }
     if "gpipe" in pattern:
         assert {found.schedule(i)[0] for i in range(len(found))} == {"gpipe"}
-        assert not len(with_schedules(found, asked, parsed, wide=True))
+        assert not len(with_schedules(found, asked, parsed, exhaustive=True))
 
 
 def test_keys_are_gathered_where_that_is_asked_or_the_size_is() -> None:
     asked = question(8, large())
-    for pattern, wide, methods in (
+    for pattern, exhaustive, methods in (
         ("*", False, {False}),
         ("*", True, {False, True}),
         ("cp2.*", False, {False, True}),
@@ -269,10 +269,10 @@ def test_keys_are_gathered_where_that_is_asked_or_the_size_is() -> None:
         ("cp*+ring.*", True, {False}),
         ("dp*.tp2", False, set()),
     ):
-        found = find_candidates(asked, 8, LayoutPattern.parse(pattern), wide)
+        found = find_candidates(asked, 8, LayoutPattern.parse(pattern), exhaustive)
         assert set(found.choices.gather[found.choices.sizes["cp"] > 1].tolist()) == methods, pattern
-        habit = "keys of cp round a ring"
-        assert (habit in found.habits) == (pattern == "*" and not wide)
+        convention = "keys of cp round a ring"
+        assert (convention in found.conventions) == (pattern == "*" and not exhaustive)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_a_simulation_that_rows_share_is_of_each() -> None:
 
 def test_where_nothing_fits_the_nearest_comes_first() -> None:
     found = rank(question(4, large(), batch=64, memory_gib=4.0))
-    assert not found.fits and found.wide
+    assert not found.fits and found.exhaustive
     over = [row.over_bytes for row in found.rows]
     assert over[0] == min(over) > 0
 
@@ -431,7 +431,7 @@ def test_fewer_where_all_devices_cannot_be_used(devices: int) -> None:
 def test_formulas_give_their_values(pattern: str) -> None:
     """Every formula, of the values beside it: what follows its first comma is words."""
     asked = question(8, large(), batch=64)
-    rows = rows_of(asked, find_candidates(asked, 8, LayoutPattern.parse(pattern), wide=True))
+    rows = rows_of(asked, find_candidates(asked, 8, LayoutPattern.parse(pattern), exhaustive=True))
     row, held = max(rows, key=lambda row: row.held_bytes), 0
     for part in (*row.time_parts, *row.memory_parts):
         values = {name: float(np.ravel(value)[0]) for name, value in part.symbols.items()}
@@ -456,7 +456,8 @@ def test_copies_of_weights_live_as_long_as_activations() -> None:
     asked = question(8, large(), batch=64)
     asked = replace(asked, practice=PrecisionPolicy(copy_bytes=2.0, copies_live=True))
     found = rows_of(
-        asked, find_candidates(asked, 8, LayoutPattern.parse("pp4+1f1b.fsdp2+zero3"), wide=True)
+        asked,
+        find_candidates(asked, 8, LayoutPattern.parse("pp4+1f1b.fsdp2+zero3"), exhaustive=True),
     )
     for row in found:
         weights = next(part for part in row.memory_parts if part.name == "weights")
@@ -516,7 +517,9 @@ def test_a_bubble_is_named() -> None:
     asked = question(16, large(tokens=1024), batch=4)
     row = simulate_rows(
         asked,
-        rows_of(asked, find_candidates(asked, 16, LayoutPattern.parse("pp16+1f1b.*"), wide=True)),
+        rows_of(
+            asked, find_candidates(asked, 16, LayoutPattern.parse("pp16+1f1b.*"), exhaustive=True)
+        ),
     )[0]
     best = rank(asked).rows[0]
     assert " bubble " in why_slower(asked, row, best)

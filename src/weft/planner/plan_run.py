@@ -73,7 +73,7 @@ def plan_for_cluster(
     layout: str | None,
     era: str | None,
     memory_gib: float | None,
-    wide: bool,
+    exhaustive: bool,
     explain: str | None = None,
     top: int = 10,
 ) -> tuple[PlanReport, RunConfig]:
@@ -85,7 +85,7 @@ def plan_for_cluster(
         layout: what is fixed, as in tp8.*; a whole layout is priced as it is; None: nothing.
         era: the software to price; default: weft's own.
         memory_gib: use no more of a device's memory.
-        wide: also search unusual layouts.
+        exhaustive: also search unusual layouts.
         explain: a whole layout to explain.
         top: how many layouts the report shows.
 
@@ -112,7 +112,7 @@ def plan_for_cluster(
         found = (
             single_layout.price_alone(judge, question, pattern)
             if pattern.exact
-            else rank(question, pattern, wide, progress)
+            else rank(question, pattern, exhaustive, progress)
         )
     if not found.rows:
         raise no_candidates(question, pattern)

@@ -47,7 +47,7 @@ class MeasuredRun:
 
     file: str
     source: str
-    posed: RunQuery
+    query: RunQuery
     step_s: float
     held: bool
 
@@ -125,7 +125,7 @@ def fit_runs_to_era(runs: Sequence[MeasuredRun], cluster: Cluster, start: Era) -
 
     train = [one for one in runs if not one.held]
     era = fit_era(_predict(train, cluster), list(seconds[kept]), start, FREE, rounds=ROUNDS)
-    shapes = [main_layer_shape(one.posed.work, one.posed.choices) for one in train]
+    shapes = [main_layer_shape(one.query.work, one.query.choices) for one in train]
     layered = [one for one, at in zip(train, shapes, strict=True) if at is not None]
     if layered:
         at = np.concatenate([at for at in shapes if at is not None])
@@ -172,13 +172,13 @@ def _predict(runs: Sequence[MeasuredRun], cluster: Cluster) -> Callable[[Era], A
     """Era -> seconds of a step of each. Those of one file on as many devices are priced at once."""
     groups: dict[tuple[str, int], list[int]] = {}
     for place, one in enumerate(runs):
-        groups.setdefault((one.file, int(one.posed.choices.world[0])), []).append(place)
+        groups.setdefault((one.file, int(one.query.choices.world[0])), []).append(place)
     priced = [
         (
             places,
             cluster.model_copy(update={"devices": devices}),
-            runs[places[0]].posed,
-            LayoutBatch.joined([runs[place].posed.choices for place in places]),
+            runs[places[0]].query,
+            LayoutBatch.joined([runs[place].query.choices for place in places]),
         )
         for (_, devices), places in groups.items()
     ]

@@ -110,7 +110,7 @@ def measurement_rows(seen: Measurements, made: Hardware) -> dict[str, str]:
         found["link"] = f"{rate_text(tier.bps)}, {tier.latency_s * 1e6:.3g} us a hop"
         found["link"] += f"; beside compute a sum costs {era.contention:.0%} of its time"
         found["link"] += (
-            f"; amid compute ranks lose {era.meet_s * 1e3:.3g} ms at each" if era.meet_s else ""
+            f"; beside compute ranks lose {era.meet_s * 1e3:.3g} ms at each" if era.meet_s else ""
         )
     found["step"] = f"{era.fixed_s * 1e3:.3g} ms for a model of no size"
     found["process"] = f"{decimal(int(era.context_gib * GIB))} before it has any tensor"

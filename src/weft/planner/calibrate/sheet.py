@@ -42,7 +42,7 @@ class Measurements:
     collectives: list[CollectiveTiming]
     beside: OverlapSample | None
     floor: FixedOverhead
-    amid: list[LayoutTiming]
+    skew_timings: list[LayoutTiming]
     others: float
 
 
@@ -107,7 +107,7 @@ def sheet(seen: Measurements) -> Hardware:
         return made
     found = left_over(seen.decoders, made, era)
     era = era.model_copy(update={"launch_s": found.fixed_s, "traffic": moved / found.rate})
-    era = era.model_copy(update={"meet_s": skew_s(seen.amid, made, era)})
+    era = era.model_copy(update={"meet_s": skew_s(seen.skew_timings, made, era)})
     return made.model_copy(update={"eras": {ERA: era}})
 
 

@@ -90,12 +90,12 @@ def baselines(
 
 
 def _best(question: PlanQuery, devices: int, pattern: LayoutPattern) -> RankedLayout | None:
-    """The best choice of a pattern, habits left aside."""
-    found = find_candidates(question, devices, pattern, wide=True)
+    """The best choice of a pattern, conventions ignored."""
+    found = find_candidates(question, devices, pattern, exhaustive=True)
     named = [found.choices.sizes[axis] > 1 for axis, _ in pattern.sizes]
     found = found.take(np.all(named, axis=0))
     if len(found):
-        found = join_candidates([found, with_schedules(found, question, pattern, wide=True)])
+        found = join_candidates([found, with_schedules(found, question, pattern, exhaustive=True)])
     first = priced_best(question, found)
     return None if first is None else simulate_rows(question, [first])[0]
 

@@ -30,7 +30,15 @@ from weft.parallel import (
 from weft.pipeline import schedules
 
 from ..cost.layout_batch import AXES, Array, LayoutBatch
-from .constraints import HABITS, LEGAL, SCHEDULES, STAGES, Constraint, axis_product, expert_ranks
+from .constraints import (
+    CONVENTIONS,
+    LEGAL,
+    SCHEDULES,
+    STAGES,
+    Constraint,
+    axis_product,
+    expert_ranks,
+)
 from .layout_pattern import ANY, LayoutPattern
 from .query import PlanQuery
 
@@ -52,11 +60,11 @@ WITH_CHUNKS = tuple(
 @dataclass(frozen=True)
 class Candidates:
     """`choices`, and of each the axes that spread experts too: bit i of `spread` is axis i of
-    SPREADING. `habits`: what left others out."""
+    SPREADING. `conventions`: those that left others out."""
 
     choices: LayoutBatch
     spread: Array
-    habits: frozenset[str] = frozenset()
+    conventions: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.choices)
@@ -118,9 +126,9 @@ class Candidates:
 
 def join_candidates(parts: Sequence[Candidates]) -> Candidates:
     """All of these, one after the other."""
-    habits = frozenset[str]().union(*(part.habits for part in parts))
+    conventions = frozenset[str]().union(*(part.conventions for part in parts))
     spread = np.concatenate([part.spread for part in parts])
-    return Candidates(LayoutBatch.joined([part.choices for part in parts]), spread, habits)
+    return Candidates(LayoutBatch.joined([part.choices for part in parts]), spread, conventions)
 
 
 # ---- enumerating ---------------------------------------------------------------------------------
@@ -131,7 +139,7 @@ class _Table:
 
     def __init__(self, question: PlanQuery, rules: Iterable[Constraint]):
         self.columns: dict[str, Array] = {}
-        self.question, self.rules, self.habits = question, tuple(rules), set[str]()
+        self.question, self.rules, self.conventions = question, tuple(rules), set[str]()
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()))) if self.columns else 1
@@ -155,32 +163,34 @@ class _Table:
                 mask = np.asarray(rule.holds(self.columns, self.question))
                 if not mask.all():
                     self.keep(np.broadcast_to(mask, len(self)))
-                    self.habits |= {rule.reason({}, self.question)} if rule in HABITS else set()
+                    self.conventions |= (
+                        {rule.reason({}, self.question)} if rule in CONVENTIONS else set()
+                    )
 
 
-def constraints_for(pattern: LayoutPattern, wide: bool) -> tuple[Constraint, ...]:
+def constraints_for(pattern: LayoutPattern, exhaustive: bool) -> tuple[Constraint, ...]:
     """Those that a search asks. Habits are not asked of an axis whose size is given, of an option
-    that is, and of none where it is `wide`."""
+    that is, and of none where it is `exhaustive`."""
 
     def given(about: str) -> bool:
         axis, _, option = about.partition("+")
         return pattern.fixes(axis) or option in pattern.given(axis)
 
-    return (*LEGAL, *(rule for rule in HABITS if not (wide or given(rule.about))))
+    return (*LEGAL, *(rule for rule in CONVENTIONS if not (exhaustive or given(rule.about))))
 
 
 def find_candidates(
-    question: PlanQuery, devices: int, pattern: LayoutPattern = ANY, wide: bool = False
+    question: PlanQuery, devices: int, pattern: LayoutPattern = ANY, exhaustive: bool = False
 ) -> Candidates:
     """All that the rules allow of a pattern on so many devices, pipelines with the schedule that
     the pattern names, or 1F1B, which needs the least memory: `scheduled` gives the others."""
-    table = _Table(question, constraints_for(pattern, wide))
+    table = _Table(question, constraints_for(pattern, exhaustive))
     fit = divisors(devices)
     # axes that divide the model before those that divide the batch, the innermost first
     table_of = axis_table().traits
     order = sorted(AXES, key=lambda axis: (axis in DATA_AXES, -table_of[axis].order))
     for axis in order:
-        table.cross({axis: np.array(pattern.of(axis, fit, wide), dtype=np.int64)})
+        table.cross({axis: np.array(pattern.of(axis, fit, exhaustive), dtype=np.int64)})
         ranks = np.prod([table.columns[a] for a in AXES if a in table.columns], axis=0)
         table.keep(ranks == devices if axis == order[-1] else devices % ranks == 0)
     written = [option for _, option in pattern.options]
@@ -192,7 +202,7 @@ def find_candidates(
     folds = [bits for bits in range(1 << len(SPREADING)) if bits & asked == asked]
     if not any(block.experts for block in question.work.blocks):
         folds = [asked]
-    elif not wide:
+    elif not exhaustive:
         folds = [bits for bits in folds if bits == asked or bits.bit_count() <= 2]
     table.cross({"sequence": np.array(sequence)})
     method_axis = axis_with_option("gather")
@@ -213,10 +223,10 @@ def find_candidates(
 
 
 def with_schedules(
-    found: Candidates, question: PlanQuery, pattern: LayoutPattern = ANY, wide: bool = False
+    found: Candidates, question: PlanQuery, pattern: LayoutPattern = ANY, exhaustive: bool = False
 ) -> Candidates:
     """The pipelines among these, with every other schedule that the rules allow."""
-    table = _Table(question, constraints_for(pattern, wide))
+    table = _Table(question, constraints_for(pattern, exhaustive))
     table.columns = _columns(found)
     table.keep(found.choices.stage_ranks > 1)
     return _add_schedules(table, [] if pattern.given(STAGE_AXIS) else SCHEDULES[1:])
@@ -319,7 +329,7 @@ def _add_schedules(table: _Table, names: Sequence[str]) -> Candidates:
         again=c["again"],
         selective=c["selective"],
     )
-    return Candidates(choices, c["spread"], frozenset(table.habits))
+    return Candidates(choices, c["spread"], frozenset(table.conventions))
 
 
 def fewer_devices(

@@ -48,7 +48,7 @@ Columns = Mapping[str, Any]  # name -> an array with an entry for each row, or a
 class Constraint:
     """`holds` for which rows, once the columns that it `needs` are there; `reason` where it does
     not, of one row. `about`: an axis, or an option of it; where its size is given, or the option, a
-    rule of HABITS is not asked."""
+    rule of CONVENTIONS is not asked."""
 
     needs: tuple[str, ...]
     holds: Callable[[Columns, PlanQuery], Array]
@@ -375,7 +375,7 @@ STAGES = {
     name: schedules.make_schedule(name, 2, 4).stages // 2 for name in SCHEDULES
 }  # of a rank, where nothing is asked
 
-HABITS = (
+CONVENTIONS = (
     *map(_within_node, (axis for axis in reversed(AXES) if axis_table().traits[axis].within_node)),
     Constraint(
         SEQUENCE_AXES,

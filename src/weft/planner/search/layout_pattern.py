@@ -89,13 +89,13 @@ class LayoutPattern:
         """The options asked for of an axis."""
         return tuple(option for of, option in self.options if of == axis)
 
-    def of(self, axis: str, divisors: list[int], wide: bool = False) -> list[int]:
-        """The sizes that an axis may have, of these; `wide`: also of an axis that a search tries
-        only where it is named."""
+    def of(self, axis: str, divisors: list[int], exhaustive: bool = False) -> list[int]:
+        """The sizes that an axis may have, of these; `exhaustive`: also of an axis that a search
+        tries only where it is named."""
         sizes = dict(self.sizes)
         if (size := sizes.get(axis)) is not None:
             return [size]
-        tried = axis in sizes or (self.more and (wide or axis_table().traits[axis].searched))
+        tried = axis in sizes or (self.more and (exhaustive or axis_table().traits[axis].searched))
         found = divisors if tried else [1]
         return [size for size in found if size > 1] if axis in sizes and self.given(axis) else found
 

@@ -87,45 +87,46 @@ class RankedLayout:
 @dataclass(frozen=True)
 class Ranking:
     """`rows`: the best of each layout, best first. They fit, or, where `fits` is false, are nearest
-    to it. `priced` and `simulated` choices; `wide`: whether habits were left aside, or which
-    `habits` left out others; `devices` in use."""
+    to it. `priced` and `simulated` choices; `exhaustive`: whether conventions were ignored, or else
+    which `conventions` left out others; `devices` in use."""
 
     rows: tuple[RankedLayout, ...]
     fits: bool
     priced: int
     simulated: int
     devices: int
-    wide: bool
-    habits: frozenset[str] = frozenset()
+    exhaustive: bool
+    conventions: frozenset[str] = frozenset()
 
 
 def rank(
     question: PlanQuery,
     pattern: LayoutPattern = ANY,
-    wide: bool = False,
+    exhaustive: bool = False,
     progress: Progress = lambda done, of: None,
 ) -> Ranking:
-    """The best layouts of a pattern. If none fits, those that habits leave out are looked at too.
-    If the rules allow none on all devices, or these neither fill nodes nor part one evenly, the
+    """The best layouts of a pattern. If none fits, those against conventions are searched too. If the rules allow none on all devices, or these neither fill nodes nor part one evenly, the
     fastest of what they allow on a few fewer. No rows: they allow none at all."""
     devices, node = question.cluster.devices, question.cluster.hardware.node
-    found = _search(question, pattern, devices, wide, progress)
+    found = _search(question, pattern, devices, exhaustive, progress)
     if found.rows and (node % devices == 0 or devices % node == 0):
         return found
     for count in fewer_devices(question, pattern, devices, COUNTS):
-        other = _search(question, pattern, count, wide, progress)
+        other = _search(question, pattern, count, exhaustive, progress)
         if other.rows and (not found.rows or _better(other, found)):
             found = other
     return found
 
 
 def _search(
-    question: PlanQuery, pattern: LayoutPattern, devices: int, wide: bool, progress: Progress
+    question: PlanQuery, pattern: LayoutPattern, devices: int, exhaustive: bool, progress: Progress
 ) -> Ranking:
-    """On so many devices; with what habits leave out, if without it nothing fits."""
-    found = _rank_devices(question, pattern, devices, wide, progress)
+    """On so many devices; without conventions, if nothing fits with them."""
+    found = _rank_devices(question, pattern, devices, exhaustive, progress)
     return (
-        found if found.fits or wide else _rank_devices(question, pattern, devices, True, progress)
+        found
+        if found.fits or exhaustive
+        else _rank_devices(question, pattern, devices, True, progress)
     )
 
 
@@ -137,14 +138,14 @@ def _better(one: Ranking, other: Ranking) -> bool:
 
 
 def _rank_devices(
-    question: PlanQuery, pattern: LayoutPattern, devices: int, wide: bool, progress: Progress
+    question: PlanQuery, pattern: LayoutPattern, devices: int, exhaustive: bool, progress: Progress
 ) -> Ranking:
-    found = find_candidates(question, devices, pattern, wide)
+    found = find_candidates(question, devices, pattern, exhaustive)
     count = len(found)
     prices = price(question, found, progress)
     fits = prices.over_bytes <= 0
     if fits.any():
-        more = with_schedules(found.take(_promising(found, prices)), question, pattern, wide)
+        more = with_schedules(found.take(_promising(found, prices)), question, pattern, exhaustive)
         if len(more):
             found, count = join_candidates([found, more]), count + len(more)
             prices = Prices(
@@ -166,7 +167,9 @@ def _rank_devices(
     for row in rows:
         best.setdefault(row.layout, row)
     run = sum(row.simulated for row in rows)
-    return Ranking(tuple(best.values()), bool(fits.any()), count, run, devices, wide, found.habits)
+    return Ranking(
+        tuple(best.values()), bool(fits.any()), count, run, devices, exhaustive, found.conventions
+    )
 
 
 def axis_count(choices: LayoutBatch) -> Array:

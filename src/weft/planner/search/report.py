@@ -71,7 +71,7 @@ class PlanReport:
             "precision": self.question.practice.compute,
             "priced": self.ranked.priced,
             "simulated": self.ranked.simulated,
-            "wide": self.ranked.wide,
+            "wide": self.ranked.exhaustive,
             "took_s": self.took_s,
             "best": row_figures(self.best),
             "rows": [row_figures(row) for row in self.rows()[:top]],
@@ -90,7 +90,7 @@ class PlanReport:
             "left_out": [
                 {"axis": one.axis, "sizes": one.sizes, "why": one.why} for one in self.left_out
             ],
-            "habits": sorted(self.ranked.habits),
+            "habits": sorted(self.ranked.conventions),
             "notes": list(self.notes),
         }
 
@@ -115,8 +115,8 @@ class PlanReport:
                 f" {self.took_s:.1f} s"
             ),
         ]
-        if found.habits:
-            lines += wrap_parts("only", [*sorted(found.habits), "see --exhaustive"])
+        if found.conventions:
+            lines += wrap_parts("only", [*sorted(found.conventions), "see --exhaustive"])
         if self.left_out:
             lines += wrap_parts("without", [left_out_text(one) for one in self.left_out])
         for note in self.notes:
