@@ -105,8 +105,12 @@ def rank(
     exhaustive: bool = False,
     progress: Progress = lambda done, of: None,
 ) -> Ranking:
-    """The best layouts of a pattern. If none fits, those against conventions are searched too. If the rules allow none on all devices, or these neither fill nodes nor part one evenly, the
-    fastest of what they allow on a few fewer. No rows: they allow none at all."""
+    """The best layouts of a pattern.
+
+    If none fits, those against conventions are searched too. If the rules allow none on all
+    devices, or these neither fill nodes nor part one evenly, the fastest on a few fewer devices is
+    taken. No rows: the rules allow none at all.
+    """
     devices, node = question.cluster.devices, question.cluster.hardware.node
     found = _search(question, pattern, devices, exhaustive, progress)
     if found.rows and (node % devices == 0 or devices % node == 0):
