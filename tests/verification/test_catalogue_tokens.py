@@ -138,7 +138,8 @@ def labels_shifted_in_parts(case: Case) -> Iterator[Case]:
         self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut
     ) -> Any:
         found = right(self, batch)
-        return {key: value for key, value in found.items() if key != "labels"}
+        batch = {key: value for key, value in found.batch.items() if key != "labels"}
+        return replace(found, batch=batch)
 
     with patched(case, (sequence.ContextParallel, "cut", cut)):
         yield case
@@ -179,7 +180,8 @@ def padding_seen(case: Case) -> Iterator[Case]:
     def cut(
         self: sequence.ContextParallel, batch: Any, right: Any = sequence.ContextParallel.cut
     ) -> Any:
-        return {key: value for key, value in right(self, batch).items() if key != sequence.VALID}
+        found = right(self, batch)
+        return replace(found, sequence=replace(found.sequence, valid=None))
 
     with patched(case, (sequence.ContextParallel, "cut", cut)):
         yield case
