@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import weft.launch.local_workers
 
 # so that it is not first imported while a test has replaced what it imports
-import weft.verification.runner
+import weft.verification.verify_model
 from weft.cli.app import app
 
 RUN = """

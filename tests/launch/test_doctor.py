@@ -43,7 +43,7 @@ from weft.launch.doctor import (
 )
 from weft.launch.doctor.checks import DoctorRequest, HostReport
 from weft.launch.doctor.findings import Finding, Host
-from weft.launch.doctor.sandbox import SandboxError, run_limited
+from weft.launch.doctor.limited_process import SandboxError, run_limited
 from weft.launch.rendezvous import Rendezvous
 
 RUN = """

@@ -14,7 +14,7 @@ from weft.core import run_config
 from weft.train import build, run_checks
 from weft.train.data import Loader
 from weft.verification.case import Case
-from weft.verification.runner import verify_case
+from weft.verification.verify_model import verify_case
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

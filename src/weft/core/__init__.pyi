@@ -37,7 +37,6 @@ from .errors import (
     require as require,
     require_known as require_known,
 )
-from .extras import import_extra as import_extra
 from .grad_buckets import (
     GradBucket as GradBucket,
     bucket_gradients as bucket_gradients,
@@ -51,6 +50,7 @@ from .layout import (
     Layout as Layout,
 )
 from .number_format import short_number as short_number
+from .optional_imports import import_extra as import_extra
 from .outlier_filter import OutlierFilter as OutlierFilter
 from .pipeline_request import PipelineRequest as PipelineRequest
 from .plan import (

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from .renamed import RENAMED
+from .old_names import RENAMED
 
 MANY = 100  # words that nobody reads
 # sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue

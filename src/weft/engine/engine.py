@@ -34,7 +34,7 @@ from weft.parallel import (
 from .checkpoint_state import CheckpointState
 from .context_parallel.sequence import ContextParallel
 from .expert_load import ExpertLoad
-from .fsdp import FSDPUnits
+from .fsdp_units import FSDPUnits
 from .function_overrides import FunctionOverrides
 from .grad_buckets import GradReducer
 from .grad_update import GradUpdate

@@ -33,7 +33,6 @@ from .capture.structures import (
 )
 from .capture.tracer import trace_forward as trace_forward
 from .draw import perfetto as perfetto, svg as svg, text as text
-from .draw.console import print_for_terminal as print_for_terminal
 from .draw.curves import (
     AxisMark as AxisMark,
     ChartAxis as ChartAxis,
@@ -41,6 +40,7 @@ from .draw.curves import (
     draw_curves as draw_curves,
     stack_images as stack_images,
 )
+from .draw.print_picture import print_for_terminal as print_for_terminal
 from .draw.style import (
     number_text as number_text,
     seconds_text as seconds_text,

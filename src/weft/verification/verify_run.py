@@ -26,7 +26,7 @@ from weft.train import (
 from .case import Batch, Case
 from .compare import LayoutResult
 from .report import VerifyReport
-from .runner import verify_case
+from .verify_model import verify_case
 
 
 def verify_layouts(

@@ -24,7 +24,7 @@ from weft.parallel import (
 )
 
 from ..context_parallel.sequence import ContextParallel
-from ..fsdp import FSDPUnits
+from ..fsdp_units import FSDPUnits
 from ..function_overrides import FunctionOverrides
 from ..grad_buckets import GradReducer
 from ..microbatch import Batch, MicroBatch

@@ -33,7 +33,7 @@ from weft.core import (
 )
 from weft.parallel import Mesh
 
-from ..fsdp import FSDPUnits
+from ..fsdp_units import FSDPUnits
 from .transports import BackendTransport, OwnerTransport, RingTransport
 
 Wire = RingTransport | OwnerTransport | BackendTransport

@@ -35,7 +35,7 @@ from . import (
 )
 from .findings import Finding, Host, worst
 from .host_rendezvous import HostGroup
-from .sandbox import SandboxError
+from .limited_process import SandboxError
 
 HOST_S = 180.0  # for a host's own checks, most of which take seconds
 STALL_S = 300.0  # without any news from the process that meets the others: it has been cut off

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..rendezvous import Rendezvous
 from .findings import Finding
-from .sandbox import SandboxError, error_text, run_limited
+from .limited_process import SandboxError, error_text, run_limited
 
 JOIN_S = 60.0  # between the first host and the last
 ANSWER_S = 30.0  # for what all do at the same time
