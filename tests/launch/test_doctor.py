@@ -33,17 +33,17 @@ from weft.launch.doctor import (
     gpus,
     host_rendezvous,
     layout_fit,
+    limited_process,
     links,
     machine,
     network,
     ports,
     report,
-    sandbox,
     shared_folder,
 )
 from weft.launch.doctor.checks import DoctorRequest, HostReport
 from weft.launch.doctor.findings import Finding, Host
-from weft.launch.doctor.limited_process import SandboxError, run_limited
+from weft.launch.doctor.limited_process import LimitedProcessError, run_limited
 from weft.launch.rendezvous import Rendezvous
 
 RUN = """
@@ -110,9 +110,9 @@ def test_one_that_does_not_end_by_being_asked_is_killed(monkeypatch: pytest.Monk
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
 
-    monkeypatch.setattr(sandbox, "GENTLE_S", 0.2)
+    monkeypatch.setattr(limited_process, "GENTLE_S", 0.2)
     began = time.monotonic()
-    with pytest.raises(SandboxError, match="no answer"):
+    with pytest.raises(LimitedProcessError, match="no answer"):
         run_limited(0.5, deaf)
     assert time.monotonic() - began < 5
 

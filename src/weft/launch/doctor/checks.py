@@ -26,16 +26,16 @@ from . import (
     gpus,
     host_rendezvous,
     layout_fit,
+    limited_process,
     links,
     machine,
     network,
     ports as reach,
-    sandbox,
     shared_folder as shared,
 )
 from .findings import Finding, Host, worst
 from .host_rendezvous import HostGroup
-from .limited_process import SandboxError
+from .limited_process import LimitedProcessError
 
 HOST_S = 180.0  # for a host's own checks, most of which take seconds
 STALL_S = 300.0  # without any news from the process that meets the others: it has been cut off
@@ -124,8 +124,8 @@ def run_check(check: Check, *args: object) -> Finding | None:
     """What the check found. One that fails or takes too long is `wrong`."""
     name, limit_s, function = check
     try:
-        return sandbox.run_limited(limit_s, function, *args)
-    except SandboxError as error:
+        return limited_process.run_limited(limit_s, function, *args)
+    except LimitedProcessError as error:
         return Finding(name, "wrong", str(error))
 
 
@@ -180,7 +180,7 @@ def check_with_others(asked: DoctorRequest) -> HostReport:
     with ExitStack() as stack:
         keeps = _keeps(asked.meeting, stack)
         try:
-            for found in sandbox.iterate_limited(STALL_S, _check_hosts, asked, keeps):
+            for found in limited_process.iterate_limited(STALL_S, _check_hosts, asked, keeps):
                 match found:
                     case "own", finding:
                         own.append(finding)
@@ -190,7 +190,7 @@ def check_with_others(asked: DoctorRequest) -> HostReport:
                         hosts.append(found)
                     case HostSlot():
                         place = found
-        except SandboxError as error:
+        except LimitedProcessError as error:
             between.append(Finding("meeting", "wrong", str(error)))
     if asked.meeting.file and place is not None and place.number == 0:
         Path(asked.meeting.file).unlink(missing_ok=True)
@@ -208,14 +208,14 @@ def _keeps(meeting: Rendezvous, stack: ExitStack) -> bool:
     try:
         if meeting.file or not meeting.here():
             return False
-        kept = sandbox.iterate_limited(
+        kept = limited_process.iterate_limited(
             host_rendezvous.ANSWER_S, host_rendezvous.keep_store, meeting.port
         )
         next(kept)
     except (
         OSError,
         Refusal,
-        SandboxError,
+        LimitedProcessError,
     ):  # another doctor on this host keeps it; or who joins will say what is wrong
         return False
     stack.callback(kept.close)
@@ -231,7 +231,7 @@ def _check_hosts(asked: DoctorRequest, keeps: bool) -> Generator[object, None, N
         met = host_rendezvous.join_hosts(
             asked.meeting, most, keeps, socket.gethostname(), asked.meeting.address()
         )
-    except (Refusal, SandboxError) as error:
+    except (Refusal, LimitedProcessError) as error:
         yield "between", Finding("meeting", "wrong", str(error), host_rendezvous.UNMET)
         yield from (("own", finding) for finding in check_host(asked))
         return

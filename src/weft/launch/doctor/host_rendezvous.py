@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..rendezvous import Rendezvous
 from .findings import Finding
-from .limited_process import SandboxError, error_text, run_limited
+from .limited_process import LimitedProcessError, error_text, run_limited
 
 JOIN_S = 60.0  # between the first host and the last
 ANSWER_S = 30.0  # for what all do at the same time
@@ -110,8 +110,8 @@ def join_hosts(meeting: Rendezvous, most: int, keeps: bool, name: str, address: 
         run_limited(
             JOIN_S + ANSWER_S, _met, circle
         )  # what listens there may be no store, and never answer
-    except SandboxError as error:
-        raise SandboxError(f"nobody answers at {meeting} ({error})") from None
+    except LimitedProcessError as error:
+        raise LimitedProcessError(f"nobody answers at {meeting} ({error})") from None
     try:
         if not keeps:
             circle.number = circle.store().add("came", 1) - (1 if meeting.file else 0)
@@ -119,16 +119,20 @@ def join_hosts(meeting: Rendezvous, most: int, keeps: bool, name: str, address: 
             fix = "raise --nodes" + (
                 f", or remove {meeting.file} if it is of an earlier time" if meeting.file else ""
             )
-            raise SandboxError(f"{most} hosts are there already: {fix}")
+            raise LimitedProcessError(f"{most} hosts are there already: {fix}")
         circle.tell("who", [name, address])
         if circle.number == 0:
             circle.tell("members", _roll(circle, most))
         told = circle.ask("members", 0, 2 * JOIN_S)
     except dist.DistError as error:
-        raise SandboxError(f"the store at {meeting} has gone ({error_text(error)})") from None
+        raise LimitedProcessError(
+            f"the store at {meeting} has gone ({error_text(error)})"
+        ) from None
     circle.members = {int(number): (who[0], who[1]) for number, who in told.items()}
     if circle.number not in circle.members:
-        raise SandboxError(f"the others did not wait for this host: start all within {JOIN_S:g} s")
+        raise LimitedProcessError(
+            f"the others did not wait for this host: start all within {JOIN_S:g} s"
+        )
     return circle
 
 

@@ -23,7 +23,7 @@ HARD_S = 1.0
 POLL_S, FOLLOW_S = 0.005, 0.2
 
 
-class SandboxError(WeftError):
+class LimitedProcessError(WeftError):
     """The function raised, its process died, or its time was up."""
 
 
@@ -38,15 +38,15 @@ def iterate_limited(
         try:
             while True:
                 if not here.poll(limit_s):
-                    raise SandboxError(f"no answer within {limit_s:g} s")
+                    raise LimitedProcessError(f"no answer within {limit_s:g} s")
                 try:
                     kind, value = pickle.loads(here.recv_bytes())
                 except EOFError:
-                    raise SandboxError(child.how(said)) from None
+                    raise LimitedProcessError(child.how(said)) from None
                 if kind == "end":
                     return
                 if kind == "error":
-                    raise SandboxError(value)
+                    raise LimitedProcessError(value)
                 yield value
         finally:
             here.close()
