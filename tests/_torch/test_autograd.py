@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from weft._torch.autograd import in_backward, input_metadata, run_backward, saved_tensor_hooks
+from weft._torch.autograd import (
+    forwards_of_functions,
+    in_backward,
+    input_metadata,
+    run_backward,
+    saved_tensor_hooks,
+)
 
 
 class Double(torch.autograd.Function):
@@ -29,6 +36,38 @@ def test_a_hook_runs_in_a_backward_and_nothing_else_does() -> None:
     assert not in_backward()
     y.backward()
     assert seen == [True] and not in_backward()
+
+
+class Quadruple(Double):
+    """Inherits its forward."""
+
+
+class Separate(torch.autograd.Function):
+    """Its forward has no ctx."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        running.append(forwards_of_functions().get(sys._getframe().f_code))
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+running: list[str | None] = []
+
+
+def test_a_frame_tells_which_autograd_function_runs() -> None:
+    known = forwards_of_functions()
+    assert known[Double.forward.__code__] == "Double"  # not what inherits it
+    Separate.apply(torch.ones(2, requires_grad=True))
+    assert running == ["Separate"]
+    assert test_a_frame_tells_which_autograd_function_runs.__code__ not in known
 
 
 def test_the_hooks_that_were_set_last_are_known() -> None:

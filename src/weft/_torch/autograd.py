@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -14,6 +15,23 @@ def in_backward() -> bool:
     """Whether this thread runs a backward, as when a forward is recomputed. No public function
     tells."""
     return torch._C._current_graph_task_id() != -1
+
+
+def forwards_of_functions() -> dict[CodeType, str]:
+    """The code of the forward of each autograd function that is defined -> its class's name.
+
+    A frame with that code tells that the function runs. `Function.apply` has a frame of its own
+    only before torch 2.14.
+    """
+    found: dict[CodeType, str] = {}
+    classes: list[type] = [torch.autograd.Function]
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        code = getattr(cls.forward, "__code__", None)  # type: ignore[attr-defined]
+        if code is not None and cls is not torch.autograd.Function:
+            found.setdefault(code, cls.__name__)  # a class before those that inherit it
+    return found
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:

@@ -13,7 +13,6 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WEFT = str(Path(__file__).parents[2]) + os.sep
-FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from weft._torch.autograd import forwards_of_functions
 from weft._torch.modules import intercept_calls, original_call
 from weft._torch.tensors import (
     NEEDS_ELEMENTS,
@@ -48,7 +49,7 @@ from .graph import (
     containers_of,
 )
 from .model_copy import copy_with_tensors, is_parameter, run_op_without_data
-from .source_lines import CHECKPOINT, FUNCTION, source_line, source_text, user_frames
+from .source_lines import CHECKPOINT, source_line, source_text, user_frames
 from .structures import PLAIN_TYPES, arguments, map_tensors, tensors_in, tensors_inside
 
 
@@ -163,6 +164,7 @@ class _ForwardTracer(TorchFunctionMode):
             storage_id(t): n for n, t in model.named_buffers()
         }  # what a view, or `.data`, has of a buffer
         self.modules = dict(model.named_modules())
+        self._functions = forwards_of_functions()
         self.events: list[GraphNode] = []
         self.tensors: list[TensorInfo] = []
         self.numbers: dict[int, int] = {}  # id of a tensor -> its number
@@ -362,8 +364,8 @@ class _ForwardTracer(TorchFunctionMode):
                 if not own:
                     break
                 own = False
-            elif frame.f_code.co_filename == FUNCTION and frame.f_code.co_name == "apply":
-                return frame.f_locals["cls"].__name__
+            elif (name := self._functions.get(frame.f_code)) is not None:
+                return name
             elif frame.f_code.co_filename == CHECKPOINT:
                 found = "checkpoint"
         return found
