@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import weft
 from weft.core.errors import ConfigError, UnsupportedModel
@@ -301,7 +302,10 @@ def with_factors(
         )
     return (
         skipped,
-        {name: p.detach().clone() for name, p in e.params.items()},
+        {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in e.params.items()
+        },
         e.scalars().get("norms", []),
     )
 
