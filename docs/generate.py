@@ -127,7 +127,7 @@ def modules_page() -> str:
         for path in sorted((source / package).rglob("*.py")):
             text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             first = " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
-            idea = re.split(r"(?<=[\w)`\"][.])\s", first)[0]
+            idea = re.split(r"(?<=[\w)`\"][.])(?<!et al[.])\s", first)[0]
             if path.name != "__init__.py":
                 name = path.relative_to(source).as_posix()
                 lines.append(f"| [{name}](../../src/weft/{name}) | {idea} |")

@@ -1,5 +1,5 @@
-"""What an axis of a layout does to a run, as data: each file of parallel/strategies declares it
-beside its steps, and everything else reads it. No torch."""
+"""What an axis of a layout divides and allows, as data: each file of parallel/strategies
+declares it beside its steps. No torch."""
 
 from __future__ import annotations
 

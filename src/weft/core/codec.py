@@ -1,4 +1,4 @@
-"""Codec: how a gradient, or a difference of weights, is made small for the wire.
+"""Codec: how a gradient, or a difference of weights, is compressed for the wire.
 
 A codec never communicates. It says as data what the ranks are to exchange (`Sum`, `Gather`,
 `Scatter`) and gets the answer back, so any transport serves any codec:

@@ -1,4 +1,4 @@
-"""How numbers are written for people."""
+"""Formats numbers for people."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Staging: the stages of a model, the tensors that cross between them, and the path of its forward.
-Plain data that can be pickled."""
+"""Staging: the stages of a model and the tensors that cross between them. Plain data that can
+be pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long work takes on a device, and how long communication takes and is waited for."""
+"""Measures how long work takes on a device, and how long communication takes and is waited for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tables of a TOML file as pydantic models: an unknown key or wrong value is a ConfigError that
-names it, and a table that is written reads back the same. No torch."""
+"""TOML tables as pydantic models: an unknown key or wrong value is a ConfigError that names it;
+what is written reads back the same. No torch."""
 
 from __future__ import annotations
 

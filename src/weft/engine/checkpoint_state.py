@@ -1,4 +1,4 @@
-"""What a checkpoint holds of one rank: its part of each weight, buffer and optimizer state, by
+"""What a checkpoint holds of one rank: its shards of weights, buffers and optimizer state, by
 global name."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The collectives that really ran, seen at PyTorch's dispatcher: whoever called them, weft, FSDP2
-or a library."""
+"""Records the collectives that really ran, at PyTorch's dispatcher, whether weft, FSDP2 or a
+library called them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How many tokens each expert gets, and what its gate adds to the loss: counted in the forwards of
-training."""
+"""Counts how many tokens each expert gets in training, and what its gate adds to the loss."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What weft replaces inside a user's forward: dropout, and attention where it is recomputed or the
-sequence is shared.
+"""The torch functions that weft overrides inside a user's forward: dropout, and attention under
+recomputation or context parallelism.
 
 They are ordinary calls of `torch.nn.functional`, so a TorchFunctionMode sees them in any model.
 """

@@ -1,4 +1,4 @@
-"""From the sums of a step to new weights: global norm, mean, loss scale, clipping, the
+"""From summed gradients to new weights: global norm, mean, loss scale, clipping, the
 optimizer's step."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forward alone, in evaluation mode: the loss of a batch, or the model's output."""
+"""Forward without backward, in evaluation mode: the loss of a batch, or the model's output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whether all ranks ran the same modules in the same order: FSDP2 pairs the ranks' collectives
-by nothing else."""
+"""Checks that all ranks ran the same modules in the same order, on which FSDP2's collectives
+depend."""
 
 from __future__ import annotations
 

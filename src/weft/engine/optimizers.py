@@ -1,5 +1,4 @@
-"""What the engine asks of an optimizer: which ones may update a shard, and state that is there
-before the first step."""
+"""Which optimizers may update a shard, and optimizer state that exists before the first step."""
 
 from __future__ import annotations
 

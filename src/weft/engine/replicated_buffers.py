@@ -1,4 +1,5 @@
-"""Buffers that every rank keeps, and that ranks with other samples could come to differ in."""
+"""Buffers that every rank keeps, and in which ranks with different samples could come to
+differ."""
 
 from __future__ import annotations
 

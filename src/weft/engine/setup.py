@@ -1,5 +1,4 @@
-"""What an Engine is made of before its first step: the mesh, the pipeline's runners, equal
-initial weights."""
+"""What an Engine is built from: the mesh, the pipeline's runners, equal initial weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A forward before the first step: a sharded model must compute what it computes unsharded."""
+"""A forward before the first step, which checks that the sharded model computes what the whole
+model does."""
 
 from __future__ import annotations
 

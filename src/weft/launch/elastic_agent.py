@@ -1,6 +1,5 @@
-"""This host's part in a run over several: a torchelastic agent, which starts the ranks of this host
-once enough hosts have come, and starts them anew with those that are left when one is lost, and
-with those that come back.
+"""This host's agent in a run over several hosts: starts its ranks, and starts them again when a
+host is lost or comes back.
 
 What torchelastic leaves to do: hosts meet by the addresses by which they reach each other, whatever
 their names resolve to; a host that falls silent is noticed by its missing beats, and not only when

@@ -1,4 +1,4 @@
-"""Whether a launcher started this process, and what it says. No torch."""
+"""Whether a launcher started this process, and which rank it gave it. No torch."""
 
 from __future__ import annotations
 

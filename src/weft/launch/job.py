@@ -1,5 +1,4 @@
-"""A run as those see it who start it on a cluster: how many hosts, how many ranks on each, and what
-each host runs.
+"""A cluster job: how many hosts, how many ranks on each, and what each host runs.
 
 Nothing is started here. The file that a launcher writes runs `weft train` once on every host; that
 process starts the ranks of its host.

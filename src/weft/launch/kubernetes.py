@@ -1,4 +1,4 @@
-"""A run as a PyTorchJob of the Kubeflow training operator, v1: the manifest that kubectl takes.
+"""Writes a run as a PyTorchJob manifest of the Kubeflow training operator, v1.
 
 The operator makes a pod for each host, and a new one for a pod that is gone. It tells each, in
 PET_NNODES and PET_RDZV_ENDPOINT, how many there are and where they meet: at the first.

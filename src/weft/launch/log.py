@@ -1,4 +1,4 @@
-"""A line of weft's own, beside what a run prints. No torch."""
+"""Prints a line of weft's own among the output of a run. No torch."""
 
 from __future__ import annotations
 

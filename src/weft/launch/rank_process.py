@@ -1,4 +1,4 @@
-"""What runs in the process of a rank: it joins its world, answers tasks, ends with its parent."""
+"""What the process of a rank runs: it joins its world, executes tasks, ends with its parent."""
 
 from __future__ import annotations
 

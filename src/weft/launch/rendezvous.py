@@ -1,5 +1,5 @@
-"""Hosts that take part in one run: how many, where they meet, and by which address the others reach
-this one. No torch.
+"""Where the hosts of one run meet: how many, at which address, and how others reach this one. No
+torch.
 
 nodes("2:4")                       from 2 to 4 of them
 Rendezvous.parse("10.0.0.1:29400")    a port of one host; or file:///shared/run1, which all see

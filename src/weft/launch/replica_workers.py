@@ -1,5 +1,5 @@
-"""The processes of replicas that step by themselves: each replica is a world of its own, so one may
-fail alone.
+"""The processes of replicas that step independently: each replica is a world of its own, so that
+it may fail alone.
 
     run(function, worlds, *args)        the processes of all replicas on this host
     join(backend, threads, worlds)      this process is a rank already: torchrun or srun started it

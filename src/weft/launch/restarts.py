@@ -1,5 +1,4 @@
-"""A run of one world whose process dies goes on by itself, from its latest checkpoint that is
-whole."""
+"""Restarts a run whose process died, from its latest whole checkpoint."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The signals by which a run is told to stop: SIGTERM, and SIGUSR1, which SLURM's users often
-choose. No torch."""
+"""The signals that tell a run to stop: SIGTERM, and SIGUSR1, which users of SLURM often choose.
+No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as a job of SLURM: the file that sbatch takes.
+"""Writes a run as a SLURM job for sbatch.
 
 The job's one step has one task on each host. SLURM sends SIGTERM to all processes of the step, and
 not to the script: before the time limit because `--signal` asks for it, and when a job is preempted

@@ -1,4 +1,4 @@
-"""Masks of attention that a rank with a part of the sequence can take part in.
+"""Attention masks that a rank with a part of the sequence can evaluate.
 
 A mask [b, 1, s, s] says nothing of other ranks' keys. What is asked for here, or by a model of
 transformers, is kept as a rule over positions, and what the model is given then only stands for it.

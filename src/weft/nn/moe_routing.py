@@ -1,5 +1,5 @@
-"""What a gate of experts asks of all tokens, wherever they are, and what it adds to training for
-itself.
+"""Routing over all tokens, on whichever rank they are, and the losses that a gate adds to
+training.
 
 A model calls these as on one device. Where ranks have parts of the tokens, shares and counts are of
 all of them, and an expert's capacity is that of a whole sequence.

@@ -1,4 +1,5 @@
-"""What a module may be to a layout that divides it: chains of linears, experts, vocabulary."""
+"""The roles that a module may have in a layout that shards it: linears in chains, experts,
+vocabulary."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Make a Plan true on a live module: cut its parameters, put boundaries at its edges, shard what is
-sharded.
+"""Applies a Plan to a live module: shards its parameters, adds boundaries, wraps what FSDP2
+shards.
 
 The user's forward is not edited: inside a boundary it computes on plain local tensors.
 """

@@ -1,4 +1,4 @@
-"""Moving a tensor between placements, forward and backward, on plain local tensors."""
+"""Moves a tensor between placements, forward and backward, on plain local tensors."""
 
 from __future__ import annotations
 

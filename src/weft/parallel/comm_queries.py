@@ -1,4 +1,4 @@
-"""What a prediction of collectives is asked about: calls and shapes seen on one device."""
+"""What a prediction of collectives needs to know: calls and shapes recorded on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that travel to their experts, and back.
+"""Sends tokens to the ranks of their experts, and back.
 
 A module that holds experts is called with tokens [n, dim], which experts each goes to [n, k], and
 with which weights [n, k]. Where its experts are spread over ranks, every rank sends each token to

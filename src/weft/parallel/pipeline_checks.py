@@ -1,4 +1,4 @@
-"""What a pipeline's stages need of a layout, a schedule and the steps of other axes."""
+"""What a pipeline's stages require of a layout, a schedule and the steps of other axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives that a plan implies: every one of an optimizer step, in kind, axis and bytes.
+"""The collectives that a plan implies in an optimizer step: kind, axis and bytes of each.
 
 `nbytes` is the message as the collective sees it: the tensor of an all-reduce or broadcast, what an
 all-gather gives, what a reduce-scatter takes.

@@ -1,4 +1,4 @@
-"""What a sequence that ranks share needs of a model, a loss and a sample."""
+"""What context parallelism requires of a model, a loss and a sample."""
 
 from __future__ import annotations
 

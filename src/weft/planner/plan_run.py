@@ -1,4 +1,4 @@
-"""`weft plan RUN.toml`: the search, what it says, and the run file that it writes."""
+"""`weft plan RUN.toml`: the search, its report, and the run file of the best layout."""
 
 from __future__ import annotations
 

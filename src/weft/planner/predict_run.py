@@ -1,5 +1,4 @@
-"""What was to be expected of a run, beside what it took: the estimate that `weft plan` gives, on
-this machine."""
+"""Compares what a run took with the estimate that `weft plan` gives for this machine."""
 
 from __future__ import annotations
 

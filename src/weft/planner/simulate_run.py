@@ -1,4 +1,4 @@
-"""What `weft simulate` does with what it was asked."""
+"""`weft simulate`: from a run file and a scenario to a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a run file to the objects that it names: model, dataset, loss, optimizer, plan.
+"""Builds what a run file names: model, dataset, loss, optimizer, plan.
 
 What a user can get wrong in naming them is refused here, before any process starts.
 """

@@ -1,5 +1,5 @@
-"""What ranks send to each other: bytes of a step by axis, and how long the sums of gradients were
-waited for; or what calls between a driver and its workers carry."""
+"""Metrics of communication: bytes of a step by axis, seconds waited for gradients, bytes of
+calls to workers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a run says of its experts: tokens of each, what was dropped, the gates' own loss, exchanges,
-and a gate that has collapsed."""
+"""Metrics of experts: tokens of each, tokens dropped, the gates' loss, exchanges, and a warning
+when a gate collapses."""
 
 from __future__ import annotations
 

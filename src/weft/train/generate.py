@@ -1,4 +1,4 @@
-"""A sample of text from the model that a run has trained."""
+"""Generates a sample of text from the model that a run has trained."""
 
 from __future__ import annotations
 

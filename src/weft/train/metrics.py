@@ -1,5 +1,4 @@
-"""What is measured while a run goes on, and where it is written: metrics.jsonl and TensorBoard
-events.
+"""What a run measures, written to metrics.jsonl and TensorBoard events.
 
 A line of metrics.jsonl is one JSON object, of a logged step or of a validation:
 

@@ -1,5 +1,4 @@
-"""What the person who started a run sees: a header, a bar while it goes on (lines where no terminal
-is), a summary."""
+"""What a run prints: a header, a progress bar (lines where there is no terminal), a summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Back to a checkpoint: weights, optimizer state and the position in the data."""
+"""Restores a run from a checkpoint: weights, optimizer state, position in the data."""
 
 from __future__ import annotations
 

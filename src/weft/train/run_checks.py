@@ -1,4 +1,4 @@
-"""What is checked of a run before any process starts."""
+"""Checks of a run before any process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first and the last record of a run: what it is, and what came of it."""
+"""The first and the last record of a run: its configuration and its result."""
 
 from __future__ import annotations
 

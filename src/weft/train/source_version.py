@@ -1,4 +1,4 @@
-"""The version of weft that runs, with its commit where it is a checkout."""
+"""The version of weft that runs, with its commit if it is a checkout."""
 
 from __future__ import annotations
 

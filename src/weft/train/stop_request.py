@@ -1,4 +1,4 @@
-"""A request to stop: by a signal, or by what runs the training."""
+"""A request to stop the run, from a signal or from what launched it."""
 
 from __future__ import annotations
 

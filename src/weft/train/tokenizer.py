@@ -1,5 +1,4 @@
-"""Between text and token ids: bytes as they are, or a byte-level BPE in a tokenizer.json (extra
-`hf`)."""
+"""Text to token ids and back: bytes, or a byte-level BPE in a tokenizer.json (extra `hf`)."""
 
 from __future__ import annotations
 

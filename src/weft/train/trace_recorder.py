@@ -1,4 +1,4 @@
-"""A run's measured timeline under the predicted one: what `weft train --trace` draws."""
+"""`weft train --trace`: a run's measured timeline under the predicted one."""
 
 from __future__ import annotations
 

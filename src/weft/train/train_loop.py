@@ -1,4 +1,4 @@
-"""The steps of a run: train, evaluate, save, watch, go back, stop."""
+"""The loop over steps: train, evaluate, save, watch, roll back, stop."""
 
 from __future__ import annotations
 

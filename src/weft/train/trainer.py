@@ -1,5 +1,4 @@
-"""The training loop: what every rank of `weft train` runs, in a process group of as many ranks as
-the layout has."""
+"""What every rank of `weft train` runs, from the process group to the summary."""
 
 from __future__ import annotations
 

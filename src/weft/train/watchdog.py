@@ -1,5 +1,4 @@
-"""A run that hangs says where, rank by rank, and ends: instead of waiting until a collective times
-out, and blaming whoever noticed first."""
+"""Detects a hang, prints where each rank waits, and ends the run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention of the queries that a rank holds with keys that come block by block: its own, then
-those of other ranks.
+"""Attention of this rank's queries with keys that arrive block by block: its own, then those of
+other ranks.
 
 Ring attention (Liu et al. 2023): keys and values travel around the ranks while each computes with
 those that it has. What blocks give is merged by the log-sum-exp of their scores (online softmax,

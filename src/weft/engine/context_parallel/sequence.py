@@ -1,5 +1,5 @@
-"""A shared sequence: the part of each sample that this rank has, and attention that reaches the
-parts of the others.
+"""Context parallelism: this rank's part of each sample, and attention that reaches the parts of
+other ranks.
 
 A model runs on its part as on a shorter sequence. What it asks of other positions is replaced where
 it calls `scaled_dot_product_attention`, as `Functions` does with dropout:

@@ -1,4 +1,5 @@
-"""Masks of transformers while ranks share a sequence: the rule of a mask instead of its matrix."""
+"""Attention masks of transformers under context parallelism: the rule of a mask instead of its
+matrix."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Anytime: servers that update with each gradient as it comes, and workers that do not wait for
-each other.
+"""Asynchronous parameter servers: each gradient updates them as it arrives, and workers do not
+wait for each other.
 
 Each of the first replicas has a server of its part of the parameters, with their optimizer: threads
 beside training. A worker, one in each replica, sends the gradient of its samples and gets weights

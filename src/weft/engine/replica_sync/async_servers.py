@@ -1,5 +1,5 @@
-"""Replicas that push gradients to asynchronous servers and get weights back, and those that
-serve."""
+"""Replicas under an asynchronous parameter server: those that push gradients and pull weights,
+and those that serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchange: runs the reductions of buckets between replicas while backward goes on.
+"""Reduces gradient buckets between replicas while backward goes on.
 
 What a codec asks for begins as soon as its bucket is full. Collectives of one group must begin in
 the same order on all ranks: round k of every reduction runs in the k-th group (`lanes`), and begins

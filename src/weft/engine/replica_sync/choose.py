@@ -1,4 +1,4 @@
-"""Which ReplicaSync a plan asks for."""
+"""Chooses the ReplicaSync that a plan asks for."""
 
 from __future__ import annotations
 

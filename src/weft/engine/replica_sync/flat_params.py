@@ -1,4 +1,4 @@
-"""Flat: parameters as one tensor, which is what messages are made of."""
+"""Parameters as one flat tensor, of which messages are made."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Replicas that step by themselves and exchange weights once a period; one that was left out, or
-that starts late, takes over the state of another."""
+"""Replicas that step independently and exchange weights once a period; one that was left out
+takes over the state of another."""
 
 from __future__ import annotations
 

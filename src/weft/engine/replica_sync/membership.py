@@ -1,4 +1,4 @@
-"""Quorum: which replicas take part in an exchange, so that none waits for ever for one that died or
+"""Which replicas take part in an exchange, so that none waits for ever for one that died or
 stalls.
 
 Replicas meet at a store. One that comes to an exchange says so; when all that are in have come, or

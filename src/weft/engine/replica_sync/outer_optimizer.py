@@ -1,4 +1,5 @@
-"""Outer: replicas that step by themselves, and whose weights agree from time to time.
+"""The outer optimizer of local SGD, BMUF and DiLoCo: replicas step independently, then their
+weights are averaged.
 
 Each fragment of the parameters has an anchor, the weights that all replicas last agreed on. Every
 `period` steps a replica sends anchor - weights; with D the mean over the replicas, as an outer SGD

@@ -1,4 +1,4 @@
-"""How the replicas of a run stay together, as the engine's step and the training loop ask for it.
+"""The protocol by which the engine and the training loop keep replicas together.
 
 One protocol with three answers. `ReplicaSync`: replicas are equal after every step, because their
 gradients are summed; nothing is left to do. `local_steps.LocalStepReplicas`: replicas step

@@ -1,4 +1,4 @@
-"""Catch-up: one replica takes over all that another one has, rank by rank, and goes on from its
+"""Catch-up: a replica takes over the whole state of another, rank by rank, and goes on from its
 step."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How what a codec asks for is carried between replicas: by the backend's collectives, round a
-ring, or to owners."""
+"""How a codec's requests are carried between replicas: backend collectives, a ring, or
+parameter servers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Calls of modules that live in other processes, by torch.distributed.rpc, and what makes their
-backward complete.
+"""Calls of modules in other processes over torch.distributed.rpc, and how their backward
+completes.
 
 Distributed autograd waits, in every process, for a gradient of each message that a forward has
 sent; of a message whose tensors the loss does not need none would come, for ever. So a call's

@@ -1,4 +1,4 @@
-"""Remote: a model some of whose modules live on named workers, and one optimizer step of it.
+"""Remote: the engine of a model with modules on named workers, and one optimizer step of it.
 
 All processes run the same program, as ranks of a layout do. In a step rank 0, the driver, runs the
 model's own forward, the loss and the backward; a worker answers its calls meanwhile, and gets the

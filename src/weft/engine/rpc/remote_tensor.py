@@ -1,4 +1,4 @@
-"""Weights that live in another process: they know their shape, type and device, and no element."""
+"""Tensors that live in another process: shape, dtype and device, without data."""
 
 from __future__ import annotations
 

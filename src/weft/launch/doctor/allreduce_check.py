@@ -1,4 +1,4 @@
-"""How fast the processes of this host sum tensors: the collective that all others are like."""
+"""How fast the processes of this host all-reduce tensors."""
 
 from __future__ import annotations
 

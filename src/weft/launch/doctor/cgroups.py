@@ -1,5 +1,4 @@
-"""What the control groups of Linux, versions 1 and 2, leave to this process: containers and job
-schedulers set them."""
+"""The CPU and memory limits that Linux control groups (versions 1 and 2) set for this process."""
 
 from __future__ import annotations
 

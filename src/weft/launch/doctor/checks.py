@@ -1,4 +1,4 @@
-"""Which checks are made, in which order, and how long each may take.
+"""Which checks `weft doctor` makes, in which order, and how long each may take.
 
 Alone, this process makes them one after the other, each in a process of its own. Of several hosts
 each does that too, in a process that meets the others: what goes wrong there is reported, and does

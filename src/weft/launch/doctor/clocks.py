@@ -1,4 +1,4 @@
-"""How far the hosts' clocks are apart, by round trips as of NTP (Mills 1985)."""
+"""How far the clocks of the hosts differ, measured by round trips as in NTP (Mills 1985)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The folder that a run writes to: whether it can, how fast, and for how many checkpoints there is
-room."""
+"""Checks the folder that a run writes to: permission, speed, and room for checkpoints."""
 
 from __future__ import annotations
 

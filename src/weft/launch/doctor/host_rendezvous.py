@@ -1,5 +1,4 @@
-"""The hosts that came, and how they tell each other what they saw: through the store where they
-meet."""
+"""The hosts that joined a check, and their exchange of findings through a store."""
 
 from __future__ import annotations
 

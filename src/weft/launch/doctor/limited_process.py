@@ -1,5 +1,5 @@
-"""A function in a process of its own, for a limited time: it may hang or crash, and this process
-goes on."""
+"""Runs a function in a process of its own with a time limit: it may hang or crash, and this
+process goes on."""
 
 from __future__ import annotations
 

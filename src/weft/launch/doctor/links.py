@@ -1,4 +1,4 @@
-"""How fast the ways between hosts are, over the backends that a run uses."""
+"""How fast the network between hosts is, over the backends that a run uses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""This host's place in the network: its address, its name, its ports, and what the environment says
-of them."""
+"""This host's address, name and ports, and what environment variables say of them."""
 
 from __future__ import annotations
 

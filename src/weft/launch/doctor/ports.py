@@ -1,5 +1,5 @@
-"""Whether every host reaches any free port of every other: gloo and NCCL use such ports, beside the
-meeting's."""
+"""Whether every host reaches free ports of every other, which gloo and NCCL need beside the
+rendezvous port."""
 
 from __future__ import annotations
 

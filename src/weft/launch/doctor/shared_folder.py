@@ -1,4 +1,4 @@
-"""Whether the hosts see each other's files in the run's folder, and how soon: what checkpoints
+"""Whether the hosts see each other's files in the run's folder, and how soon, as checkpoints
 need."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A timeline as SVG: per rank a lane of actions over the curve of its live activations, and a time
-axis."""
+"""A timeline as SVG: per rank a lane of actions over the curve of its live activations, and a
+time axis."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What a collective costs beside compute: an optimizer step of weft's engine on layouts that have
-many, beside the same step with one sum. Ranks come to a collective at different times, and what
-carries messages waits for a core. Timed on every rank of a process group, with the same found on
-all.
-"""
+"""What a collective costs beside compute: an optimizer step on layouts with many collectives,
+beside the same step with one. Ranks come to a collective at different times, and what carries
+messages waits for a core. Timed on every rank of a process group, with the same found on all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What ranks send to each other, over the backend that a run would use, and what it costs those
-that compute meanwhile.
+"""Measures collectives over the backend that a run would use, and how much they slow compute that
+runs meanwhile.
 
 Each function runs on every rank of a process group, and gives the same on all.
 """

@@ -1,5 +1,5 @@
-"""What one device computes, while the others do the same: products of matrices, attention, memory,
-small operations, the optimizer.
+"""Measures what one device computes while the others do the same: matmuls, attention, memory,
+small ops, the optimizer.
 
 Each function runs on every rank of a process group, and gives the same on all.
 """

@@ -1,4 +1,4 @@
-"""What other programs did with the processors while something was measured. Known on Linux
+"""How much other programs used the processors while something was measured. Known on Linux
 alone."""
 
 from __future__ import annotations

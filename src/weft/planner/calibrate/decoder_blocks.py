@@ -1,6 +1,5 @@
-"""What a decoder's forward and backward take as a whole: of all sizes small and large, what its
-products and its attention leave over is what goes with operations and with the bytes that they
-move, as `cost.trace` counts both."""
+"""Measures whole decoder blocks: what matmuls and attention do not explain is fitted to the
+number of ops and the bytes that they move."""
 
 from __future__ import annotations
 

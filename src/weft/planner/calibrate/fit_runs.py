@@ -1,5 +1,5 @@
-"""`weft calibrate --fit`: an era's constants from runs that were measured, and how well they tell
-those held out.
+"""`weft calibrate --fit`: fits an era's constants to measured runs, and checks them on runs held
+out.
 
 RUNS.csv has a row for each run: `run`, its run file, from the folder of RUNS.csv; `step_s`,
 measured; and, where the run file was overridden, `layout`, `batch`, `accumulate`, `recompute`.

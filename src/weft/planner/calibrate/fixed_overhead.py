@@ -1,6 +1,5 @@
-"""What a step and a process take before they have anything to compute: optimizer steps of weft's
-engine with models too small to count. Runs on every rank of a process group, and gives the same on
-all."""
+"""The fixed time of a step and the fixed memory of a process, measured with models too small to
+count. Runs on every rank of a process group, and gives the same on all."""
 
 from __future__ import annotations
 

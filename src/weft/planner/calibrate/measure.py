@@ -1,5 +1,5 @@
-"""`weft calibrate`: measure part by part, in as many processes as there are GPUs or else cores, and
-write the sheet."""
+"""`weft calibrate`: measures part by part, in one process per GPU or core, and writes the
+hardware sheet."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A stopwatch that all ranks press together: each does the same work at the same time, as in a
-training step."""
+"""A stopwatch for all ranks at once: each does the same work at the same time, as in a training
+step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What `weft calibrate` prints: a line while it measures, and then what it found; or what it fitted
-to runs."""
+"""What `weft calibrate` prints: progress, then what it measured or fitted."""
 
 from __future__ import annotations
 

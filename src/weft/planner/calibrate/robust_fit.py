@@ -1,5 +1,5 @@
-"""Constants of times: straight lines through measurements, in which a few that something disturbed
-do not count."""
+"""Straight lines through measured times, fitted so that a few disturbed measurements do not
+count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured, as the sheet of a machine."""
+"""Writes what was measured as the hardware sheet of a machine."""
 
 from __future__ import annotations
 

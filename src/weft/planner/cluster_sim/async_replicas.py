@@ -1,4 +1,4 @@
-"""Agree: replicas whose steps do not all take as long, and for whom each of them waits.
+"""Simulates replicas whose steps take different times, and which of them wait for each other.
 Synchronous, by periods, or at any time: the three kinds of `syncs`.
 
 `own[k, r]`: seconds that replica r takes for its k-th step by itself. What is found, `ends[k, r]`,

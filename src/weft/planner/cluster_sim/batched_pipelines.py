@@ -1,5 +1,5 @@
-"""Fleet: one schedule on many pipelines at once, each of its ranks at a pace of its own, as
-vectors."""
+"""Simulates one schedule on many pipelines at once, as vectors; each rank has a speed of its
+own."""
 
 from __future__ import annotations
 

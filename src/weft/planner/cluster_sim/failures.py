@@ -1,5 +1,5 @@
-"""Failures: what a run loses to them, and how often it is to save. Formulas, and the run itself
-drawn at random.
+"""What a run loses to failures, and the best interval between checkpoints. Formulas, and the run
+itself drawn at random.
 
 Failures come at a constant rate, `mtbf_s` apart on average over the whole cluster. Each costs the
 restart and what was done since the last checkpoint that is whole. A checkpoint stops training for

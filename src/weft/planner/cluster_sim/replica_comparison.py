@@ -1,5 +1,4 @@
-"""Replicas: what each way to agree makes of replicas that are not equally fast, beside the
-synchronous one."""
+"""Compares synchronisers on replicas that are not equally fast, beside the synchronous one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Report: all that was simulated of one run, as text, as figures, and as pictures."""
+"""The report of a simulation, as text, as JSON and as pictures."""
 
 from __future__ import annotations
 

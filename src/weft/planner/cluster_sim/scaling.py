@@ -1,5 +1,5 @@
-"""Scaling: the same run on more devices, replica by replica: as many samples for each (weak), or as
-many in all (strong). As the estimate prices them."""
+"""The same run on more devices, replica by replica: weak scaling (as many samples for each) or
+strong (as many in all). As the estimate prices them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Setup: what is simulated, and what its step is made of at any pace of its devices: stages of a
-pipeline, priced as the estimate prices them, and what follows the pipeline.
+"""What is simulated: the stages of a pipeline at any speed of their devices, and what follows the
+pipeline in a step.
 
 The pace of a device is what its own work takes over what it should take: 1.5 is half as long again.
 A device of pace f is one whose sheet has 1/f of the FLOP/s and of the memory's bandwidth, and whose

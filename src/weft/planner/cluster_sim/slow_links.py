@@ -1,5 +1,4 @@
-"""Links: what one slow link costs, by the axis whose messages it carries and its place in a
-pipeline."""
+"""What one slow link costs, by the axis whose messages it carries and its place in a pipeline."""
 
 from __future__ import annotations
 

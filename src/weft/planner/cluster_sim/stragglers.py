@@ -1,5 +1,4 @@
-"""Stragglers: what a slow device, a slow link, or devices that vary cost a step in which all wait
-for all.
+"""What a slow device, a slow link, or varying devices cost a synchronous step.
 
 Within a layer the ranks of tp wait for the slowest of them, within a pipeline the stages for
 messages, and at its end every replica for the slowest. Jitter is drawn anew for each device and

@@ -1,4 +1,4 @@
-"""Picture: a step of one pipeline as a timeline, with what follows it."""
+"""A simulated step of one pipeline as a timeline, with what follows it."""
 
 from __future__ import annotations
 

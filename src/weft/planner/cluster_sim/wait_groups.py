@@ -1,6 +1,6 @@
-"""Grid: which devices wait for one another, and how often. Devices that share a layer's work wait
-within each layer, the stages of a pipeline for messages, its replicas once a step (or as `[sync]`
-says)."""
+"""Which devices wait for one another, and how often. Devices that share a layer's work wait
+within each layer, the stages of a pipeline for messages, its replicas once a step (or as
+`[sync]` says)."""
 
 from __future__ import annotations
 

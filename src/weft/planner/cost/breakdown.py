@@ -1,4 +1,4 @@
-"""Parts: what an estimate is the sum of, each with the formula that gave it."""
+"""The named parts that an estimate is the sum of, each with its formula."""
 
 from __future__ import annotations
 

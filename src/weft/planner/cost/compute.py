@@ -1,5 +1,5 @@
-"""Compute: seconds that a block takes on one rank for one microbatch, forward and the two parts of
-its backward."""
+"""Seconds that a block takes on one rank for one microbatch: forward, and the two parts of its
+backward."""
 
 from __future__ import annotations
 

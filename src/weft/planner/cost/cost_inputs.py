@@ -1,4 +1,4 @@
-"""What is priced, and what all parts of an estimate read of it."""
+"""The model, layouts and hardware that all parts of an estimate read."""
 
 from __future__ import annotations
 

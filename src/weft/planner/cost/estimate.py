@@ -1,4 +1,4 @@
-"""Estimate: time, memory and traffic of many choices at once, each as named parts that sum to it.
+"""Estimates time, memory and traffic of many layouts at once, each as named parts.
 
 A step is m microbatches on the slowest stage, the pipeline's idle time, its messages, the sums of
 gradients that compute does not hide, the optimizer, and what goes with no size.

@@ -1,4 +1,4 @@
-"""Fit: the constants of an era from measured runs. Few constants, robustly, on the logarithm of
+"""Fits the constants of an era to measured runs. Few constants, robustly, on the logarithm of
 what was measured."""
 
 from __future__ import annotations

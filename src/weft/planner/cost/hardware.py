@@ -1,5 +1,5 @@
-"""Hardware: a data sheet (TOML) of one accelerator, its networks, and what software reaches of it.
-Pure data; no torch.
+"""The hardware sheet (TOML) of one accelerator: its peaks, its networks, and what software reaches
+of them. Pure data; no torch.
 
 Sheets lie in `hardware/`; the one of this machine is what `weft calibrate` writes. Of `--cluster
 h100x64`, `h100` names the sheet. An era of which no runs are known is `like` that of another sheet,

@@ -1,4 +1,4 @@
-"""Layers: how much longer than an era's constants say layers of some shapes took, where runs tell.
+"""How much longer layers of some shapes took in measured runs than an era's constants say.
 
 Constants hold for all shapes, and no few of them say that one width on four ranks is slower than on
 two. Runs that were measured do, of that shape and what is near it: a kernel regression (Nadaraya

@@ -1,5 +1,4 @@
-"""Choices: many ways to lay one model over devices, as arrays, one entry each, so that a formula
-prices all at once."""
+"""Many layouts as arrays, one entry each, so that a formula prices all of them at once."""
 
 from __future__ import annotations
 

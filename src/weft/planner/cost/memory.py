@@ -1,4 +1,4 @@
-"""Memory: the most that a rank holds at once, in parts. Closed form, over arrays.
+"""The most memory that a rank holds at once, in parts. Closed form, over arrays.
 
 Weights, gradients and optimizer state after Rajbhandari et al. 2020 (ZeRO); activations of the
 microbatches in flight after Korthikanti et al. 2022, from what each op keeps; the loss's logits;

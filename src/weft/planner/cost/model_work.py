@@ -1,5 +1,4 @@
-"""Work: what a model computes, keeps and sends, block by block, for one sample. Pure data; no
-torch.
+"""What a model computes, keeps and sends, block by block, for one sample. Pure data; no torch.
 
 It is the same data whether it was read off a module on the meta device (`trace`) or follows from a
 transformer's dimensions (`dims`), and it knows no layout: an op says which axes would divide it,

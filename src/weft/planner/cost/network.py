@@ -1,5 +1,5 @@
-"""Network: how long a collective takes over a group of ranks, whatever networks it spans. Closed
-form, over arrays.
+"""How long a collective takes over a group of ranks, whatever networks it spans. Closed form, over
+arrays.
 
 A group has `inside` members within one network of the innermost kind. What leaves it goes over the
 rails of all of these: min(link, inside x rail), never one rail and never the link. Hops: a ring's,

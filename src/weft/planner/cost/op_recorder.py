@@ -1,4 +1,4 @@
-"""Reading: what one forward computes, moves, keeps and sends, module by module of a chain.
+"""Records what one forward computes, moves, keeps and sends, module by module.
 
 The forward runs as weft runs it (its dropout, autocast, the loss) on FakeTensors, which have shapes
 and no data. What each op computes and moves is seen at torch's dispatcher; what autograd keeps, at

@@ -1,5 +1,4 @@
-"""Chain: which part of a model a stage of a pipeline holds, in closed form: the first, the last,
-and those between."""
+"""What the first, the last and the middle stages of a pipeline hold, in closed form."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Practice: in which dtypes a framework keeps and sends what belongs to a parameter, and what it
-lets overlap. Data."""
+"""In which dtypes a framework keeps and sends what belongs to a parameter, and what it
+overlaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace: the work of any module, read off forwards on tensors that have shapes and no data.
+"""The work of any module, read off forwards on meta tensors.
 
 Two batches tell what goes with samples from what does not: tables of positions, weights cast to
 another dtype.

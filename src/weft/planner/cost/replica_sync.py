@@ -1,5 +1,4 @@
-"""Agreement: what replicas send each other in a step so that they stay, or come, together, what
-they wait for it, and what they keep for it; of any synchroniser."""
+"""What a synchroniser sends, waits for and keeps in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walked: what one's own schedule comes to, which has no closed form, by running through it."""
+"""The cost of a user's own schedule, which has no closed form, by simulating it."""
 
 from __future__ import annotations
 

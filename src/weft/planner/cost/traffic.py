@@ -1,4 +1,4 @@
-"""Bytes that a rank of the first stage sends in a step over the axes that divide the model."""
+"""Bytes that a rank of the first stage sends in a step, axis by axis."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Dims: the work of a transformer from its dimensions alone, for models that are published as
-numbers.
+"""The work of a transformer from its dimensions alone, for models published as numbers.
 
 Activations are those of Korthikanti et al. 2022 (table 2), and of the same sums with a fused
 attention, a gated MLP and grouped keys; FLOPs those of Narayanan et al. 2021.

@@ -1,5 +1,4 @@
-"""Obvious: the layouts that come to everyone's mind, each as a pattern, and why it is not the
-best."""
+"""The layouts that come to mind first, each as a pattern, and why it is not the best."""
 
 from __future__ import annotations
 

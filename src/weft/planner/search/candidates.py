@@ -1,5 +1,5 @@
-"""Candidates: the layouts that rules allow, each with its microbatches, recomputation and schedule,
-as arrays.
+"""All layouts that the constraints allow, each with microbatches, recomputation and schedule, as
+arrays.
 
 Columns are crossed one after the other, and rows are dropped as soon as a rule that they break has
 its columns.

@@ -1,5 +1,5 @@
-"""Rules: which choices can be, by the work alone, and which are worth a look. Each is written once,
-over arrays, with the words for what it leaves out.
+"""Which layouts the model allows, and which of them are worth pricing. Each is written once, over
+arrays, with the words for what it leaves out.
 
 What the model itself would refuse beyond these (`legal`) is asked of weft's planner at the end.
 """

@@ -1,5 +1,4 @@
-"""Explain: every part of an estimate, with the formula that gave it and the values in the
-formula."""
+"""Every part of an estimate with its formula and the values in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Legal: whether weft itself would lay a run so. The last word, after the rules."""
+"""Whether weft itself would run a layout: plans it, as a run would. The last word, after the
+rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns: what is fixed of a layout, and what a search is to find.
+"""Layout patterns such as `pp*.tp2`: what is fixed, and what the search chooses.
 
 As in `tp8.*`: tp8, with or without its options, and any other axes; `fsdp8+zero2.*`: this option,
 too; `pp*.dp*.tp8`: these three axes alone; `dp8.tp8`: this layout, and nothing to find.

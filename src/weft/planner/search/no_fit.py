@@ -1,4 +1,5 @@
-"""Refusals: why a search finds nothing, by how much the nearest misses, and what would help."""
+"""Why a search finds nothing that fits, by how much the nearest layout misses, and what would
+help."""
 
 from __future__ import annotations
 

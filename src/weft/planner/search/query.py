@@ -1,4 +1,5 @@
-"""Question: what is to be laid over what. All that a search does not choose."""
+"""What a search is asked: a model, a batch, a cluster, and what is fixed of the layout. All
+that a search does not choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Posed: a run in the terms of an estimate. What `plan`, `simulate` and a run's own prediction ask
+"""Makes a search query from a run file. What `plan`, `simulate` and a run's own prediction ask
 of a run file."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranking: what fits, the fastest first: priced in closed form, the best few simulated event by
+"""The layouts that fit, the fastest first: priced in closed form, the best few simulated event by
 event.
 
 Pipelines are priced with 1F1B first, which needs the least memory. Where they could come among the

@@ -1,4 +1,4 @@
-"""Report: what a search found, as a table that a person reads, and as one object."""
+"""What a search found, as a table and as JSON."""
 
 from __future__ import annotations
 

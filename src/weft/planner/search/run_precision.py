@@ -1,4 +1,4 @@
-"""In which dtypes weft keeps and sends what belongs to a parameter: the Practice of a run."""
+"""In which dtypes weft itself keeps and sends what belongs to a parameter."""
 
 from __future__ import annotations
 

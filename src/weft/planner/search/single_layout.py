@@ -1,5 +1,4 @@
-"""Whole: one layout that is given, and not searched: priced as it is run, explained, and how else
-it would fit."""
+"""One given layout, priced and explained without a search, and what would make it fit."""
 
 from __future__ import annotations
 
