@@ -4,6 +4,7 @@
 #     ./test.sh --all                      every test; what CI runs
 #     ./test.sh tests/core/test_layout.py -x    arguments go to pytest
 #     ./test.sh --all --cov                coverage, of worker processes too
+#     ./test.sh --all -n 8                 tests in eight processes instead of two
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/quickstart.sh"
 prepare '.[test]'
@@ -12,4 +13,4 @@ export OMP_NUM_THREADS=1 # the tests run several processes on the same cores
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
