@@ -13,4 +13,4 @@ export OMP_NUM_THREADS=1 # the tests run several processes on the same cores
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy
-exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
+exec .venv/bin/python -m pytest -n 2 --dist worksteal "$@"
