@@ -36,6 +36,8 @@ from weft.pipeline.split_model import split_stages
 
 Inputs = Mapping[str, Any]
 
+CPU = torch.device("cpu")
+
 
 # ---- stages, one after the other -----------------------------------------------------------------
 
@@ -49,7 +51,7 @@ class Line:
         self.staging = staging
         self.runners: dict[int, StageForward] = {}
         for stages in ranks or [[stage.index] for stage in staging.stages]:
-            runner = StageForward(copy.deepcopy(model), staging, stages)
+            runner = StageForward(copy.deepcopy(model), staging, stages, CPU)
             self.runners |= dict.fromkeys(stages, runner)
 
     def forward(
@@ -754,7 +756,7 @@ def test_a_stage_holds_its_own_parameters() -> None:
     model, inputs = subject("tied")
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     staging = split_stages(trace_forward(model, inputs), ["blocks.2", "blocks.4"])
-    runner = StageForward(model, staging, [1])
+    runner = StageForward(model, staging, [1], CPU)
     real = {n: p for n, p in model.named_parameters() if not isinstance(p, PlaceholderTensor)}
     assert (
         set(real)

@@ -24,6 +24,16 @@ def reduced_like(module: FSDPModule) -> Tensor | None:
     return like.new_zeros(rows * group.mesh_info.shard_mesh_size)
 
 
+def adopt_parameters(module: FSDPModule) -> None:
+    """Tell a unit that other tensors lie in the place of its sharded parameters.
+
+    `FSDPModule._apply` does it too, but changes buffers, and tears tied parameters apart.
+    """
+    for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+        for param in group.fsdp_params:
+            param.reset_sharded_param()
+
+
 def mark_idle(module: FSDPModule) -> None:
     """A unit's forward or backward is over, though its module did not say so by ending."""
     for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]

@@ -3,8 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 
 
 def function_modes() -> list[TorchFunctionMode]:
@@ -15,3 +21,11 @@ def function_modes() -> list[TorchFunctionMode]:
 def dispatch_modes() -> list[TorchDispatchMode]:
     """The active modes around operators, the outermost first."""
     return _get_current_dispatch_mode_stack()
+
+
+def without_dispatch_modes() -> AbstractContextManager[None]:
+    """Inside this context operators go past every `__torch_dispatch__`, of modes and subclasses.
+
+    Torch has no public name for it.
+    """
+    return no_dispatch()

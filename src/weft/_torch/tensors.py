@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,16 +51,31 @@ def make_fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device | None 
     return fake
 
 
+def forget_fakes(mode: FakeTensorMode) -> None:
+    """Drop the mode's weak references to FakeTensors: `torch.utils.swap_tensors`, which `Module.to`
+    uses for FakeTensors, takes none that has any."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def living_fakes(mode: FakeTensorMode) -> list[FakeTensor]:
+    """The FakeTensors of this mode that somebody holds. Slow: it looks at all objects."""
+    gc.collect()
+    return [o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is mode]
+
+
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Inside this context torch logs no traceback for an op that FakeTensors cannot run.
+    """Inside this context torch logs no traceback for an op that FakeTensors cannot run, and does
+    not warn that `Module.to` looks at their data pointer.
 
     The name of the logger is private; torch has no option for it.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
     finally:
         log.disabled = before
 
@@ -71,11 +89,27 @@ def mark_parameter(tensor: Tensor) -> None:
     tensor._is_param = True  # type: ignore[attr-defined]
 
 
+def user_attributes(tensor: Tensor) -> dict[str, Any]:
+    """Attributes that a user has set on a tensor, such as those by which optimizers group
+    parameters. Torch keeps its own, as `_is_param`, in the same dict."""
+    own = _fake_attributes()
+    return {key: value for key, value in vars(tensor).items() if key not in own}
+
+
+@lru_cache(maxsize=1)
+def _fake_attributes() -> frozenset[str]:
+    with fake_mode():
+        return frozenset((*vars(torch.empty(0)), "_is_param"))
+
+
 def make_empty_subclass(
-    cls: type[Tensor], like: Tensor | None = None, requires_grad: bool = False
+    cls: type[Tensor],
+    like: Tensor | None = None,
+    requires_grad: bool = False,
+    device: torch.device | None = None,
 ) -> Any:
-    """A tensor of class `cls` with no memory, and the shape, strides, dtype and device of `like`
-    (default: a scalar).
+    """A tensor of class `cls` with no memory, and the shape, strides and dtype of `like` (default:
+    a scalar), on `device` (default: that of `like`).
 
     `Tensor._make_wrapper_subclass` is what torch's own tutorial on subclasses uses; it has no
     public name.
@@ -87,7 +121,7 @@ def make_empty_subclass(
         like.shape,
         like.stride(),
         dtype=like.dtype,
-        device=like.device,
+        device=like.device if device is None else device,
         requires_grad=requires_grad,
     )
 

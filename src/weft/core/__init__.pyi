@@ -86,6 +86,7 @@ from .shards import (
     cut_segments as cut_segments,
     fsdp_rows as fsdp_rows,
     index_overlap as index_overlap,
+    index_shape as index_shape,
     shift_index as shift_index,
     take_segments as take_segments,
     whole_shard as whole_shard,

@@ -4,6 +4,7 @@ global name."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from zlib import crc32
 
 import torch
@@ -122,8 +123,8 @@ class CheckpointState:
         `saved`: the names that a checkpoint holds, to be loaded from it: optimizer state is made
         for these alone.
         """
-        for name, p in self._params.items():
-            yield self.shard(name, local_tensor(p.detach()), name)
+        for weight in self.weights():
+            yield replace(weight, writer=weight.writer and self._replicas.writes)
         absent = self.absent_buffers()
         persistent = self._model.state_dict(keep_vars=True).keys() - self._params.keys()
         for name, buffer in self._model.named_buffers():
@@ -138,6 +139,13 @@ class CheckpointState:
             self._note_lost_codec_state(saved)
             make_state(self.optimizer, self._params, saved, self.updates)
         yield from self._optimizer_tensors()
+
+    def weights(self) -> Iterator[LocalShard]:
+        """This rank's part of each weight, written by one rank of each replica. Storage is live."""
+        for name, p in self._params.items():
+            shard = self.shard(name, local_tensor(p.detach()), name)
+            first = self._is_first(self._plan.holders(name), self._axes_of_shards(name))
+            yield replace(shard, writer=first)
 
     def codec_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What codecs keep from step to step: this rank's, of use to the same layout and codec
@@ -177,12 +185,22 @@ class CheckpointState:
 
     def shard(self, full: str, tensor: Tensor, name: str, replica: int = 0) -> LocalShard:
         """This rank's part of the tensor `full`, which is sharded as the parameter `name` is."""
-        cut = [axis for axis, p in self.table[name].items() if p.stored != COPY]
-        writer = self._writes(self._plan.holders(name), cut, replica)
+        writer = self._writes(self._plan.holders(name), self._axes_of_shards(name), replica)
         chunks = chunks_of(self.segments(name))
         return LocalShard(full, tensor, self._weights[name].shape, chunks, writer)
 
+    def same_on_replicas(self, name: str) -> bool:
+        """Whether the ranks of `dp` hold the same part of a parameter; experts may be sharded
+        there."""
+        return REPLICA_AXIS not in self._plan.layout.expand(*self._axes_of_shards(name))
+
+    def _axes_of_shards(self, name: str) -> list[str]:
+        return [axis for axis, p in self.table[name].items() if p.stored != COPY]
+
     def _writes(self, holders: Sequence[int], cut: Sequence[str], replica: int = 0) -> bool:
+        return self._replicas.writes and self._is_first(holders, cut, replica)
+
+    def _is_first(self, holders: Sequence[int], cut: Sequence[str], replica: int = 0) -> bool:
         """Whether this rank is the first of those that hold the same part of something, in this
         replica."""
         layout, coords = self._plan.layout, self._mesh.coords
@@ -192,4 +210,4 @@ class CheckpointState:
         ]
         here = coords.get(STAGE_AXIS, 0) == holders[0]
         here &= REPLICA_AXIS in cut or coords.get(REPLICA_AXIS, 0) == replica
-        return self._replicas.writes and here and all(coords[axis] == 0 for axis in copies)
+        return here and all(coords[axis] == 0 for axis in copies)

@@ -38,7 +38,8 @@ from .fsdp_units import FSDPUnits
 from .function_overrides import FunctionOverrides
 from .grad_buckets import GradReducer
 from .grad_update import GradUpdate
-from .inference import Inference, unsharded_output
+from .inference import Inference
+from .initial_weights import allocate, fill_shards, move_to, share_weights
 from .microbatch import Batch, check_batch
 from .module_trail import ModuleTrail
 from .optimizers import Optimizers, check_codec, check_optimizer
@@ -60,9 +61,8 @@ from .setup import (
     make_runners,
     own_device,
     require_positionwise,
-    share_initial,
 )
-from .trial_forward import check_attention, check_sequence_parts, check_sharded_output
+from .trial_forward import ShardingTrial, check_attention, check_sequence_parts
 
 
 class Engine:
@@ -72,7 +72,8 @@ class Engine:
     training mode keep their own modes: a frozen batch norm stays frozen.
 
     Args:
-        model: the module that the plan was made for.
+        model: the module that the plan was made for. `weft.deferred_init` makes one that no rank
+            ever holds whole.
         plan: what `weft.plan` returned.
         optimizer: list of (name, parameter) -> torch.optim.Optimizer.
         loss: (output, batch) -> (sum, weight).
@@ -84,8 +85,8 @@ class Engine:
         seed: seed of dropout.
         device: device of this rank. Default: this rank's GPU, or the CPU.
         sample: a batch of one sample, the same on every rank, on which the engine compares the
-            model's output with and without sharding (`tp`, experts), and in parts of the sequence
-            (`cp`; without `sample` the first batch serves). Refused if they differ.
+            model's output whole and sharded (`tp`, experts), and in parts of the sequence (`cp`;
+            without `sample`, the first batch). Refused if they differ.
         company: where replicas with local steps meet, if each has a process group of its own.
 
     Raises:
@@ -123,31 +124,29 @@ class Engine:
         self.data_rank = self.global_plan.layout.index(self.mesh.place, *DATA_AXES)
         self.data_size = self.global_plan.data_size
         self.rank_plan = plan.of(self.mesh.rank)
-        self.model, self.loss = model.to(device), loss
-        self.inputs = tuple(inputs) if inputs is not None else named_inputs(model)
+        self.model, self.loss = move_to(model, device), loss
+        named = named_inputs(model)
+        self.inputs = tuple(inputs) if inputs is not None else named
         self.steps_done = 0
-        self.trace: list | None = None  # where the pipeline's actions are recorded, if anywhere
+        self.trace: list | None = None  # where the pipeline's actions are recorded
         self.replicas = make_replica_sync(self.global_plan, self.mesh, company, optimizer)
-        share_initial(model, self.mesh, self.replicas)
+        share_weights(model, self.mesh, self.replicas)
         if self.global_plan.replicas_step_independently and self.replicas.index:
             seed = mix_key(seed, self.replicas.index)  # its samples have numbers of their own
         feature_part = self.mesh.index(*FEATURE_AXES), self.mesh.size(*FEATURE_AXES)
         self.randomness = Randomness(seed, *feature_part)
-        self.sequence = ContextParallel(
-            plan, self.mesh, self.randomness, named_inputs(model), self.inputs
-        )
+        self.sequence = ContextParallel(plan, self.mesh, self.randomness, named, self.inputs)
         self.tried = not self.sequence  # whether the trial in parts of the sequence has passed
-        parts = self.sequence if self.sequence else None
+        parts = self.sequence or None
         if parts is not None:
             require_positionwise(loss)
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
-        before = None
+        trial = None
         if sample is not None and plan.layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
-            unsharded = StageModel(model, plan, device, None, self.sequence)
-            before = unsharded_output(unsharded, sample)
+            trial = ShardingTrial(StageModel(model, plan, device, None, self.sequence), sample)
         self._shard()
-        if sample is not None and before is not None:
-            check_sharded_output(self.forward, before, sample, plan, bool(self.dispatch.group))
+        if trial is not None:
+            trial.check(self.forward, self.state.weights(), self.mesh, bool(self.dispatch.group))
         if sample is not None and self.sequence:
             self._try_in_parts(sample)
         self._prepare(optimizer, clip, skip)
@@ -158,24 +157,25 @@ class Engine:
 
     def _shard(self) -> None:
         """Change the model in place: afterwards it is this rank's part, in stages."""
-        plan, model, staged = self.plan, self.model, None
+        plan, model, device, staged = self.plan, self.model, self.mesh.device, None
         if plan.staging is not None:
             stages = plan.stages(self.mesh.rank)
-            staged = StageForward(model, plan.staging, stages, skipped=self.randomness.skip)
+            staged = StageForward(model, plan.staging, stages, device, self.randomness.skip)
         self.loads = ExpertLoad(model, find_experts(model), self.mesh)
         self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
+        allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
-        self.params = {name: p for name, p in model.named_parameters() if name in held}
-        self.stages = StageModel(model, plan, self.mesh.device, staged, self.sequence)
+        self.params = {n: p for n, p in model.named_parameters() if n in held}
+        self.stages = StageModel(model, plan, device, staged, self.sequence)
         self._runner, forward_runner = make_runners(plan, self.mesh)
         self.units = FSDPUnits(model, self.rank_plan)
         parts = FunctionOverrides(self.randomness, False, self.sequence) if self.sequence else None
         self._inference = Inference(
             self.stages, self.mesh, self.sequence, self._runner, forward_runner, self.units, parts
         )
-        self.state = CheckpointState(
-            model, plan, self.global_plan, self.mesh, self.params, self.replicas
-        )
+        whose = self.mesh, self.params, self.replicas
+        self.state = CheckpointState(model, plan, self.global_plan, *whose)
+        fill_shards(model, self.state, self.mesh, self.replicas)
         self._absent_buffers = self.state.absent_buffers()
         self.buffers = ReplicatedBuffers(model, self.rank_plan, self.mesh, self._absent_buffers)
 
@@ -226,8 +226,7 @@ class Engine:
         return {key: value[torch.tensor(index)] for key, value in batch.items()}
 
     def step(self, batch: Batch) -> StepResult:
-        """One optimizer step on this rank's part of the batch: dict of tensors [batch / data ranks,
-        ...]."""
+        """One optimizer step on this rank's part of a batch: tensors [batch / data ranks, ...]."""
         with torch.random.fork_rng([self.mesh.device] if self.mesh.device.type == "cuda" else []):
             return self._step(batch)  # the user's own draws are not ours to move
 

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.core import (
-    STAGE_AXIS,
-)
+from weft.core import STAGE_AXIS
 from weft.nn import model_arguments
 from weft.parallel import (
     TOKEN_AXES,
@@ -98,7 +96,7 @@ class Inference:
 
 @torch.no_grad()
 def unsharded_output(stages: StageModel, batch: Batch) -> Any:
-    """The output of a model that is not sharded yet, in evaluation mode."""
+    """The output of a model that is not sharded, in evaluation mode."""
     stages.model.eval()
     with stages.autocast():
         placed = {key: value.to(stages.device) for key, value in batch.items()}

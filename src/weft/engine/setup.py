@@ -1,10 +1,9 @@
-"""What an Engine is built from: the mesh, the pipeline's runners, equal initial weights."""
+"""What an Engine is built from: the mesh and the pipeline's runners."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from weft.core import (
     REPLICA_AXIS,
@@ -22,8 +21,6 @@ from .pipeline.p2p import PipelineTransport
 from .pipeline.runner import PipelineRunner, ValueRoute
 from .pipeline.stage_compute import Loss
 from .replica_sync.membership import ReplicaGroup
-from .replica_sync.replicas import ReplicaSync
-from .replica_sync.transports import start_async
 
 
 def own_device() -> torch.device:
@@ -92,20 +89,6 @@ def _stage_pairs(plan: Plan) -> set[tuple[int, int]]:
     values = plan.staging.values if plan.staging is not None else ()
     pairs = {(at[value.source], at[target]) for value in values for target in value.targets}
     return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}
-
-
-@torch.no_grad()
-def share_initial(model: nn.Module, mesh: Mesh, replicas: ReplicaSync) -> None:
-    """All ranks begin with the first one's weights and buffers."""
-    tensors = [t.data for t in (*model.parameters(), *model.buffers())]
-
-    def share(group: dist.ProcessGroup | None) -> None:
-        for tensor in tensors if group is not None else ():
-            start_async(dist.broadcast(tensor, group=group, group_src=0, async_op=True)).wait()
-
-    live = mesh.layout.active_axes()
-    share(mesh.group(*live) if live else None)
-    replicas.share_initial(share)
 
 
 def make_runners(plan: Plan, mesh: Mesh) -> tuple[PipelineRunner, PipelineRunner]:

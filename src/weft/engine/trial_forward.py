@@ -3,17 +3,24 @@ model does."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.core import Plan, UnsupportedModel
+from weft.core import LocalShard, Plan, UnsupportedModel
+from weft.nn import initial_weights
+from weft.parallel import Mesh
 
 from .context_parallel.sequence import ContextParallel
 from .function_overrides import FunctionOverrides
+from .inference import unsharded_output
 from .microbatch import Batch
+from .pipeline.stage_compute import StageModel
+from .unsharded_forward import UnshardedForward
 
 SEQUENCE = 256  # positions of a trial in parts, which is run whole too
 
@@ -23,6 +30,43 @@ def first_tensor_of(output: Any) -> Tensor:
     while not isinstance(output, Tensor):
         output = next(iter(output.values() if isinstance(output, dict) else output))
     return output
+
+
+class ShardingTrial:
+    """Compares what a model computes before and after it is sharded. Make it before.
+
+    Args:
+        stages: the whole model.
+        sample: a batch, the same on every rank.
+    """
+
+    def __init__(self, stages: StageModel, sample: Batch):
+        self._stages, self._sample = stages, sample
+        self._before = self._later = None
+        if initial_weights(stages.model) is None:
+            self._before = unsharded_output(stages, sample)
+        else:  # the ranks' shards will be its weights
+            self._later = UnshardedForward(stages.model, stages.plan.blocks)
+
+    @torch.no_grad()
+    def check(self, run: Any, shards: Iterable[LocalShard], mesh: Mesh, experts: bool) -> None:
+        """Refuse sharding that changes what the model computes.
+
+        Args:
+            run: `run(sample)` gives the sharded model's output.
+            shards: this rank's part of each weight.
+            mesh: the ranks.
+            experts: whether experts are sharded.
+        """
+        plan, before = self._stages.plan, self._before
+        if self._later is not None:
+            group = mesh.group(*plan.layout.active_axes())
+            held = {shard.name: shard for shard in shards}
+            before = self._later.run(self._output_of, held, mesh, group)
+        check_sharded_output(run, before, self._sample, plan, experts)
+
+    def _output_of(self, model: nn.Module) -> Any:
+        return unsharded_output(replace(self._stages, model=model), self._sample)
 
 
 def check_sharded_output(run: Any, before: Any, sample: Batch, plan: Plan, experts: bool) -> None:

@@ -185,6 +185,9 @@ class Pool:
 
     def close(self) -> None:
         """End the processes."""
+        for worker in reversed(self._workers):  # a later one may hold the end of an earlier one
+            worker.connection.close()
+            worker.process.join(END_S)  # an idle process ends by itself, and runs its exit handlers
         end_workers(self._workers)
         self._workers = []
         shutil.rmtree(self._folder, ignore_errors=True)

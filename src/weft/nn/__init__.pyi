@@ -6,6 +6,11 @@ from .attention_masks import (
     window_rule as window_rule,
 )
 from .batchnorm import BatchNorm as BatchNorm
+from .deferred_weights import (
+    deferred_init as deferred_init,
+    forget_initial_weights as forget_initial_weights,
+    initial_weights as initial_weights,
+)
 from .dropout_rng import (
     DROPOUTS as DROPOUTS,
     DROPOUTS_OF_CHANNELS as DROPOUTS_OF_CHANNELS,

@@ -7,7 +7,7 @@ nothing is gathered but errors.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from weft.core import (
     DRIVER,
     Plan,
+    UnsupportedModel,
     data_rank_indices,
 )
 from weft.engine import Audit, Engine, Remote, TrainingEngine
 from weft.launch import rpc_session
+from weft.nn import deferred_init
 from weft.parallel import (
     DATA_AXES,
     Collective,
@@ -93,6 +95,17 @@ def check_layout(case: Case, layout: str, reference: Reference) -> LayoutResult:
         return _check(case, layout, reference)
 
 
+def _build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]:
+    """The model in float64, without weights where that is possible, as ranks train it; and its plan
+    if there is none."""
+    if not case.workers:
+        with suppress(UnsupportedModel):
+            model = deferred_init(lambda: case.build().double())
+            return model, plan or case.plan_in_float64(model, layout)
+    model = case.build().double()
+    return model, plan or case.plan_in_float64(model, layout)
+
+
 def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
     if case.workers:
         remote = Remote(
@@ -122,8 +135,7 @@ def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
 
 
 def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
-    model = case.build().double()
-    plan = case.plan_in_float64(model, layout) if reference.plan is None else reference.plan
+    model, plan = _build(case, layout, reference.plan)
     engine = _engine(case, plan, model)
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
     found = _other_parameters(engine, reference)

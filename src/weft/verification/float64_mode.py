@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from weft._torch.tensors import FakeTensor
+
 
 class Float64Mode(TorchFunctionMode):
     """Casts of float64 tensors to float32 leave them as they are. torch's grouped matmul has no
@@ -39,6 +41,8 @@ class Float64Mode(TorchFunctionMode):
 def _grouped_mm(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     """`grouped_mm` of rows [n, in] with [groups, in, out]: rows up to offs[g] are group g's, the
     rest gives zeros."""
+    if isinstance(offs, FakeTensor):  # the model is traced without data: shape and work are known
+        return x @ weights[0]
     ends = [0, *offs.tolist()]
     parts = [x[start:stop] @ weights[g] for g, (start, stop) in enumerate(pairwise(ends))]
     return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weights.shape[-1])])

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -57,7 +58,7 @@ class _Stop(BaseException):
 
 class StageForward:
     """Runs the forwards of some stages of `model`, and changes it in place: parameters that none of
-    them uses become placeholders.
+    them uses become placeholders. It runs on `device`.
 
     `skipped(n)` is called when an earlier stage draws n dropout masks that this one skips.
     """
@@ -67,10 +68,12 @@ class StageForward:
         model: nn.Module,
         staging: Staging,
         stages: Sequence[int],
+        device: torch.device,
         skipped: Callable[[int], None] = lambda n: None,
     ):
         self.model, self.staging, self.skipped = model, staging, skipped
-        self.shapes = SkippedShapes(model)
+        self.device = device
+        self.shapes = SkippedShapes(model, device)
         self.programs = {stage: _StageProgram(staging, stage) for stage in stages}
         self._handlers: list[tuple[nn.Module, Callable]] = []
         self._run: _StageExecution | None = None
@@ -134,7 +137,7 @@ class StageForward:
         used = {name for stage in self.staging.stages for name in stage.weights}
         kept = {name for stage in stages for name in self.staging.stages[stage].weights}
         placeholders = {
-            id(p): PlaceholderTensor.of_weight(name, p, self.shapes.mode)
+            id(p): PlaceholderTensor.of_weight(name, p, self.shapes.mode, self.device)
             for name, p in self.model.named_parameters()
             if name not in kept
             and (name in used or 0 not in stages)  # what no stage uses is the first one's

@@ -51,9 +51,11 @@ class PlaceholderTensor(Tensor):
         )
 
     @staticmethod
-    def of_weight(name: str, weight: nn.Parameter, mode: FakeTensorMode) -> PlaceholderTensor:
-        fake = make_fake(mode, weight)
-        placeholder = make_empty_subclass(PlaceholderTensor, weight)
+    def of_weight(
+        name: str, weight: nn.Parameter, mode: FakeTensorMode, device: torch.device
+    ) -> PlaceholderTensor:
+        fake = make_fake(mode, weight, device)
+        placeholder = make_empty_subclass(PlaceholderTensor, weight, device=device)
         mark_parameter(placeholder)
         return PlaceholderTensor._with(placeholder, name, lambda: fake, weight.requires_grad)
 
@@ -129,13 +131,14 @@ def _stand_in(t: Tensor) -> Tensor:
 
 class SkippedShapes:
     """What skipped work would have returned: runs it on FakeTensors, and caches the result by the
-    shapes, dtypes and values of its arguments."""
+    shapes, dtypes and values of its arguments. `device`: where the model runs; its parameters may
+    be on the meta device."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, device: torch.device):
         self.mode = fake_mode()
         self.real = model
-        self.model = copy_with_tensors(model, lambda t: make_fake(self.mode, t))
-        self.device = next((p.device.type for p in model.parameters()), "cpu")
+        self.model = copy_with_tensors(model, lambda t: make_fake(self.mode, t, device))
+        self.device = device.type
         self._known: dict[Hashable, Any] = {}
 
     def autocast(self) -> tuple[bool, torch.dtype]:

@@ -1,0 +1,113 @@
+"""The weights that all ranks begin with: the first rank's, or each rank's own shards of a model
+that `deferred_init` built without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from weft._torch.fsdp import adopt_parameters
+from weft._torch.modules import replace_parameters
+from weft._torch.tensors import local_part, user_attributes
+from weft.core import REPLICA_AXIS, ConfigError, Plan
+from weft.nn import forget_initial_weights, initial_weights
+from weft.parallel import Mesh
+from weft.pipeline import PlaceholderTensor
+
+from .checkpoint_state import CheckpointState
+from .replica_sync.replicas import ReplicaSync
+from .replica_sync.transports import start_async
+
+
+def move_to(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on `device`, in place; parameters whose weights were left for later stay on the
+    meta device. Raises ConfigError if nobody knows their weights."""
+    absent = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if absent is None:
+        return model.to(device)
+    if initial_weights(model) is None:
+        raise ConfigError(
+            "model",
+            absent,
+            "is on the meta device, where it has no values",
+            "build the model by weft.deferred_init, which remembers them, or on the CPU",
+        )
+    return model._apply(lambda t: t if t.is_meta else t.to(device))
+
+
+def allocate(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Give storage on `device` to the parameters on the meta device, which are this rank's shards
+    already; on the CPU where FSDP2 keeps them there. `plan`: this rank's part."""
+    units = [step for step in plan.steps if step.gather is not None and step.gather.offload]
+    offloaded = {param.name for step in units for param in step.params}
+    fresh: dict[int, Tensor] = {}
+    for name, p in model.named_parameters():
+        if not isinstance(p, PlaceholderTensor) and p.is_meta:
+            here = torch.device("cpu") if name in offloaded else device
+            fresh[id(p)] = _with_storage(p, here)
+    for module in model.modules():
+        replace_parameters(module, fresh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            adopt_parameters(module)
+
+
+def _with_storage(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    empty: Tensor
+    if isinstance(parameter, DTensor):
+        local = torch.empty_like(local_part(parameter), device=device)
+        empty = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    else:
+        empty = torch.empty_like(parameter, device=device)
+    fresh = nn.Parameter(empty.detach(), requires_grad=parameter.requires_grad)
+    vars(fresh).update(user_attributes(parameter))
+    return fresh
+
+
+def share_weights(model: nn.Module, mesh: Mesh, replicas: ReplicaSync) -> None:
+    """All ranks begin with the first one's weights and buffers, before the model is sharded; with
+    weights that are drawn later, nothing happens yet."""
+    if initial_weights(model) is not None:
+        return
+    live = mesh.layout.active_axes()
+    everyone = mesh.group(*live) if live else None
+    tensors = [*model.parameters(), *model.buffers()]
+    _broadcast(tensors, everyone)
+    replicas.share_initial(lambda group: _broadcast(tensors, group))
+
+
+def fill_shards(
+    model: nn.Module, state: CheckpointState, mesh: Mesh, replicas: ReplicaSync
+) -> None:
+    """Each rank fills its shards with weights that were left for later; then those that are the
+    same on the ranks of `dp`, and all buffers, are the first one's."""
+    weights = initial_weights(model)
+    if weights is None:
+        return
+    weights.fill(state.weights())
+    forget_initial_weights(model)
+    live = mesh.layout.active_axes()
+    filled, buffers = [*state.weights()], [*model.buffers()]
+    same = [shard.tensor for shard in filled if state.same_on_replicas(shard.name)]
+    _broadcast(same, mesh.group(REPLICA_AXIS))
+    _broadcast(buffers, mesh.group(*live) if live else None)
+    tensors = [*(shard.tensor for shard in filled), *buffers]
+    replicas.share_initial(lambda group: _broadcast(tensors, group))
+
+
+@torch.no_grad()
+def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    for tensor in tensors if group is not None else ():
+        start_async(dist.broadcast(tensor.data, group=group, group_src=0, async_op=True)).wait()
