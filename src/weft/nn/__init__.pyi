@@ -22,7 +22,7 @@ from .expert_roles import (
     find_experts as find_experts,
     why_no_experts as why_no_experts,
 )
-from .hf_model import build_hf_model as build_hf_model
+from .hf_model import build_hf_model as build_hf_model, hf_weight_files as hf_weight_files
 from .losses import (
     IGNORED as IGNORED,
     Loss as Loss,

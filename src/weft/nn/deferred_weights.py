@@ -22,8 +22,9 @@ from weft._torch.tensors import (
 from weft._torch.trees import tree_leaves, tree_map
 from weft.core import LocalShard, UnsupportedModel
 
+from .file_pieces import file_pieces, fill_from_files
 from .init_recording import InitRecording, StorageView
-from .weight_files import FileTensor, file_tensors
+from .weight_files import file_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -46,7 +47,6 @@ class DeferredWeights:
         the weight is computed from several tensors. Raises UnsupportedModel if a weight has another
         name or shape than when it was recorded, CheckpointError for a damaged file."""
         wanted: dict[int, list[tuple[StorageView, LocalShard]]] = {}
-        copied: list[tuple[FileTensor, LocalShard]] = []
         for shard in shards:
             spec = self._specs.get(shard.name)
             if spec is None or spec.shape != tuple(shard.shape):
@@ -57,14 +57,11 @@ class DeferredWeights:
                     f"it {found} when the model was built by deferred_init",
                     "add and replace parameters inside of build",
                 )
-            stored = self._recording.stored_as(spec)
-            if stored is not None:
-                copied.append((stored, shard))
+            pieces = file_pieces(self._recording, spec)
+            if pieces is not None:
+                fill_from_files(pieces, shard)
             else:
                 wanted.setdefault(spec.storage, []).append((spec, shard))
-        for stored, shard in copied:
-            for local, position in shard.chunks:
-                shard.tensor[local] = stored.read(position).to(shard.tensor)
         for number, storage in self._recording.replay(wanted):
             for spec, shard in wanted[number]:
                 whole = spec.view(storage)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.core import ConfigError, Refusal, import_extra, nearest, require_known
 
@@ -29,6 +31,7 @@ def build_hf_model(
     task: str | None,
     device: torch.device,
     name: str | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
     """Build the transformers model of a configuration file or of a model directory.
 
@@ -41,6 +44,7 @@ def build_hf_model(
         task: What the model is for, as in "causal-lm", which is the default.
         device: Where the model is built.
         name: What errors call the source, if not by its path.
+        tensors: The weights, if they are not to be read from the directory's files.
 
     Raises:
         ConfigError: There is no such file, or transformers cannot build the model.
@@ -85,25 +89,26 @@ def build_hf_model(
         kind = getattr(
             transformers, f"AutoModelFor{words.replace('Lm', 'LM').replace('2seq', '2Seq')}"
         )
-        weights = (
-            sorted(path.glob("*.safetensors")) if path.is_dir() and device.type != "meta" else []
-        )
-        if not weights:
+        if device.type == "meta" or not hf_weight_files(path):
             _refuse_pickles(name, path)
             return kind.from_config(
                 config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
             )
-        with torch.device("cpu"):
-            built, report = kind.from_pretrained(
-                path,
-                config=config,
-                attn_implementation=attention,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+        how: dict[str, Any] = {
+            "config": config,
+            "attn_implementation": attention,
+            "dtype": torch.float32,
+            "output_loading_info": True,
+        }
+        if tensors is None:
+            own = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+            with torch.device("cpu"):
+                built, report = kind.from_pretrained(path, **how, **own)
+        else:
+            with torch.device("meta"):  # its class alone takes tensors
+                cls = type(kind.from_config(config, trust_remote_code=False))
+            with torch.device("cpu"), _loading_in_this_thread():
+                built, report = cls.from_pretrained(None, state_dict=dict(tensors), **how)
     except Refusal:
         raise
     except Exception as error:  # transformers raises of all kinds
@@ -116,6 +121,26 @@ def build_hf_model(
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ConfigError("model.hf", name, f"its weights lack {missing}", "name a complete model")
     return built
+
+
+def hf_weight_files(path: str | Path) -> list[Path]:
+    """The safetensors of a model directory; none for a configuration file."""
+    return sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
+
+
+@contextmanager
+def _loading_in_this_thread() -> Iterator[None]:
+    """transformers loads in a pool of threads, which modes of this thread do not see."""
+    switch = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
 
 
 def _refuse_pickles(name: str, path: Path) -> None:

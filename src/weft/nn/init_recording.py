@@ -10,7 +10,7 @@ for bit. Tensors of files are read when the replay needs them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,6 @@ _OVERWRITE = frozenset(
         aten.bernoulli_.float,
     )
 )
-_COPY = frozenset((aten.copy_, aten._to_copy, aten.clone))
 _ALLOCATE = frozenset(
     (
         aten.empty.memory_format,
@@ -59,6 +58,9 @@ _ALLOCATE = frozenset(
         aten.new_empty_strided.default,
     )
 )
+
+
+NO_STORAGE = -1  # of tensors on the meta device
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ class StorageView:
 
 
 @dataclass
-class _Op:
+class Op:
+    """An operator that was recorded."""
+
     func: Any
     args: tuple  # StorageView in place of tensors
     kwargs: dict[str, Any]
@@ -103,6 +107,13 @@ class _Op:
     makes: dict[int, StorageView]  # index among the results -> a new storage
     overwrites: frozenset[int]  # those of `writes` whose earlier elements do not matter
     generator: int | None = None  # the number of the generator it draws from
+
+    def named_arguments(self) -> Iterator[tuple[str, Any]]:
+        """(name, value) of each argument that was given."""
+        yield from (
+            (argument.name, value)
+            for argument, value in _arguments(self.func, self.args, self.kwargs)
+        )
 
     @property
     def draws_by_value(self) -> bool:
@@ -133,7 +144,7 @@ class InitRecording(TorchDispatchMode):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self._mode = mode
-        self._ops: list[_Op] = []
+        self._ops: list[Op] = []
         self._numbers: dict[int, int] = {}  # id of a storage -> its number
         self._sizes: list[int] = []  # bytes of each storage
         self._kept: list[torch.UntypedStorage] = []  # so that ids stay unique
@@ -141,7 +152,7 @@ class InitRecording(TorchDispatchMode):
         self._constants: dict[int, Tensor] = {}  # real tensors that joined in: bytes of the storage
         self._generators: list[_Generator] = []
         self._stored: dict[int, FileTensor] = {}
-        self._last_writers: dict[int, _Op] = {}
+        self._last_writers: dict[int, int] = {}
 
     def add_stored(self, stored: FileTensor) -> Tensor:
         """A recorded tensor without elements, which has those of the file. Call it inside of the
@@ -150,22 +161,15 @@ class InitRecording(TorchDispatchMode):
         self._stored[self.spec(tensor).storage] = stored
         return tensor
 
-    def stored_as(self, spec: StorageView) -> FileTensor | None:
-        """The file's tensor that this one is a copy of, but for its dtype; None if it was computed
-        otherwise."""
-        if not spec.fills_storage or spec.strides != _contiguous(spec.shape):
-            return None
-        if spec.storage in self._stored:
-            return self._stored[spec.storage]
-        last = self._last_writers.get(spec.storage)
-        if last is None or last.func.overloadpacket not in _COPY or last.generator is not None:
-            return None
-        source = last.args[1] if last.func.overloadpacket is aten.copy_ else last.args[0]
-        if not isinstance(source, StorageView) or source.shape != spec.shape:
-            return None
-        found = self.stored_as(source)
-        exact = found is not None and torch.promote_types(found.dtype, source.dtype) == source.dtype
-        return found if exact else None
+    @property
+    def files(self) -> Mapping[int, FileTensor]:
+        """Storage -> the file's tensor that it holds."""
+        return self._stored
+
+    def last_writer(self, storage: int) -> tuple[int, Op] | None:
+        """The last operator that makes or writes to a storage, and its index."""
+        index = self._last_writers.get(storage)
+        return None if index is None else (index, self._ops[index])
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -183,7 +187,8 @@ class InitRecording(TorchDispatchMode):
             out = self._on_real_tensors(func, *specs)
             tree_map(self._spec_of, out)
             return out
-        self._record(func, specs, args, kwargs, out)
+        if not any(t.is_meta for t in tree_leaves(out, Tensor)):  # these never get elements
+            self._record(func, specs, args, kwargs, out)
         if func is aten.detach.default:
             forget_fakes(self._mode)  # a parameter that is known there cannot be swapped
         return out
@@ -197,7 +202,9 @@ class InitRecording(TorchDispatchMode):
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if value.is_meta:
-            raise _unrecordable("it makes tensors on the meta device")
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
         number, nbytes = self.spec(value).storage, value.untyped_storage().nbytes()
         if number not in self._flat:
             rows = nbytes // value.dtype.itemsize
@@ -212,6 +219,9 @@ class InitRecording(TorchDispatchMode):
         """Where this tensor's elements are. Those of a real tensor are copied into the record, at
         the first time."""
         key = storage_id(tensor)
+        if tensor.is_meta:
+            self._numbers[key] = NO_STORAGE
+            self._kept.append(tensor.untyped_storage())
         if key not in self._numbers:
             if tensor.layout is not torch.strided or key < 0:
                 raise _unrecordable(f"it makes a tensor of layout {tensor.layout}")
@@ -234,7 +244,7 @@ class InitRecording(TorchDispatchMode):
         )
 
     def _record(self, func: Any, specs: tuple, args: tuple, kwargs: dict, out: Any) -> None:
-        before = {spec.storage for spec in tree_leaves(specs, StorageView)}
+        before = {spec.storage for spec in tree_leaves(specs, StorageView)} - {NO_STORAGE}
         written = frozenset(
             spec.storage
             for argument, value in _arguments(func, *specs)
@@ -254,7 +264,7 @@ class InitRecording(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             device = outputs[0].device
             generator = self._draw(kwargs.get("generator"), device)
-        op = _Op(
+        op = Op(
             func,
             specs[0],
             specs[1],
@@ -264,8 +274,8 @@ class InitRecording(TorchDispatchMode):
             overwrites=overwrites,
             generator=generator,
         )
+        self._last_writers |= dict.fromkeys(op.changed, len(self._ops))
         self._ops.append(op)
-        self._last_writers |= dict.fromkeys(op.changed, op)
 
     def _draw(self, given: torch.Generator | None, device: torch.device) -> int:
         """Note from which state the operator that is recorded now draws. Returns the number of its
@@ -304,13 +314,16 @@ class InitRecording(TorchDispatchMode):
     def _on_real_tensors(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The result of an operator on elements: what a model does that reads them as it is
         built."""
-        wanted = {spec.storage for spec in tree_leaves((args, kwargs), StorageView)}
+        wanted = {spec.storage for spec in tree_leaves((args, kwargs), StorageView)} - {NO_STORAGE}
+
+        def elements(value: Any) -> Any:
+            if not isinstance(value, StorageView):
+                return value
+            return value.view(real[value.storage]) if value.storage in real else value.scratch()
+
         with without_dispatch_modes():
             real = dict(self.replay(wanted))
-            args, kwargs = tree_map(
-                lambda v: v.view(real[v.storage]) if isinstance(v, StorageView) else v,
-                (args, kwargs),
-            )
+            args, kwargs = tree_map(elements, (args, kwargs))
             return func(*args, **kwargs)
 
     @torch.no_grad()
@@ -388,7 +401,7 @@ class _Replay:
     def forget(self, number: int) -> None:
         self.held.pop(number, None)
 
-    def run(self, index: int, op: _Op, needed: bool) -> None:
+    def run(self, index: int, op: Op, needed: bool) -> None:
         kwargs = op.kwargs
         if op.generator is not None:
             generator = self._own[op.generator]
@@ -404,7 +417,7 @@ class _Replay:
         if index in self._asked and op.generator is not None:
             self._states[index] = self._own[op.generator].get_state()
 
-    def _with_default(self, op: _Op, kwargs: dict, needed: bool) -> None:
+    def _with_default(self, op: Op, kwargs: dict, needed: bool) -> None:
         """An operator that draws from the default generator and takes no other."""
         assert op.generator is not None
         own, real = self._own[op.generator], torch.default_generator
@@ -416,11 +429,11 @@ class _Replay:
         finally:
             real.set_state(before)
 
-    def _call(self, op: _Op, kwargs: dict, needed: bool) -> None:
+    def _call(self, op: Op, kwargs: dict, needed: bool) -> None:
         def real(value: Any) -> Any:
             if not isinstance(value, StorageView):
                 return value
-            if not needed:
+            if not needed or value.storage == NO_STORAGE:
                 return value.scratch()
             return value.view(self.storage(value.storage, value.nbytes, value.device))
 
@@ -433,10 +446,6 @@ class _Replay:
                 view.copy_(made)
             else:
                 self.held[spec.storage] = made.untyped_storage()
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(torch.empty(shape, device="meta").stride())
 
 
 def _arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any, Any]]:

@@ -1,5 +1,6 @@
 from .build import (
     build_dataset as build_dataset,
+    build_deferred as build_deferred,
     build_loss as build_loss,
     build_model as build_model,
     build_optimizer as build_optimizer,

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from weft.core import (
     require_known,
 )
 from weft.engine import ELEMENTWISE
-from weft.nn import Loss, build_hf_model
+from weft.nn import Loss, build_hf_model, deferred_init, hf_weight_files
 from weft.parallel import PlanRequest, plan_from_request
 from weft.sync import make_sync
 
@@ -99,6 +99,7 @@ def build_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     seed: int | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
     """Build the model of [model]. The global random generator does not change.
 
@@ -107,6 +108,7 @@ def build_model(
         device: Where the model is built; on "meta" it has shapes and no weights.
         dtype: What the weights are cast to after they are drawn.
         seed: The seed of the weights. Default: the seed of [train].
+        tensors: The weights of `model.hf`, if they are not to be read from its files.
 
     Raises:
         ConfigError: The model cannot be built.
@@ -118,7 +120,12 @@ def build_model(
         if run.model.hf is not None:
             named = str(run.model.hf)
             built: Any = build_hf_model(
-                resolve_path(run, named), run.model.arguments, run.model.auto, device, named
+                resolve_path(run, named),
+                run.model.arguments,
+                run.model.auto,
+                device,
+                named,
+                tensors,
             )
         else:
             name = str(run.model.build)
@@ -133,6 +140,34 @@ def build_model(
             lambda t: t.to(dtype) if t.is_floating_point() else t
         )  # complex tables stay complex
     return built.to(device=device).train()
+
+
+def build_deferred(run: RunConfig, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model of [model] without its weights, of which an Engine gives each rank its shards.
+    `dtype`: as of `build_model`. Raises UnsupportedModel if its build cannot be recorded."""
+    build = partial(build_model, run, dtype=dtype)
+    files = hf_weight_files(resolve_path(run, str(run.model.hf))) if run.model.hf else []
+    if not files:
+        return deferred_init(build, seed=None)
+    return deferred_init(lambda tensors: build(tensors=tensors), seed=None, files=files)
+
+
+def build_for_ranks(
+    run: RunConfig, sample: dict[str, Tensor], dtype: torch.dtype | None = None
+) -> tuple[nn.Module, Plan]:
+    """The model that a rank trains, without weights where that is possible, and its plan, which
+    says so where it is not. Raises Refusal."""
+    reason = "the cut by measured time runs it" if run.pipeline.cut == "time" else ""
+    if not (run.workers or reason):
+        try:
+            model = build_deferred(run, dtype)
+            return model, build_plan(run, model, sample)
+        except Refusal as problem:  # the model with weights may do; if not, it says why
+            reason = str(problem)
+    model = build_model(run, dtype=dtype)
+    made = build_plan(run, model, sample)
+    note = f"every process builds the whole model: {reason}"
+    return model, made if run.workers else replace(made, notes=(*made.notes, note))
 
 
 class _Undrawn(TorchFunctionMode):

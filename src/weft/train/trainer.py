@@ -182,10 +182,9 @@ def _train(
 
 
 def _engine(run: RunConfig, dataset: Dataset, company: ReplicaGroup | None) -> TrainingEngine:
-    model = build.build_model(
-        run, dtype=torch.float64 if run.precision.compute == "fp64" else torch.float32
-    )
     sample = build.sample_batch(run, dataset)
+    dtype = torch.float64 if run.precision.compute == "fp64" else torch.float32
+    model, plan = build.build_for_ranks(run, sample, dtype)
     made = (
         partial(Remote, workers=run.workers)
         if run.workers
@@ -193,7 +192,7 @@ def _engine(run: RunConfig, dataset: Dataset, company: ReplicaGroup | None) -> T
     )
     return made(
         model,
-        build.build_plan(run, model, sample),
+        plan,
         optimizer=build.build_optimizer(run),
         loss=build.build_loss(run),
         inputs=build.model_inputs(run, model),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.core import Plan
 from weft.engine import Loss, Optimizers
+from weft.nn import deferred_init
 
 from .float64_mode import Float64Mode
 
@@ -22,7 +23,7 @@ class Case:
     """`build` makes the seeded model in float64. `plan(model, layout)` lays it.
 
     `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step. `workers`:
-    where modules live.
+    where modules live. `build_deferred` makes the same model without weights; default: by `build`.
     """
 
     build: Callable[[], nn.Module]
@@ -34,6 +35,13 @@ class Case:
     clip: float | None = None
     seed: int = 0
     workers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    build_deferred: Callable[[], nn.Module] | None = None
+
+    def without_weights(self) -> nn.Module:
+        """The model in float64 as ranks begin with it. Raises UnsupportedModel."""
+        if self.build_deferred is not None:
+            return self.build_deferred()
+        return deferred_init(lambda: self.build().double())
 
     def plan_in_float64(self, model: nn.Module, layout: str) -> Plan:
         """`plan`, of a model in float64, which may have to run for it."""

@@ -24,7 +24,6 @@ from weft.core import (
 )
 from weft.engine import Audit, Engine, Remote, TrainingEngine
 from weft.launch import rpc_session
-from weft.nn import deferred_init
 from weft.parallel import (
     DATA_AXES,
     Collective,
@@ -100,7 +99,7 @@ def _build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]
     if there is none."""
     if not case.workers:
         with suppress(UnsupportedModel):
-            model = deferred_init(lambda: case.build().double())
+            model = case.without_weights()
             return model, plan or case.plan_in_float64(model, layout)
     model = case.build().double()
     return model, plan or case.plan_in_float64(model, layout)

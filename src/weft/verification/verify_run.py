@@ -15,6 +15,7 @@ from weft.train import (
     Dataset,
     Loader,
     build_dataset,
+    build_deferred,
     build_loss,
     build_model,
     build_optimizer,
@@ -66,6 +67,7 @@ def make_case(run: RunConfig) -> Case:
         clip=run.train.clip,
         seed=run.train.seed,
         workers=run.workers,
+        build_deferred=partial(build_deferred, run, torch.float64),
     )
 
 
