@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import weft
 from tests.cases import Subject, reference
+from weft.core import UnsupportedModel
 from weft.verification.case import Case
 from weft.verification.compare import LayoutResult, check_layout
 from weft.verification.delayed_reference import run_delayed
@@ -106,6 +108,15 @@ def patched(case: Case, *changes: tuple[Any, str, Any]) -> Iterator[Case]:
         for target, name, new in changes:
             patch.setattr(target, name, new)
         yield case
+
+
+def with_weights(case: Case) -> Case:
+    """The case with ranks that build the whole model, as if its build could not be recorded."""
+
+    def refused() -> nn.Module:
+        raise UnsupportedModel("model", "build", "is to be built whole", "nothing")
+
+    return replace(case, build_deferred=refused)
 
 
 def documented(heading: str) -> list[str]:

@@ -23,12 +23,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
-from tests.bugs import Catalogue, Fault, assert_caught, assert_clean, clean, documented, patched
+from tests.bugs import (
+    Catalogue,
+    Fault,
+    assert_caught,
+    assert_clean,
+    clean,
+    documented,
+    patched,
+    with_weights,
+)
 from tests.cases import SUBJECTS, VOCAB, global_batch, seeded
 from weft.core.plan import Plan
 from weft.core.schedule import Action
+from weft.core.shards import LocalShard
 from weft.core.step import COPY, SUM, Boundary, DimShard, Param, Step
-from weft.engine import engine, grad_buckets, grad_update
+from weft.engine import engine, grad_buckets, grad_update, initial_weights
 from weft.engine.checkpoint_state import CheckpointState
 from weft.engine.pipeline import stage_compute
 from weft.nn import batchnorm, losses
@@ -365,7 +375,7 @@ def cut_in_the_wrong_order(case: Case) -> Iterator[Case]:
         )
 
     with patched(case, (parallelize, "shard_of", pick)):
-        yield case
+        yield with_weights(case)
 
 
 @bug("decoder", "tp2", r"output of embedding")
@@ -386,9 +396,8 @@ def cut_drops_the_tail(case: Case) -> Iterator[Case]:
 @bug("decoder", "fsdp2", r"not where the plan says: blocks\.0\.mlp\.down\.weight:", where="problem")
 def parameter_not_where_the_plan_says(case: Case) -> Iterator[Case]:
     """The plan leaves one parameter of a sharded unit whole."""
-    yield planned(
-        case, partial(params, lambda p: None if p.name == "blocks.0.mlp.down.weight" else p)
-    )
+    whole = partial(params, lambda p: None if p.name == "blocks.0.mlp.down.weight" else p)
+    yield with_weights(planned(case, whole))
 
 
 @bug("decoder", "tp2", r"blocks\.1\.mlp\.gate\.weight: .* in no chunk", where="problem")
@@ -482,8 +491,34 @@ def tied_weights_untied(case: Case) -> Iterator[Case]:
 def replicas_begin_apart(case: Case) -> Iterator[Case]:
     """Each rank draws its own initial weights, and rank 0's are not shared."""
     build = partial(seeded, SUBJECTS["decoder"].build, dist.get_rank())
-    with patched(case, (engine, "share_initial", lambda *_: None)):
+    with patched(case, (engine, "share_weights", lambda *_: None)):
+        yield with_weights(replace(case, build=build))
+
+
+@bug("decoder", "dp2", r"output of embedding .*\(rank 1\)")
+def replicas_draw_apart(case: Case) -> Iterator[Case]:
+    """Each rank fills its shards from its own seed, and nobody compares."""
+    build = partial(seeded, SUBJECTS["decoder"].build, dist.get_rank())
+    nothing = lambda *_: None  # noqa: E731
+    changes = [(initial_weights, name, nothing) for name in ("check_same_weights", "_broadcast")]
+    with patched(case, *changes):
         yield replace(case, build=build)
+
+
+@bug("decoder", "tp2", r"output of blocks\.0\.attention\.wq")
+def filled_with_another_part(case: Case) -> Iterator[Case]:
+    """Rank 1's shard of a weight gets the elements of rank 0's."""
+    right = CheckpointState.weights
+
+    def weights(self: CheckpointState) -> Iterator[LocalShard]:
+        for found in right(self):
+            if found.name == "blocks.0.attention.wq.weight" and self._mesh.rank == 1:
+                inside = tuple((local, local) for local, _ in found.chunks)
+                found = replace(found, chunks=inside)
+            yield found
+
+    with patched(case, (CheckpointState, "weights", weights)):
+        yield case
 
 
 @bug("convnet", "dp2", r"output of stages\.0\.1")

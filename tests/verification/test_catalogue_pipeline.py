@@ -22,7 +22,7 @@ from tests.cases import Subject, seeded
 from tests.staged import STAGED
 from weft.core.plan import Plan
 from weft.core.schedule import Schedule
-from weft.engine import engine, grad_buckets
+from weft.engine import grad_buckets, initial_weights
 from weft.engine.checkpoint_state import CheckpointState
 from weft.engine.grad_update import GradUpdate
 from weft.engine.pipeline import p2p, runner, split_backward, stage_compute, weight_stash
@@ -233,7 +233,7 @@ def weight_of_the_loss_divided_by_stages(case: Case) -> Iterator[Case]:
 def stages_begin_from_other_weights(case: Case) -> Iterator[Case]:
     """Each rank draws its own initial model, and takes its stages from that."""
     build = partial(seeded, STAGED["sequential"].build, dist.get_rank())
-    with patched(case, (engine, "share_initial", lambda *_: None)):
+    with patched(case, (initial_weights, "check_same_weights", lambda *_: None)):
         yield replace(case, build=build)
 
 

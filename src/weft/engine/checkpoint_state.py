@@ -123,8 +123,8 @@ class CheckpointState:
         `saved`: the names that a checkpoint holds, to be loaded from it: optimizer state is made
         for these alone.
         """
-        for weight in self.weights():
-            yield replace(weight, writer=weight.writer and self._replicas.writes)
+        for name, p in self._params.items():
+            yield self.shard(name, local_tensor(p.detach()), name)
         absent = self.absent_buffers()
         persistent = self._model.state_dict(keep_vars=True).keys() - self._params.keys()
         for name, buffer in self._model.named_buffers():

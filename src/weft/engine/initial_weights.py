@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from weft._torch.fsdp import adopt_parameters
 from weft._torch.modules import replace_parameters
 from weft._torch.tensors import local_part, user_attributes
-from weft.core import REPLICA_AXIS, ConfigError, Plan
+from weft.core import REPLICA_AXIS, ConfigError, Plan, UnsupportedModel
 from weft.nn import forget_initial_weights, initial_weights
 from weft.parallel import Mesh
 from weft.pipeline import PlaceholderTensor
@@ -96,15 +96,36 @@ def fill_shards(
     weights = initial_weights(model)
     if weights is None:
         return
+    live = mesh.layout.active_axes()
+    check_same_weights(weights.digest(), mesh.group(*live) if live else None, mesh.device)
     weights.fill(state.weights())
     forget_initial_weights(model)
-    live = mesh.layout.active_axes()
     filled, buffers = [*state.weights()], [*model.buffers()]
     same = [shard.tensor for shard in filled if state.same_on_replicas(shard.name)]
     _broadcast(same, mesh.group(REPLICA_AXIS))
     _broadcast(buffers, mesh.group(*live) if live else None)
     tensors = [*(shard.tensor for shard in filled), *buffers]
     replicas.share_initial(lambda group: _broadcast(tensors, group))
+
+
+def check_same_weights(
+    digest: bytes, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Refuse ranks that would draw their shards from different models. All ranks call it together.
+    Raises UnsupportedModel on each of them."""
+    if group is None:
+        return
+    own = torch.tensor([*digest], dtype=torch.uint8, device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
+    other = next((rank for rank, each in enumerate(everyone) if not each.equal(everyone[0])), None)
+    if other is not None:
+        raise UnsupportedModel(
+            "model",
+            "build",
+            f"ranks 0 and {other} build different models, or the same from different seeds",
+            "seed what build draws, the same on every rank",
+        )
 
 
 @torch.no_grad()

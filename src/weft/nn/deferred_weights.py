@@ -41,6 +41,10 @@ class DeferredWeights:
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredWeights:
         return self  # a copy of the model begins with the same weights
 
+    def digest(self) -> bytes:
+        """32 bytes that are the same in two processes if the weights are."""
+        return self._recording.digest()
+
     def fill(self, shards: Iterable[LocalShard]) -> None:
         """Write initial values into these shards, in place. Draws all weights up to the last one
         needed, and holds one at a time; of a file it reads the bytes of the shards alone, unless

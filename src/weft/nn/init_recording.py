@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -297,6 +298,22 @@ class InitRecording(TorchDispatchMode):
             found.last = real.get_state().numpy().tobytes()
             found.marks[found.last] = here
         return number
+
+    def digest(self) -> bytes:
+        """32 bytes that are the same if the same was recorded."""
+        seen = sha256()
+        for op in self._ops:
+            seen.update(repr((str(op.func), op.args, op.kwargs, op.generator)).encode())
+        for generator in self._generators:
+            for index, state in generator.jumps.items():
+                seen.update(f"{index} {state if isinstance(state, int) else ''}".encode())
+                seen.update(b"" if isinstance(state, int) else state.numpy().tobytes())
+        for number, constant in self._constants.items():
+            seen.update(f"constant {number}".encode() + constant.cpu().numpy().tobytes())
+        for number, file in self._stored.items():
+            name = f"{file.file.name} {file.start} {file.shape} {file.dtype}"
+            seen.update(f"file {number} {name}".encode())
+        return seen.digest()
 
     def end(self) -> None:
         """Nothing more is recorded: let go of what that needs."""

@@ -41,7 +41,7 @@ class Case:
         """The model in float64 as ranks begin with it. Raises UnsupportedModel."""
         if self.build_deferred is not None:
             return self.build_deferred()
-        return deferred_init(lambda: self.build().double())
+        return deferred_init(lambda: self.build().double(), seed=None)
 
     def plan_in_float64(self, model: nn.Module, layout: str) -> Plan:
         """`plan`, of a model in float64, which may have to run for it."""
