@@ -179,12 +179,9 @@ class InitRecording(TorchDispatchMode):
     ) -> Any:
         args, kwargs = tree_map(self._joined, (args, kwargs or {}))
         specs = tree_map(self._spec_of, (args, kwargs))
-        returns = [str(r.type) for r in func._schema.returns]
-        if returns and not any("Tensor" in kind for kind in returns):
-            return self._on_real_tensors(func, *specs)  # a number that Python goes on with
         try:
             out = func(*args, **kwargs)
-        except NEEDS_ELEMENTS:
+        except NEEDS_ELEMENTS:  # Python goes on with what the elements are
             out = self._on_real_tensors(func, *specs)
             tree_map(self._spec_of, out)
             return out
