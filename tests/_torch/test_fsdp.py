@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
-from weft._torch.fsdp import ReduceScatter, end_backward, mark_idle, reduced_like
+from weft._torch.fsdp import ReduceScatter, adopt_parameters, end_backward, mark_idle, reduced_like
+from weft._torch.modules import replace_parameters
 from weft._torch.tensors import local_part
 
 
@@ -82,3 +84,31 @@ def late() -> float:
 
 def test_a_backward_can_be_ended_by_hand(pool: Any) -> None:
     assert max(pool.run(late, world=2)) < 1e-5
+
+
+def replaced() -> tuple[list[float], list[float]]:
+    """A unit on the meta device whose shards are given later, and a plain module."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 5)
+    with torch.device("meta"):
+        model = nn.Linear(3, 5)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    unit = fully_shard(model, mesh=mesh)
+    fresh = {}
+    for name, p in model.named_parameters():
+        local = torch.empty_like(local_part(p), device="cpu")  # type: ignore[arg-type]
+        start = dist.get_rank() * -(-5 // dist.get_world_size())
+        local.copy_(plain.get_parameter(name).detach()[start : start + len(local)])
+        whole = DTensor.from_local(
+            local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )  # type: ignore[attr-defined]
+        fresh[id(p)] = nn.Parameter(whole.detach())
+    replace_parameters(model, fresh)
+    adopt_parameters(unit)
+    x = torch.arange(6.0).view(2, 3)
+    return unit(x).flatten().tolist(), plain(x).flatten().tolist()
+
+
+def test_a_unit_takes_other_tensors_for_its_shards(pool: Any) -> None:
+    for found, expected in pool.run(replaced, world=2):
+        assert found == expected

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft._torch.modes import dispatch_modes, function_modes
+from weft._torch.modes import dispatch_modes, function_modes, without_dispatch_modes
 
 
 class Functions(TorchFunctionMode): ...
@@ -20,3 +21,13 @@ def test_active_modes_are_listed_the_outermost_first() -> None:
         assert function_modes() == [one, two]
         assert dispatch_modes() == [three]
     assert function_modes() == [] and dispatch_modes() == []
+
+
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise AssertionError(func)
+
+
+def test_operators_go_past_dispatch_modes() -> None:
+    with Refusing(), without_dispatch_modes():
+        assert torch.ones(2).sum().item() == 2

@@ -13,6 +13,8 @@ from weft._torch.tensors import (
     NEEDS_ELEMENTS,
     FakeTensor,
     fake_mode,
+    forget_fakes,
+    living_fakes,
     local_part,
     make_empty_subclass,
     make_fake,
@@ -20,6 +22,7 @@ from weft._torch.tensors import (
     quiet_fake_tensors,
     storage_id,
     tensor_attributes,
+    user_attributes,
     without_function_modes,
     without_function_overrides,
 )
@@ -141,3 +144,42 @@ def local_part_of_a_dtensor() -> None:
     assert local_part(made).data_ptr() == x.data_ptr() and local_part(made) is local_part(made)
     forget_meshes()
     assert _get_python_sharding_prop_cache_info().currsize == 0
+
+
+def test_a_module_of_fake_tensors_changes_its_dtype() -> None:
+    """`Module.to` swaps FakeTensors, and refuses those that a mode has weak references to."""
+    mode = fake_mode()
+    with mode:
+        model = nn.Linear(2, 3)
+        forget_fakes(mode)
+        right = nn.Parameter.__new__
+
+        def made(cls, data=None, requires_grad=True):  # type: ignore[no-untyped-def]
+            parameter = right(cls, data, requires_grad)
+            forget_fakes(mode)
+            return parameter
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.Parameter, "__new__", made)
+            model.double()
+    assert model.weight.dtype == torch.float64 and isinstance(model.weight, FakeTensor)
+
+
+def test_the_fake_tensors_that_live_are_found() -> None:
+    mode = fake_mode()
+    with mode:
+        kept = [torch.ones(2)]
+        torch.ones(3)
+    assert [t.shape for t in living_fakes(mode)] == [(2,)]
+    kept.clear()
+    assert living_fakes(mode) == []
+
+
+def test_attributes_of_users_and_no_others() -> None:
+    with fake_mode():
+        weight = nn.Parameter(torch.ones(2))
+        weight.no_decay = True  # type: ignore[attr-defined]
+    assert user_attributes(weight) == {"no_decay": True}
+    plain = nn.Parameter(torch.ones(2))
+    plain.group = 1  # type: ignore[attr-defined]
+    assert user_attributes(plain) == {"group": 1}

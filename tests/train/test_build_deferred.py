@@ -76,7 +76,8 @@ def test_weights_of_files_are_those_of_the_whole_model(
 
     monkeypatch.setattr(weight_files.FileTensor, "_read_run", counted)
     model = build.build_deferred(run, dtype=torch.float32)
-    assert read == 0
+    assert read <= sum(b.nbytes for b in model.buffers())  # these are there already
+    read = 0
     weights, shards = initial_weights(model), rows(model, 0, 2)
     assert weights is not None
     weights.fill(shards)
