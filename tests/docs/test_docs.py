@@ -285,3 +285,31 @@ def test_each_law_fails_on_a_planted_fault(tmp_path: Path) -> None:
     def silent() -> None: ...
 
     assert undocumented([("silent", silent)]) == ["silent"]
+
+
+# ---- where to begin ------------------------------------------------------------------------------
+
+
+def lost_first_files(docstrings: dict[Path, str]) -> list[str]:
+    """Files that a package's docstring says to open first, and that are not in it."""
+    return [
+        f"{folder.name}: {name}"
+        for folder, text in docstrings.items()
+        for name in re.findall(r"`([\w/]+\.py)`", text)
+        if not ((folder / name).is_file() or (folder.parents[1] / name).is_file())
+    ]
+
+
+def test_the_file_to_open_first_is_there() -> None:
+    faces = sorted(ROOT.glob("src/weft/*/__init__.py"))
+    texts = {face.parent: ast.get_docstring(ast.parse(face.read_text())) or "" for face in faces}
+    assert lost_first_files(texts) == []
+    named = {folder for folder, text in texts.items() if "first" in text}
+    assert len(named) > 10
+    assert lost_first_files({ROOT / "src/weft/core": "Open `nowhere.py` first."})
+
+
+def test_the_number_of_injected_bugs_is_that_of_the_list() -> None:
+    rows = re.findall(r"^\| `\w+` \|", (ROOT / "docs/reference/bugs.md").read_text(), re.MULTILINE)
+    found = re.search(r"inject (\d+) silent bugs", (ROOT / "README.md").read_text())
+    assert found is not None and int(found[1]) == len(rows)

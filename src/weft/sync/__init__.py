@@ -1,4 +1,4 @@
-"""How replicas stay together: one file per synchronizer, and one per gradient codec in `codecs/`.
+"""How replicas stay together: one file per synchroniser, and one per gradient codec in `codecs/`.
 Data only.
 
 Open `allreduce.py` first, then `local_sgd.py`.

@@ -1,7 +1,7 @@
 """`weft verify`: proof that a layout computes what one device computes.
 
-Open `runner.py` first, then `compare.py`. The package is not called `verify` because `weft.verify`
-is the function.
+Open `verify_model.py` first, then `compare.py`. The package is not called `verify` because
+`weft.verify` is the function.
 """
 
 from lazy_loader import attach_stub
