@@ -1,13 +1,16 @@
 """Weights drawn later are those of an ordinary build, bit for bit, whole or in part."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy
 import pytest
 import torch
 from torch import nn
 
-from weft.core import LocalShard, UnsupportedModel, whole_shard
+from weft.core import ConfigError, LocalShard, UnsupportedModel, whole_shard
+from weft.engine.initial_weights import move_to
 from weft.models import convnet, decoder
 from weft.nn import deferred_init, initial_weights
 
@@ -53,7 +56,7 @@ class Odd(nn.Module):
         if scale.sum() > 0:  # reads elements
             self.more = nn.Linear(2, 2)
         self.scale = nn.Parameter(scale.abs() + 1)
-        table = torch.from_numpy(numpy.arange(12, dtype=numpy.float32).reshape(3, 4))
+        table = torch.from_numpy(numpy.arange(12, dtype=numpy.float32).reshape(3, 4)).clone()
         table[:, 1] = torch.tensor([5.0, 6.0, 7.0])
         self.register_buffer("table", table)
         self.kept = {"list": [torch.ones(2) * 3]}
@@ -189,3 +192,153 @@ def test_weights_of_another_model_are_refused():
 def test_lazy_modules_are_refused():
     with pytest.raises(UnsupportedModel, match="cannot be recorded"):
         deferred_init(lambda: nn.LazyLinear(3))
+
+
+# ---- what cannot be recorded is refused, and never other numbers ---------------------------------
+
+
+class Held(nn.Module):
+    """A weight that other attributes refer to."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.refs = [self.weight, {"again": self.weight}]
+        self.lstm = nn.LSTM(2, 3)
+
+
+def test_references_to_a_weight_stay_that_weight():
+    model = deferred_init(Held)
+    assert model.refs[0] is model.weight and model.refs[1]["again"] is model.weight
+    assert model.lstm._flat_weights[0] is model.lstm.weight_ih_l0
+
+
+class FromNumpy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        array = numpy.zeros(4, numpy.float32)
+        tensor = torch.from_numpy(array)
+        array[:] = 5
+        self.weight = nn.Parameter(tensor + 1)
+
+
+class ChangedByNumpy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        array = numpy.zeros(4, numpy.float32)
+        self.weight = nn.Parameter(torch.from_numpy(array) + 1)
+        array[:] = 5
+
+
+class WritesToNumpy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        array = numpy.zeros(4, numpy.float32)
+        torch.from_numpy(array).fill_(3)
+        self.weight = nn.Parameter(torch.tensor(array))
+
+
+class Conjugated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64).conj())
+
+
+class InThreads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda layer: nn.init.ones_(layer.weight), self.layers))
+
+
+class Viewed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.half = self.weight.data[:2]
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.weight.register_hook(lambda grad: grad * 2)
+
+
+class Loaded(nn.Module):
+    def __init__(self, file):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.load_state_dict(torch.load(file))
+
+
+@pytest.mark.parametrize(
+    "build", [ChangedByNumpy, WritesToNumpy, Conjugated, InThreads, Viewed, Hooked]
+)
+def test_what_would_be_other_numbers_is_refused(build):
+    with pytest.raises(UnsupportedModel, match="cannot be recorded"):
+        deferred_init(build)
+
+
+def test_numpy_may_fill_what_is_used_later_or_it_is_refused():
+    try:
+        model = deferred_init(FromNumpy)
+    except UnsupportedModel:
+        return
+    assert filled(model)["weight"].tolist() == [6] * 4
+
+
+def test_torch_load_in_a_build_is_refused(tmp_path):
+    torch.save({"layer.weight": torch.ones(2, 2), "layer.bias": torch.ones(2)}, tmp_path / "x.pt")
+    try:
+        model = deferred_init(lambda: Loaded(tmp_path / "x.pt"))
+    except UnsupportedModel:
+        return
+    assert filled(model)["layer.weight"].tolist() == [[1, 1], [1, 1]]
+
+
+class Reseeded(nn.Module):
+    """Generators that are set back to states that they, or others, have had."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.b = nn.Linear(8, 8)
+        self.c = nn.Linear(4, 4)
+        own = torch.Generator()
+        own.set_state(torch.get_rng_state())
+        self.d = nn.Parameter(torch.randn(4, generator=own))
+        torch.set_rng_state(own.get_state())
+        self.e = nn.Linear(2, 2)
+
+
+def test_generators_that_are_set_back():
+    assert_same(Reseeded)
+
+
+def digest_of(build):
+    return initial_weights(deferred_init(build)).digest()
+
+
+def test_the_digest_is_that_of_other_processes(pool):
+    here = digest_of(Odd)
+    assert pool.run(digest_of, Odd, world=2) == [here, here]
+    assert digest_of(partial(nn.Linear, 2, 3)) != digest_of(partial(nn.Linear, 2, 4))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "weight", nn.Parameter(torch.zeros(3, 2))),
+        lambda model: nn.init.zeros_(model.weight),
+        lambda model: model.load_state_dict(nn.Linear(2, 3).state_dict(), assign=True),
+    ],
+)
+def test_weights_that_are_changed_afterwards_are_refused(change):
+    model = deferred_init(lambda: nn.Linear(2, 3))
+    change(model)
+    with pytest.raises(ConfigError, match=r"after weft\.deferred_init"):
+        move_to(model, torch.device("cpu"))

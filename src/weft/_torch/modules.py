@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
+from .trees import tree_leaves, tree_map
+
 _HANDLER = "_weft_call_handler"
 
 
@@ -97,6 +99,19 @@ def replace_buffers(module: nn.Module, replacements: Mapping[int, Tensor]) -> No
 
 def _replace(held: dict[str, Any], replacements: Mapping[int, Tensor]) -> None:
     held.update({leaf: replacements[id(t)] for leaf, t in held.items() if id(t) in replacements})
+
+
+def replace_references(module: nn.Module, replacements: Mapping[int, Tensor]) -> None:
+    """Put other tensors in the place of those that the module's other attributes refer to, alone
+    or in lists, tuples and dicts, as the flat weights of nn.RNNBase are."""
+
+    def change(value: Any) -> Any:
+        return replacements.get(id(value), value)
+
+    attributes = vars(module)
+    for name in attributes.keys() - {"_parameters", "_buffers", "_modules"}:
+        if any(id(t) in replacements for t in tree_leaves(attributes[name], Tensor)):
+            attributes[name] = tree_map(change, attributes[name])
 
 
 def hook_ids(module: nn.Module) -> set[int]:

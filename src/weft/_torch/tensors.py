@@ -89,6 +89,13 @@ def mark_parameter(tensor: Tensor) -> None:
     tensor._is_param = True  # type: ignore[attr-defined]
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody has registered a hook on this tensor. Torch has no public way to list
+    them."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks) or bool(after)  # type: ignore[attr-defined]
+
+
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
     """Attributes that a user has set on a tensor, such as those by which optimizers group
     parameters. Torch keeps its own, as `_is_param`, in the same dict."""

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft._torch.fsdp import adopt_parameters
-from weft._torch.modules import replace_parameters
+from weft._torch.modules import replace_parameters, replace_references
 from weft._torch.tensors import local_part, user_attributes
-from weft.core import REPLICA_AXIS, ConfigError, Plan, UnsupportedModel
+from weft.core import REPLICA_AXIS, ConfigError, Plan, Refusal, UnsupportedModel
 from weft.nn import forget_initial_weights, initial_weights
 from weft.parallel import Mesh
 from weft.pipeline import PlaceholderTensor
@@ -28,9 +28,18 @@ def move_to(model: nn.Module, device: torch.device) -> nn.Module:
     """The model on `device`, in place; parameters whose weights were left for later stay on the
     meta device. Raises ConfigError if nobody knows their weights."""
     absent = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if absent is None:
+    if initial_weights(model) is not None:
+        for name, p in model.named_parameters():
+            if not p.is_meta or p._version:
+                raise ConfigError(
+                    "model",
+                    name,
+                    "has been changed after weft.deferred_init, which knows nothing of it",
+                    "change and load weights inside of build",
+                )
+    elif absent is None:
         return model.to(device)
-    if initial_weights(model) is None:
+    else:
         raise ConfigError(
             "model",
             absent,
@@ -52,6 +61,7 @@ def allocate(model: nn.Module, plan: Plan, device: torch.device) -> None:
             fresh[id(p)] = _with_storage(p, here)
     for module in model.modules():
         replace_parameters(module, fresh)
+        replace_references(module, fresh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             adopt_parameters(module)
@@ -77,12 +87,14 @@ def _with_storage(parameter: nn.Parameter, device: torch.device) -> nn.Parameter
 
 
 def share_weights(model: nn.Module, mesh: Mesh, replicas: ReplicaSync) -> None:
-    """All ranks begin with the first one's weights and buffers, before the model is sharded; with
-    weights that are drawn later, nothing happens yet."""
-    if initial_weights(model) is not None:
-        return
+    """All ranks begin with the first one's weights and buffers, before the model is sharded; if
+    weights come later, ranks compare how they are made. Raises UnsupportedModel."""
     live = mesh.layout.active_axes()
     everyone = mesh.group(*live) if live else None
+    weights = initial_weights(model)
+    check_same_weights(bytes(32) if weights is None else weights.digest(), everyone, mesh.device)
+    if weights is not None:
+        return
     tensors = [*model.parameters(), *model.buffers()]
     _broadcast(tensors, everyone)
     replicas.share_initial(lambda group: _broadcast(tensors, group))
@@ -97,13 +109,18 @@ def fill_shards(
     if weights is None:
         return
     live = mesh.layout.active_axes()
-    check_same_weights(weights.digest(), mesh.group(*live) if live else None, mesh.device)
-    weights.fill(state.weights())
+    everyone = mesh.group(*live) if live else None
+    problem: Refusal | None = None
+    try:
+        weights.fill(state.weights())
+    except Refusal as found:  # the others would wait for this rank's broadcasts
+        problem = found
+    _refuse_together(problem, everyone, mesh.device)
     forget_initial_weights(model)
     filled, buffers = [*state.weights()], [*model.buffers()]
     same = [shard.tensor for shard in filled if state.same_on_replicas(shard.name)]
     _broadcast(same, mesh.group(REPLICA_AXIS))
-    _broadcast(buffers, mesh.group(*live) if live else None)
+    _broadcast(buffers, everyone)
     tensors = [*(shard.tensor for shard in filled), *buffers]
     replicas.share_initial(lambda group: _broadcast(tensors, group))
 
@@ -123,8 +140,24 @@ def check_same_weights(
         raise UnsupportedModel(
             "model",
             "build",
-            f"ranks 0 and {other} build different models, or the same from different seeds",
-            "seed what build draws, the same on every rank",
+            f"ranks 0 and {other} build different models, or the same from different seeds or"
+            " files",
+            "seed what build draws, the same on every rank, and give all ranks the same files",
+        )
+
+
+def _refuse_together(
+    problem: Refusal | None, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Raise this rank's problem, or on other ranks that there is one."""
+    failed = torch.tensor(float(problem is not None), device=device)
+    if group is not None:
+        dist.all_reduce(failed, group=group)
+    if problem is not None:
+        raise problem
+    if failed.item():
+        raise UnsupportedModel(
+            "model", "weights", "another rank cannot fill its shards", "see that rank's error"
         )
 
 

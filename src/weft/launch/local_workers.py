@@ -185,9 +185,10 @@ class Pool:
 
     def close(self) -> None:
         """End the processes."""
+        deadline = time.monotonic() + 2 * END_S
         for worker in reversed(self._workers):  # a later one may hold the end of an earlier one
-            worker.connection.close()
-            worker.process.join(END_S)  # an idle process ends by itself, and runs its exit handlers
+            worker.connection.close()  # an idle process ends by itself, and runs its exit handlers
+            worker.process.join(max(0.0, deadline - time.monotonic()))
         end_workers(self._workers)
         self._workers = []
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -3,7 +3,7 @@ need them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from sys import getrefcount
 from typing import Any, TypeVar
@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from weft._torch.modules import replace_parameters
+from weft._torch.modules import replace_parameters, replace_references
 from weft._torch.tensors import (
     FakeTensor,
     fake_mode,
+    has_hooks,
     living_fakes,
     quiet_fake_tensors,
     user_attributes,
@@ -23,7 +24,8 @@ from weft._torch.trees import tree_leaves, tree_map
 from weft.core import LocalShard, UnsupportedModel
 
 from .file_pieces import file_pieces, fill_from_files
-from .init_recording import InitRecording, StorageView
+from .init_recording import InitRecording
+from .recorded_ops import StorageView
 from .weight_files import file_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -63,7 +65,7 @@ class DeferredWeights:
                 )
             pieces = file_pieces(self._recording, spec)
             if pieces is not None:
-                fill_from_files(pieces, shard)
+                fill_from_files(pieces, shard, spec.dtype)
             else:
                 wanted.setdefault(spec.storage, []).append((spec, shard))
         for number, storage in self._recording.replay(wanted):
@@ -71,6 +73,8 @@ class DeferredWeights:
                 whole = spec.view(storage)
                 for local, position in shard.chunks:
                     shard.tensor[local] = whole[position].to(shard.tensor)
+                del whole
+            del storage  # before the next one is made
 
 
 def deferred_init(
@@ -80,8 +84,9 @@ def deferred_init(
     `build` makes them. `weft.Engine` then gives each rank its shards, and no process ever holds
     more than these and the largest weight or block.
 
-    Nothing else changes: weights are those that `build()` makes on one device, bit for bit, for any
-    layout. What `build` does to tensors is recorded, and replayed when the shards are there.
+    Weights are those that `build()` makes on one device, bit for bit, for any layout. What `build`
+    does to tensors is recorded, and replayed when the shards are there; what cannot be is refused.
+    Change weights inside of `build`, not after it.
 
     Args:
         build: () -> nn.Module; runs once, on tensors without elements. With `files`: (tensors) ->
@@ -109,7 +114,7 @@ def deferred_init(
                 tensors = {name: recording.add_stored(each) for name, each in stored.items()}
                 model = build(tensors) if files else build()
                 del tensors
-        except (NotImplementedError, RuntimeError) as problem:
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as problem:
             raise UnsupportedModel(
                 "model",
                 "build",
@@ -117,18 +122,20 @@ def deferred_init(
                 "build it with its weights, without deferred_init",
             ) from problem
         specs = _specs(recording, model)
-        _take_elements(recording, model)
+        _take_elements(recording, model, {spec.storage for spec in specs.values()})
     recording.end()
     held = getrefcount(mode) > references  # each FakeTensor refers to its mode
     for tensor in living_fakes(mode) if held else ():
-        raise UnsupportedModel(
-            "model",
-            "build",
-            f"cannot be recorded: it keeps a tensor {tuple(tensor.shape)} outside of its modules",
+        raise _kept(
+            f"it keeps a tensor {tuple(tensor.shape)} outside of its modules",
             "make it a buffer, or an attribute of a module",
         )
     vars(model)[_WEIGHTS] = DeferredWeights(recording, specs)
     return model
+
+
+def _kept(problem: str, fix: str) -> UnsupportedModel:
+    return UnsupportedModel("model", "build", f"cannot be recorded: {problem}", fix)
 
 
 def initial_weights(model: nn.Module) -> DeferredWeights | None:
@@ -146,6 +153,9 @@ def _specs(recording: InitRecording, model: nn.Module) -> dict[str, StorageView]
     specs, meta = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         specs[name] = recording.spec(parameter)
+        recording.check_writes(parameter)
+        if has_hooks(parameter):
+            raise _kept(f"{name} has a hook", "register it on what weft.Engine made of the model")
         if id(parameter) not in meta:
             empty = torch.empty_strided(
                 parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
@@ -155,20 +165,29 @@ def _specs(recording: InitRecording, model: nn.Module) -> dict[str, StorageView]
             meta[id(parameter)] = fresh
     for module in model.modules():
         replace_parameters(module, meta)
+        replace_references(module, meta)
     return specs
 
 
-def _take_elements(recording: InitRecording, model: nn.Module) -> None:
-    """Give the model's buffers, and tensors among its attributes, their elements."""
+def _take_elements(recording: InitRecording, model: nn.Module, weights: Collection[int]) -> None:
+    """Give the model's buffers, and tensors among its attributes, their elements. `weights`: the
+    storages of parameters."""
     kept = {"_parameters", "_modules"}
     held = [(vars(module), key) for module in model.modules() for key in {*vars(module)} - kept]
     fakes = {
         id(t): t
         for space, key in held
         for t in tree_leaves(space[key], Tensor)
-        if isinstance(t, FakeTensor) or recording.writes_to(t)
+        if isinstance(t, FakeTensor)
     }
     specs = {key: recording.spec(t) for key, t in fakes.items()}
+    for key, spec in specs.items():
+        recording.check_writes(fakes[key])
+        if spec.storage in weights:
+            raise _kept(
+                f"a tensor {spec.shape} of a module shares memory with a parameter",
+                "make such views in forward",
+            )
     real = {}
     for number, storage in recording.replay({spec.storage for spec in specs.values()}):
         for key, spec in specs.items():

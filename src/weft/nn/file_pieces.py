@@ -12,7 +12,8 @@ from torch import Tensor
 
 from weft.core import Index, LocalShard, index_overlap, index_shape, shift_index
 
-from .init_recording import InitRecording, StorageView
+from .init_recording import InitRecording
+from .recorded_ops import StorageView
 from .weight_files import FileTensor
 
 aten = torch.ops.aten
@@ -100,7 +101,7 @@ def _of_parts(
         if pieces is None:
             return None
         for piece in pieces:
-            if torch.promote_types(piece.file.dtype, part.dtype) != part.dtype:
+            if not _holds_all(part.dtype, piece.file.dtype):
                 return None  # a dtype on the way that rounds
             if dim is None:
                 joined.append(piece)
@@ -110,14 +111,25 @@ def _of_parts(
     return joined
 
 
-def fill_from_files(pieces: Sequence[FilePiece], shard: LocalShard) -> None:
-    """Write a shard's part of a weight, and read no other bytes."""
+def fill_from_files(pieces: Sequence[FilePiece], shard: LocalShard, dtype: torch.dtype) -> None:
+    """Write a shard's part of a weight, and read no other bytes. `dtype`: of the weight when the
+    model was built."""
     for local, position in shard.chunks:
         for piece in pieces:
             common = index_overlap(position, piece.position)
             if common is not None:
                 target = shard.tensor[shift_index(common, position, local)]
-                target.copy_(piece.read(common))
+                target.copy_(piece.read(common).to(dtype))
+
+
+def _holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether each value of one dtype is one of the other, as far as floating-point dtypes tell."""
+    if wide == narrow:
+        return True
+    if not (wide.is_floating_point and narrow.is_floating_point):
+        return False
+    one, other = torch.finfo(wide), torch.finfo(narrow)
+    return one.eps <= other.eps and one.max >= other.max and one.tiny <= other.tiny
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

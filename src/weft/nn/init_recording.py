@@ -4,14 +4,14 @@ A model is built on FakeTensors, which have shapes and no elements. Every operat
 writes a tensor is recorded with the storages it reads and writes. A replay walks the record
 backwards to find what the wanted storages need, then runs that forwards on real tensors, and frees
 each storage after its last use. Random draws that nobody needs run too and are thrown away: so
-every generator is in the state that it has in an ordinary build, and the numbers are the same bit
-for bit. Tensors of files are read when the replay needs them.
+each draw that is needed starts from the state that its generator has in an ordinary build, and the
+numbers are the same bit for bit. Tensors of files are read when the replay needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -29,6 +29,7 @@ from weft._torch.tensors import (
 from weft._torch.trees import tree_leaves, tree_map
 from weft.core import UnsupportedModel
 
+from .recorded_ops import NO_STORAGE, Op, RecordedGenerator, Replay, StorageView, named_values
 from .weight_files import FileTensor
 
 aten = torch.ops.aten
@@ -61,82 +62,7 @@ _ALLOCATE = frozenset(
 )
 
 
-NO_STORAGE = -1  # of tensors on the meta device
-
-
-@dataclass(frozen=True)
-class StorageView:
-    """A tensor as a view of a numbered storage. Offset and strides count elements."""
-
-    storage: int
-    nbytes: int  # of the storage
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def fills_storage(self) -> bool:
-        """Whether its elements are all of the storage, each once."""
-        dense = 1
-        for size, stride in sorted(zip(self.shape, self.strides, strict=True), key=lambda x: x[1]):
-            if size != 1 and stride != dense:
-                return False
-            dense *= size
-        return dense * self.dtype.itemsize == self.nbytes
-
-    def view(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor in a real storage."""
-        empty = torch.empty(0, dtype=self.dtype, device=self.device)
-        return empty.set_(storage, self.offset, self.shape, self.strides)  # type: ignore[call-overload]
-
-    def scratch(self) -> Tensor:
-        """A tensor like it, with any elements."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-
-
-@dataclass
-class Op:
-    """An operator that was recorded."""
-
-    func: Any
-    args: tuple  # StorageView in place of tensors
-    kwargs: dict[str, Any]
-    reads: frozenset[int]
-    writes: frozenset[int]  # in place
-    makes: dict[int, StorageView]  # index among the results -> a new storage
-    overwrites: frozenset[int]  # those of `writes` whose earlier elements do not matter
-    generator: int | None = None  # the number of the generator it draws from
-
-    def named_arguments(self) -> Iterator[tuple[str, Any]]:
-        """(name, value) of each argument that was given."""
-        yield from (
-            (argument.name, value)
-            for argument, value in _arguments(self.func, self.args, self.kwargs)
-        )
-
-    @property
-    def draws_by_value(self) -> bool:
-        """Whether how much it draws may depend on elements that it reads."""
-        likeness = self.func.overloadpacket.__name__.endswith("_like")
-        return self.generator is not None and bool(self.reads - self.writes) and not likeness
-
-    @property
-    def changed(self) -> frozenset[int]:
-        """The storages that it writes to or makes."""
-        return self.writes | {spec.storage for spec in self.makes.values()}
-
-
-@dataclass
-class _Generator:
-    """A generator, and how its state changes between recorded draws. `jumps`: index of an op ->
-    the state it draws from, either a state or the op after which the generator had it."""
-
-    real: torch.Generator
-    jumps: dict[int, Tensor | int] = field(default_factory=dict)
-    marks: dict[bytes, int] = field(default_factory=dict)  # state after a recorded draw -> that op
-    last: bytes | None = None
+_MARK = 7_203_051_118_264_077_000  # seeds that nobody else uses: a number and the operator's index
 
 
 class InitRecording(TorchDispatchMode):
@@ -150,8 +76,11 @@ class InitRecording(TorchDispatchMode):
         self._sizes: list[int] = []  # bytes of each storage
         self._kept: list[torch.UntypedStorage] = []  # so that ids stay unique
         self._flat: dict[int, Tensor] = {}  # FakeTensors of the storages of real tensors
+        self._sources: dict[int, torch.UntypedStorage] = {}  # the storages of real tensors
+        self._versions: Counter[int] = Counter()  # of tensors, after the last write by storage
         self._constants: dict[int, Tensor] = {}  # real tensors that joined in: bytes of the storage
-        self._generators: list[_Generator] = []
+        self._generators: list[RecordedGenerator] = []
+        self._marks: dict[bytes, tuple[int, int]] = {}  # a state -> the draw that left it behind
         self._stored: dict[int, FileTensor] = {}
         self._last_writers: dict[int, int] = {}
 
@@ -159,7 +88,7 @@ class InitRecording(TorchDispatchMode):
         """A recorded tensor without elements, which has those of the file. Call it inside of the
         modes."""
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        self._stored[self.spec(tensor).storage] = stored
+        self._stored[self._number(tensor)] = stored
         return tensor
 
     @property
@@ -178,20 +107,23 @@ class InitRecording(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         args, kwargs = tree_map(self._joined, (args, kwargs or {}))
-        specs = tree_map(self._spec_of, (args, kwargs))
+        specs = tree_map(self._known, (args, kwargs))
+        if func.overloadpacket is aten.lift_fresh:
+            number = specs[0][0].storage
+            if number in self._sources and self._sources[number].resizable():
+                del self._sources[number]  # of torch.tensor, whose memory nobody else has
         try:
             out = func(*args, **kwargs)
         except NEEDS_ELEMENTS:  # Python goes on with what the elements are
             out = self._on_real_tensors(func, *specs)
-            tree_map(self._spec_of, out)
-            return out
+            return tree_map(self._joined, out)
         if not any(t.is_meta for t in tree_leaves(out, Tensor)):  # these never get elements
             self._record(func, specs, args, kwargs, out)
         if func is aten.detach.default:
             forget_fakes(self._mode)  # a parameter that is known there cannot be swapped
         return out
 
-    def _spec_of(self, value: Any) -> Any:
+    def _known(self, value: Any) -> Any:
         return self.spec(value) if isinstance(value, Tensor) else value
 
     def _joined(self, value: Any) -> Any:
@@ -203,7 +135,7 @@ class InitRecording(TorchDispatchMode):
             return torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             )
-        number, nbytes = self.spec(value).storage, value.untyped_storage().nbytes()
+        number, nbytes = self._number(value), value.untyped_storage().nbytes()
         if number not in self._flat:
             rows = nbytes // value.dtype.itemsize
             self._flat[number] = torch.empty(rows, dtype=value.dtype, device=value.device)
@@ -213,9 +145,9 @@ class InitRecording(TorchDispatchMode):
             raise _unrecordable("it reads a tensor's memory in another dtype")
         return self._flat[number].as_strided(value.shape, value.stride(), value.storage_offset())
 
-    def spec(self, tensor: Tensor) -> StorageView:
-        """Where this tensor's elements are. Those of a real tensor are copied into the record, at
-        the first time."""
+    def _number(self, tensor: Tensor, made: bool = False) -> int:
+        """The number of this tensor's storage. `made`: an operator that is recorded now makes it.
+        The elements of a real tensor are copied into the record, at the first time."""
         key = storage_id(tensor)
         if tensor.is_meta:
             self._numbers[key] = NO_STORAGE
@@ -223,16 +155,24 @@ class InitRecording(TorchDispatchMode):
         if key not in self._numbers:
             if tensor.layout is not torch.strided or key < 0:
                 raise _unrecordable(f"it makes a tensor of layout {tensor.layout}")
+            real = not isinstance(tensor, FakeTensor)
+            if not (made or real):
+                raise _unrecordable("it makes tensors in another thread, or by torch.load")
             number = self._numbers[key] = len(self._sizes)
             self._sizes.append(tensor.untyped_storage().nbytes())
             self._kept.append(tensor.untyped_storage())
-            if not isinstance(tensor, FakeTensor):
+            if real:
                 with without_dispatch_modes():
-                    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                    flat.set_(tensor.untyped_storage())  # type: ignore[call-overload]
-                    self._constants[number] = flat.clone()
+                    self._constants[number] = _bytes_of(tensor.untyped_storage()).clone()
+                self._sources[number] = tensor.untyped_storage()
+        return self._numbers[key]
+
+    def spec(self, tensor: Tensor, made: bool = False) -> StorageView:
+        """Where this tensor's elements are."""
+        if tensor.is_conj() or tensor.is_neg():
+            raise _unrecordable("it makes a tensor that is conjugated when it is read")
         return StorageView(
-            self._numbers[key],
+            self._number(tensor, made),
             tensor.untyped_storage().nbytes(),
             tuple(tensor.shape),
             tuple(tensor.stride()),
@@ -245,16 +185,22 @@ class InitRecording(TorchDispatchMode):
         before = {spec.storage for spec in tree_leaves(specs, StorageView)} - {NO_STORAGE}
         written = frozenset(
             spec.storage
-            for argument, value in _arguments(func, *specs)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            for argument, value in named_values(func, *specs)
+            if _is_written(argument)
             for spec in tree_leaves(value, StorageView)
         )
-        outputs = [self.spec(t) for t in tree_leaves(out, Tensor)]
+        outputs = [self.spec(t, made=True) for t in tree_leaves(out, Tensor)]
         makes = {i: spec for i, spec in enumerate(outputs) if spec.storage not in before}
         if func.overloadpacket is aten.resize_:
             raise _unrecordable("it resizes a tensor")
         if func.overloadpacket is aten.set_ or (not written and (not makes or func in _ALLOCATE)):
             return  # a view, or memory that a later operator fills
+        if any(number in self._sources for number in written):
+            raise _unrecordable("it writes to a tensor that numpy, or code outside of it, can read")
+        for argument, value in named_values(func, args, kwargs):
+            for tensor in tree_leaves(value, Tensor) if _is_written(argument) else ():
+                number = self._number(tensor)
+                self._versions[number] = max(self._versions[number], tensor._version + 1)
         overwrites: frozenset[int] = frozenset()
         if func in _OVERWRITE and specs[0][0].fills_storage:
             overwrites = written - {s.storage for s in tree_leaves(specs[0][1:], StorageView)}
@@ -265,7 +211,7 @@ class InitRecording(TorchDispatchMode):
         op = Op(
             func,
             specs[0],
-            specs[1],
+            {key: value for key, value in specs[1].items() if key != "generator"},
             reads=frozenset(before) - overwrites,
             writes=written,
             makes=makes,
@@ -284,16 +230,16 @@ class InitRecording(TorchDispatchMode):
         number = next((i for i, g in enumerate(self._generators) if g.real is real), None)
         if number is None:
             number = len(self._generators)
-            self._generators.append(_Generator(real))
+            self._generators.append(RecordedGenerator(real))
         found, here = self._generators[number], len(self._ops)
         with without_dispatch_modes():
             state = real.get_state()
             raw = state.numpy().tobytes()
             if raw != found.last:  # seeded anew, or set back to what it was once
-                found.jumps[here] = found.marks.get(raw, state)
-            torch.empty(1).uniform_(generator=real)  # a state that only this draw leaves behind
+                found.jumps[here] = self._marks.get(raw, state)
+            real.manual_seed(_MARK + here)  # a state that only this draw leaves behind
             found.last = real.get_state().numpy().tobytes()
-            found.marks[found.last] = here
+            self._marks[found.last] = number, here
         return number
 
     def digest(self) -> bytes:
@@ -303,8 +249,8 @@ class InitRecording(TorchDispatchMode):
             seen.update(repr((str(op.func), op.args, op.kwargs, op.generator)).encode())
         for generator in self._generators:
             for index, state in generator.jumps.items():
-                seen.update(f"{index} {state if isinstance(state, int) else ''}".encode())
-                seen.update(b"" if isinstance(state, int) else state.numpy().tobytes())
+                seen.update(f"{index} {state if isinstance(state, tuple) else ''}".encode())
+                seen.update(b"" if isinstance(state, tuple) else state.numpy().tobytes())
         for number, constant in self._constants.items():
             seen.update(f"constant {number}".encode() + constant.cpu().numpy().tobytes())
         for number, file in self._stored.items():
@@ -312,16 +258,24 @@ class InitRecording(TorchDispatchMode):
             seen.update(f"file {number} {name}".encode())
         return seen.digest()
 
+    def check_writes(self, tensor: Tensor) -> None:
+        """Refuse a tensor that was written to unseen, as from another thread."""
+        number = self._number(tensor)
+        unmade = number not in self._last_writers and number not in self._constants
+        seen = unmade or number in self._versions
+        if isinstance(tensor, FakeTensor) and seen and tensor._version > self._versions[number]:
+            raise _unrecordable("it writes to tensors in another thread")
+
     def end(self) -> None:
-        """Nothing more is recorded: let go of what that needs."""
+        """Nothing more is recorded: let go of what that needs. Raises UnsupportedModel if elements
+        changed that were taken from elsewhere."""
+        for number, source in self._sources.items():
+            if not torch.equal(_bytes_of(source), self._constants[number]):
+                raise _unrecordable("numpy, or code outside of it, changes a tensor that it uses")
+        self._sources.clear()
         self._flat.clear()
         self._numbers.clear()
         self._kept.clear()
-
-    def writes_to(self, tensor: Tensor) -> bool:
-        """Whether an operator has been recorded that writes to this tensor's storage."""
-        number = self._numbers.get(storage_id(tensor))
-        return number in self._last_writers
 
     # ---- replaying -------------------------------------------------------------------------------
 
@@ -354,7 +308,7 @@ class InitRecording(TorchDispatchMode):
                 last_write[number] = last_use[number] = index
             for number in op.reads if needed else ():
                 last_use[number] = index
-        replay = _Replay(self._generators, self._constants, self._stored)
+        replay = Replay(self._generators, self._constants, self._stored)
         for number in wanted:
             if number not in last_write:  # nothing writes to it: a constant, or never filled
                 yield number, replay.storage(number, self._sizes[number])
@@ -368,6 +322,15 @@ class InitRecording(TorchDispatchMode):
                 if last_use[number] == index:
                     replay.forget(number)
 
+    @property
+    def _states_cross(self) -> bool:
+        """Whether a generator has been set to the state that another one had."""
+        return any(
+            isinstance(state, tuple) and state[0] != number
+            for number, generator in enumerate(self._generators)
+            for state in generator.jumps.values()
+        )
+
     def _steps(self, wanted: Collection[int]) -> list[tuple[int, bool]]:
         """(index of an operator, whether its result is needed), in order. Draws before the last
         needed one run in any case."""
@@ -380,94 +343,20 @@ class InitRecording(TorchDispatchMode):
                 open_ |= op.reads
                 later.add(op.generator)
         last = {op.generator: i for i, op in enumerate(self._ops) if i in chosen}
+        if self._states_cross:
+            last = dict.fromkeys(range(len(self._generators)), max(last.values(), default=0))
         for index, op in enumerate(self._ops):
             if op.generator is not None and index < last.get(op.generator, 0):
                 chosen.setdefault(index, False)
         return sorted(chosen.items())
 
 
-class _Replay:
-    """Real storages and generators of one replay."""
-
-    def __init__(
-        self,
-        generators: Sequence[_Generator],
-        constants: dict[int, Tensor],
-        stored: dict[int, FileTensor],
-    ):
-        self.held: dict[int, torch.UntypedStorage] = {}
-        self._recorded, self._constants, self._stored = generators, constants, stored
-        self._own = [torch.Generator(device=g.real.device) for g in generators]
-        self._states: dict[int, Tensor] = {}  # after an op to whose state a generator is set back
-        self._asked = {j for g in generators for j in g.jumps.values() if isinstance(j, int)}
-
-    def storage(self, number: int, nbytes: int, device: Any = None) -> torch.UntypedStorage:
-        if number not in self.held:
-            if number in self._stored:
-                fresh = self._stored[number].read()
-            elif number in self._constants:
-                fresh = self._constants[number].clone()
-            else:
-                fresh = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self.held[number] = fresh.untyped_storage()
-        return self.held[number]
-
-    def forget(self, number: int) -> None:
-        self.held.pop(number, None)
-
-    def run(self, index: int, op: Op, needed: bool) -> None:
-        kwargs = op.kwargs
-        if op.generator is not None:
-            generator = self._own[op.generator]
-            jump = self._recorded[op.generator].jumps.get(index)
-            if jump is not None:
-                generator.set_state(self._states[jump] if isinstance(jump, int) else jump)
-            if "generator" in {argument.name for argument in op.func._schema.arguments}:
-                kwargs = {**kwargs, "generator": generator}
-        if op.generator is not None and "generator" not in kwargs:
-            self._with_default(op, kwargs, needed)
-        else:
-            self._call(op, kwargs, needed)
-        if index in self._asked and op.generator is not None:
-            self._states[index] = self._own[op.generator].get_state()
-
-    def _with_default(self, op: Op, kwargs: dict, needed: bool) -> None:
-        """An operator that draws from the default generator and takes no other."""
-        assert op.generator is not None
-        own, real = self._own[op.generator], torch.default_generator
-        before = real.get_state()
-        try:
-            real.set_state(own.get_state())
-            self._call(op, kwargs, needed)
-            own.set_state(real.get_state())
-        finally:
-            real.set_state(before)
-
-    def _call(self, op: Op, kwargs: dict, needed: bool) -> None:
-        def real(value: Any) -> Any:
-            if not isinstance(value, StorageView):
-                return value
-            if not needed or value.storage == NO_STORAGE:
-                return value.scratch()
-            return value.view(self.storage(value.storage, value.nbytes, value.device))
-
-        args, kwargs = tree_map(real, (op.args, kwargs))
-        results = tree_leaves(op.func(*args, **kwargs), Tensor)
-        for place, spec in op.makes.items() if needed else ():
-            made = results[place]
-            if made.stride() != spec.strides or made.storage_offset() != spec.offset:
-                view = spec.view(self.storage(spec.storage, spec.nbytes, spec.device))
-                view.copy_(made)
-            else:
-                self.held[spec.storage] = made.untyped_storage()
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any, Any]]:
-    for place, argument in enumerate(func._schema.arguments):
-        if place < len(args) and not argument.kwarg_only:
-            yield argument, args[place]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 def _unrecordable(problem: str) -> UnsupportedModel:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weft.core import (
     DRIVER,
     Plan,
-    UnsupportedModel,
+    Refusal,
     data_rank_indices,
 )
 from weft.engine import Audit, Engine, Remote, TrainingEngine
@@ -98,7 +98,7 @@ def _build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]
     """The model in float64, without weights where that is possible, as ranks train it; and its plan
     if there is none."""
     if not case.workers:
-        with suppress(UnsupportedModel):
+        with suppress(Refusal):
             model = case.without_weights()
             return model, plan or case.plan_in_float64(model, layout)
     model = case.build().double()
