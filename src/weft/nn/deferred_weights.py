@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from weft._torch.modules import replace_parameters, replace_references
+from weft._torch.modules import replace_buffers, replace_parameters, replace_references
 from weft._torch.tensors import (
     FakeTensor,
     fake_mode,
@@ -20,7 +20,7 @@ from weft._torch.tensors import (
     quiet_fake_tensors,
     user_attributes,
 )
-from weft._torch.trees import tree_leaves, tree_map
+from weft._torch.trees import tree_leaves
 from weft.core import LocalShard, UnsupportedModel
 
 from .file_pieces import file_pieces, fill_from_files
@@ -114,19 +114,16 @@ def deferred_init(
                 tensors = {name: recording.add_stored(each) for name, each in stored.items()}
                 model = build(tensors) if files else build()
                 del tensors
-        except (NotImplementedError, RuntimeError, TypeError, ValueError) as problem:
-            raise UnsupportedModel(
-                "model",
-                "build",
-                f"cannot be recorded ({str(problem).splitlines()[0]})",
-                "build it with its weights, without deferred_init",
-            ) from problem
+        except (RuntimeError, TypeError, ValueError) as problem:  # of operators, and of the user
+            reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
+            fix = "build it with its weights, without deferred_init: if that fails too, correct it"
+            raise _refused(f"it fails on tensors without elements ({reason})", fix) from problem
         specs = _specs(recording, model)
         _take_elements(recording, model, {spec.storage for spec in specs.values()})
     recording.end()
     held = getrefcount(mode) > references  # each FakeTensor refers to its mode
     for tensor in living_fakes(mode) if held else ():
-        raise _kept(
+        raise _refused(
             f"it keeps a tensor {tuple(tensor.shape)} outside of its modules",
             "make it a buffer, or an attribute of a module",
         )
@@ -134,7 +131,7 @@ def deferred_init(
     return model
 
 
-def _kept(problem: str, fix: str) -> UnsupportedModel:
+def _refused(problem: str, fix: str) -> UnsupportedModel:
     return UnsupportedModel("model", "build", f"cannot be recorded: {problem}", fix)
 
 
@@ -155,7 +152,9 @@ def _specs(recording: InitRecording, model: nn.Module) -> dict[str, StorageView]
         specs[name] = recording.spec(parameter)
         recording.check_writes(parameter)
         if has_hooks(parameter):
-            raise _kept(f"{name} has a hook", "register it on what weft.Engine made of the model")
+            raise _refused(
+                f"{name} has a hook", "register it on what weft.Engine made of the model"
+            )
         if id(parameter) not in meta:
             empty = torch.empty_strided(
                 parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
@@ -172,19 +171,13 @@ def _specs(recording: InitRecording, model: nn.Module) -> dict[str, StorageView]
 def _take_elements(recording: InitRecording, model: nn.Module, weights: Collection[int]) -> None:
     """Give the model's buffers, and tensors among its attributes, their elements. `weights`: the
     storages of parameters."""
-    kept = {"_parameters", "_modules"}
-    held = [(vars(module), key) for module in model.modules() for key in {*vars(module)} - kept]
-    fakes = {
-        id(t): t
-        for space, key in held
-        for t in tree_leaves(space[key], Tensor)
-        if isinstance(t, FakeTensor)
-    }
+    held = [value for m in model.modules() for k, value in vars(m).items() if k != "_modules"]
+    fakes = {id(t): t for t in tree_leaves(held, Tensor) if isinstance(t, FakeTensor)}
     specs = {key: recording.spec(t) for key, t in fakes.items()}
     for key, spec in specs.items():
         recording.check_writes(fakes[key])
         if spec.storage in weights:
-            raise _kept(
+            raise _refused(
                 f"a tensor {spec.shape} of a module shares memory with a parameter",
                 "make such views in forward",
             )
@@ -194,10 +187,6 @@ def _take_elements(recording: InitRecording, model: nn.Module, weights: Collecti
             if spec.storage == number:
                 real[key] = spec.view(storage)
                 real[key].requires_grad_(fakes[key].requires_grad)
-
-    def change(value: Any) -> Any:
-        return real.get(id(value), value) if isinstance(value, Tensor) else value
-
-    for space, key in held:
-        if any(id(t) in real for t in tree_leaves(space[key], Tensor)):
-            space[key] = tree_map(change, space[key])
+    for module in model.modules():
+        replace_buffers(module, real)
+        replace_references(module, real)

@@ -168,6 +168,7 @@ class Replay:
 
 
 def named_values(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any, Any]]:
+    """(argument of the operator's schema, value) of each argument that was given."""
     for place, argument in enumerate(func._schema.arguments):
         if place < len(args) and not argument.kwarg_only:
             yield argument, args[place]
