@@ -19,6 +19,7 @@ from weft.nn.weight_files import FileTensor, file_tensors
 
 STORED = {
     "plain": torch.randn(6, 8),
+    "second": torch.randn(6, 8),
     "half": torch.randn(4, 6, dtype=torch.bfloat16),
     "cube": torch.randn(3, 4, 5, dtype=torch.float64),
     "scalar": torch.tensor(7),
@@ -89,6 +90,10 @@ class Mixed(nn.Module):
         changed = tensors["cube"].clone()
         changed[0] = 0
         self.changed = nn.Parameter(changed)
+        source = tensors["plain"].clone()
+        self.earlier = nn.Parameter(source.clone())
+        source.copy_(tensors["second"])  # after it was copied
+        self.later = nn.Parameter(source)
         self.fresh = nn.Parameter(torch.randn(5))
 
 
