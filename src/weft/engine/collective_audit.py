@@ -29,27 +29,49 @@ _KINDS = {
     "alltoall_": ("all_to_all", 0),
     "send": ("send", 0),
 }
+# the functional form of a collective -> its kind, which a compiler may follow by `_` or `_out`
+_FUNCTIONAL_KINDS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
 
 
 class Audit(TorchDispatchMode):
-    """Active around a step; `seen` lists its collectives on this rank."""
+    """Active around a step; `seen` lists its collectives on this rank, compiled ones too."""
 
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.mesh = mesh
         self.seen: list[Collective] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays compiled, and its collectives come by."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if getattr(func, "namespace", "") == "c10d":
             self._record(func, args)
-        elif getattr(func, "namespace", "") == "_c10d_functional" and "wait" not in func.__name__:
-            axis = self.mesh.axes_of(str(args[-1])) or "(another group)"
-            self.seen.append(
-                Collective(func._schema.name.split("::")[1], axis, _nbytes(args[0]), "", "")
-            )
+        elif getattr(func, "namespace", "") == "_c10d_functional":
+            self._record_functional(func, args)
         return func(*args, **(kwargs or {}))
+
+    def _record_functional(self, func: Any, args: tuple) -> None:
+        name = func._schema.name.split("::")[1]
+        name, coalesced = name.removesuffix("_out").removesuffix("_"), "_coalesced" in name
+        kind = _FUNCTIONAL_KINDS.get(name.removesuffix("_coalesced"))
+        if kind is None:  # a wait
+            return
+        axis = self.mesh.axes_of(str(args[-1])) or "(another group)"
+        for message in args[0] if coalesced else args[:1]:
+            # of a gather what comes counts, as in the form that writes into a tensor
+            nbytes = _nbytes(message) * (args[1] if kind == "all_gather" else 1)
+            self.seen.append(Collective(kind, axis, nbytes, "", ""))
 
     def _record(self, func: Callable, args: tuple) -> None:
         name = func._schema.name.split("::")[1]  # type: ignore[attr-defined]

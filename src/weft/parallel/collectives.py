@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from weft._torch import functional_collectives as functional
 from weft.core import Boundary, UnsupportedModel, collective
 
 from .mesh import Mesh
@@ -61,8 +62,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, total: int | None)
         pad = list(x.shape)
         pad[dim] = each - x.shape[dim]
         x = torch.cat([x, x.new_zeros(pad)], dim)
-    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_single(out, x.contiguous(), group=group)
+    out = functional.all_gather(x, group)
     whole = (
         out.unflatten(0, (size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1) if dim else out
     )
@@ -73,26 +73,21 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Partial sums -> this rank's slice of the sum."""
     size = dist.get_world_size(group)
     each = _divisible(x.shape[dim], size, dim)
-    blocks = x.unflatten(dim, (size, each)).movedim(dim, 0).contiguous()
-    out = torch.empty_like(blocks[0])
-    dist.reduce_scatter_single(out, blocks.flatten(0, 1), group=group)
-    return out
+    blocks = x.unflatten(dim, (size, each)).movedim(dim, 0)
+    return functional.reduce_scatter(blocks.flatten(0, 1), group).view(blocks.shape[1:])
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Partial sums -> the sum on every rank."""
-    x = x.contiguous().clone()
-    dist.all_reduce(x, group=group)
-    return x
+    return functional.all_reduce(x, group)
 
 
 def all_to_all(x: Tensor, src: int, dst: int, group: dist.ProcessGroup) -> Tensor:
     """Shards of dim `src` -> shards of dim `dst`."""
     size = dist.get_world_size(group)
     each = _divisible(x.shape[dst], size, dst)
-    sent = x.unflatten(dst, (size, each)).movedim(dst, 0).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    sent = x.unflatten(dst, (size, each)).movedim(dst, 0)
+    received = functional.all_to_all(sent.flatten(0, 1), group).view(sent.shape)
     return received.movedim(0, src).flatten(src, src + 1)
 
 
