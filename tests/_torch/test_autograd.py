@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from weft._torch.autograd import (
     forwards_of_functions,
     in_backward,
+    in_checkpoint,
     input_metadata,
     run_backward,
-    saved_tensor_hooks,
 )
 
 
@@ -70,12 +72,19 @@ def test_a_frame_tells_which_autograd_function_runs() -> None:
     assert test_a_frame_tells_which_autograd_function_runs.__code__ not in known
 
 
-def test_the_hooks_that_were_set_last_are_known() -> None:
-    assert saved_tensor_hooks() is None
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_knows_that_a_checkpoint_runs_it(reentrant: bool) -> None:
+    found: list[bool] = []
+
+    def forward(x: Tensor) -> Tensor:
+        found.append(in_checkpoint())
+        return 2 * x
+
+    forward(torch.ones(2))
+    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=reentrant)
     with saved_tensors_hooks(id, id):
-        hooks = saved_tensor_hooks()
-        assert hooks is not None and hooks[0] is id
-    assert saved_tensor_hooks() is None
+        forward(torch.ones(2, requires_grad=True))
+    assert found == [False, True, False]
 
 
 def test_a_backward_gives_gradients_or_adds_them_to_leaves() -> None:

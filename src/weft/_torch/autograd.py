@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from types import CodeType
 from typing import Any
@@ -34,10 +35,22 @@ def forwards_of_functions() -> dict[CodeType, str]:
     return found
 
 
-def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The pair of hooks that `torch.autograd.graph.saved_tensors_hooks` has set last; None: none.
-    Torch lets one set hooks, but not ask for them."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+def in_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint runs this forward, and runs it again in backward.
+
+    Torch lets one set hooks of saved tensors, but not ask for them. The older kind of checkpoint
+    (`use_reentrant=True`) runs its function without gradients first, and only the stack tells.
+    """
+    if torch.is_grad_enabled():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook")
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "forward" and name == "torch.utils.checkpoint":
+            return True
+    return False
 
 
 def run_backward(

@@ -19,6 +19,11 @@ from .codec import (
     Shapes as Shapes,
     numel_of as numel_of,
 )
+from .compile_options import (
+    CompileChoice as CompileChoice,
+    CompileMode as CompileMode,
+    CompileOptions as CompileOptions,
+)
 from .data_order import data_rank_indices as data_rank_indices, zigzag_spans as zigzag_spans
 from .errors import (
     STOPPED as STOPPED,

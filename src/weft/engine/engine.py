@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from weft.core import (
     EXPERTS,
+    CompileChoice,
+    CompileOptions,
     LocalShard,
     OutlierFilter,
     Plan,
@@ -20,6 +23,8 @@ from weft.core import (
 from weft.nn import (
     Randomness,
     find_experts,
+    may_drop,
+    may_route,
     mix_key,
     named_inputs,
     rebalance_gates,
@@ -32,6 +37,7 @@ from weft.parallel import (
 )
 
 from .checkpoint_state import CheckpointState
+from .compile_blocks import CompiledBlocks, check_compiled, resolve_compile
 from .context_parallel.sequence import ContextParallel
 from .expert_load import ExpertLoad
 from .fsdp_units import FSDPUnits
@@ -88,6 +94,8 @@ class Engine:
             model's output whole and sharded (`tp`, experts), and in parts of the sequence (`cp`;
             without `sample`, the first batch). Refused if they differ.
         company: where replicas with local steps meet, if each has a process group of its own.
+        compile: "blocks" compiles each block's forward and the loss by torch.compile, as do
+            CompileOptions; "auto" does so on CUDA if blocks repeat, "off" never.
 
     Raises:
         Refusal: what the plan, the optimizer or the loss cannot do together.
@@ -115,9 +123,14 @@ class Engine:
         device: torch.device | str | None = None,
         sample: Batch | None = None,
         company: ReplicaGroup | None = None,
+        compile: CompileChoice | CompileOptions = "auto",
     ):
         device = torch.device(device) if device is not None else own_device()
         check_request(plan, clip, device)
+        check_compiled(model, plan.blocks)
+        options = resolve_compile(compile, plan, device)
+        if options is not None:
+            plan = replace(plan, notes=(*plan.notes, f"compiled: {options}"))
         self.global_plan, self.plan = plan, plan.replica()
         plan, company = self.plan, company if self.global_plan.replicas_step_independently else None
         self.mesh = make_mesh(self.global_plan, plan, device, company)
@@ -137,22 +150,20 @@ class Engine:
         self.randomness = Randomness(seed, *feature_part)
         self.sequence = ContextParallel(plan, self.mesh, self.randomness, named, self.inputs)
         self.tried = not self.sequence  # whether the trial in parts of the sequence has passed
-        parts = self.sequence or None
-        if parts is not None:
+        if self.sequence:
             require_positionwise(loss)
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
         trial = None
         if sample is not None and plan.layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
             trial = ShardingTrial(StageModel(model, plan, device, None, self.sequence), sample)
         self._shard()
+        self.compiled = CompiledBlocks(self.model, self.rank_plan, options) if options else None
         if trial is not None:
             trial.check(self.forward, self.state.weights(), self.mesh, bool(self.dispatch.group))
         if sample is not None and self.sequence:
             self._try_in_parts(sample)
         self._prepare(optimizer, clip, skip)
-        self._training.functions = FunctionOverrides(
-            self.randomness, plan.recompute == "selective", parts, mesh=self.mesh, loads=self.loads
-        )
+        self._override_functions()
         self.replicas.attach(self)
 
     def _shard(self) -> None:
@@ -193,10 +204,13 @@ class Engine:
         versions = None
         if plan.schedule.versions:
             versions = WeightStash(model, plan, self.mesh, params, lambda: self.optimizer.step())
+        loss = self.loss if self.compiled is None else self.compiled.loss(self.loss)
         self._training = TrainingCompute(
-            self.stages, self.mesh, self.loss, self.randomness, self.reducer, self.units, versions
+            self.stages, self.mesh, loss, self.randomness, self.reducer, self.units, versions
         )
-        self._trail = ModuleTrail(model, watch=bool(self.units.units))
+        self._trail = ModuleTrail(
+            model, bool(self.units.units), self.compiled.blocks if self.compiled else ()
+        )
         self._update = GradUpdate(
             plan,
             self.mesh,
@@ -215,6 +229,28 @@ class Engine:
         )
         if plan.staging is not None and not self._update.wants_norm and not self.reducer.buckets:
             self._training.agree = self.mesh.group(*plan.layout.active_axes())
+
+    def _override_functions(self) -> None:
+        """Override functions of torch in forwards, if the model may need it: dropout, attention
+        under recomputation or context parallelism, routing over all tokens."""
+        selective, parts = self.plan.recompute == "selective", self.sequence or None
+        functions = FunctionOverrides(
+            self.randomness, selective, parts, mesh=self.mesh, loads=self.loads
+        )
+        self._always_overridden = bool(selective or parts or self.loads)
+        if self._always_overridden or may_drop(self.model) or may_route(self.model):
+            self._training.functions = functions
+        else:
+            self._training.if_drawn, self.randomness.in_use = functions, False
+
+    def _settle_overrides(self) -> None:
+        """After a step: override no functions that the model has not called."""
+        training = self._training
+        training.if_drawn = None
+        if training.functions is None or self._always_overridden:
+            return
+        if not (training.functions.routed or self.randomness.drawn):
+            training.functions, self.randomness.in_use = None, False
 
     # ---- one step --------------------------------------------------------------------------------
 
@@ -246,10 +282,7 @@ class Engine:
         rebalance_gates(self.model, self._of_all_tokens, self._absent_buffers, taken=taken)
         self.steps_done += 1
         self.replicas.after_step(self.steps_done)
-        routed = self._training.functions is not None and self._training.functions.routed
-        needed = self.sequence or self.loads or routed or self.randomness.drawn
-        if self.plan.recompute != "selective" and not needed:
-            self._training.functions = None  # a model without dropout pays nothing for it
+        self._settle_overrides()
         return result
 
     def _forward_backward(self, batch: Batch) -> list:

@@ -7,7 +7,6 @@ They are ordinary calls of `torch.nn.functional`, so a TorchFunctionMode sees th
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from weft._torch.autograd import saved_tensor_hooks
+from weft._torch.autograd import in_checkpoint
 from weft.core import (
     UnsupportedModel,
 )
@@ -42,6 +41,7 @@ from weft.parallel import (
     TOKEN_AXES,
     Mesh,
     all_gather,
+    checkpointed_dropout,
     split_dim,
 )
 
@@ -61,25 +61,8 @@ _multi_head_attention = FunctionType(
 )
 
 
-def _runs_again() -> bool:
-    """Whether torch.utils.checkpoint, called by the model, runs this forward, and runs it again in
-    backward."""
-    if torch.is_grad_enabled():
-        hooks = saved_tensor_hooks()
-        return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook")
-    frame = sys._getframe()
-    while frame.f_back is not None:  # the older kind runs it first without gradients
-        frame = frame.f_back
-        if (
-            frame.f_code.co_name == "forward"
-            and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
-        ):
-            return True
-    return False
-
-
 class FunctionOverrides(TorchFunctionMode):
-    """Active around forward. `attention_cores` counts the cores that it recomputes. `sequence`:
+    """Active around forward. `attended`: whether attention has been called. `sequence`:
     which ranks share. `seen`, `asked`: told of every call of attention, and of what is asked of all
     tokens: shares of so many experts, the capacity for so many choices, so many positions that the
     model has made, and are not `known` from the batch. `loads`: told of every loss that a gate
@@ -97,7 +80,7 @@ class FunctionOverrides(TorchFunctionMode):
         known: Sequence[Tensor] = (),
     ):
         super().__init__()
-        self.randomness, self.selective, self.attention_cores = randomness, selective, 0
+        self.randomness, self.selective, self.attended = randomness, selective, False
         self.sequence, self.seen, self.asked, self.loads, self.mesh = (
             sequence,
             seen,
@@ -169,14 +152,11 @@ class FunctionOverrides(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0.0:
             return input
-        if not self.randomness.recomputed and _runs_again():
-            problem = (
-                "it is inside of torch.utils.checkpoint, whose second forward would draw another"
-                " mask"
-            )
-            raise UnsupportedModel(
-                "dropout", p, problem, 'leave that out and set train.recompute = "full"'
-            )
+        again = (
+            self.randomness.recomputed or torch.compiler.is_compiling()
+        )  # BlockForward has asked
+        if not again and in_checkpoint():
+            raise checkpointed_dropout(p)
         within = self.loads is not None and self.loads.inside and not self.randomness.own_count
         if within and self.mesh is not None and self.mesh.layout.active_axes():
             problem = "it drops within experts, whose rows are others on every layout"
@@ -198,7 +178,7 @@ class FunctionOverrides(TorchFunctionMode):
             )
         return self.randomness.dropout(input, p, site)
 
-    def _alpha(self, input: Tensor, p: float, site: int) -> Tensor:
+    def _alpha(self, input: Tensor, p: float, site: Tensor) -> Tensor:
         """Keeps mean and variance after SELU (Klambauer et al. 2017)."""
         keep = self.randomness.keep(input.shape, p, site, input.device)
         a = ((1.0 - p) * (1.0 + p * _SELU_FLOOR**2)) ** -0.5
@@ -212,24 +192,17 @@ class FunctionOverrides(TorchFunctionMode):
         core: Callable = F.scaled_dot_product_attention
         if self._shared():
             assert self.sequence is not None
-            site, activation_sharding = (
-                self.randomness.site() if dropout > 0.0 else 0,
-                self.randomness.activation_sharding,
-            )
-            keep = (
-                partial(
-                    self._kept, dropout, site, activation_sharding, list(self.randomness.samples)
-                )
-                if site
-                else None
-            )
+            keep = None
+            if dropout > 0.0:
+                draws = replace(self.randomness)  # backward draws the same masks again
+                keep = partial(_kept, draws, dropout, self.randomness.site())
             core = partial(self.sequence.attention, keep=keep)
         elif dropout > 0.0:
             # the mask is drawn for this site, so a recomputed core draws the same one
             site, activation_sharding = self.randomness.site(), self.randomness.activation_sharding
             core = partial(plain_attention, self.randomness, activation_sharding, site)
         if self.selective and torch.is_grad_enabled():
-            self.attention_cores += 1
+            self.attended = True
             return checkpoint(core, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         return core(*args, **kwargs)
 
@@ -277,24 +250,22 @@ class FunctionOverrides(TorchFunctionMode):
         """Whether this rank has a part of the sequences that run."""
         return self.sequence is not None and self.sequence.now.length > 0
 
-    def _kept(
-        self,
-        p: float,
-        site: int,
-        activation_sharding: Any,
-        samples: list[int],
-        heads: tuple[int, int, int],
-        queries: tuple[int, int],
-        keys: tuple[int, int],
-        device: torch.device,
-    ) -> Tensor:
-        """Factors of the weights between two stretches, in backward as in forward."""
-        draws = replace(self.randomness, activation_sharding=activation_sharding, samples=samples)
-        first, count, all_heads = heads
-        if activation_sharding == "heads":
-            first, all_heads = first + draws.index * all_heads, all_heads * draws.size
-        keep = draws.keep_weights((first, count, all_heads), queries, keys, p, site, device)
-        return keep.to(torch.float64).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+def _kept(
+    draws: Randomness,
+    p: float,
+    site: Tensor,
+    heads: tuple[int, int, int],
+    queries: tuple[int, int],
+    keys: tuple[int, int],
+    device: torch.device,
+) -> Tensor:
+    """Factors of the weights between two stretches, in backward as in forward."""
+    first, count, all_heads = heads
+    if draws.activation_sharding == "heads":
+        first, all_heads = first + draws.index * all_heads, all_heads * draws.size
+    keep = draws.keep_weights((first, count, all_heads), queries, keys, p, site, device)
+    return keep.to(torch.float64).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -304,7 +275,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def plain_attention(
     randomness: Randomness,
     activation_sharding: Any,
-    site: int,
+    site: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,

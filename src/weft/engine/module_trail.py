@@ -3,6 +3,7 @@ depend."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,22 @@ from weft.parallel import Mesh
 
 class ModuleTrail:
     """A hash of the modules with parameters that ran since `clear`, in order. 20 bits: its square
-    is exact in float64, and a sum of both over ranks tells whether all are equal."""
+    is exact in float64, and a sum of both over ranks tells whether all are equal.
 
-    def __init__(self, model: nn.Module, watch: bool):
+    Args:
+        model: whose modules are watched.
+        watch: whether they are.
+        compiled: names of modules that a compiler follows, which are watched as a whole: in a
+            graph, what runs does not depend on data.
+    """
+
+    def __init__(self, model: nn.Module, watch: bool, compiled: Collection[str] = ()):
         self.hash = 0
-        if watch:
-            for index, module in enumerate(model.modules()):
-                if module._parameters:
-                    module.register_forward_pre_hook(partial(self._pass, index))
+        inside = {m for name in compiled for m in [*model.get_submodule(name).modules()][1:]}
+        wholes = {model.get_submodule(name) for name in compiled}
+        for index, module in enumerate(model.modules() if watch else ()):
+            if module in wholes or (module._parameters and module not in inside):
+                module.register_forward_pre_hook(partial(self._pass, index))
 
     def clear(self) -> None:
         self.hash = 0

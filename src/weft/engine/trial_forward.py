@@ -146,7 +146,7 @@ def check_attention(
     if sequence and plan.staging is None and sequence.calls == 0:
         fix = f"use dp or fsdp, or attention through {core}"
         raise UnsupportedModel("layout", str(plan.layout), problem, fix)
-    if plan.recompute == "selective" and functions and functions.attention_cores == 0:
+    if plan.recompute == "selective" and functions and not functions.attended:
         fix = f'use "full" or "none", or attention through {core}'
         raise UnsupportedModel("train.recompute", "selective", problem, fix)
 

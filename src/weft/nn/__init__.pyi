@@ -58,6 +58,7 @@ from .moe_routing import (
     within_capacity as within_capacity,
     z_loss as z_loss,
 )
+from .override_needs import may_drop as may_drop, may_route as may_route
 from .role_types import (
     Chain as Chain,
     ExpertsRole as ExpertsRole,

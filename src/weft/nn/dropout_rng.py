@@ -4,11 +4,13 @@ A mask is a function of (seed, step, sample, place in the program, place in the 
 of nothing else: a counter-based generator (Salmon et al. 2011; the mixing function is splitmix64's,
 Steele et al. 2014). So every rank draws its own part of one global mask, whatever part it holds,
 and a recomputed forward draws the same mask again.
+
+What differs from step to step is in tensors, so that a compiled forward is compiled once.
 """
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +28,7 @@ DROPOUTS = DROPOUTS_OF_CHANNELS | {
 }
 
 _BITS = 31
+_NEXT_CALL = 0xD1B54A32D192ED03  # between the keys of two calls: no tensor has as many elements
 
 
 def mix_key(*words: int) -> int:
@@ -48,16 +51,16 @@ class Randomness:
     """Where the program is: which samples this rank holds, which call comes next, how activations
     are cut here.
 
-    `samples`: global indices of this microbatch's samples. `index` of `size`: this rank on the axis
-    that cuts activations. `rows`: the positions that it has of sequences of `length`, where ranks
-    share them.
+    `samples`: global indices of this microbatch's samples, int64 [samples], on the device of the
+    masks. `index` of `size`: this rank on the axis that cuts activations. `rows`: the positions
+    that it has of sequences of `length`, where ranks share them.
     """
 
     seed: int
     index: int = 0
     size: int = 1
     step: int = 0
-    samples: list[int] = field(default_factory=list)
+    samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     activation_sharding: ActivationSharding = "whole"
     rows: Tensor | None = None
     length: int = 0
@@ -67,28 +70,32 @@ class Randomness:
     recomputed: bool = (
         False  # whether weft's own recomputation runs a block, which repeats its masks
     )
-    # masks drawn since the engine was made: 0 after a step means that the model has no dropout
-    drawn: int = 0
+    in_use: bool = True  # whether dropout draws its masks here
+    drawn: bool = False  # whether a mask has been drawn since the engine was made
+    _key: Tensor | None = None  # of the place, int64 []
 
-    def begin(self, step: int, samples: list[int]) -> None:
+    def begin(self, step: int, samples: Tensor | Sequence[int]) -> None:
         """A microbatch begins."""
-        self.step, self.samples = step, samples
-        self.place, self.calls, self.activation_sharding, self.own_count = 0, 0, "whole", False
+        self.step, self.samples = step, torch.as_tensor(samples)
+        self.activation_sharding, self.own_count = "whole", False
+        self.move_to(0)
 
-    def enter(self, name: str, activation_sharding: ActivationSharding) -> None:
-        """The module `name` begins: its calls are counted anew, so that a recomputed module repeats
-        them."""
-        self.place, self.calls, self.activation_sharding = (
-            zlib.crc32(name.encode()),
-            0,
-            activation_sharding,
-        )
+    def move_to(self, place: int, calls: int = 0) -> None:
+        """What runs next is at this place of the program, where so many calls came before."""
+        self.place, self.calls, self._key = place, calls, None
 
-    def site(self) -> int:
-        """A key for the next call."""
+    def make_key(self) -> Tensor:
+        """The key of this place and step. A compiled forward needs it to be made before."""
+        if self._key is None:
+            key = _to_signed(mix_key(self.seed, self.step, self.place))
+            self._key = torch.full((), key, dtype=torch.int64, device=self.samples.device)
+        return self._key
+
+    def site(self) -> Tensor:
+        """A key for the next call, int64 []."""
         self.calls += 1
-        self.drawn += 1
-        return mix_key(self.seed, self.step, self.place, self.calls)
+        self.drawn = True
+        return self.make_key() + _to_signed(self.calls * _NEXT_CALL % 2**64)
 
     def skip(self, calls: int) -> None:
         """As many calls were another rank's to make."""
@@ -100,11 +107,10 @@ class Randomness:
         length = shape[dim]
         coords = torch.arange(length, device=device, dtype=torch.int64)
         if dim == 0:
-            rows = max(
-                1, length // max(1, len(self.samples))
-            )  # samples may be flattened with tokens
-            if length == rows * len(self.samples):
-                base = torch.tensor(self.samples, device=device, dtype=torch.int64)
+            samples = self.samples.shape[0]
+            rows = max(1, length // max(1, samples))  # samples may be flattened with tokens
+            if length == rows * samples:
+                base = self.samples.to(device)
                 own, total = torch.arange(rows, device=device), rows
                 if self.rows is not None and rows == len(self.rows):
                     own, total = self.rows.to(device), self.length
@@ -128,7 +134,7 @@ class Randomness:
             return 1 if ndim > 2 else 0
         return 1 if self.activation_sharding == "heads" and ndim == 4 else ndim - 1
 
-    def keep(self, shape: torch.Size, p: float, site: int, device: torch.device) -> Tensor:
+    def keep(self, shape: torch.Size, p: float, site: Tensor, device: torch.device) -> Tensor:
         """A bool mask of this shape, each element true with probability 1 - p."""
         sharded = self.sharded_dim(len(shape))
         sequence = self._sequence_dim(shape, sharded)
@@ -147,15 +153,14 @@ class Randomness:
         queries: tuple[int, int],
         keys: tuple[int, int],
         p: float,
-        site: int,
+        site: Tensor,
         device: torch.device,
     ) -> Tensor:
         """`keep` for weights of attention [samples, heads, queries, keys] between two stretches of
         a sequence. `heads`: the first one, how many, and how many all ranks have."""
         first, count, every = heads
-        places = [
-            (self._coordinates(torch.Size([len(self.samples)]), 0, None, device), len(self.samples))
-        ]
+        samples = self.samples.shape[0]
+        places = [(self._coordinates(torch.Size([samples]), 0, None, device), samples)]
         for (start, stop), total in (
             ((first, first + count), every),
             (queries, self.length),
@@ -165,20 +170,20 @@ class Randomness:
         return self._draw_mask(places, p, site, device)
 
     def _draw_mask(
-        self, places: list[tuple[Tensor, int]], p: float, site: int, device: torch.device
+        self, places: list[tuple[Tensor, int]], p: float, site: Tensor, device: torch.device
     ) -> Tensor:
         """`places`: for every dim, the coordinates in the global tensor, and its length."""
         number = torch.zeros((), dtype=torch.int64, device=device)
         for coords, total in places:
             number = (number * total).unsqueeze(-1) + coords
-        word = number.add_(_to_signed(site)) if number.ndim else number + _to_signed(site)
+        word = number + site.to(device)
         word.mul_(_to_signed(0x9E3779B97F4A7C15))
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             word.bitwise_xor_(word >> shift).mul_(_to_signed(factor))
         word.bitwise_xor_(word >> 31).bitwise_and_(2**_BITS - 1)
         return word >= int(p * 2**_BITS)
 
-    def dropout(self, x: Tensor, p: float, site: int) -> Tensor:
+    def dropout(self, x: Tensor, p: float, site: Tensor) -> Tensor:
         """`torch.nn.functional.dropout` in training, with the mask of this site."""
         if p >= 1.0:
             return x * 0.0

@@ -11,6 +11,10 @@ from .axes import (
     TOKEN_AXES as TOKEN_AXES,
     VOCABULARY_AXES as VOCABULARY_AXES,
 )
+from .block_forward import (
+    BlockForward as BlockForward,
+    checkpointed_dropout as checkpointed_dropout,
+)
 from .collectives import (
     all_gather as all_gather,
     cross_boundary as cross_boundary,

@@ -6,8 +6,6 @@ The user's forward is not edited: inside a boundary it computes on plain local t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
-from weft._torch.modes import function_modes
 from weft.core import (
     COPY,
     EXPERTS,
@@ -40,6 +34,7 @@ from weft.pipeline import PlaceholderTensor
 from .axes import (
     TOKEN_AXES,
 )
+from .block_forward import BlockForward, check_single_gradient, forward_with_own_count
 from .collectives import cross_boundary
 from .expert_dispatch import ExpertCommStats, shard_experts
 from .mesh import Mesh
@@ -105,15 +100,11 @@ def parallelize(
     }
     recomputed = set(plan.recomputed())
     for block in plan.blocks:
-        module = modules[block]
-        module.forward = partial(
-            _in_place, module.forward, randomness, block, interiors.get(block) or "whole"
-        )  # type: ignore[method-assign]
-        if block in recomputed:
-            module.forward = partial(_recompute, module, module.forward, randomness)  # type: ignore[method-assign]
+        sharding = interiors.get(block) or "whole"
+        again = block in recomputed
+        modules[block].forward = BlockForward(modules[block], block, sharding, randomness, again)  # type: ignore[method-assign]
     for name in plan.counted:
-        module = modules[name]
-        module.forward = partial(_forward_with_own_count, module.forward, randomness, name)  # type: ignore[method-assign]
+        modules[name].forward = forward_with_own_count(modules[name], name, randomness)  # type: ignore[method-assign]
     _gather(plan, modules, mesh)
     return traffic
 
@@ -234,7 +225,7 @@ def _enter(
             )
 
         return tuple(map(taken, args)), {key: taken(value) for key, value in kwargs.items()}
-    _check_single_gradient(step.module, args, kwargs)
+    check_single_gradient(step.module, args, kwargs)
     for i, value in enumerate(args):
         if isinstance(value, Tensor) and value.is_floating_point():
             return (
@@ -272,22 +263,6 @@ def _flat(boundary: Boundary, x: Tensor, step: Step) -> Boundary:
         boundary,
         outside={axis: Shard(0) if p == Shard(1) else p for axis, p in boundary.outside.items()},
     )
-
-
-def _check_single_gradient(module: str, args: tuple, kwargs: dict) -> None:
-    """Refuse a second tensor that needs a gradient: used on a part of activations, it would get a
-    part of the sum."""
-    values = [
-        v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, (tuple, list)) else (a,))
-    ]
-    if sum(isinstance(v, Tensor) and v.requires_grad for v in values) > 1:
-        raise UnsupportedModel(
-            "layout",
-            module,
-            "more than one tensor that needs a gradient enters it, and only the first is known",
-            'declare its linears "whole" in [roles]; without the option sequence, if it is a whole'
-            " block",
-        )
 
 
 def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, plan: Plan) -> None:
@@ -342,79 +317,6 @@ def _as_dtensor(y: Tensor, boundary: Boundary, mesh: Mesh, total: int | None) ->
     return DTensor.from_local(
         y, mesh.device_mesh[axis], [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=stride
     )
-
-
-# ---- recompute and randomness --------------------------------------------------------------------
-
-
-def _in_place(
-    forward: Callable,
-    randomness: Randomness,
-    name: str,
-    activation_sharding: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    outside = randomness.place, randomness.calls
-    randomness.enter(name, activation_sharding)
-    if activation_sharding == "sequence":
-        _check_single_gradient(name, args, kwargs)
-    out = forward(*args, **kwargs)
-    randomness.place, randomness.calls = (
-        outside  # calls between blocks are counted apart: a block may be elsewhere
-    )
-    return out
-
-
-def _forward_with_own_count(
-    forward: Callable, randomness: Randomness, name: str, *args: Any, **kwargs: Any
-) -> Any:
-    """A module's forward, whose dropout masks are the same wherever in the order of the others it
-    comes."""
-    outside = randomness.place, randomness.calls, randomness.own_count
-    randomness.enter(name, randomness.activation_sharding)
-    randomness.own_count = True
-    out = forward(*args, **kwargs)
-    randomness.place, randomness.calls, randomness.own_count = outside
-    return out
-
-
-def _recompute(
-    module: nn.Module, forward: Callable, randomness: Randomness, *args: Any, **kwargs: Any
-) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    modes, outside = function_modes(), randomness.recomputed
-    randomness.recomputed = True
-    try:
-        return checkpoint(
-            forward,
-            *args,
-            use_reentrant=False,
-            early_stop=False,
-            context_fn=lambda: (contextlib.nullcontext(), _RecomputeContext(module, modes)),
-            **kwargs,
-        )
-    finally:
-        randomness.recomputed = outside
-
-
-class _RecomputeContext:
-    """A further forward of a module: in backward, where function modes are off, they are on again;
-    running statistics were updated by the first one. A backward in two parts enters it twice."""
-
-    def __init__(self, module: nn.Module, modes: list[TorchFunctionMode]):
-        self._norms, self._modes = [m for m in module.modules() if isinstance(m, _BatchNorm)], modes
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        before = [(buffer, buffer.clone()) for norm in self._norms for buffer in norm.buffers()]
-        self._stack.callback(lambda: [buffer.copy_(value) for buffer, value in before])
-        for mode in self._modes:
-            self._stack.enter_context(mode)
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
 
 # ---- sharded storage -----------------------------------------------------------------------------

@@ -34,6 +34,12 @@ def _divisible(length: int, size: int, dim: int) -> int:
     return length // size
 
 
+def _divided(x: Tensor, dim: int, size: int, each: int) -> Tensor:
+    """Dim `dim` as two, [size, each]. `unflatten` is Python, which a compiler does not follow where
+    a function mode is active."""
+    return x.reshape(*x.shape[:dim], size, each, *x.shape[dim + 1 :])
+
+
 def split_dim(x: Tensor, dim: int, index: int, size: int) -> Tensor:
     """Slice a tensor that every rank holds whole.
 
@@ -63,9 +69,8 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, total: int | None)
         pad[dim] = each - x.shape[dim]
         x = torch.cat([x, x.new_zeros(pad)], dim)
     out = functional.all_gather(x, group)
-    whole = (
-        out.unflatten(0, (size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1) if dim else out
-    )
+    parts = out.view(size, *x.shape)
+    whole = parts.movedim(0, dim).flatten(dim, dim + 1) if dim else out
     return whole if total is None else whole.narrow(dim, 0, total)
 
 
@@ -73,7 +78,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Partial sums -> this rank's slice of the sum."""
     size = dist.get_world_size(group)
     each = _divisible(x.shape[dim], size, dim)
-    blocks = x.unflatten(dim, (size, each)).movedim(dim, 0)
+    blocks = _divided(x, dim, size, each).movedim(dim, 0)
     return functional.reduce_scatter(blocks.flatten(0, 1), group).view(blocks.shape[1:])
 
 
@@ -86,7 +91,7 @@ def all_to_all(x: Tensor, src: int, dst: int, group: dist.ProcessGroup) -> Tenso
     """Shards of dim `src` -> shards of dim `dst`."""
     size = dist.get_world_size(group)
     each = _divisible(x.shape[dst], size, dst)
-    sent = x.unflatten(dst, (size, each)).movedim(dst, 0)
+    sent = _divided(x, dst, size, each).movedim(dst, 0)
     received = functional.all_to_all(sent.flatten(0, 1), group).view(sent.shape)
     return received.movedim(0, src).flatten(src, src + 1)
 

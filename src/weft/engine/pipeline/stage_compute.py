@@ -24,6 +24,7 @@ from weft.parallel import (
 )
 
 from ..context_parallel.sequence import ContextParallel
+from ..draw_watch import DrawWatch
 from ..fsdp_units import FSDPUnits
 from ..function_overrides import FunctionOverrides
 from ..grad_buckets import GradReducer
@@ -106,6 +107,7 @@ class TrainingCompute:
     loss, weight, unreached parameters, trail and its square; here it gets the losses and weights of
     this rank's microbatches.
 
+    `if_drawn`: a forward that draws random numbers without `functions` runs again with these.
     `agree`: the group that sums it while the backwards still run, where nothing else is added to
     it.
     """
@@ -118,6 +120,7 @@ class TrainingCompute:
     units: FSDPUnits
     versions: WeightStash | None = None
     functions: FunctionOverrides | None = None  # what is replaced inside a forward; None: nothing
+    if_drawn: FunctionOverrides | None = None  # what is replaced once a forward has drawn numbers
     scale: float = 1.0  # of the loss that backward starts from
     agree: dist.ProcessGroup | None = None
     step: int = 0
@@ -131,21 +134,24 @@ class TrainingCompute:
         self._data = self.mesh.index(*DATA_AXES)
         plan, size = self.stages.plan, self.stages.plan.microbatch
         firsts = [(m * plan.data_size + self._data) * size for m in range(plan.accumulate)]
-        self._samples = [list(range(first, first + size)) for first in firsts]
+        device = self.stages.device
+        self._samples = [torch.arange(first, first + size, device=device) for first in firsts]
         backwards = [a for a in schedule.order[rank] if a.kind in ("B", "W")]
         self._split = {a[1:] for a in backwards if a.kind == "W"}
         # of each stage, the action after which its gradients are complete
         self._last = {a.stage: a for a in backwards}
         self._last_forward = [a for a in schedule.order[rank] if a.kind == "F"][-1]
-        self._generator = _generator(self.stages.device)
+        self._generator = _generator(device)
+        self._watch = DrawWatch(self.stages.model, self._generator)
         self._held = (
             contextlib.ExitStack()
         )  # its microbatch's weights: a backward may compute a forward again
 
     def begin(self, step: int, micros: Sequence[MicroBatch], scale: float) -> None:
         self.step, self.micros, self.scale = step, micros, scale
-        if self.functions is not None:
-            self.functions.scale = scale
+        for functions in (self.functions, self.if_drawn):
+            if functions is not None:
+                functions.scale = scale
         self.total, self.agreed = (
             torch.zeros(6, dtype=torch.float64, device=self.stages.device),
             None,
@@ -157,18 +163,19 @@ class TrainingCompute:
     def forward(
         self, stage: int, microbatch: int, received: dict[int, Tensor]
     ) -> tuple[dict[int, Tensor], Tensor | None]:
-        micro = self.micros[microbatch]
-        with self.functions or contextlib.nullcontext():
-            with (
-                self.versions.of(stage, microbatch)
-                if self.versions is not None
-                else contextlib.nullcontext()
-            ):
-                values, output = self.stages(stage, micro, received)
-            if not self.stages.is_last(stage):
-                return values, None
-            with self.stages.autocast():
-                loss, weight = self.loss(output, micro.batch)
+        if self.if_drawn is None:
+            values, found = self._forward(stage, microbatch, received)
+        else:
+            self._watch.begin()
+            values, found = self._forward(stage, microbatch, received)
+            if self._watch.drew():
+                self.functions, self.if_drawn = self.if_drawn, None
+                self.randomness.in_use = True
+                self.randomness.begin(self.step, self._samples[microbatch])
+                values, found = self._forward(stage, microbatch, received)
+        if found is None:
+            return values, None
+        loss, weight = found
         counted = torch.as_tensor(weight, device=self.total.device).detach().double()
         self.total[1:3] += torch.stack([loss.detach().double(), counted])
         if (
@@ -176,6 +183,19 @@ class TrainingCompute:
         ):  # an update for every microbatch: the mean is that microbatch's own
             return values, loss * self.versions.divisor(counted, microbatch)
         return values, loss * self.scale
+
+    def _forward(
+        self, stage: int, microbatch: int, received: dict[int, Tensor]
+    ) -> tuple[dict[int, Tensor], tuple[Tensor, Tensor] | None]:
+        """({value: tensor} for other stages, what the loss returns after the last stage)."""
+        micro, nothing = self.micros[microbatch], contextlib.nullcontext()
+        with self.functions or nothing:
+            with self.versions.of(stage, microbatch) if self.versions is not None else nothing:
+                values, output = self.stages(stage, micro, received)
+            if not self.stages.is_last(stage):
+                return values, None
+            with self.stages.autocast():
+                return values, self.loss(output, micro.batch)
 
     def before(self, action: Action) -> None:
         self.action = action

@@ -285,7 +285,8 @@ class Remote(RemoteState):
                 "place what calls it on the same worker, or leave it to the driver",
             )
         cast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        samples = (draws.samples[0], draws.samples[-1] + 1) if draws.samples else (0, 0)
+        held = draws.samples.tolist()
+        samples = (held[0], held[-1] + 1) if held else (0, 0)
         call = ModuleCall(
             name,
             bool(self._training),
@@ -315,7 +316,8 @@ class Remote(RemoteState):
             module.training = training  # a forward may have set it
         draws = self.randomness
         draws.begin(call.step, [*range(*call.samples)])
-        draws.place, draws.calls, draws.own_count = call.place, call.calls, call.own_count
+        draws.move_to(call.place, call.calls)
+        draws.own_count = call.own_count
         enabled, dtype = call.autocast
         with ExitStack() as stack:
             for each in self.around:

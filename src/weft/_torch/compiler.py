@@ -1,0 +1,82 @@
+"""What torch.compile has done in this process. `torch.compiler` has no public counters."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class CompileCounts:
+    """Since a CompileLog began.
+
+    Args:
+        seconds: in which something was compiled.
+        graphs: that were compiled.
+        breaks: places where a forward was left for Python between two graphs.
+        recompilations: of code that had been compiled before, for other types, shapes or values.
+    """
+
+    seconds: float = 0.0
+    graphs: int = 0
+    breaks: int = 0
+    recompilations: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.graphs} graphs in {self.seconds:.1f} s, {self.breaks} breaks,"
+            f" {self.recompilations} recompilations"
+        )
+
+
+class CompileLog:
+    """Counts what is compiled from now on.
+
+    Uses the counters and callbacks of torch._dynamo, which its own tests and logs use.
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo import callback, utils  # takes a second
+
+        self._counters = utils.counters
+        self._graphs, self._breaks = self._so_far()
+        self._seconds, self._began, self._recompilations = 0.0, 0.0, 0
+        callback.callback_handler.register_start_callback(self._start)
+        callback.callback_handler.register_end_callback(self._end)
+
+    def counts(self) -> CompileCounts:
+        """Until now."""
+        graphs, breaks = self._so_far()
+        return CompileCounts(
+            self._seconds, graphs - self._graphs, breaks - self._breaks, self._recompilations
+        )
+
+    def reasons(self) -> list[str]:
+        """Why forwards were left for Python, in this process."""
+        return [str(reason) for reason in self._counters["graph_break"]]
+
+    def _so_far(self) -> tuple[int, int]:
+        counters = self._counters
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+    def _start(self, event: Any) -> None:
+        self._began = time.perf_counter()
+        _, _, times = str(event.compile_id).partition("/")  # as in 3/1: code 3, a second time
+        if "DYNAMO" in str(event.callback_trigger) and times.partition("_")[0] not in ("", "0"):
+            self._recompilations += 1
+
+    def _end(self, event: Any) -> None:
+        self._seconds += time.perf_counter() - self._began
+
+
+def compiled_by_user(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called. Torch does not tell."""
+    return module._compiled_call_impl is not None
+
+
+def is_compiled_copy(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` made this module, which holds the other as `_orig_mod`."""
+    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")

@@ -1,0 +1,84 @@
+"""Which functions that weft overrides a model may call, told from its modules, attributes and code
+before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from .dropout_rng import DROPOUTS
+
+_DROPOUT_MODULES = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+_DROPOUT_NAMES = frozenset(function.__name__ for function in DROPOUTS)
+_ROUTING_NAMES = frozenset({"expert_shares", "balance_loss", "with_loss", "within_capacity"})
+
+
+def may_drop(model: nn.Module) -> bool:
+    """Whether a dropout module has a probability above 0; or a module, or its `config`, a number
+    above 0 in an attribute that is named like dropout; or a module's code calls one of torch's
+    functions of dropout with a probability of its own.
+
+    A function outside of the module's class, which says 0.1 itself, is not found.
+    """
+    for module in model.modules():
+        if isinstance(module, _DROPOUT_MODULES):
+            if module.p > 0:
+                return True
+            continue
+        named = _names_in_code(type(module))  # type: ignore[arg-type]
+        config = getattr(module, "config", None)
+        if any(_is_probability(*item) for item in vars(module).items()) or any(
+            _is_probability(name, getattr(config, name, None)) for name in named
+        ):
+            return True
+        if any(not hasattr(module, name) for name in named & _DROPOUT_NAMES):
+            return True  # torch's; otherwise it is the module's own
+    return False
+
+
+def may_route(model: nn.Module) -> bool:
+    """Whether a module's code calls `weft.nn`'s routing over all tokens."""
+    kinds = {type(module) for module in model.modules()}
+    return any(_names_in_code(kind) & _ROUTING_NAMES for kind in kinds)  # type: ignore[arg-type]
+
+
+def _is_probability(name: str, value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return "drop" in name and number and value > 0
+
+
+@lru_cache(maxsize=4096)
+def _names_in_code(cls: Hashable) -> frozenset[str]:
+    """All names that a class's forward uses, and the class's methods that it calls."""
+    found: set[str] = set()
+    todo, seen = ["forward"], {"forward"}
+    while todo:
+        method: Any = getattr(cls, todo.pop())
+        method = getattr(method, "fget", method)
+        while hasattr(method, "__wrapped__"):
+            method = method.__wrapped__
+        if isinstance(method, FunctionType):
+            names = {name for code in _codes(method.__code__) for name in code.co_names}
+            found |= names
+            own = {name for name in names - seen if hasattr(cls, name)}
+            todo += own
+            seen |= own
+    return frozenset(found)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)

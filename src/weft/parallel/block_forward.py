@@ -1,0 +1,154 @@
+"""What runs in the place of a repeated block's forward: it names the place of dropout, and computes
+the block again in backward where the plan says so. The block's own forward may be compiled; what
+differs between blocks, and from step to step, happens here, outside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from weft._torch.autograd import in_checkpoint
+from weft._torch.modes import function_modes
+from weft.core import ActivationSharding, UnsupportedModel
+from weft.nn import Randomness
+
+Forward = Callable[..., Any]
+
+
+class BlockForward:
+    """Replaces `module.forward` of one block.
+
+    Args:
+        module: the block.
+        name: its name in the model, from which the keys of its dropout masks follow.
+        activation_sharding: how activations are cut where it begins.
+        randomness: gives dropout its masks.
+        recomputed: whether backward computes the block again.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        activation_sharding: ActivationSharding,
+        randomness: Randomness,
+        recomputed: bool,
+    ):
+        self._module, self._name, self._randomness = module, name, randomness
+        self._place, self._activation_sharding = zlib.crc32(name.encode()), activation_sharding
+        self._recomputed = recomputed
+        self._forward: Forward = module.forward
+        self._compiled = False
+        update_wrapper(self, module.forward)
+
+    def compile(self, compiler: Callable[[Forward], Forward]) -> None:
+        """Compile the block's own forward by `compiler(forward)`."""
+        self._forward, self._compiled = compiler(self._forward), True
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self._recomputed and torch.is_grad_enabled()):
+            return self._run(*args, **kwargs)
+        randomness, modes = self._randomness, function_modes()
+        outside, randomness.recomputed = randomness.recomputed, True
+        try:
+            return checkpoint(
+                self._run,
+                *args,
+                use_reentrant=False,
+                early_stop=False,
+                context_fn=lambda: (
+                    contextlib.nullcontext(),
+                    _RecomputeContext(self._module, modes),
+                ),
+                **kwargs,
+            )
+        finally:
+            randomness.recomputed = outside
+
+    @torch.compiler.disable(recursive=False)
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        randomness = self._randomness
+        outside = randomness.place, randomness.calls
+        randomness.move_to(self._place)
+        randomness.activation_sharding = self._activation_sharding
+        if self._activation_sharding == "sequence":
+            check_single_gradient(self._name, args, kwargs)
+        if self._compiled and randomness.in_use:
+            if not randomness.recomputed and in_checkpoint():
+                raise checkpointed_dropout(self._name)
+            randomness.make_key()
+        out = self._forward(*args, **kwargs)
+        # calls between blocks are counted apart: a block may be elsewhere
+        randomness.move_to(*outside)
+        return out
+
+
+class _RecomputeContext:
+    """A further forward of a module: in backward, where function modes are off, they are on again;
+    running statistics were updated by the first one. A backward in two parts enters it twice."""
+
+    def __init__(self, module: nn.Module, modes: list[TorchFunctionMode]):
+        self._norms, self._modes = [m for m in module.modules() if isinstance(m, _BatchNorm)], modes
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        before = [(buffer, buffer.clone()) for norm in self._norms for buffer in norm.buffers()]
+        self._stack.callback(lambda: [buffer.copy_(value) for buffer, value in before])
+        for mode in self._modes:
+            self._stack.enter_context(mode)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+def forward_with_own_count(module: nn.Module, name: str, randomness: Randomness) -> Forward:
+    """A module's forward, whose dropout masks are the same wherever in the order of the others it
+    comes."""
+    forward, own = module.forward, zlib.crc32(name.encode())
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        outside = randomness.place, randomness.calls
+        own_count, randomness.own_count = randomness.own_count, True
+        randomness.move_to(own)
+        out = forward(*args, **kwargs)
+        randomness.own_count = own_count
+        randomness.move_to(*outside)
+        return out
+
+    return run
+
+
+def check_single_gradient(module: str, args: tuple, kwargs: dict) -> None:
+    """Refuse a second tensor that needs a gradient: used on a part of activations, it would get a
+    part of the sum. Raises UnsupportedModel."""
+    values = [
+        v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, (tuple, list)) else (a,))
+    ]
+    if sum(isinstance(v, Tensor) and v.requires_grad for v in values) > 1:
+        raise UnsupportedModel(
+            "layout",
+            module,
+            "more than one tensor that needs a gradient enters it, and only the first is known",
+            'declare its linears "whole" in [roles]; without the option sequence, if it is a whole'
+            " block",
+        )
+
+
+def checkpointed_dropout(dropout: object) -> UnsupportedModel:
+    """The error for dropout in a module that the model itself checkpoints."""
+    return UnsupportedModel(
+        "dropout",
+        dropout,
+        "it is inside of torch.utils.checkpoint, whose second forward would draw another mask",
+        'leave that out and set train.recompute = "full"',
+    )
