@@ -317,7 +317,7 @@ SYNCS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("layout", ["dp2", "dp4", "dp2.tp2"])
 @pytest.mark.parametrize("options", SYNCS, ids=lambda o: "-".join(map(str, o.values())))
 def test_bytes_of_synchronisers(options: dict[str, Any], layout: str) -> None:
-    sync = weft.sync._registry.make_sync(**options)
+    sync = weft.sync.make_sync(**options)
     plan = laid("decoder", layout, sync=sync)
     want = [
         sum(
@@ -339,7 +339,7 @@ def test_bytes_of_synchronisers(options: dict[str, Any], layout: str) -> None:
 def test_a_periods_bytes_are_spread_over_its_steps(name: str, codec: str, share: float) -> None:
     whole = float(estimated("decoder", "dp2").traffic["dp"][0])
     for options in ({}, {"fragments": 4}):
-        sync = weft.sync._registry.make_sync(name, codec, period=8, **options)
+        sync = weft.sync.make_sync(name, codec, period=8, **options)
         assert float(estimated("decoder", "dp2", sync).traffic["dp"][0]) == pytest.approx(
             whole * share / 8
         )
@@ -389,7 +389,7 @@ def test_what_rests_on_a_rank_is_what_the_plan_says(name: str, layout: str) -> N
 def kept(layout: str, options: Mapping[str, Any]) -> dict[str, float]:
     """Bytes of what a rank has to agree with others after a step, and of its optimizer's state."""
     torch.manual_seed(0)
-    model, sync = own(), weft.sync._registry.make_sync(**options)
+    model, sync = own(), weft.sync.make_sync(**options)
     plan = weft.plan(model, layout, batch=BATCH, loss=next_token, sample=tokens(2), sync=sync)
     kind = torch.optim.SGD if options.get("codec") == "dgc" else torch.optim.AdamW
     engine = weft.Engine(
@@ -462,7 +462,7 @@ def test_what_is_kept_to_agree_is_what_an_engine_has(
     found = pool.run(kept, layout, options, world=sizes.world)
     parts = {
         part.name: float(part.value[0])
-        for part in estimated("decoder", layout, weft.sync._registry.make_sync(**options)).memory
+        for part in estimated("decoder", layout, weft.sync.make_sync(**options)).memory
     }
     held = max(each["agreement"] for each in found)
     if (

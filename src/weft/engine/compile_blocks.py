@@ -3,15 +3,20 @@ does around a block (gathers of FSDP2, keys of dropout, recomputation) stays out
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from weft._torch.compiler import CompileLog, compiled_by_user, is_compiled_copy
+from weft._torch.compiler import CompileCounts, CompileLog, compiled_by_user, is_compiled_copy
+from weft._torch.modules import original_call, redirect_calls
 from weft.core import CompileChoice, CompileOptions, ConfigError, Plan, UnsupportedModel
 from weft.parallel import BlockForward
+
+from .microbatch import Batch
+from .pipeline.stage_compute import Loss
 
 # kinds of blocks in one class, training and evaluation, shapes
 VARIANTS = 64
@@ -58,27 +63,51 @@ class CompiledBlocks:
         model: the model after it is sharded.
         plan: this rank's part of a plan.
         options: how to compile.
+        experts: names of the modules that hold experts, which are left out: which tokens they get
+            depends on data.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, options: CompileOptions):
-        self._log = CompileLog()
-        self._compile = partial(
-            torch.compile,
-            backend=options.backend,
-            mode=None if options.backend != "inductor" else options.mode,
-            recompile_limit=VARIANTS,
-        )
-        self.blocks = plan.blocks
+    def __init__(
+        self, model: nn.Module, plan: Plan, options: CompileOptions, experts: Sequence[str] = ()
+    ):
+        self.options, self.blocks = options, plan.blocks
+        self._in_use, self._log = True, CompileLog()
+        for module in map(model.get_submodule, experts):
+            redirect_calls(module, torch.compiler.disable(original_call(module)))
         for name in self.blocks:
             module = model.get_submodule(name)
             if isinstance(module.forward, BlockForward) and not compiled_by_user(module):
-                module.forward.compile(self._compile)
+                module.forward.compile(self._compile, lambda: self._in_use)
 
-    def loss(self, loss: Any) -> Any:
-        """The loss, compiled."""
-        return self._compile(loss)
+    def loss(self, loss: Loss) -> Loss:
+        """A loss that is compiled where blocks are."""
+        compiled = self._compile(loss)
+
+        def run(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+            return compiled(output, batch) if self._in_use else loss(output, batch)
+
+        return run
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside this context nothing that is compiled runs."""
+        before, self._in_use = self._in_use, False
+        try:
+            yield
+        finally:
+            self._in_use = before
 
     @property
-    def counts(self) -> Any:
-        """What was compiled so far in this process."""
+    def counts(self) -> CompileCounts:
+        """What this process has compiled so far."""
         return self._log.counts()
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why forwards were left for Python between two graphs."""
+        return self._log.reasons()
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        options = self.options
+        mode = options.mode if options.backend == "inductor" else None
+        return torch.compile(function, backend=options.backend, mode=mode, recompile_limit=VARIANTS)

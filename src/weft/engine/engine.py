@@ -156,17 +156,18 @@ class Engine:
         trial = None
         if sample is not None and plan.layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
             trial = ShardingTrial(StageModel(model, plan, device, None, self.sequence), sample)
-        self._shard()
-        self.compiled = CompiledBlocks(self.model, self.rank_plan, options) if options else None
+        self._shard(options)
         if trial is not None:
             trial.check(self.forward, self.state.weights(), self.mesh, bool(self.dispatch.group))
         if sample is not None and self.sequence:
             self._try_in_parts(sample)
         self._prepare(optimizer, clip, skip)
+        if self.compiled is not None:
+            self.loss = self._training.loss = self.compiled.loss(self.loss)
         self._override_functions()
         self.replicas.attach(self)
 
-    def _shard(self) -> None:
+    def _shard(self, options: CompileOptions | None) -> None:
         """Change the model in place: afterwards it is this rank's part, in stages."""
         plan, model, device, staged = self.plan, self.model, self.mesh.device, None
         if plan.staging is not None:
@@ -174,6 +175,8 @@ class Engine:
             staged = StageForward(model, plan.staging, stages, device, self.randomness.skip)
         self.loads = ExpertLoad(model, find_experts(model), self.mesh)
         self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
+        outside = self.loads.modules
+        self.compiled = options and CompiledBlocks(model, self.rank_plan, options, outside)
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {n: p for n, p in model.named_parameters() if n in held}
@@ -182,7 +185,14 @@ class Engine:
         self.units = FSDPUnits(model, self.rank_plan)
         parts = FunctionOverrides(self.randomness, False, self.sequence) if self.sequence else None
         self._inference = Inference(
-            self.stages, self.mesh, self.sequence, self._runner, forward_runner, self.units, parts
+            self.stages,
+            self.mesh,
+            self.sequence,
+            self._runner,
+            forward_runner,
+            self.units,
+            parts,
+            self.compiled,
         )
         whose = self.mesh, self.params, self.replicas
         self.state = CheckpointState(model, plan, self.global_plan, *whose)
@@ -204,9 +214,8 @@ class Engine:
         versions = None
         if plan.schedule.versions:
             versions = WeightStash(model, plan, self.mesh, params, lambda: self.optimizer.step())
-        loss = self.loss if self.compiled is None else self.compiled.loss(self.loss)
         self._training = TrainingCompute(
-            self.stages, self.mesh, loss, self.randomness, self.reducer, self.units, versions
+            self.stages, self.mesh, self.loss, self.randomness, self.reducer, self.units, versions
         )
         self._trail = ModuleTrail(
             model, bool(self.units.units), self.compiled.blocks if self.compiled else ()

@@ -68,8 +68,7 @@ class ExpertLoad:
 
     def add(self, loss: Tensor) -> None:
         """A gate adds this to the loss, summed over the tokens that are here."""
-        if not in_backward():
-            self.loss += loss.detach()
+        self.loss += loss.detach()
 
     def take(self) -> tuple[dict[str, list[int]], float]:
         """(module -> choices that none took, then all of every expert; what gates have added),

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from weft._torch.autograd import in_checkpoint
+from weft._torch.autograd import in_backward, in_checkpoint
 from weft.core import (
     UnsupportedModel,
 )
@@ -126,7 +126,9 @@ class FunctionOverrides(TorchFunctionMode):
             return self._within_capacity(*args)
         if func is with_loss:
             self.routed = True
-            if self.loads is not None:
+            compiled = torch.compiler.is_compiling()
+            again = self.randomness.repeated if compiled else in_backward()
+            if self.loads is not None and not again:
                 self.loads.add(args[1])
             return AddLoss.apply(*args, self.scale)
         if func is torch.arange and self._shared():
@@ -152,10 +154,8 @@ class FunctionOverrides(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0.0:
             return input
-        again = (
-            self.randomness.recomputed or torch.compiler.is_compiling()
-        )  # BlockForward has asked
-        if not again and in_checkpoint():
+        compiled = torch.compiler.is_compiling()  # then BlockForward has checked it
+        if not compiled and not self.randomness.recomputed and in_checkpoint():
             raise checkpointed_dropout(p)
         within = self.loads is not None and self.loads.inside and not self.randomness.own_count
         if within and self.mesh is not None and self.mesh.layout.active_axes():

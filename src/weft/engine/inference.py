@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from weft.parallel import (
     Mesh,
 )
 
+from .compile_blocks import CompiledBlocks
 from .context_parallel.sequence import ContextParallel
 from .fsdp_units import FSDPUnits
 from .function_overrides import FunctionOverrides
@@ -32,7 +34,8 @@ from .pipeline.stage_compute import (
 @dataclass
 class Inference:
     """One rank's part. `runner` runs the plan's schedule, `single` one microbatch. `parts`: what
-    lets ranks share a sequence, where they do."""
+    lets ranks share a sequence, where they do. `compiled`: what runs in `evaluate` alone: outputs
+    are asked for by sequences of every length."""
 
     stages: StageModel
     mesh: Mesh
@@ -41,6 +44,7 @@ class Inference:
     single: PipelineRunner
     units: FSDPUnits
     parts: FunctionOverrides | None
+    compiled: CompiledBlocks | None
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: Loss) -> Tensor:
@@ -84,7 +88,8 @@ class Inference:
             lambda output, _: outputs.append(_unshard_output(output)),
             functions,
         )
-        self.single.run(work, [micro.signature], forward_only=True)
+        with self.compiled.paused() if self.compiled is not None else nullcontext():
+            self.single.run(work, [micro.signature], forward_only=True)
         self.units.reshard()
         group = self.mesh.group(STAGE_AXIS)
         if group is not None:

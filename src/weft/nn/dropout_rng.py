@@ -70,6 +70,7 @@ class Randomness:
     recomputed: bool = (
         False  # whether weft's own recomputation runs a block, which repeats its masks
     )
+    repeated: bool = False  # whether that runs it in backward
     in_use: bool = True  # whether dropout draws its masks here
     drawn: bool = False  # whether a mask has been drawn since the engine was made
     _key: Tensor | None = None  # of the place, int64 []

@@ -123,6 +123,7 @@ class GateBias(nn.Module):
         """[E]."""
         return self.state[0]
 
+    @torch.compiler.disable  # a compiled forward does not know whether a backward runs it
     def count(self, index: Tensor) -> None:
         """These choices are of this step: int [n, k]."""
         # a forward that is run again for its backward counts nothing

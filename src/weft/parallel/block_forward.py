@@ -47,12 +47,13 @@ class BlockForward:
         self._place, self._activation_sharding = zlib.crc32(name.encode()), activation_sharding
         self._recomputed = recomputed
         self._forward: Forward = module.forward
-        self._compiled = False
+        self._compiled: Forward | None = None
+        self._in_use: Callable[[], bool] = lambda: False
         update_wrapper(self, module.forward)
 
-    def compile(self, compiler: Callable[[Forward], Forward]) -> None:
-        """Compile the block's own forward by `compiler(forward)`."""
-        self._forward, self._compiled = compiler(self._forward), True
+    def compile(self, compiler: Callable[[Forward], Forward], in_use: Callable[[], bool]) -> None:
+        """Compile the block's own forward by `compiler(forward)`; it runs where `in_use()`."""
+        self._compiled, self._in_use = compiler(self._forward), in_use
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +69,7 @@ class BlockForward:
                 early_stop=False,
                 context_fn=lambda: (
                     contextlib.nullcontext(),
-                    _RecomputeContext(self._module, modes),
+                    _RecomputeContext(self._module, modes, randomness),
                 ),
                 **kwargs,
             )
@@ -83,11 +84,14 @@ class BlockForward:
         randomness.activation_sharding = self._activation_sharding
         if self._activation_sharding == "sequence":
             check_single_gradient(self._name, args, kwargs)
-        if self._compiled and randomness.in_use:
-            if not randomness.recomputed and in_checkpoint():
-                raise checkpointed_dropout(self._name)
-            randomness.make_key()
-        out = self._forward(*args, **kwargs)
+        forward = self._forward
+        if self._compiled is not None and self._in_use():
+            forward = self._compiled
+            if randomness.in_use:
+                if not randomness.recomputed and in_checkpoint():
+                    raise checkpointed_dropout(self._name)
+                randomness.make_key()
+        out = forward(*args, **kwargs)
         # calls between blocks are counted apart: a block may be elsewhere
         randomness.move_to(*outside)
         return out
@@ -97,8 +101,9 @@ class _RecomputeContext:
     """A further forward of a module: in backward, where function modes are off, they are on again;
     running statistics were updated by the first one. A backward in two parts enters it twice."""
 
-    def __init__(self, module: nn.Module, modes: list[TorchFunctionMode]):
+    def __init__(self, module: nn.Module, modes: list[TorchFunctionMode], randomness: Randomness):
         self._norms, self._modes = [m for m in module.modules() if isinstance(m, _BatchNorm)], modes
+        self._randomness = randomness
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
@@ -106,8 +111,10 @@ class _RecomputeContext:
         self._stack.callback(lambda: [buffer.copy_(value) for buffer, value in before])
         for mode in self._modes:
             self._stack.enter_context(mode)
+        self._randomness.repeated = True
 
     def __exit__(self, *error: object) -> None:
+        self._randomness.repeated = False
         self._stack.close()
 
 

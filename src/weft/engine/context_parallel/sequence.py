@@ -172,6 +172,7 @@ class ContextParallel:
 
     # ---- attention -------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # messages between ranks overlap with blocks of keys
     def attention(
         self,
         query: Tensor,

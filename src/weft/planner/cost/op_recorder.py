@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft._torch.modes import without_dispatch_modes
 from weft._torch.modules import intercept_calls, original_call
 from weft._torch.tensors import FakeTensorMode, make_fake, storage_id
 from weft.engine import FunctionOverrides
@@ -102,14 +103,20 @@ class _DropoutMasks(Randomness):
     """Masks of dropout, of which the work is seen, and no element drawn."""
 
     def __init__(self, forward: OpRecorder):
-        super().__init__(seed=0)
+        with without_dispatch_modes():
+            super().__init__(seed=0)
+            self._zero = torch.zeros((), dtype=torch.int64)
         self._forward = forward
 
-    def keep(self, shape: torch.Size, p: float, site: int, device: torch.device) -> Tensor:
+    def site(self) -> Tensor:
+        self.drawn = True
+        return self._forward.fake.from_tensor(self._zero)
+
+    def keep(self, shape: torch.Size, p: float, site: Tensor, device: torch.device) -> Tensor:
         with self._forward.fake, self._forward:
             return super().keep(shape, p, site, device)
 
-    def dropout(self, x: Tensor, p: float, site: int) -> Tensor:
+    def dropout(self, x: Tensor, p: float, site: Tensor) -> Tensor:
         self._forward.drawn = self._forward.divided.get(storage_id(x))
         try:
             return super().dropout(x, p, site)
