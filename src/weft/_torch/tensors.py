@@ -188,12 +188,3 @@ def forget_meshes() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
-
-
-def global_offset(tensor: DTensor) -> tuple[int, ...]:
-    """Per dim, where this rank's part of a DTensor begins in the global tensor. Torch computes it
-    for its own checkpoints, and exports it nowhere."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1]
