@@ -7,7 +7,7 @@ import gc
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -131,6 +131,16 @@ def make_empty_subclass(
         device=like.device if device is None else device,
         requires_grad=requires_grad,
     )
+
+
+def make_wrapper_tensor(
+    cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A contiguous tensor of class `cls` with no memory, on which autograd works.
+
+    `Tensor._make_wrapper_subclass` has no public name, see `make_empty_subclass`.
+    """
+    return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
 
 
 def tensor_attributes() -> dict[str, Any]:

@@ -6,6 +6,11 @@ from .attention_masks import (
     window_rule as window_rule,
 )
 from .batchnorm import BatchNorm as BatchNorm
+from .deferred_logits import (
+    FEW_LOGITS as FEW_LOGITS,
+    DeferringHeads as DeferringHeads,
+    computed as computed,
+)
 from .deferred_weights import (
     deferred_init as deferred_init,
     forget_initial_weights as forget_initial_weights,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from weft._torch.c10d import all_reduce
 
 from .chunked_softmax import chunk_rows, softmax_parts, token_losses, wide
+from .deferred_logits import DeferredLogits
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor]]
@@ -161,19 +162,34 @@ def cross_entropy(
         local = logits.to_local()
         if cut is not None:
             offset, group = cut
-            rows = local.reshape(labels.numel(), local.size(-1))
+            rows = _rows(local, labels)
             _refuse_outside(labels, counted, logits.size(-1))
             total = sharded_token_losses(rows, labels.reshape(-1) - offset, group)
             return _sum_of(total, counted)
         logits = local
-    rows = logits.reshape(labels.numel(), logits.size(-1))
-    if len(rows) > chunk_rows(rows):
+    rows = _rows(logits, labels)
+    if _deferred(rows) or len(rows) > chunk_rows(rows):
         _refuse_outside(labels, counted, logits.size(-1))
-        return _sum_of(token_losses(rows, labels.reshape(-1)), counted)
+        return _sum_of(_token_losses(rows, labels.reshape(-1)), counted)
     total = F.cross_entropy(
         rows.to(wide(rows.dtype)), labels.reshape(-1), ignore_index=ignore_index, reduction="sum"
     )
     return total, counted.sum().to(total.dtype)
+
+
+def _rows(logits: Tensor, labels: Tensor) -> Tensor:
+    """Logits [N, V] of labels [...]; deferred ones as they are."""
+    return logits if _deferred(logits) else logits.reshape(labels.numel(), logits.size(-1))
+
+
+def _deferred(logits: Tensor) -> TypeGuard[DeferredLogits]:
+    return isinstance(logits, DeferredLogits) and logits.unchanged
+
+
+def _token_losses(logits: Tensor, column: Tensor, parts: Tensor | None = None) -> Tensor:
+    if _deferred(logits):
+        return logits.losses(column, parts)
+    return token_losses(logits, column, parts)
 
 
 def _sum_of(losses: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,8 +242,8 @@ def sharded_token_losses(logits: Tensor, column: Tensor, group: str) -> Tensor:
         column: [N], where the target lies; not from 0 to V_local - 1 if another rank has it.
         group: name of the process group whose ranks share the vocabulary.
     """
-    parts = softmax_parts(logits.detach(), column)
+    parts = logits.parts(column) if _deferred(logits) else softmax_parts(logits.detach(), column)
     maximum = all_reduce(parts[0], "max", group)
     sums = torch.stack([parts[1] * (parts[0] - maximum).exp(), parts[2]])
     sums = all_reduce(sums, "sum", group)
-    return token_losses(logits, column, torch.cat([maximum.unsqueeze(0), sums]))
+    return _token_losses(logits, column, torch.cat([maximum.unsqueeze(0), sums]))
