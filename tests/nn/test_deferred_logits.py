@@ -164,7 +164,7 @@ def test_when_heads_defer():
 
 
 def test_memory_is_two_chunks(monkeypatch):
-    """Of 2,000 x 1,000 logits, 8 MB in float32, one sixteenth at a time."""
+    """Of 2,000 x 1,000 logits, 8 MB in float32, a twenty-fourth at a time."""
     monkeypatch.setattr(deferred_logits, "CPU_CHUNK", 2**24)
     head = nn.Linear(8, 1000, bias=False)
     hidden = torch.randn(2000, 8, requires_grad=True)

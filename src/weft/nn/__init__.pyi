@@ -8,6 +8,9 @@ from .attention_masks import (
 from .batchnorm import BatchNorm as BatchNorm
 from .deferred_logits import (
     FEW_LOGITS as FEW_LOGITS,
+    FEWEST_ROWS as FEWEST_ROWS,
+    GPU_CHUNK as GPU_CHUNK,
+    MOST_CHUNKS as MOST_CHUNKS,
     DeferringHeads as DeferringHeads,
     computed as computed,
 )

@@ -35,7 +35,7 @@ from .chunked_softmax import gradients_of, losses_of, parts_of, wide
 FEW_LOGITS = 2**26
 # Logits of a chunk at most: products of a chunk should be worth reading the weight for.
 CPU_CHUNK, GPU_CHUNK = 2**24, 2**27
-FEWEST_ROWS, MOST_CHUNKS = 64, 16
+FEWEST_ROWS, MOST_CHUNKS = 64, 24
 
 
 class _Deferred(Tensor):
@@ -91,23 +91,21 @@ def computed(value: Any) -> Any:
 
 
 class _Product:
-    """hidden [N, D] @ weight [V, D].T + bias [V], as LogitRows."""
+    """hidden [N, D] @ weight [V, D].T + bias [V], as LogitRows. `narrow`: what chunks were made in,
+    in their own dtype; free for use between chunks."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None):
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.shape, self.dtype = torch.Size((len(hidden), len(weight))), hidden.dtype
         self.empty = hidden.new_empty
 
-    def rows(self) -> int:
-        count, width = self.shape
-        elements = CPU_CHUNK if self.hidden.device.type == "cpu" else GPU_CHUNK
-        return max(1, min(elements // max(1, width), max(FEWEST_ROWS, -(-count // MOST_CHUNKS))))
-
     def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         count, width = self.shape
-        each = min(self.rows(), max(1, count))
+        most = CPU_CHUNK if self.hidden.device.type == "cpu" else GPU_CHUNK
+        rows = max(FEWEST_ROWS, -(-count // MOST_CHUNKS))
+        each = max(1, min(most // max(1, width), rows, count))
         buffer = self.empty((each, width), dtype=wide(self.dtype))
-        narrow = buffer if buffer.dtype == self.dtype else self.empty((each, width))
+        self.narrow = narrow = buffer if buffer.dtype == self.dtype else self.empty((each, width))
         for start in range(0, count, each):
             of = slice(start, min(start + each, count))
             part, place = narrow[: of.stop - start], buffer[: of.stop - start]
@@ -239,8 +237,9 @@ def _backward_in_chunks(
     to_hidden = torch.empty_like(rows) if wanted[0] else None
     to_weight = weight.new_zeros(weight.shape, dtype=dtype) if wanted[1] else None
     to_bias = weight.new_zeros(len(weight), dtype=dtype) if wanted[2] else None
-    for of, own in grad.chunks(_Product(rows, weight, grad.logits.bias)):
-        narrow = own.to(rows.dtype)
+    product = _Product(rows, weight, grad.logits.bias)
+    for of, own in grad.chunks(product):
+        narrow = own if own.dtype == rows.dtype else product.narrow[: len(own)].copy_(own)
         if to_hidden is not None:
             torch.mm(narrow, weight, out=to_hidden[of])
         if to_weight is not None and (own.dtype == rows.dtype or own.device.type == "cpu"):
