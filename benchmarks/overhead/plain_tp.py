@@ -89,11 +89,7 @@ class Attention(nn.Module):
 
     def __init__(self, whole: nn.Module):
         super().__init__()
-        self.head_dim, self.rope_base, self.rotate = (
-            whole.head_dim,
-            whole.rope_base,
-            decoder_file().rotate,
-        )
+        self.head_dim, self.rotate = whole.head_dim, decoder_file().rotate
         self.wq, self.wk, self.wv = (
             rows(whole.wq.weight),
             rows(whole.wk.weight),
@@ -101,14 +97,14 @@ class Attention(nn.Module):
         )
         self.wo = columns(whole.wo.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         b, s, _ = x.shape
         x = CopyToRanks.apply(x)
         q, k, v = (
             F.linear(x, w).view(b, s, -1, self.head_dim).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
         )
-        q, k = self.rotate(q, self.rope_base), self.rotate(k, self.rope_base)
+        q, k = self.rotate(q, rotary), self.rotate(k, rotary)
         y = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1)
         )
@@ -139,8 +135,8 @@ class Block(nn.Module):
         self.attention_norm, self.attention = whole.attention_norm, Attention(whole.attention)
         self.mlp_norm, self.mlp = whole.mlp_norm, MLP(whole.mlp)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -155,14 +151,17 @@ class Decoder(nn.Module):
         self.norm = whole.norm
         self.head = rows(whole.head.weight)
         self.start = dist.get_rank() * len(self.head)
+        self.rope_base, self.rotary_table = whole.rope_base, decoder_file().rotary_table
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         local = input_ids - self.start
         mine = (local >= 0) & (local < len(self.embedding))
         x = F.embedding(local.where(mine, 0), self.embedding) * mine.unsqueeze(-1)
         x = SumOverRanks.apply(x)
+        width = self.blocks[0].attention.head_dim
+        rotary = self.rotary_table(input_ids.size(1), width, self.rope_base, x)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, rotary)
         logits = F.linear(CopyToRanks.apply(self.norm(x)), self.head)
         return CrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), self.start)
 

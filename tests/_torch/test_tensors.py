@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from weft._torch.tensors import (
     local_part,
     make_empty_subclass,
     make_fake,
+    make_wrapper_tensor,
     mark_parameter,
     quiet_fake_tensors,
     storage_id,
@@ -183,3 +185,26 @@ def test_attributes_of_users_and_no_others() -> None:
     plain = nn.Parameter(torch.ones(2))
     plain.group = 1  # type: ignore[attr-defined]
     assert user_attributes(plain) == {"group": 1}
+
+
+def test_a_wrapper_tensor_has_no_memory_and_a_gradient() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return make_wrapper_tensor(Wrapped, (2, *x.shape), x.dtype, x.device)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0].sum(0)
+
+    class Wrapped(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            return torch.ones(3, dtype=torch.float64)
+
+    x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    made = Twice.apply(x)
+    assert type(made) is Wrapped and made.shape == (2, 3) and made.dtype == torch.float64
+    assert made.data_ptr() == 0 and made._version == 0
+    made.backward(torch.ones(2, 3, dtype=torch.float64))
+    assert x.grad is not None and x.grad.tolist() == [2.0, 2.0, 2.0]

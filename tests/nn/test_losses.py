@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import traceback
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.nn import losses
+from weft.nn import chunked_softmax, losses
 
 IGNORED = losses.IGNORED
 
@@ -39,6 +42,14 @@ def example(vocab, ignored, scale=3.0):
     return logits, labels
 
 
+def peak_bytes(run):
+    """The most memory that `run` holds at once, beside what was there before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = found.profiler.kineto_results.events()
+    return max(itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
+
+
 # ---- one process ---------------------------------------------------------------------------------
 
 
@@ -53,6 +64,70 @@ def test_cross_entropy_is_a_sum_and_its_weight(ignored):
     assert not weight.requires_grad
     assert torch.equal(total.detach(), expected) and torch.equal(leaf.grad, gradient)
     assert weight.item() == {"none": 21, "some": 11, "all": 0}[ignored]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+def test_chunks_of_tokens(ignored, dtype, monkeypatch):
+    """A chunk of two rows, the last of one: the same numbers, and no float32 copy of bfloat16."""
+    monkeypatch.setattr(chunked_softmax, "CPU_CHUNK", 25)
+    logits, labels = example(11, ignored, scale=1e2)
+    leaf = logits.to(dtype).requires_grad_()
+    wide = leaf.detach().to(torch.promote_types(dtype, torch.float32))
+    expected, gradient = reference(wide, labels)
+    total, weight = losses.cross_entropy(leaf, labels)
+    (0.5 * total).backward()
+    assert total.dtype == weight.dtype == wide.dtype and leaf.grad.dtype == dtype
+    tight = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(
+        total.detach(), expected, rtol=1e-6 if tight > 1e-6 else tight, atol=0
+    )
+    torch.testing.assert_close(leaf.grad, (0.5 * gradient).to(dtype), rtol=tight, atol=tight)
+    assert weight.item() == {"none": 21, "some": 11, "all": 0}[ignored]
+    with pytest.raises(RuntimeError, match="outside the vocabulary of 11"):
+        losses.cross_entropy(leaf, labels + 111)
+
+
+def test_memory_beside_the_gradient_is_a_chunk(monkeypatch):
+    monkeypatch.setattr(chunked_softmax, "CPU_CHUNK", 4000)
+    logits = torch.randn(100, 1000).bfloat16().requires_grad_()
+    labels = torch.randint(1000, (100,))
+    losses.cross_entropy(logits, labels)[0].backward()  # what torch allocates once
+
+    def step():
+        logits.grad = None
+        losses.cross_entropy(logits, labels)[0].backward()
+
+    chunk, rows = 4 * 4000, 64 * 100
+    assert peak_bytes(lambda: losses.cross_entropy(logits, labels)) <= chunk + rows
+    assert peak_bytes(step) <= logits.nbytes + chunk + rows  # its gradient
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("elements", [25, 2**19])
+def test_compiled_in_one_graph(backend, elements, monkeypatch):
+    monkeypatch.setattr(chunked_softmax, "CPU_CHUNK", elements)
+    logits, labels = example(11, "some")
+    torch._dynamo.reset()
+    loss = torch.compile(losses.next_token, fullgraph=True, backend=backend)
+    for step in range(3):
+        leaf = (logits * (step + 1)).requires_grad_()
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            total, _ = loss(leaf, {"labels": labels})
+            total.backward()
+        expected, gradient = reference(leaf.detach(), labels)
+        torch.testing.assert_close(total.detach(), expected, rtol=1e-14, atol=0)
+        torch.testing.assert_close(leaf.grad, gradient, rtol=0, atol=1e-14)
+
+
+def test_operators_are_sound():
+    """Fake and autograd rules, as torch checks them."""
+    logits, column = torch.randn(5, 30, requires_grad=True), torch.randint(30, (5,))
+    ops = torch.ops.weft
+    parts = ops.softmax_parts(logits.detach(), column)
+    torch.library.opcheck(ops.softmax_parts.default, (logits.detach(), column))
+    torch.library.opcheck(ops.token_losses.default, (logits, column, None))
+    torch.library.opcheck(ops.token_losses.default, (logits, column, parts))
 
 
 def test_low_precision_is_summed_in_float32():
@@ -201,12 +276,16 @@ def check_rest(mesh):
     expected, gradient = reference(logits, labels.masked_fill(labels == 0, IGNORED))
     torch.testing.assert_close(total.detach(), expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(leaf.grad, slice_of(gradient, mesh), rtol=0, atol=1e-12)
-    # A second backward would read a buffer that the first has overwritten.
-    leaf, whole = shard(logits, mesh)
-    total, _ = losses.cross_entropy(whole, labels)
-    total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        total.backward()
+    # Words that are masked out everywhere, on one rank all of them.
+    masked = logits.clone()
+    masked[..., len(logits[0, 0].chunk(mesh.size())[0]) :] = -torch.inf
+    first = labels.clamp(max=10)
+    leaf, whole = shard(masked, mesh)
+    total, weight = losses.cross_entropy(whole, first)
+    total.backward()
+    expected, gradient = reference(masked, first)
+    torch.testing.assert_close(total.detach(), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(leaf.grad, slice_of(gradient, mesh), rtol=0, atol=1e-12)
     # Labels outside the vocabulary are refused, as F.cross_entropy does.
     with pytest.raises(RuntimeError, match="outside the vocabulary of 101"):
         losses.cross_entropy(shard(logits, mesh)[1], labels + 101)
@@ -220,28 +299,54 @@ def check_rest(mesh):
         losses.cross_entropy(DTensor.from_local(logits, mesh, [Partial()]), labels)
 
 
+class Collectives(TorchDispatchMode):
+    """Records (operation, shape, group) of every collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in func.namespace and "wait" not in func.__name__:
+            self.seen.append((args[1], tuple(args[0].shape), args[2]))
+        return func(*args, **(kwargs or {}))
+
+
 def check_collectives(mesh):
     """One maximum and one pair of sums per token, whatever the vocabulary; none in backward."""
-    seen = []
-    all_reduce = dist.all_reduce
-
-    def record(tensor, op, group):
-        seen.append((op, tuple(tensor.shape), dist.get_world_size(group)))
-        return all_reduce(tensor, op, group)
-
     logits, labels = example(101, "some")
     grid = DeviceMesh("cpu", torch.arange(mesh.size()).view(-1, 1), mesh_dim_names=("dp", "tp"))
-    losses.dist.all_reduce = record  # this process ends with the test
     for on, placements in ((mesh, [Shard(2)]), (grid, [Replicate(), Shard(2)])):
-        seen.clear()
         leaf = shard(logits, mesh)[0] if on is mesh else logits.clone().requires_grad_()
         whole = DTensor.from_local(
             leaf, on, placements, run_check=False, shape=logits.shape, stride=logits.stride()
         )
-        total, _ = losses.cross_entropy(whole, labels)
-        total.backward()
-        size = mesh.size() if on is mesh else 1
-        assert seen == [(dist.ReduceOp.MAX, (3, 7), size), (dist.ReduceOp.SUM, (2, 3, 7), size)]
+        with Collectives() as record:
+            total, _ = losses.cross_entropy(whole, labels)
+            total.backward()
+        group = on.get_group(len(placements) - 1).group_name
+        assert record.seen == [("max", (21,), group), ("sum", (2, 21), group)]
+        assert losses.reduced_numels(21) == (21, 42)
+
+
+def check_compiled(mesh):
+    """One graph, the same at every step."""
+    logits, labels = example(101, "some")
+    expected, gradient = reference(logits, labels)
+    for backend in ("eager", "aot_eager", "inductor"):
+        torch._dynamo.reset()
+        loss = torch.compile(losses.next_token, fullgraph=True, backend=backend)
+        for step in range(3):
+            with torch._dynamo.config.patch(error_on_recompile=step > 0):
+                leaf, whole = shard(logits * (step + 1), mesh)
+                expected, gradient = reference(logits * (step + 1), labels)
+                total, weight = loss(whole, {"labels": labels})
+                total.backward()
+            torch.testing.assert_close(total.detach(), expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(leaf.grad, slice_of(gradient, mesh), rtol=0, atol=1e-12)
+            assert weight.item() == 11
+        with pytest.raises(RuntimeError, match="outside the vocabulary of 101"):
+            loss(shard(logits, mesh)[1], {"labels": labels + 101})
 
 
 def check_two_axes(mesh):
@@ -272,6 +377,15 @@ def check_two_axes(mesh):
 @pytest.mark.parametrize("check", [check_all, check_rest, check_collectives])
 def test_vocabulary_parallel(world, check, tmp_path):
     spawn(world, check, tmp_path)
+
+
+def test_vocabulary_parallel_in_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunked_softmax, "CPU_CHUNK", 120)  # two or three rows
+    spawn(2, check_all, tmp_path)
+
+
+def test_vocabulary_parallel_compiled(tmp_path):
+    spawn(2, check_compiled, tmp_path)
 
 
 def test_vocabulary_parallel_beside_data_parallel(tmp_path):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import weft.nn.models
 from weft.nn.models import convnet, decoder
-from weft.nn.models.decoder import rotate
+from weft.nn.models.decoder import rotary_table, rotate
 
 SMALL = {"vocab": 37, "dim": 32, "layers": 2, "heads": 4, "seq_len": 16}
 
@@ -71,21 +71,23 @@ def test_attention_works_on_a_part_of_its_heads():
     """Tensor parallelism gives each rank some heads: outputs of the parts then add up to the
     whole."""
     attention, x = build(kv_heads=2).blocks[0].attention, torch.randn(2, 5, 32, dtype=torch.float64)
-    whole, weights = attention(x), {n: p.detach() for n, p in attention.named_parameters()}
+    table = rotary_table(5, attention.head_dim, 1e4, x)
+    whole, weights = attention(x, table), {n: p.detach() for n, p in attention.named_parameters()}
     parts = []
     for rank in range(2):
         local = {n: p.chunk(2, dim=1 if n == "wo.weight" else 0)[rank] for n, p in weights.items()}
-        parts.append(torch.func.functional_call(attention, local, (x,)))
+        parts.append(torch.func.functional_call(attention, local, (x, table)))
     torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-14)
 
 
 def test_rotary_embedding_knows_only_distances():
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).expand(2, 1, 1, 9, 8)
-    scores = (rotate(q, 100.0) @ rotate(k, 100.0).mT)[0, 0]
+    table = rotary_table(9, 8, 100.0, q)
+    scores = (rotate(q, table) @ rotate(k, table).mT)[0, 0]
     torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], rtol=1e-12, atol=1e-13)
     assert (scores[0, 0] - scores[0, 1]).abs() > 1e-3
-    torch.testing.assert_close(rotate(q, 100.0).norm(dim=-1), q.norm(dim=-1))
-    assert rotate(q.bfloat16(), 100.0).dtype == torch.bfloat16
+    torch.testing.assert_close(rotate(q, table).norm(dim=-1), q.norm(dim=-1))
+    assert rotate(q.bfloat16(), table).dtype == torch.bfloat16
 
 
 def test_tied_weights_are_one_parameter():

@@ -224,3 +224,22 @@ def test_recompute_is_checked() -> None:
         plan(model(), "dp1", recompute="half")
     with pytest.raises(UnsupportedModel, match="no list of repeated blocks"):
         plan(nn.Linear(2, 2), "dp1", recompute="full")
+
+
+def test_heads_whose_logits_the_loss_makes() -> None:
+    """Those of a loss that says it can; not where a backward in two parts makes them twice, nor
+    where a step's weights are put away before the loss."""
+
+    def heads(layout: str, loss: Any = next_token, **options: Any) -> tuple[str, ...]:
+        sample = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+        return weft.plan(
+            decoder(layers=4), layout, batch=8, accumulate=4, loss=loss, sample=sample, **options
+        ).heads
+
+    for layout in ("dp2", "fsdp2", "tp2", "pp2"):
+        assert heads(layout) == ("head",) and heads(layout, logits="whole") == ()
+    assert heads("dp2", None) == heads("dp2", mse) == heads("pp2+zb-h1") == ()
+    assert heads("pp2+zb-h1", logits="chunks") == ("head",)
+    assert heads("pp2+pipedream", logits="chunks") == ()
+    with pytest.raises(ConfigError, match="not a way to make logits"):
+        heads("dp2", logits="few")

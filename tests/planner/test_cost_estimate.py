@@ -623,3 +623,22 @@ def test_more_microbatches_have_a_smaller_share_of_bubble() -> None:
 def test_a_dtype_without_a_peak_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no peak"):
         priced(laid("dp8"), practice=replace(PRACTICE, compute="int4"))
+
+
+def test_many_logits_are_held_in_chunks() -> None:
+    """A twenty-fourth of them, with the head's gradient; all of them where a backward
+    in two parts would make them twice."""
+    count, whole = 32000 * 1024 * 8, PRACTICE.logit_bytes * 32000 * 1024 * 8
+    chunks = replace(PRACTICE, few_logits=2**20, chunk_bytes=8.0, sum_bytes=4.0)
+
+    def held(practice: PrecisionPolicy, layout: str = "dp1", **options: Any) -> float:
+        dims = replace(SMALL, tied=False)
+        return one(layout, "memory", dims, practice=practice, accumulate=8, **options)["beside"]
+
+    assert held(PRACTICE) == pytest.approx(whole)
+    found = held(chunks)
+    assert found == pytest.approx(8 * count / 24 + 4 * 32000 * 1024)
+    assert found < whole / 8
+    assert held(replace(chunks, few_logits=count)) == pytest.approx(whole)
+    assert held(chunks, "pp2", schedule="zb-h1") == pytest.approx(whole)
+    assert held(replace(chunks, always_chunks=True), "pp2", schedule="zb-h1") < whole / 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -464,6 +465,16 @@ def test_what_weft_keeps_of_a_parameter(
     found = run_precision(loaded(run, **settings))
     assert (found.weight_bytes, found.grad_bytes, found.reduce_bytes) == (weights,) * 3
     assert (found.state_bytes, found.copy_bytes) == (state, copy)
+
+
+def test_what_weft_keeps_of_logits(tmp_path: Path) -> None:
+    run, _ = files(tmp_path)
+    found = run_precision(loaded(run))
+    assert (found.logit_bytes, found.few_logits, found.always_chunks) == (8, 2**26, False)
+    assert run_precision(loaded(run, train__logits="whole")).few_logits == math.inf
+    assert run_precision(loaded(run, train__logits="chunks")).always_chunks
+    assert run_precision(loaded(run, train__loss="weft.losses:mse")).few_logits == math.inf
+    assert run_precision(loaded(run, precision__compute="bf16")).logit_bytes == 4
 
 
 def test_workers_have_no_layout(tmp_path: Path) -> None:

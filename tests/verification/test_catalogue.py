@@ -259,13 +259,13 @@ def fsdp_divides_as_well(case: Case) -> Iterator[Case]:
 def vocabulary_padding_counted(case: Case) -> Iterator[Case]:
     """An odd vocabulary is padded with logits of zero, each of which adds exp(0) to the softmax's
     sum."""
-    right = losses._VocabParallel.apply
+    right = losses.sharded_token_losses
 
-    def apply(local: Tensor, *rest: Any) -> Tensor:
+    def padded(local: Tensor, *rest: Any) -> Tensor:
         each = -(-VOCAB // dist.get_world_size())
         return right(F.pad(local, (0, each - local.size(-1))), *rest)
 
-    with patched(case, (losses, "_VocabParallel", SimpleNamespace(apply=apply))):
+    with patched(case, (losses, "sharded_token_losses", padded)):
         yield case
 
 

@@ -7,7 +7,7 @@ import gc
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -133,6 +133,16 @@ def make_empty_subclass(
     )
 
 
+def make_wrapper_tensor(
+    cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A contiguous tensor of class `cls` with no memory, on which autograd works.
+
+    `Tensor._make_wrapper_subclass` has no public name, see `make_empty_subclass`.
+    """
+    return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+
+
 def tensor_attributes() -> dict[str, Any]:
     """Name -> what `__torch_function__` gets as `func` when a tensor's attribute is read.
 
@@ -188,12 +198,3 @@ def forget_meshes() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
-
-
-def global_offset(tensor: DTensor) -> tuple[int, ...]:
-    """Per dim, where this rank's part of a DTensor begins in the global tensor. Torch computes it
-    for its own checkpoints, and exports it nowhere."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1]

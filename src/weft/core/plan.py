@@ -58,6 +58,8 @@ class Plan:
     counted: tuple[
         str, ...
     ] = ()  # modules beside `blocks` that count their dropout masks by themselves
+    logits: str = "auto"  # whole, chunks (made by the loss, of some tokens at a time), or auto
+    heads: tuple[str, ...] = ()  # modules whose output the loss can make in chunks
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property
@@ -202,6 +204,7 @@ class Plan:
             blocks=tuple(b for b in self.blocks if stage_runs_module(b, modules)),
             batchnorms=tuple(n for n in self.batchnorms if stage_runs_module(n, modules)),
             counted=tuple(n for n in self.counted if stage_runs_module(n, modules)),
+            heads=tuple(n for n in self.heads if stage_runs_module(n, modules)),
             every=self.weights,
         )
 

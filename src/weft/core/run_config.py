@@ -203,6 +203,13 @@ class TrainConfig(TomlTable):
             " block"
         ),
     )
+    logits: Literal["auto", "whole", "chunks"] = Field(
+        default="auto",
+        description=(
+            'logits: "whole"; "chunks": made by the loss, of some tokens at a time, and again in'
+            ' backward; "auto": chunks where a microbatch has more than 64 million'
+        ),
+    )
     sample_tokens: int = Field(default=0, ge=0, description="tokens to generate after training")
     prompt: str = Field(default="", description="start of the generated text")
     hang_s: float = Field(

@@ -63,6 +63,7 @@ from .replica_sync.membership import ReplicaGroup
 from .replicated_buffers import ReplicatedBuffers
 from .setup import (
     check_request,
+    deferring_heads,
     make_mesh,
     make_runners,
     own_device,
@@ -180,7 +181,8 @@ class Engine:
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {n: p for n, p in model.named_parameters() if n in held}
-        self.stages = StageModel(model, plan, device, staged, self.sequence)
+        heads = deferring_heads(model, self.rank_plan)
+        self.stages = StageModel(model, plan, device, staged, self.sequence, heads)
         self._runner, forward_runner = make_runners(plan, self.mesh)
         self.units = FSDPUnits(model, self.rank_plan)
         parts = FunctionOverrides(self.randomness, False, self.sequence) if self.sequence else None

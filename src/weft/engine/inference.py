@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from weft.core import STAGE_AXIS
-from weft.nn import model_arguments
+from weft.nn import computed, model_arguments
 from weft.parallel import (
     TOKEN_AXES,
     Mesh,
@@ -109,10 +109,10 @@ def unsharded_output(stages: StageModel, batch: Batch) -> Any:
 
 
 def _unshard_output(output: Any) -> Any:
-    """The output with no tensor sharded."""
-    if isinstance(output, DTensor):
-        return output.full_tensor()
+    """The output with no tensor sharded or deferred."""
+    if isinstance(output, Tensor):
+        return computed(output.full_tensor() if isinstance(output, DTensor) else output)
     for key, value in output.items() if isinstance(output, dict) else ():
-        if isinstance(value, DTensor):
-            output[key] = value.full_tensor()
+        if isinstance(value, Tensor):
+            output[key] = _unshard_output(value)
     return output

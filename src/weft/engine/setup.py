@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from weft.core import (
     REPLICA_AXIS,
@@ -14,7 +15,7 @@ from weft.core import (
     Schedule,
     bucket_gradients,
 )
-from weft.nn import is_positionwise
+from weft.nn import FEW_LOGITS, DeferringHeads, is_positionwise
 from weft.parallel import Mesh
 
 from .pipeline.p2p import PipelineTransport
@@ -109,3 +110,10 @@ def make_runners(plan: Plan, mesh: Mesh) -> tuple[PipelineRunner, PipelineRunner
         PipelineRunner(schedule, routes, rank, transport),
         PipelineRunner(forward, routes, rank, transport),
     )
+
+
+def deferring_heads(model: nn.Module, plan: Plan) -> DeferringHeads:
+    """The heads whose logits the loss makes in chunks; with plan.logits "auto", where they are
+    many."""
+    few = 0 if plan.logits == "chunks" else FEW_LOGITS
+    return DeferringHeads(map(model.get_submodule, plan.heads), few)

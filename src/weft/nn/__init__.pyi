@@ -6,6 +6,14 @@ from .attention_masks import (
     window_rule as window_rule,
 )
 from .batchnorm import BatchNorm as BatchNorm
+from .deferred_logits import (
+    FEW_LOGITS as FEW_LOGITS,
+    FEWEST_ROWS as FEWEST_ROWS,
+    GPU_CHUNK as GPU_CHUNK,
+    MOST_CHUNKS as MOST_CHUNKS,
+    DeferringHeads as DeferringHeads,
+    computed as computed,
+)
 from .deferred_weights import (
     deferred_init as deferred_init,
     forget_initial_weights as forget_initial_weights,

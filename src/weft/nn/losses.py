@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from weft._torch.tensors import global_offset
+from weft._torch.c10d import all_reduce
+
+from .chunked_softmax import chunk_rows, softmax_parts, token_losses, wide
+from .deferred_logits import DeferredLogits
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor]]
@@ -146,7 +148,8 @@ def cross_entropy(
     Logits [..., V], labels [...] int64; `ignore_index` does not count. A DTensor sharded on its
     last dim uses Megatron-LM's vocabulary-parallel form (Shoeybi et al. 2019): two all-reduces of
     the labels' size over that axis, none in backward, and each rank's gradient is that of its own
-    slice. Any other DTensor is used as its local tensor.
+    slice. Any other DTensor is used as its local tensor. Large logits are taken in chunks of
+    tokens: they stay in their dtype, and so does their gradient (`chunked_softmax.py`).
 
     Example:
         >>> total, count = cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
@@ -155,41 +158,74 @@ def cross_entropy(
     """
     counted = labels != ignore_index
     if isinstance(logits, DTensor):
-        last = logits.dim() - 1
-        axes = [
-            i
-            for i, p in enumerate(logits.placements)
-            if isinstance(p, Shard) and p.dim % logits.dim() == last
-        ]
-        if len(axes) > 1 or any(p.is_partial() for p in logits.placements):
-            raise ValueError(
-                f"logits with placements {logits.placements}: one axis may shard the last dim, none"
-                " be partial"
-            )
+        cut = _vocabulary_axis(logits)
         local = logits.to_local()
-        if axes:
-            mesh = logits.device_mesh
-            offset = global_offset(logits)
-            # Out of the vocabulary, no rank would hold the target: F.cross_entropy refuses such
-            # labels, so do we.
-            inside = (labels >= 0) & (labels < logits.size(last))
-            torch._assert_async(
-                (inside | ~counted).all(),
-                f"a label lies outside the vocabulary of {logits.size(last)}",
-            )
-            total = _VocabParallel.apply(
-                local, labels, counted, offset[last], mesh.get_group(axes[0])
-            )
-            return total, counted.sum().to(total.dtype)
+        if cut is not None:
+            offset, group = cut
+            rows = _rows(local, labels)
+            _refuse_outside(labels, counted, logits.size(-1))
+            total = sharded_token_losses(rows, labels.reshape(-1) - offset, group)
+            return _sum_of(total, counted)
         logits = local
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    rows = _rows(logits, labels)
+    if _deferred(rows) or len(rows) > chunk_rows(rows):
+        _refuse_outside(labels, counted, logits.size(-1))
+        return _sum_of(_token_losses(rows, labels.reshape(-1)), counted)
     total = F.cross_entropy(
-        logits.reshape(-1, logits.size(-1)).to(dtype),
-        labels.reshape(-1),
-        ignore_index=ignore_index,
-        reduction="sum",
+        rows.to(wide(rows.dtype)), labels.reshape(-1), ignore_index=ignore_index, reduction="sum"
     )
     return total, counted.sum().to(total.dtype)
+
+
+def _rows(logits: Tensor, labels: Tensor) -> Tensor:
+    """Logits [N, V] of labels [...]; deferred ones as they are."""
+    return logits if _deferred(logits) else logits.reshape(labels.numel(), logits.size(-1))
+
+
+def _deferred(logits: Tensor) -> TypeGuard[DeferredLogits]:
+    return isinstance(logits, DeferredLogits) and logits.unchanged
+
+
+def _token_losses(logits: Tensor, column: Tensor, parts: Tensor | None = None) -> Tensor:
+    if _deferred(logits):
+        return logits.losses(column, parts)
+    return token_losses(logits, column, parts)
+
+
+def _sum_of(losses: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Of losses [N], and how many are `counted`."""
+    total = losses.masked_fill(~counted.reshape(-1), 0).sum()
+    return total, counted.sum().to(total.dtype)
+
+
+def _refuse_outside(labels: Tensor, counted: Tensor, vocab: int) -> None:
+    """A label that no rank holds would count as a logit of 0. F.cross_entropy refuses it too."""
+    inside = (labels >= 0) & (labels < vocab)
+    torch._assert_async(
+        (inside | ~counted).all(), f"a label lies outside the vocabulary of {vocab}"
+    )
+
+
+def _vocabulary_axis(logits: DTensor) -> tuple[int, str] | None:
+    """(the word of the first column, the process group that shares the vocabulary); None: each rank
+    has all words."""
+    last = logits.dim() - 1
+    axes = [
+        i
+        for i, p in enumerate(logits.placements)
+        if isinstance(p, Shard) and p.dim % logits.dim() == last
+    ]
+    if len(axes) > 1 or any(p.is_partial() for p in logits.placements):
+        raise ValueError(
+            f"logits with placements {logits.placements}: one axis may shard the last dim, none"
+            " be partial"
+        )
+    if not axes:
+        return None
+    mesh, (axis,) = logits.device_mesh, axes
+    each = -(-logits.size(last) // mesh.size(axis))  # torch.chunk's rule
+    first = min(each * mesh.get_local_rank(axis), logits.size(last))
+    return first, mesh.get_group(axis).group_name
 
 
 def reduced_numels(rows: int) -> tuple[int, ...]:
@@ -198,47 +234,16 @@ def reduced_numels(rows: int) -> tuple[int, ...]:
     return rows, 2 * rows
 
 
-class _VocabParallel(torch.autograd.Function):
-    """Cross-entropy of local logits [..., V_local], whose first column is word `offset` of the
-    vocabulary."""
+def sharded_token_losses(logits: Tensor, column: Tensor, group: str) -> Tensor:
+    """Cross-entropy [N] of the logits [N, V_local] of this rank's words, whose first is column 0.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        local: Tensor,
-        labels: Tensor,
-        counted: Tensor,
-        offset: int,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        # One buffer holds in turn logits, shifted logits, exponentials, softmax, and in backward
-        # the gradient.
-        buffer = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
-        width = buffer.size(-1)
-        # torch.chunk leaves the last ranks nothing when the vocabulary is small.
-        maximum = buffer.amax(dim=-1) if width else buffer.new_full(labels.shape, -torch.inf)
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
-        buffer.sub_(maximum.unsqueeze(-1))
-
-        mine = (labels >= offset) & (labels < offset + width)
-        column = torch.where(mine, labels - offset, 0).unsqueeze(-1)
-        sums = buffer.new_zeros(
-            2, *labels.shape
-        )  # of exponentials, and the target's logit from the one rank that has it
-        if width:
-            sums[1] = buffer.gather(-1, column).squeeze(-1).masked_fill_(~mine, 0)
-            torch.sum(buffer.exp_(), dim=-1, out=sums[0])
-        dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-
-        buffer.div_(sums[0].unsqueeze(-1))
-        ctx.save_for_backward(buffer, column, mine, counted)
-        return (sums[0].log_() - sums[1]).masked_fill_(~counted, 0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # In place on the saved tensor: autograd refuses a second backward over the same graph.
-        buffer, column, mine, counted = ctx.saved_tensors
-        if buffer.size(-1):
-            buffer.scatter_add_(-1, column, -mine.unsqueeze(-1).to(buffer.dtype))
-        buffer.mul_((counted * gradient).unsqueeze(-1))
-        return buffer, None, None, None, None
+    Args:
+        logits: of this rank's words.
+        column: [N], where the target lies; not from 0 to V_local - 1 if another rank has it.
+        group: name of the process group whose ranks share the vocabulary.
+    """
+    parts = logits.parts(column) if _deferred(logits) else softmax_parts(logits.detach(), column)
+    maximum = all_reduce(parts[0], "max", group)
+    sums = torch.stack([parts[1] * (parts[0] - maximum).exp(), parts[2]])
+    sums = all_reduce(sums, "sum", group)
+    return _token_losses(logits, column, torch.cat([maximum.unsqueeze(0), sums]))

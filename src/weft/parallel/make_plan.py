@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -40,6 +40,7 @@ from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+LOGITS = ("auto", "whole", "chunks")
 
 
 class PipelineKeywords(TypedDict, total=False):
@@ -49,6 +50,12 @@ class PipelineKeywords(TypedDict, total=False):
     options: Mapping[str, object]
     cut: str | Sequence[str]
     dynamic_shapes: bool
+
+
+class PlanKeywords(PipelineKeywords, total=False):
+    """Further arguments of `plan`."""
+
+    logits: str
 
 
 def plan(
@@ -65,7 +72,7 @@ def plan(
     inputs: Sequence[str] | None = None,
     sample: Mapping[str, Tensor] | None = None,
     sync: str | Sync | None = None,
-    **pipeline: Unpack[PipelineKeywords],
+    **further: Unpack[PlanKeywords],
 ) -> Plan:
     """Plan how `model` runs under `layout`. Nothing runs, and the model does not change.
 
@@ -91,6 +98,8 @@ def plan(
         sample: a batch of two or more samples, along which `pp` traces the forward.
         sync: how the replicas on `dp` synchronise: a name, or what `weft.sync.make_sync` returns.
             Default: the backend's all-reduce.
+        logits: "whole"; "chunks": a loss marked `weft.losses.vocab_parallel` makes them, of some
+            tokens at a time, and again in backward; "auto": chunks where they are many.
 
     Raises:
         Refusal: what the layout cannot do with this model.
@@ -100,6 +109,7 @@ def plan(
         >>> print(plan(decoder(), "dp2.tp2", batch=32).layout)
         dp2.tp2
     """
+    logits = further.pop("logits", "auto")
     return plan_from_request(
         PlanRequest(
             model,
@@ -111,10 +121,11 @@ def plan(
             recompute,
             precision,
             sync_batchnorm,
-            PipelineRequest(**pipeline),
+            PipelineRequest(**cast(PipelineKeywords, further)),
             inputs,
             sample,
             make_sync(sync) if isinstance(sync, str) else sync,
+            logits,
         )
     )
 
@@ -129,6 +140,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     _check_layout(layout)
     _check_batch(layout, request.batch, request.accumulate)
     _check_precision(request.precision)
+    _check_logits(request.logits)
     found = find_roles(model, request.roles)
     weights = weights_of(model)
     steps: list[Step] = []
@@ -194,7 +206,19 @@ def plan_from_request(request: PlanRequest) -> Plan:
         dynamic_shapes=request.pipeline.dynamic_shapes,
         sync=sync,
         counted=counted,
+        logits=request.logits,
+        heads=found.heads if typed and _in_chunks(request.logits, staged) else (),
     )
+
+
+def _in_chunks(logits: str, staged: Schedule | None) -> bool:
+    """Whether the loss may make logits in chunks. Where a backward comes in two parts, each would
+    make them again: that is not worth it unless it is asked for. Where weights have versions, those
+    of the forward are put away before the loss runs."""
+    if logits == "whole" or (staged is not None and staged.versions):
+        return False
+    split = staged is not None and any(a.kind == "W" for order in staged.order for a in order)
+    return logits == "chunks" or not split
 
 
 def _units(
@@ -229,6 +253,13 @@ def _check_precision(precision: str) -> None:
             precision,
             "not a precision",
             f"choose one of {', '.join(PRECISIONS)}",
+        )
+
+
+def _check_logits(logits: str) -> None:
+    if logits not in LOGITS:
+        raise ConfigError(
+            "train.logits", logits, "not a way to make logits", f"choose one of {', '.join(LOGITS)}"
         )
 
 

@@ -30,3 +30,4 @@ class PlanRequest:
     inputs: Sequence[str] | None = None
     sample: Mapping[str, Tensor] | None = None
     sync: Sync | None = None
+    logits: str = "auto"

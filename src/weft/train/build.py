@@ -346,6 +346,7 @@ def build_plan(run: RunConfig, model: nn.Module, sample: dict[str, Tensor]) -> P
             inputs=model_inputs(run, model),
             sample=sample,
             sync=build_sync(run),
+            logits=t.logits,
         )
     )
 

@@ -44,13 +44,14 @@ class StageModel:
     device: torch.device
     staged: StageForward | None  # None: the model is one stage
     sequence: ContextParallel
+    heads: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)
 
     def __call__(
         self, stage: int, micro: MicroBatch, received: dict[int, Tensor]
     ) -> tuple[dict[int, Tensor], Any]:
         """({value: tensor} for other stages, what the model returns) where that is the last stage,
         else None."""
-        with self.autocast():
+        with self.autocast(), self.heads:
             if self.staged is None:
                 return {}, self.model(**micro.arguments)
             return self.staged(stage, micro.arguments, received)

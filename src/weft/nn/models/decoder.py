@@ -17,18 +17,27 @@ from torch import Tensor, nn
 from ..attention_masks import causal_mask
 from .moe import Mixture
 
+Rotary = tuple[Tensor, Tensor]  # cosines and sines [b or 1, 1, s, head_dim / 2]
 
-def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of x [b, heads, s, head_dim] at positions [b, s],
-    or 0..s-1."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    half = x.size(-1) // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
+
+def rotary_table(
+    length: int, head_dim: int, base: float, like: Tensor, positions: Tensor | None = None
+) -> Rotary:
+    """Of the angles of rotary position embedding (Su et al. 2021) at positions [b, s], or
+    0..length-1: in float32 or the wider dtype of `like`, on its device."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    half = head_dim // 2
+    frequency = base ** (-torch.arange(half, device=like.device, dtype=dtype) / half)
     if positions is None:
-        positions = torch.arange(x.size(-2), device=x.device).unsqueeze(0)
+        positions = torch.arange(length, device=like.device).unsqueeze(0)
     angle = positions[:, None, :, None].to(dtype) * frequency
-    cos, sin = angle.cos(), angle.sin()
-    first, second = x.to(dtype).chunk(2, dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, table: Rotary) -> Tensor:
+    """x [b, heads, s, head_dim] turned by the angles of a `rotary_table`, in its own dtype."""
+    cos, sin = table
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
@@ -36,23 +45,20 @@ class Attention(nn.Module):
     """Causal self-attention; x [b, s, dim] -> [b, s, dim]. The weights decide how many heads there
     are."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, rope_base: float):
+    def __init__(self, dim: int, heads: int, kv_heads: int):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
-        self.rope_base = rope_base
         self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
 
-    def forward(
-        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None = None) -> Tensor:
         b, s, _ = x.shape
         q, k, v = (
             w(x).view(b, s, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
         )
-        q, k = rotate(q, self.rope_base, positions), rotate(k, self.rope_base, positions)
+        q, k = rotate(q, rotary), rotate(k, rotary)
         y = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
         )
@@ -75,20 +81,16 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each after a norm and around a residual; x [b, s, dim] -> [b, s, dim]."""
 
-    def __init__(
-        self, dim: int, heads: int, kv_heads: int, mlp: nn.Module, rope_base: float, dropout: float
-    ):
+    def __init__(self, dim: int, heads: int, kv_heads: int, mlp: nn.Module, dropout: float):
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
-        self.attention = Attention(dim, heads, kv_heads, rope_base)
+        self.attention = Attention(dim, heads, kv_heads)
         self.mlp_norm = nn.RMSNorm(dim, eps=1e-5)
         self.mlp = mlp
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), positions, mask))
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, mask))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -114,7 +116,7 @@ class Decoder(nn.Module):
         mixture: Mapping[str, Any] | None,
     ):
         super().__init__()
-        self.seq_len = seq_len
+        self.seq_len, self.rope_base = seq_len, rope_base
         self.embedding = nn.Embedding(vocab, dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -128,7 +130,7 @@ class Decoder(nn.Module):
             )
 
         self.blocks = nn.ModuleList(
-            Block(dim, heads, kv_heads, mlp(), rope_base, dropout) for _ in range(layers)
+            Block(dim, heads, kv_heads, mlp(), dropout) for _ in range(layers)
         )
         self.norm = nn.RMSNorm(dim, eps=1e-5)
         self.head = nn.Linear(dim, vocab, bias=False)
@@ -146,8 +148,11 @@ class Decoder(nn.Module):
             raise ValueError(f"{input_ids.size(1)} tokens are more than seq_len = {self.seq_len}")
         x = self.dropout(self.embedding(input_ids))
         mask = None if position_ids is None else causal_mask(position_ids)
+        # not of x: so each stage of a pipeline makes the table itself, and none is sent
+        width = self.blocks[0].attention.head_dim
+        rotary = rotary_table(input_ids.size(1), width, self.rope_base, x, position_ids)
         for block in self.blocks:
-            x = block(x, position_ids, mask)
+            x = block(x, rotary, mask)
         return self.head(self.norm(x))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weft.nn import FEWEST_ROWS, GPU_CHUNK, MOST_CHUNKS
 from weft.parallel import (
     EXPERT_AXES,
     FEATURE_AXES,
@@ -22,7 +23,7 @@ from .breakdown import CostPart, MemoryPart
 from .compute import ranks_dividing
 from .layout_batch import Array, LayoutBatch
 from .model_work import BlockWork, ModelWork
-from .pipeline_stages import StageShare, stage_shares
+from .pipeline_stages import StageShare, splits_backward, stage_shares
 from .precision_policy import PrecisionPolicy
 from .replica_sync import kept_bytes, server_count
 
@@ -152,6 +153,21 @@ def kv_bytes(block: BlockWork, choices: LayoutBatch) -> Array:
     )
 
 
+def _logit_bytes(
+    work: ModelWork, choices: LayoutBatch, practice: PrecisionPolicy, samples: Array, head: Array
+) -> Array:
+    """Bytes of a microbatch's logits at the loss: all of them, or a chunk with the sums of the
+    head's gradients (`nn/deferred_logits.py`)."""
+    words, rows = work.vocab / choices.vocabulary_ranks, work.tokens * samples
+    chunk = np.minimum(GPU_CHUNK, words * np.maximum(FEWEST_ROWS, rows / MOST_CHUNKS))
+    split = np.array([splits_backward(name) for name in choices.schedules])
+    whole = words * rows <= practice.few_logits
+    if not practice.always_chunks:
+        whole = whole | (split[choices.schedule] & (choices.stage_ranks > 1))
+    in_chunks = practice.chunk_bytes * np.minimum(chunk, words * rows) + practice.sum_bytes * head
+    return np.where(whole, practice.logit_bytes * words * rows, in_chunks)
+
+
 def _rank(
     stage: StageShare,
     work: ModelWork,
@@ -250,14 +266,7 @@ def _rank(
     activations = (
         activations + np.where(choices.stage_ranks > 1, choices.chunks - stage.after, 0.0) * sent
     )
-    logits = (
-        stage.after
-        * practice.logit_bytes
-        * work.vocab
-        * work.tokens
-        * samples
-        / choices.vocabulary_ranks
-    )
+    logits = stage.after * _logit_bytes(work, choices, practice, samples, head)
     busy = once + working
     return (
         CostPart(
@@ -317,7 +326,7 @@ def _rank(
             MemoryPart.WORKING,
             np.maximum(logits, busy + (logits if practice.logits_stay else 0.0)),
             "max(logits, again + temporaries + stay x logits), logits = logit_bytes x vocab x"
-            " tokens x b / t",
+            " tokens x b / t, or a chunk of them where they are many",
             {
                 "logit_bytes": practice.logit_bytes,
                 "vocab": float(work.vocab),

@@ -100,6 +100,14 @@ def is_v_shaped(name: str) -> bool:
     return schedules.make_schedule(name, 2, 1).placement[:4] == (0, 1, 1, 0)
 
 
+@cache
+def splits_backward(name: str) -> bool:
+    """Whether backward comes in two parts, B and W, in this schedule. Raises ConfigError for an
+    unknown name."""
+    order = schedules.make_schedule(name, 2, 1).order
+    return any(action.kind == "W" for actions in order for action in actions)
+
+
 def stage_shares(
     work: ModelWork, choices: LayoutBatch
 ) -> tuple[StageShare, StageShare, StageShare]:

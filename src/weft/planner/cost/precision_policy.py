@@ -17,6 +17,9 @@ class PrecisionPolicy:
     gathered. `update_bytes` that an optimizer step reads and writes; `added_bytes`: where a
     microbatch's gradient is added to those before. `logit_bytes` at the peak, of one logit; whether
     these `logits_stay` through the backward, as Megatron-Core's fused cross-entropy leaves them.
+    More logits than `few_logits` are made by the loss in chunks, of `chunk_bytes` a logit, while
+    gradients of the head are added up in `sum_bytes` each; where a backward comes in two parts,
+    only if `always_chunks`.
     `dummy_bytes` of one block's gradients that stand in for those which a fused matmul has summed
     elsewhere (Transformer Engine). `messages`: in how many the sharded weights of a block are
     gathered, or its gradients reduced. `overlaps`: whether sums of gradients over data axes run
@@ -41,6 +44,10 @@ class PrecisionPolicy:
     added_bytes: float = 0.0
     logit_bytes: float = 10.0
     logits_stay: bool = False
+    few_logits: float = float("inf")
+    chunk_bytes: float = 0.0
+    sum_bytes: float = 0.0
+    always_chunks: bool = False
     dummy_bytes: float = 0.0
     messages: float = 1.0
     overlaps: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.core import RunConfig
 from weft.engine import Optimizers
+from weft.nn import FEW_LOGITS, accepts_sharded_logits
 from weft.parallel import DTYPES
 from weft.pipeline import tensors_in
-from weft.train import build_optimizer
+from weft.train import build_loss, build_optimizer
 
 from ..cost.precision_policy import PrecisionPolicy
 
@@ -21,13 +23,16 @@ NUMEL = 1024  # of the parameter that an optimizer is tried on
 
 def run_precision(run: RunConfig) -> PrecisionPolicy:
     """As the run file has it."""
-    return precision_policy(run.precision.compute, build_optimizer(run))
+    logits = run.train.logits if accepts_sharded_logits(build_loss(run)) else "whole"
+    return precision_policy(run.precision.compute, build_optimizer(run), logits)
 
 
-def precision_policy(precision: str, optimizer: Optimizers) -> PrecisionPolicy:
+def precision_policy(
+    precision: str, optimizer: Optimizers, logits: str = "auto"
+) -> PrecisionPolicy:
     """Weights, gradients and optimizer state are float32, float64 under fp64, and so are sums of
     gradients and gathered weights. bf16 and fp16 are autocast's: each forward's matmuls keep a copy
-    of their weights until its backward."""
+    of their weights until its backward. `logits`: as for `weft.plan`."""
     compute = DTYPES[precision]
     kept = torch.float64 if compute == torch.float64 else torch.float32
     item, copy = kept.itemsize, compute.itemsize if compute.itemsize < kept.itemsize else 0
@@ -44,7 +49,11 @@ def precision_policy(precision: str, optimizer: Optimizers) -> PrecisionPolicy:
         update_bytes=moved
         + 3 * item,  # before a step gradients are cleared, and divided by the batch's weight
         added_bytes=3 * item,
-        logit_bytes=3 * item,  # log-softmax and two gradients
+        logit_bytes=2 * compute.itemsize,  # with their gradient
+        few_logits={"auto": FEW_LOGITS, "whole": math.inf, "chunks": 0}[logits],
+        chunk_bytes=item + copy,
+        sum_bytes=item if copy else 0,  # else they are the gradient
+        always_chunks=logits == "chunks",
         overlaps=True,
         keeps_sent=True,
     )
