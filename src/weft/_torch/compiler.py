@@ -72,6 +72,18 @@ class CompileLog:
         self._seconds += time.perf_counter() - self._began
 
 
+def cpp_compiler_missing() -> bool:
+    """Whether inductor finds no C++ compiler, without which it compiles nothing for a CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return True
+    return False
+
+
 def compiled_by_user(module: nn.Module) -> bool:
     """Whether `module.compile()` was called. Torch does not tell."""
     return module._compiled_call_impl is not None

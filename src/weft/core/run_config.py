@@ -33,6 +33,7 @@ from pydantic import (
     model_validator,
 )
 
+from .compile_options import CompileChoice, CompileMode, CompileOptions
 from .errors import ConfigError, LayoutError, nearest
 from .layout import Layout
 from .schedule import DEFAULT_SCHEDULE
@@ -210,6 +211,15 @@ class TrainConfig(TomlTable):
             ' backward; "auto": chunks where a microbatch has more than 64 million'
         ),
     )
+    compile: CompileChoice = Field(
+        default="auto",
+        description=(
+            'compile each block and the loss by torch.compile: "blocks", "off", or "auto": on CUDA'
+            " where blocks repeat"
+        ),
+    )
+    compile_mode: CompileMode = Field(default="default", description="mode of torch.compile")
+    compile_backend: str = Field(default="inductor", description="backend of torch.compile")
     sample_tokens: int = Field(default=0, ge=0, description="tokens to generate after training")
     prompt: str = Field(default="", description="start of the generated text")
     hang_s: float = Field(
@@ -228,6 +238,13 @@ class TrainConfig(TomlTable):
         default=True,
         description="batch-norm statistics cover the whole microbatch, not one rank's part",
     )
+
+    @property
+    def compile_options(self) -> CompileChoice | CompileOptions:
+        """What an Engine takes as `compile`."""
+        if self.compile == "blocks":
+            return CompileOptions(self.compile_mode, self.compile_backend)
+        return self.compile
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -253,6 +270,13 @@ class TrainConfig(TomlTable):
                 fix,
                 batch=self.batch,
             )
+        if self.compile != "blocks":
+            for name, default in (("compile_mode", "default"), ("compile_backend", "inductor")):
+                if (value := getattr(self, name)) != default:
+                    fix = f'set compile = "blocks", or leave {name} out'
+                    raise table_error(
+                        f"has no effect with compile = {self.compile!r}", fix, **{name: value}
+                    )
         if self.warmup > self.steps:
             raise table_error(
                 "is longer than the whole run",

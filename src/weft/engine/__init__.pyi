@@ -1,4 +1,9 @@
 from .collective_audit import Audit as Audit
+from .compile_blocks import (
+    CompiledBlocks as CompiledBlocks,
+    check_compiled as check_compiled,
+    resolve_compile as resolve_compile,
+)
 from .engine import Engine as Engine
 from .function_overrides import FunctionOverrides as FunctionOverrides
 from .grad_buckets import local_tensor as local_tensor
@@ -17,3 +22,4 @@ from .replica_sync.membership import (
 )
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
+from .setup import own_device as own_device

@@ -10,9 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft._torch.compiler import CompileCounts, CompileLog, compiled_by_user, is_compiled_copy
+from weft._torch.compiler import (
+    CompileCounts,
+    CompileLog,
+    compiled_by_user,
+    cpp_compiler_missing,
+    is_compiled_copy,
+)
 from weft._torch.modules import original_call, redirect_calls
-from weft.core import CompileChoice, CompileOptions, ConfigError, Plan, UnsupportedModel
+from weft.core import (
+    CompileChoice,
+    CompileOptions,
+    ConfigError,
+    Plan,
+    UnsupportedModel,
+    nearest,
+)
+from weft.nn import DeferredLogits
 from weft.parallel import BlockForward
 
 from .microbatch import Batch
@@ -20,6 +34,7 @@ from .pipeline.stage_compute import Loss
 
 # kinds of blocks in one class, training and evaluation, shapes
 VARIANTS = 64
+CHOICES = ("auto", "off", "blocks")
 
 
 def resolve_compile(
@@ -28,22 +43,34 @@ def resolve_compile(
     """How to compile; None: not at all.
 
     Raises:
-        ConfigError: "blocks" of a model without repeated blocks, or an unknown choice.
+        ConfigError: a model without repeated blocks, a choice or backend that does not exist, a
+            CPU without a C++ compiler.
     """
-    if isinstance(choice, CompileOptions) or choice == "blocks":
-        if not plan.blocks:
-            raise ConfigError(
-                "train.compile",
-                "blocks",
-                "the model has no list of repeated modules, which would be compiled",
-                'use "off", and compile modules by module.compile() in the build',
-            )
-        return choice if isinstance(choice, CompileOptions) else CompileOptions()
-    if choice == "auto":
-        return CompileOptions() if device.type == "cuda" and len(plan.blocks) > 1 else None
     if choice == "off":
         return None
-    raise ConfigError("train.compile", choice, "is no choice", 'use "auto", "off" or "blocks"')
+    if choice == "auto":
+        return CompileOptions() if device.type == "cuda" and len(plan.blocks) > 1 else None
+    if choice != "blocks" and not isinstance(choice, CompileOptions):
+        problem = 'is none of "auto", "off" and "blocks"'
+        raise ConfigError("train.compile", choice, problem, nearest(str(choice), CHOICES))
+    options = choice if isinstance(choice, CompileOptions) else CompileOptions()
+    if not plan.blocks:
+        raise ConfigError(
+            "train.compile",
+            "blocks",
+            "the model has no list of repeated modules, which would be compiled",
+            'use "off", and compile modules by module.compile() in the build',
+        )
+    known = torch.compiler.list_backends(exclude_tags=())
+    if options.backend not in known:
+        problem = "torch.compile has no such backend"
+        fix = nearest(options.backend, known)
+        raise ConfigError("train.compile_backend", options.backend, problem, fix)
+    if options.backend == "inductor" and device.type == "cpu" and cpp_compiler_missing():
+        problem = "inductor compiles for a CPU by a C++ compiler, and finds none"
+        fix = 'install g++, or use compile = "off"'
+        raise ConfigError("train.compile", "blocks", problem, fix)
+    return options
 
 
 def check_compiled(model: nn.Module, blocks: tuple[str, ...]) -> None:
@@ -84,7 +111,10 @@ class CompiledBlocks:
         compiled = self._compile(loss)
 
         def run(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-            return compiled(output, batch) if self._in_use else loss(output, batch)
+            logits = getattr(output, "logits", output)
+            # deferred logits come in chunks, which leave a compiler nothing to fuse
+            plain = not self._in_use or isinstance(logits, DeferredLogits)
+            return loss(output, batch) if plain else compiled(output, batch)
 
         return run
 

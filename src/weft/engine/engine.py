@@ -177,7 +177,9 @@ class Engine:
         self.loads = ExpertLoad(model, find_experts(model), self.mesh)
         self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
         outside = self.loads.modules
-        self.compiled = options and CompiledBlocks(model, self.rank_plan, options, outside)
+        self.compiled = None
+        if options is not None:
+            self.compiled = CompiledBlocks(model, self.rank_plan, options, outside)
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {n: p for n, p in model.named_parameters() if n in held}

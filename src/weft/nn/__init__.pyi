@@ -11,6 +11,7 @@ from .deferred_logits import (
     FEWEST_ROWS as FEWEST_ROWS,
     GPU_CHUNK as GPU_CHUNK,
     MOST_CHUNKS as MOST_CHUNKS,
+    DeferredLogits as DeferredLogits,
     DeferringHeads as DeferringHeads,
     computed as computed,
 )

@@ -22,7 +22,13 @@ from weft.core import (
     nearest,
     place_modules,
 )
-from weft.engine import check_codec, check_worker_plan
+from weft.engine import (
+    check_codec,
+    check_compiled,
+    check_worker_plan,
+    own_device,
+    resolve_compile,
+)
 from weft.nn import find_roles
 from weft.parallel import (
     FEATURE_AXES,
@@ -57,6 +63,8 @@ def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan
     for each in plans:
         check_codec(made, each)
         _check_workers(run, bare, each)
+        check_compiled(bare, each.blocks)
+        resolve_compile(run.train.compile_options, each, own_device())
     for each in plans:
         period = (
             each.sync.period if each.sync is not None and each.replicas_step_independently else 1
@@ -92,6 +100,10 @@ def _check_workers(run: RunConfig, bare: nn.Module, laid: Plan) -> None:
                 raise ConfigError(
                     f"{name}.{key}", value, problem, f"leave [{name}] out, or [workers]"
                 )
+    if run.train.compile == "blocks":
+        problem = "blocks call modules of other processes, which no graph holds"
+        fix = "leave compile out, or [workers]"
+        raise ConfigError("train.compile", "blocks", problem, fix)
     check_worker_plan(laid, place_modules(bare, run.workers))
 
 

@@ -188,7 +188,7 @@ def _engine(run: RunConfig, dataset: Dataset, company: ReplicaGroup | None) -> T
     made = (
         partial(Remote, workers=run.workers)
         if run.workers
-        else partial(Engine, sample=sample, company=company)
+        else partial(Engine, sample=sample, company=company, compile=run.train.compile_options)
     )
     return made(
         model,

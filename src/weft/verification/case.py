@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.core import Plan
+from weft.core import CompileChoice, CompileOptions, Plan
 from weft.engine import Loss, Optimizers
 from weft.nn import deferred_init
 
@@ -24,6 +24,7 @@ class Case:
 
     `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step. `workers`:
     where modules live. `build_deferred` makes the same model without weights; default: by `build`.
+    `compile`: as of an Engine.
     """
 
     build: Callable[[], nn.Module]
@@ -36,6 +37,7 @@ class Case:
     seed: int = 0
     workers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     build_deferred: Callable[[], nn.Module] | None = None
+    compile: CompileChoice | CompileOptions = "off"
 
     def without_weights(self) -> nn.Module:
         """The model in float64 as ranks begin with it. Raises UnsupportedModel."""

@@ -22,7 +22,7 @@ from weft.core import (
     Refusal,
     data_rank_indices,
 )
-from weft.engine import Audit, Engine, Remote, TrainingEngine
+from weft.engine import Audit, CompiledBlocks, Engine, Remote, TrainingEngine
 from weft.launch import rpc_session
 from weft.parallel import (
     DATA_AXES,
@@ -62,6 +62,7 @@ class LayoutResult:
     problem: str | None = None
     delayed: bool = False  # held to one device with the same delays, not to the plain run
     workers: tuple[str, ...] = ()
+    compiled: str | None = None  # what was compiled in the steps after the first
 
     @property
     def passed(self) -> bool:
@@ -128,6 +129,7 @@ def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
         clip=case.clip,
         seed=case.seed,
         device="cpu",
+        compile=case.compile,
     )
     engine.tried = True  # what differs is to be named
     return engine
@@ -139,6 +141,8 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
     found = _other_parameters(engine, reference)
     seen: list[Collective] = []
+    compiled_seen: list[Collective] = []
+    compiled = engine.compiled if isinstance(engine, Engine) else None
     for step, loss in enumerate(reference.losses):
         batch = to_float64(case.batch(step, engine.mesh.index(*DATA_AXES), plan.data_size))
         found += _wrong_batch(engine, batch, reference.batches[step], step)
@@ -147,13 +151,15 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                 Float64Mode(),
                 Audit(engine.mesh) as audit,
                 record_activations(engine.model, plan.microbatch, engine.now) as trace,
+                compiled.paused() if compiled is not None else nullcontext(),
             ):
                 result = engine.step(batch)
             seen = audit.seen if isinstance(engine, Engine) else []
             found += first_activation(engine, trace, reference.traces)
         else:
-            with Float64Mode():
+            with Float64Mode(), Audit(engine.mesh) as audit:
                 result = engine.step(batch)
+            compiled_seen = audit.seen
         errors["loss"][f"loss of step {step}"] = error = error_ratio(
             abs(float(result.loss) - loss), abs(loss)
         )
@@ -173,10 +179,29 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         _predict_collectives_of(case, engine, reference) if isinstance(engine, Engine) else []
     )
     first = min(found, key=_order_of, default=None)
+    if compiled is not None:
+        problem = problem or _compiled_problem(compiled, predicted, compiled_seen)
     together = _merge_ranks(
         layout, (errors, first, problem, collective_totals(predicted), collective_totals(seen))
     )
+    counts = None if compiled is None or len(reference.losses) < 2 else str(compiled.counts)
+    together = replace(together, compiled=counts)
     return replace(together, delayed=reference.plan is not None, workers=tuple(case.workers))
+
+
+def _compiled_problem(
+    compiled: CompiledBlocks, predicted: list[Collective], seen: list[Collective]
+) -> str | None:
+    """What is wrong with the compiled steps beside numbers. A compiler may drop a collective whose
+    result it has already; it may not add one."""
+    if seen and not compiled.counts.graphs:
+        return "nothing was compiled"
+    wanted = collective_totals(predicted)
+    for (kind, axis), (count, _) in collective_totals(seen).items():
+        most = wanted.get((kind, axis), (0, 0))[0]
+        if count > most:
+            return f"compiled: {kind} over {axis}: {count} ran, predicted were {most}"
+    return None
 
 
 def _predict_collectives_of(case: Case, engine: Engine, reference: Reference) -> list[Collective]:

@@ -54,6 +54,7 @@ class VerifyReport:
                 "param_rel_err": _number(r.param_rel_err),
                 "worst": r.worst,
                 "first_difference": r.first or r.problem or r.stray,
+                **({"compiled": r.compiled} if r.compiled else {}),
                 "comms_predicted": _comms(r.comms_predicted),
                 "comms_seen": _comms(r.comms_seen),
             }
@@ -97,6 +98,8 @@ def result_table(result: LayoutResult, steps: int) -> str:
         return "\n".join(
             [*lines, "  not audited       what calls between the driver and its workers send"]
         )
+    if result.compiled is not None:
+        lines.append(f"  compiled          {result.compiled}, after the first step")
     lines.append("  collectives of a step      predicted                 seen")
     for key in sorted({**result.comms_predicted, **result.comms_seen}):
         want, seen = result.comms_predicted.get(key, (0, 0)), result.comms_seen.get(key, (0, 0))

@@ -9,7 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from weft.core import DRIVER, Layout, Plan, Refusal, WorkerDied, data_rank_indices
+from weft.core import (
+    DRIVER,
+    CompileChoice,
+    CompileOptions,
+    Layout,
+    Plan,
+    Refusal,
+    WorkerDied,
+    data_rank_indices,
+)
 from weft.engine import Loss, Optimizers
 from weft.launch import run_workers
 from weft.parallel import plan as lay
@@ -91,6 +100,7 @@ def verify(
     steps: int = 3,
     seed: int = 0,
     workers: Mapping[str, Sequence[str]] | None = None,
+    compile: CompileChoice | CompileOptions = "off",
 ) -> VerifyReport:
     """Check that `plan` gives the loss, gradients and weights of one device, in float64, below 1e-9
     relative error. Starts one process per rank (docs/verify.md).
@@ -106,6 +116,8 @@ def verify(
         steps: optimizer steps to compare.
         seed: seed of weights and dropout.
         workers: names of workers -> globs of the modules that live there (docs/workers.md).
+        compile: "blocks" or CompileOptions: after the first step, in which every module is
+            compared, blocks and loss are compiled.
 
     Returns:
         A VerifyReport: `.passed`, `.text()`, `.json()`.
@@ -135,6 +147,7 @@ def verify(
         clip=clip,
         seed=seed,
         workers=workers or {},
+        compile=compile,
     )
     return verify_case(case, [str(plan.layout)], steps)
 

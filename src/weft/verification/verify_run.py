@@ -68,6 +68,7 @@ def make_case(run: RunConfig) -> Case:
         seed=run.train.seed,
         workers=run.workers,
         build_deferred=partial(build_deferred, run, torch.float64),
+        compile=run.train.compile_options,
     )
 
 
