@@ -226,7 +226,7 @@ def test_dropout_of_channels_and_of_selu(pool: Any, layout: str) -> None:
 
 
 def test_masks_have_their_rate_and_keep_the_mean() -> None:
-    functions = FunctionOverrides(Randomness(0, samples=list(range(64))), selective=False)
+    functions = FunctionOverrides(Randomness(0, samples=torch.arange(64)), selective=False)
     x = nn.functional.selu(torch.randn(64, 50, 6, 6))
     with functions:
         plain = nn.functional.dropout(torch.ones(64, 1000), 0.3)

@@ -1,5 +1,6 @@
 from .collective_audit import Audit as Audit
 from .compile_blocks import (
+    CompileCounts as CompileCounts,
     CompiledBlocks as CompiledBlocks,
     check_compiled as check_compiled,
     resolve_compile as resolve_compile,

@@ -98,11 +98,14 @@ class CompiledBlocks:
         self, model: nn.Module, plan: Plan, options: CompileOptions, experts: Sequence[str] = ()
     ):
         self.options, self.blocks = options, plan.blocks
-        self._in_use, self._log = True, CompileLog()
+        self._model, self._in_use, self._log = model, True, CompileLog()
         for module in map(model.get_submodule, experts):
             redirect_calls(module, torch.compiler.disable(original_call(module)))
+
+    def compile_blocks(self) -> None:
+        """Blocks have got their BlockForward: let them run compiled."""
         for name in self.blocks:
-            module = model.get_submodule(name)
+            module = self._model.get_submodule(name)
             if isinstance(module.forward, BlockForward) and not compiled_by_user(module):
                 module.forward.compile(self._compile, lambda: self._in_use)
 

@@ -23,8 +23,6 @@ from weft.core import (
 from weft.nn import (
     Randomness,
     find_experts,
-    may_drop,
-    may_route,
     mix_key,
     named_inputs,
     rebalance_gates,
@@ -40,6 +38,7 @@ from .checkpoint_state import CheckpointState
 from .compile_blocks import CompiledBlocks, check_compiled, resolve_compile
 from .context_parallel.sequence import ContextParallel
 from .expert_load import ExpertLoad
+from .forward_overrides import ForwardOverrides
 from .fsdp_units import FSDPUnits
 from .function_overrides import FunctionOverrides
 from .grad_buckets import GradReducer
@@ -165,7 +164,9 @@ class Engine:
         self._prepare(optimizer, clip, skip)
         if self.compiled is not None:
             self.loss = self._training.loss = self.compiled.loss(self.loss)
-        self._override_functions()
+        self._overrides = ForwardOverrides(
+            model, self.rank_plan, self.mesh, self._training, self.loads, self.compiled
+        )
         self.replicas.attach(self)
 
     def _shard(self, options: CompileOptions | None) -> None:
@@ -243,28 +244,6 @@ class Engine:
         if plan.staging is not None and not self._update.wants_norm and not self.reducer.buckets:
             self._training.agree = self.mesh.group(*plan.layout.active_axes())
 
-    def _override_functions(self) -> None:
-        """Override functions of torch in forwards, if the model may need it: dropout, attention
-        under recomputation or context parallelism, routing over all tokens."""
-        selective, parts = self.plan.recompute == "selective", self.sequence or None
-        functions = FunctionOverrides(
-            self.randomness, selective, parts, mesh=self.mesh, loads=self.loads
-        )
-        self._always_overridden = bool(selective or parts or self.loads)
-        if self._always_overridden or may_drop(self.model) or may_route(self.model):
-            self._training.functions = functions
-        else:
-            self._training.if_drawn, self.randomness.in_use = functions, False
-
-    def _settle_overrides(self) -> None:
-        """After a step: override no functions that the model has not called."""
-        training = self._training
-        training.if_drawn = None
-        if training.functions is None or self._always_overridden:
-            return
-        if not (training.functions.routed or self.randomness.drawn):
-            training.functions, self.randomness.in_use = None, False
-
     # ---- one step --------------------------------------------------------------------------------
 
     def local(self, batch: Batch) -> Batch:
@@ -295,7 +274,7 @@ class Engine:
         rebalance_gates(self.model, self._of_all_tokens, self._absent_buffers, taken=taken)
         self.steps_done += 1
         self.replicas.after_step(self.steps_done)
-        self._settle_overrides()
+        self._overrides.settle()
         return result
 
     def _forward_backward(self, batch: Batch) -> list:

@@ -34,7 +34,7 @@ from weft.pipeline import PlaceholderTensor
 from .axes import (
     TOKEN_AXES,
 )
-from .block_forward import BlockForward, check_single_gradient, forward_with_own_count
+from .block_forward import check_single_gradient
 from .collectives import cross_boundary
 from .expert_dispatch import ExpertCommStats, shard_experts
 from .mesh import Mesh
@@ -57,7 +57,7 @@ def parallelize(
         plan: this rank's part of a plan, `plan.of(rank)`.
         model: the whole model, as it is on one device.
         mesh: the process groups of the layout.
-        randomness: gives dropout its masks.
+        randomness: is told how activations are cut where a module runs.
 
     Returns:
         What counts the exchanges for experts.
@@ -93,18 +93,6 @@ def parallelize(
             _leave(module, step, mesh, randomness, plan)
     for name in plan.batchnorms:
         _replace(model, name, BatchNorm.of(modules[name], mesh.group(*TOKEN_AXES)))
-    interiors = {
-        step.module: step.activation_sharding
-        for step in plan.steps
-        if step.activation_sharding is not None
-    }
-    recomputed = set(plan.recomputed())
-    for block in plan.blocks:
-        sharding = interiors.get(block) or "whole"
-        again = block in recomputed
-        modules[block].forward = BlockForward(modules[block], block, sharding, randomness, again)  # type: ignore[method-assign]
-    for name in plan.counted:
-        modules[name].forward = forward_with_own_count(modules[name], name, randomness)  # type: ignore[method-assign]
     _gather(plan, modules, mesh)
     return traffic
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft._torch.autograd import in_checkpoint
 from weft._torch.modes import function_modes
-from weft.core import ActivationSharding, UnsupportedModel
+from weft.core import ActivationSharding, Plan, UnsupportedModel
 from weft.nn import Randomness
 
 Forward = Callable[..., Any]
@@ -118,7 +118,24 @@ class _RecomputeContext:
         self._stack.close()
 
 
-def forward_with_own_count(module: nn.Module, name: str, randomness: Randomness) -> Forward:
+def wrap_blocks(plan: Plan, model: nn.Module, randomness: Randomness) -> None:
+    """Put a BlockForward in the place of each block's forward: for dropout, recomputation, slices
+    of the sequence and compilation. Without any of these a block's own forward does."""
+    interiors = {
+        step.module: step.activation_sharding
+        for step in plan.steps
+        if step.activation_sharding is not None
+    }
+    recomputed = set(plan.recomputed())
+    for name in plan.blocks:
+        module, sharding = model.get_submodule(name), interiors.get(name) or "whole"
+        module.forward = BlockForward(module, name, sharding, randomness, name in recomputed)  # type: ignore[method-assign]
+    for name in plan.counted:
+        module = model.get_submodule(name)
+        module.forward = _forward_with_own_count(module, name, randomness)  # type: ignore[method-assign]
+
+
+def _forward_with_own_count(module: nn.Module, name: str, randomness: Randomness) -> Forward:
     """A module's forward, whose dropout masks are the same wherever in the order of the others it
     comes."""
     forward, own = module.forward, zlib.crc32(name.encode())

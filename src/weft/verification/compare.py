@@ -22,7 +22,7 @@ from weft.core import (
     Refusal,
     data_rank_indices,
 )
-from weft.engine import Audit, CompiledBlocks, Engine, Remote, TrainingEngine
+from weft.engine import Audit, CompileCounts, CompiledBlocks, Engine, Remote, TrainingEngine
 from weft.launch import rpc_session
 from weft.parallel import (
     DATA_AXES,
@@ -62,7 +62,7 @@ class LayoutResult:
     problem: str | None = None
     delayed: bool = False  # held to one device with the same delays, not to the plain run
     workers: tuple[str, ...] = ()
-    compiled: str | None = None  # what was compiled in the steps after the first
+    compiled: CompileCounts | None = None  # in the steps after the first
 
     @property
     def passed(self) -> bool:
@@ -184,7 +184,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     together = _merge_ranks(
         layout, (errors, first, problem, collective_totals(predicted), collective_totals(seen))
     )
-    counts = None if compiled is None or len(reference.losses) < 2 else str(compiled.counts)
+    counts = None if compiled is None or len(reference.losses) < 2 else compiled.counts
     together = replace(together, compiled=counts)
     return replace(together, delayed=reference.plan is not None, workers=tuple(case.workers))
 

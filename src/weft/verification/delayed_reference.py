@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.engine import FunctionOverrides
 from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates
-from weft.parallel import Mesh, parallelize
+from weft.parallel import Mesh, parallelize, wrap_blocks
 from weft.pipeline import update_shares, versions_used, weight_updates
 
 from .activation_recorder import record_activations
@@ -29,6 +29,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
     assert plan.staging is not None
     randomness = Randomness(case.seed)
     parallelize(alone, model, Mesh(alone.layout, torch.device("cpu"), alone=True), randomness)
+    wrap_blocks(alone, model, randomness)
     params, inputs = dict(model.named_parameters()), case.inputs or named_inputs(model)
     stages = [
         [n for n in stage.weights if params[n].requires_grad] for stage in plan.staging.stages

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft.core import Plan
 from weft.engine import FunctionOverrides
 from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates
-from weft.parallel import Mesh, parallelize
+from weft.parallel import Mesh, parallelize, wrap_blocks
 
 from .activation_recorder import ActivationRecorder, record_activations
 from .case import Case, to_float64
@@ -54,9 +54,8 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     plan = case.plan_in_float64(model, "dp1")
     inputs = case.inputs if case.inputs is not None else named_inputs(model)
     randomness = Randomness(case.seed)
-    parallelize(
-        plan, model, Mesh(plan.layout, torch.device("cpu"), alone=True), randomness
-    )  # names the places of dropout
+    parallelize(plan, model, Mesh(plan.layout, torch.device("cpu"), alone=True), randomness)
+    wrap_blocks(plan, model, randomness)  # names the places of dropout
     optimizer = case.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
     in_microbatches |= any(isinstance(m, _BatchNorm) for m in model.modules())
     pieces = plan.accumulate if in_microbatches else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isfinite
 
 from .compare import TOLERANCE, LayoutResult
@@ -54,7 +54,7 @@ class VerifyReport:
                 "param_rel_err": _number(r.param_rel_err),
                 "worst": r.worst,
                 "first_difference": r.first or r.problem or r.stray,
-                **({"compiled": r.compiled} if r.compiled else {}),
+                **({"compiled": asdict(r.compiled)} if r.compiled else {}),
                 "comms_predicted": _comms(r.comms_predicted),
                 "comms_seen": _comms(r.comms_seen),
             }

@@ -108,7 +108,7 @@ class TrainingCompute:
     loss, weight, unreached parameters, trail and its square; here it gets the losses and weights of
     this rank's microbatches.
 
-    `if_drawn`: a forward that draws random numbers without `functions` runs again with these.
+    A forward that draws random numbers without `functions` runs again after `if_drawn()`.
     `agree`: the group that sums it while the backwards still run, where nothing else is added to
     it.
     """
@@ -121,7 +121,7 @@ class TrainingCompute:
     units: FSDPUnits
     versions: WeightStash | None = None
     functions: FunctionOverrides | None = None  # what is replaced inside a forward; None: nothing
-    if_drawn: FunctionOverrides | None = None  # what is replaced once a forward has drawn numbers
+    if_drawn: Callable[[], None] | None = None  # called once a forward has drawn; sets functions
     scale: float = 1.0  # of the loss that backward starts from
     agree: dist.ProcessGroup | None = None
     step: int = 0
@@ -150,9 +150,8 @@ class TrainingCompute:
 
     def begin(self, step: int, micros: Sequence[MicroBatch], scale: float) -> None:
         self.step, self.micros, self.scale = step, micros, scale
-        for functions in (self.functions, self.if_drawn):
-            if functions is not None:
-                functions.scale = scale
+        if self.functions is not None:
+            self.functions.scale = scale
         self.total, self.agreed = (
             torch.zeros(6, dtype=torch.float64, device=self.stages.device),
             None,
@@ -170,8 +169,7 @@ class TrainingCompute:
             self._watch.begin()
             values, found = self._forward(stage, microbatch, received)
             if self._watch.drew():
-                self.functions, self.if_drawn = self.if_drawn, None
-                self.randomness.in_use = True
+                self.if_drawn()
                 self.randomness.begin(self.step, self._samples[microbatch])
                 values, found = self._forward(stage, microbatch, received)
         if found is None:

@@ -32,7 +32,7 @@ from weft.core import (
     place_modules,
 )
 from weft.nn import Randomness, mix_key, named_inputs, rebalance_gates
-from weft.parallel import Mesh, parallelize
+from weft.parallel import Mesh, parallelize, wrap_blocks
 from weft.pipeline import tensors_in
 
 from ..context_parallel.sequence import ContextParallel
@@ -102,8 +102,8 @@ class Remote(RemoteState):
         self.heard: Callable[[], None] = lambda: None  # told of every call that a worker answers
         self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
         self._training: bool | None = None  # the mode that the model is in
-        # names places of dropout, recomputes
         self.dispatch = parallelize(plan, model, self.mesh, self.randomness)
+        wrap_blocks(plan, model, self.randomness)  # names places of dropout, recomputes
         drop_remote_weights(model, self.places, self.here)
         for name, worker in self.places.modules.items():
             if worker != self.here:  # hooks run where the module lives
