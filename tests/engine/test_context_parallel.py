@@ -24,6 +24,7 @@ from weft.launch.local_workers import Pool
 from weft.nn.attention_masks import AttentionPattern, causal_mask, documents_of, window_rule
 from weft.nn.losses import cross_entropy, next_token, positionwise
 from weft.nn.models import decoder
+from weft.nn.models.decoder import rotary_table
 from weft.verification.compare import check_layout
 from weft.verification.delayed_reference import run_delayed
 from weft.verification.reference import run_reference
@@ -128,8 +129,9 @@ class Named(nn.Module):
         mask = causal_mask(places)
         frequencies = torch.arange(8, dtype=torch.float32) / 100
         x = x + F.pad(torch.sin(places.unsqueeze(-1) * frequencies), (0, 24)).to(x.dtype)
+        rotary = rotary_table(places.size(1), 16, self.inner.rope_base, x, places)
         for block in self.inner.blocks:
-            x = block(x, places, mask)
+            x = block(x, rotary, mask)
         return self.inner.head(x)
 
 
@@ -259,7 +261,8 @@ class Windows(nn.Module):
         x = inner.embedding(input_ids)
         for block in inner.blocks:
             positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-            x = block(x, positions, causal_mask(positions, window=5))
+            rotary = rotary_table(input_ids.size(1), 16, inner.rope_base, x, positions)
+            x = block(x, rotary, causal_mask(positions, window=5))
         y: Tensor = inner.head(inner.norm(x))
         return y
 

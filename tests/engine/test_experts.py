@@ -22,6 +22,7 @@ from weft.engine import Engine
 from weft.launch.local_workers import Pool
 from weft.nn.losses import next_token
 from weft.nn.models import decoder
+from weft.nn.models.decoder import rotary_table
 from weft.parallel import expert_dispatch
 from weft.pipeline.capture.tracer import trace_forward
 from weft.train.trainer import train
@@ -333,8 +334,9 @@ class Outside(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         inner: Any = self.inner
         x = inner.embedding(input_ids)
+        rotary = rotary_table(input_ids.size(1), 8, inner.rope_base, x)
         for block in inner.blocks:
-            x = block(x)
+            x = block(x, rotary)
         y: Tensor = inner.head(inner.norm(x + self.last(x)))
         return y
 

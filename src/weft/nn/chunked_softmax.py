@@ -45,14 +45,15 @@ def parts_of(rows: LogitRows, column: Tensor) -> Tensor:
         parts[0] = -torch.inf
         return parts
     at, mine = _mine(column, width)
-    lowest = torch.finfo(parts.dtype).min
     for of, logits, buffer in rows.chunks():
-        maximum, total, target = parts[:, of]
+        maximum, most, target = parts[:, of]
         torch.gather(logits, -1, at[of], out=target.unsqueeze(-1))
         torch.amax(logits, -1, out=maximum)
-        # words that all have -inf add nothing
-        torch.sub(logits, maximum.clamp(min=lowest).unsqueeze(-1), out=buffer).exp_()
-        torch.sum(buffer, -1, out=total)
+        # one kernel, in place of a difference, its exponential and their sum
+        torch.softmax(logits, -1, out=buffer)
+        torch.amax(buffer, -1, out=most)
+    # the largest probability is exp(0) / sum; words that all have -inf add nothing
+    parts[1].reciprocal_().masked_fill_(parts[0] == -torch.inf, 0)
     parts[2].masked_fill_(~mine.squeeze(-1), 0)
     return parts
 
@@ -77,14 +78,21 @@ def gradients_of(
     at, mine = _mine(column, rows.shape[1])
     grad = grad.unsqueeze(-1)
     taken = torch.where(mine, -grad, 0)
-    factor = grad if parts is None else grad / parts[1].unsqueeze(-1)
+    share = None if parts is None else parts[4] * (parts[3] - parts[0]).exp() / parts[1]
+    factor = grad if share is None else grad * share.unsqueeze(-1)
     for of, logits, buffer in rows.chunks():
         own = into[of] if into is not None and into.dtype == buffer.dtype else buffer
-        if parts is None:
-            torch.softmax(logits, -1, out=own)
-        else:
-            torch.sub(logits, parts[0, of].unsqueeze(-1), out=own).exp_()
-        yield of, own.mul_(factor[of]).scatter_add_(-1, at[of], taken[of])
+        torch.softmax(logits, -1, out=own).mul_(factor[of])
+        if share is not None:
+            _clear(own, share[of] == 0)
+        yield of, own.scatter_add_(-1, at[of], taken[of])
+
+
+def _clear(rows: Tensor, which: Tensor) -> None:
+    """Zero the rows [N] where all of a rank's words have -inf: the softmax of these is undefined.
+    They are rare, and a CPU can ask."""
+    if rows.device.type != "cpu" or bool(which.any()):
+        rows.masked_fill_(which.unsqueeze(-1), 0)
 
 
 def _mine(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +123,8 @@ def token_losses(logits: Tensor, column: Tensor, parts: Tensor | None = None) ->
     Args:
         logits: [N, V], of all words or of some.
         column: [N], from 0 to V - 1; elsewhere where the logits are of some words.
-        parts: [3, N], what `softmax_parts` would give of all words. None: the logits are of all.
+        parts: [5, N], what `softmax_parts` would give of all words, and the first two numbers that
+            it gives of these. None: the logits are of all.
     """
     return torch.ops.weft.token_losses(logits, column, parts)
 

@@ -237,22 +237,33 @@ def _backward_in_chunks(
     to_hidden = torch.empty_like(rows) if wanted[0] else None
     to_weight = weight.new_zeros(weight.shape, dtype=dtype) if wanted[1] else None
     to_bias = weight.new_zeros(len(weight), dtype=dtype) if wanted[2] else None
-    product = _Product(rows, weight, grad.logits.bias)
+    _add_chunks(grad, _Product(rows, weight, grad.logits.bias), to_hidden, to_weight, to_bias)
+    return (
+        to_hidden,
+        None if to_weight is None else to_weight.to(weight.dtype),
+        None if to_bias is None else to_bias.to(weight.dtype),
+    )
+
+
+def _add_chunks(
+    grad: DeferredGradient,
+    product: _Product,
+    to_hidden: Tensor | None,
+    to_weight: Tensor | None,
+    to_bias: Tensor | None,
+) -> None:
+    """Make the gradient chunk by chunk, and add each to those of the product's factors."""
+    dtype, rows = wide(product.dtype), product.hidden
     for of, own in grad.chunks(product):
         narrow = own if own.dtype == rows.dtype else product.narrow[: len(own)].copy_(own)
         if to_hidden is not None:
-            torch.mm(narrow, weight, out=to_hidden[of])
+            torch.mm(narrow, product.weight, out=to_hidden[of])
         if to_weight is not None and (own.dtype == rows.dtype or own.device.type == "cpu"):
             to_weight.addmm_(own.t(), rows[of].to(dtype))
         elif to_weight is not None:  # matrix units take the narrow dtype, and add up in float32
             to_weight.add_(narrow.t() @ rows[of])
         if to_bias is not None:
             to_bias.add_(own.sum(0))
-    return (
-        to_hidden,
-        None if to_weight is None else to_weight.to(weight.dtype),
-        None if to_bias is None else to_bias.to(weight.dtype),
-    )
 
 
 class DeferringHeads:

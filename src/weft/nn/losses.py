@@ -246,4 +246,4 @@ def sharded_token_losses(logits: Tensor, column: Tensor, group: str) -> Tensor:
     maximum = all_reduce(parts[0], "max", group)
     sums = torch.stack([parts[1] * (parts[0] - maximum).exp(), parts[2]])
     sums = all_reduce(sums, "sum", group)
-    return _token_losses(logits, column, torch.cat([maximum.unsqueeze(0), sums]))
+    return _token_losses(logits, column, torch.cat([maximum.unsqueeze(0), sums, parts[:2]]))
