@@ -156,8 +156,28 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("train small.toml --set data.seq_len=60000", "samples, less than one batch"),
         (
-            "train small.toml --set optimizer.name=lion",
-            "optimizer.name = 'lion': is no elementwise optimizer",
+            "train small.toml --set optimizer.name=lionn",
+            "optimizer.name = 'lionn': is no known optimizer. Did you mean \"lion\"?",
+        ),
+        (
+            "train small.toml --set optimizer.name=sparseadam",
+            "optimizer.name = 'sparseadam': it takes sparse gradients alone",
+        ),
+        (
+            'train small.toml --set optimizer.no_decay=["*nrom*"]',
+            "optimizer.no_decay = '*nrom*': matches no parameter",
+        ),
+        (
+            'train small.toml --set optimizer.groups={"blocks.*"={lrr=1e-4}}',
+            "optimizer.groups.blocks.*.lrr = 0.0001: is no setting of a group of adamw. Did you",
+        ),
+        (
+            'train small.toml --set optimizer.groups={"block.*"={lr=1e-4}}',
+            "optimizer.groups = 'block.*': matches no parameter",
+        ),
+        (
+            "train small.toml --set optimizer.name=rprop --set optimizer.decay_min_dims=2",
+            "optimizer.decay_min_dims = 2: rprop has no weight decay. Leave it out.",
         ),
         ("train small.toml --set optimizer.lr=-1.0", "adamw refuses: Invalid learning rate: -1.0"),
         ("train small.toml --output small.toml/x", "output = 'small.toml/x': cannot be written to"),

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from weft.core import (
+    EXPERTS,
     ConfigError,
     Divides,
     Plan,
+    gradient_owners,
 )
 from weft.parallel import (
     axis_table,
 )
 
 Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+Kind = TypeVar("Kind", bound=type)
 
 # What these compute for one element depends on that element alone, so a shard is updated as the
 # whole tensor would be.
@@ -34,18 +38,105 @@ ELEMENTWISE = (
     torch.optim.Rprop,
 )
 
+# These treat each tensor by itself, as a whole: statistics of rows and columns, or a matrix.
+WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
+
+# Why no layout runs these, not even one device.
+IMPOSSIBLE = {
+    torch.optim.LBFGS: "its step computes the loss several times, and a step here has one backward",
+    torch.optim.SparseAdam: "it takes sparse gradients alone, and gradients here are dense",
+}
+
+
+def elementwise(kind: Kind) -> Kind:
+    """Mark an optimizer class whose update of an element depends on that element and its gradients
+    alone. It then runs on shards of any layout.
+
+    Example:
+        @weft.optimizers.elementwise
+        class SignSGD(torch.optim.Optimizer): ...
+    """
+    type.__setattr__(kind, "updates_each", "element")
+    return kind
+
+
+def whole_tensors(kind: Kind) -> Kind:
+    """Mark an optimizer class whose update of a parameter depends on that parameter and its
+    gradients alone, but on the whole of them: norms, rows, matrices. Where ranks hold parts of it,
+    one of them gets the whole (docs/optimizers.md).
+
+    Example:
+        @weft.optimizers.whole_tensors
+        class Lamb(torch.optim.Optimizer): ...
+    """
+    type.__setattr__(kind, "updates_each", "tensor")
+    return kind
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that one is joined of; itself alone, if it is not joined."""
+    return getattr(optimizer, "parts", (optimizer,))
+
+
+def updates_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is known to update each parameter by itself."""
+    return all(
+        is_elementwise(part)
+        or isinstance(part, WHOLE_TENSORS)
+        or getattr(type(part), "updates_each", None) == "tensor"
+        for part in parts_of(optimizer)
+    )
+
+
+def needs_whole(
+    optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter]
+) -> frozenset[str]:
+    """The parameters that the optimizer must see whole to update them. `held`: what it has."""
+    parts = [part for part in parts_of(optimizer) if not is_elementwise(part)]
+    groups = [group for part in parts for group in part.param_groups]
+    needed = {id(p) for group in groups for p in group["params"]}
+    return frozenset(name for name, p in held.items() if id(p) in needed)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is known to update each element by itself."""
+    if isinstance(optimizer, ELEMENTWISE):
+        return True
+    return getattr(type(optimizer), "updates_each", None) == "element"
+
+
+def refuse_kind(kind: type, value: object) -> None:
+    """Refuse an optimizer that no layout runs. Raises ConfigError."""
+    for impossible, why in IMPOSSIBLE.items():
+        if issubclass(kind, impossible):
+            fix = "use an optimizer that takes dense gradients once a step, such as adamw"
+            raise ConfigError("optimizer.name", value, why, fix)
+
 
 def check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Refuse an optimizer that needs whole tensors where the plan shards them. Raises
-    ConfigError."""
-    cut = axis_table().dividing(Divides.STATE, Divides.FEATURES, Divides.VOCABULARY)
-    sharded = plan.layout.active_axes(*cut)
-    if sharded and not isinstance(optimizer, ELEMENTWISE):
+    """Refuse an optimizer that needs what a rank does not have. Raises ConfigError."""
+    name = type(optimizer).__name__
+    refuse_kind(type(optimizer), name)
+    if updates_tensors(optimizer):
+        return
+    divided = (
+        Divides.STATE,
+        Divides.FEATURES,
+        Divides.VOCABULARY,
+        Divides.EXPERTS,
+        Divides.STAGES,
+    )
+    layout = plan.layout
+    apart = [*layout.active_axes(*axis_table().dividing(*divided), EXPERTS)]
+    apart += [plan.sync.name] if plan.sync is not None and gradient_owners(plan) else []
+    if apart:
         raise ConfigError(
             "optimizer.name",
-            type(optimizer).__name__,
-            f"it needs whole tensors, and {plan.layout} shards them over {' and '.join(sharded)}",
-            "use dp, or one of " + ", ".join(cls.__name__ for cls in ELEMENTWISE),
+            name,
+            f"it is not known to update each tensor by itself, and {layout} divides the parameters"
+            f" over {' and '.join(apart)}",
+            "mark its class @weft.optimizers.elementwise or @weft.optimizers.whole_tensors if that"
+            " is what it does; else use dp",
         )
 
 

@@ -22,7 +22,7 @@ from weft.core import (
     nearest,
     place_modules,
 )
-from weft.engine import check_codec, check_worker_plan
+from weft.engine import check_codec, check_optimizer, check_worker_plan
 from weft.nn import find_roles
 from weft.parallel import (
     FEATURE_AXES,
@@ -53,8 +53,11 @@ def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan
         plan_without_weights(with_layout(run, axes), bare, train)
         for axes in layouts or [run.layout.axes]
     ]
-    made = build_optimizer(run)([("", nn.Parameter(torch.zeros(1)))])
+    factory = build_optimizer(run)
+    made = factory([("", nn.Parameter(torch.zeros(1)))])
     for each in plans:
+        factory.check(each.weights)
+        check_optimizer(made, each.replica())
         check_codec(made, each)
         _check_workers(run, bare, each)
     for each in plans:
