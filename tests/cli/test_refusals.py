@@ -160,6 +160,15 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "optimizer.name = 'lionn': is no known optimizer. Did you mean \"lion\"?",
         ),
         (
+            "train small.toml --layout dp2.tp2 --set sync.name=parameter_server --set"
+            " sync.staleness=1 --set optimizer.name=muon --set optimizer.adamw=[]",
+            "optimizer.name = 'MuonWithAdamW': it needs whole tensors, and servers hold the parts",
+        ),
+        (
+            "train small.toml --set optimizer.name=muon",
+            "optimizer.adamw = None: Muon is for hidden matrices, and embeddings and heads are",
+        ),
+        (
             "train small.toml --set optimizer.name=sparseadam",
             "optimizer.name = 'sparseadam': it takes sparse gradients alone",
         ),

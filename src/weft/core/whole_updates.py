@@ -8,7 +8,7 @@ the same axes cut.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -80,6 +80,33 @@ def stored_segments(
             index, size = layout.index(rank, p.axis), layout.size(p.axis)
             dims[0] = take_segments(dims[0], *fsdp_rows(rows, size, index))
     return dims
+
+
+def cuts_blocks(plan: Plan, shape: tuple[int, ...], placed: Iterable[Param], block: int) -> bool:
+    """Whether some rank's part of a parameter begins inside a block. One dim alone has no blocks.
+
+    Args:
+        plan: the plan, whose layout has the ranks.
+        shape: of the whole parameter.
+        placed: where it lies on each axis.
+        block: neighbours in the last dim that make a block.
+    """
+    last = len(shape) - 1
+    for p in placed if last else ():
+        if p.cut is None or p.stored == COPY or p.cut.dim % len(shape) != last:
+            continue
+        size = plan.layout.size(p.axis)
+        for index in range(size):
+            segments = cut_segments(list(p.cut.intervals(index, size)))
+            if any(here % block or there % block for here, there, _ in segments):
+                return True
+    return False
+
+
+def block_segments(dims: list[list[Segment]], block: int) -> list[list[Segment]]:
+    """The segments of a tensor that has one entry for each block of the last dim."""
+    blocks = [(here // block, there // block, -(-n // block)) for here, there, n in dims[-1]]
+    return [*dims[:-1], blocks]
 
 
 def stored_numel(dims: list[list[Segment]]) -> int:

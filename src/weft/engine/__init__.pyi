@@ -1,3 +1,4 @@
+from .adamw8bit import AdamW8bit as AdamW8bit
 from .collective_audit import Audit as Audit
 from .engine import Engine as Engine
 from .function_overrides import FunctionOverrides as FunctionOverrides
@@ -13,6 +14,7 @@ from .optimizers import (
     Optimizers as Optimizers,
     check_codec as check_codec,
     check_optimizer as check_optimizer,
+    check_servers as check_servers,
     elementwise as elementwise,
     whole_tensors as whole_tensors,
 )

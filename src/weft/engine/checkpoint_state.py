@@ -17,6 +17,7 @@ from weft.core import (
     LocalShard,
     Plan,
     Segment,
+    block_segments,
     chunks_of,
     gradient_owners,
     stored_segments,
@@ -25,6 +26,7 @@ from weft.core import (
 from weft.parallel import Mesh
 
 from .grad_buckets import GradReducer, local_tensor
+from .optimizers import state_blocks
 from .param_update import ParamUpdate
 from .replica_sync.bucket_exchange import FSDPReduceScatter
 from .replica_sync.replicas import ReplicaSync
@@ -159,11 +161,14 @@ class CheckpointState:
     def _optimizer_tensors(self) -> Iterator[LocalShard]:
         for name, held in self.update.held.items():
             whole = name in self.update.whole  # the rank that updates it has it alone of its peers
+            blocks = state_blocks(self.update.optimizer)
             for key, value in self.update.optimizer.state.get(held, {}).items():
                 if not isinstance(value, Tensor):
                     continue
                 full, owner = f"optimizer/{name}/{key}", self._owners.get(name, 0)
-                if value.ndim and value.shape == held.shape and not whole:
+                if key in blocks and not whole:
+                    yield self._block_shard(full, value, name, owner, blocks[key])
+                elif value.ndim and value.shape == held.shape and not whole:
                     yield self.shard(full, value, name, owner)
                 else:
                     cut = self._axes_of_shards(name) if whole else ()
@@ -175,6 +180,15 @@ class CheckpointState:
         writer = self._writes(self._plan.holders(name), self._axes_of_shards(name), replica)
         chunks = chunks_of(self.segments(name))
         return LocalShard(full, tensor, self._weights[name].shape, chunks, writer)
+
+    def _block_shard(
+        self, full: str, tensor: Tensor, name: str, replica: int, block: int
+    ) -> LocalShard:
+        """This rank's part of a tensor with one entry for each block of a parameter's last dim."""
+        writer = self._writes(self._plan.holders(name), self._axes_of_shards(name), replica)
+        *first, last = self._weights[name].shape
+        chunks = chunks_of(block_segments(self.segments(name), block))
+        return LocalShard(full, tensor, (*first, -(-last // block)), chunks, writer)
 
     def same_on_replicas(self, name: str) -> bool:
         """Whether the ranks of `dp` hold the same part of a parameter; experts may be sharded

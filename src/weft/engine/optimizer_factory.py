@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.core import ConfigError, Weight, nearest, require_known
 
+from .adamw8bit import AdamW8bit
 from .lion import Lion
 from .muon import MuonWithAdamW
 from .optimizers import ELEMENTWISE, refuse_kind
@@ -34,7 +35,7 @@ def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
         >>> known_optimizers()["adamw"]
         <class 'torch.optim.adamw.AdamW'>
     """
-    kinds = (*ELEMENTWISE, Lion, torch.optim.Adafactor)
+    kinds = (*ELEMENTWISE, Lion, AdamW8bit, torch.optim.Adafactor)
     return {kind.__name__.lower(): kind for kind in kinds} | {"muon": MuonWithAdamW}
 
 

@@ -13,7 +13,9 @@ from weft.core import (
     ConfigError,
     Divides,
     Plan,
+    cuts_blocks,
     gradient_owners,
+    whole_updates,
 )
 from weft.parallel import (
     axis_table,
@@ -88,14 +90,49 @@ def updates_tensors(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def state_blocks(optimizer: torch.optim.Optimizer) -> Mapping[str, int]:
+    """Names of state that has one entry for each block of a parameter's last dim -> how many
+    elements a block has."""
+    return getattr(optimizer, "blocks", {})
+
+
 def needs_whole(
-    optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter], plan: Plan
 ) -> frozenset[str]:
-    """The parameters that the optimizer must see whole to update them. `held`: what it has."""
+    """The parameters that the optimizer must see whole to update them: all of one that is not
+    elementwise, and those that the plan cuts inside of blocks which its state has. `held`: what it
+    has."""
     parts = [part for part in parts_of(optimizer) if not is_elementwise(part)]
     groups = [group for part in parts for group in part.param_groups]
     needed = {id(p) for group in groups for p in group["params"]}
-    return frozenset(name for name, p in held.items() if id(p) in needed)
+    whole = {name for name, p in held.items() if id(p) in needed}
+    if blocks := set(state_blocks(optimizer).values()):
+        table, shapes = plan.params(), {w.name: w.shape for w in plan.weights}
+        for name in held:
+            placed = table[name].values()
+            if any(cuts_blocks(plan, shapes[name], placed, block) for block in blocks):
+                whole.add(name)
+    return frozenset(whole)
+
+
+def check_servers(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Refuse an optimizer of whole tensors where asynchronous servers hold parts of them. `plan`:
+    of all ranks. Raises ConfigError."""
+    if plan.sync is None or not plan.sync.asynchronous or not plan.replicas_step_independently:
+        return
+    one = plan.replica()
+    # any parameter stands for those that a part of the optimizer has
+    held = {w.name: nn.Parameter(torch.empty(0)) for w in one.weights if w.trainable}
+    cut = whole_updates(one, held.keys())
+    elements = all(is_elementwise(part) for part in parts_of(optimizer))
+    if cut and (not elements or whole_updates(one, needs_whole(optimizer, held, one))):
+        raise refused_by_servers(optimizer, plan)
+
+
+def refused_by_servers(optimizer: torch.optim.Optimizer, plan: Plan) -> ConfigError:
+    problem = f"it needs whole tensors, and servers hold the parts into which {plan.layout} cuts"
+    fix = "use staleness = 0, a layout of replicas alone, or adamw"
+    return ConfigError("optimizer.name", type(optimizer).__name__, f"{problem} them", fix)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

@@ -12,12 +12,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.core import ConfigError, Plan, whole_updates
+from weft.core import Plan, whole_updates
 from weft.parallel import Mesh
 
 from .grad_buckets import local_tensor
 from .optimizer_factory import OptimizerFactory
-from .optimizers import Optimizers, check_codec, check_optimizer, make_state, needs_whole
+from .optimizers import (
+    Optimizers,
+    check_codec,
+    check_optimizer,
+    make_state,
+    needs_whole,
+    refused_by_servers,
+)
 from .whole_exchange import WholeExchange
 
 
@@ -45,7 +52,7 @@ class ParamUpdate:
         self.optimizer = self._made(make, mesh)
         check_optimizer(self.optimizer, plan)
         check_codec(self.optimizer, plan)
-        needed = needs_whole(self.optimizer, self.held)
+        needed = needs_whole(self.optimizer, self.held, plan)
         part = plan.of(mesh.rank)
         self.exchanges = [
             WholeExchange(update, part, mesh, params)
@@ -53,7 +60,8 @@ class ParamUpdate:
         ]
         self.whole = frozenset(name for exchange in self.exchanges for name in exchange.names)
         if self.whole:
-            self._check_servers(plan, servers_update)
+            if servers_update:
+                raise refused_by_servers(self.optimizer, plan)
             for name in self.whole:
                 del self.held[name]
             for exchange in self.exchanges:
@@ -65,16 +73,6 @@ class ParamUpdate:
         # a rank with nothing to update still has an optimizer, of a parameter without gradients
         nothing = [("", nn.Parameter(torch.zeros(1, device=mesh.device)))]
         return make(list(self.held.items()) or nothing)
-
-    def _check_servers(self, plan: Plan, servers_update: bool) -> None:
-        if servers_update:
-            name, sync = type(self.optimizer).__name__, plan.sync.name if plan.sync else "servers"
-            problem = (
-                f"it needs whole tensors, and under {sync} a rank of {plan.layout} updates its own"
-                " parts"
-            )
-            fix = 'use sync.name = "allreduce", a layout of replicas alone, or adamw'
-            raise ConfigError("optimizer.name", name, problem, fix)
 
     def clear_gradients(self) -> None:
         """Before a backward: no parameter has a gradient."""

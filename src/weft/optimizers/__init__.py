@@ -6,6 +6,7 @@ They are defined in `weft/engine`, and imported when they are first used.
 from lazy_loader import attach
 
 NAMES = {
+    "adamw8bit": ["AdamW8bit"],
     "lion": ["Lion"],
     "optimizer_factory": ["known_optimizers", "make_optimizer"],
     "muon": ["MuonWithAdamW"],

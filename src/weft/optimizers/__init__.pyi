@@ -1,4 +1,5 @@
 from weft.engine import (
+    AdamW8bit as AdamW8bit,
     Lion as Lion,
     MuonWithAdamW as MuonWithAdamW,
     elementwise as elementwise,

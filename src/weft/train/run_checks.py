@@ -22,7 +22,7 @@ from weft.core import (
     nearest,
     place_modules,
 )
-from weft.engine import check_codec, check_optimizer, check_worker_plan
+from weft.engine import check_codec, check_optimizer, check_servers, check_worker_plan
 from weft.nn import find_roles
 from weft.parallel import (
     FEATURE_AXES,
@@ -54,10 +54,11 @@ def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan
         for axes in layouts or [run.layout.axes]
     ]
     factory = build_optimizer(run)
-    made = factory([("", nn.Parameter(torch.zeros(1)))])
+    made = factory([("weight", nn.Parameter(torch.zeros(2, 2)))])
     for each in plans:
         factory.check(each.weights)
         check_optimizer(made, each.replica())
+        check_servers(made, each)
         check_codec(made, each)
         _check_workers(run, bare, each)
     for each in plans:
