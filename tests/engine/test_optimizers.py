@@ -15,6 +15,7 @@ import weft
 from tests.cases import LENGTH, VOCAB, Subject
 from weft.checkpoint import Retention, save_checkpoint
 from weft.core.errors import ConfigError
+from weft.engine.adamw8bit import _load, _store
 from weft.engine.optimizer_factory import make_optimizer
 from weft.engine.optimizers import elementwise
 from weft.nn.losses import next_token
@@ -151,6 +152,63 @@ def test_blocks_that_a_layout_does_not_cut_stay_sharded(pool: Any) -> None:
     assert narrow.comms_seen["all_to_all", "tp"][0] == 2
 
 
+# ---- what they compute ---------------------------------------------------------------------------
+
+
+def test_lion_is_that_of_the_paper() -> None:
+    """Algorithm 2 of Chen et al. 2023, element by element."""
+    torch.manual_seed(0)
+    lr, (now, later), decay = 0.1, (0.8, 0.95), 0.3
+    p = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+    made = make_optimizer("lion", lr=lr, betas=[now, later], weight_decay=decay)([("p", p)])
+    weight, momentum = p.detach().clone(), torch.zeros(3, 4, dtype=torch.float64)
+    for _ in range(4):
+        p.grad = torch.randn(3, 4, dtype=torch.float64)
+        made.step()
+        step = torch.sign(now * momentum + (1 - now) * p.grad)
+        weight = weight - lr * (step + decay * weight)
+        momentum = later * momentum + (1 - later) * p.grad
+        torch.testing.assert_close(p.detach(), weight, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(made.state[p]["exp_avg"], momentum, rtol=1e-12, atol=1e-12)
+
+
+def test_8_bit_moments_stay_near_those_of_adamw() -> None:
+    torch.manual_seed(0)
+    begin, shape = torch.randn(20, 300), (20, 300)
+    made = {}
+    for name in ("adamw", "adamw8bit"):
+        p = nn.Parameter(begin.clone())
+        made[name] = make_optimizer(name, lr=1e-2, weight_decay=0.1)([("p", p)]), p
+    scale = torch.logspace(-4, 0, 300)  # rows whose elements differ ten thousandfold
+    for _ in range(30):
+        grad = torch.randn(shape) * scale
+        for optimizer, p in made.values():
+            p.grad = grad.clone()
+            optimizer.step()
+    (_, exact), (optimizer, p) = made.values()
+    assert (p - exact).norm() < 0.05 * (exact - begin).norm()
+    state = optimizer.state[p]
+    assert sum(v.numel() * v.itemsize for v in state.values() if v.ndim) < 2.1 * p.numel()
+    assert state["exp_avg_scale"].shape == (20, 3)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_code_holds_its_own_values(signed: bool) -> None:
+    """What is decoded is encoded as the same code; each element is off by less than its table's
+    step."""
+    moment = torch.randn(4, 300).abs_() if not signed else torch.randn(4, 300)
+    state: dict[str, Any] = {}
+    _store(state, "m", moment, signed)
+    once = _load(state, "m", moment, signed)
+    assert (once - moment).abs().max() < 0.02 * moment.abs().max()
+    tiny = torch.tensor([[1.0, 1e-8, 0.0]])
+    _store(small := {}, "m", tiny, signed)
+    assert signed or (_load(small, "m", tiny, signed) > 0).tolist() == [[True, True, False]]
+    codes = state["m"].clone()
+    _store(state, "m", once.clone(), signed)
+    assert torch.equal(state["m"], codes)
+
+
 # ---- groups --------------------------------------------------------------------------------------
 
 
@@ -186,7 +244,7 @@ def test_groups_take_the_first_pattern_that_matches() -> None:
         "adamw",
         lr=1.0,
         weight_decay=0.5,
-        no_decay=["*.bias"],
+        no_decay=["*.bias", "norm.*"],
         groups={
             "hidden.weight": {"lr": 2.0},
             "hidden.*": {"lr": 3.0},
