@@ -45,6 +45,7 @@ FACES: dict[str, tuple[str, ...] | None] = {
     "weft.losses": None,
     "weft.models": None,
     "weft.data": None,
+    "weft.optimizers": None,
     "weft.sync": ("make_sync", "registry"),
     "weft.nn": (
         "causal_mask",

@@ -42,6 +42,7 @@ DOOR = (
     "data",
     "losses",
     "models",
+    "optimizers",
 )  # what users import; it may import every face
 
 # Folders whose files are strategies: a file imports nouns, and no other strategy. The folder is the

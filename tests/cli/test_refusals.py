@@ -156,8 +156,37 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("train small.toml --set data.seq_len=60000", "samples, less than one batch"),
         (
-            "train small.toml --set optimizer.name=lion",
-            "optimizer.name = 'lion': is no elementwise optimizer",
+            "train small.toml --set optimizer.name=lionn",
+            "optimizer.name = 'lionn': is no known optimizer. Did you mean \"lion\"?",
+        ),
+        (
+            "train small.toml --layout dp2.tp2 --set sync.name=parameter_server --set"
+            " sync.staleness=1 --set optimizer.name=muon --set optimizer.adamw=[]",
+            "optimizer.name = 'MuonWithAdamW': it needs whole tensors, and servers hold the parts",
+        ),
+        (
+            "train small.toml --set optimizer.name=muon",
+            "optimizer.adamw = None: Muon is for hidden matrices, and embeddings and heads are",
+        ),
+        (
+            "train small.toml --set optimizer.name=sparseadam",
+            "optimizer.name = 'sparseadam': it takes sparse gradients alone",
+        ),
+        (
+            'train small.toml --set optimizer.no_decay=["*nrom*"]',
+            "optimizer.no_decay = '*nrom*': matches no parameter",
+        ),
+        (
+            'train small.toml --set optimizer.groups={"blocks.*"={lrr=1e-4}}',
+            "optimizer.groups.blocks.*.lrr = 0.0001: is no setting of a group of adamw. Did you",
+        ),
+        (
+            'train small.toml --set optimizer.groups={"block.*"={lr=1e-4}}',
+            "optimizer.groups = 'block.*': matches no parameter",
+        ),
+        (
+            "train small.toml --set optimizer.name=rprop --set optimizer.decay_min_dims=2",
+            "optimizer.decay_min_dims = 2: rprop has no weight decay. Leave it out.",
         ),
         ("train small.toml --set optimizer.lr=-1.0", "adamw refuses: Invalid learning rate: -1.0"),
         ("train small.toml --output small.toml/x", "output = 'small.toml/x': cannot be written to"),

@@ -286,7 +286,7 @@ def test_building_a_model_leaves_the_random_state_alone(tmp_path: Path) -> None:
         ("data.seq_len", "30000", "train.batch", "samples, less than one batch"),
         ("train.loss", "weft.losses:next_tokne", "train.loss", 'did you mean "next_token"?'),
         ("optimizer.name", "adamv", "optimizer.name", 'did you mean "adam'),
-        ("optimizer.name", "lbfgs", "optimizer.name", "no elementwise optimizer"),
+        ("optimizer.name", "lbfgs", "optimizer.name", "computes the loss several times"),
         ("optimizer.weigth_decay", "0.1", "optimizer.weigth_decay", 'did you mean "weight_decay"?'),
         ("optimizer.lr", "-1.0", "optimizer", "adamw refuses: Invalid learning rate"),
         ("model.inputs", '["input_id"]', "model.inputs", 'did you mean "input_ids"?'),

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from tests.docs.test_reference import load_generator
 from weft.core import RunConfig
+from weft.engine.optimizer_factory import known_optimizers
 from weft.parallel.strategies import allowed_options, registry as axes
 from weft.pipeline.schedules import registry as schedules
 from weft.sync import registry as syncs
@@ -62,6 +63,7 @@ def missing_rows(names: Iterable[str], text: str) -> list[str]:
         ("docs/sync.md", syncs),
         ("docs/codecs.md", codecs),
         ("docs/layouts.md", axes),
+        ("docs/optimizers.md", known_optimizers),
     ],
 )
 def test_every_registry_entry_has_a_row(page: str, registry: Any) -> None:

@@ -45,6 +45,7 @@ from weft.launch.doctor.checks import DoctorRequest, HostReport
 from weft.launch.doctor.findings import Finding, Host
 from weft.launch.doctor.limited_process import LimitedProcessError, run_limited
 from weft.launch.rendezvous import Rendezvous
+from weft.planner import run_precision
 
 RUN = """
 [model]
@@ -330,14 +331,21 @@ def test_room_for_checkpoints(kept: int, free: int, state: str) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "count"),
-    [({"name": "adamw"}, 2), ({"name": "sgd"}, 0), ({"name": "sgd", "momentum": "0.9"}, 1)],
+    [
+        ({"name": "adamw"}, 8),
+        ({"name": "sgd"}, 0),
+        ({"name": "sgd", "momentum": "0.9"}, 4),
+        ({"name": "muon", "adamw": "[]"}, 4),
+        ({"name": "adamw8bit"}, 2 + 8 / 128),
+        ({"name": "adafactor"}, 4 * (32 + 256) / (32 * 256)),
+    ],
 )
-def test_what_an_optimizer_keeps(run_file: Path, optimizer: dict[str, str], count: int) -> None:
+def test_what_an_optimizer_keeps(run_file: Path, optimizer: dict[str, str], count: float) -> None:
     run = run_config.load_run(
         run_file,
         {f"optimizer.{key}": value for key, value in optimizer.items()} | {"optimizer.lr": "1"},
     )
-    assert doctor_run_check.state_count(run) == count
+    assert run_precision(run).state_bytes == count  # of a float32 parameter
 
 
 def test_room_counts_what_the_run_keeps(run_file: Path, tmp_path: Path) -> None:

@@ -694,3 +694,30 @@ def test_a_clock_leaves_out_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.lap() == 3
     now[0] += 4
     assert (clock.lap(), clock.total_s) == (4, 7)
+
+
+def test_the_schedule_scales_the_rate_of_each_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = {"embedding.*": {"lr": 1e-3}, "*.wq.*": {"lr": 0.1}}
+    run = make(tmp_path, optimizer__decay_min_dims=2)
+    grouped = run.optimizer.model_copy(update={"groups": groups})
+    run = run.model_copy(update={"optimizer": grouped})
+    seen: list[dict[str, tuple[float, float]]] = []
+
+    def step(self: Engine, batch: Any) -> Any:
+        held = self.optimizer.param_groups
+        seen.append({n: (g["lr"], g["weight_decay"]) for g in held for n in g["param_names"]})
+        return original(self, batch)
+
+    original = Engine.step
+    monkeypatch.setattr(Engine, "step", step)
+    train(run, False)
+    factor = build.build_lr_factor(run)
+    for number, rates in enumerate(seen):
+        assert rates["embedding.weight"] == pytest.approx((1e-3 * factor(number), 0.01))
+        assert rates["blocks.0.attention.wq.weight"][0] == pytest.approx(0.1 * factor(number))
+        assert rates["norm.weight"] == pytest.approx((1e-2 * factor(number), 0.0))
+    assert curve(run, "lr") == [
+        (number + 1, pytest.approx(1e-2 * factor(number))) for number in range(6)
+    ]

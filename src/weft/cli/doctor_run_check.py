@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from weft.core import RunConfig, load_run
 from weft.launch import CheckpointSize, Finding
-from weft.train import build_optimizer, build_skeleton, check_run
+from weft.planner import run_precision
+from weft.train import build_skeleton, check_run
 
 
 def check_run_file(path: Path) -> Finding:
@@ -24,16 +23,5 @@ def checkpoint_size(run: RunConfig) -> CheckpointSize:
     """How large one checkpoint of the run is: its weights and what the optimizer keeps of them."""
     parameters = sum(parameter.numel() for parameter in build_skeleton(run).parameters())
     itemsize = 8 if run.precision.compute == "fp64" else 4
-    return CheckpointSize(parameters, itemsize * parameters * (1 + state_count(run)))
-
-
-def state_count(run: RunConfig) -> int:
-    """How many numbers the run's optimizer keeps for each parameter: two for adamw."""
-    parameter = torch.nn.Parameter(torch.zeros(4, 4))
-    made = build_optimizer(run)([("", parameter)])
-    parameter.grad = torch.ones_like(parameter)
-    made.step()
-    kept = sum(
-        x.numel() for x in made.state[parameter].values() if isinstance(x, torch.Tensor) and x.dim()
-    )
-    return kept // parameter.numel()
+    kept = run_precision(run).state_bytes
+    return CheckpointSize(parameters, round(parameters * (itemsize + kept)))

@@ -141,6 +141,14 @@ from .toml import (
     toml_refusal as toml_refusal,
 )
 from .version import __version__ as __version__
+from .whole_updates import (
+    WholeUpdate as WholeUpdate,
+    block_segments as block_segments,
+    cuts_blocks as cuts_blocks,
+    stored_numel as stored_numel,
+    stored_segments as stored_segments,
+    whole_updates as whole_updates,
+)
 from .worker_placement import (
     DRIVER as DRIVER,
     WorkerPlacement as WorkerPlacement,

@@ -4,7 +4,7 @@
     [data]         build = "package.module:callable" | text = ["corpus/*.txt"] | hf = "a directory"
     [layout]       axes = "dp2.tp2"
     [train]        batch, steps, loss, schedule, logging ...
-    [optimizer]    name, and that optimizer's own arguments
+    [optimizer]    name, no_decay, decay_min_dims, groups, and that optimizer's own arguments
     [precision]    compute = "fp32"
     [checkpoint]   every, keep, keep_every, restarts
     [pipeline]     schedule = "1f1b", cut = "parameters", and that schedule's own arguments
@@ -289,7 +289,31 @@ class TrainConfig(TomlTable):
 class OptimizerConfig(CallableTable):
     """[optimizer]"""
 
-    name: str = Field(default="adamw", description="an optimizer of torch.optim, in lower case")
+    name: str = Field(
+        default="adamw",
+        description=(
+            'an optimizer of docs/optimizers.md, or "package.module:callable" of (parameters,'
+            " **arguments) that makes one"
+        ),
+    )
+    no_decay: Strings = Field(
+        default=(),
+        description='globs of parameters without weight decay, as in ["*norm*", "*.bias"]',
+    )
+    decay_min_dims: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "parameters with fewer dims have no weight decay; 2 spares all norms and biases"
+        ),
+    )
+    groups: dict[str, dict[str, Any]] = Field(
+        default={},
+        description=(
+            "glob of parameters -> arguments that differ for them, as in"
+            ' "embedding.*" = { lr = 1e-4 }; the first that matches holds'
+        ),
+    )
 
 
 class PrecisionConfig(TomlTable):

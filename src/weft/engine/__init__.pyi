@@ -1,3 +1,4 @@
+from .adamw8bit import AdamW8bit as AdamW8bit
 from .collective_audit import Audit as Audit
 from .compile_blocks import (
     CompileCounts as CompileCounts,
@@ -8,10 +9,20 @@ from .compile_blocks import (
 from .engine import Engine as Engine
 from .function_overrides import FunctionOverrides as FunctionOverrides
 from .grad_buckets import local_tensor as local_tensor
+from .lion import Lion as Lion
+from .muon import MuonWithAdamW as MuonWithAdamW
+from .optimizer_factory import (
+    OptimizerFactory as OptimizerFactory,
+    known_optimizers as known_optimizers,
+    make_optimizer as make_optimizer,
+)
 from .optimizers import (
-    ELEMENTWISE as ELEMENTWISE,
     Optimizers as Optimizers,
     check_codec as check_codec,
+    check_optimizer as check_optimizer,
+    check_servers as check_servers,
+    elementwise as elementwise,
+    whole_tensors as whole_tensors,
 )
 from .pipeline.runner import Span as Span
 from .pipeline.stage_compute import Loss as Loss

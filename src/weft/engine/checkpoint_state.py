@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from zlib import crc32
 
-import torch
 from torch import Tensor, nn
 
 from weft.core import (
@@ -18,26 +17,26 @@ from weft.core import (
     LocalShard,
     Plan,
     Segment,
+    block_segments,
     chunks_of,
-    cut_segments,
-    fsdp_rows,
     gradient_owners,
-    take_segments,
+    stored_segments,
     whole_shard,
 )
 from weft.parallel import Mesh
 
 from .grad_buckets import GradReducer, local_tensor
-from .optimizers import make_state
+from .optimizers import state_blocks
+from .param_update import ParamUpdate
 from .replica_sync.bucket_exchange import FSDPReduceScatter
 from .replica_sync.replicas import ReplicaSync
 
 
 class CheckpointState:
-    """One rank's part of a run. `plan`: of one replica; `global_plan`: of all. Set `optimizer`,
+    """One rank's part of a run. `plan`: of one replica; `global_plan`: of all. Set `update`,
     `reducer` and `scatters` once they are made."""
 
-    optimizer: torch.optim.Optimizer
+    update: ParamUpdate
     reducer: GradReducer
     scatters: Mapping[str, FSDPReduceScatter]
 
@@ -100,20 +99,8 @@ class CheckpointState:
 
     def segments(self, name: str) -> list[list[Segment]]:
         """Per dim of this rank's part of a parameter: where its rows lie in the global tensor."""
-        placed = self.table[name].values()
-        dims: list[list[Segment]] = [cut_segments([(0, n)]) for n in self._weights[name].shape]
-        for p in placed:
-            if p.cut is not None and p.stored != COPY:
-                dims[p.cut.dim] = cut_segments(
-                    list(p.cut.intervals(self._mesh.index(p.axis), self._mesh.size(p.axis)))
-                )
-        for p in placed:
-            if p.stored != p.compute:
-                rows = sum(length for _, _, length in dims[0])
-                dims[0] = take_segments(
-                    dims[0], *fsdp_rows(rows, self._mesh.size(p.axis), self._mesh.index(p.axis))
-                )
-        return dims
+        plan, shape = self._plan, self._weights[name].shape
+        return stored_segments(plan, shape, self.table[name], self._mesh.rank)
 
     # ---- tensors ---------------------------------------------------------------------------------
 
@@ -137,7 +124,7 @@ class CheckpointState:
                 yield whole_shard(name, kept, True)
         if saved is not None:
             self._note_lost_codec_state(saved)
-            make_state(self.optimizer, self._params, saved, self.updates)
+            self.update.make_state(saved)
         yield from self._optimizer_tensors()
 
     def weights(self) -> Iterator[LocalShard]:
@@ -172,22 +159,36 @@ class CheckpointState:
         self.codec_state_lost = had != mine and any(name.startswith("sync/") for name in saved)
 
     def _optimizer_tensors(self) -> Iterator[LocalShard]:
-        for name, p in self._params.items():
-            for key, value in self.optimizer.state.get(p, {}).items():
+        for name, held in self.update.held.items():
+            whole = name in self.update.whole  # the rank that updates it has it alone of its peers
+            blocks = state_blocks(self.update.optimizer)
+            for key, value in self.update.optimizer.state.get(held, {}).items():
                 if not isinstance(value, Tensor):
                     continue
                 full, owner = f"optimizer/{name}/{key}", self._owners.get(name, 0)
-                if value.shape == p.shape and value.ndim:
-                    yield self.shard(full, local_tensor(value), name, owner)
+                if key in blocks and not whole:
+                    yield self._block_shard(full, value, name, owner, blocks[key])
+                elif value.ndim and value.shape == held.shape and not whole:
+                    yield self.shard(full, value, name, owner)
                 else:
-                    writer = self._writes(self._plan.holders(name), (), owner)
-                    yield whole_shard(full, local_tensor(value), writer)
+                    cut = self._axes_of_shards(name) if whole else ()
+                    writer = self._writes(self._plan.holders(name), cut, owner)
+                    yield whole_shard(full, value, writer)
 
     def shard(self, full: str, tensor: Tensor, name: str, replica: int = 0) -> LocalShard:
         """This rank's part of the tensor `full`, which is sharded as the parameter `name` is."""
         writer = self._writes(self._plan.holders(name), self._axes_of_shards(name), replica)
         chunks = chunks_of(self.segments(name))
         return LocalShard(full, tensor, self._weights[name].shape, chunks, writer)
+
+    def _block_shard(
+        self, full: str, tensor: Tensor, name: str, replica: int, block: int
+    ) -> LocalShard:
+        """This rank's part of a tensor with one entry for each block of a parameter's last dim."""
+        writer = self._writes(self._plan.holders(name), self._axes_of_shards(name), replica)
+        *first, last = self._weights[name].shape
+        chunks = chunks_of(block_segments(self.segments(name), block))
+        return LocalShard(full, tensor, (*first, -(-last // block)), chunks, writer)
 
     def same_on_replicas(self, name: str) -> bool:
         """Whether the ranks of `dp` hold the same part of a parameter; experts may be sharded

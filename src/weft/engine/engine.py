@@ -47,7 +47,8 @@ from .inference import Inference
 from .initial_weights import allocate, fill_shards, move_to, share_weights
 from .microbatch import Batch, check_batch
 from .module_trail import ModuleTrail
-from .optimizers import Optimizers, check_codec, check_optimizer
+from .optimizers import Optimizers
+from .param_update import ParamUpdate
 from .pipeline.stage_compute import (
     Loss,
     StageModel,
@@ -207,18 +208,17 @@ class Engine:
 
     def _prepare(self, optimizer: Optimizers, clip: float | None, skip: float | None) -> None:
         """The optimizer, and what happens between a backward and its step."""
-        model, plan, params, device = self.model, self.plan, self.params, self.mesh.device
-        trainable = [(name, p) for name, p in params.items() if p.requires_grad]
-        # a stage whose weights are all frozen still has an optimizer, of nothing
-        self.optimizer = optimizer(trainable or [("", nn.Parameter(torch.zeros(0, device=device)))])
-        check_optimizer(self.optimizer, plan)
+        model, plan, params = self.model, self.plan, self.params
+        mesh, serves = self.mesh, self.replicas.servers_update
+        self.param_update = ParamUpdate(optimizer, plan, mesh, params, self.updates, serves)
+        self.optimizer, self.held = self.param_update.optimizer, self.param_update.held
+        self.updated_whole = self.param_update.whole
         self.reducer = GradReducer(self.rank_plan, params, self.mesh)
         self.state.scatters = codec_scatters(plan, self.units)
-        check_codec(self.optimizer, plan)
-        self.state.optimizer, self.state.reducer = self.optimizer, self.reducer
+        self.state.update, self.state.reducer = self.param_update, self.reducer
         versions = None
         if plan.schedule.versions:
-            versions = WeightStash(model, plan, self.mesh, params, lambda: self.optimizer.step())
+            versions = WeightStash(model, plan, self.mesh, params, self.param_update.step)
         self._training = TrainingCompute(
             self.stages, self.mesh, self.loss, self.randomness, self.reducer, self.units, versions
         )
@@ -229,7 +229,7 @@ class Engine:
             plan,
             self.mesh,
             params,
-            self.optimizer,
+            self.param_update,
             self._training,
             self.reducer,
             self._trail,
@@ -265,7 +265,7 @@ class Engine:
             self._try_in_parts({key: value[:2] for key, value in batch.items()})
         for name, module in self.model.named_modules():
             module.training = self._modes.get(name, True)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.param_update.clear_gradients()
         self.buffers.refresh()
         missing = self._forward_backward(batch)
         check_attention(self.plan, self.sequence, self._training.functions)

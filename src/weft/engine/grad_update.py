@@ -25,6 +25,7 @@ from weft.parallel import (
 from .grad_buckets import GradReducer, local_tensor
 from .module_trail import ModuleTrail, diverged_error
 from .optimizers import scale_grads
+from .param_update import ParamUpdate
 from .pipeline.stage_compute import TrainingCompute
 from .protocol import StepResult
 from .replica_sync.replicas import ReplicaSync
@@ -65,7 +66,7 @@ class GradUpdate:
     plan: Plan
     mesh: Mesh
     params: Mapping[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
+    update: ParamUpdate
     training: TrainingCompute
     reducer: GradReducer
     trail: ModuleTrail
@@ -166,14 +167,14 @@ class GradUpdate:
             if not self.updates(name):
                 p.grad = None
         if self.replicas.servers_update:
-            groups = self.optimizer.param_groups
+            groups = self.update.optimizer.param_groups
             rates = [(float(group["lr"]), {id(p) for p in group["params"]}) for group in groups]
             rate_of = {
                 name: next((lr for lr, ids in rates if id(p) in ids), 0.0)
-                for name, p in self.params.items()
+                for name, p in self.update.held.items()
             }
             self.replicas.push(self.gradients(), rate_of)
             return
-        self.optimizer.step()
+        self.update.step()
         if self.owned:
             self.reducer.spread()

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from weft.core import (
+    EXPERTS,
     ConfigError,
     Divides,
     Plan,
+    cuts_blocks,
+    gradient_owners,
+    whole_updates,
 )
 from weft.parallel import (
     axis_table,
 )
 
 Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+Kind = TypeVar("Kind", bound=type)
 
 # What these compute for one element depends on that element alone, so a shard is updated as the
 # whole tensor would be.
@@ -34,18 +40,140 @@ ELEMENTWISE = (
     torch.optim.Rprop,
 )
 
+# These treat each tensor by itself, as a whole: statistics of rows and columns, or a matrix.
+WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
+
+# Why no layout runs these, not even one device.
+IMPOSSIBLE = {
+    torch.optim.LBFGS: "its step computes the loss several times, and a step here has one backward",
+    torch.optim.SparseAdam: "it takes sparse gradients alone, and gradients here are dense",
+}
+
+
+def elementwise(kind: Kind) -> Kind:
+    """Mark an optimizer class whose update of an element depends on that element and its gradients
+    alone. It then runs on shards of any layout.
+
+    Example:
+        @weft.optimizers.elementwise
+        class SignSGD(torch.optim.Optimizer): ...
+    """
+    type.__setattr__(kind, "updates_each", "element")
+    return kind
+
+
+def whole_tensors(kind: Kind) -> Kind:
+    """Mark an optimizer class whose update of a parameter depends on that parameter and its
+    gradients alone, but on the whole of them: norms, rows, matrices. Where ranks hold parts of it,
+    one of them gets the whole (docs/optimizers.md).
+
+    Example:
+        @weft.optimizers.whole_tensors
+        class Lamb(torch.optim.Optimizer): ...
+    """
+    type.__setattr__(kind, "updates_each", "tensor")
+    return kind
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that one is joined of; itself alone, if it is not joined."""
+    return getattr(optimizer, "parts", (optimizer,))
+
+
+def updates_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is known to update each parameter by itself."""
+    return all(
+        is_elementwise(part)
+        or isinstance(part, WHOLE_TENSORS)
+        or getattr(type(part), "updates_each", None) == "tensor"
+        for part in parts_of(optimizer)
+    )
+
+
+def state_blocks(optimizer: torch.optim.Optimizer) -> Mapping[str, int]:
+    """Names of state that has one entry for each block of a parameter's last dim -> how many
+    elements a block has."""
+    return getattr(optimizer, "blocks", {})
+
+
+def needs_whole(
+    optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter], plan: Plan
+) -> frozenset[str]:
+    """The parameters that the optimizer must see whole to update them: all of one that is not
+    elementwise, and those that the plan cuts inside of blocks which its state has. `held`: what it
+    has."""
+    parts = [part for part in parts_of(optimizer) if not is_elementwise(part)]
+    groups = [group for part in parts for group in part.param_groups]
+    needed = {id(p) for group in groups for p in group["params"]}
+    whole = {name for name, p in held.items() if id(p) in needed}
+    if blocks := set(state_blocks(optimizer).values()):
+        table, shapes = plan.params(), {w.name: w.shape for w in plan.weights}
+        for name in held:
+            placed = table[name].values()
+            if any(cuts_blocks(plan, shapes[name], placed, block) for block in blocks):
+                whole.add(name)
+    return frozenset(whole)
+
+
+def check_servers(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Refuse an optimizer of whole tensors where asynchronous servers hold parts of them. `plan`:
+    of all ranks. Raises ConfigError."""
+    if plan.sync is None or not plan.sync.asynchronous or not plan.replicas_step_independently:
+        return
+    one = plan.replica()
+    # any parameter stands for those that a part of the optimizer has
+    held = {w.name: nn.Parameter(torch.empty(0)) for w in one.weights if w.trainable}
+    cut = whole_updates(one, held.keys())
+    elements = all(is_elementwise(part) for part in parts_of(optimizer))
+    if cut and (not elements or whole_updates(one, needs_whole(optimizer, held, one))):
+        raise refused_by_servers(optimizer, plan)
+
+
+def refused_by_servers(optimizer: torch.optim.Optimizer, plan: Plan) -> ConfigError:
+    problem = f"it needs whole tensors, and servers hold the parts into which {plan.layout} cuts"
+    fix = "use staleness = 0, a layout of replicas alone, or adamw"
+    return ConfigError("optimizer.name", type(optimizer).__name__, f"{problem} them", fix)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is known to update each element by itself."""
+    if isinstance(optimizer, ELEMENTWISE):
+        return True
+    return getattr(type(optimizer), "updates_each", None) == "element"
+
+
+def refuse_kind(kind: type, value: object) -> None:
+    """Refuse an optimizer that no layout runs. Raises ConfigError."""
+    for impossible, why in IMPOSSIBLE.items():
+        if issubclass(kind, impossible):
+            fix = "use an optimizer that takes dense gradients once a step, such as adamw"
+            raise ConfigError("optimizer.name", value, why, fix)
+
 
 def check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Refuse an optimizer that needs whole tensors where the plan shards them. Raises
-    ConfigError."""
-    cut = axis_table().dividing(Divides.STATE, Divides.FEATURES, Divides.VOCABULARY)
-    sharded = plan.layout.active_axes(*cut)
-    if sharded and not isinstance(optimizer, ELEMENTWISE):
+    """Refuse an optimizer that needs what a rank does not have. Raises ConfigError."""
+    name = type(optimizer).__name__
+    refuse_kind(type(optimizer), name)
+    if updates_tensors(optimizer):
+        return
+    divided = (
+        Divides.STATE,
+        Divides.FEATURES,
+        Divides.VOCABULARY,
+        Divides.EXPERTS,
+        Divides.STAGES,
+    )
+    layout = plan.layout
+    apart = [*layout.active_axes(*axis_table().dividing(*divided), EXPERTS)]
+    apart += [plan.sync.name] if plan.sync is not None and gradient_owners(plan) else []
+    if apart:
         raise ConfigError(
             "optimizer.name",
-            type(optimizer).__name__,
-            f"it needs whole tensors, and {plan.layout} shards them over {' and '.join(sharded)}",
-            "use dp, or one of " + ", ".join(cls.__name__ for cls in ELEMENTWISE),
+            name,
+            f"it is not known to update each tensor by itself, and {layout} divides the parameters"
+            f" over {' and '.join(apart)}",
+            "mark its class @weft.optimizers.elementwise or @weft.optimizers.whole_tensors if that"
+            " is what it does; else use dp",
         )
 
 

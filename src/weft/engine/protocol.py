@@ -54,6 +54,8 @@ class TrainingEngine(Protocol):
     data_rank: int
     data_size: int
 
+    updated_whole: frozenset[str]  # parameters that one rank updates for all with a part of them
+
     @property
     def loss_scale(self) -> float: ...
     @property

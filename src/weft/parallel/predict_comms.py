@@ -26,7 +26,13 @@ from weft.nn import reduced_numels
 
 from .axes import DATA_AXES, FEATURE_AXES, TOKEN_AXES
 from .comm_queries import AttentionCall, BoundaryShape, Collective, GateQuery, RoutingCall
-from .predict_grad_comms import bucket_bytes, gather_comms, replica_comms, update_comms
+from .predict_grad_comms import (
+    bucket_bytes,
+    gather_comms,
+    replica_comms,
+    update_comms,
+    whole_update_comms,
+)
 from .wire_sizes import HEADER_BYTES
 
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
@@ -46,6 +52,7 @@ def predict_collectives(
     cores: Iterable[AttentionCall] = (),
     routings: Iterable[RoutingCall] = (),
     asked: Iterable[GateQuery] = (),
+    updated_whole: Collection[str] = (),
 ) -> list[Collective]:
     """The collectives of the first optimizer step on a rank, and what it sends to other stages.
 
@@ -60,6 +67,7 @@ def predict_collectives(
         cores: the calls of the model's attention.
         routings: which experts the tokens of each mixture choose.
         asked: what the gates compute over all tokens.
+        updated_whole: parameters that one rank updates for all that hold a part of them.
     """
     whole, plan = plan, plan.of(rank)
     comms: list[Collective] = []
@@ -99,6 +107,7 @@ def predict_collectives(
             comms.append(Collective("all_reduce", axis, 4 * len(names), "reduce", names[0]))
     comms += _messages(whole, rank, values or {})
     comms += update_comms(plan, rank, itemsize)
+    comms += whole_update_comms(plan, rank, updated_whole)
     data = plan.layout.active_axes(*DATA_AXES)
     if tokens := plan.layout.active_axes(*TOKEN_AXES):
         comms += [

@@ -17,6 +17,9 @@ from weft.core import (
     Weight,
     fsdp_rows,
     numel_of,
+    stored_numel,
+    stored_segments,
+    whole_updates,
 )
 
 from .axes import TOKEN_AXES
@@ -45,6 +48,30 @@ def update_comms(plan: Plan, rank: int, itemsize: int) -> Iterator[Collective]:
             yield Collective(
                 "all_reduce", ".".join(axes), count * itemsize, "reduce", f"stage {action.stage}"
             )
+
+
+def whole_update_comms(plan: Plan, rank: int, whole: Collection[str]) -> Iterator[Collective]:
+    """Weights and gradients that go to the ranks that update them whole, and new weights that come
+    back. `whole`: these parameters."""
+    weights, table = {w.name: w for w in plan.weights}, plan.params()
+    order = plan.schedule.order[plan.layout.stage_of(rank)]
+    times = sum(action.kind == "U" for action in order) if plan.schedule.versions else 1
+    for update in whole_updates(plan, whole):
+        axes, item = ".".join(update.axes), update.dtype.itemsize
+        here = plan.layout.index(rank, *update.axes)
+        peers = plan.layout.group_ranks(rank, *update.axes)
+        owned = [name for name, owner in update.owners.items() if owner == here]
+        held = {
+            (name, peer): stored_numel(
+                stored_segments(plan, weights[name].shape, table[name], peer)
+            )
+            for name in update.owners
+            for peer in peers
+        }
+        there = sum(2 * held[name, peer] + 1 for name in owned for peer in peers)
+        back = sum(held[name, rank] for name in update.owners)
+        for nbytes in (there * item, back * item) * times:
+            yield Collective("all_to_all", axes, nbytes, "step", "")
 
 
 def replica_comms(plan: Plan, bucket: GradBucket, rank: int) -> Iterator[Collective]:

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -34,16 +34,12 @@ from weft.core import (
     nearest,
     require_known,
 )
-from weft.engine import ELEMENTWISE
+from weft.engine import OptimizerFactory, make_optimizer
 from weft.nn import Loss, build_hf_model, deferred_init, hf_weight_files
 from weft.parallel import PlanRequest, plan_from_request
 from weft.sync import make_sync
 
 from . import data, lr_schedule
-
-OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
-
-NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 def resolve_callable(
@@ -256,29 +252,18 @@ def build_loss(run: RunConfig) -> Loss:
     return resolve_callable(run.train.loss, run.folder, "train.loss")
 
 
-def build_optimizer(run: RunConfig) -> Callable[[NamedParameters], torch.optim.Optimizer]:
+def build_optimizer(run: RunConfig) -> OptimizerFactory:
     """The optimizer of [optimizer], as a function of named parameters. Raises ConfigError."""
-    name, arguments = run.optimizer.name, run.optimizer.arguments
-    if name not in OPTIMIZERS:
-        raise ConfigError(
-            "optimizer.name",
-            name,
-            "is no elementwise optimizer of torch",
-            nearest(name, OPTIMIZERS),
-        )
-    kind = OPTIMIZERS[name]
-    known = set(inspect.signature(kind).parameters) - {"params"}
-    require_known("optimizer", arguments, known, f"argument of {name}")
-    arguments = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
-    }
-    try:
-        kind([torch.zeros(1)], **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            "optimizer", arguments, f"{name} refuses: {error}", "correct that argument"
-        ) from error
-    return partial(kind, **arguments)
+    table = run.optimizer
+    named = ":" in table.name
+    kind = resolve_callable(table.name, run.folder, "optimizer.name") if named else table.name
+    return make_optimizer(
+        kind,
+        no_decay=table.no_decay,
+        decay_min_dims=table.decay_min_dims,
+        groups=table.groups,
+        **table.arguments,
+    )
 
 
 def model_inputs(run: RunConfig, model: nn.Module) -> tuple[str, ...] | None:

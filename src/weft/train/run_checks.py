@@ -25,6 +25,8 @@ from weft.core import (
 from weft.engine import (
     check_codec,
     check_compiled,
+    check_optimizer,
+    check_servers,
     check_worker_plan,
     own_device,
     resolve_compile,
@@ -59,8 +61,12 @@ def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan
         plan_without_weights(with_layout(run, axes), bare, train)
         for axes in layouts or [run.layout.axes]
     ]
-    made = build_optimizer(run)([("", nn.Parameter(torch.zeros(1)))])
+    factory = build_optimizer(run)
+    made = factory([("weight", nn.Parameter(torch.zeros(2, 2)))])
     for each in plans:
+        factory.check(each.weights)
+        check_optimizer(made, each.replica())
+        check_servers(made, each)
         check_codec(made, each)
         _check_workers(run, bare, each)
         check_compiled(bare, each.blocks)

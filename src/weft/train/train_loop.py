@@ -53,6 +53,7 @@ class TrainLoop:
     recorder: TraceRecorder | None = None
     loss: float | None = None  # of the last step that was taken
     left_out: int = 0  # steps in a row
+    factor: float = 1.0  # of the learning rates, in the last step
     val_loss: float | None = None
     passed: int = 0  # batches that are left out for good, so that each step's is so many further on
     back: tuple[int, int] = (-1, 0)  # the checkpoint that it last went back to, and how often
@@ -79,8 +80,7 @@ class TrainLoop:
         """Take all steps that are left; whether it was interrupted before the last."""
         t, save = self.run.train, self.run.checkpoint
         factor = build.build_lr_factor(self.run)
-        groups = self.engine.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
+        rates = [(group, group["lr"]) for group in self.engine.optimizer.param_groups]
         recent: list[
             StepResult
         ] = []  # since the last logged step; read together, so that few wait for the device
@@ -89,8 +89,9 @@ class TrainLoop:
         while self.engine.steps_done < t.steps:
             step = self.engine.steps_done + 1
             self.loader.step = step - 1 + self.passed
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate * factor(step - 1)
+            self.factor = factor(step - 1)
+            for group, rate in rates:  # each group has a rate of its own
+                group["lr"] = rate * self.factor
             batch = build.cast_batch(self.run, next(self.loader))
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
@@ -217,7 +218,7 @@ class TrainLoop:
         line: dict[str, Any] = {
             "step": step,
             **({"loss": self.loss} if self.loss is not None else {}),  # none has been taken yet
-            "lr": float(self.engine.optimizer.param_groups[0]["lr"]),
+            "lr": float(self.engine.optimizer.defaults["lr"]) * self.factor,
         }
         if recent[-1].grad_norm is not None and not recent[-1].skipped:
             line["grad_norm"] = float(recent[-1].grad_norm)

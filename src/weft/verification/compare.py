@@ -218,6 +218,7 @@ def _predict_collectives_of(case: Case, engine: Engine, reference: Reference) ->
         reference.traces[0].cores,
         _routings(reference.traces),
         reference.traces[0].asked,
+        engine.updated_whole,
     )
 
 

@@ -144,6 +144,7 @@ def state_errors(
                 continue
             owner = piece.name.removeprefix("optimizer/").rpartition("/")[0]
             of_elements = owner in weights and want.ndim and want.shape == weights[owner].shape
+            of_elements = of_elements and owner not in engine.updated_whole
             if (
                 of_elements
                 and piece.chunks != chunks_of(engine.segments(owner))

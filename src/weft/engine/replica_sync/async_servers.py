@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from weft.core import AsyncServers, Plan, WeftError, bucket_owners
 
@@ -85,7 +84,7 @@ class AsyncServerReplicas(IndependentReplicas):
         if self._served is not None:
             state = {
                 name: {
-                    key: local_tensor(v).clone() if torch.is_tensor(v) else v
+                    key: v.clone() if torch.is_tensor(v) else v
                     for key, v in self._state_of(name).items()
                 }
                 for name in self._served.names
@@ -107,7 +106,7 @@ class AsyncServerReplicas(IndependentReplicas):
         trained.steps_done = int(steps)
 
     def _state_of(self, name: str) -> dict[str, Any]:
-        return self._trained.optimizer.state.get(self._trained.params[name], {})
+        return self._trained.optimizer.state.get(self._trained.held[name], {})
 
     def push(self, grads: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
         try:
@@ -128,21 +127,9 @@ class AsyncServerReplicas(IndependentReplicas):
             self.server.idle()
         if self.leads:
             for name, state in self.worker.collect(last).items():
-                p = self._trained.params[name]
-                self._trained.optimizer.state[p] = {
-                    key: _like(p, value) for key, value in state.items()
-                }
+                self._trained.optimizer.state[self._trained.held[name]] = dict(state)
         if last:
             self.worker.close()
             if self.server is not None:
                 self.server.close()
         return True
-
-
-def _like(p: nn.Parameter, value: Tensor) -> Tensor:
-    """A tensor of a parameter's optimizer state, sharded as the parameter is."""
-    if not isinstance(p, DTensor) or value.shape != local_tensor(p).shape or not value.ndim:
-        return value
-    return DTensor.from_local(
-        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )

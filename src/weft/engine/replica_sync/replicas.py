@@ -35,6 +35,7 @@ class ReplicaState(Protocol):
 
     mesh: Mesh
     params: dict[str, nn.Parameter]
+    held: dict[str, nn.Parameter]  # what the optimizer has of them
     optimizer: torch.optim.Optimizer
     steps_done: int
 

@@ -39,7 +39,8 @@ from ..context_parallel.sequence import ContextParallel
 from ..expert_load import ExpertLoad
 from ..function_overrides import FunctionOverrides
 from ..microbatch import Batch, MicroBatch, check_batch
-from ..optimizers import ELEMENTWISE, Optimizers, scale_grads
+from ..optimizer_factory import OptimizerFactory
+from ..optimizers import Optimizers, refuse_kind, scale_grads, updates_tensors
 from ..pipeline.stage_compute import Loss, StageModel
 from ..protocol import StepResult
 from ..replica_sync.replicas import ReplicaSync
@@ -63,6 +64,7 @@ class Remote(RemoteState):
     data_rank, data_size, loss_scale = 0, 1, 1.0  # one replica, and no fp16
     waited_s = 0.0  # for other pipeline stages: there are none
     codec_state_lost = False  # there is no codec
+    updated_whole: frozenset[str] = frozenset()  # no parameter has parts
 
     def __init__(
         self,
@@ -116,13 +118,14 @@ class Remote(RemoteState):
             name for name, b in model.named_buffers() if isinstance(b, RemoteTensor)
         }
         trainable = [(name, p) for name, p in self.params.items() if p.requires_grad]
+        if isinstance(optimizer, OptimizerFactory):
+            optimizer.check(plan.weights)
         self.optimizer = optimizer(trainable or [("", nn.Parameter(torch.zeros(0)))])
-        if not isinstance(self.optimizer, ELEMENTWISE):
-            kinds = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        refuse_kind(type(self.optimizer), type(self.optimizer).__name__)
+        if not updates_tensors(self.optimizer):
             problem = "is not known to update each tensor by itself, and each worker has its own"
-            raise ConfigError(
-                "optimizer.name", type(self.optimizer).__name__, problem, f"use one of {kinds}"
-            )
+            fix = "mark its class @weft.optimizers.whole_tensors if it does, or use adamw"
+            raise ConfigError("optimizer.name", type(self.optimizer).__name__, problem, fix)
         self.calls = ModuleCalls()
         self.steps_done = 0
         self._turn, self._at = threading.Condition(), -1  # the step that this process is in

@@ -18,7 +18,8 @@ from weft.train import build_loss, build_optimizer
 
 from ..cost.precision_policy import PrecisionPolicy
 
-NUMEL = 1024  # of the parameter that an optimizer is tried on
+SHAPE = (32, 256)  # of the matrix that an optimizer is tried on
+NUMEL = 32 * 256
 
 
 def run_precision(run: RunConfig) -> PrecisionPolicy:
@@ -62,16 +63,14 @@ def precision_policy(
 def _measure_optimizer(optimizer: Optimizers, dtype: torch.dtype) -> tuple[float, float]:
     """Of a parameter's element: bytes of the state that the optimizer itself keeps, and those that
     a step of it reads and writes."""
-    parameter = nn.Parameter(torch.zeros(NUMEL, dtype=dtype))
-    made = optimizer([("", parameter)])
+    parameter = nn.Parameter(torch.zeros(SHAPE, dtype=dtype))
+    made = optimizer([("weight", parameter)])
     parameter.grad = torch.zeros_like(parameter)
     made.step()  # the first one makes the state
     with _Moved() as seen:
         made.step()
     state = [value for value in made.state[parameter].values() if isinstance(value, torch.Tensor)]
-    return sum(
-        value.numel() * value.itemsize for value in state if value.numel() >= NUMEL
-    ) / NUMEL, seen.total / NUMEL
+    return sum(v.numel() * v.itemsize for v in state if v.ndim) / NUMEL, seen.total / NUMEL
 
 
 class _Moved(TorchDispatchMode):
@@ -83,10 +82,18 @@ class _Moved(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for given in (tensors_in((args, kwargs)), tensors_in(out)):
+        written = tensors_in(out) or _written(func, args)
+        for given in (tensors_in((args, kwargs)), written):
             self.total += sum(
                 t.numel() * t.itemsize
                 for t in {id(t): t for t in given}.values()
                 if t.numel() >= NUMEL
             )
         return out
+
+
+def _written(func: Any, args: tuple) -> list[torch.Tensor]:
+    """What an operation that returns nothing changes: a fused step its weights and moments."""
+    kinds = zip(args, func._schema.arguments, strict=False)
+    changed = [a for a, kind in kinds if kind.alias_info is not None and kind.alias_info.is_write]
+    return tensors_in(changed)

@@ -1,0 +1,230 @@
+"""Optimizers by name, with parameter groups by patterns of names: one function of named parameters,
+which the one-device run and every rank of a layout call alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.core import ConfigError, Weight, nearest, require_known
+
+from .adamw8bit import AdamW8bit
+from .lion import Lion
+from .muon import MuonWithAdamW
+from .optimizers import ELEMENTWISE, refuse_kind
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+# These have a fused step, which passes over the elements once; some take fsdp's shards too.
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+FUSED_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
+NOT_BY_GROUP = ("fused", "foreach", "capturable", "differentiable", "maximize")
+
+
+def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    """Name -> class of every optimizer that `[optimizer] name` and `make_optimizer` know.
+
+    Example:
+        >>> known_optimizers()["adamw"]
+        <class 'torch.optim.adamw.AdamW'>
+    """
+    kinds = (*ELEMENTWISE, Lion, AdamW8bit, torch.optim.Adafactor)
+    return {kind.__name__.lower(): kind for kind in kinds} | {"muon": MuonWithAdamW}
+
+
+@dataclass(frozen=True)
+class OptimizerFactory:
+    """Makes an optimizer from a list of (name, parameter); an Engine takes it as its `optimizer`.
+
+    `kind(parameters, **arguments)` is the optimizer. Of `groups`, glob of names -> settings, the
+    first that matches a parameter holds. Where it says nothing of weight decay, parameters that
+    match `no_decay`, or have fewer dims than `decay_min_dims`, have none. A shard has as many dims
+    as the whole parameter, so groups do not depend on the layout.
+    """
+
+    kind: Callable[..., torch.optim.Optimizer]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    no_decay: tuple[str, ...] = ()
+    decay_min_dims: int = 0
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __call__(self, named: NamedParameters) -> torch.optim.Optimizer:
+        named = list(named)
+        grouped: dict[tuple, tuple[dict[str, Any], list[tuple[str, nn.Parameter]]]] = {}
+        for name, p in named:
+            settings = self.settings(name, p.ndim)
+            # one fused or foreach op takes no mixture of sharded and whole tensors
+            key = isinstance(p, DTensor), repr(settings)
+            grouped.setdefault(key, (settings, []))[1].append((name, p))
+        faster = self._faster([p for _, p in named])
+        if len(grouped) == 1 and not next(iter(grouped.values()))[0]:
+            return self.kind(named, **self.arguments, **faster)
+        groups = [{"params": members, **settings} for settings, members in grouped.values()]
+        return self.kind(groups, **self.arguments, **faster)
+
+    def settings(self, name: str, dims: int) -> dict[str, Any]:
+        """What holds for a parameter of this name and number of dims, beside `arguments`."""
+        found = next((g for pattern, g in self.groups.items() if fnmatchcase(name, pattern)), {})
+        without = dims < self.decay_min_dims or any(fnmatchcase(name, p) for p in self.no_decay)
+        return {**({"weight_decay": 0.0} if without else {}), **found}
+
+    def check(self, weights: Sequence[Weight]) -> None:
+        """Refuse patterns that match no trained parameter. `weights`: of the whole model. Raises
+        ConfigError."""
+        for field_name, patterns in (
+            ("optimizer.no_decay", self.no_decay),
+            ("optimizer.groups", self.groups),
+        ):
+            for pattern in patterns:
+                check_pattern(field_name, pattern, weights)
+        if self.kind is MuonWithAdamW:
+            if "adamw" not in self.arguments:
+                problem = "Muon is for hidden matrices, and embeddings and heads are matrices too"
+                matrices = ", ".join(_likely_embeddings(weights)) or "none here looks like one"
+                fix = f"name those that AdamW is to update, [] for none; perhaps {matrices}"
+                raise ConfigError("optimizer.adamw", None, problem, fix)
+            for pattern in self.arguments["adamw"]:
+                check_pattern("optimizer.adamw", pattern, weights)
+
+    def _faster(self, params: Sequence[nn.Parameter]) -> dict[str, bool]:
+        """The fused step, where there is one and nothing else was asked for."""
+        if self.kind not in FUSED or {*NOT_BY_GROUP[:-1]} & {*self.arguments}:
+            return {}
+        sharded = any(isinstance(p, DTensor) for p in params)
+        fits = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
+        return {"fused": True} if fits and (self.kind in FUSED_SHARDS or not sharded) else {}
+
+
+def check_pattern(field_name: str, pattern: str, weights: Sequence[Weight]) -> None:
+    """Refuse a glob that matches the name of no trained parameter. Raises ConfigError."""
+    trained = [w for w in weights if w.trainable]
+    if any(fnmatchcase(w.name, pattern) for w in trained):
+        return
+    tied = next((w for w in trained for n in w.aliases if fnmatchcase(n, pattern)), None)
+    if tied is not None:
+        problem = f"matches another name of a tied parameter, which counts as {tied.name}"
+        raise ConfigError(field_name, pattern, problem, f'write "{tied.name}"')
+    if any(fnmatchcase(w.name, pattern) for w in weights):
+        raise ConfigError(
+            field_name, pattern, "matches parameters that are not trained alone", "leave it out"
+        )
+    fix = nearest(pattern, [w.name for w in trained])
+    raise ConfigError(field_name, pattern, "matches no parameter", fix)
+
+
+def _likely_embeddings(weights: Sequence[Weight]) -> list[str]:
+    """The trained matrices of no repeated block, which no number in their name counts."""
+    return [
+        w.name
+        for w in weights
+        if w.trainable
+        and len(w.shape) == 2
+        and not any(part.isdecimal() for part in w.name.split("."))
+    ]
+
+
+def make_optimizer(
+    kind: str | Callable[..., torch.optim.Optimizer],
+    *,
+    no_decay: Sequence[str] = (),
+    decay_min_dims: int = 0,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
+    **arguments: Any,
+) -> OptimizerFactory:
+    """An optimizer with parameter groups, for `weft.Engine`, `weft.verify` or a loop of your own.
+
+    Args:
+        kind: A name such as "adamw", or an optimizer class.
+        no_decay: Globs of names of parameters without weight decay.
+        decay_min_dims: Parameters with fewer dims have no weight decay; 2 spares norms and biases.
+        groups: Glob of names -> arguments that differ for these parameters; the first one that
+            matches holds.
+        **arguments: The optimizer's own arguments.
+
+    Returns:
+        A function of a list of (name, parameter).
+
+    Raises:
+        ConfigError: A name or argument is not known, or the optimizer refuses its value.
+
+    Example:
+        >>> make = make_optimizer("adamw", lr=1e-3, decay_min_dims=2, groups={"0.*": {"lr": 1e-4}})
+        >>> made = make(list(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).named_parameters()))
+        >>> [(group["lr"], group["weight_decay"]) for group in made.param_groups]
+        [(0.0001, 0.01), (0.0001, 0.0), (0.001, 0.01), (0.001, 0.0)]
+    """
+    found, name = (_by_name(kind), kind) if isinstance(kind, str) else (kind, _name_of(kind))
+    own = {key: _tuples(value) for key, value in arguments.items()}
+    each = {
+        pattern: {key: _tuples(value) for key, value in settings.items()}
+        for pattern, settings in (groups or {}).items()
+    }
+    made = OptimizerFactory(found, own, tuple(no_decay), decay_min_dims, each)
+    _check_arguments(made, name)
+    return made
+
+
+def _by_name(name: str) -> type[torch.optim.Optimizer]:
+    kinds = known_optimizers()
+    if name not in kinds:
+        for kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+            if name == kind.__name__.lower():
+                refuse_kind(kind, name)
+        raise ConfigError("optimizer.name", name, "is no known optimizer", nearest(name, kinds))
+    return kinds[name]
+
+
+def _name_of(kind: Callable[..., Any]) -> str:
+    return str(getattr(kind, "__name__", kind))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_arguments(made: OptimizerFactory, name: str) -> None:
+    """Refuse what the optimizer refuses. Raises ConfigError."""
+    parameters = inspect.signature(made.kind).parameters
+    if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        known = list(parameters)[1:]
+        require_known("optimizer", made.arguments, known, f"argument of {name}")
+    whole = _try(made, name, {}, "optimizer")
+    allowed = {key for group in whole.param_groups for key in group} - {"params", "param_names"}
+    if "weight_decay" not in allowed:
+        for key, value in (("no_decay", made.no_decay), ("decay_min_dims", made.decay_min_dims)):
+            if value:
+                raise ConfigError(
+                    f"optimizer.{key}", value, f"{name} has no weight decay", "leave it out"
+                )
+    for pattern, settings in made.groups.items():
+        table = f"optimizer.groups.{pattern}"
+        for key in settings:
+            if key in NOT_BY_GROUP and key in allowed:
+                problem, fix = "is one for all parameters", f"write {key} in [optimizer]"
+                raise ConfigError(f"{table}.{key}", settings[key], problem, fix)
+        require_known(table, settings, allowed - {*NOT_BY_GROUP}, f"setting of a group of {name}")
+        _try(made, name, settings, table)
+
+
+def _try(
+    made: OptimizerFactory, name: str, settings: Mapping[str, Any], table: str
+) -> torch.optim.Optimizer:
+    """The optimizer of a matrix and a vector, as its constructor checks its arguments."""
+    tried = [("weight", nn.Parameter(torch.zeros(2, 2))), ("bias", nn.Parameter(torch.zeros(2)))]
+    arguments = {**made.arguments, **settings}
+    try:
+        return made.kind(tried, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            table,
+            dict(settings or made.arguments),
+            f"{name} refuses: {error}",
+            "correct that argument",
+        ) from error
