@@ -21,8 +21,8 @@ from tests.verification.test_parity import SUBJECTS, transformer
 from weft._torch.modes import dispatch_modes, function_modes
 from weft.core import CompileOptions, ConfigError, UnsupportedModel
 from weft.nn import may_drop, may_route
-from weft.nn.losses import classification, next_token
-from weft.nn.models import convnet, decoder
+from weft.nn.losses import classification, mse, next_token
+from weft.nn.models import decoder
 from weft.verification.case import Case
 from weft.verification.compare import LayoutResult, check_layout
 from weft.verification.reference import Reference
@@ -71,7 +71,7 @@ def check(
     world = weft.Layout.parse(layout).world
     held_to = reference(subject, steps)
     result: LayoutResult = pool.run(compiled_layout, case, layout, held_to, world=world)[0]
-    assert result.passed, result
+    assert result.passed, (result.problem, result.first, result)
     assert result.compiled is not None and result.compiled.graphs
     return result
 
@@ -90,7 +90,7 @@ def test_compiled_blocks_equal_one_device(pool: Any, name: str, layout: str, aga
 @pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "ulysses2", "cp2.tp2"])
 def test_a_ring_stands_between_graphs(pool: Any, layout: str) -> None:
     found = check(pool, MODELS["decoder"], layout).compiled
-    assert found is not None and 0 < found.breaks <= 3  # blocks
+    assert found is not None and 0 < found.breaks <= 6  # two for each block
     assert found.recompilations == 0
 
 
@@ -187,8 +187,7 @@ def test_masks_are_the_same_compiled_and_differ_from_step_to_step() -> None:
     for one, other in zip(eager, compiled, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert not torch.equal(compiled[0], compiled[1])
-    kept = {tuple((layer > 1).flatten().tolist()) for layer in compiled[0]}
-    assert len(kept) == 8  # samples have masks of their own
+    assert len({tuple(sample.tolist()) for sample in compiled[0]}) == 8  # each has its own masks
 
 
 # ---- nothing around a forward --------------------------------------------------------------------
@@ -298,7 +297,7 @@ def steps_of_compiled(layout: str, choice: str) -> tuple[list[float], int]:
     if choice == "user":
         for layer in model.model.layers:
             layer.compile(backend=count)
-    engine = make_engine(model, layout, "off")
+    engine = make_engine(model, layout, "off", sample={k: v[:2] for k, v in tokens().items()})
     found = [float(engine.step(engine.local(tokens())).loss) for _ in range(3)]
     return found, len(graphs)
 
@@ -332,13 +331,13 @@ def test_a_checkpoint_of_the_model_around_compiled_dropout_is_refused() -> None:
 @pytest.mark.parametrize(
     ("build", "choice", "says"),
     [
-        (partial(convnet, 8, 5), "blocks", "no list of repeated modules"),
+        (partial(nn.Linear, 6, 3), "blocks", "no list of repeated modules"),
         (MODELS["decoder"].build, "block", "Did you mean"),
         (MODELS["decoder"].build, CompileOptions(backend="inducter"), "no such backend"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(build: Any, choice: Any, says: str) -> None:
-    loss = classification if build.func is convnet else next_token
+    loss = mse if build.func is nn.Linear else next_token
     with pytest.raises(ConfigError, match=says):
         make_engine(build(), "dp1", choice, loss)
 

@@ -78,6 +78,12 @@ def run_backward(
     )
 
 
+def is_compiled_backward(node: Node) -> bool:
+    """Whether a node is the backward of a compiled graph, which computes all its gradients at once,
+    whichever are wanted. Only the name of its class tells."""
+    return node.name() == "CompiledFunctionBackward"
+
+
 def input_metadata(node: Node) -> Sequence[Any]:
     """Shape, dtype and device of each gradient that a node takes, for nodes of Python functions.
     Torch's documentation of Node does not list it."""

@@ -72,6 +72,14 @@ class CompileLog:
         self._seconds += time.perf_counter() - self._began
 
 
+def keep_saved_tensors() -> None:
+    """Graphs that are compiled from now on keep what they saved for backward until it has ended, so
+    that a backward may retain its graph, as one in two parts does."""
+    from torch._functorch import config
+
+    config.donated_buffer = False
+
+
 def cpp_compiler_missing() -> bool:
     """Whether inductor finds no C++ compiler, without which it compiles nothing for a CPU."""
     from torch._inductor.cpp_builder import get_cpp_compiler

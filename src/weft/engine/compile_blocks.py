@@ -16,6 +16,7 @@ from weft._torch.compiler import (
     compiled_by_user,
     cpp_compiler_missing,
     is_compiled_copy,
+    keep_saved_tensors,
 )
 from weft._torch.modules import original_call, redirect_calls
 from weft.core import (
@@ -99,6 +100,8 @@ class CompiledBlocks:
     ):
         self.options, self.blocks = options, plan.blocks
         self._model, self._in_use, self._log = model, True, CompileLog()
+        if any(action.kind == "W" for order in plan.schedule.order for action in order):
+            keep_saved_tensors()
         for module in map(model.get_submodule, experts):
             redirect_calls(module, torch.compiler.disable(original_call(module)))
 

@@ -9,6 +9,9 @@ B runs the path, and keeps the gradient that reaches each fork. W calls each for
 branches alone, and has autograd run these: nothing of the path. Each weight's gradient is
 accumulated once, by autograd, in W: so a weight's hooks run as in one backward. Hooks on the path
 run in B.
+
+The backward of a compiled graph is one node, which computes all gradients at once: in B. W gets
+those of its weights from there.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import GraphExecGroup
 
-from weft._torch.autograd import input_metadata, run_backward
+from weft._torch.autograd import input_metadata, is_compiled_backward, run_backward
 
 Grads = list[Tensor | None]
 Start = tuple[GradientEdge, Tensor]  # where a backward begins, and with which gradient
@@ -52,9 +55,7 @@ def backward_inputs(
     found: Sequence[Tensor | None] = [None] * len(needing)
     if through:
         for fork in (fork for group in groups for fork in group.forks):
-            fork.node.register_prehook(
-                fork.reached.append
-            )  # which lives as long as the graph, that runs once
+            fork.listen()
         found = _engine(through, needing, retain_graph=True)
     answers = iter(found)
     return [next(answers) if x.requires_grad else None for x in inputs], DeferredWeightGrad(groups)
@@ -97,17 +98,24 @@ class DeferredWeightGrad:
 @dataclass
 class _ForkNode:
     """A node of the path with branches: {which of the node's next: edge}. `reached`: its gradients,
-    once it has run."""
+    once it has run; `made`: what it has made of them, if it makes all at once."""
 
     node: Node
     branches: dict[int, GradientEdge]
     reached: list[tuple[Tensor | None, ...]] = field(default_factory=list)
+    made: list[Sequence[Tensor | None]] = field(default_factory=list)
+
+    def listen(self) -> None:
+        """Hooks, which live as long as the graph, that runs once."""
+        if is_compiled_backward(self.node):
+            self.node.register_hook(lambda made, _: self.made.append(made))
+        else:
+            self.node.register_prehook(self.reached.append)
 
     def run(self) -> list[Start]:
         """The gradients that its branches start from."""
         found = []
-        for grads in self.reached:
-            results = _call(self.node, grads)
+        for results in (*self.made, *(_call(self.node, grads) for grads in self.reached)):
             found += [
                 (edge, grad)
                 for i, edge in self.branches.items()
