@@ -32,6 +32,7 @@ from weft.parallel import (
 )
 
 from .checkpoint_state import CheckpointState
+from .compute_copies import ComputeCopies
 from .context_parallel.sequence import ContextParallel
 from .expert_load import ExpertLoad
 from .fsdp_units import FSDPUnits
@@ -159,14 +160,15 @@ class Engine:
         """Change the model in place: afterwards it is this rank's part, in stages."""
         plan, model, device, staged = self.plan, self.model, self.mesh.device, None
         if plan.staging is not None:
-            stages = plan.stages(self.mesh.rank)
-            staged = StageForward(model, plan.staging, stages, device, self.randomness.skip)
+            stages, skip = plan.stages(self.mesh.rank), self.randomness.skip
+            staged = StageForward(model, plan.staging, stages, device, skip, plan.dtypes)
         self.loads = ExpertLoad(model, find_experts(model), self.mesh)
         self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {n: p for n, p in model.named_parameters() if n in held}
-        self.stages = StageModel(model, plan, device, staged, self.sequence)
+        self.low = ComputeCopies(model, plan, self.params)
+        self.stages = StageModel(model, plan, device, staged, self.sequence, self.low)
         self._runner, forward_runner = make_runners(plan, self.mesh)
         self.units = FSDPUnits(model, self.rank_plan)
         parts = FunctionOverrides(self.randomness, False, self.sequence) if self.sequence else None
@@ -186,13 +188,13 @@ class Engine:
         # a stage whose weights are all frozen still has an optimizer, of nothing
         self.optimizer = optimizer(trainable or [("", nn.Parameter(torch.zeros(0, device=device)))])
         check_optimizer(self.optimizer, plan)
-        self.reducer = GradReducer(self.rank_plan, params, self.mesh)
+        self.reducer = GradReducer(self.rank_plan, self.low.filled, self.mesh)
         self.state.scatters = codec_scatters(plan, self.units)
         check_codec(self.optimizer, plan)
         self.state.optimizer, self.state.reducer = self.optimizer, self.reducer
         versions = None
         if plan.schedule.versions:
-            versions = WeightStash(model, plan, self.mesh, params, lambda: self.optimizer.step())
+            versions = WeightStash(model, plan, self.mesh, self.low, lambda: self.optimizer.step())
         self._training = TrainingCompute(
             self.stages, self.mesh, self.loss, self.randomness, self.reducer, self.units, versions
         )
@@ -200,7 +202,7 @@ class Engine:
         self._update = GradUpdate(
             plan,
             self.mesh,
-            params,
+            self.low,
             self.optimizer,
             self._training,
             self.reducer,

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from weft._torch.tensors import global_offset
+from weft._torch.trees import tree_map
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor]]
@@ -74,6 +75,24 @@ def is_positionwise(loss: Callable[..., Any]) -> bool:
     while isinstance(loss, functools.partial):
         loss = loss.func
     return bool(getattr(loss, "positionwise", False))
+
+
+def widened(loss: Callable[..., Any], output: Any) -> Any:
+    """The output of a model that computes in bf16 or fp16, in float32, as its loss is computed in.
+    A loss that is marked `@vocab_parallel` gets it as it is: `cross_entropy` widens by itself.
+
+    Example:
+        >>> widened(mse, torch.zeros(2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    if accepts_sharded_logits(loss):
+        return output
+
+    def wide(leaf: Any) -> Any:
+        low = isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+        return leaf.float() if low else leaf
+
+    return wide(output) if isinstance(output, Tensor) else tree_map(wide, output)
 
 
 def logits_of(output: Any) -> Tensor:

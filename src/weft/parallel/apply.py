@@ -15,7 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -24,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from weft._torch.modes import function_modes
 from weft.core import (
     COPY,
+    DTYPES,
     EXPERTS,
     REPLICA_AXIS,
     SUM,
@@ -42,14 +48,8 @@ from .axes import (
 )
 from .collectives import cross_boundary
 from .expert_dispatch import ExpertCommStats, shard_experts
+from .low_precision import prepare_low_precision
 from .mesh import Mesh
-
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 def parallelize(
@@ -114,6 +114,7 @@ def parallelize(
     for name in plan.counted:
         module = modules[name]
         module.forward = partial(_forward_with_own_count, module.forward, randomness, name)  # type: ignore[method-assign]
+    prepare_low_precision(model, plan.dtypes, plan.blocks)
     _gather(plan, modules, mesh)
     return traffic
 
@@ -420,6 +421,13 @@ class _RecomputeContext:
 # ---- sharded storage -----------------------------------------------------------------------------
 
 
+def _policy(plan: Plan) -> MixedPrecisionPolicy:
+    """Shards are masters. FSDP2 rounds what it gathers; inputs are cast as without sharding."""
+    low = DTYPES[plan.precision], DTYPES[plan.reduce]
+    given = low if plan.dtypes.low else (None, None)
+    return MixedPrecisionPolicy(*given, cast_forward_inputs=False)
+
+
 def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     units = [step for step in plan.steps if step.gather is not None]
     if not units:
@@ -449,7 +457,8 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
             mesh=mesh.device_mesh[axes],
             reshard_after_forward=gather.gathered == "use",
             offload_policy=offload,
-            ignored_params=absent or None,  # types are autocast's, as without sharding
+            mp_policy=_policy(plan),
+            ignored_params=absent or None,
         )
         unit.set_gradient_divide_factor(
             1.0

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from weft._torch.tensors import NEEDS_ELEMENTS, fake_mode, make_fake
-from weft.core import UnsupportedModel
+from weft.core import DTYPES, UnsupportedModel
 from weft.nn import (
     Loss,
     Roles,
     accepts_sharded_logits,
     model_arguments,
 )
-from weft.parallel import DTYPES
 from weft.pipeline import (
     ForwardGraph,
     GraphNode,

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.core import RunConfig
+from weft.core import DTYPES, RunConfig
 from weft.engine import Optimizers
-from weft.parallel import DTYPES
 from weft.pipeline import tensors_in
 from weft.train import build_optimizer
 
