@@ -233,6 +233,9 @@ def _once_a_step(step: Step) -> Step:
 
 
 def _check_precision(precision: str, reduce: str, sync: Sync | None) -> None:
+    if precision == "fp8":
+        problem = "float8 is not offered: it needs torchao and a GPU that multiplies in it"
+        raise ConfigError("precision.compute", precision, problem, "use bf16")
     if precision not in DTYPES:
         fix = f"choose one of {', '.join(DTYPES)}"
         raise ConfigError("precision.compute", precision, "not a precision", fix)
