@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.core import DTYPES, RunConfig
+from weft.core import DtypeRule, RunConfig
 from weft.engine import Optimizers
 from weft.pipeline import tensors_in
 from weft.train import build_optimizer
@@ -20,29 +20,37 @@ NUMEL = 1024  # of the parameter that an optimizer is tried on
 
 def run_precision(run: RunConfig) -> PrecisionPolicy:
     """As the run file has it."""
-    return precision_policy(run.precision.compute, build_optimizer(run))
+    return precision_policy(run.precision.compute, build_optimizer(run), run.precision.reduce)
 
 
-def precision_policy(precision: str, optimizer: Optimizers) -> PrecisionPolicy:
-    """Weights, gradients and optimizer state are float32, float64 under fp64, and so are sums of
-    gradients and gathered weights. bf16 and fp16 are autocast's: each forward's matmuls keep a copy
-    of their weights until its backward."""
-    compute = DTYPES[precision]
-    kept = torch.float64 if compute == torch.float64 else torch.float32
-    item, copy = kept.itemsize, compute.itemsize if compute.itemsize < kept.itemsize else 0
+def precision_policy(
+    precision: str, optimizer: Optimizers, reduce: str = "fp32"
+) -> PrecisionPolicy:
+    """Weights, gradients and optimizer state are float32, float64 under fp64. In bf16 and fp16
+    there is a copy that is computed with, and fsdp gathers copies. Gradients are summed in the
+    dtype of `reduce`, and are float32 for the optimizer."""
+    rule = DtypeRule(precision, reduce)
+    kept = torch.float64 if precision == "fp64" else torch.float32
+    item, computed, summed = (
+        dtype.itemsize for dtype in (kept, rule.computed(kept), rule.reduced(kept))
+    )
+    copy = computed if rule.low else 0
     state, moved = _measure_optimizer(optimizer, kept)
     return PrecisionPolicy(
         compute=precision,
         weight_bytes=item,
         copy_bytes=copy,
-        copies_live=True,
-        grad_bytes=item,
+        shards_weights=rule.low,
+        grad_bytes=item + (summed if summed < item else 0),
         state_bytes=state,
-        reduce_bytes=item,
-        gather_bytes=item,
+        reduce_bytes=summed,
+        gather_bytes=computed,
         update_bytes=moved
-        + 3 * item,  # before a step gradients are cleared, and divided by the batch's weight
-        added_bytes=3 * item,
+        # before a step gradients are cleared, and divided by the batch's weight; copies are made
+        + 3 * item
+        + (item + copy if rule.low else 0),
+        # in bf16 a gradient is widened first
+        added_bytes=3 * item + (copy + item if rule.low else 0),
         logit_bytes=3 * item,  # log-softmax and two gradients
         overlaps=True,
         keeps_sent=True,
