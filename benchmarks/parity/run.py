@@ -43,8 +43,9 @@ from weft.core.errors import Refusal, WorkerDied  # noqa: E402
 from weft.launch.local_workers import Pool  # noqa: E402
 from weft.pipeline import schedules  # noqa: E402
 from weft.verification.case import Case  # noqa: E402
-from weft.verification.compare import TOLERANCE, check_layout  # noqa: E402
+from weft.verification.compare import check_layout  # noqa: E402
 from weft.verification.delayed_reference import run_delayed  # noqa: E402
+from weft.verification.difference import TOLERANCE  # noqa: E402
 from weft.verification.reference import Reference, run_reference  # noqa: E402
 
 RESULTS, README = HERE / "results" / "parity.json", HERE / "README.md"

@@ -477,6 +477,14 @@ def test_what_weft_keeps_of_logits(tmp_path: Path) -> None:
     assert run_precision(loaded(run, precision__compute="bf16")).logit_bytes == 4
 
 
+def test_what_weft_sends_of_a_parameter(tmp_path: Path) -> None:
+    run, _ = files(tmp_path)
+    for reduce, nbytes in (("fp32", 4), ("bf16", 2)):
+        found = run_precision(loaded(run, precision__compute="bf16", precision__reduce=reduce))
+        assert (found.gather_bytes, found.reduce_bytes) == (2, nbytes)
+    assert run_precision(loaded(run)).gather_bytes == 4
+
+
 def test_workers_have_no_layout(tmp_path: Path) -> None:
     run, sheet = files(tmp_path)
     with pytest.raises(ConfigError, match="has no layout to choose"):

@@ -19,11 +19,14 @@ import weft
 from weft._torch.tensors import storage_id
 from weft.core.errors import UnsupportedModel
 from weft.core.layout import EXPERTS
+from weft.core.precision import DtypeRule
 from weft.engine.function_overrides import FunctionOverrides
 from weft.launch.local_workers import Pool
 from weft.nn.dropout_rng import Randomness
 from weft.nn.losses import classification, next_token
 from weft.nn.models import convnet, decoder
+from weft.nn.module_roles import find_roles
+from weft.parallel.low_precision import low_precision
 from weft.planner.cost.model_work import BlockWork, ModelWork, OpWork
 from weft.planner.cost.profile import profile_model
 
@@ -223,7 +226,8 @@ def forward(model: nn.Module, batch: Batch, precision: str) -> None:
     with ExitStack() as stack:
         stack.enter_context(FunctionOverrides(draws, selective=False))
         if precision == "bf16":
-            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            blocks = [block for found in find_roles(model, None).blocks for block in found]
+            stack.enter_context(low_precision(model, DtypeRule("bf16"), blocks))
         model(**{key: t for key, t in batch.items() if key != "labels"})
 
 
@@ -235,6 +239,8 @@ def forward(model: nn.Module, batch: Batch, precision: str) -> None:
 def test_what_is_kept_is_what_a_real_forward_keeps(name: str, precision: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
+    for p in model.parameters() if precision == "bf16" else ():
+        p.data = p.data.bfloat16()
     few, many = (
         kept(partial(forward, model, tokens(name, rows), precision), model) for rows in (3, 5)
     )

@@ -450,28 +450,21 @@ def test_formulas_give_their_values(pattern: str) -> None:
     assert held >= 8
 
 
-def test_copies_of_weights_live_as_long_as_activations() -> None:
-    """Under autocast each microbatch in flight has its own, of weights that fsdp gathers too, and
-    none of blocks that are computed again."""
+@pytest.mark.parametrize(("zero", "copied"), [(1, 2), (2, 2), (3, 0)])
+def test_copies_of_weights_are_gathered_where_masters_rest_in_shards(
+    zero: int, copied: int
+) -> None:
+    """fsdp2 rests half of what is computed with; under zero3 nothing whole lasts."""
     asked = question(8, large(), batch=64)
-    asked = replace(asked, practice=PrecisionPolicy(copy_bytes=2.0, copies_live=True))
-    found = rows_of(
-        asked,
-        find_candidates(asked, 8, LayoutPattern.parse("pp4+1f1b.fsdp2+zero3"), exhaustive=True),
-    )
+    asked = replace(asked, practice=PrecisionPolicy(copy_bytes=2.0, shards_weights=True))
+    pattern = LayoutPattern.parse(f"pp4+1f1b.fsdp2+zero{zero}")
+    found = rows_of(asked, find_candidates(asked, 8, pattern, exhaustive=True))
+    assert found
     for row in found:
         weights = next(part for part in row.memory_parts if part.name == "weights")
-        live = next(part for part in row.memory_parts if part.name == "activations").symbols["live"]
-        share = {"full": 0.0, "none": 1.0, "selective": 1.0, 2: 0.5, 3: 6 / 8}[
-            row.recompute
-        ]  # of eight
         resting = weights.symbols["params"]
-        assert float(np.ravel(weights.value)[0]) == pytest.approx(
-            float(
-                np.ravel(4 * resting + 2 * live * share * 2 * resting)[0]
-            )  # fsdp2 rests half of what is computed with
-        )
-    assert {row.recompute for row in found} == {"none", "selective", "full", 2, 3}
+        want = float(np.ravel((4 + 2 * copied) * resting)[0])
+        assert float(np.ravel(weights.value)[0]) == pytest.approx(want)
 
 
 def _balanced(text: str) -> bool:

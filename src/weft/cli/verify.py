@@ -16,8 +16,12 @@ def verify(
         typer.Option(help="A layout to verify; may be repeated. Default: the run file's layout."),
     ] = None,
     steps: Annotated[
-        int, typer.Option(min=1, help="Optimizer steps after which the weights are compared.")
-    ] = 3,
+        int | None,
+        typer.Option(min=1, help="Optimizer steps to compare. Default: 3; in bf16 1."),
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(help="fp64, or bf16: as trained, within a few roundings.")
+    ] = "fp64",
     as_json: AsJson = False,
     world: Annotated[
         int | None, typer.Option(min=1, help="Verify every layout of this many ranks.")
@@ -32,7 +36,7 @@ def verify(
         from weft.train import check_run
         from weft.verification import exact_sync, result_table, runnable_layouts, verify_layouts
 
-        layouts = list(layout or [])
+        layouts, count = list(layout or []), steps or (3 if precision == "fp64" else 1)
         if world is not None:
 
             def report_refusal(axes: str, reason: Exception) -> None:
@@ -52,8 +56,9 @@ def verify(
         report = verify_layouts(
             run,
             layouts,
-            steps,
-            lambda result: None if as_json else typer.echo(f"{result_table(result, steps)}\n"),
+            count,
+            lambda result: None if as_json else typer.echo(f"{result_table(result, count)}\n"),
+            precision,
         )
         typer.echo(report.json() if as_json else report.verdict())
         if not report.passed:

@@ -62,6 +62,7 @@ from .plan import (
     Plan as Plan,
     stage_runs_module as stage_runs_module,
 )
+from .precision import DTYPES as DTYPES, LOW as LOW, DtypeRule as DtypeRule
 from .run_config import (
     LayoutConfig as LayoutConfig,
     PipelineConfig as PipelineConfig,

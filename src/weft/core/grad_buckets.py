@@ -65,7 +65,7 @@ def bucket_gradients(plan: Plan) -> list[GradBucket]:
             cut,
         )
         left, names = room.get(key, (0, []))
-        nbytes = prod(plan.local_shape(weight, table)) * weight.dtype.itemsize
+        nbytes = prod(plan.local_shape(weight, table)) * plan.dtypes.reduced(weight.dtype).itemsize
         if nbytes > left:
             left, names = (
                 (plan.sync.bucket_bytes if plan.sync is not None else BUCKET_BYTES),

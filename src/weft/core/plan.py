@@ -15,7 +15,8 @@ from .axis_traits import AxisTable, Divides
 from .data_order import zigzag_spans
 from .errors import LayoutError
 from .layout import REPLICA_AXIS, STAGE_AXIS, Layout
-from .plan_text import fold_rows, stage_table, step_row, text_table
+from .plan_text import plan_tables, stage_table
+from .precision import DtypeRule
 from .schedule import Action, Schedule
 from .stages import Staging
 from .step import COPY, SUM, Param, Step, Weight
@@ -45,6 +46,7 @@ class Plan:
     blocks: tuple[str, ...] = ()  # the repeated modules: units of recompute
     recompute: str | int = "none"  # none, selective, full, or k: every k-th block
     precision: str = "fp32"  # fp64, fp32, bf16, fp16: what is computed in
+    reduce: str = "fp32"  # what gradients are summed in: fp32, or with bf16 also bf16
     batchnorms: tuple[str, ...] = ()  # modules whose statistics are the whole microbatch's
     notes: tuple[str, ...] = field(default=(), compare=False)
     staging: Staging | None = None  # how the model is cut into stages; None: it is one
@@ -61,6 +63,11 @@ class Plan:
     logits: str = "auto"  # whole, chunks (made by the loss, of some tokens at a time), or auto
     heads: tuple[str, ...] = ()  # modules whose output the loss can make in chunks
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
+
+    @property
+    def dtypes(self) -> DtypeRule:
+        """What is computed, and summed, in which dtype."""
+        return DtypeRule(self.precision, self.reduce)
 
     @property
     def uses_custom_dp_sync(self) -> bool:
@@ -312,23 +319,12 @@ class Plan:
             f"layout {self.layout}: {self.layout.world} ranks; batch {self.batch} ="
             f" {self.data_size} data ranks x {self.accumulate} microbatches x {self.microbatch}"
             f" samples\n{count / 1e6:.2f} M parameters in {len(self.weights)} tensors; compute"
-            f" {self.precision}; recompute {self.recompute}"
+            f" {self.dtypes}; recompute {self.recompute}"
         )
-        tables = []
-        if self.staging is not None:
-            tables.append(stage_table(self.staging, self.schedule, self.weights))
-        if self.steps or not tables:
-            tables.append(
-                text_table(
-                    [
-                        ("by", "module", "parameters", "enters", "leaves"),
-                        *fold_rows(map(step_row, self.steps)),
-                    ]
-                )
-            )
-        if self.notes:
-            tables.append([f"note: {note}" for note in self.notes])
-        return "\n".join([head, *(line for table in tables for line in ("", *table))])
+        stages = (
+            () if self.staging is None else stage_table(self.staging, self.schedule, self.weights)
+        )
+        return "\n".join([head, *plan_tables(stages, self.steps, self.notes)])
 
 
 def _inside(module: str, outer: str) -> bool:

@@ -109,3 +109,15 @@ def stage_table(staging: Staging, schedule: Schedule, weights: Iterable[Weight])
         )
     head = f"pipeline {schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks{kept}"
     return [head, *text_table(rows)]
+
+
+def plan_tables(
+    stages: Sequence[str], steps: Sequence[Step], notes: Iterable[str]
+) -> Iterable[str]:
+    """The lines below a plan's head. `stages`: the table of stages, if there are several."""
+    tables = [stages] if stages else []
+    if steps or not tables:
+        head = ("by", "module", "parameters", "enters", "leaves")
+        tables.append(text_table([head, *fold_rows(map(step_row, steps))]))
+    tables.append([f"note: {note}" for note in notes])
+    return [line for table in tables if table for line in ("", *table)]

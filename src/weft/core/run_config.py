@@ -322,6 +322,9 @@ class PrecisionConfig(TomlTable):
     compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default="fp32", description="dtype of computation"
     )
+    reduce: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="dtype in which gradients are summed, if computed in bf16"
+    )
 
 
 class CheckpointConfig(TomlTable):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,6 +123,10 @@ class CompiledBlocks:
             plain = not self._in_use or isinstance(logits, DeferredLogits)
             return loss(output, batch) if plain else compiled(output, batch)
 
+        marked: Any = loss
+        while isinstance(marked, partial):
+            marked = marked.func
+        vars(run).update(vars(marked))  # as @vocab_parallel marks it
         return run
 
     @contextmanager

@@ -36,6 +36,7 @@ from weft.parallel import (
 
 from .checkpoint_state import CheckpointState
 from .compile_blocks import CompiledBlocks, check_compiled, resolve_compile
+from .compute_copies import ComputeCopies
 from .context_parallel.sequence import ContextParallel
 from .expert_load import ExpertLoad
 from .forward_overrides import ForwardOverrides
@@ -174,8 +175,8 @@ class Engine:
         """Change the model in place: afterwards it is this rank's part, in stages."""
         plan, model, device, staged = self.plan, self.model, self.mesh.device, None
         if plan.staging is not None:
-            stages = plan.stages(self.mesh.rank)
-            staged = StageForward(model, plan.staging, stages, device, self.randomness.skip)
+            stages, skip = plan.stages(self.mesh.rank), self.randomness.skip
+            staged = StageForward(model, plan.staging, stages, device, skip, plan.dtypes)
         self.loads = ExpertLoad(model, find_experts(model), self.mesh)
         self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
         outside = self.loads.modules
@@ -185,8 +186,9 @@ class Engine:
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {n: p for n, p in model.named_parameters() if n in held}
+        self.low = ComputeCopies(model, plan, self.params)
         heads = deferring_heads(model, self.rank_plan)
-        self.stages = StageModel(model, plan, device, staged, self.sequence, heads)
+        self.stages = StageModel(model, plan, device, staged, self.sequence, self.low, heads)
         self._runner, forward_runner = make_runners(plan, self.mesh)
         self.units = FSDPUnits(model, self.rank_plan)
         parts = FunctionOverrides(self.randomness, False, self.sequence) if self.sequence else None
@@ -213,12 +215,12 @@ class Engine:
         self.param_update = ParamUpdate(optimizer, plan, mesh, params, self.updates, serves)
         self.optimizer, self.held = self.param_update.optimizer, self.param_update.held
         self.updated_whole = self.param_update.whole
-        self.reducer = GradReducer(self.rank_plan, params, self.mesh)
+        self.reducer = GradReducer(self.rank_plan, self.low.filled, self.mesh)
         self.state.scatters = codec_scatters(plan, self.units)
         self.state.update, self.state.reducer = self.param_update, self.reducer
         versions = None
         if plan.schedule.versions:
-            versions = WeightStash(model, plan, self.mesh, params, self.param_update.step)
+            versions = WeightStash(model, plan, self.mesh, self.low, self.param_update.step)
         self._training = TrainingCompute(
             self.stages, self.mesh, self.loss, self.randomness, self.reducer, self.units, versions
         )
@@ -228,7 +230,7 @@ class Engine:
         self._update = GradUpdate(
             plan,
             self.mesh,
-            params,
+            self.low,
             self.param_update,
             self._training,
             self.reducer,

@@ -290,9 +290,10 @@ def plain_attention(
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    wide = torch.promote_types(query.dtype, torch.float32)  # as torch's own kernels compute it
     scores = (
-        query
-        @ key.transpose(-2, -1)
+        query.to(wide)
+        @ key.to(wide).transpose(-2, -1)
         * (scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
     )
     if is_causal:
@@ -312,4 +313,4 @@ def plain_attention(
     weights = torch.softmax(scores.masked_fill(~seen, 0.0), -1).masked_fill(~seen, 0.0)
     weights = randomness.dropout(weights, dropout_p, site)
     randomness.activation_sharding = now
-    return weights @ value
+    return weights.to(value.dtype) @ value

@@ -9,6 +9,7 @@ use.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -54,10 +55,11 @@ class FilledBucket:
 
 
 class GradReducer:
-    """Sums gradients over the axes that the plan says, for the parameters of one engine."""
+    """Sums gradients over the axes that the plan says, for the parameters of one engine. `params`:
+    those that backward fills."""
 
     def __init__(self, plan: Plan, params: dict[str, nn.Parameter], mesh: Mesh):
-        self.clock = CommTimer()
+        self.clock, self._params = CommTimer(), params
         self.buckets: list[FilledBucket] = []
         self._ready_buckets: list[
             FilledBucket
@@ -84,7 +86,11 @@ class GradReducer:
                 )
             flat = torch.zeros(
                 sum(local_tensor(p).numel() for p in members),
-                dtype=members[0].dtype,
+                dtype=(
+                    plan.dtypes.reduced(members[0].dtype)
+                    if isinstance(members[0], DTensor)
+                    else members[0].grad_dtype
+                ),
                 device=local_tensor(members[0]).device,
             )
             views, offset = [], 0
@@ -185,7 +191,7 @@ class GradReducer:
                 elif bucket.stored and bucket.number is not None and isinstance(p, DTensor):
                     # reached on another replica alone; where on none, drop_unused takes it away
                     p.grad = DTensor.from_local(
-                        view.clone(),
+                        view.to(p.dtype, copy=True),
                         p.device_mesh,
                         p.placements,
                         run_check=False,
@@ -194,15 +200,17 @@ class GradReducer:
                     )
         return [(b, i) for b in self.buckets for i in range(len(b.params)) if i not in b.reached]
 
-    def spread(self) -> None:
-        """The weights of each owner on all replicas. All ranks call it."""
+    def spread(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """The weights of each owner on all replicas. All ranks call it. `masters`: what the
+        optimizer updates."""
         assert self.exchange is not None
+        master = {p: masters[name] for name, p in self._params.items()}
         flats = []
         with torch.no_grad():
             for bucket in (b for b in self.buckets if b.number is not None):
                 assert bucket.number is not None
                 flats.append(
-                    torch.cat([local_tensor(p.detach()).reshape(-1) for p in bucket.params])
+                    torch.cat([local_tensor(master[p].detach()).reshape(-1) for p in bucket.params])
                 )
                 self.exchange.spread(bucket.number, flats[-1])
             with self.clock.waiting():
@@ -213,7 +221,7 @@ class GradReducer:
                 for p, part in zip(
                     bucket.params, flat.split([v.numel() for v in bucket.views]), strict=True
                 ):
-                    local_tensor(p.detach()).copy_(part.view(local_tensor(p).shape))
+                    local_tensor(master[p].detach()).copy_(part.view(local_tensor(p).shape))
 
     def drop_unused(self, missing: list[tuple[FilledBucket, int]], mesh: Mesh) -> None:
         """Leave no gradient where no rank's backward reached a parameter, as on one device. All

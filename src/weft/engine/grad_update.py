@@ -22,6 +22,7 @@ from weft.parallel import (
     Mesh,
 )
 
+from .compute_copies import ComputeCopies
 from .grad_buckets import GradReducer, local_tensor
 from .module_trail import ModuleTrail, diverged_error
 from .optimizers import scale_grads
@@ -65,7 +66,7 @@ class GradUpdate:
 
     plan: Plan
     mesh: Mesh
-    params: Mapping[str, nn.Parameter]
+    low: ComputeCopies  # of this rank's parameters
     update: ParamUpdate
     training: TrainingCompute
     reducer: GradReducer
@@ -83,6 +84,11 @@ class GradUpdate:
         self.loss_scale = LossScale(self.plan.precision == "fp16")
 
     @property
+    def params(self) -> Mapping[str, nn.Parameter]:
+        """What the optimizer updates."""
+        return self.low.masters
+
+    @property
     def wants_norm(self) -> bool:
         return (
             self.clip is not None or self.norm_filter.limit is not None or self.loss_scale.dynamic
@@ -90,12 +96,14 @@ class GradUpdate:
 
     def __call__(self, missing: list, step: int) -> StepResult:
         """Take the step. `missing`: parameters that no gradient reached on this rank."""
+        self.low.hand_over()
         total, grads = self.training.total, self.gradients()
         if self.wants_norm and grads:
             self._add_squares(total, grads)
         self._sum_over_ranks(total, missing, step)
         if total[3] > 0:
             self.reducer.drop_unused(missing, self.mesh)
+            self.low.hand_over()
             grads = self.gradients()
         if total[5] * self.plan.layout.world != total[4] ** 2:
             raise diverged_error(self.plan.layout, step)
@@ -177,4 +185,4 @@ class GradUpdate:
             return
         self.update.step()
         if self.owned:
-            self.reducer.spread()
+            self.reducer.spread(self.params)

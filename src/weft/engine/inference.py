@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from weft.core import STAGE_AXIS
-from weft.nn import computed, model_arguments
+from weft.nn import computed, model_arguments, widened
 from weft.parallel import (
     TOKEN_AXES,
     Mesh,
+    cast_arguments,
+    low_precision,
 )
 
 from .compile_blocks import CompiledBlocks
@@ -46,16 +48,20 @@ class Inference:
     parts: FunctionOverrides | None
     compiled: CompiledBlocks | None
 
+    def _begin(self) -> None:
+        self.stages.model.eval()
+        if self.stages.low is not None:
+            self.stages.low.refresh()
+
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: Loss) -> Tensor:
         """Loss and weight [2], float64, of this rank's part of a batch, summed over the ranks of
         its replica."""
-        self.stages.model.eval()
+        self._begin()
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
 
         def add(output: Any, micro: Batch) -> None:
-            with self.stages.autocast():
-                value, weight = loss(output, micro)
+            value, weight = loss(widened(loss, output), micro)
             total.add_(torch.stack([value, torch.as_tensor(weight, device=value.device)]).double())
 
         plan = self.stages.plan
@@ -72,7 +78,7 @@ class Inference:
     def output(self, batch: Batch, in_parts: bool = False) -> Any:
         """The model's output, whole on every rank. `in_parts`: ranks share the sequence; otherwise
         each runs all of it."""
-        self.stages.model.eval()
+        self._begin()
         batch = {key: value.to(self.mesh.device) for key, value in batch.items()}
         outputs: list[Any] = []
         self.sequence.end()
@@ -101,11 +107,15 @@ class Inference:
 
 @torch.no_grad()
 def unsharded_output(stages: StageModel, batch: Batch) -> Any:
-    """The output of a model that is not sharded, in evaluation mode."""
-    stages.model.eval()
-    with stages.autocast():
-        placed = {key: value.to(stages.device) for key, value in batch.items()}
-        return stages.model(**model_arguments(stages.sequence.inputs, placed))
+    """The output of a model that is not sharded, in evaluation mode. Its weights are masters, or
+    have no elements as yet."""
+    model, rule = stages.model.eval(), stages.plan.dtypes
+    placed = {key: value.to(stages.device) for key, value in batch.items()}
+    arguments = cast_arguments(rule, model_arguments(stages.sequence.inputs, placed))
+    given = {n: p for n, p in model.named_parameters() if not p.is_meta}
+    rounded = {n: p.to(rule.computed(p.dtype)) for n, p in given.items()} if rule.low else {}
+    with low_precision(model, rule, stages.plan.blocks):
+        return torch.func.functional_call(model, rounded, (), arguments)
 
 
 def _unshard_output(output: Any) -> Any:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft._torch.modules import replace_parameters
-from weft.core import LocalShard
+from weft.core import DtypeRule, LocalShard
 from weft.parallel import Mesh
 from weft.pipeline import copy_with_tensors
 
@@ -24,11 +24,12 @@ class UnshardedForward:
         model: the whole model; it may be on the meta device.
         blocks: names of the repeated modules. What they do not hold is gathered for the whole
             forward.
+        dtypes: what the model computes in.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str]):
+    def __init__(self, model: nn.Module, blocks: Sequence[str], dtypes: DtypeRule):
         self._model = copy_with_tensors(model, _without_data)
-        self._blocks = blocks
+        self._blocks, self._dtypes = blocks, dtypes
 
     def run(
         self,
@@ -57,7 +58,10 @@ class UnshardedForward:
             units[owner[p]].append((name, p))
 
         def gather(unit: str) -> dict[int, Tensor]:
-            return _gather(units[unit], shards, mesh.device, group)
+            found = _gather(units[unit], shards, mesh.device, group)
+            for whole in found.values():
+                whole.data = whole.data.to(self._dtypes.computed(whole.dtype))
+            return found
 
         handles = []
         for name, block in blocks.items():

@@ -45,6 +45,7 @@ from .losses import (
     positionwise as positionwise,
     reduced_numels as reduced_numels,
     vocab_parallel as vocab_parallel,
+    widened as widened,
 )
 from .models import convnet as convnet, decoder as decoder
 from .module_roles import (

@@ -10,20 +10,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
+        if group is None:
+            return x.view_as(x)
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if ctx.group is None:
+            return grads[0], None
         grad = grads[0].contiguous().clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
@@ -31,14 +36,14 @@ class _Sum(torch.autograd.Function):
 
 class BatchNorm(_BatchNorm):
     """`torch.nn.BatchNorm*d` over all ranks of a group, each of which holds the same number of
-    samples."""
+    samples; without a group, of this rank's. Statistics are float32 beside weights in bf16, for
+    which torch's own has no kernel."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
 
     @classmethod
     def of(cls, module: Any, group: dist.ProcessGroup | None) -> BatchNorm:
         """The same parameters and buffers (not copies), with statistics over `group`."""
-        assert group is not None
         new = cls.__new__(cls)
         new.__dict__.update(module.__dict__)
         new.group = group
@@ -50,12 +55,17 @@ class BatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """[n, c, ...] -> the same shape. Ioffe and Szegedy 2015."""
-        if not self.training:
-            return super().forward(input)
         x = input if input.dtype == torch.float64 else input.float()
+        if not self.training:
+            weight, bias = (p if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
+            mean, var = self.running_mean, self.running_var
+            y = F.batch_norm(x, mean, var, weight, bias, mean is None, eps=self.eps)
+            return y.to(input.dtype)
         dims = [d for d in range(x.ndim) if d != 1]
         shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
-        count = x.numel() // x.shape[1] * dist.get_world_size(self.group)
+        count = x.numel() // x.shape[1]
+        if self.group is not None:
+            count *= dist.get_world_size(self.group)
         mean = _Sum.apply(x.sum(dims), self.group) / count
         centred = x - mean.view(shape)
         var = _Sum.apply(centred.square().sum(dims), self.group) / count

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from weft._torch.c10d import all_reduce
+from weft._torch.trees import tree_map
 
 from .chunked_softmax import chunk_rows, softmax_parts, token_losses, wide
 from .deferred_logits import DeferredLogits
@@ -76,6 +77,24 @@ def is_positionwise(loss: Callable[..., Any]) -> bool:
     while isinstance(loss, functools.partial):
         loss = loss.func
     return bool(getattr(loss, "positionwise", False))
+
+
+def widened(loss: Callable[..., Any], output: Any) -> Any:
+    """The output of a model that computes in bf16 or fp16, in float32, as its loss is computed in.
+    A loss that is marked `@vocab_parallel` gets it as it is: `cross_entropy` widens by itself.
+
+    Example:
+        >>> widened(mse, torch.zeros(2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    if accepts_sharded_logits(loss):
+        return output
+
+    def wide(leaf: Any) -> Any:
+        low = isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+        return leaf.float() if low else leaf
+
+    return wide(output) if isinstance(output, Tensor) else tree_map(wide, output)
 
 
 def logits_of(output: Any) -> Tensor:

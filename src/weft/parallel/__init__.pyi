@@ -1,4 +1,4 @@
-from .apply import DTYPES as DTYPES, parallelize as parallelize
+from .apply import parallelize as parallelize
 from .axes import (
     DATA_AXES as DATA_AXES,
     EXPERT_AXES as EXPERT_AXES,
@@ -23,6 +23,7 @@ from .collectives import (
     split_dim as split_dim,
 )
 from .expert_dispatch import ExpertCommStats as ExpertCommStats
+from .low_precision import cast_arguments as cast_arguments, low_precision as low_precision
 from .make_plan import (
     plan as plan,
     plan_from_request as plan_from_request,

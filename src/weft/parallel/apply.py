@@ -13,11 +13,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.core import (
     COPY,
+    DTYPES,
     EXPERTS,
     REPLICA_AXIS,
     SUM,
@@ -37,14 +43,8 @@ from .axes import (
 from .block_forward import check_single_gradient
 from .collectives import cross_boundary
 from .expert_dispatch import ExpertCommStats, shard_experts
+from .low_precision import prepare_low_precision
 from .mesh import Mesh
-
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 def parallelize(
@@ -93,6 +93,7 @@ def parallelize(
             _leave(module, step, mesh, randomness, plan)
     for name in plan.batchnorms:
         _replace(model, name, BatchNorm.of(modules[name], mesh.group(*TOKEN_AXES)))
+    prepare_low_precision(model, plan.dtypes, plan.blocks)
     _gather(plan, modules, mesh)
     return traffic
 
@@ -310,6 +311,13 @@ def _as_dtensor(y: Tensor, boundary: Boundary, mesh: Mesh, total: int | None) ->
 # ---- sharded storage -----------------------------------------------------------------------------
 
 
+def _policy(plan: Plan) -> MixedPrecisionPolicy:
+    """Shards are masters. FSDP2 rounds what it gathers; inputs are cast as without sharding."""
+    low = DTYPES[plan.precision], DTYPES[plan.reduce]
+    given = low if plan.dtypes.low else (None, None)
+    return MixedPrecisionPolicy(*given, cast_forward_inputs=False)
+
+
 def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     units = [step for step in plan.steps if step.gather is not None]
     if not units:
@@ -339,7 +347,8 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
             mesh=mesh.device_mesh[axes],
             reshard_after_forward=gather.gathered == "use",
             offload_policy=offload,
-            ignored_params=absent or None,  # types are autocast's, as without sharding
+            mp_policy=_policy(plan),
+            ignored_params=absent or None,
         )
         unit.set_gradient_divide_factor(
             1.0

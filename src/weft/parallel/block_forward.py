@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import update_wrapper
 from typing import Any
 
@@ -48,12 +48,15 @@ class BlockForward:
         self._recomputed = recomputed
         self._forward: Forward = module.forward
         self._compiled: Forward | None = None
+        self._leaves: list[tuple[dict[str, Any], str]] = []  # where compiled parameters stand
         self._in_use: Callable[[], bool] = lambda: False
         update_wrapper(self, module.forward)
 
     def compile(self, compiler: Callable[[Forward], Forward], in_use: Callable[[], bool]) -> None:
         """Compile the block's own forward by `compiler(forward)`; it runs where `in_use()`."""
         self._compiled, self._in_use = compiler(self._forward), in_use
+        modules = self._module.modules()
+        self._leaves = [(m._parameters, leaf) for m in modules for leaf in m._parameters]
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,10 +94,28 @@ class BlockForward:
                 if not randomness.recomputed and in_checkpoint():
                     raise checkpointed_dropout(self._name)
                 randomness.make_key()
-        out = forward(*args, **kwargs)
+            with self._without_wider_gradients():
+                out = forward(*args, **kwargs)
+        else:
+            out = forward(*args, **kwargs)
         # calls between blocks are counted apart: a block may be elsewhere
         randomness.move_to(*outside)
         return out
+
+    @contextlib.contextmanager
+    def _without_wider_gradients(self) -> Iterator[None]:
+        """torch.compile takes no parameter in bf16 whose gradient is in float32."""
+        held = []
+        for parameters, leaf in self._leaves:
+            p = parameters[leaf]
+            if p is not None and p.grad is not None and p.grad.dtype != p.dtype:
+                held.append((p, p.grad))
+                p.grad = None
+        try:
+            yield
+        finally:
+            for p, grad in held:
+                p.grad = grad
 
 
 class _RecomputeContext:

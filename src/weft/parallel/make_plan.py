@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import (
+    DTYPES,
     EXPERTS,
     ConfigError,
     Divides,
@@ -39,7 +40,6 @@ from .plan_request import PlanRequest
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
 
-PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 LOGITS = ("auto", "whole", "chunks")
 
 
@@ -56,6 +56,7 @@ class PlanKeywords(PipelineKeywords, total=False):
     """Further arguments of `plan`."""
 
     logits: str
+    reduce: str
 
 
 def plan(
@@ -86,7 +87,8 @@ def plan(
         roles: globs of module names -> roles of `tp` (docs/roles.md). Default: read or guessed.
         recompute: "none", "selective" (the attention core), "full", or k for every k-th block
             (Korthikanti et al. 2022).
-        precision: dtype of computation: "fp32", "bf16", "fp16" or "fp64".
+        precision: dtype of computation: "fp32", "bf16", "fp16" or "fp64" (docs/precision.md).
+        reduce: dtype in which gradients are summed with "bf16": "fp32" (default) or "bf16".
         sync_batchnorm: whether batch-norm statistics cover the whole microbatch.
         schedule: of `pp`: a name of docs/schedules.md (an option of `pp` in the layout overrides
             it), a Schedule, or a function that makes one.
@@ -109,7 +111,7 @@ def plan(
         >>> print(plan(decoder(), "dp2.tp2", batch=32).layout)
         dp2.tp2
     """
-    logits = further.pop("logits", "auto")
+    logits, reduce = further.pop("logits", "auto"), further.pop("reduce", "fp32")
     return plan_from_request(
         PlanRequest(
             model,
@@ -120,6 +122,7 @@ def plan(
             roles,
             recompute,
             precision,
+            reduce,
             sync_batchnorm,
             PipelineRequest(**cast(PipelineKeywords, further)),
             inputs,
@@ -139,7 +142,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     model, layout, sync, loss = request.model, request.layout, request.sync, request.loss
     _check_layout(layout)
     _check_batch(layout, request.batch, request.accumulate)
-    _check_precision(request.precision)
+    _check_precision(request.precision, request.reduce, sync)
     _check_logits(request.logits)
     found = find_roles(model, request.roles)
     weights = weights_of(model)
@@ -199,6 +202,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         blocks,
         request.recompute,
         request.precision,
+        request.reduce,
         synced,
         notes=tuple(notes),
         staging=staging,
@@ -246,14 +250,27 @@ def _once_a_step(step: Step) -> Step:
     return replace(step, gather=replace(step.gather, gathered="step", reduced="step"))
 
 
-def _check_precision(precision: str) -> None:
-    if precision not in PRECISIONS:
-        raise ConfigError(
-            "precision.compute",
-            precision,
-            "not a precision",
-            f"choose one of {', '.join(PRECISIONS)}",
-        )
+def _check_precision(precision: str, reduce: str, sync: Sync | None) -> None:
+    if precision == "fp8":
+        problem = "float8 is not offered: it needs torchao and a GPU that multiplies in it"
+        raise ConfigError("precision.compute", precision, problem, "use bf16")
+    if precision not in DTYPES:
+        fix = f"choose one of {', '.join(DTYPES)}"
+        raise ConfigError("precision.compute", precision, "not a precision", fix)
+    if reduce == "fp32":
+        return
+    if reduce != "bf16":
+        problem = "not a dtype in which gradients are summed"
+        raise ConfigError("precision.reduce", reduce, problem, "choose fp32 or bf16")
+    if precision != "bf16":
+        problem = f"gradients of a model that computes in {precision} are summed in its own dtype"
+        if precision == "fp16":
+            problem = "gradients in fp16 are scaled, and bf16 keeps fewer of their digits"
+        raise ConfigError("precision.reduce", reduce, problem, 'use it with compute = "bf16"')
+    if sync is not None and not (sync.plain or sync.independent):
+        problem = f"{sync.name} and its codec say in which dtype replicas exchange gradients"
+        fix = 'leave reduce out, and use [sync] codec = "bf16"'
+        raise ConfigError("precision.reduce", reduce, problem, fix)
 
 
 def _check_logits(logits: str) -> None:

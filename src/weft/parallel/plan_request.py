@@ -25,6 +25,7 @@ class PlanRequest:
     roles: Mapping[str, object] | None = None
     recompute: str | int = "none"
     precision: str = "fp32"
+    reduce: str = "fp32"
     sync_batchnorm: bool = True
     pipeline: PipelineRequest = field(default_factory=PipelineRequest)
     inputs: Sequence[str] | None = None

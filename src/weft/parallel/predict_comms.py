@@ -59,7 +59,7 @@ def predict_collectives(
     Args:
         plan: the whole plan.
         crossings: shapes of what crosses each module's boundary, by module name.
-        itemsize: bytes of an element of activations and gradients.
+        itemsize: bytes of an element of activations and their gradients.
         unreached: parameters that get no gradient.
         buffers: bytes of each buffer that is broadcast at the start of a step.
         rank: whose collectives.
@@ -106,7 +106,7 @@ def predict_collectives(
         if unreached:
             comms.append(Collective("all_reduce", axis, 4 * len(names), "reduce", names[0]))
     comms += _messages(whole, rank, values or {})
-    comms += update_comms(plan, rank, itemsize)
+    comms += update_comms(plan, rank)
     comms += whole_update_comms(plan, rank, updated_whole)
     data = plan.layout.active_axes(*DATA_AXES)
     if tokens := plan.layout.active_axes(*TOKEN_AXES):
@@ -117,7 +117,7 @@ def predict_collectives(
         e.size for e in asked if e.what == "bias" and plan.stage_of(e.module) in whole.stages(rank)
     ]
     if biases and (axis := ".".join(plan.layout.active_axes(*plan.token_axes))):
-        comms.append(Collective("all_reduce", axis, sum(biases) * itemsize, "step", ""))
+        comms.append(Collective("all_reduce", axis, sum(biases) * max(4, itemsize), "step", ""))
     if plan.layout.active_axes():
         comms.append(
             Collective(

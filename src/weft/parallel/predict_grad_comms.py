@@ -27,7 +27,7 @@ from .comm_queries import BoundaryShape, Collective
 from .wire_sizes import request_traffic
 
 
-def update_comms(plan: Plan, rank: int, itemsize: int) -> Iterator[Collective]:
+def update_comms(plan: Plan, rank: int) -> Iterator[Collective]:
     """What an asynchronous schedule reduces: the gradients of every update, the weight of every
     microbatch's loss."""
     if not plan.schedule.versions:
@@ -44,9 +44,10 @@ def update_comms(plan: Plan, rank: int, itemsize: int) -> Iterator[Collective]:
             if axes and weight.trainable and weight.name in used:
                 count = prod(plan.local_shape(weight, table, plan.layout.coords(rank)))
                 together[axes, weight.dtype] += count + 1  # whether there is a gradient
-        for (axes, _), count in together.items():
+        for (axes, dtype), count in together.items():
+            nbytes = count * dtype.itemsize
             yield Collective(
-                "all_reduce", ".".join(axes), count * itemsize, "reduce", f"stage {action.stage}"
+                "all_reduce", ".".join(axes), nbytes, "reduce", f"stage {action.stage}"
             )
 
 
@@ -81,14 +82,15 @@ def replica_comms(plan: Plan, bucket: GradBucket, rank: int) -> Iterator[Collect
     size, here = plan.layout.replica_count, plan.layout.replica_of(rank)
     weights = {w.name: w for w in plan.weights}
     shapes = [_stored_shape(plan, weights[name], table, rank) for name in bucket.names]
-    itemsize = weights[bucket.names[0]].dtype.itemsize
+    master = weights[bucket.names[0]].dtype
+    itemsize = plan.dtypes.reduced(master).itemsize
     peers = sync.replica_view(size, here)
     for asked in sync.codec.asks(shapes, peers, itemsize) if numel_of(shapes) else ():
         for kind, nbytes in request_traffic(sync.route, sync.local, asked, peers, bucket.owner):
             yield Collective(kind, REPLICA_AXIS, nbytes, "reduce", bucket.names[0])
     if sync.route == "owners" and here == bucket.owner:
         for _ in range(size - 1):
-            nbytes = numel_of(shapes) * itemsize
+            nbytes = numel_of(shapes) * master.itemsize
             yield Collective("send", REPLICA_AXIS, nbytes, "step", bucket.names[0])
 
 
@@ -100,7 +102,7 @@ def gather_comms(
 ) -> Iterator[Collective]:
     table = plan.params()
     used = _gathered_in_backward(plan, crossings, unreached)
-    weights = {w.name: w for w in plan.weights}
+    weights, rule = {w.name: w for w in plan.weights}, plan.dtypes
     for step in plan.steps:
         gather = step.gather
         if gather is None or not step.params:
@@ -110,9 +112,11 @@ def gather_comms(
         for param in step.params:
             first, *rest = plan.local_shape(weights[param.name], table, coords)
             padded[param.name] = -(-first // size) * size * prod(rest)
-        gathered = sum(n * weights[name].dtype.itemsize for name, n in padded.items())
+        gathered = sum(
+            n * rule.computed(weights[name].dtype).itemsize for name, n in padded.items()
+        )
         reduced = sum(
-            n * weights[name].dtype.itemsize
+            n * rule.reduced(weights[name].dtype).itemsize
             for name, n in padded.items()
             if weights[name].trainable and name not in unreached
         )
@@ -127,7 +131,7 @@ def gather_comms(
             if reduced and not plan.fsdp_uses_codec:
                 yield Collective("reduce_scatter", gather.axis, reduced, "reduce", step.module)
             elif reduced and (sync := plan.gradient_sync):
-                item = next(weights[name].dtype.itemsize for name in padded)
+                item = next(rule.reduced(weights[name].dtype).itemsize for name in padded)
                 peers = sync.replica_view(size)
                 for asked in sync.codec.scatter_asks(reduced // item // size, peers, item):
                     for kind, nbytes in request_traffic("backend", 1, asked, peers, 0):
@@ -168,7 +172,8 @@ def bucket_bytes(plan: Plan, names: tuple[str, ...], rank: int) -> int:
     table = plan.params()
     held = [weight for weight in plan.weights if weight.name in names]
     return sum(
-        prod(_stored_shape(plan, weight, table, rank)) * weight.dtype.itemsize for weight in held
+        prod(_stored_shape(plan, weight, table, rank)) * plan.dtypes.reduced(weight.dtype).itemsize
+        for weight in held
     )
 
 

@@ -319,6 +319,7 @@ def build_plan(run: RunConfig, model: nn.Module, sample: dict[str, Tensor]) -> P
             roles=run.roles or None,
             recompute=t.recompute,
             precision=run.precision.compute,
+            reduce=run.precision.reduce,
             sync_batchnorm=t.sync_batchnorm,
             pipeline=PipelineRequest(
                 resolve_callable(p.schedule, run.folder, "pipeline.schedule")

@@ -34,6 +34,7 @@ from weft.checkpoint import (
     save_checkpoint,
 )
 from weft.core import (
+    DTYPES,
     CheckpointError,
     ConfigError,
     LocalShard,
@@ -42,7 +43,7 @@ from weft.core import (
     load_run,
     whole_shard,
 )
-from weft.parallel import DTYPES, weights_of
+from weft.parallel import weights_of
 
 from . import build
 from .run_folder import data_position

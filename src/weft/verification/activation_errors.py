@@ -14,18 +14,22 @@ from weft.engine import TrainingEngine
 from weft.parallel import DATA_AXES, FEATURE_AXES
 
 from .activation_recorder import ActivationRecorder
-from .difference import TOLERANCE, Calls, Difference
+from .difference import Calls, Difference
 from .tensor_errors import error_ratio
 
 
 def first_activation(
-    engine: TrainingEngine, trace: ActivationRecorder, references: list[ActivationRecorder]
+    engine: TrainingEngine,
+    trace: ActivationRecorder,
+    references: list[ActivationRecorder],
+    bound: float,
 ) -> list[Difference]:
-    """The first output that differs, in order of execution, and the first gradient of an output, in
-    backward order."""
+    """The first output that differs by more than `bound`, in order of execution, and the first
+    gradient of an output, in backward order."""
     found: list[Difference] = []
     for place, (name, call) in enumerate(_calls(references[0].forward)):
-        if _differs(engine, name, call, trace.outputs, [r.outputs for r in references], 1.0):
+        wanted = [r.outputs for r in references]
+        if _differs(engine, name, call, trace.outputs, wanted, 1.0, bound):
             found.append(((0, "output", place), f"output of {name or 'the model'}"))
             break
     agreed = ""
@@ -34,7 +38,7 @@ def first_activation(
         if _partial(engine.plan, name):
             continue
         differs = _differs(
-            engine, name, call, trace.gradients, [r.gradients for r in references], factor
+            engine, name, call, trace.gradients, [r.gradients for r in references], factor, bound
         )
         if differs:
             after = f", after that of {agreed} agreed" if agreed else ", where backward begins"
@@ -75,6 +79,7 @@ def _differs(
     mine: Calls,
     references: list[Calls],
     factor: float,
+    bound: float,
 ) -> bool | None:
     """Whether a call's tensor differs, in any microbatch, from the reference's; None if it cannot
     be compared."""
@@ -112,7 +117,7 @@ def _differs(
             max(1, plan.accumulate * plan.data_size if batched else 1)
         )
         error = float((value - want_local.double()).norm())
-        if not error_ratio(error, max(size, 1e-300)) <= TOLERANCE and not error <= 1e-14:
+        if not error_ratio(error, max(size, 1e-300)) <= bound and not error <= 1e-14:
             return True
     return compared
 

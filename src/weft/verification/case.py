@@ -4,15 +4,18 @@ can call."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weft.core import CompileChoice, CompileOptions, Plan
 from weft.engine import Loss, Optimizers
 from weft.nn import deferred_init
 
+from .difference import BOUNDS, Bounds
 from .float64_mode import Float64Mode
 
 Batch = dict[str, Tensor]
@@ -20,7 +23,8 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """`build` makes the seeded model in float64. `plan(model, layout)` lays it.
+    """`build` makes the seeded model, and `plan(model, layout)` lays it, in `precision`: "fp64", or
+    "bf16", whose masters are float32.
 
     `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step. `workers`:
     where modules live. `build_deferred` makes the same model without weights; default: by `build`.
@@ -38,17 +42,41 @@ class Case:
     workers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     build_deferred: Callable[[], nn.Module] | None = None
     compile: CompileChoice | CompileOptions = "off"
+    precision: str = "fp64"
+
+    @property
+    def bounds(self) -> Bounds:
+        """What counts as equal."""
+        return BOUNDS[self.precision]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters that the optimizer updates."""
+        return torch.float64 if self.precision == "fp64" else torch.float32
+
+    def model(self) -> nn.Module:
+        """The seeded model, in the dtype that is verified."""
+        return self.build().to(self.dtype)
 
     def without_weights(self) -> nn.Module:
-        """The model in float64 as ranks begin with it. Raises UnsupportedModel."""
+        """The model as ranks begin with it. Raises UnsupportedModel."""
         if self.build_deferred is not None:
             return self.build_deferred()
-        return deferred_init(lambda: self.build().double(), seed=None)
+        return deferred_init(self.model, seed=None)
 
-    def plan_in_float64(self, model: nn.Module, layout: str) -> Plan:
-        """`plan`, of a model in float64, which may have to run for it."""
-        with Float64Mode():
+    def mode(self) -> AbstractContextManager[Any]:
+        """Active where the model runs: what it casts to float32 stays float64."""
+        return Float64Mode() if self.precision == "fp64" else nullcontext()
+
+    def lay(self, model: nn.Module, layout: str) -> Plan:
+        """`plan`, of a model which may have to run for it."""
+        with self.mode():
             return self.plan(model, layout)
+
+    def batch_of(self, step: int, data_rank: int, data_size: int) -> Batch:
+        """`batch`, in the dtype that is verified."""
+        found = self.batch(step, data_rank, data_size)
+        return to_float64(found) if self.precision == "fp64" else found
 
 
 def to_float64(batch: Mapping[str, Any]) -> Batch:

@@ -8,7 +8,7 @@ nothing is gathered but errors.
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -34,9 +34,8 @@ from weft.parallel import (
 
 from .activation_errors import first_activation
 from .activation_recorder import ActivationRecorder, record_activations
-from .case import Case, to_float64
-from .difference import TOLERANCE, Difference
-from .float64_mode import Float64Mode
+from .case import Case
+from .difference import Bounds, Difference
 from .reference import Reference
 from .stage_values import stage_value_bytes
 from .tensor_errors import error_ratio, gradient_differences, state_errors, weight_errors
@@ -63,12 +62,15 @@ class LayoutResult:
     delayed: bool = False  # held to one device with the same delays, not to the plain run
     workers: tuple[str, ...] = ()
     compiled: CompileCounts | None = None  # in the steps after the first
+    bounds: Bounds = field(default_factory=Bounds)
 
     @property
     def passed(self) -> bool:
         errors = (self.loss_rel_err, self.grad_rel_err, self.param_rel_err)
         named = (self.first, self.problem, self.stray)
-        return all(name is None for name in named) and all(e < TOLERANCE for e in errors)
+        within = (self.bounds.loss, self.bounds.gradient, self.bounds.weight)
+        equal = all(e < bound for e, bound in zip(errors, within, strict=True))
+        return equal and all(name is None for name in named)
 
     @property
     def stray(self) -> str | None:
@@ -96,14 +98,14 @@ def check_layout(case: Case, layout: str, reference: Reference) -> LayoutResult:
 
 
 def _build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]:
-    """The model in float64, without weights where that is possible, as ranks train it; and its plan
-    if there is none."""
+    """The model, without weights where that is possible, as ranks train it; and its plan if there
+    is none."""
     if not case.workers:
         with suppress(Refusal):
             model = case.without_weights()
-            return model, plan or case.plan_in_float64(model, layout)
-    model = case.build().double()
-    return model, plan or case.plan_in_float64(model, layout)
+            return model, plan or case.lay(model, layout)
+    model = case.model()
+    return model, plan or case.lay(model, layout)
 
 
 def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
@@ -118,7 +120,7 @@ def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
             clip=case.clip,
             seed=case.seed,
         )
-        remote.around = (Float64Mode,)
+        remote.around = (case.mode,)
         return remote
     engine = Engine(
         model,
@@ -144,36 +146,38 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     compiled_seen: list[Collective] = []
     compiled = engine.compiled if isinstance(engine, Engine) else None
     for step, loss in enumerate(reference.losses):
-        batch = to_float64(case.batch(step, engine.mesh.index(*DATA_AXES), plan.data_size))
+        batch = case.batch_of(step, engine.mesh.index(*DATA_AXES), plan.data_size)
         found += _wrong_batch(engine, batch, reference.batches[step], step)
         if step == 0:
             with (
-                Float64Mode(),
+                case.mode(),
                 Audit(engine.mesh) as audit,
                 record_activations(engine.model, plan.microbatch, engine.now) as trace,
                 compiled.paused() if compiled is not None else nullcontext(),
             ):
                 result = engine.step(batch)
             seen = audit.seen if isinstance(engine, Engine) else []
-            found += first_activation(engine, trace, reference.traces)
+            found += first_activation(engine, trace, reference.traces, case.bounds.activation)
         else:
-            with Float64Mode(), Audit(engine.mesh) as audit:
+            with case.mode(), Audit(engine.mesh) as audit:
                 result = engine.step(batch)
             compiled_seen = audit.seen
         errors["loss"][f"loss of step {step}"] = error = error_ratio(
             abs(float(result.loss) - loss), abs(loss)
         )
-        if not error < TOLERANCE:
+        if not error < case.bounds.loss:
             differs = f"loss of step {step}: {float(result.loss):.9g}, one device has {loss:.9g}"
             found.append(((step, "loss", 0), differs))
         found += gradient_differences(
-            engine, reference, step, case.clip, result.grad_norm, errors["gradient"]
+            engine, reference, step, case, result.grad_norm, errors["gradient"]
         )
         if step == 0:
-            errors["weight"] = updated = weight_errors(engine, reference.updated, "after step 0")
-            found += _first_of(updated, (step, "weight"))
-    last, problem = state_errors(engine, reference)
-    found += _first_of(last, (len(reference.losses), "weight"))
+            errors["weight"] = updated = weight_errors(
+                engine, reference.updated, "after step 0", case.bounds
+            )
+            found += _first_of(updated, (step, "weight"), case.bounds.weight)
+    last, problem = state_errors(engine, reference, case.bounds)
+    found += _first_of(last, (len(reference.losses), "weight"), case.bounds.weight)
     errors["weight"] |= last
     predicted = (
         _predict_collectives_of(case, engine, reference) if isinstance(engine, Engine) else []
@@ -186,7 +190,8 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     )
     counts = None if compiled is None or len(reference.losses) < 2 else compiled.counts
     together = replace(together, compiled=counts)
-    return replace(together, delayed=reference.plan is not None, workers=tuple(case.workers))
+    delayed, workers = reference.plan is not None, tuple(case.workers)
+    return replace(together, delayed=delayed, workers=workers, bounds=case.bounds)
 
 
 def _compiled_problem(
@@ -210,7 +215,7 @@ def _predict_collectives_of(case: Case, engine: Engine, reference: Reference) ->
     return predict_collectives(
         engine.plan,
         reference.traces[0].crossings,
-        8,
+        engine.plan.dtypes.computed(case.dtype).itemsize,
         reference.unreached,
         engine.buffers.nbytes,
         engine.mesh.rank,
@@ -232,12 +237,10 @@ def _order_of(difference: Difference) -> tuple[int, int, int]:
     return step, ORDER.index(what), place
 
 
-def _first_of(errors: dict[str, float], when: tuple[int, str]) -> list[Difference]:
+def _first_of(errors: dict[str, float], when: tuple[int, str], bound: float) -> list[Difference]:
     """The first of these errors that is too large, if any is."""
     return [
-        ((*when, i), what)
-        for i, (what, error) in enumerate(errors.items())
-        if not error < TOLERANCE
+        ((*when, i), what) for i, (what, error) in enumerate(errors.items()) if not error < bound
     ][:1]
 
 

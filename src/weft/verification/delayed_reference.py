@@ -16,16 +16,15 @@ from weft.parallel import Mesh, parallelize, wrap_blocks
 from weft.pipeline import update_shares, versions_used, weight_updates
 
 from .activation_recorder import record_activations
-from .case import Case, to_float64
-from .float64_mode import Float64Mode
+from .case import Case
 from .reference import Reference, keep_final_state, known_positions
 
 
 def run_delayed(case: Case, layout: str, steps: int) -> Reference:
     """`steps` calls of the schedule of `layout` on this process alone. Of gradients only those of
     activations are kept: weights have changed before a step has all of them."""
-    model = case.build().double().train()
-    plan, alone = case.plan_in_float64(model, layout), case.plan_in_float64(model, "dp1")
+    model = case.model().train()
+    plan, alone = case.lay(model, layout), case.lay(model, "dp1")
     assert plan.staging is not None
     randomness = Randomness(case.seed)
     parallelize(alone, model, Mesh(alone.layout, torch.device("cpu"), alone=True), randomness)
@@ -45,7 +44,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
     size = plan.batch // plan.accumulate
     found = Reference(tuple(params), plan)
     for step in range(steps):
-        batch = to_float64(case.batch(step, 0, 1))
+        batch = case.batch_of(step, 0, 1)
         found.batches.append(batch)
         versions = [[_copies(params, names)] for names in stages]
         sums = torch.zeros(2, dtype=torch.float64)
@@ -56,7 +55,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
                 n: p for s, names in enumerate(versions) for n, p in names[used[s, m]].items()
             }
             with (
-                Float64Mode(),
+                case.mode(),
                 record_activations(model, size) as trace,
                 FunctionOverrides(
                     randomness,
@@ -92,7 +91,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
         found.norms.append(0.0)
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in params.items()}
-    keep_final_state(found, model, [o for o in optimizers if o is not None])
+    keep_final_state(found, model, [o for o in optimizers if o is not None], params)
     return found
 
 

@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-TOLERANCE = 1e-9
-
+TOLERANCE = 1e-9  # in float64
 
 # (step, what, place among its kind), and what to say of it
 Difference = tuple[tuple[int, str, int], str]
 
 
 Calls = dict[str, list[Tensor]]  # module -> a tensor per call
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The relative errors below which a layout equals one device. `activation`: of a module's
+    output, and of its gradient. `small`: a gradient this much smaller than all gradients together
+    is measured against that size; `typical`: so is a weight this much smaller than weights are."""
+
+    loss: float = TOLERANCE
+    gradient: float = TOLERANCE
+    weight: float = TOLERANCE
+    activation: float = TOLERANCE
+    small: float = 1e-6
+    typical: float = 1e-2
+
+    def __str__(self) -> str:
+        if self == Bounds():
+            return f"{TOLERANCE:g}"
+        return (
+            f"{self.loss:.2g} (loss), {self.gradient:.2g} (gradients), {self.weight:.2g} (weights)"
+        )
+
+
+ULP = 2.0**-8  # half the distance of neighbours in bf16: what one rounding may change
+# A layout rounds other partial sums than one device. Errors of roundings that do not depend on one
+# another add up as their squares do: a few ulp, in models of any depth that training can stand.
+BOUNDS = {
+    "fp64": Bounds(),
+    "bf16": Bounds(ULP / 4, 8 * ULP, ULP / 4, 8 * ULP, small=0.1, typical=1.0),
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import sqrt
@@ -13,20 +13,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import Plan
 from weft.engine import FunctionOverrides
-from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates
-from weft.parallel import Mesh, parallelize, wrap_blocks
+from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates, widened
+from weft.parallel import Mesh, cast_arguments, parallelize, wrap_blocks
 
 from .activation_recorder import ActivationRecorder, record_activations
-from .case import Case, to_float64
-from .float64_mode import Float64Mode
+from .case import Case
 
 Batch = dict[str, Tensor]
 
 
 @dataclass
 class Reference:
-    """All in float64 and whole. By parameter name: gradients of each step before clipping, weights
-    after step 0."""
+    """All whole; weights and gradients are those of masters. By parameter name: gradients of each
+    step before clipping, weights after step 0."""
 
     parameters: tuple[str, ...]
     plan: Plan | None = (
@@ -50,20 +49,22 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     The whole batch goes through at once, unless the microbatch is part of what is computed: with
     batch norms, or `routing.shares` of experts.
     """
-    model = case.build().double().train()
-    plan = case.plan_in_float64(model, "dp1")
+    model = case.model().train()
+    plan = case.lay(model, "dp1")
     inputs = case.inputs if case.inputs is not None else named_inputs(model)
     randomness = Randomness(case.seed)
     parallelize(plan, model, Mesh(plan.layout, torch.device("cpu"), alone=True), randomness)
     wrap_blocks(plan, model, randomness)  # names the places of dropout
-    optimizer = case.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    masters = _Masters(model, plan)
+    optimizer = case.optimizer([(n, p) for n, p in masters.named.items() if p.requires_grad])
     in_microbatches |= any(isinstance(m, _BatchNorm) for m in model.modules())
     pieces = plan.accumulate if in_microbatches else 1
     found = Reference(tuple(name for name, _ in model.named_parameters()))
     for step in range(steps):
-        batch = to_float64(case.batch(step, 0, 1))
+        batch = case.batch_of(step, 0, 1)
         found.batches.append(batch)
         optimizer.zero_grad()
+        masters.round()
         size = plan.batch // pieces
         loss_sum, weight = (
             torch.zeros((), dtype=torch.float64),
@@ -73,15 +74,17 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
             micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
             with (
-                Float64Mode(),
+                case.mode(),
                 record_activations(model, size) if step == 0 else nullcontext() as trace,
             ):
                 seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
                 with FunctionOverrides(
                     randomness, False, seen=seen, asked=asked, known=known_positions(inputs, micro)
                 ):
-                    part, count = case.loss(model(**model_arguments(inputs, micro)), micro)
+                    given = cast_arguments(plan.dtypes, model_arguments(inputs, micro))
+                    part, count = case.loss(widened(case.loss, model(**given)), micro)
                     part.backward()
+            masters.add()
             if trace is not None:
                 found.traces.append(trace)
                 shares = any(each.what == "shares" for each in trace.asked)
@@ -89,25 +92,57 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                     return run_reference(case, steps, in_microbatches=True)
             loss_sum += part.detach()
             weight += torch.as_tensor(count).detach()
-        for p in model.parameters():
+        for p in masters.named.values():
             if p.grad is not None:
                 p.grad /= weight
         found.losses.append(float(loss_sum / weight))
         found.gradients.append(
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            {n: p.grad.clone() for n, p in masters.named.items() if p.grad is not None}
         )
         found.unreached = frozenset(
-            n for n, p in model.named_parameters() if p.requires_grad and p.grad is None
+            n for n, p in masters.named.items() if p.requires_grad and p.grad is None
         )
         found.norms.append(norms_of(found.gradients[-1])[0])
         if case.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+            torch.nn.utils.clip_grad_norm_(masters.named.values(), case.clip)
         optimizer.step()
         rebalance_gates(model)
         if step == 0:
-            found.updated = {n: p.detach().clone() for n, p in model.named_parameters()}
-    keep_final_state(found, model, [optimizer])
+            found.updated = {n: p.detach().clone() for n, p in masters.named.items()}
+    masters.restore()
+    keep_final_state(found, model, [optimizer], masters.named)
     return found
+
+
+class _Masters:
+    """The parameters of a model as an optimizer updates them, by name. In bf16 the model computes
+    with roundings of these, and each microbatch's gradients are added in float32; else they are the
+    model's own."""
+
+    def __init__(self, model: nn.Module, plan: Plan):
+        self.low, self._model = plan.dtypes.low, dict(model.named_parameters())
+        self.named = self._model
+        if self.low:
+            self.named = {
+                n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self._model.items()
+            }
+            for p in self._model.values():
+                p.data = p.data.to(plan.dtypes.computed(p.dtype))
+
+    def round(self) -> None:
+        for name, p in self._model.items() if self.low else ():
+            p.data.copy_(self.named[name].detach())
+
+    def add(self) -> None:
+        for name, p in self._model.items() if self.low else ():
+            if p.grad is not None:
+                master, grad = self.named[name], p.grad.float()
+                master.grad = grad if master.grad is None else master.grad + grad
+                p.grad = None
+
+    def restore(self) -> None:
+        for name, p in self._model.items() if self.low else ():
+            p.data = self.named[name].detach()
 
 
 def known_positions(inputs: Sequence[str], batch: Batch) -> list[Tensor]:
@@ -120,11 +155,14 @@ def known_positions(inputs: Sequence[str], batch: Batch) -> list[Tensor]:
 
 
 def keep_final_state(
-    found: Reference, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    found: Reference,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    updated: Mapping[str, nn.Parameter],
 ) -> None:
-    """Keep the state after the last step."""
+    """Keep the state after the last step. `updated`: what the optimizers know, by name."""
     found.final = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    for name, p in model.named_parameters():
+    for name, p in updated.items():
         for optimizer in optimizers:
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):

@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from math import isfinite
 
-from .compare import TOLERANCE, LayoutResult
+from .compare import LayoutResult
+from .difference import Bounds
 
 Totals = dict[tuple[str, str], tuple[int, int]]
 
@@ -37,8 +38,11 @@ class VerifyReport:
             if any(result.delayed for result in self.results)
             else ""
         )
+        bounds = self.results[0].bounds if self.results else Bounds()
         tail = (
-            f" below {TOLERANCE:g} in float64" if not bad else "; these do not: " + ", ".join(bad)
+            f" below {bounds} in {'float64' if bounds == Bounds() else 'bf16'}"
+            if not bad
+            else "; these do not: " + ", ".join(bad)
         )
         return verdict + tail
 

@@ -15,7 +15,6 @@ from weft.parallel import (
 from weft.pipeline import split_stages, trace_forward
 
 from .case import Case
-from .float64_mode import Float64Mode
 
 
 def stage_value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[int, int]:
@@ -23,10 +22,10 @@ def stage_value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[
     along the sequence, and what was looked up per head ([..., heads, queries, keys])."""
     if plan.staging is None:
         return {}
-    model = case.build().double()
+    model = case.model()
     taken = max(2, plan.microbatch)  # batch norm asks for two
     micro = {key: value[:taken] for key, value in batch.items()}
-    with Float64Mode():
+    with case.mode():
         recorded = trace_forward(model, model_arguments(case.inputs or named_inputs(model), micro))
     values = split_stages(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
     parts = [
@@ -37,7 +36,7 @@ def stage_value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[
         plan.microbatch / taken if v.shape[:1] and v.shape[0] % taken == 0 else 1 for v in values
     ]
     return {
-        i: round(prod(v.shape) * share) * v.dtype.itemsize // n
+        i: round(prod(v.shape) * share) * plan.dtypes.computed(v.dtype).itemsize // n
         for i, (v, share, n) in enumerate(zip(values, rows, parts, strict=True))
     }
 

@@ -11,19 +11,16 @@ from torch import Tensor
 from weft.core import Chunk, chunks_of, coverage_flaw
 from weft.engine import TrainingEngine, local_tensor
 
-from .difference import TOLERANCE, Difference
+from .case import Case
+from .difference import Bounds, Difference
 from .reference import Reference, norms_of
-
-SMALL = (
-    1e-6  # a gradient this much smaller than all gradients together is measured against that size
-)
 
 
 def gradient_differences(
     engine: TrainingEngine,
     reference: Reference,
     step: int,
-    clip: float | None,
+    case: Case,
     norm: Tensor | None,
     errors: dict[str, float],
 ) -> list[Difference]:
@@ -32,18 +29,21 @@ def gradient_differences(
 
     Clipping mixes all gradients: after it, one wrong gradient is an error of every other.
     """
+    clip, bounds = case.clip, case.bounds
     clipped = 1.0 if clip is None or norm is None else min(1.0, clip / (float(norm) + 1e-6))
     wants = reference.gradients[step]
-    found = _gradient_errors(engine, wants, 1.0 / clipped)
+    found = _gradient_errors(engine, wants, 1.0 / clipped, bounds)
     errors |= {
         f"gradient of {name} at step {step}{note}": error for (name, note), error in found.items()
     }
     wrong = [
-        (i, name) for i, ((name, _), error) in enumerate(found.items()) if not error < TOLERANCE
+        (i, name)
+        for i, ((name, _), error) in enumerate(found.items())
+        if not error < bounds.gradient
     ]
     if wrong:
         place, name = wrong[0]
-        factor = common_factor(engine, wants, 1.0 / clipped) if len(wrong) > 1 else None
+        factor = common_factor(engine, wants, 1.0 / clipped, bounds) if len(wrong) > 1 else None
         module = name.rpartition(".")[0] or "the model"
         what = (
             f"gradient of {name} (module {module}) at step {step}; {len(wrong)} of {len(found)}"
@@ -65,11 +65,11 @@ def gradient_differences(
         f"{what}: {float(norm):.9g}, one device has {reference.norms[step]:.9g}; the gradients"
         " agree"
     )
-    return [((step, "norm", 0), differs)] if not error < TOLERANCE else []
+    return [((step, "norm", 0), differs)] if not error < bounds.gradient else []
 
 
 def _gradient_errors(
-    engine: TrainingEngine, wants: dict[str, Tensor], factor: float
+    engine: TrainingEngine, wants: dict[str, Tensor], factor: float, bounds: Bounds
 ) -> dict[tuple[str, str], float]:
     """(parameter, remark) -> error of `factor` times its gradient."""
     norm, _ = norms_of(wants)
@@ -83,12 +83,17 @@ def _gradient_errors(
                 errors[name, " (missing)" if p.grad is None else " (not on one device)"] = inf
             continue
         errors[name, ""] = tensor_error(
-            local_tensor(p.grad) * factor, chunks_of(engine.segments(name)), want, SMALL * norm
+            local_tensor(p.grad) * factor,
+            chunks_of(engine.segments(name)),
+            want,
+            bounds.small * norm,
         )
     return errors
 
 
-def common_factor(engine: TrainingEngine, wants: dict[str, Tensor], factor: float) -> float | None:
+def common_factor(
+    engine: TrainingEngine, wants: dict[str, Tensor], factor: float, bounds: Bounds
+) -> float | None:
     """r, if all that this rank holds of the gradients is r times what it should be."""
     product = squares = 0.0
     for name, p in engine.params.items():
@@ -104,18 +109,20 @@ def common_factor(engine: TrainingEngine, wants: dict[str, Tensor], factor: floa
             )
     r = product / squares if squares else 0.0
     same = r != 0.0 and all(
-        e < TOLERANCE for e in _gradient_errors(engine, wants, factor / r).values()
+        e < bounds.gradient for e in _gradient_errors(engine, wants, factor / r, bounds).values()
     )
     return r if same else None
 
 
-def weight_errors(engine: TrainingEngine, wants: dict[str, Tensor], when: str) -> dict[str, float]:
+def weight_errors(
+    engine: TrainingEngine, wants: dict[str, Tensor], when: str, bounds: Bounds
+) -> dict[str, float]:
     _, typical = norms_of(wants)
     errors = {}
     for name, p in engine.params.items():
         if name in wants:
-            # an element below a hundredth of the typical size is measured against that
-            floor = 1e-2 * typical * sqrt(wants[name].numel())
+            # elements far below the typical size are measured against that
+            floor = bounds.typical * typical * sqrt(wants[name].numel())
             errors[f"{name} {when}"] = tensor_error(
                 local_tensor(p.detach()), chunks_of(engine.segments(name)), wants[name], floor
             )
@@ -123,12 +130,12 @@ def weight_errors(engine: TrainingEngine, wants: dict[str, Tensor], when: str) -
 
 
 def state_errors(
-    engine: TrainingEngine, reference: Reference
+    engine: TrainingEngine, reference: Reference, bounds: Bounds
 ) -> tuple[dict[str, float], str | None]:
     """Weights, buffers and optimizer state after the last step, and whether each lies, once, where
     the plan says."""
     weights = {k: v for k, v in reference.final.items() if k in engine.params}
-    errors = weight_errors(engine, weights, "after the last step")
+    errors = weight_errors(engine, weights, "after the last step", bounds)
     held: dict[str, list] = {}
     problem = None
     try:
@@ -155,7 +162,7 @@ def state_errors(
                     f"{piece.name} does not lie as its parameter: a rank holds {here} of"
                     f" {piece.shape}"
                 )
-            floor = SMALL * _norm_like(piece.name, reference)
+            floor = Bounds.small * _norm_like(piece.name, reference)
             errors[f"{piece.name} after the last step"] = tensor_error(
                 piece.tensor, piece.chunks, want, floor
             )

@@ -13,6 +13,7 @@ from weft.core import (
     DRIVER,
     CompileChoice,
     CompileOptions,
+    ConfigError,
     Layout,
     Plan,
     Refusal,
@@ -26,8 +27,11 @@ from weft.parallel import plan as lay
 from .case import Batch, Case
 from .compare import LayoutResult, check_layout, failed_result
 from .delayed_reference import run_delayed
+from .difference import BOUNDS
 from .reference import Reference, run_reference
 from .report import VerifyReport
+
+SGD_LR = 0.1  # of the optimizer in bf16: large enough for a step to be seen beside rounding
 
 
 def verify_case(
@@ -72,8 +76,12 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
     for layout in layouts:
         if (
             Layout.parse(layout).stage_ranks > 1
-            and case.plan_in_float64(case.build().double(), layout).schedule.versions
+            and case.lay(case.model(), layout).schedule.versions
         ):
+            if case.precision != "fp64":
+                problem = f"{layout} updates weights late, which is verified in float64 alone"
+                fix = "verify it in fp64, or a synchronous schedule such as 1f1b"
+                raise ConfigError("--precision", case.precision, problem, fix)
             found.append(run_delayed(case, layout, steps))
         else:
             plain = plain or run_reference(case, steps)
@@ -101,6 +109,7 @@ def verify(
     seed: int = 0,
     workers: Mapping[str, Sequence[str]] | None = None,
     compile: CompileChoice | CompileOptions = "off",
+    precision: str = "fp64",
 ) -> VerifyReport:
     """Check that `plan` gives the loss, gradients and weights of one device, in float64, below 1e-9
     relative error. Starts one process per rank (docs/verify.md).
@@ -110,7 +119,7 @@ def verify(
         plan: a Plan, or a layout alone such as "dp2".
         batch: one global batch; dim 0 counts the plan's samples. Every step uses it.
         loss: (output, batch) -> (sum, weight).
-        optimizer: list of (name, parameter) -> torch.optim.Optimizer. Default: AdamW.
+        optimizer: list of (name, parameter) -> torch.optim.Optimizer. Default: AdamW; SGD in bf16.
         inputs: batch entries that the model is called with. Default: those that its forward names.
         clip: largest global gradient norm. Default: no clipping.
         steps: optimizer steps to compare.
@@ -118,6 +127,7 @@ def verify(
         workers: names of workers -> globs of the modules that live there (docs/workers.md).
         compile: "blocks" or CompileOptions: after the first step, in which every module is
             compared, blocks and loss are compiled.
+        precision: "fp64", or "bf16": within a few roundings (docs/precision.md).
 
     Returns:
         A VerifyReport: `.passed`, `.text()`, `.json()`.
@@ -137,19 +147,30 @@ def verify(
             inputs=inputs,
             sample=sample,
         )
+    check_precision(precision)
+    adam, sgd = partial(torch.optim.AdamW, lr=1e-3), partial(torch.optim.SGD, lr=SGD_LR)
+    default = adam if precision == "fp64" else sgd
     case = Case(
         build=partial(_build_seeded, build_model, seed),
-        plan=partial(_same_plan, plan),
+        plan=partial(_same_plan, plan, precision),
         batch=partial(_part_of, batch, plan.accumulate),
         loss=loss,
-        optimizer=optimizer or partial(torch.optim.AdamW, lr=1e-3),
+        optimizer=optimizer or default,
         inputs=None if inputs is None else tuple(inputs),
         clip=clip,
         seed=seed,
         workers=workers or {},
         compile=compile,
+        precision=precision,
     )
     return verify_case(case, [str(plan.layout)], steps)
+
+
+def check_precision(precision: str) -> None:
+    """Refuse what layouts are not verified in. Raises ConfigError."""
+    if precision not in BOUNDS:
+        fix = "choose fp64, which tells faults from rounding, or bf16"
+        raise ConfigError("--precision", precision, "is not what layouts are verified in", fix)
 
 
 def _build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -157,10 +178,12 @@ def _build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     return build()
 
 
-def _same_plan(plan: Plan, model: nn.Module, layout: str) -> Plan:
-    """The plan itself, in float64; for one device, the same without anything to divide."""
-    weights = tuple(replace(w, dtype=torch.float64) for w in plan.weights)
-    whole = replace(plan, weights=weights, precision="fp64")
+def _same_plan(plan: Plan, precision: str, model: nn.Module, layout: str) -> Plan:
+    """The plan itself, in the dtype that is verified; for one device, the same without anything to
+    divide."""
+    dtype, reduce = (torch.float64, "fp32") if precision == "fp64" else (torch.float32, plan.reduce)
+    weights = tuple(replace(w, dtype=dtype) for w in plan.weights)
+    whole = replace(plan, weights=weights, precision=precision, reduce=reduce)
     if layout == str(plan.layout):
         return whole
     return replace(

@@ -27,24 +27,31 @@ from weft.train import (
 from .case import Batch, Case
 from .compare import LayoutResult
 from .report import VerifyReport
-from .verify_model import verify_case
+from .verify_model import SGD_LR, check_precision, verify_case
 
 
 def verify_layouts(
-    run: RunConfig, layouts: Sequence[str], steps: int, done: Callable[[LayoutResult], None]
+    run: RunConfig,
+    layouts: Sequence[str],
+    steps: int,
+    done: Callable[[LayoutResult], None],
+    precision: str = "fp64",
 ) -> VerifyReport:
-    """Compare each layout of a run with one device, in float64.
+    """Compare each layout of a run with one device.
 
     Args:
         run: the run; its model, data, loss and optimizer are used.
         layouts: the layouts to compare.
         steps: optimizer steps of each.
         done: gets each result when it is there.
+        precision: "fp64", or "bf16": what a rounding may change is allowed, and the optimizer is
+            SGD, which makes no whole step of the sign of a gradient that is near zero.
     """
-    double = run.model_copy(
-        update={"precision": PrecisionConfig(compute="fp64"), "sync": exact_sync(run.sync)}
-    )
-    return verify_case(make_case(double), layouts, steps, done)
+    check_precision(precision)
+    reduce = run.precision.reduce if precision == "bf16" else "fp32"
+    table = PrecisionConfig.model_validate({"compute": precision, "reduce": reduce})
+    changed = run.model_copy(update={"precision": table, "sync": exact_sync(run.sync)})
+    return verify_case(make_case(changed), layouts, steps, done)
 
 
 def exact_sync(sync: SyncConfig) -> SyncConfig:
@@ -56,19 +63,21 @@ def exact_sync(sync: SyncConfig) -> SyncConfig:
 
 def make_case(run: RunConfig) -> Case:
     """The Case of a run. Recomputation, accumulation and clipping are the run's own."""
-    batches = _Batches(run)
+    batches, low = _Batches(run), run.precision.compute != "fp64"
+    dtype = torch.float32 if low else torch.float64
     return Case(
-        build=partial(build_model, run, dtype=torch.float64),
+        build=partial(build_model, run, dtype=dtype),
         plan=partial(_plan, run, batches),
         batch=batches,
         loss=build_loss(run),
-        optimizer=build_optimizer(run),
+        optimizer=partial(torch.optim.SGD, lr=SGD_LR) if low else build_optimizer(run),
         inputs=run.model.inputs,
         clip=run.train.clip,
         seed=run.train.seed,
         workers=run.workers,
-        build_deferred=partial(build_deferred, run, torch.float64),
+        build_deferred=partial(build_deferred, run, dtype),
         compile=run.train.compile_options,
+        precision=run.precision.compute,
     )
 
 

@@ -16,13 +16,14 @@ from weft.core import (
     Action,
     Plan,
 )
-from weft.nn import Randomness, mix_key
+from weft.nn import Randomness, mix_key, widened
 from weft.parallel import (
     DATA_AXES,
-    DTYPES,
     Mesh,
+    cast_arguments,
 )
 
+from ..compute_copies import ComputeCopies
 from ..context_parallel.sequence import ContextParallel
 from ..draw_watch import DrawWatch
 from ..fsdp_units import FSDPUnits
@@ -44,6 +45,7 @@ class StageModel:
     device: torch.device
     staged: StageForward | None  # None: the model is one stage
     sequence: ContextParallel
+    low: ComputeCopies | None = None  # None: weights are not trained here
     heads: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)
 
     def __call__(
@@ -51,18 +53,14 @@ class StageModel:
     ) -> tuple[dict[int, Tensor], Any]:
         """({value: tensor} for other stages, what the model returns) where that is the last stage,
         else None."""
-        with self.autocast(), self.heads:
+        arguments = cast_arguments(self.plan.dtypes, micro.arguments)
+        with self.heads:
             if self.staged is None:
-                return {}, self.model(**micro.arguments)
-            return self.staged(stage, micro.arguments, received)
+                return {}, self.model(**arguments)
+            return self.staged(stage, arguments, received)
 
     def is_last(self, stage: int) -> bool:
         return stage == self.plan.schedule.stages - 1
-
-    def autocast(self) -> contextlib.AbstractContextManager:
-        if self.plan.precision not in ("bf16", "fp16"):
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, DTYPES[self.plan.precision])
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -156,6 +154,8 @@ class TrainingCompute:
             torch.zeros(6, dtype=torch.float64, device=self.stages.device),
             None,
         )
+        if self.stages.low is not None:
+            self.stages.low.begin()
         self.reducer.begin()
         if self.versions is not None:
             self.versions.begin()
@@ -193,8 +193,7 @@ class TrainingCompute:
                 values, output = self.stages(stage, micro, received)
             if not self.stages.is_last(stage):
                 return values, None
-            with self.stages.autocast():
-                return values, self.loss(output, micro.batch)
+            return values, self.loss(widened(self.loss, output), micro.batch)
 
     def before(self, action: Action) -> None:
         self.action = action

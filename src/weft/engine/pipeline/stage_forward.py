@@ -26,6 +26,7 @@ from weft._torch.modules import (
 )
 from weft._torch.tensors import storage_id
 from weft.core import (
+    DtypeRule,
     InputRef,
     OpaqueRef,
     ParamRef,
@@ -70,10 +71,11 @@ class StageForward:
         stages: Sequence[int],
         device: torch.device,
         skipped: Callable[[int], None] = lambda n: None,
+        dtypes: DtypeRule = DtypeRule("fp32"),  # noqa: B008
     ):
         self.model, self.staging, self.skipped = model, staging, skipped
         self.device = device
-        self.shapes = SkippedShapes(model, device)
+        self.shapes = SkippedShapes(model, device, dtypes)
         self.programs = {stage: _StageProgram(staging, stage) for stage in stages}
         self._handlers: list[tuple[nn.Module, Callable]] = []
         self._run: _StageExecution | None = None
@@ -137,7 +139,7 @@ class StageForward:
         used = {name for stage in self.staging.stages for name in stage.weights}
         kept = {name for stage in stages for name in self.staging.stages[stage].weights}
         placeholders = {
-            id(p): PlaceholderTensor.of_weight(name, p, self.shapes.mode, self.device)
+            id(p): self.shapes.placeholder(name, p, self.device)
             for name, p in self.model.named_parameters()
             if name not in kept
             and (name in used or 0 not in stages)  # what no stage uses is the first one's

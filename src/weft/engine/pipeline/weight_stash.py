@@ -26,23 +26,27 @@ from weft.parallel import (
 )
 from weft.pipeline import update_shares, versions_used
 
+from ..compute_copies import ComputeCopies, rounded
+
 Leaves = dict[str, nn.Parameter]
 
 
 class WeightStash:
-    """The versions of this rank's stages. `params`: what the optimizer changes; `update`: takes its
-    step."""
+    """The versions of this rank's stages. `low`: what the optimizer changes, and what the
+    model holds outside of microbatches; `update`: takes the optimizer's step."""
 
     def __init__(
         self,
         model: nn.Module,
         plan: Plan,
         mesh: Mesh,
-        params: dict[str, nn.Parameter],
+        low: ComputeCopies,
         update: Callable[[], None],
     ):
         assert plan.staging is not None
+        params = low.masters
         self._take_step, self._params, self._mesh = update, params, mesh
+        self._plan, self._shown = plan, low.filled
         self._used = versions_used(plan.schedule)
         mine = plan.stages(mesh.rank)
         names = {w.name: (w.name, *w.aliases) for w in plan.weights}
@@ -80,7 +84,7 @@ class WeightStash:
             self._put(leaves)
             yield
         finally:
-            self._put({name: self._params[name] for name in leaves})
+            self._put({name: self._shown[name] for name in leaves})
 
     def divisor(self, weight: Tensor, microbatch: int) -> Tensor:
         """What the loss sum of a microbatch is multiplied by: its own mean over all replicas, in
@@ -97,7 +101,8 @@ class WeightStash:
         key = stage, self._used[stage, microbatch]
         for name, leaf in self._kept[key].items():
             if leaf.grad is not None:
-                grad, p = leaf.grad.detach(), self._params[name]
+                p = self._params[name]
+                grad = leaf.grad.detach().to(p.dtype)
                 p.grad = grad if p.grad is None else p.grad + grad
                 leaf.grad = None
         self._left[key] -= 1
@@ -146,10 +151,7 @@ class WeightStash:
         key = stage, self._current[stage]
         if self._left[key]:
             self._kept[key] = {
-                name: nn.Parameter(
-                    self._params[name].detach().clone(), self._params[name].requires_grad
-                )
-                for name in self._names[stage]
+                name: rounded(self._params[name], self._plan) for name in self._names[stage]
             }
 
     def _put(self, leaves: Leaves) -> None:

@@ -34,7 +34,6 @@ class ModuleCall:
     module: str
     training: bool
     grad: bool
-    autocast: tuple[bool, torch.dtype]
     step: int
     samples: tuple[int, int]  # of the microbatch: from, to
     place: int  # of dropout, as in `Randomness`

@@ -31,10 +31,11 @@ from weft.core import (
     WorkerPlacement,
     place_modules,
 )
-from weft.nn import Randomness, mix_key, named_inputs, rebalance_gates
+from weft.nn import Randomness, mix_key, named_inputs, rebalance_gates, widened
 from weft.parallel import Mesh, parallelize, wrap_blocks
 from weft.pipeline import tensors_in
 
+from ..compute_copies import ComputeCopies
 from ..context_parallel.sequence import ContextParallel
 from ..expert_load import ExpertLoad
 from ..function_overrides import FunctionOverrides
@@ -117,6 +118,8 @@ class Remote(RemoteState):
         self._absent_buffers = {
             name for name, b in model.named_buffers() if isinstance(b, RemoteTensor)
         }
+        self.low = ComputeCopies(model, plan, self.params)
+        self._masters = {p: self.params[name] for name, p in self.low.filled.items()}
         trainable = [(name, p) for name, p in self.params.items() if p.requires_grad]
         if isinstance(optimizer, OptimizerFactory):
             optimizer.check(plan.weights)
@@ -141,6 +144,7 @@ class Remote(RemoteState):
             check_batch(batch, self.plan.batch, self.plan.batch)
             self._mode(True)  # a worker's modules may still be evaluated for the driver
         self.optimizer.zero_grad(set_to_none=True)
+        self.low.refresh()
         with self._turn:
             self._at = self.steps_done
             self._turn.notify_all()
@@ -180,8 +184,7 @@ class Remote(RemoteState):
         with autograd.context() as context:
             with self.functions:
                 _, output = self.stages(0, micro, {})
-                with self.stages.autocast():
-                    loss, weight = self.loss(output, micro.batch)
+                loss, weight = self.loss(widened(self.loss, output), micro.batch)
             root = self.calls.root(loss * self.functions.scale)
             try:
                 autograd.backward(context, [root])
@@ -216,8 +219,9 @@ class Remote(RemoteState):
         """Add the gradients of a microbatch to those of the step; the squared norm of these, if
         asked for."""
         self._wait_for(step)
-        for p, grad in autograd.get_gradients(context).items():
-            p.grad = grad if p.grad is None else p.grad.add_(grad)
+        for filled, grad in autograd.get_gradients(context).items():
+            p = self._masters[filled]  # type: ignore[index]
+            p.grad = grad.to(p.dtype) if p.grad is None else p.grad.add_(grad)
         grads = [p.grad for p in self.params.values() if p.grad is not None] if norm else []
         return (
             float(torch.stack(torch._foreach_norm(grads)).double().square().sum()) if grads else 0.0
@@ -256,8 +260,7 @@ class Remote(RemoteState):
             total = torch.zeros(2, dtype=torch.float64)
             for micro in self.sequence.cut(batch).split(self.plan.microbatch, self.plan.accumulate):
                 output = self._forward(micro)
-                with self.stages.autocast():
-                    found = self.loss(output, micro.batch)
+                found = self.loss(widened(self.loss, output), micro.batch)
                 total += torch.stack([torch.as_tensor(each).double() for each in found])
             loss, weight = total[0] / total[1], total[1]
         return StepResult(loss, weight)
@@ -271,6 +274,7 @@ class Remote(RemoteState):
 
     def _forward(self, micro: MicroBatch) -> Any:
         self._mode(False)
+        self.low.refresh()
         self.calls.begin()
         return self.stages(0, micro, {})[1]
 
@@ -287,14 +291,12 @@ class Remote(RemoteState):
                 problem,
                 "place what calls it on the same worker, or leave it to the driver",
             )
-        cast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         held = draws.samples.tolist()
         samples = (held[0], held[-1] + 1) if held else (0, 0)
         call = ModuleCall(
             name,
             bool(self._training),
             torch.is_grad_enabled(),
-            cast,
             self.steps_done,
             samples,
             draws.place,
@@ -311,6 +313,8 @@ class Remote(RemoteState):
         """Run a module that lives here."""
         if call.training:
             self._wait_for(call.step)
+        else:
+            self.low.refresh()
         self.heard()
         self._mode(call.training)
         for module, training in zip(
@@ -321,12 +325,10 @@ class Remote(RemoteState):
         draws.begin(call.step, [*range(*call.samples)])
         draws.move_to(call.place, call.calls)
         draws.own_count = call.own_count
-        enabled, dtype = call.autocast
         with ExitStack() as stack:
             for each in self.around:
                 stack.enter_context(each())
             stack.enter_context(torch.set_grad_enabled(call.grad))
-            stack.enter_context(torch.autocast("cpu", enabled=enabled, dtype=dtype))
             stack.enter_context(check_unchanged(call.module, (args, kwargs)))
             if call.training:
                 stack.enter_context(self.functions)

@@ -27,7 +27,8 @@ class Gate(nn.Module):
         self.bias = GateBias(experts, rate) if rate else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = F.linear(x, self.weight).to(torch.promote_types(x.dtype, torch.float32))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
         if self.bias is None:
             weights, index = scores.topk(self.active, dim=-1)

@@ -25,7 +25,7 @@ from weft._torch.tensors import (
     without_function_modes,
     without_function_overrides,
 )
-from weft.core import UnsupportedModel
+from weft.core import DtypeRule, UnsupportedModel
 
 from .functions import METADATA_FUNCTIONS, tensors_read
 from .model_copy import copy_with_tensors
@@ -132,14 +132,31 @@ def _stand_in(t: Tensor) -> Tensor:
 class SkippedShapes:
     """What skipped work would have returned: runs it on FakeTensors, and caches the result by the
     shapes, dtypes and values of its arguments. `device`: where the model runs; its parameters may
-    be on the meta device."""
+    be on the meta device. `dtypes`: what it computes in."""
 
-    def __init__(self, model: nn.Module, device: torch.device):
-        self.mode = fake_mode()
+    def __init__(self, model: nn.Module, device: torch.device, dtypes: DtypeRule):
+        self.mode, self.dtypes = fake_mode(), dtypes
         self.real = model
-        self.model = copy_with_tensors(model, lambda t: make_fake(self.mode, t, device))
+        self.model = copy_with_tensors(
+            model, lambda t: make_fake(self.mode, self._computed(t), device)
+        )
         self.device = device.type
         self._known: dict[Hashable, Any] = {}
+
+    def placeholder(
+        self, name: str, weight: nn.Parameter, device: torch.device
+    ) -> PlaceholderTensor:
+        """What stands for a weight of another stage."""
+        computed: Any = self._computed(weight)
+        return PlaceholderTensor.of_weight(name, computed, self.mode, device)
+
+    def _computed(self, t: Tensor) -> Tensor:
+        """What the model computes with in the place of a parameter, without elements."""
+        dtype = self.dtypes.computed(t.dtype)
+        if dtype == t.dtype or not isinstance(t, nn.Parameter):
+            return t
+        bare = torch.empty_strided(t.shape, t.stride(), dtype=dtype, device="meta")
+        return nn.Parameter(bare, requires_grad=t.requires_grad)
 
     def autocast(self) -> tuple[bool, torch.dtype]:
         return torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)

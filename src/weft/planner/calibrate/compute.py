@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.core import time_once
-from weft.parallel import DTYPES
+from weft.core import DTYPES, time_once
 
 from .rank_timer import RankTimer
 

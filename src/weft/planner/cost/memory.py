@@ -181,14 +181,13 @@ def _rank(
     full, sharded = routed + plain, routed / few + plain / many
     away = {name: choices.offload & (name in practice.offloads) for name in OFFLOADED}
     zero3, zero2 = choices.zero >= 3, choices.zero >= 2
-    resting = np.where(many > 1, np.where(zero3, sharded, full), full)
+    shards = zero3 | practice.shards_weights
+    resting = np.where(many > 1, np.where(shards, sharded, full), full)
     graded = np.where(many > 1, np.where(zero2, sharded, full), full)
     resting = np.where(
-        away[MemoryPart.WEIGHTS] & zero3, 0.0, resting
+        away[MemoryPart.WEIGHTS] & shards, 0.0, resting
     )  # else they stay here for a step as they were gathered
     copied = np.where((many > 1) & zero3, 0.0, full)
-    if practice.copies_live:
-        copied = live * (1 - choices.again) * full
     graded = np.where(
         away[MemoryPart.GRADIENTS] & zero2, 0.0, graded
     )  # else they are added up here, and then reduced

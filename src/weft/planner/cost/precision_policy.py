@@ -10,9 +10,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPolicy:
     """Bytes of one parameter: `weight_bytes` that rest; `copy_bytes` of a second copy in the dtype
-    computed in, where there is one: a lasting one, which weights that fsdp gathers have none of,
-    or, if `copies_live`, one for each microbatch in flight, of all that is not computed again
-    (autocast's). `grad_bytes` of its gradient; `state_bytes` of the optimizer (with master
+    computed in, where there is one, which weights that fsdp gathers in use have none of; with
+    `shards_weights` all that state is sharded over rests in shards, and copies alone are whole (as
+    FSDP2 has it). `grad_bytes` of its gradient; `state_bytes` of the optimizer (with master
     weights). On the wire: `reduce_bytes` of its gradient, `gather_bytes` where sharded weights are
     gathered. `update_bytes` that an optimizer step reads and writes; `added_bytes`: where a
     microbatch's gradient is added to those before. `logit_bytes` at the peak, of one logit; whether
@@ -35,7 +35,7 @@ class PrecisionPolicy:
     compute: str = "bf16"
     weight_bytes: float = 4.0
     copy_bytes: float = 0.0
-    copies_live: bool = False
+    shards_weights: bool = False
     grad_bytes: float = 4.0
     state_bytes: float = 8.0
     reduce_bytes: float = 4.0

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.core import DTYPES
 from weft.nn import Loss, find_roles, named_inputs
-from weft.parallel import DTYPES
 
 from .model_work import BlockWork, ModelWork, OpWork
 from .module_record import BYTES, COUNTS, ModuleRecord

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from weft._torch.tensors import NEEDS_ELEMENTS, fake_mode, make_fake
-from weft.core import UnsupportedModel
+from weft.core import DtypeRule, UnsupportedModel
 from weft.nn import (
     Loss,
     Roles,
     accepts_sharded_logits,
     model_arguments,
+    widened,
 )
-from weft.parallel import DTYPES
+from weft.parallel import cast_arguments, low_precision
 from weft.pipeline import (
     ForwardGraph,
     GraphNode,
@@ -45,22 +45,27 @@ def record_forward(
     Raises UnsupportedModel."""
     fake = fake_mode()
     cpu = torch.device("cpu")
-    traced = copy_with_tensors(
-        model, lambda t: make_fake(fake, t, cpu) if t.is_meta or is_parameter(t) else t.clone()
-    )
+    rule = DtypeRule(precision)
+
+    def stand_in(t: Tensor) -> Tensor:
+        if not (t.is_meta or is_parameter(t)):
+            return t.clone()
+        if not is_parameter(t) or rule.computed(t.dtype) == t.dtype:
+            return make_fake(fake, t, cpu)
+        bare = torch.empty_strided(t.shape, t.stride(), dtype=rule.computed(t.dtype), device="meta")
+        return make_fake(fake, nn.Parameter(bare, requires_grad=t.requires_grad), cpu)
+
+    traced = copy_with_tensors(model, stand_in)
     if not model.training:
         traced.train()
     forward = OpRecorder(traced, roles, fake, accepts_sharded_logits(loss), fused)
-    cast_to = (
-        nullcontext()
-        if precision not in ("fp16", "bf16")
-        else torch.autocast("cpu", DTYPES[precision])
-    )
-    with torch.random.fork_rng([]), torch.enable_grad(), forward.watching(), cast_to:
+    blocks = [block for found in roles.blocks for block in found]
+    lowered = low_precision(traced, rule, blocks)
+    with torch.random.fork_rng([]), torch.enable_grad(), lowered, forward.watching():
         try:
-            output = traced(**model_arguments(inputs, batch))
+            output = traced(**cast_arguments(rule, model_arguments(inputs, batch)))
             forward.in_loss = True
-            loss(output, batch)
+            loss(widened(loss, output), batch)
         except NEEDS_ELEMENTS as problem:
             raise UnsupportedModel(
                 "model",

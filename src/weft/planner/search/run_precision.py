@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.core import RunConfig
+from weft.core import DtypeRule, RunConfig
 from weft.engine import Optimizers
 from weft.nn import FEW_LOGITS, accepts_sharded_logits
-from weft.parallel import DTYPES
 from weft.pipeline import tensors_in
 from weft.train import build_loss, build_optimizer
 
@@ -25,32 +24,39 @@ NUMEL = 32 * 256
 def run_precision(run: RunConfig) -> PrecisionPolicy:
     """As the run file has it."""
     logits = run.train.logits if accepts_sharded_logits(build_loss(run)) else "whole"
-    return precision_policy(run.precision.compute, build_optimizer(run), logits)
+    precision = run.precision
+    return precision_policy(precision.compute, build_optimizer(run), logits, precision.reduce)
 
 
 def precision_policy(
-    precision: str, optimizer: Optimizers, logits: str = "auto"
+    precision: str, optimizer: Optimizers, logits: str = "auto", reduce: str = "fp32"
 ) -> PrecisionPolicy:
-    """Weights, gradients and optimizer state are float32, float64 under fp64, and so are sums of
-    gradients and gathered weights. bf16 and fp16 are autocast's: each forward's matmuls keep a copy
-    of their weights until its backward. `logits`: as for `weft.plan`."""
-    compute = DTYPES[precision]
-    kept = torch.float64 if compute == torch.float64 else torch.float32
-    item, copy = kept.itemsize, compute.itemsize if compute.itemsize < kept.itemsize else 0
+    """Weights, gradients and optimizer state are float32, float64 under fp64. In bf16 and fp16
+    there is a copy that is computed with, and fsdp gathers copies. Gradients are summed in the
+    dtype of `reduce`, and are float32 for the optimizer. `logits`: as for `weft.plan`."""
+    rule = DtypeRule(precision, reduce)
+    kept = torch.float64 if precision == "fp64" else torch.float32
+    item, computed, summed = (
+        dtype.itemsize for dtype in (kept, rule.computed(kept), rule.reduced(kept))
+    )
+    copy = computed if rule.low else 0
     state, moved = _measure_optimizer(optimizer, kept)
     return PrecisionPolicy(
         compute=precision,
         weight_bytes=item,
         copy_bytes=copy,
-        copies_live=True,
-        grad_bytes=item,
+        shards_weights=rule.low,
+        grad_bytes=item + (summed if summed < item else 0),
         state_bytes=state,
-        reduce_bytes=item,
-        gather_bytes=item,
+        reduce_bytes=summed,
+        gather_bytes=computed,
         update_bytes=moved
-        + 3 * item,  # before a step gradients are cleared, and divided by the batch's weight
-        added_bytes=3 * item,
-        logit_bytes=2 * compute.itemsize,  # with their gradient
+        # before a step gradients are cleared, and divided by the batch's weight; copies are made
+        + 3 * item
+        + (item + copy if rule.low else 0),
+        # in bf16 a gradient is widened first
+        added_bytes=3 * item + (copy + item if rule.low else 0),
+        logit_bytes=2 * computed,  # with their gradient
         few_logits={"auto": FEW_LOGITS, "whole": math.inf, "chunks": 0}[logits],
         chunk_bytes=item + copy,
         sum_bytes=item if copy else 0,  # else they are the gradient
