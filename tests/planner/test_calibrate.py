@@ -323,6 +323,7 @@ steps = 1
 loss = "weft.losses:next_token"
 [optimizer]
 name = "adamw"
+fused = false  # an update that takes long enough to be told from what goes with no size
 """
 
 
