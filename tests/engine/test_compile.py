@@ -4,7 +4,6 @@ after the second step; and what stands around a forward that is not compiled: no
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -131,7 +130,7 @@ def losses(layout: str, choice: Any, precision: str = "bf16", steps: int = 4) ->
     engine = make_engine(MODELS["decoder"].build(), layout, options, precision=precision)
     batch = tokens()
     found = [float(engine.step(engine.local(batch)).loss) for _ in range(steps)]
-    assert engine.compiled is None or engine.compiled.counts.breaks == 0, engine.compiled.reasons
+    assert engine.compiled.counts.breaks == 0, engine.compiled.reasons
     return found
 
 
@@ -343,7 +342,13 @@ def test_what_cannot_be_compiled_is_refused(build: Any, choice: Any, says: str) 
 
 
 def test_nothing_is_compiled_on_a_cpu_unless_asked_for() -> None:
-    assert make_engine(MODELS["decoder"].build(), "dp1", "auto").compiled is None
-    with nullcontext():
-        engine = make_engine(MODELS["decoder"].build(), "dp1", CompileOptions(backend="eager"))
+    assert make_engine(MODELS["decoder"].build(), "dp1", "auto").compiled.options is None
+    engine = make_engine(MODELS["decoder"].build(), "dp1", CompileOptions(backend="eager"))
     assert "compiled: blocks and loss, by eager" in str(engine.global_plan)
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    model = MODELS["decoder"].build()
+    plan = weft.plan(model, "dp1", batch=8, loss=next_token)
+    with pytest.raises(TypeError, match="clipp"):
+        weft.Engine(model, plan, optimizer=torch.optim.SGD, loss=next_token, clipp=1.0)  # type: ignore[call-arg]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,17 @@ def resolve_compile(
     return options
 
 
+def plan_compilation(
+    choice: CompileChoice | CompileOptions, plan: Plan, model: nn.Module, device: torch.device
+) -> tuple[CompileOptions | None, Plan]:
+    """How to compile, and the plan with a note that says so. Raises Refusal."""
+    check_compiled(model, plan.blocks)
+    options = resolve_compile(choice, plan, device)
+    if options is not None:
+        plan = replace(plan, notes=(*plan.notes, f"compiled: {options}"))
+    return options, plan
+
+
 def check_compiled(model: nn.Module, blocks: tuple[str, ...]) -> None:
     """Refuse a model that its user compiled as a whole. Raises UnsupportedModel."""
     for name, module in model.named_modules():
@@ -86,25 +98,36 @@ def check_compiled(model: nn.Module, blocks: tuple[str, ...]) -> None:
 
 
 class CompiledBlocks:
-    """The compiled forwards of one rank's blocks. They are compiled when they first run.
+    """The compiled forwards of one rank's blocks. They are compiled when they first run. False if
+    nothing is to be compiled.
 
     Args:
         model: the model after it is sharded.
         plan: this rank's part of a plan.
-        options: how to compile.
+        options: how to compile; None: not at all.
         experts: names of the modules that hold experts, which are left out: which tokens they get
             depends on data.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, options: CompileOptions, experts: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        plan: Plan,
+        options: CompileOptions | None,
+        experts: Sequence[str] = (),
     ):
-        self.options, self.blocks = options, plan.blocks
-        self._model, self._in_use, self._log = model, True, CompileLog()
+        self.options, self.blocks = options, () if options is None else plan.blocks
+        self._model, self._in_use = model, True
+        self._log = None if options is None else CompileLog()
+        if options is None:
+            return
         if any(action.kind == "W" for order in plan.schedule.order for action in order):
             keep_saved_tensors()
         for module in map(model.get_submodule, experts):
             redirect_calls(module, torch.compiler.disable(original_call(module)))
+
+    def __bool__(self) -> bool:
+        return self.options is not None
 
     def compile_blocks(self) -> None:
         """Blocks have got their BlockForward: let them run compiled."""
@@ -115,6 +138,8 @@ class CompiledBlocks:
 
     def loss(self, loss: Loss) -> Loss:
         """A loss that is compiled where blocks are."""
+        if self.options is None:
+            return loss
         compiled = self._compile(loss)
 
         def run(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -141,14 +166,15 @@ class CompiledBlocks:
     @property
     def counts(self) -> CompileCounts:
         """What this process has compiled so far."""
-        return self._log.counts()
+        return CompileCounts() if self._log is None else self._log.counts()
 
     @property
     def reasons(self) -> list[str]:
         """Why forwards were left for Python between two graphs."""
-        return self._log.reasons()
+        return [] if self._log is None else self._log.reasons()
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         options = self.options
+        assert options is not None
         mode = options.mode if options.backend == "inductor" else None
         return torch.compile(function, backend=options.backend, mode=mode, recompile_limit=VARIANTS)

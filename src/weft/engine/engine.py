@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypedDict, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.core import (
@@ -35,7 +34,7 @@ from weft.parallel import (
 )
 
 from .checkpoint_state import CheckpointState
-from .compile_blocks import CompiledBlocks, check_compiled, resolve_compile
+from .compile_blocks import CompiledBlocks, plan_compilation
 from .compute_copies import ComputeCopies
 from .context_parallel.sequence import ContextParallel
 from .expert_load import ExpertLoad
@@ -69,8 +68,23 @@ from .setup import (
     make_runners,
     own_device,
     require_positionwise,
+    sum_over_ranks,
 )
 from .trial_forward import ShardingTrial, check_attention, check_sequence_parts
+
+
+class EngineKeywords(TypedDict, total=False):
+    """Further arguments of `Engine`."""
+
+    sample: Batch | None
+    company: ReplicaGroup | None
+
+
+def _sample_and_company(
+    sample: Batch | None = None, company: ReplicaGroup | None = None
+) -> tuple[Batch | None, ReplicaGroup | None]:
+    """What EngineKeywords hold; any other keyword raises a TypeError."""
+    return sample, company
 
 
 class Engine:
@@ -92,12 +106,12 @@ class Engine:
             of the last 64 steps taken.
         seed: seed of dropout.
         device: device of this rank. Default: this rank's GPU, or the CPU.
+        compile: "blocks" compiles each block's forward and the loss by torch.compile, as do
+            CompileOptions; "auto" does so on CUDA if blocks repeat, "off" never.
         sample: a batch of one sample, the same on every rank, on which the engine compares the
             model's output whole and sharded (`tp`, experts), and in parts of the sequence (`cp`;
             without `sample`, the first batch). Refused if they differ.
         company: where replicas with local steps meet, if each has a process group of its own.
-        compile: "blocks" compiles each block's forward and the loss by torch.compile, as do
-            CompileOptions; "auto" does so on CUDA if blocks repeat, "off" never.
 
     Raises:
         Refusal: what the plan, the optimizer or the loss cannot do together.
@@ -123,16 +137,13 @@ class Engine:
         skip: float | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
-        sample: Batch | None = None,
-        company: ReplicaGroup | None = None,
         compile: CompileChoice | CompileOptions = "auto",
+        **further: Unpack[EngineKeywords],
     ):
+        sample, company = _sample_and_company(**further)
         device = torch.device(device) if device is not None else own_device()
         check_request(plan, clip, device)
-        check_compiled(model, plan.blocks)
-        options = resolve_compile(compile, plan, device)
-        if options is not None:
-            plan = replace(plan, notes=(*plan.notes, f"compiled: {options}"))
+        options, plan = plan_compilation(compile, plan, model, device)
         self.global_plan, self.plan = plan, plan.replica()
         plan, company = self.plan, company if self.global_plan.replicas_step_independently else None
         self.mesh = make_mesh(self.global_plan, plan, device, company)
@@ -164,8 +175,7 @@ class Engine:
         if sample is not None and self.sequence:
             self._try_in_parts(sample)
         self._prepare(optimizer, clip, skip)
-        if self.compiled is not None:
-            self.loss = self._training.loss = self.compiled.loss(self.loss)
+        self.loss = self._training.loss = self.compiled.loss(self.loss)
         self._overrides = ForwardOverrides(
             model, self.rank_plan, self.mesh, self._training, self.loads, self.compiled
         )
@@ -179,28 +189,18 @@ class Engine:
             staged = StageForward(model, plan.staging, stages, device, skip, plan.dtypes)
         self.loads = ExpertLoad(model, find_experts(model), self.mesh)
         self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
-        outside = self.loads.modules
-        self.compiled = None
-        if options is not None:
-            self.compiled = CompiledBlocks(model, self.rank_plan, options, outside)
+        self.compiled = CompiledBlocks(model, self.rank_plan, options, self.loads.modules)
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {n: p for n, p in model.named_parameters() if n in held}
         self.low = ComputeCopies(model, plan, self.params)
         heads = deferring_heads(model, self.rank_plan)
         self.stages = StageModel(model, plan, device, staged, self.sequence, self.low, heads)
-        self._runner, forward_runner = make_runners(plan, self.mesh)
+        self._runner, _ = runners = make_runners(plan, self.mesh)
         self.units = FSDPUnits(model, self.rank_plan)
         parts = FunctionOverrides(self.randomness, False, self.sequence) if self.sequence else None
         self._inference = Inference(
-            self.stages,
-            self.mesh,
-            self.sequence,
-            self._runner,
-            forward_runner,
-            self.units,
-            parts,
-            self.compiled,
+            self.stages, self.mesh, self.sequence, *runners, self.units, parts, self.compiled
         )
         whose = self.mesh, self.params, self.replicas
         self.state = CheckpointState(model, plan, self.global_plan, *whose)
@@ -224,9 +224,7 @@ class Engine:
         self._training = TrainingCompute(
             self.stages, self.mesh, self.loss, self.randomness, self.reducer, self.units, versions
         )
-        self._trail = ModuleTrail(
-            model, bool(self.units.units), self.compiled.blocks if self.compiled else ()
-        )
+        self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks)
         self._update = GradUpdate(
             plan,
             self.mesh,
@@ -273,7 +271,8 @@ class Engine:
         check_attention(self.plan, self.sequence, self._training.functions)
         result = self._update(missing, self.steps_done)
         taken = not result.skipped
-        rebalance_gates(self.model, self._of_all_tokens, self._absent_buffers, taken=taken)
+        sum_loads = partial(sum_over_ranks, self.mesh.group(*self.plan.token_axes))
+        rebalance_gates(self.model, sum_loads, self._absent_buffers, taken=taken)
         self.steps_done += 1
         self.replicas.after_step(self.steps_done)
         self._overrides.settle()
@@ -289,13 +288,6 @@ class Engine:
         self._runner.run(training, [micros[0].signature] * len(micros), trace=self.trace)
         self.units.finish()
         return self.reducer.finish()
-
-    def _of_all_tokens(self, loads: Tensor) -> Tensor:
-        """Counts of this rank's tokens -> of all."""
-        group = self.mesh.group(*self.plan.token_axes)
-        if group is not None:
-            dist.all_reduce(loads, group=group)
-        return loads
 
     def _on_device(self, batch: Batch) -> Batch:
         check_batch(batch, self.plan.batch // self.plan.data_size, self.global_plan.batch)

@@ -34,7 +34,7 @@ class ForwardOverrides:
         mesh: Mesh,
         training: TrainingCompute,
         loads: ExpertLoad,
-        compiled: CompiledBlocks | None,
+        compiled: CompiledBlocks,
     ):
         self._model, self._plan, self._mesh, self._training = model, plan, mesh, training
         self._loads, self._compiled, self._wrapped = loads, compiled, False
@@ -45,7 +45,7 @@ class ForwardOverrides:
             return
         training.if_drawn, training.randomness.in_use = self._override, False
         sliced = any(step.activation_sharding == "sequence" for step in plan.steps)
-        if plan.recomputed() or sliced or compiled is not None:
+        if plan.recomputed() or sliced or compiled:
             self._wrap()
 
     def settle(self) -> None:
@@ -71,5 +71,4 @@ class ForwardOverrides:
         if not self._wrapped:
             self._wrapped = True
             wrap_blocks(self._plan, self._model, self._training.randomness)
-            if self._compiled is not None:
-                self._compiled.compile_blocks()
+            self._compiled.compile_blocks()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +45,7 @@ class Inference:
     single: PipelineRunner
     units: FSDPUnits
     parts: FunctionOverrides | None
-    compiled: CompiledBlocks | None
+    compiled: CompiledBlocks
 
     def _begin(self) -> None:
         self.stages.model.eval()
@@ -94,7 +93,7 @@ class Inference:
             lambda output, _: outputs.append(_unshard_output(output)),
             functions,
         )
-        with self.compiled.paused() if self.compiled is not None else nullcontext():
+        with self.compiled.paused():
             self.single.run(work, [micro.signature], forward_only=True)
         self.units.reshard()
         group = self.mesh.group(STAGE_AXIS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from weft.core import (
     REPLICA_AXIS,
@@ -117,3 +117,10 @@ def deferring_heads(model: nn.Module, plan: Plan) -> DeferringHeads:
     many."""
     few = 0 if plan.logits == "chunks" else FEW_LOGITS
     return DeferringHeads(map(model.get_submodule, plan.heads), few)
+
+
+def sum_over_ranks(group: dist.ProcessGroup | None, tensor: Tensor) -> Tensor:
+    """The sum of a tensor over the ranks of a group, in place; None: this rank alone."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+    return tensor

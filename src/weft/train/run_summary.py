@@ -70,7 +70,7 @@ def run_summary(
         rows["sent"] = wire
     if engine.global_plan.layout.stage_ranks > 1 and loop.idle_s:
         rows["idle"] = f"{loop.idle_s / loop.clock.total_s:.0%} of a step, waiting for other stages"
-    if isinstance(engine, Engine) and engine.compiled is not None:
+    if isinstance(engine, Engine) and engine.compiled:
         rows["compiled"] = str(engine.compiled.counts)
     if experts := loop.gates.summary():
         rows["experts"] = experts

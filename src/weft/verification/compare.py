@@ -144,7 +144,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     found = _other_parameters(engine, reference)
     seen: list[Collective] = []
     compiled_seen: list[Collective] = []
-    compiled = engine.compiled if isinstance(engine, Engine) else None
+    compiled = engine.compiled if isinstance(engine, Engine) and engine.compiled else None
     for step, loss in enumerate(reference.losses):
         batch = case.batch_of(step, engine.mesh.index(*DATA_AXES), plan.data_size)
         found += _wrong_batch(engine, batch, reference.batches[step], step)

@@ -87,17 +87,15 @@ class Remote(RemoteState):
         self.plan = self.global_plan = replace(plan, notes=(*plan.notes, str(self.places)))
         self.model, self.loss, self.clip = model, loss, clip
         self.norm_filter = OutlierFilter(skip)
-        self.inputs = tuple(inputs) if inputs is not None else named_inputs(model)
         self.mesh = Mesh(plan.layout, CPU, alone=True)
         self.replicas = ReplicaSync()
         self.randomness = Randomness(seed)
-        self.sequence = ContextParallel(
-            plan, self.mesh, self.randomness, named_inputs(model), self.inputs
-        )
+        named = named_inputs(model)
+        self.inputs = tuple(inputs) if inputs is not None else named
+        self.sequence = ContextParallel(plan, self.mesh, self.randomness, named, self.inputs)
         self.stages = StageModel(model, plan, CPU, None, self.sequence)
-        self.functions = FunctionOverrides(
-            self.randomness, plan.recompute == "selective", mesh=self.mesh
-        )
+        selective = plan.recompute == "selective"
+        self.functions = FunctionOverrides(self.randomness, selective, mesh=self.mesh)
         # a constant divisor: the true mean is taken at the end
         self.functions.scale = 1.0 / plan.batch
         # entered where a worker runs its modules
@@ -124,11 +122,7 @@ class Remote(RemoteState):
         if isinstance(optimizer, OptimizerFactory):
             optimizer.check(plan.weights)
         self.optimizer = optimizer(trainable or [("", nn.Parameter(torch.zeros(0)))])
-        refuse_kind(type(self.optimizer), type(self.optimizer).__name__)
-        if not updates_tensors(self.optimizer):
-            problem = "is not known to update each tensor by itself, and each worker has its own"
-            fix = "mark its class @weft.optimizers.whole_tensors if it does, or use adamw"
-            raise ConfigError("optimizer.name", type(self.optimizer).__name__, problem, fix)
+        _check_optimizer(self.optimizer)
         self.calls = ModuleCalls()
         self.steps_done = 0
         self._turn, self._at = threading.Condition(), -1  # the step that this process is in
@@ -378,6 +372,16 @@ def _finish(step: int, factor: float | None) -> None:
 
 
 # ---- what is refused -----------------------------------------------------------------------------
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Each process has an optimizer of its own. Raises ConfigError."""
+    name = type(optimizer).__name__
+    refuse_kind(type(optimizer), name)
+    if not updates_tensors(optimizer):
+        problem = "is not known to update each tensor by itself, and each worker has its own"
+        fix = "mark its class @weft.optimizers.whole_tensors if it does, or use adamw"
+        raise ConfigError("optimizer.name", name, problem, fix)
 
 
 def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
