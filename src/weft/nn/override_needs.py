@@ -21,13 +21,31 @@ _DROPOUT_MODULES = (
     nn.FeatureAlphaDropout,
 )
 _DROPOUT_NAMES = frozenset(function.__name__ for function in DROPOUTS)
+# what draws too: such a forward would be run twice in its first step, with its collectives
+_RANDOM_NAMES = frozenset(
+    [
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "randint",
+        "bernoulli",
+        "bernoulli_",
+        "normal",
+        "normal_",
+        "uniform_",
+        "multinomial",
+        "exponential_",
+        "randperm",
+    ]
+)
 _ROUTING_NAMES = frozenset({"expert_shares", "balance_loss", "with_loss", "within_capacity"})
 
 
 def may_drop(model: nn.Module) -> bool:
     """Whether a dropout module has a probability above 0; or a module, or its `config`, a number
-    above 0 in an attribute that is named like dropout; or a module's code calls one of torch's
-    functions of dropout with a probability of its own.
+    above 0 in an attribute that is named like dropout; or a module's code calls a function of torch
+    that drops out or draws.
 
     A function outside of the module's class, which says 0.1 itself, is not found.
     """
@@ -42,7 +60,7 @@ def may_drop(model: nn.Module) -> bool:
             _is_probability(name, getattr(config, name, None)) for name in named
         ):
             return True
-        if any(not hasattr(module, name) for name in named & _DROPOUT_NAMES):
+        if any(not hasattr(module, name) for name in named & (_DROPOUT_NAMES | _RANDOM_NAMES)):
             return True  # torch's; otherwise it is the module's own
     return False
 

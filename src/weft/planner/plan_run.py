@@ -42,11 +42,13 @@ SEARCHED = {name for name in SCHEDULES if schedules.is_searched(name)}
 LONG = 200_000  # choices from which on a search shows how far it is
 
 
-def era_of(cluster: Cluster, name: str | None) -> str:
-    """The software that weft is: what torch runs eagerly, if the sheet knows of it. Raises
-    ConfigError."""
+def era_of(cluster: Cluster, name: str | None, run: RunConfig | None = None) -> str:
+    """The era of this name; without one "compiled" if the run compiles its blocks, else "eager", as
+    far as the hardware sheet has them. Raises ConfigError."""
     eras = cluster.hardware.eras
-    found = name or ("eager" if "eager" in eras else next(iter(eras)))
+    compiled = run is not None and run.train.compile == "blocks"
+    wanted = ("compiled", "eager") if compiled else ("eager",)
+    found = name or next((era for era in wanted if era in eras), next(iter(eras)))
     cluster.hardware.era(found)
     return found
 
@@ -83,7 +85,7 @@ def plan_for_cluster(
         run: the run.
         cluster: hardware sheet and number of devices, as in h100x64.
         layout: what is fixed, as in tp8.*; a whole layout is priced as it is; None: nothing.
-        era: the software to price; default: weft's own.
+        era: the software to price; default: as the run has it.
         memory_gib: use no more of a device's memory.
         exhaustive: also search unusual layouts.
         explain: a whole layout to explain.
@@ -100,7 +102,7 @@ def plan_for_cluster(
             "workers", list(run.workers), "has no layout to choose", "leave [workers] out"
         )
     where = limit_memory(Cluster.parse(cluster), memory_gib)
-    named = era_of(where, era)
+    named = era_of(where, era, run)
     pattern = ANY if layout is None else LayoutPattern.parse(layout)
     asked = None if explain is None else single_layout.parse_whole_layout(explain)
     check_schedule(run)

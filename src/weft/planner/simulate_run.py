@@ -98,7 +98,7 @@ def make_scenario(run: RunConfig, cluster: str, era: str | None) -> Scenario:
     if run.workers:
         raise ConfigError("workers", list(run.workers), "has no layout", "leave [workers] out")
     where = Cluster.parse(cluster)
-    software = where.hardware.era(era_of(where, era))
+    software = where.hardware.era(era_of(where, era, run))
     bare, held = build_skeleton(run), build_dataset(run)
     FeasibilityChecker(run, bare, held).check_layout(run.layout.axes)
     asked = query_from_run(run, work=work_of_run(run, bare, held, where.hardware.kind))
