@@ -299,9 +299,10 @@ def test_nobody_holds_what_lives_elsewhere() -> None:
     for here, alive, params, _ in found:
         assert alive == set(params) == {name for name in every if places.of(name) == here}
     # two microbatches, of the embedding and of two blocks: [4, 12] ids one way, float64 [4, 12, 32]
-    # the other ways
-    ids, x = 4 * 12 * 8, 4 * 12 * 32 * 8
-    assert found[0][3] == (2 * 3, 2 * (ids + x + 2 * 2 * x), 2 * (x + 2 * 2 * x))
+    # the other ways, and to each block the cosines and sines of 12 positions
+    ids, x, table = 4 * 12 * 8, 4 * 12 * 32 * 8, 2 * 12 * 4 * 8
+    sent, came = 2 * (ids + x + 2 * (2 * x + table)), 2 * (x + 2 * 2 * x)
+    assert found[0][3] == (2 * 3, sent, came)
 
 
 def skipping(factors: list[float]) -> tuple[list[bool], dict[str, Tensor]]:

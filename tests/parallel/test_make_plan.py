@@ -213,7 +213,7 @@ def test_multihead_attention_is_left_whole_and_said() -> None:
 )
 def test_refusals(build: Any, layout: str, error: type[Refusal], says: str) -> None:
     with pytest.raises(error, match="(?i)" + says) as caught:
-        plan(build(), layout, precision="fp8" if "precision" in says else "fp32", batch=8)
+        plan(build(), layout, precision="fp12" if "precision" in says else "fp32", batch=8)
     assert caught.value.exit_code == 2 and caught.value.fix
 
 

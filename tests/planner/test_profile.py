@@ -331,9 +331,9 @@ def rank_keeps(name: str, layout: str) -> float:
     [("decoder", "tp2"), ("decoder", "tp2+sequence"), ("bert", "tp2"), ("mixture", "tp2")],
 )
 def test_a_rank_of_two_keeps_its_part(pool: Pool, name: str, layout: str) -> None:
-    # of the vocabulary: which words are another rank's; exponentials of half, the target's column,
-    # and two masks
-    vocabulary = LENGTH * (1 + 4 * VOCAB // 2 + 8 + 1 + 1)
+    # of the vocabulary: logits of half, the target's column, five numbers of the softmax, and two
+    # masks
+    vocabulary = LENGTH * (4 * VOCAB // 2 + 8 + 5 * 4 + 1 + 1)
     work = traced(name)
     cuts = (*CUT, *(["sequence"] if "sequence" in layout else []))
     assert (
