@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from models import BATCH, MODELS, batch_of
+from torch._dynamo.utils import counters
 
 import weft
 from weft.core import CompileOptions, Refusal
@@ -108,6 +109,7 @@ def engine_of(wanted: Combination, compile: Any) -> weft.Engine:
 
 def watch(wanted: Combination, backend: str) -> Found:
     torch.compiler.reset()
+    counters.clear()  # reasons of other combinations
     try:
         plain, compiled = (
             engine_of(wanted, choice) for choice in ("off", CompileOptions(backend=backend))
@@ -115,7 +117,6 @@ def watch(wanted: Combination, backend: str) -> Found:
     except Refusal as refusal:
         return Found(refused=str(refusal).splitlines()[0])
     assert compiled.compiled is not None
-    known = set(compiled.compiled.reasons)
     seen: dict[str, list[int]] = {name: [] for name in COUNTS}
     furthest = 0.0
     for step in range(STEPS):
@@ -123,7 +124,7 @@ def watch(wanted: Combination, backend: str) -> Found:
         furthest = max(furthest, abs(losses[1] / losses[0] - 1))
         for name in COUNTS:
             seen[name].append(getattr(compiled.compiled.counts, name))
-    reasons = sorted(set(compiled.compiled.reasons) - known)
+    reasons = sorted(set(compiled.compiled.reasons))
     return Found(
         **seen, reasons=reasons, difference=furthest, seconds=compiled.compiled.counts.seconds
     )

@@ -6,10 +6,14 @@ import torch.distributed as dist
 from plain_single import Trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from work import MakeOptimizer
+from work import MakeOptimizer, compile_blocks
 
 
-def trainer(model: nn.Module, optimizer: MakeOptimizer, clip: float | None) -> Trainer:
+def trainer(
+    model: nn.Module, optimizer: MakeOptimizer, clip: float | None, compiled: bool = False
+) -> Trainer:
     """`step` takes this rank's rows of the batch."""
+    if compiled:
+        compile_blocks(model)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Trainer(wrapped, optimizer, clip, ranks=dist.get_world_size())
+    return Trainer(wrapped, optimizer, clip, dist.get_world_size(), compiled)

@@ -8,12 +8,17 @@ from plain_single import Trainer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from work import MakeOptimizer
+from work import MakeOptimizer, blocks_of, compile_blocks
 
 
-def trainer(model: nn.Module, optimizer: MakeOptimizer, clip: float | None) -> Trainer:
+def trainer(
+    model: nn.Module, optimizer: MakeOptimizer, clip: float | None, compiled: bool = False
+) -> Trainer:
     """`step` takes this rank's rows of the batch."""
+    if compiled:
+        compile_blocks(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh)
-    return Trainer(fully_shard(model, mesh=mesh), optimizer, clip, ranks=dist.get_world_size())
+    sharded = fully_shard(model, mesh=mesh)
+    return Trainer(sharded, optimizer, clip, dist.get_world_size(), compiled)

@@ -3,10 +3,15 @@ gradients over ranks."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from work import MakeOptimizer
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class Trainer:
@@ -14,18 +19,25 @@ class Trainer:
     batch's mean loss, 0-dim.
 
     `ranks` share the batch. Each has as many tokens, so the mean of their means, which is what DDP
-    and FSDP2 take, is the mean over the global batch.
+    and FSDP2 take, is the mean over the global batch. `compiled`: whether the loss is, by
+    torch.compile.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: MakeOptimizer, clip: float | None, ranks: int = 1
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        clip: float | None,
+        ranks: int = 1,
+        compiled: bool = False,
     ):
         self.model, self.clip, self.ranks = model, clip, ranks
+        self.loss = torch.compile(mean_loss) if compiled else mean_loss
         self.optimizer = optimizer(self.model.parameters())
 
     def step(self, rows: dict[str, Tensor]) -> Tensor:
-        logits = self.model(rows["input_ids"])
-        loss = F.cross_entropy(logits.flatten(0, 1), rows["labels"].flatten())
+        output = self.model(input_ids=rows["input_ids"])
+        loss = self.loss(getattr(output, "logits", output), rows["labels"])
         loss.backward()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from work import MakeOptimizer, decoder_file
+from work import MakeOptimizer, compile_blocks, decoder_file
 
 
 class CopyToRanks(Function):
@@ -163,6 +163,9 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x, rotary)
         logits = F.linear(CopyToRanks.apply(self.norm(x)), self.head)
+        return self.loss(logits, labels)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return CrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), self.start)
 
     def cut(self) -> list[nn.Parameter]:
@@ -177,8 +180,17 @@ class Trainer:
     """`step(batch)` takes the whole batch on every rank; it returns the mean loss over it,
     0-dim."""
 
-    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, clip: float | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        clip: float | None,
+        compiled: bool = False,
+    ):
         self.model, self.clip = Decoder(model), clip
+        if compiled:
+            compile_blocks(self.model)
+            self.model.loss = torch.compile(self.model.loss)
         self.optimizer = optimizer(self.model.parameters())
         cut = {id(p) for p in self.model.cut()}
         self.cut = [p for p in self.model.parameters() if id(p) in cut]

@@ -1,7 +1,7 @@
 """weft's optimizer step, memory and start-up beside hand-written plain torch, side by side in one
 call.
 
-    python benchmarks/overhead/run.py [check] [steps] [memory] [startup]  # all four by default
+    python benchmarks/overhead/run.py [check] [calls] [steps] [memory] [startup]  # all by default
 
 Each part writes results/PART.json; the tables in README.md are then written anew from all of them.
 """
@@ -21,8 +21,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ import plain_tp
 import torch
 import torch.distributed as dist
 import work
+from calls import calls_of, more
 from torch import Tensor, nn
 
 HERE = Path(__file__).resolve().parent
@@ -48,6 +50,7 @@ MEMORY_BATCH = 2
 START_SIZE = {"dim": 128, "layers": 2, "heads": 4, "seq_len": 128}
 START_BATCH = 4
 START_LIMIT = 1.3
+CALLS_LIMIT = 1.01
 WARMUP = 5  # steps, not measured
 
 
@@ -57,6 +60,10 @@ class Side(Protocol):
     def step(self, batch: dict[str, Tensor], /) -> Any: ...
 
 
+def step_model() -> nn.Module:
+    return work.build(**STEP_SIZE)
+
+
 @dataclass(frozen=True)
 class Case:
     """A parallelism: weft's name for it, the plain side, and how much longer weft's step may
@@ -64,10 +71,12 @@ class Case:
 
     name: str
     layout: str
-    trainer: Callable[[nn.Module, work.MakeOptimizer, float | None], Side]
+    trainer: Callable[[nn.Module, work.MakeOptimizer, float | None, bool], Side]
     limit: float
     divides_batch: bool  # whether each rank takes its own rows, or all take the whole batch
     is_cut: Callable[[nn.Parameter], bool]  # whether a rank holds a part of this parameter only
+    compiled: bool = False  # whether both sides compile blocks and loss
+    build: Callable[[], nn.Module] = step_model  # for steps and calls
 
     def local(self, batch: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
         return work.rows_of(batch, rank, WORLD) if self.divides_batch else batch
@@ -75,6 +84,12 @@ class Case:
     def state_bytes(self, model: nn.Module) -> int:
         """Weights, gradients and AdamW's two moments that one rank must hold."""
         return sum(4 * p.nbytes // (WORLD if self.is_cut(p) else 1) for p in model.parameters())
+
+
+def single(
+    model: nn.Module, optimizer: work.MakeOptimizer, clip: float | None, compiled: bool
+) -> Side:
+    return plain_single.Trainer(model, optimizer, clip, compiled=compiled)
 
 
 CASES = (
@@ -89,6 +104,24 @@ CASES = (
         is_cut=lambda p: p.dim() > 1,
     ),
 )
+COMPILED = tuple(replace(case, name=f"{case.name}, compiled", compiled=True) for case in CASES)
+LLAMA = tuple(
+    replace(case, name=f"{case.name}, Llama", build=partial(work.llama, STEP_SIZE["seq_len"]))
+    for case in CASES[:2]
+)
+SINGLE = (
+    Case("one device", "dp1", single, 1.02, divides_batch=False, is_cut=lambda p: False),
+    Case(
+        "one device, Llama",
+        "dp1",
+        single,
+        1.02,
+        divides_batch=False,
+        is_cut=lambda p: False,
+        build=LLAMA[0].build,
+    ),
+)
+TIMED = (*CASES, *COMPILED, *LLAMA)
 
 
 # ---- the two sides -------------------------------------------------------------------------------
@@ -100,7 +133,7 @@ class Weft:
     def __init__(
         self,
         model: nn.Module,
-        layout: str,
+        case: Case,
         batch: int,
         optimizer: work.MakeOptimizer,
         clip: float,
@@ -109,8 +142,15 @@ class Weft:
         import weft
         from weft.nn.losses import next_token
 
-        plan = weft.plan(model, layout, batch=batch, loss=next_token, precision=precision)
-        self.engine = weft.Engine(model, plan, optimizer=optimizer, loss=next_token, clip=clip)
+        plan = weft.plan(model, case.layout, batch=batch, loss=next_token, precision=precision)
+        self.engine = weft.Engine(
+            model,
+            plan,
+            optimizer=optimizer,
+            loss=next_token,
+            clip=clip,
+            compile="blocks" if case.compiled else "off",
+        )
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
         return self.engine.step(batch).loss
@@ -126,27 +166,28 @@ def side(
     precision: str = "fp32",
 ) -> Side:
     if name == "weft":
-        return Weft(model, case.layout, batch, optimizer, clip, precision)
-    return case.trainer(model, optimizer, clip)
+        return Weft(model, case, batch, optimizer, clip, precision)
+    return case.trainer(model, optimizer, clip, case.compiled)
 
 
 # ---- two processes -------------------------------------------------------------------------------
 
 
-def on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """function(rank, *arguments) on every rank, one thread each; the results in rank order.
+def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = WORLD) -> list[Any]:
+    """function(rank, *arguments) on each of `world` ranks, one thread each; the results in rank
+    order.
 
     Raises RuntimeError with the first error of any rank.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(WORLD)]
+        pipes = [context.Pipe(duplex=False) for _ in range(world)]
         processes = [
             context.Process(
                 target=_rank,
-                args=(rank, f"file://{folder}/store", pipes[rank][1], function, arguments),
+                args=(rank, world, f"file://{folder}/store", pipes[rank][1], function, arguments),
             )
-            for rank in range(WORLD)
+            for rank in range(world)
         ]
         for process in processes:
             process.start()
@@ -167,19 +208,24 @@ def on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
                         raise RuntimeError(f"rank {rank}:\n{error}")
         finally:
             for process in processes:
-                if len(results) < WORLD:
+                if len(results) < world:
                     process.kill()
                 process.join()
-    return [results[rank] for rank in range(WORLD)]
+    return [results[rank] for rank in range(world)]
 
 
 def _rank(
-    rank: int, store: str, sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    world: int,
+    store: str,
+    sender: Any,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(minutes=5)
+            "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(minutes=5)
         )
         sender.send((function(rank, *arguments), None))
         dist.barrier()
@@ -225,11 +271,11 @@ def _difference(rank: int, case: Case, name: str) -> float:
 # ---- steps: how long one optimizer step takes ----------------------------------------------------
 
 
-def steps(pairs: int) -> dict[str, Any]:
+def steps(pairs: int, cases: Sequence[Case] = TIMED) -> dict[str, Any]:
     """Alternating steps of both sides in the same processes; the ratio weft / plain of every
     pair."""
     rows: list[dict[str, Any]] = []
-    for case in CASES:
+    for case in cases:
         for rivals in (
             ("plain", "weft"),
             ("plain", "plain"),
@@ -268,7 +314,7 @@ def _alternate(
     rank: int, case: Case, rivals: tuple[str, str], pairs: int
 ) -> tuple[list[float], list[float]]:
     text = work.Text(STEP_SIZE["seq_len"])
-    sides = [side(name, case, work.build(**STEP_SIZE), STEP_BATCH) for name in rivals]
+    sides = [side(name, case, case.build(), STEP_BATCH) for name in rivals]
     times: tuple[list[float], list[float]] = ([], [])
     for step in range(WARMUP + pairs):
         batch = case.local(work.batch_of(text, STEP_BATCH, step), rank)
@@ -289,6 +335,44 @@ def _alternate(
 def quartiles(values: Iterable[float]) -> dict[str, float]:
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"low": low, "median": median, "high": high}
+
+
+# ---- calls: what Python does in a step ----------------------------------------------------------
+
+
+def calls() -> dict[str, Any]:
+    """Calls of Python functions in a steady step of both sides, of the rank with the most of weft's
+    over plain's; and which functions weft calls more often."""
+    rows = []
+    for case in (*SINGLE, *CASES, *LLAMA):
+        world = 1 if case in SINGLE else WORLD
+        plain, weft = max(
+            on_ranks(_calls, case, world=world), key=lambda rank: rank[1].total() / rank[0].total()
+        )
+        rows.append(
+            {
+                "case": case.name,
+                "layout": case.layout,
+                "plain": plain.total(),
+                "weft": weft.total(),
+                "more": more(weft, plain),
+                "less": more(plain, weft),
+            }
+        )
+        print(f"{case.name}: {weft.total()} / {plain.total()}", flush=True)
+    return {"model": STEP_SIZE, "batch": STEP_BATCH, "limit": CALLS_LIMIT, "rows": rows}
+
+
+def _calls(rank: int, case: Case) -> list[Counter[str]]:
+    text = work.Text(STEP_SIZE["seq_len"])
+    batch = case.local(work.batch_of(text, STEP_BATCH, 0), rank)
+    found = []
+    for name in ("plain", "weft"):
+        trainer = side(name, case, case.build(), STEP_BATCH)
+        for _ in range(WARMUP):
+            trainer.step(batch)
+        found.append(calls_of(trainer, batch))
+    return found
 
 
 # ---- memory: what one rank holds at its peak -----------------------------------------------------
@@ -447,14 +531,22 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             " plain |"
         ]
         lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
-        control = {row["layout"]: row for row in found["rows"] if row["rivals"][1] == "plain"}
+        control = {row["case"]: row for row in found["rows"] if row["rivals"][1] == "plain"}
         for row in (row for row in found["rows"] if row["rivals"][1] == "weft"):
             plain_s, weft_s = row["step_s"]
             lines.append(
                 f"| {row['case']} (`{row['layout']}`) | {plain_s:.3f} | {weft_s:.3f} |"
                 f" {spread(row['ratio'])} | {row['limit']} |"
-                f" {spread(control[row['layout']]['ratio'])} |"
+                f" {spread(control[row['case']]['ratio'])} |"
             )
+    if found := results.get("calls"):
+        lines += ["", "| Python calls of a step | plain | weft | weft / plain | at most |"]
+        lines += ["| --- | ---: | ---: | ---: | ---: |"]
+        lines += [
+            f"| {row['case']} (`{row['layout']}`) | {row['plain']} | {row['weft']} |"
+            f" {row['weft'] / row['plain']:.3f} | {found['limit']} |"
+            for row in found["rows"]
+        ]
     if found := results.get("startup"):
         plain_s, weft_s = found["start_s"]
         lines += [
@@ -510,6 +602,7 @@ def main() -> None:
     )
     parts: dict[str, Callable[..., dict[str, Any]]] = {
         "check": check,
+        "calls": calls,
         "memory": memory,
         "startup": startup,
         "steps": steps,

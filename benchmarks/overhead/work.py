@@ -1,12 +1,12 @@
 """The work that both sides do: one model, one text, one optimizer.
 
-Nothing here imports weft's package: the bare script of the start-up measurement must not pay for
-it. The model file imports nothing of weft either, so it is loaded by its path.
+Of weft it imports the file of the decoder alone, with the routing of experts that this names: the
+bare script of the start-up measurement must not pay for more.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sysconfig
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,17 +24,8 @@ MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
 def decoder_file() -> ModuleType:
-    """The module weft.models.decoder, without importing weft."""
-    package = importlib.util.find_spec("weft")
-    assert package is not None and package.submodule_search_locations, (
-        "install weft first: ./quickstart.sh"
-    )
-    path = Path(package.submodule_search_locations[0], "models", "decoder.py")
-    spec = importlib.util.spec_from_file_location("decoder_file", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The module of weft's decoder."""
+    return importlib.import_module("weft.nn.models.decoder")
 
 
 def build(
@@ -47,6 +38,38 @@ def build(
         .decoder(vocab=256, dim=dim, layers=layers, heads=heads, seq_len=seq_len)
         .to(dtype)
     )
+
+
+def llama(seq_len: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """transformers' Llama of 6 layers of width 320; the same weights at every call."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=320,
+        intermediate_size=864,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=seq_len,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    made: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa"
+    )
+    return made.to(dtype)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The repeated blocks, of either model."""
+    return model.model.layers if hasattr(model, "model") else model.blocks
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Each block's forward by torch.compile, in place."""
+    for block in blocks_of(model):
+        block.compile(recompile_limit=64)
 
 
 class Text:
