@@ -20,6 +20,7 @@ from weft.core import (
     data_rank_indices,
 )
 from weft.nn import (
+    GateBias,
     Randomness,
     find_experts,
     mix_key,
@@ -165,7 +166,7 @@ class Engine:
         self.tried = not self.sequence  # whether the trial in parts of the sequence has passed
         if self.sequence:
             require_positionwise(loss)
-        self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
+        modes = {n: m.training or not model.training for n, m in model.named_modules()}
         trial = None
         if sample is not None and plan.layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
             trial = ShardingTrial(StageModel(model, plan, device, None, self.sequence), sample)
@@ -174,6 +175,9 @@ class Engine:
             trial.check(self.forward, self.state.weights(), self.mesh, bool(self.dispatch.group))
         if sample is not None and self.sequence:
             self._try_in_parts(sample)
+        # kept: a step does not walk through the model again
+        self._modes = [(m, modes.get(n, True)) for n, m in model.named_modules()]
+        self._has_gates = any(isinstance(m, GateBias) for m, _ in self._modes)
         self._prepare(optimizer, clip, skip)
         self.loss = self._training.loss = self.compiled.loss(self.loss)
         self._overrides = ForwardOverrides(
@@ -263,16 +267,17 @@ class Engine:
         batch = self._on_device(batch)
         if not self.tried:
             self._try_in_parts({key: value[:2] for key, value in batch.items()})
-        for name, module in self.model.named_modules():
-            module.training = self._modes.get(name, True)
+        for module, mode in self._modes:
+            if module.training is not mode:
+                module.training = mode
         self.param_update.clear_gradients()
         self.buffers.refresh()
         missing = self._forward_backward(batch)
         check_attention(self.plan, self.sequence, self._training.functions)
         result = self._update(missing, self.steps_done)
-        taken = not result.skipped
-        sum_loads = partial(sum_over_ranks, self.mesh.group(*self.plan.token_axes))
-        rebalance_gates(self.model, sum_loads, self._absent_buffers, taken=taken)
+        if self._has_gates:
+            sum_loads = partial(sum_over_ranks, self.mesh.group(*self.plan.token_axes))
+            rebalance_gates(self.model, sum_loads, self._absent_buffers, taken=not result.skipped)
         self.steps_done += 1
         self.replicas.after_step(self.steps_done)
         self._overrides.settle()
