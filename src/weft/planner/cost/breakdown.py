@@ -42,6 +42,7 @@ class MemoryPart(StrEnum):
     SYNCHRONISER = "agreement"  # kept by a synchroniser or codec
     ACTIVATIONS = "activations"
     WORKING = "beside"  # logits, or temporaries of one backward
+    START = "start"  # what is held before the first step, above all that training holds
 
 
 def exposed_over(axis: str) -> str:

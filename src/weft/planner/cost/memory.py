@@ -2,12 +2,12 @@
 
 Weights, gradients and optimizer state after Rajbhandari et al. 2020 (ZeRO); activations of the
 microbatches in flight after Korthikanti et al. 2022, from what each op keeps; the loss's logits;
-what one backward needs beside.
+what one backward needs beside; and what the start needs more than all of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,7 @@ from weft.parallel import (
     EXPERT_AXES,
     FEATURE_AXES,
     HEAD_AXES,
+    VOCABULARY_AXES,
 )
 
 from .breakdown import CostPart, MemoryPart
@@ -168,6 +169,22 @@ def _logit_bytes(
     return np.where(whole, practice.logit_bytes * words * rows, in_chunks)
 
 
+def whole_at_start(work: ModelWork, choices: LayoutBatch) -> Array:
+    """Elements of whole weights that a rank holds at once before the first step, beside its shards.
+
+    It fills its shards from one whole weight at a time: the largest are those outside of the
+    repeated blocks. Where features, the vocabulary or experts are divided, `weft train` compares
+    the sharded model with the whole one: for that it gathers all that is outside of the blocks, and
+    one block at a time.
+    """
+    ends = [b for b in work.blocks if not b.repeated and not b.tied]
+    one = max((b.elements() for b in ends), default=0.0)
+    block = max((b.elements() for b in work.blocks if b.repeated), default=0.0)
+    gathered = sum(b.count * b.elements() for b in ends) + block
+    compared = (choices.size(*FEATURE_AXES, *VOCABULARY_AXES) > 1) | (choices.experts > 1)
+    return np.where(compared, gathered, one)
+
+
 def _rank(
     stage: StageShare,
     work: ModelWork,
@@ -267,7 +284,7 @@ def _rank(
     )
     logits = stage.after * _logit_bytes(work, choices, practice, samples, head)
     busy = once + working
-    return (
+    parts = (
         CostPart(
             MemoryPart.WEIGHTS,
             resting * practice.weight_bytes + copied * practice.copy_bytes,
@@ -338,4 +355,25 @@ def _rank(
                 "stay": float(practice.logits_stay),
             },
         ),
+    )
+    return (*parts, _start_part(parts, whole_at_start(work, choices), resting, practice))
+
+
+def _start_part(
+    training: Sequence[CostPart], whole: Array, resting: Array, practice: PrecisionPolicy
+) -> CostPart:
+    """What the start needs more than training, which holds nothing of it."""
+    held = sum((part.value for part in training), np.zeros(len(whole)))
+    needed = resting * practice.weight_bytes + whole * practice.start_bytes
+    return CostPart(
+        MemoryPart.START,
+        np.maximum(0.0, needed - held) if practice.start_bytes else np.zeros(len(whole)),
+        "max(0, params x weight_bytes + whole x start_bytes - training), whole weights at once",
+        {
+            "params": resting,
+            "weight_bytes": practice.weight_bytes,
+            "whole": whole,
+            "start_bytes": practice.start_bytes,
+            "training": held,
+        },
     )

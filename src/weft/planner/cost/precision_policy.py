@@ -27,6 +27,8 @@ class PrecisionPolicy:
     beside compute, as Megatron-Core overlaps it. `keeps_sent`: whether a stage keeps what it sent
     until the gradient comes, which Megatron-Core does not. `scatters`: whether ranks of tp send a
     part each of what goes to the next stage, and gather it there (Narayanan et al. 2021).
+    `start_bytes` of a weight that is whole for a moment before the first step; 0: nobody asks what
+    the start holds.
     `offloads`: what rests in host memory where a layout is offloaded, of weights, gradients,
     optimizer and activations (of these, inputs of blocks that run again; Rajbhandari et al. 2021,
     ZeRO-Infinity).
@@ -54,4 +56,5 @@ class PrecisionPolicy:
     sends_beside: bool = False
     keeps_sent: bool = False
     scatters: bool = False
+    start_bytes: float = 0.0
     offloads: Collection[str] = ("weights", "gradients", "optimizer")

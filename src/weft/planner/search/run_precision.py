@@ -63,6 +63,7 @@ def precision_policy(
         always_chunks=logits == "chunks",
         overlaps=True,
         keeps_sent=True,
+        start_bytes=item,
     )
 
 
