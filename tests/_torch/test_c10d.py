@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft._torch.c10d import all_reduce, default_store, flight_record, group_names
+from weft._torch.c10d import default_store, flight_record, group_names
 
 
 def seen() -> tuple[bytes, bool, list[str]]:
@@ -24,14 +24,3 @@ def test_ranks_meet_at_the_store_and_collectives_are_recorded(pool: Any) -> None
     for rank, (other, named, ops) in enumerate(pool.run(seen, world=2)):
         assert other == str(1 - rank).encode() and named
         assert any("all_reduce" in op.replace("allreduce", "all_reduce") for op in ops)
-
-
-def reduced() -> tuple[list[float], list[float], list[float]]:
-    x = torch.tensor([1.0, 2.0]) * (dist.get_rank() + 1)
-    name = dist.new_group().group_name
-    return x.tolist(), all_reduce(x, "max", name).tolist(), all_reduce(x, "sum", name).tolist()
-
-
-def test_all_reduce_gives_a_new_tensor(pool: Any) -> None:
-    for rank, found in enumerate(pool.run(reduced, world=2)):
-        assert found == ([rank + 1.0, 2.0 * (rank + 1)], [2.0, 4.0], [3.0, 6.0])

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 
 def default_store() -> dist.Store:
@@ -25,14 +24,3 @@ def flight_record() -> dict[str, Any]:
 def group_names() -> dict[str, dist.ProcessGroup]:
     """Name in the flight record -> process group."""
     return {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
-
-
-def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
-    """`x` reduced by "sum" or "max" over the process group of this name, in a new tensor. No
-    gradient flows through it.
-
-    The operator that torch.compile makes of `dist.all_reduce`. `torch.distributed` has no public
-    function that returns a new tensor; a compiler would have to copy for one that changes its own.
-    """
-    reduced = torch.ops._c10d_functional.all_reduce(x.detach(), op, group)
-    return torch.ops._c10d_functional.wait_tensor(reduced)

@@ -2,7 +2,8 @@
 
 `torch.distributed`'s own write into a given tensor, and dynamo replaces only some of them by these.
 `torch.distributed._functional_collectives` wraps them too, in a tensor subclass that waits later;
-here each waits at once, as `torch.distributed` does. Torch has no public name for them.
+here each waits at once, as `torch.distributed` does. Torch has no public name for them. No gradient
+flows through them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from torch import Tensor
 _ops = torch.ops._c10d_functional
 
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
-    """The sum (or `op`: "max", "min") of `x` over all ranks."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
+def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
+    """`x` reduced by "sum" or "max" over all ranks of the process group of this name."""
+    return _ops.wait_tensor(_ops.all_reduce(x.detach().contiguous(), op, group))
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from weft._torch.c10d import all_reduce
+from weft._torch.functional_collectives import all_reduce
 from weft._torch.trees import tree_map
 
 from .chunked_softmax import chunk_rows, softmax_parts, token_losses, wide

@@ -84,7 +84,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Partial sums -> the sum on every rank."""
-    return functional.all_reduce(x, group)
+    return functional.all_reduce(x, "sum", group.group_name)
 
 
 def all_to_all(x: Tensor, src: int, dst: int, group: dist.ProcessGroup) -> Tensor:
