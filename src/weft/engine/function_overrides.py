@@ -192,10 +192,7 @@ class FunctionOverrides(TorchFunctionMode):
         core: Callable = F.scaled_dot_product_attention
         if self._shared():
             assert self.sequence is not None
-            keep = None
-            if dropout > 0.0:
-                draws = replace(self.randomness)  # backward draws the same masks again
-                keep = partial(_kept, draws, dropout, self.randomness.site())
+            keep = _factors(self.randomness, dropout) if dropout > 0.0 else None
             core = partial(self.sequence.attention, keep=keep)
         elif dropout > 0.0:
             # the mask is drawn for this site, so a recomputed core draws the same one
@@ -249,6 +246,12 @@ class FunctionOverrides(TorchFunctionMode):
     def _shared(self) -> bool:
         """Whether this rank has a part of the sequences that run."""
         return self.sequence is not None and self.sequence.now.length > 0
+
+
+@torch.compiler.disable  # what it copies differs from step to step
+def _factors(randomness: Randomness, p: float) -> Callable[..., Tensor]:
+    """`_kept` at this place of the program: backward draws the same masks again."""
+    return partial(_kept, replace(randomness), p, randomness.site())
 
 
 def _kept(
