@@ -330,8 +330,9 @@ def check_collectives(mesh):
         assert losses.reduced_numels(21) == (21, 42)
 
 
-def check_compiled(mesh):
+def check_compiled():
     """One graph, the same at every step."""
+    mesh = DeviceMesh("cpu", torch.arange(2))
     logits, labels = example(101, "some")
     expected, gradient = reference(logits, labels)
     for backend in ("eager", "aot_eager", "inductor"):
@@ -385,8 +386,8 @@ def test_vocabulary_parallel_in_chunks(tmp_path, monkeypatch):
     spawn(2, check_all, tmp_path)
 
 
-def test_vocabulary_parallel_compiled(tmp_path):
-    spawn(2, check_compiled, tmp_path)
+def test_vocabulary_parallel_compiled(pool):
+    pool.run(check_compiled, world=2)
 
 
 def test_vocabulary_parallel_beside_data_parallel(tmp_path):

@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.bugs import Catalogue, Fault, assert_caught, assert_clean, clean, documented, patched
 from tests.engine.test_context_parallel import SUBJECTS as CONTEXT
 from tests.engine.test_experts import GATES, subject as experts
 from tests.verification.test_catalogue import params, planned
 from weft.core.step import COPY, SUM, Param, Step
-from weft.engine import Engine, function_overrides
+from weft.engine import engine, function_overrides
 from weft.engine.context_parallel import ring_attention, sequence
+from weft.nn import rebalance_gates
 from weft.nn.attention_masks import AttentionPattern
 from weft.nn.moe_routing import expert_shares, within_capacity
 from weft.parallel import apply, expert_dispatch
@@ -286,7 +287,11 @@ def capacity_of_a_part(case: Case) -> Iterator[Case]:
 )
 def bias_of_own_tokens(case: Case) -> Iterator[Case]:
     """Each rank moves its biases by the load of its own tokens."""
-    with patched(case, (Engine, "_of_all_tokens", lambda self, loads: loads)):
+
+    def own(model: nn.Module, sum_loads: Any, *more: Any, **options: Any) -> None:
+        rebalance_gates(model, lambda loads: loads, *more, **options)
+
+    with patched(case, (engine, "rebalance_gates", own)):
         yield case
 
 

@@ -114,7 +114,8 @@ def deferred_init(
                 tensors = {name: recording.add_stored(each) for name, each in stored.items()}
                 model = build(tensors) if files else build()
                 del tensors
-        except (RuntimeError, TypeError, ValueError) as problem:  # of operators, and of the user
+        # Of operators, of the user, and of FakeTensors that two threads use at once.
+        except (RuntimeError, TypeError, ValueError, AssertionError) as problem:
             reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
             fix = "build it with its weights, without deferred_init: if that fails too, correct it"
             raise _refused(f"it fails on tensors without elements ({reason})", fix) from problem
