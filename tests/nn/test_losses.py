@@ -301,15 +301,16 @@ def check_rest(mesh):
 
 
 class Collectives(TorchDispatchMode):
-    """Records (operation, shape, group) of every collective."""
+    """Records (operator, shape, name of the group) of every collective."""
 
     def __init__(self):
         super().__init__()
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "c10d" in func.namespace and "wait" not in func.__name__:
-            self.seen.append((args[1], tuple(args[0].shape), args[2]))
+        if "c10d" in func.namespace:
+            (message,), group = args[0], dist.ProcessGroup.unbox(args[1])
+            self.seen.append((func.__name__, tuple(message.shape), group.group_name))
         return func(*args, **(kwargs or {}))
 
 
@@ -326,7 +327,10 @@ def check_collectives(mesh):
             total, _ = losses.cross_entropy(whole, labels)
             total.backward()
         group = on.get_group(len(placements) - 1).group_name
-        assert record.seen == [("max", (21,), group), ("sum", (2, 21), group)]
+        assert record.seen == [
+            ("allreduce_.default", (21,), group),
+            ("allreduce_.default", (2, 21), group),
+        ]
         assert losses.reduced_numels(21) == (21, 42)
 
 

@@ -79,9 +79,21 @@ class GradUpdate:
     clip: float | None
     norm_filter: OutlierFilter
     loss_scale: LossScale = field(init=False)
+    _own: list[tuple[str, nn.Parameter]] = field(init=False)  # this rank updates them
+    _others: list[nn.Parameter] = field(init=False)
+    _world: int = field(init=False)  # ranks
+    _times: int = field(init=False)  # ranks that count the loss of one token
+    _group: dist.ProcessGroup | None = field(init=False)  # of all ranks
 
     def __post_init__(self) -> None:
         self.loss_scale = LossScale(self.plan.precision == "fp16")
+        self._own = [(name, p) for name, p in self.params.items() if self.updates(name)]
+        own = {name for name, _ in self._own}
+        self._others = [p for name, p in self.params.items() if name not in own]
+        layout = self.plan.layout
+        self._world = layout.world
+        self._times = layout.world // layout.size(*TOKEN_AXES, STAGE_AXIS)
+        self._group = self.mesh.group(*layout.active_axes())
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:
@@ -105,7 +117,7 @@ class GradUpdate:
             self.reducer.drop_unused(missing, self.mesh)
             self.low.hand_over()
             grads = self.gradients()
-        if total[5] * self.plan.layout.world != total[4] ** 2:
+        if total[5] * self._world != total[4] ** 2:
             raise diverged_error(self.plan.layout, step)
         loss_sum, weight = total[1], total[2]
         factor = self.plan.batch / (weight * self.loss_scale.value)
@@ -126,18 +138,20 @@ class GradUpdate:
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients that this rank has the sum of."""
-        return {
-            n: local_tensor(p.grad)
-            for n, p in self.params.items()
-            if p.grad is not None and self.updates(n)
-        }
+        found = {name: p.grad for name, p in self._own if p.grad is not None}
+        if self.sharded:
+            return {name: local_tensor(grad) for name, grad in found.items()}
+        return found
 
     def _add_squares(self, total: Tensor, grads: Mapping[str, Tensor]) -> None:
-        low = any(g.dtype in (torch.bfloat16, torch.float16) for g in grads.values())
-        dtype = torch.float32 if low else None
-        norms = torch._foreach_norm(list(grads.values()), 2, dtype=dtype)
+        low = {torch.bfloat16, torch.float16} & {grad.dtype for grad in grads.values()}
+        norms = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32 if low else None)
+        by_copies: dict[int, list[Tensor]] = {}
         for name, norm in zip(grads, norms, strict=True):
-            total[0] += norm.double().square().to(total.device) / self.copies[name]
+            by_copies.setdefault(self.copies[name], []).append(norm)
+        for copies, some in by_copies.items():
+            squares = torch.stack(some).double().square().sum()
+            total[0] += squares.to(total.device) / copies
 
     def _sum_over_ranks(self, total: Tensor, missing: list, step: int) -> None:
         """Squared norm, loss, weight, missing gradients and the modules that ran: one
@@ -151,9 +165,9 @@ class GradUpdate:
         else:
             trail = [self.trail.hash, self.trail.hash**2] if plan.staging is None else [0, 0]
             total[3:] = torch.tensor([len(missing), *trail], dtype=torch.float64)
-            if plan.layout.world > 1:
-                dist.all_reduce(total, group=self.mesh.group(*plan.layout.active_axes()))
-        total[1:3] /= plan.layout.world // plan.layout.size(*TOKEN_AXES, STAGE_AXIS)
+            if self._world > 1:
+                dist.all_reduce(total, group=self._group)
+        total[1:3] /= self._times
 
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds of this beside tensors."""
@@ -171,9 +185,8 @@ class GradUpdate:
         return norm is not None and self.norm_filter.reject(float(norm)) is not None
 
     def _apply(self) -> None:
-        for name, p in self.params.items():
-            if not self.updates(name):
-                p.grad = None
+        for p in self._others:
+            p.grad = None
         if self.replicas.servers_update:
             groups = self.update.optimizer.param_groups
             rates = [(float(group["lr"]), {id(p) for p in group["params"]}) for group in groups]

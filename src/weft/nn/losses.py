@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -225,7 +226,7 @@ def _refuse_outside(labels: Tensor, counted: Tensor, vocab: int) -> None:
     )
 
 
-def _vocabulary_axis(logits: DTensor) -> tuple[int, str] | None:
+def _vocabulary_axis(logits: DTensor) -> tuple[int, dist.ProcessGroup] | None:
     """(the word of the first column, the process group that shares the vocabulary); None: each rank
     has all words."""
     last = logits.dim() - 1
@@ -244,7 +245,7 @@ def _vocabulary_axis(logits: DTensor) -> tuple[int, str] | None:
     mesh, (axis,) = logits.device_mesh, axes
     each = -(-logits.size(last) // mesh.size(axis))  # torch.chunk's rule
     first = min(each * mesh.get_local_rank(axis), logits.size(last))
-    return first, mesh.get_group(axis).group_name
+    return first, mesh.get_group(axis)
 
 
 def reduced_numels(rows: int) -> tuple[int, ...]:
@@ -253,13 +254,13 @@ def reduced_numels(rows: int) -> tuple[int, ...]:
     return rows, 2 * rows
 
 
-def sharded_token_losses(logits: Tensor, column: Tensor, group: str) -> Tensor:
+def sharded_token_losses(logits: Tensor, column: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Cross-entropy [N] of the logits [N, V_local] of this rank's words, whose first is column 0.
 
     Args:
         logits: of this rank's words.
         column: [N], where the target lies; not from 0 to V_local - 1 if another rank has it.
-        group: name of the process group whose ranks share the vocabulary.
+        group: the ranks that share the vocabulary.
     """
     parts = logits.parts(column) if _deferred(logits) else softmax_parts(logits.detach(), column)
     maximum = all_reduce(parts[0], "max", group)

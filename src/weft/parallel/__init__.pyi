@@ -17,8 +17,8 @@ from .block_forward import (
     wrap_blocks as wrap_blocks,
 )
 from .collectives import (
+    Crossing as Crossing,
     all_gather as all_gather,
-    cross_boundary as cross_boundary,
     reduce_scatter as reduce_scatter,
     split_dim as split_dim,
 )

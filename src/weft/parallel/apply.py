@@ -6,8 +6,8 @@ The user's forward is not edited: inside a boundary it computes on plain local t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from weft.core import (
     EXPERTS,
     REPLICA_AXIS,
     SUM,
+    ActivationSharding,
     Boundary,
     DimShard,
     Param,
@@ -41,7 +42,7 @@ from .axes import (
     TOKEN_AXES,
 )
 from .block_forward import check_single_gradient
-from .collectives import cross_boundary
+from .collectives import Crossing
 from .expert_dispatch import ExpertCommStats, shard_experts
 from .low_precision import prepare_low_precision
 from .mesh import Mesh
@@ -86,9 +87,7 @@ def parallelize(
         if step.dispatch is not None:
             shard_experts(model, step.module, step.dispatch, traffic)
         if step.input is not None:
-            module.register_forward_pre_hook(
-                partial(_enter, step, mesh, randomness), with_kwargs=True
-            )
+            module.register_forward_pre_hook(_entry(step, mesh, randomness), with_kwargs=True)
         if step.output is not None:
             _leave(module, step, mesh, randomness, plan)
     for name in plan.batchnorms:
@@ -198,74 +197,83 @@ def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
 # ---- boundaries ----------------------------------------------------------------------------------
 
 
-def _enter(
-    step: Step, mesh: Mesh, randomness: Randomness, _: nn.Module, args: tuple, kwargs: dict
-) -> tuple[tuple, dict]:
-    """Take the first floating-point tensor among the arguments over the boundary, or all."""
+def _entry(
+    step: Step, mesh: Mesh, randomness: Randomness
+) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
+    """A hook that takes the first floating-point tensor among the arguments over the boundary, or
+    all tensors."""
     assert step.input is not None
-    if step.activation_sharding is not None:
-        randomness.activation_sharding = step.activation_sharding
+    cross = _crossing(step, step.input, True, mesh)
     if step.input.every:
-        boundary = step.input
 
-        def taken(value: Any) -> Any:
-            return (
-                cross_boundary(value, boundary, True, mesh) if isinstance(value, Tensor) else value
-            )
+        def every(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            if step.activation_sharding is not None:
+                randomness.activation_sharding = step.activation_sharding
+            return tuple(map(crossed, args)), {k: crossed(v) for k, v in kwargs.items()}
 
-        return tuple(map(taken, args)), {key: taken(value) for key, value in kwargs.items()}
-    check_single_gradient(step.module, args, kwargs)
-    for i, value in enumerate(args):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return (
-                *args[:i],
-                cross_boundary(value, _flat(step.input, value, step), True, mesh),
-                *args[i + 1 :],
-            ), kwargs
-    for key, value in kwargs.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return args, {
-                **kwargs,
-                key: cross_boundary(value, _flat(step.input, value, step), True, mesh),
-            }
-    raise UnsupportedModel(
-        "layout",
-        step.module,
-        "no floating-point tensor enters it",
-        "declare the roles of this module",
-    )
+        def crossed(value: Any) -> Any:
+            return cross(value) if isinstance(value, Tensor) else value
 
+        return every
 
-def _flat(boundary: Boundary, x: Tensor, step: Step) -> Boundary:
-    """The boundary of a tensor [positions, dim] that is cut by positions: samples and positions may
-    be one dim, and come in another order then, which is nothing to what looks at each by itself."""
-    if x.ndim != 2 or Shard(1) not in boundary.outside.values():
-        return boundary
-    if step.activation_sharding == "heads":
+    def first(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if step.activation_sharding is not None:
+            randomness.activation_sharding = step.activation_sharding
+        check_single_gradient(step.module, args, kwargs)
+        for i, value in enumerate(args):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return (*args[:i], cross(value), *args[i + 1 :]), kwargs
+        for key, value in kwargs.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return args, {**kwargs, key: cross(value)}
         raise UnsupportedModel(
             "layout",
             step.module,
-            "its attention is called with samples and positions in one dim",
-            "use tp without sequence, or call it with [samples, positions, features]",
+            "no floating-point tensor enters it",
+            "declare the roles of this module",
         )
-    return replace(
-        boundary,
-        outside={axis: Shard(0) if p == Shard(1) else p for axis, p in boundary.outside.items()},
-    )
+
+    return first
+
+
+def _crossing(
+    step: Step, boundary: Boundary, entry: bool, mesh: Mesh, total: int | None = None
+) -> Callable[[Tensor], Tensor]:
+    """What takes a tensor over the boundary. Of one [positions, dim] that is cut by positions,
+    samples and positions may be one dim, and come in another order then, which is nothing to what
+    looks at each by itself."""
+    cross = Crossing(boundary, entry, mesh, total)
+    if boundary.every or Shard(1) not in boundary.outside.values():
+        return cross
+    outside = {axis: Shard(0) if p == Shard(1) else p for axis, p in boundary.outside.items()}
+    cross_flat = Crossing(replace(boundary, outside=outside), entry, mesh, total)
+
+    def by_dims(x: Tensor) -> Tensor:
+        if x.ndim != 2:
+            return cross(x)
+        if step.activation_sharding == "heads":
+            raise UnsupportedModel(
+                "layout",
+                step.module,
+                "its attention is called with samples and positions in one dim",
+                "use tp without sequence, or call it with [samples, positions, features]",
+            )
+        return cross_flat(x)
+
+    return by_dims
 
 
 def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, plan: Plan) -> None:
     boundary = step.output
     assert boundary is not None
-
     total = _total(step, plan)
+    cross = _crossing(step, boundary, False, mesh, total)
+    cut = {Shard(0), Shard(1)} & {*boundary.outside.values()}  # samples and positions may be one
+    outside: ActivationSharding = "sequence" if cut else "whole"
 
     def outwards(y: Tensor) -> Tensor:
-        y = cross_boundary(y, _flat(boundary, y, step), False, mesh, total)
-        cut = {Shard(0), Shard(1)} & {
-            *boundary.outside.values()
-        }  # samples and positions may be one dim
-        randomness.activation_sharding = "sequence" if cut else "whole"
+        y = cross(y)
+        randomness.activation_sharding = outside
         return _as_dtensor(y, boundary, mesh, total) if boundary.typed else y
 
     if (

@@ -176,10 +176,11 @@ def _forward_with_own_count(module: nn.Module, name: str, randomness: Randomness
 def check_single_gradient(module: str, args: tuple, kwargs: dict) -> None:
     """Refuse a second tensor that needs a gradient: used on a part of activations, it would get a
     part of the sum. Raises UnsupportedModel."""
-    values = [
-        v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, (tuple, list)) else (a,))
-    ]
-    if sum(isinstance(v, Tensor) and v.requires_grad for v in values) > 1:
+    found = 0
+    for value in (*args, *kwargs.values()):
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            found += isinstance(each, Tensor) and each.requires_grad
+    if found > 1:
         raise UnsupportedModel(
             "layout",
             module,

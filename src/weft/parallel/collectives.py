@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +17,7 @@ from weft.core import Boundary, UnsupportedModel, collective
 
 from .mesh import Mesh
 
-Move = tuple[Placement, Placement]
-
-
-def _dim(placement: Placement, x: Tensor) -> int:
-    assert isinstance(placement, Shard)
-    return placement.dim % x.ndim
+Convert = Callable[[Tensor], Tensor]
 
 
 def _divisible(length: int, size: int, dim: int) -> int:
@@ -40,17 +37,22 @@ def _divided(x: Tensor, dim: int, size: int, each: int) -> Tensor:
     return x.reshape(*x.shape[:dim], size, each, *x.shape[dim + 1 :])
 
 
-def split_dim(x: Tensor, dim: int, index: int, size: int) -> Tensor:
+def split_dim(x: Tensor, dim: int, index: int, size: int, total: int | None = None) -> Tensor:
     """Slice a tensor that every rank holds whole.
 
     Args:
         x: the tensor.
-        dim: the dim to slice.
+        dim: the dim to slice; from the end if negative.
         index: this rank's place among those that share it.
         size: how many ranks share it.
+        total: length of `dim` where slices differ (torch.chunk's rule); None: they are equal.
     """
-    each = _divisible(x.shape[dim], size, dim)
-    return x.narrow(dim, index * each, each).contiguous()
+    if total is None:
+        each = _divisible(x.shape[dim], size, dim)
+        return x.narrow(dim, index * each, each).contiguous()
+    each = -(-total // size)
+    start = min(index * each, total)
+    return x.narrow(dim, start, min(each, total - start)).contiguous()
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, total: int | None) -> Tensor:
@@ -58,11 +60,11 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, total: int | None)
 
     Args:
         x: this rank's shard.
-        dim: the dim that is sharded.
+        dim: the dim that is sharded; from the end if negative.
         group: the ranks that hold the shards.
         total: length of `dim` where shards differ (torch.chunk's rule); None: they are equal.
     """
-    size = dist.get_world_size(group)
+    dim, size = dim % x.ndim, group.size()
     each = x.shape[dim] if total is None else -(-total // size)
     if x.shape[dim] < each:
         pad = list(x.shape)
@@ -76,83 +78,77 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, total: int | None)
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Partial sums -> this rank's slice of the sum."""
-    size = dist.get_world_size(group)
+    dim, size = dim % x.ndim, group.size()
     each = _divisible(x.shape[dim], size, dim)
     blocks = _divided(x, dim, size, each).movedim(dim, 0)
     return functional.reduce_scatter(blocks.flatten(0, 1), group).view(blocks.shape[1:])
 
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Partial sums -> the sum on every rank."""
-    return functional.all_reduce(x, "sum", group.group_name)
-
-
 def all_to_all(x: Tensor, src: int, dst: int, group: dist.ProcessGroup) -> Tensor:
     """Shards of dim `src` -> shards of dim `dst`."""
-    size = dist.get_world_size(group)
+    src, dst, size = src % x.ndim, dst % x.ndim, group.size()
     each = _divisible(x.shape[dst], size, dst)
     sent = _divided(x, dst, size, each).movedim(dst, 0)
     received = functional.all_to_all(sent.flatten(0, 1), group).view(sent.shape)
     return received.movedim(0, src).flatten(src, src + 1)
 
 
-def convert_placement(
-    x: Tensor, move: Move, group: dist.ProcessGroup, total: int | None = None
-) -> Tensor:
-    """A tensor placed as move[0] -> placed as move[1]."""
-    src, dst = move
-    match collective(src, dst):
-        case "all_reduce":
-            return all_reduce(x, group)
-        case "all_gather":
-            return all_gather(x, _dim(src, x), group, total)
-        case "reduce_scatter":
-            return reduce_scatter(x, _dim(dst, x), group)
-        case "all_to_all":
-            return all_to_all(x, _dim(src, x), _dim(dst, x), group)
+def _conversion(
+    src: Placement, dst: Placement, group: dist.ProcessGroup, total: int | None
+) -> Convert | None:
+    """What turns a tensor placed as `src` into one placed as `dst`. None: they are the same."""
     if src == dst:
-        return x
-    size, index = dist.get_world_size(group), dist.get_rank(group)
-    if total is None:
-        return split_dim(x, _dim(dst, x), index, size)
-    each = -(-total // size)
-    start = min(index * each, total)
-    return x.narrow(_dim(dst, x), start, min(each, total - start)).contiguous()
+        return None
+    kind = collective(src, dst)
+    if kind == "all_reduce":
+        return partial(functional.all_reduce, op="sum", group=group)
+    if kind == "all_gather":
+        return partial(all_gather, dim=_dim(src), group=group, total=total)
+    if kind == "reduce_scatter":
+        return partial(reduce_scatter, dim=_dim(dst), group=group)
+    if kind == "all_to_all":
+        return partial(all_to_all, src=_dim(src), dst=_dim(dst), group=group)
+    return partial(split_dim, dim=_dim(dst), index=group.rank(), size=group.size(), total=total)
+
+
+def _dim(placement: Placement) -> int:
+    assert isinstance(placement, Shard)
+    return placement.dim
 
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        forward: Move,
-        backward: Move,
-        group: dist.ProcessGroup,
-        total: int | None,
-    ) -> Tensor:
-        ctx.rest = backward, group, total
-        moved = convert_placement(x, forward, group, total)
-        return x.view_as(x) if moved is x else moved
+    def forward(ctx: Any, x: Tensor, ways: tuple[Convert | None, Convert | None]) -> Tensor:
+        forward, ctx.back = ways
+        return x.view_as(x) if forward is None else forward(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return convert_placement(grads[0], *ctx.rest), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] if ctx.back is None else ctx.back(grads[0]), None
 
 
-def cross_boundary(
-    x: Tensor, boundary: Boundary, entry: bool, mesh: Mesh, total: int | None = None
-) -> Tensor:
-    """Move a tensor between its placements outside and inside a module.
+class Crossing:
+    """Moves a tensor between its placements outside and inside a module. The collectives are chosen
+    when it is made, not each time it is called.
 
     Args:
-        x: this rank's part of the tensor.
         boundary: the placements on both sides.
         entry: True for the way in, False for the way out.
         mesh: the process groups of the layout.
         total: length of the sharded dim where shards differ.
     """
-    for axis, forward, backward in boundary.moves(entry):
-        group = mesh.group(axis)
-        if group is not None and (forward[0] != forward[1] or backward[0] != backward[1]):
-            x = _Cross.apply(x, forward, backward, group, total)
-    return x
+
+    def __init__(self, boundary: Boundary, entry: bool, mesh: Mesh, total: int | None = None):
+        self._ways: list[tuple[Convert | None, Convert | None]] = []
+        for axis, forward, backward in boundary.moves(entry):
+            group = mesh.group(axis)
+            if group is not None:
+                there, back = (_conversion(*move, group, total) for move in (forward, backward))
+                if there or back:
+                    self._ways.append((there, back))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's part of a tensor -> its part on the other side."""
+        for ways in self._ways:
+            x = _Cross.apply(x, ways)
+        return x

@@ -32,7 +32,7 @@ from weft.nn import (
     model_arguments,
     window_rule,
 )
-from weft.parallel import Mesh, all_gather, cross_boundary
+from weft.parallel import Crossing, Mesh, all_gather
 
 from ..microbatch import Batch, MicroBatch, SequenceInfo
 from .ring_attention import KeyBlocks, Span, attend_blocks
@@ -200,10 +200,8 @@ class ContextParallel:
             self._check_heads(query, key, axis, size)
             if key.shape[1] < size:
                 key, value = (x.repeat_interleave(size // x.shape[1], 1) for x in (key, value))
-            there = Boundary({axis: Shard(2)}, {axis: Shard(1)})
-            query, key, value = (
-                cross_boundary(x, there, True, self.mesh) for x in (query, key, value)
-            )
+            there = Crossing(_around_attention(axis), True, self.mesh)
+            query, key, value = map(there, (query, key, value))
             first += self.mesh.index(axis) * query.shape[1]
         spans = self._spans(self.now.length)
         rank, group = 0, None
@@ -224,9 +222,7 @@ class ContextParallel:
             KeyBlocks(pattern, spans, rank, group, scale, factor, own, not self.travels),
         )
         for axis in reversed(self.heads):
-            out = cross_boundary(
-                out, Boundary({axis: Shard(2)}, {axis: Shard(1)}), False, self.mesh
-            )
+            out = Crossing(_around_attention(axis), False, self.mesh)(out)
         assert out.shape[1] == heads
         return out
 
@@ -336,6 +332,11 @@ class ContextParallel:
         rule = window_rule(window) if window is not None and window < self.now.length else None
         pattern = AttentionPattern(True, rule, documents_of(whole), self.now.valid)
         return None if pattern.plain else mask_placeholder(pattern, position_ids.shape[0], here)
+
+
+def _around_attention(axis: str) -> Boundary:
+    """Outside each rank has some positions of all heads, inside all positions of some heads."""
+    return Boundary({axis: Shard(2)}, {axis: Shard(1)})
 
 
 def mask_placeholder(pattern: AttentionPattern, samples: int, length: int) -> Tensor:
