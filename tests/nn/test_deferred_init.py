@@ -252,6 +252,15 @@ class InThreads(nn.Module):
             list(threads.map(lambda layer: nn.init.ones_(layer.weight), self.layers))
 
 
+class Asserts(nn.Module):
+    """As torch does where two threads use FakeTensors at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        assert type(self.layer.weight.data) is torch.Tensor
+
+
 class Viewed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -274,7 +283,7 @@ class Loaded(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "build", [ChangedByNumpy, WritesToNumpy, Conjugated, InThreads, Viewed, Hooked]
+    "build", [ChangedByNumpy, WritesToNumpy, Conjugated, InThreads, Asserts, Viewed, Hooked]
 )
 def test_what_would_be_other_numbers_is_refused(build):
     with pytest.raises(UnsupportedModel, match="cannot be recorded"):

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from types import new_class
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
@@ -35,13 +36,32 @@ class _QuietSubclass:
         pass
 
 
+def _subclass(cls: Any, *bases: type, **methods: Callable[..., Any]) -> Any:
+    def body(namespace: dict[str, Any]) -> None:
+        namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods}
+
+    return new_class(cls.__name__, (_QuietSubclass, *bases), {}, body)
+
+
 @lru_cache(maxsize=1024)
 def _intercepted_class(cls: Any) -> Any:
-    def body(namespace: dict[str, Any]) -> None:
-        namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return _subclass(cls, *(() if cls is nn.Module else (cls,)), _InterceptedModule)
 
-    bases = (_QuietSubclass, *(() if cls is nn.Module else (cls,)), _InterceptedModule)
-    return new_class(cls.__name__, bases, {}, body)
+
+@lru_cache(maxsize=1024)
+def _uncompiled_class(cls: Any) -> Any:
+    @torch.compiler.disable
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return super(made, self).__call__(*args, **kwargs)
+
+    made = _subclass(cls, cls, __call__=call)
+    return made
+
+
+def leave_uncompiled(module: nn.Module) -> None:
+    """From now on a compiled caller leaves its graph to call this module. Were `forward` disabled,
+    or a handler of `redirect_calls`, torch would also compile what calls it, to an empty graph."""
+    module.__class__ = _uncompiled_class(type(module))  # type: ignore[arg-type]
 
 
 def redirect_calls(module: nn.Module, handler: Callable[..., Any]) -> None:

@@ -20,7 +20,7 @@ from weft._torch.compiler import (
     is_compiled_copy,
     keep_saved_tensors,
 )
-from weft._torch.modules import original_call, redirect_calls
+from weft._torch.modules import leave_uncompiled
 from weft.core import (
     CompileChoice,
     CompileOptions,
@@ -124,7 +124,7 @@ class CompiledBlocks:
         if any(action.kind == "W" for order in plan.schedule.order for action in order):
             keep_saved_tensors()
         for module in map(model.get_submodule, experts):
-            redirect_calls(module, torch.compiler.disable(original_call(module)))
+            leave_uncompiled(module)
 
     def __bool__(self) -> bool:
         return self.options is not None

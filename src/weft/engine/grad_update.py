@@ -79,21 +79,13 @@ class GradUpdate:
     clip: float | None
     norm_filter: OutlierFilter
     loss_scale: LossScale = field(init=False)
-    _own: list[tuple[str, nn.Parameter]] = field(init=False)  # this rank updates them
+    _own: dict[str, nn.Parameter] = field(init=False)  # this rank updates them
     _others: list[nn.Parameter] = field(init=False)
-    _world: int = field(init=False)  # ranks
-    _times: int = field(init=False)  # ranks that count the loss of one token
-    _group: dist.ProcessGroup | None = field(init=False)  # of all ranks
 
     def __post_init__(self) -> None:
         self.loss_scale = LossScale(self.plan.precision == "fp16")
-        self._own = [(name, p) for name, p in self.params.items() if self.updates(name)]
-        own = {name for name, _ in self._own}
-        self._others = [p for name, p in self.params.items() if name not in own]
-        layout = self.plan.layout
-        self._world = layout.world
-        self._times = layout.world // layout.size(*TOKEN_AXES, STAGE_AXIS)
-        self._group = self.mesh.group(*layout.active_axes())
+        self._own = {name: p for name, p in self.params.items() if self.updates(name)}
+        self._others = [p for name, p in self.params.items() if name not in self._own]
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:
@@ -117,7 +109,7 @@ class GradUpdate:
             self.reducer.drop_unused(missing, self.mesh)
             self.low.hand_over()
             grads = self.gradients()
-        if total[5] * self._world != total[4] ** 2:
+        if total[5] * self.plan.layout.world != total[4] ** 2:
             raise diverged_error(self.plan.layout, step)
         loss_sum, weight = total[1], total[2]
         factor = self.plan.batch / (weight * self.loss_scale.value)
@@ -138,7 +130,7 @@ class GradUpdate:
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients that this rank has the sum of."""
-        found = {name: p.grad for name, p in self._own if p.grad is not None}
+        found = {name: p.grad for name, p in self._own.items() if p.grad is not None}
         if self.sharded:
             return {name: local_tensor(grad) for name, grad in found.items()}
         return found
@@ -165,9 +157,9 @@ class GradUpdate:
         else:
             trail = [self.trail.hash, self.trail.hash**2] if plan.staging is None else [0, 0]
             total[3:] = torch.tensor([len(missing), *trail], dtype=torch.float64)
-            if self._world > 1:
-                dist.all_reduce(total, group=self._group)
-        total[1:3] /= self._times
+            if plan.layout.world > 1:
+                dist.all_reduce(total, group=self.mesh.group(*plan.layout.active_axes()))
+        total[1:3] /= plan.layout.world // plan.layout.size(*TOKEN_AXES, STAGE_AXIS)
 
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds of this beside tensors."""

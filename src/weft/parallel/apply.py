@@ -203,22 +203,16 @@ def _entry(
     """A hook that takes the first floating-point tensor among the arguments over the boundary, or
     all tensors."""
     assert step.input is not None
-    cross = _crossing(step, step.input, True, mesh)
-    if step.input.every:
+    every, cross = step.input.every, _crossing(step, step.input, True, mesh)
 
-        def every(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            if step.activation_sharding is not None:
-                randomness.activation_sharding = step.activation_sharding
-            return tuple(map(crossed, args)), {k: crossed(v) for k, v in kwargs.items()}
+    def crossed(value: Any) -> Any:
+        return cross(value) if isinstance(value, Tensor) else value
 
-        def crossed(value: Any) -> Any:
-            return cross(value) if isinstance(value, Tensor) else value
-
-        return every
-
-    def first(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if step.activation_sharding is not None:
             randomness.activation_sharding = step.activation_sharding
+        if every:
+            return tuple(map(crossed, args)), {key: crossed(v) for key, v in kwargs.items()}
         check_single_gradient(step.module, args, kwargs)
         for i, value in enumerate(args):
             if isinstance(value, Tensor) and value.is_floating_point():
@@ -233,7 +227,7 @@ def _entry(
             "declare the roles of this module",
         )
 
-    return first
+    return enter
 
 
 def _crossing(

@@ -18,6 +18,7 @@ from weft.core import Boundary, UnsupportedModel, collective
 from .mesh import Mesh
 
 Convert = Callable[[Tensor], Tensor]
+Ways = tuple[Convert | None, Convert | None]  # there in forward, back in backward; None: it stays
 
 
 def _divisible(length: int, size: int, dim: int) -> int:
@@ -118,7 +119,7 @@ def _dim(placement: Placement) -> int:
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ways: tuple[Convert | None, Convert | None]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ways: Ways) -> Tensor:
         forward, ctx.back = ways
         return x.view_as(x) if forward is None else forward(x)
 
@@ -139,7 +140,7 @@ class Crossing:
     """
 
     def __init__(self, boundary: Boundary, entry: bool, mesh: Mesh, total: int | None = None):
-        self._ways: list[tuple[Convert | None, Convert | None]] = []
+        self._ways: list[Ways] = []
         for axis, forward, backward in boundary.moves(entry):
             group = mesh.group(axis)
             if group is not None:
