@@ -32,6 +32,13 @@ SMALL = TransformerDims(2, 32, 4, 67, 8, 96, gated=True, tied=False)
 FP32 = PrecisionPolicy(compute="fp32", gather_bytes=4, start_bytes=4)
 
 
+def frozen(dims: TransformerDims) -> ModelWork:
+    """Of which nothing is trained but the head."""
+    work = transformer_work(dims)
+    blocks = [replace(block, frozen=block.params) for block in work.blocks[:-1]]
+    return replace(work, blocks=(*blocks, work.blocks[-1]))
+
+
 def peak(work: ModelWork, layout: str, practice: PrecisionPolicy = FP32) -> dict[str, float]:
     choices = LayoutBatch.of([Layout.parse(layout)], batch=16)
     live = np.ones(1), np.ones(1)
@@ -99,4 +106,5 @@ def test_the_start_counts_where_it_is_more_than_training() -> None:
         whole_at_start(wide, LayoutBatch.of([Layout.parse("tp8")], batch=16))[0]
     )
     assert sum(found.values()) == pytest.approx(held)
+    assert peak(frozen(LARGE), "tp2")["start"] > 0 == peak(transformer_work(LARGE), "tp2")["start"]
     assert peak(wide, "dp8")["start"] == 0  # gradients take as much as the whole model

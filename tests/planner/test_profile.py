@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft._torch.tensors import storage_id
@@ -387,7 +389,28 @@ def test_of_equal_blocks_two_are_run() -> None:
     assert {op.backward for op in layer.ops if op.kind == "memory" and op.moved_bytes} == {
         (48 + 24) / (32 + 24)
     }
-    assert work.model_flops == 6 * (8 * 8 + 3 * 2 * 8 * 16 + 47 * 2 * 8 * 32 + 8 * 5)
+    # of the stem's input there is no gradient
+    stem, rest = 8 * 8, 3 * 2 * 8 * 16 + 47 * 2 * 8 * 32 + 8 * 5
+    assert work.model_flops == 4 * stem + 6 * rest
+
+
+def test_frozen_weights_have_no_gradient_and_cost_none() -> None:
+    def adapted() -> nn.Module:
+        model = own()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("attention_norm" in name or name.endswith("down.weight"))
+        return model
+
+    work = profile_model(adapted(), tokens(), next_token)
+    trained = LAYERS * DIM * (1 + HIDDEN)
+    assert work.trained_params == trained < work.params
+    assert [dict(b.trained) for b in work.blocks if not b.repeated] == [
+        dict.fromkeys(dict(b.params), 0.0) for b in work.blocks if not b.repeated
+    ]
+    model, batch = adapted(), tokens(rows=2)
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+        next_token(model(batch["input_ids"]), batch)[0].backward()
+    assert 2 * work.model_flops == counted.get_total_flops()
 
 
 def test_a_forward_that_reads_an_element_is_refused() -> None:

@@ -95,7 +95,7 @@ def block_seconds(
     A matmul reaches era.matmul x F/(F + matmul_flops) of the peak, F its own FLOPs; what moves data
     a share of the memory's bandwidth; and nothing is sooner than the host launches it. A backward
     is a matmul by the input and one by the weight, of the same FLOPs; of what has no weights, all
-    is the input's.
+    is the input's, and so is the one matmul of a frozen weight.
     """
     peak, rate = hardware.peak(dtype), hardware.device.memory_bps * era.memory
     fused = attention_peak(hardware, dtype)
@@ -114,7 +114,8 @@ def block_seconds(
                 / _fitting(op, _width_ranks(op, choices), era)
                 / (era.eight if dtype == "fp8" else 1.0)
             )
-            back, own = (took, took) if not op.core else (2 * took, zero)
+            first = op.backward if op.core else np.minimum(1.0, op.backward)
+            back, own = first * took, (op.backward - first) * took
         elif op.kind == "attention":
             took = op.flops * share / (fused * era.attention)
             back, own = op.backward * op.flops * share / (fused * era.attention_backward), zero

@@ -54,8 +54,16 @@ class CostInputs:
 
     @cached_property
     def own_params(self) -> Array:
+        """Parameters of the first stage that a rank keeps."""
+        return self._own(trained=False)
+
+    @cached_property
+    def updated_params(self) -> Array:
         """Parameters that a rank of the first stage updates."""
-        routed, plain = stage_params(self.stages[0], self.work, self.choices)
+        return self._own(trained=True)
+
+    def _own(self, trained: bool) -> Array:
+        routed, plain = stage_params(self.stages[0], self.work, self.choices, trained)
         few, many = shard_counts(self.choices)
         return np.where(many > 1, routed / few + plain / many, routed + plain)
 

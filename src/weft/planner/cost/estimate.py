@@ -319,7 +319,8 @@ class CostModel(CostInputs):
             nbytes = nbytes + self.own_params * weights * practice.weight_bytes
         if "gradients" in rests or "optimizer" in rests:
             nbytes = (
-                nbytes + self.own_params * np.where(c.zero >= 2, 1.0, once) * practice.grad_bytes
+                nbytes
+                + self.updated_params * np.where(c.zero >= 2, 1.0, once) * practice.grad_bytes
             )
         if "activations" in rests:
             blocks = self.stages[0].holds(self.work)
@@ -330,7 +331,7 @@ class CostModel(CostInputs):
         return self.exposed(TimePart.HOST, comm, slow.total, c.accumulate)
 
     def _accumulation_part(self) -> CostPart:
-        routed, plain = stage_params(self.stages[0], self.work, self.choices)
+        routed, plain = stage_params(self.stages[0], self.work, self.choices, trained=True)
         few, many = shard_counts(self.choices)
         parted = (many > 1) & (
             self.choices.zero >= 2
@@ -350,12 +351,12 @@ class CostModel(CostInputs):
         away = c.offload & ("optimizer" in self.practice.offloads)
         rate = np.where(away, device.host_bps, device.memory_bps * self.era.memory)
         symbols: dict[str, Array | float] = {
-            "params": self.own_params,
+            "params": self.updated_params,
             "update_bytes": self.practice.update_bytes,
             "memory_bps": rate,
         }
         seconds, count = (
-            self.own_params * self.practice.update_bytes / rate,
+            self.updated_params * self.practice.update_bytes / rate,
             server_count(self.sync),
         )
         if count < 2:

@@ -40,10 +40,8 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
         at.practice,
         at.practice.reduce_bytes,
     )
-    routed, plain = stage_params(at.stages[0], at.work, c)
     few, _ = shard_counts(c)
-    alike = c.experts <= 1  # every rank has all experts
-    routed, plain = np.where(alike, 0.0, routed), plain + np.where(alike, routed, 0.0)
+    routed, plain = _stage_params(at, trained=True)
     m, zero = c.accumulate, np.zeros(len(c))
     back, forth = slow.backward + slow.weight + slow.again, slow.forward
     sharded, zero3 = c.state_ranks > 1, (c.state_ranks > 1) & (c.zero >= 3)
@@ -55,22 +53,22 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
     inner = net.group(c, *STATE_AXES)
     if wide.any():
         inner = choose_group(wide, net.group(c, *STATE_AXES, *SEQUENCE_AXES), inner)
-    own = plain + np.where(few > 1, routed, 0.0)
+    gradients, graded_again = _sharded_params(at, trained=True)
+    weights, again = _sharded_params(at, trained=False)
     wire = (inner.size - 1) / inner.size
     units = 1 + practice.messages * at.stages[0].layers * at.work.depth
-    scatter = np.where(sharded, net.gather_s(own * item, inner, "reduce_scatter", units), 0.0)
-    gathered = np.where(sharded, net.gather_s(own * practice.gather_bytes, inner, count=units), 0.0)
+    scatter = np.where(sharded, net.gather_s(gradients * item, inner, "reduce_scatter", units), 0.0)
+    gathered = np.where(
+        sharded, net.gather_s(weights * practice.gather_bytes, inner, count=units), 0.0
+    )
     # what is no repeated block is gathered once for a microbatch's forward and backward, in a
     # pipeline once a step
-    repeated = np.where(
-        sharded,
-        own - sum(stage_params(replace(at.stages[0], layers=zero), at.work, c)),
-        0.0,
-    )
-    again, once = repeated / np.maximum(own, 1.0), np.where(c.stage_ranks > 1, 1, m)
-    reduces = every * again + np.minimum(every, once) * (1 - again)
+    once = np.where(c.stage_ranks > 1, 1, m)
+    reduces = every * graded_again + np.minimum(every, once) * (1 - graded_again)
     gathers = np.where(zero3, 2 * m * again + once * (1 - again), 1)
-    at.traffic[STATE_AXES[0]] = wire * own * (reduces * item + gathers * practice.gather_bytes)
+    at.traffic[STATE_AXES[0]] = wire * (
+        gradients * reduces * item + weights * gathers * practice.gather_bytes
+    )
 
     # what is left to sum: all of it or the shard, over the other axes whose ranks have other
     # tokens
@@ -141,6 +139,26 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
                 m,
             )
     return found, exchanged
+
+
+def _stage_params(at: CostInputs, trained: bool) -> tuple[Array, Array]:
+    """Parameters of the first stage, or those that are `trained`: of experts that are spread over
+    ranks, and all others."""
+    routed, plain = stage_params(at.stages[0], at.work, at.choices, trained)
+    alike = at.choices.experts <= 1  # every rank has all experts
+    return np.where(alike, 0.0, routed), plain + np.where(alike, routed, 0.0)
+
+
+def _sharded_params(at: CostInputs, trained: bool) -> tuple[Array, Array]:
+    """Parameters of the first stage that fsdp shards, or those that are `trained`; and which share
+    of them the repeated blocks hold."""
+    c = at.choices
+    routed, plain = _stage_params(at, trained)
+    few, _ = shard_counts(c)
+    own = plain + np.where(few > 1, routed, 0.0)
+    ends = replace(at.stages[0], layers=np.zeros(len(c)))
+    repeated = own - sum(stage_params(ends, at.work, c, trained))
+    return own, np.where(c.state_ranks > 1, repeated, 0.0) / np.maximum(own, 1.0)
 
 
 def _same_experts(at: CostInputs, few: Array, within: bool = False) -> RankGroup:

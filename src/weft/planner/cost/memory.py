@@ -39,14 +39,16 @@ OFFLOADED = (
 )
 
 
-def stage_params(stage: StageShare, work: ModelWork, choices: LayoutBatch) -> tuple[Array, Array]:
-    """Parameters that a rank of this stage computes with: those of experts, and all others. A tied
-    one that lies on another rank too is a second copy there."""
+def stage_params(
+    stage: StageShare, work: ModelWork, choices: LayoutBatch, trained: bool = False
+) -> tuple[Array, Array]:
+    """Parameters that a rank of this stage computes with, or those of them that are `trained`: of
+    experts, and all others. A tied one that lies on another rank too is a second copy there."""
     many = np.maximum(choices.experts, 1)
     plain, routed = np.zeros(len(choices)), np.zeros(len(choices))
     for block, count in stage.holds(work):
         second = np.where(block.tied & (stage.before * stage.after > 0), 0.0, 1.0)
-        for cut, elements in block.params:
+        for cut, elements in block.trained if trained else block.params:
             if cut == "expert":
                 routed = routed + count * elements / (choices.feature_ranks * many)
             else:
@@ -55,13 +57,12 @@ def stage_params(stage: StageShare, work: ModelWork, choices: LayoutBatch) -> tu
 
 
 def tied_params(stage: StageShare, work: ModelWork, choices: LayoutBatch) -> Array:
-    """Parameters of this stage that the last one holds too, in a pipeline whose ends are not on one
-    rank."""
+    """Trained parameters of this stage that the last one holds too, where these are two ranks."""
     found = np.zeros(len(choices))
     for block in work.blocks:
         if block.tied:
             found = found + sum(
-                n / ranks_dividing(cut, choices) for cut, n in block.params if cut != "expert"
+                n / ranks_dividing(cut, choices) for cut, n in block.trained if cut != "expert"
             )
     return found * stage.before * (1 - stage.after)
 
@@ -196,11 +197,13 @@ def _rank(
     routed, plain = stage_params(stage, work, choices)
     few, many = shard_counts(choices)
     full, sharded = routed + plain, routed / few + plain / many
+    routed, plain = stage_params(stage, work, choices, trained=True)
+    full_trained, sharded_trained = routed + plain, routed / few + plain / many
     away = {name: choices.offload & (name in practice.offloads) for name in OFFLOADED}
     zero3, zero2 = choices.zero >= 3, choices.zero >= 2
     shards = zero3 | practice.shards_weights
     resting = np.where(many > 1, np.where(shards, sharded, full), full)
-    graded = np.where(many > 1, np.where(zero2, sharded, full), full)
+    graded = np.where((many > 1) & zero2, sharded_trained, full_trained)
     resting = np.where(
         away[MemoryPart.WEIGHTS] & shards, 0.0, resting
     )  # else they stay here for a step as they were gathered
@@ -208,7 +211,8 @@ def _rank(
     graded = np.where(
         away[MemoryPart.GRADIENTS] & zero2, 0.0, graded
     )  # else they are added up here, and then reduced
-    trained, replicas = np.where(many > 1, sharded, full), choices.replicas
+    trained = np.where(many > 1, sharded_trained, full_trained)
+    replicas = choices.replicas
     # of servers, each has the state of its part
     stated = np.where(
         away[MemoryPart.OPTIMIZER],
@@ -218,7 +222,7 @@ def _rank(
     agreed, coded = kept_bytes(sync, practice.reduce_bytes, replicas)
     # a codec of fsdp's reduce-scatters keeps what it does of gradients that are not sharded
     alone = (replicas == 1) & (choices.state_ranks > 1)
-    agreed, of = np.where(alone, coded, agreed), np.where(alone, full, trained)
+    agreed, of = np.where(alone, coded, agreed), np.where(alone, full_trained, trained)
     largest = np.max(
         [
             block.elements("features") + block.elements("whole")

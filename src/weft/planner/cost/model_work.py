@@ -60,7 +60,8 @@ class BlockWork:
     and of what attention gives (both), which axes that share a sequence exchange. `routed_bytes`:
     of one dispatch of tokens to experts; `experts` in the block. `working_bytes`: the most that its
     backward needs beside what was saved, divided by tp. `repeated`: recomputation may be asked of
-    it. `tied`: its parameters are those of a block before it.
+    it. `tied`: its parameters are those of a block before it. `frozen`: of `params`, the elements
+    that are not trained.
     """
 
     name: str
@@ -79,10 +80,17 @@ class BlockWork:
     working_bytes: float = 0.0
     repeated: bool = False
     tied: bool = False
+    frozen: tuple[tuple[Cut, float], ...] = ()
 
     def elements(self, cut: Cut | None = None) -> float:
         """Parameters of one of these blocks: of this cut, or all."""
         return sum(count for each, count in self.params if cut in (None, each))
+
+    @property
+    def trained(self) -> tuple[tuple[Cut, float], ...]:
+        """Elements that are trained, by what divides them."""
+        frozen = dict(self.frozen)
+        return tuple((cut, count - frozen.get(cut, 0.0)) for cut, count in self.params)
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,12 @@ class ModelWork:
     def params(self) -> float:
         """Elements, tied ones once."""
         return sum(block.count * block.elements() for block in self.blocks if not block.tied)
+
+    @property
+    def trained_params(self) -> float:
+        """Elements that are trained, tied ones once."""
+        trained = ((b.count, n) for b in self.blocks if not b.tied for _, n in b.trained)
+        return sum(count * n for count, n in trained)
 
     @property
     def head(self) -> float:

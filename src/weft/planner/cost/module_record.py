@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from .model_work import Cut, Kind
 
 BYTES = (
@@ -57,18 +59,26 @@ class OpTotals:
 @dataclass
 class ModuleRecord:
     """One module of the chain: `sums` of its ops, `bytes` by what they are, `counts`, elements of
-    its `params`."""
+    its `params`, and of these the `frozen` ones."""
 
     name: str
     sums: dict[OpKey, OpTotals] = field(default_factory=lambda: defaultdict(OpTotals))
     bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     params: dict[Cut, int] = field(default_factory=lambda: defaultdict(int))
+    frozen: dict[Cut, int] = field(default_factory=lambda: defaultdict(int))
     repeated: bool = False
     tied: bool = False
 
     def full(self) -> float:
-        return sum(one.full for one in self.sums.values())
+        """FLOPs of forward and backward, without what a causal kernel leaves out or does again."""
+        return sum(one.full * (1 + min(2.0, key.backward)) for key, one in self.sums.items())
+
+    def hold(self, parameter: nn.Parameter, cut: Cut) -> None:
+        """Counts the elements of a parameter that `cut` divides."""
+        self.params[cut] += parameter.numel()
+        if not parameter.requires_grad:
+            self.frozen[cut] += parameter.numel()
 
     def add(self, other: ModuleRecord) -> None:
         """Takes what was seen at another place."""

@@ -43,7 +43,7 @@ from weft.pipeline import (
 from .call_signature import call_signature
 from .model_work import Cut
 from .module_record import ModuleRecord, OpKey
-from .op_work import NO_WORK, is_heavy, moved_bytes, read_bytes, work_of_op
+from .op_work import NO_WORK, graded_operands, is_heavy, moved_bytes, read_bytes, work_of_op
 from .parameter_cuts import parameter_cuts
 
 _CALLED = (
@@ -55,7 +55,7 @@ _CALLED = (
     "is_causal",
 )  # scaled_dot_product_attention's arguments
 BACKWARD_WORK = {
-    "matmul": 2.0,
+    "matmul": 2.0,  # of two operands that are both trained
     "attention": 2.5,
     "memory": 1.5,
 }  # over forward; attention's after Dao et al. 2022
@@ -417,9 +417,10 @@ class OpRecorder(TorchDispatchMode):
             mark = makes = cut_by
         if makes is not None:
             self.divided |= dict.fromkeys((s for _, s in made), makes)
-        key = OpKey(
-            kind, mark or self._stream(), self.core, BACKWARD_WORK[kind] if graded else 0.0, size
-        )
+        backward = BACKWARD_WORK[kind] if graded else 0.0
+        if kind == "matmul":
+            backward = float(graded_operands(packet, args))
+        key = OpKey(kind, mark or self._stream(), self.core, backward, size)
         entry = self._part(len(self.events) - 1).sums[key]
         entry.flops += flops
         entry.matmuls += groups

@@ -58,6 +58,13 @@ def work_of_op(
     return NO_WORK
 
 
+def graded_operands(packet: Any, args: tuple) -> int:
+    """How many of a matmul's two operands get a gradient: one where the weight is frozen, or where
+    nothing before it is trained. Each takes a matmul of the same size in backward."""
+    operands = args[1:3] if packet in _ADDED else args[:2]
+    return sum(t.requires_grad for t in operands)
+
+
 def is_heavy(packet: Any) -> bool:
     return (
         packet in flop_registry

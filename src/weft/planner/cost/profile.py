@@ -42,7 +42,8 @@ def profile_model(
     for a CPU; with `device` "cuda" attention is one kernel too where values have another width than
     keys, and so is RMSNorm. Experts are called with choices that divide tokens evenly.
     `model_flops` are three forwards of all matmuls and of attention counted in full, as Megatron-LM
-    counts them (Narayanan et al. 2021); of experts those that a token uses. Logits and what the
+    counts them (Narayanan et al. 2021), two where a weight is frozen; of experts those that a token
+    uses. Logits and what the
     loss keeps of them are `vocab`'s, and no block's. Raises UnsupportedModel for a forward that
     reads elements of a tensor into Python.
     """
@@ -64,7 +65,7 @@ def profile_model(
         name or type(model).__name__,
         tuple(_merge_equal(_block(one, two) for one, two in chain)),
         tokens=float(max((t.shape[1] for t in ids), default=1)),
-        model_flops=3 * full,
+        model_flops=full,
         dtype=precision,
         itemsize=DTYPES[precision].itemsize,
         vocab=few.vocab,
@@ -102,7 +103,9 @@ def _block(few: ModuleRecord, many: ModuleRecord) -> BlockWork:
     sizes: dict[str, Any] = {name: each(few.bytes[name], many.bytes[name]) for name in BYTES}
     sizes |= {name: few.counts[name] for name in COUNTS}
     params = tuple((cut, float(count)) for cut, count in sorted(few.params.items()))
-    return BlockWork(few.name, 1, tuple(ops), params, **sizes, repeated=few.repeated, tied=few.tied)
+    frozen = tuple((cut, float(count)) for cut, count in sorted(few.frozen.items()))
+    sizes |= {"repeated": few.repeated, "tied": few.tied, "frozen": frozen}
+    return BlockWork(few.name, 1, tuple(ops), params, **sizes)
 
 
 def _merge_equal(blocks: Iterable[BlockWork]) -> Iterator[BlockWork]:

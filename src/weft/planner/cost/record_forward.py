@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -27,7 +26,6 @@ from weft.pipeline import (
     split_points,
 )
 
-from .model_work import Cut
 from .module_record import ModuleRecord, OpKey
 from .op_recorder import BACKWARD_WORK, OpRecorder
 
@@ -93,11 +91,11 @@ def chain_records(seen: OpRecorder) -> list[ModuleRecord]:
         for place in range(begin, end):
             here.add(seen.at.get(place, ModuleRecord("")))
         here.bytes["output_bytes"] = seen._part(starts[name]).bytes["output_bytes"]
-        here.params, here.tied = _parameters(seen, seen.events[begin:end], used)
+        _count_parameters(here, seen, seen.events[begin:end], used)
         chain.append(here)
     for p in seen.model.parameters():
         if id(p) not in used:  # the first stage holds what no module uses
-            chain[0].params[seen.cuts[id(p)]] += p.numel()
+            chain[0].hold(p, seen.cuts[id(p)])
     found = {part.name: part for part in chain}
     for part in chain:
         if part.name in seen.like:
@@ -106,21 +104,20 @@ def chain_records(seen: OpRecorder) -> list[ModuleRecord]:
     return chain
 
 
-def _parameters(
-    seen: OpRecorder, events: Sequence[GraphNode], used: set[int]
-) -> tuple[dict[Cut, int], bool]:
-    """Elements of the parameters of these calls that none before has used; or of all, and that
-    they are tied."""
+def _count_parameters(
+    here: ModuleRecord, seen: OpRecorder, events: Sequence[GraphNode], used: set[int]
+) -> None:
+    """Gives `here` the parameters of these calls that none before has used; or all, if they are
+    tied."""
     found: dict[int, nn.Parameter] = {}
     for event in events:
         own = seen.modules[event.name].parameters(recurse=event.name in seen.like)
         found |= {id(p): p for p in own}
     new = {key: p for key, p in found.items() if key not in used}
     used |= set(found)
-    params: dict[Cut, int] = defaultdict(int)
     for key, p in (new or found).items():
-        params[seen.cuts[key]] += p.numel()
-    return params, bool(found) and not new
+        here.hold(p, seen.cuts[key])
+    here.tied = bool(found) and not new
 
 
 def _settle(seen: OpRecorder) -> None:

@@ -64,6 +64,7 @@ class PlanReport:
             "model": {
                 "name": work.name,
                 "params": work.params,
+                "trained_params": work.trained_params,
                 "tokens": work.tokens,
                 "flops": work.model_flops,
             },
@@ -100,11 +101,13 @@ class PlanReport:
         q, found = self.question, self.ranked
         hardware = q.cluster.hardware
         tokens = f" of {q.work.tokens:,.0f} tokens" if q.work.tokens > 1 else ""
+        all_trained = q.work.trained_params == q.work.params
+        trained = "" if all_trained else f" ({short_count(q.work.trained_params)} trained)"
         used = "" if found.devices == q.cluster.devices else f", {found.devices} of them in use"
         lines = [
             (
-                f"model    {short_count(q.work.params)} parameters in {q.work.depth} blocks,"
-                f" {q.practice.compute}; batch {q.batch:,} samples{tokens}"
+                f"model    {short_count(q.work.params)} parameters{trained} in"
+                f" {q.work.depth} blocks, {q.practice.compute}; batch {q.batch:,} samples{tokens}"
             ),
             (
                 f"cluster  {q.cluster}: {hardware.title}, {hardware.device.memory_gib:g} GiB{used};"
