@@ -1,0 +1,214 @@
+"""Every model family of transformers, in small, on every axis: equal to one device, or refused.
+
+    python benchmarks/families/run.py  # all; about an hour on 2 cores
+    python benchmarks/families/run.py --families llama "t5 seq2seq-lm" --layouts tp2 cp2
+
+Writes results/families.json (cells that were measured before and are not measured now stay) and the
+tables in README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import parts  # noqa: E402
+from families import Family, all_families, has_experts, write_run  # noqa: E402
+
+from weft.core import Layout, Refusal, WorkerDied, load_run  # noqa: E402
+from weft.launch import Pool  # noqa: E402
+from weft.train import check_run  # noqa: E402
+from weft.verification.compare import LayoutResult, check_layout  # noqa: E402
+from weft.verification.reference import run_reference  # noqa: E402
+from weft.verification.verify_run import make_case  # noqa: E402
+
+RESULTS, README = HERE / "results" / "families.json", HERE / "README.md"
+LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "cp2", "ep2")
+STEPS, TIMEOUT_S = 2, 120.0
+STATES = ("equal", "flagged", "refused", "different", "crashed", "not built")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One family under one layout. `state`: one of STATES; "flagged": loss, gradients and weights
+    are equal, but a module, or the collectives, differ. `why` it is not equal. `cut`: share of the
+    parameters that tp or ep divides. `error`: the worst relative one."""
+
+    family: str
+    layout: str
+    state: str
+    why: str = ""
+    error: float | None = None
+    cut: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.family, self.layout
+
+
+def measure(family: Family, layouts: list[str], pool: Pool) -> Iterator[Cell]:
+    """A cell for each layout."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = write_run(family, Path(folder))
+            layouts = [name for name in layouts if name != "ep2" or has_experts(family)]
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            yield from (Cell(family.name, layout, "not built", why) for layout in layouts)
+            return
+        fixed = {"folder": str(HERE), "precision.compute": "fp64"}
+        base = load_run(path, fixed)
+        try:
+            reference = pool.run(run_reference, make_case(base), STEPS, world=1, timeout=TIMEOUT_S)
+        except (Refusal, WorkerDied) as problem:
+            state = "refused" if isinstance(problem, Refusal) else "crashed"
+            yield from (Cell(family.name, layout, state, last_line(problem)) for layout in layouts)
+            return
+        for layout in layouts:
+            begin = time.perf_counter()
+            run = load_run(path, {**fixed, "layout.axes": layout, **options(layout)})
+            cell, cut = Cell(family.name, layout, "equal"), None
+            try:
+                [plan] = check_run(run)
+                cut = cut_share(plan)
+                results = pool.run(
+                    check_layout,
+                    make_case(run),
+                    layout,
+                    reference[0],
+                    world=Layout.parse(layout).world,
+                    timeout=TIMEOUT_S,
+                )
+                cell = judge(cell, results[0])
+            except Refusal as problem:
+                cell = replace(cell, state="refused", why=str(problem))
+            except WorkerDied as problem:
+                cell = replace(cell, state="crashed", why=last_line(problem))
+            except Exception as problem:  # a traceback, which weft should not show
+                cell = replace(cell, state="crashed", why=f"{type(problem).__name__}: {problem}")
+            yield replace(cell, cut=cut, seconds=round(time.perf_counter() - begin, 1))
+
+
+def options(layout: str) -> dict[str, str]:
+    return {"train.accumulate": "2"} if layout.startswith("pp") else {}
+
+
+def cut_share(plan: object) -> float:
+    """The share of parameters of which a rank of tp or ep holds a part."""
+    table, whole = plan.params(), plan.weights  # type: ignore[attr-defined]
+    total = sum(math.prod(weight.shape) for weight in whole)
+    divided = [w for w in whole if {"tp", "ep"} & set(table.get(w.name, ()))]
+    return round(sum(math.prod(weight.shape) for weight in divided) / max(1, total), 3)
+
+
+def judge(cell: Cell, result: LayoutResult) -> Cell:
+    worst = max(result.loss_rel_err, result.grad_rel_err, result.param_rel_err)
+    error = worst if math.isfinite(worst) else None
+    if result.passed:
+        return replace(cell, error=error)
+    numbers = (result.loss_rel_err, result.grad_rel_err, result.param_rel_err)
+    bounds = (result.bounds.loss, result.bounds.gradient, result.bounds.weight)
+    equal = all(e < bound for e, bound in zip(numbers, bounds, strict=True))
+    why = result.problem or result.first or result.stray or result.worst
+    return replace(cell, state="flagged" if equal else "different", why=str(why), error=error)
+
+
+def last_line(problem: Exception) -> str:
+    report = getattr(problem, "report", "") or str(problem)
+    return report.strip().splitlines()[-1]
+
+
+# ---- results and README --------------------------------------------------------------------------
+
+
+def tables(cells: list[Cell]) -> str:
+    """Counts by layout; then the cells that are not equal, with the reason."""
+    layouts = [name for name in LAYOUTS if any(cell.layout == name for cell in cells)]
+    lines = ["| layout | families |" + "".join(f" {state} |" for state in STATES[:-1])]
+    lines.append("| --- |" + " ---: |" * len(STATES))
+    for name in layouts:
+        here = Counter(c.state for c in cells if c.layout == name and c.state != "not built")
+        counts = "".join(f" {here[state]} |" for state in STATES[:-1])
+        lines.append(f"| `{name}` | {sum(here.values())} |{counts}")
+    missing = sorted({c.family for c in cells if c.state == "not built"})
+    if missing:
+        lines += ["", f"transformers does not build in small: {', '.join(missing)}."]
+    for state in STATES[1:-1]:
+        found: dict[str, dict[str, list[str]]] = {}
+        for cell in cells:
+            if cell.state == state:
+                why = found.setdefault(cell.layout, {})
+                why.setdefault(shorter(cell.why), []).append(cell.family)
+        for layout in (name for name in layouts if name in found):
+            lines += ["", f"**{state}, `{layout}`**", ""]
+            lines += [f"- {', '.join(names)}: {why}" for why, names in found[layout].items()]
+    return "\n".join(lines)
+
+
+def shorter(why: str) -> str:
+    line = " ".join(why.split()).replace("|", "\\|")
+    return line if len(line) < 240 else f"{line[:240]} ..."
+
+
+def write(cells: list[Cell], command: str) -> None:
+    if RESULTS.exists():
+        before = [Cell(**kept) for kept in json.loads(RESULTS.read_text())["cells"]]
+        cells = list({cell.key: cell for cell in (*before, *cells)}.values())
+    names = [family.name for family in all_families()]
+    known = [cell for cell in cells if cell.family in names]
+    known.sort(key=lambda cell: (names.index(cell.family), LAYOUTS.index(cell.layout)))
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    found = {"versions": versions, "command": command, "cells": [asdict(cell) for cell in known]}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(found, indent=0) + "\n")
+    head, rest = README.read_text().split(parts.BEGIN)
+    README.write_text(
+        f"{head}{parts.BEGIN}\n\n{tables(known)}\n\n{parts.END}{rest.split(parts.END)[1]}"
+    )
+
+
+def main() -> int:
+    families = {family.name: family for family in all_families()}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--families", nargs="+", choices=families, default=list(families), metavar="FAMILY"
+    )
+    parser.add_argument(
+        "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT"
+    )
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    cells: list[Cell] = []
+    command = f"python benchmarks/families/run.py {' '.join(sys.argv[1:])}".strip()
+    try:
+        with Pool(2) as pool:
+            for name in asked.families:
+                for cell in measure(families[name], asked.layouts, pool):
+                    cells.append(cell)
+                    print(*cell.key, cell.state, shorter(cell.why), flush=True)
+    finally:  # what was measured stays, where the rest is stopped
+        write(cells, command)
+    bad = Counter(cell.state for cell in cells)
+    return int(any(bad[state] for state in ("flagged", "different", "crashed")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
