@@ -32,7 +32,7 @@ class Tokens:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids = torch.zeros(self.seq_len, dtype=torch.int64)
-        return {"input_ids": ids, "labels": ids}
+        return {"input_ids": ids}
 
 
 def cases(setting: Setting) -> list[tuple[str, str, bool]]:

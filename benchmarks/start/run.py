@@ -92,7 +92,7 @@ def engine_of(layout: str, whole: bool, build: Any, folder: Path | None) -> weft
         files = sorted(folder.glob("*.safetensors"))
         model = weft.deferred_init(partial(build, folder), 0, files)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
-    sample = {"input_ids": tokens, "labels": tokens}
+    sample = {"input_ids": tokens}
     plan = weft.plan(model, layout, batch=16, accumulate=4, loss=next_token, sample=sample)
     return weft.Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu")
 

@@ -51,13 +51,27 @@ def test_a_run_file_and_its_defaults(tmp_path: Path) -> None:
     assert run.model.arguments == {"dim": 32}
     assert run.data.arguments == {"seq_len": 16}
     assert str(run.layout.axes) == "dp1"
-    assert (run.train.batch, run.train.accumulate, run.train.loss) == (
-        8,
-        1,
-        "weft.losses:next_token",
-    )
+    assert (run.train.batch, run.train.accumulate, run.loss) == (8, 1, "weft.losses:next_token")
     assert (run.optimizer.name, run.optimizer.arguments) == ("adamw", {"lr": 1e-3})
     assert (run.output, run.folder) == ("runs/small", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "loss"),
+    [
+        ('hf = "config.json"', 'hf = "tokens"', "causal_lm"),
+        ('hf = "config.json"', 'build = "mine:pairs"', "causal_lm"),
+        ('hf = "config.json"', 'text = ["*.txt"]', "next_token"),
+        ('hf = "config.json"', 'build = "weft.data:stdlib"', "next_token"),
+        ('hf = "config.json"\nauto = "masked-lm"', 'build = "mine:pairs"', "next_token"),
+        ('build = "mine:model"', 'build = "mine:pairs"', "next_token"),
+    ],
+)
+def test_the_default_loss_takes_the_labels_that_the_data_has(
+    tmp_path: Path, model: str, data: str, loss: str
+) -> None:
+    text = f"[model]\n{model}\n[data]\n{data}\n[train]\nbatch = 8\nsteps = 2\n"
+    assert load(tmp_path, text).loss == f"weft.losses:{loss}"
 
 
 def test_overrides_are_toml_values_or_else_text(tmp_path: Path) -> None:

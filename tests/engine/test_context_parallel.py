@@ -22,7 +22,7 @@ from weft.engine.context_parallel.ring_attention import KeyBlocks, attend_blocks
 from weft.engine.context_parallel.transformers_masks import mask_rules
 from weft.launch.local_workers import Pool
 from weft.nn.attention_masks import AttentionPattern, causal_mask, documents_of, window_rule
-from weft.nn.losses import cross_entropy, next_token, positionwise
+from weft.nn.losses import causal_lm, cross_entropy, next_token, positionwise
 from weft.nn.models import decoder
 from weft.nn.models.decoder import rotary_table
 from weft.verification.compare import check_layout
@@ -71,7 +71,7 @@ def tokens(
 
 def hugging_face(kind: str, **more: Any) -> nn.Module:
     t = pytest.importorskip("transformers")
-    common: dict[str, Any] = {"vocab_size": VOCAB, "use_cache": False}
+    common: dict[str, Any] = {"vocab_size": VOCAB}
     small = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -221,6 +221,11 @@ def holds(pool: Pool, subject: Subject, layout: str) -> None:
 @pytest.mark.parametrize("layout", [*METHODS, *BESIDE])
 def test_as_one_device(pool: Pool, layout: str) -> None:
     holds(pool, SUBJECTS["micro"], layout)
+
+
+@pytest.mark.parametrize("layout", ["cp2", "cp4+gather", "pp2.cp2"])
+def test_labels_are_shifted_before_the_sequence_is_cut(pool: Pool, layout: str) -> None:
+    holds(pool, replace(SUBJECTS["micro"], loss=causal_lm), layout)
 
 
 OTHERS = [name for name in SUBJECTS if name != "micro"]

@@ -36,7 +36,6 @@ def hugging_face(kind: str) -> nn.Module:
     t = pytest.importorskip("transformers")
     small: dict[str, Any] = {
         "vocab_size": VOCAB,
-        "use_cache": False,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,

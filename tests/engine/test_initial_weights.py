@@ -33,7 +33,7 @@ def started(
     model = weft.deferred_init(partial(decoder, **arguments), seed)
     assert all(p.is_meta for p in model.parameters())
     tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = {"input_ids": tokens}
     sample = {key: value[:2] for key, value in batch.items()}
     plan = weft.plan(model, layout, batch=4, loss=next_token, sample=sample)
     engine = Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu", sample=sample)

@@ -156,7 +156,7 @@ def test_what_ranks_lose_at_collectives_is_what_layouts_that_have_many_take_more
     there = hardware.Cluster(hardware=made, devices=2)
     true = made.eras[ERA].model_copy(update={"meet_s": lost_s})
     ids = torch.zeros(1, collective_skew.LENGTH, dtype=torch.int64)
-    work = profile_model(collective_skew._model(), {"input_ids": ids, "labels": ids}, next_token)
+    work = profile_model(collective_skew._model(), {"input_ids": ids}, next_token)
     layouts = [Layout.parse(one) for one in ("dp2", "fsdp2", "tp2")]
     found = estimate(
         work,

@@ -119,7 +119,6 @@ def transformer(kind: str) -> nn.Module:
         kinds = {"llama": t.LlamaConfig, "qwen3": t.Qwen3Config, "mistral": t.MistralConfig}
         extra = {"head_dim": 8} if kind == "qwen3" else {}
         config = kinds[kind](**small, **common, num_key_value_heads=2, **extra)
-    config.use_cache = False
     auto = t.AutoModelForSequenceClassification if kind == "bert" else t.AutoModelForCausalLM
     return auto.from_config(config, attn_implementation="sdpa")
 

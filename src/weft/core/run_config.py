@@ -43,6 +43,7 @@ Strings = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
+DEFAULT_LOSS = "weft.losses:next_token"
 # a Layout, written as its text
 LayoutValue = Annotated[InstanceOf[Layout], PlainSerializer(str, return_type=str)]
 Task = Literal[
@@ -156,9 +157,13 @@ class TrainConfig(TomlTable):
     accumulate: int = Field(
         default=1, gt=0, description="number of microbatches that the batch is divided into"
     )
-    loss: str = Field(
-        default="weft.losses:next_token",
-        description='"package.module:callable" that maps (output, batch) to (sum, weight)',
+    loss: str | None = Field(
+        default=None,
+        description=(
+            '"package.module:callable" that maps (output, batch) to (sum, weight) (default:'
+            ' "weft.losses:causal_lm" for a causal language model of transformers whose data is not'
+            ' weft.data, else "weft.losses:next_token")'
+        ),
     )
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="seed of weights, data order and dropout"
@@ -406,6 +411,15 @@ class RunConfig(TomlTable):
         min_length=1,
         description="where modules and relative paths are found (default: the run file's folder)",
     )
+
+    @property
+    def loss(self) -> str:
+        """[train] loss, or its default: weft.data shifts labels, and transformers does not."""
+        if self.train.loss is not None:
+            return self.train.loss
+        causal = self.model.hf is not None and self.model.auto in (None, "causal-lm")
+        shifted = self.data.text is not None or (self.data.build or "").startswith("weft.data:")
+        return "weft.losses:causal_lm" if causal and not shifted else DEFAULT_LOSS
 
     @property
     def world(self) -> int:

@@ -34,6 +34,7 @@ from weft.parallel import (
     parallelize,
 )
 
+from .batch_preparation import BatchPreparation
 from .checkpoint_state import CheckpointState
 from .compile_blocks import CompiledBlocks, plan_compilation
 from .compute_copies import ComputeCopies
@@ -151,7 +152,8 @@ class Engine:
         self.data_rank = self.global_plan.layout.index(self.mesh.place, *DATA_AXES)
         self.data_size = self.global_plan.data_size
         self.rank_plan = plan.of(self.mesh.rank)
-        self.model, self.loss = move_to(model, device), loss
+        self.model, self._prepared = move_to(model, device), BatchPreparation(loss)
+        self.loss = self._prepared.loss
         named = named_inputs(model)
         self.inputs = tuple(inputs) if inputs is not None else named
         self.steps_done = 0
@@ -165,7 +167,7 @@ class Engine:
         self.sequence = ContextParallel(plan, self.mesh, self.randomness, named, self.inputs)
         self.tried = not self.sequence  # whether the trial in parts of the sequence has passed
         if self.sequence:
-            require_positionwise(loss)
+            require_positionwise(self.loss)
         modes = {n: m.training or not model.training for n, m in model.named_modules()}
         trial = None
         if sample is not None and plan.layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
@@ -296,6 +298,7 @@ class Engine:
 
     def _on_device(self, batch: Batch) -> Batch:
         check_batch(batch, self.plan.batch // self.plan.data_size, self.global_plan.batch)
+        batch = self._prepared(batch)
         return {key: value.to(self.mesh.device, non_blocking=True) for key, value in batch.items()}
 
     # ---- forward alone ---------------------------------------------------------------------------

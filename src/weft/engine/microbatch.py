@@ -61,7 +61,10 @@ class MicroBatch:
         """`count` microbatches of `size` samples each; their tensors are views."""
 
         def rows(entries: dict[str, Any], start: int) -> dict[str, Any]:
-            return {key: value[start : start + size] for key, value in entries.items()}
+            return {
+                key: value[start : start + size] if isinstance(value, Tensor) else value
+                for key, value in entries.items()
+            }
 
         return [
             MicroBatch(
@@ -77,7 +80,9 @@ class MicroBatch:
         """Names, shapes and dtypes, which determine the shapes of the activations."""
         entries = {**self.batch, **self.arguments}
         return tuple(
-            (key, tuple(value.shape), value.dtype) for key, value in sorted(entries.items())
+            (key, tuple(value.shape), value.dtype)
+            for key, value in sorted(entries.items())
+            if isinstance(value, Tensor)
         )
 
 

@@ -7,6 +7,7 @@ from lazy_loader import attach
 
 NAMES = [
     "accepts_sharded_logits",
+    "causal_lm",
     "classification",
     "cross_entropy",
     "is_positionwise",

@@ -1,5 +1,6 @@
 from weft.nn import (
     accepts_sharded_logits as accepts_sharded_logits,
+    causal_lm as causal_lm,
     classification as classification,
     cross_entropy as cross_entropy,
     is_positionwise as is_positionwise,

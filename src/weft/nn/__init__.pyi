@@ -5,6 +5,7 @@ from .attention_masks import (
     documents_of as documents_of,
     window_rule as window_rule,
 )
+from .batch_labels import check_labels as check_labels
 from .batchnorm import BatchNorm as BatchNorm
 from .deferred_logits import (
     FEW_LOGITS as FEW_LOGITS,
@@ -33,9 +34,9 @@ from .expert_roles import (
 )
 from .hf_model import build_hf_model as build_hf_model, hf_weight_files as hf_weight_files
 from .losses import (
-    IGNORED as IGNORED,
     Loss as Loss,
     accepts_sharded_logits as accepts_sharded_logits,
+    causal_lm as causal_lm,
     classification as classification,
     cross_entropy as cross_entropy,
     is_positionwise as is_positionwise,
@@ -44,6 +45,7 @@ from .losses import (
     next_token as next_token,
     positionwise as positionwise,
     reduced_numels as reduced_numels,
+    split_loss as split_loss,
     vocab_parallel as vocab_parallel,
     widened as widened,
 )

@@ -22,13 +22,12 @@ from torch.distributed.tensor import DTensor, Shard
 from weft._torch.functional_collectives import all_reduce
 from weft._torch.trees import tree_map
 
+from .batch_labels import IGNORED, shift_labels
 from .chunked_softmax import chunk_rows, softmax_parts, token_losses, wide
 from .deferred_logits import DeferredLogits
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor]]
-
-IGNORED = -100  # the label that does not count, as in torch and transformers
 
 
 def vocab_parallel(loss: Loss) -> Loss:
@@ -80,6 +79,17 @@ def is_positionwise(loss: Callable[..., Any]) -> bool:
     return bool(getattr(loss, "positionwise", False))
 
 
+def split_loss(
+    loss: Callable[..., Any],
+) -> tuple[Callable[[Batch], Batch], Callable[..., Any]]:
+    """What a step does with a batch while its sequences are whole, and the loss of what that gives.
+
+    A loss whose targets are other positions' has both, so that ranks may share a sequence: its
+    attribute `split`. Any other loss takes the batch as it is.
+    """
+    return getattr(loss, "split", (dict, loss))
+
+
 def widened(loss: Callable[..., Any], output: Any) -> Any:
     """The output of a model that computes in bf16 or fp16, in float32, as its loss is computed in.
     A loss that is marked `@vocab_parallel` gets it as it is: `cross_entropy` widens by itself.
@@ -121,11 +131,43 @@ def next_token(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         >>> int(tokens), round(float(total / tokens), 3)  # log 7
         (8, 1.946)
     """
-    labels = batch.get("labels")
-    if labels is None:
-        # Shifting the labels, not the logits, spares a copy of the largest tensor of the step.
-        labels = F.pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)
-    return cross_entropy(logits_of(output), labels)
+    return cross_entropy(logits_of(output), _next_tokens(batch)["labels"])
+
+
+def _next_tokens(batch: Batch) -> Batch:
+    """The batch, with labels if it has none."""
+    if "labels" in batch:
+        return batch
+    # Shifting the labels, not the logits, spares a copy of the largest tensor of the step.
+    return {**batch, "labels": shift_labels(batch["input_ids"])}
+
+
+next_token.__dict__.update(labels="shifted", split=(_next_tokens, next_token))
+
+
+@positionwise
+@vocab_parallel
+def causal_lm(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each next token, as transformers computes it: labels are aligned with the
+    input, and the loss shifts them. Logits [b, s, V], weight in tokens.
+
+    `batch["labels"]` [b, s] are the tokens of the positions, often equal to `batch["input_ids"]`;
+    -100 where none counts. Without labels, they are `batch["input_ids"]`.
+
+    Example:
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> aligned = causal_lm(torch.randn(1, 3, 7), {"input_ids": ids, "labels": ids})
+        >>> int(aligned[1])
+        2
+    """
+    return next_token(output, _shifted(batch))
+
+
+def _shifted(batch: Batch) -> Batch:
+    return {**batch, "labels": shift_labels(batch.get("labels", batch["input_ids"]))}
+
+
+causal_lm.__dict__.update(labels="aligned", split=(_shifted, next_token))
 
 
 @vocab_parallel

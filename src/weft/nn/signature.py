@@ -20,12 +20,14 @@ def named_inputs(model: nn.Module) -> tuple[str, ...]:
 
 
 def model_arguments(inputs: Sequence[str], batch: dict[str, Any]) -> dict[str, Any]:
-    """The entries of `batch` that the model is called with.
+    """The entries of `batch` that the model is called with; and `use_cache=False` if it takes that,
+    as a model of transformers else keeps keys and values for generation.
 
     Args:
         inputs: The names of the model's arguments. If empty, every entry but the labels is passed.
         batch: The whole batch, labels included.
     """
     if inputs:
-        return {key: batch[key] for key in inputs if key in batch}
+        found = {key: batch[key] for key in inputs if key in batch}
+        return {"use_cache": False, **found} if "use_cache" in inputs else found
     return {key: value for key, value in batch.items() if not key.startswith("label")}

@@ -249,7 +249,7 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:
 
 def build_loss(run: RunConfig) -> Loss:
     """The loss of [train]: (output, batch) -> (sum, weight). Raises ConfigError."""
-    return resolve_callable(run.train.loss, run.folder, "train.loss")
+    return resolve_callable(run.loss, run.folder, "train.loss")
 
 
 def build_optimizer(run: RunConfig) -> OptimizerFactory:

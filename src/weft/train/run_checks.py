@@ -31,7 +31,7 @@ from weft.engine import (
     own_device,
     resolve_compile,
 )
-from weft.nn import find_roles
+from weft.nn import check_labels, find_roles
 from weft.parallel import (
     FEATURE_AXES,
     SEQUENCE_AXES,
@@ -40,6 +40,7 @@ from weft.parallel import (
 from . import data
 from .build import (
     build_dataset,
+    build_loss,
     build_model,
     build_optimizer,
     build_plan,
@@ -88,6 +89,7 @@ def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan
                 "train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data"
             )
     _check_inputs(run, bare, train[0])
+    check_labels(build_loss(run), sample_batch(run, train))
     check_sizes(bare, train, plans)
     return plans
 

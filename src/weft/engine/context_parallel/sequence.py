@@ -18,13 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from weft.core import Boundary, Plan, UnsupportedModel, zigzag_spans
 from weft.nn import (
-    IGNORED,
     AttentionPattern,
     Randomness,
     check_padding,
@@ -97,9 +95,6 @@ class ContextParallel:
             value for value in batch.values() if value.ndim > 1 and value.shape[1] == length
         )
         samples, device = first.shape[0], first.device
-        if "input_ids" in batch and "labels" not in batch:  # the next token may be elsewhere
-            labels = F.pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)
-            batch = batch | {"labels": labels}
         given = {key: batch[key] for key in self.inputs if key in batch}
         positions, padding = given.get("position_ids"), given.get("attention_mask")
         documents = None
@@ -126,11 +121,12 @@ class ContextParallel:
             valid = None
         mine = self.positions(length, device)
 
-        def part(entries: Batch) -> Batch:
-            return {
-                key: value[:, mine] if value.ndim > 1 and value.shape[1] == length else value
-                for key, value in entries.items()
-            }
+        def part(entries: dict[str, Any]) -> dict[str, Any]:
+            return {key: share(value) for key, value in entries.items()}
+
+        def share(value: Any) -> Any:
+            whole = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length
+            return value[:, mine] if whole else value
 
         info = SequenceInfo(length, wholes, documents, valid)
         return MicroBatch(part(batch), part(arguments), info)

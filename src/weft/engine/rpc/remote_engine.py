@@ -35,6 +35,7 @@ from weft.nn import Randomness, mix_key, named_inputs, rebalance_gates, widened
 from weft.parallel import Mesh, parallelize, wrap_blocks
 from weft.pipeline import tensors_in
 
+from ..batch_preparation import BatchPreparation
 from ..compute_copies import ComputeCopies
 from ..context_parallel.sequence import ContextParallel
 from ..expert_load import ExpertLoad
@@ -85,7 +86,9 @@ class Remote(RemoteState):
         rank = _rank(self.places)
         self.here = self.places.names[rank]
         self.plan = self.global_plan = replace(plan, notes=(*plan.notes, str(self.places)))
-        self.model, self.loss, self.clip = model, loss, clip
+        self.model, self.clip = model, clip
+        self._prepared = BatchPreparation(loss)
+        self.loss = self._prepared.loss
         self.norm_filter = OutlierFilter(skip)
         self.mesh = Mesh(plan.layout, CPU, alone=True)
         self.replicas = ReplicaSync()
@@ -155,7 +158,9 @@ class Remote(RemoteState):
 
     def _step(self, batch: Batch) -> Tensor:
         """Loss, weight, norm, whether there is one, whether the step was left out."""
-        micros = self.sequence.cut(batch).split(self.plan.microbatch, self.plan.accumulate)
+        micros = self.sequence.cut(self._prepared(batch)).split(
+            self.plan.microbatch, self.plan.accumulate
+        )
         found = [self._microbatch(number, micro) for number, micro in enumerate(micros)]
         squares, loss, weight = sum(found)
         factor, norm = self.plan.batch / weight, squares.sqrt() * self.plan.batch / weight
@@ -252,7 +257,9 @@ class Remote(RemoteState):
         if self.here == DRIVER:
             self._mode(False)
             total = torch.zeros(2, dtype=torch.float64)
-            for micro in self.sequence.cut(batch).split(self.plan.microbatch, self.plan.accumulate):
+            for micro in self.sequence.cut(self._prepared(batch)).split(
+                self.plan.microbatch, self.plan.accumulate
+            ):
                 output = self._forward(micro)
                 found = self.loss(widened(self.loss, output), micro.batch)
                 total += torch.stack([torch.as_tensor(each).double() for each in found])

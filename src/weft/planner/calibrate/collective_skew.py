@@ -54,7 +54,7 @@ def skew_s(seen: Sequence[LayoutTiming], hardware: Hardware, era: Era) -> float:
     layouts = [Layout.parse(each.layout) for each in seen]
     ranks = layouts[0].world
     ids = torch.zeros(1, LENGTH, dtype=torch.int64)
-    work = profile_model(_model(), {"input_ids": ids, "labels": ids}, next_token)
+    work = profile_model(_model(), {"input_ids": ids}, next_token)
     choices, own = LayoutBatch.of(layouts, batch=EACH * ranks), precision_policy("fp32", adamw)
 
     def priced(seconds: float) -> np.ndarray:

@@ -55,4 +55,4 @@ def engine_step(bench: RankTimer, model: nn.Module, layout: str, batch: int) -> 
     plan = make_plan(model, layout, batch=batch, loss=next_token)
     engine = Engine(model, plan, optimizer=adamw, loss=next_token, device=bench.device)
     ids = torch.zeros(batch, model.seq_len, dtype=torch.int64)
-    return partial(engine.step, engine.local({"input_ids": ids, "labels": ids}))
+    return partial(engine.step, engine.local({"input_ids": ids}))
