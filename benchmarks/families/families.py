@@ -50,6 +50,7 @@ SIZES: dict[str, Any] = {
 
 # family -> what it needs beside SIZES
 OWN: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8, "mp_num": 4},
     "cpmant": {"prompt_types": 4, "prompt_length": 4, "segment_types": 4, "dim_head": 16},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2},
@@ -122,6 +123,8 @@ def small_config(family: Family) -> transformers.PreTrainedConfig:
 def _sizes(config: transformers.PreTrainedConfig) -> dict[str, Any]:
     known = {*config.to_dict(), *config.attribute_map}
     found = {key: value for key, value in SIZES.items() if key in known}
+    if "kv_lora_rank" in known:  # latent attention makes keys for each head
+        found["num_key_value_heads"] = 4
     for key in config.sub_configs or {}:
         part = getattr(config, key, None)
         if isinstance(part, transformers.PreTrainedConfig):

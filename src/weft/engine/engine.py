@@ -153,7 +153,6 @@ class Engine:
         self.data_size = self.global_plan.data_size
         self.rank_plan = plan.of(self.mesh.rank)
         self.model, self._prepared = move_to(model, device), BatchPreparation(loss)
-        self.loss = self._prepared.loss
         named = named_inputs(model)
         self.inputs = tuple(inputs) if inputs is not None else named
         self.steps_done = 0
@@ -167,7 +166,7 @@ class Engine:
         self.sequence = ContextParallel(plan, self.mesh, self.randomness, named, self.inputs)
         self.tried = not self.sequence  # whether the trial in parts of the sequence has passed
         if self.sequence:
-            require_positionwise(self.loss)
+            require_positionwise(self._prepared.loss)
         modes = {n: m.training or not model.training for n, m in model.named_modules()}
         trial = None
         if sample is not None and plan.layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
@@ -181,7 +180,7 @@ class Engine:
         self._modes = [(m, modes.get(n, True)) for n, m in model.named_modules()]
         self._has_gates = any(isinstance(m, GateBias) for m, _ in self._modes)
         self._prepare(optimizer, clip, skip)
-        self.loss = self._training.loss = self.compiled.loss(self.loss)
+        self.loss = self._training.loss
         self._overrides = ForwardOverrides(
             model, self.rank_plan, self.mesh, self._training, self.loads, self.compiled
         )
@@ -218,17 +217,16 @@ class Engine:
         """The optimizer, and what happens between a backward and its step."""
         model, plan, params = self.model, self.plan, self.params
         mesh, serves = self.mesh, self.replicas.servers_update
-        self.param_update = ParamUpdate(optimizer, plan, mesh, params, self.updates, serves)
-        self.optimizer, self.held = self.param_update.optimizer, self.param_update.held
-        self.updated_whole = self.param_update.whole
-        self.reducer = GradReducer(self.rank_plan, self.low.filled, self.mesh)
+        update = ParamUpdate(optimizer, plan, mesh, params, self.updates, serves)
+        self.optimizer, self.held, self.updated_whole = update.optimizer, update.held, update.whole
+        self.param_update, self.reducer = update, GradReducer(self.rank_plan, self.low.filled, mesh)
         self.state.scatters = codec_scatters(plan, self.units)
         self.state.update, self.state.reducer = self.param_update, self.reducer
-        versions = None
+        versions, loss = None, self.compiled.loss(self._prepared.loss)
         if plan.schedule.versions:
             versions = WeightStash(model, plan, self.mesh, self.low, self.param_update.step)
         self._training = TrainingCompute(
-            self.stages, self.mesh, self.loss, self.randomness, self.reducer, self.units, versions
+            self.stages, self.mesh, loss, self.randomness, self.reducer, self.units, versions
         )
         self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks)
         self._update = GradUpdate(
@@ -298,8 +296,8 @@ class Engine:
 
     def _on_device(self, batch: Batch) -> Batch:
         check_batch(batch, self.plan.batch // self.plan.data_size, self.global_plan.batch)
-        batch = self._prepared(batch)
-        return {key: value.to(self.mesh.device, non_blocking=True) for key, value in batch.items()}
+        device, batch = self.mesh.device, self._prepared(batch)
+        return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
     # ---- forward alone ---------------------------------------------------------------------------
 

@@ -7,6 +7,11 @@ from .attention_masks import (
 )
 from .batch_labels import check_labels as check_labels
 from .batchnorm import BatchNorm as BatchNorm
+from .chain_parts import (
+    local_attributes as local_attributes,
+    set_attribute as set_attribute,
+    unknown_forward as unknown_forward,
+)
 from .deferred_logits import (
     FEW_LOGITS as FEW_LOGITS,
     FEWEST_ROWS as FEWEST_ROWS,
@@ -50,14 +55,7 @@ from .losses import (
     widened as widened,
 )
 from .models import convnet as convnet, decoder as decoder
-from .module_roles import (
-    GROUPS as GROUPS,
-    HEADS as HEADS,
-    KV_HEADS as KV_HEADS,
-    WIDTHS as WIDTHS,
-    block_lists as block_lists,
-    find_roles as find_roles,
-)
+from .module_roles import block_lists as block_lists, find_roles as find_roles
 from .moe_routing import (
     AddLoss as AddLoss,
     GateBias as GateBias,

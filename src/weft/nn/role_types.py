@@ -18,7 +18,8 @@ class Chain:
 
     `cuts`: linear or table -> how its features are divided; `inner`: parameters that every rank
     holds whole and uses on its part (query and key norms); `tables`: embeddings of one number per
-    head (T5's biases of relative positions).
+    head (T5's biases of relative positions); `parameters`: others that are divided by heads
+    (attention sinks).
     """
 
     columns: tuple[str, ...]
@@ -33,6 +34,7 @@ class Chain:
     tables: tuple[str, ...] = ()
     # an attention in the block's own forward, which may count positions before a boundary
     flat: bool = False
+    parameters: Mapping[str, DimShard] = field(default_factory=dict)
 
 
 def chain_module(chain: Chain) -> str:

@@ -35,7 +35,7 @@ from weft.core import (
     Step,
     UnsupportedModel,
 )
-from weft.nn import BatchNorm, Randomness, is_conv1d, is_linear
+from weft.nn import BatchNorm, Randomness, is_conv1d, is_linear, set_attribute
 from weft.pipeline import PlaceholderTensor
 
 from .axes import (
@@ -75,7 +75,7 @@ def parallelize(
     for step in plan.steps:
         module = modules[step.module]
         for key, value in step.attributes:
-            setattr(module, key, value)
+            set_attribute(module, key, value)
         held = {
             leaf: cuts.get(names.get(f"{step.module}.{leaf}", ""), {})
             for leaf in module._parameters

@@ -35,6 +35,7 @@ from weft.pipeline import make_stages
 from weft.sync import check_gate_biases, check_sync, make_sync
 
 from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES
+from .cut_trial import runnable_roles
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
 from .sequence_checks import check_shared_sequence
@@ -144,7 +145,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     _check_batch(layout, request.batch, request.accumulate)
     _check_precision(request.precision, request.reduce, sync)
     _check_logits(request.logits)
-    found = find_roles(model, request.roles)
+    found = runnable_roles(request, find_roles(model, request.roles))
     weights = weights_of(model)
     steps: list[Step] = []
     typed = loss is not None and accepts_sharded_logits(loss)

@@ -86,6 +86,7 @@ def predict_collectives(
             if plan.staging is None or plan.stage_of(core.module) in whole.stages(rank):
                 comms += _attention(plan, core, microbatch, itemsize)
     comms += gather_comms(plan, plan.layout.coords(rank), crossings, unreached)
+    drops_unused = bool(unreached) and _in_a_bucket(whole, unreached)
     for bucket in bucket_gradients(plan):
         axis, names = ".".join(plan.layout.active_axes(*bucket.axes)), bucket.names
         apart = plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes
@@ -103,7 +104,7 @@ def predict_collectives(
             )
         if apart:
             comms += replica_comms(plan, bucket, rank)
-        if unreached:
+        if drops_unused:
             comms.append(Collective("all_reduce", axis, 4 * len(names), "reduce", names[0]))
     comms += _messages(whole, rank, values or {})
     comms += update_comms(plan, rank)
@@ -127,6 +128,12 @@ def predict_collectives(
     if plan.staging is not None and any(step.gather is not None for step in plan.steps):
         comms.append(Collective("all_reduce", ".".join(data), TRAIL_BYTES, "step", ""))
     return comms
+
+
+def _in_a_bucket(whole: Plan, names: Collection[str]) -> bool:
+    """Whether some rank sums the gradient of one of these parameters with others."""
+    buckets = (b for rank in range(whole.layout.world) for b in bucket_gradients(whole.of(rank)))
+    return any(name in names for bucket in buckets for name in bucket.names)
 
 
 def collective_totals(comms: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, int]]:

@@ -45,10 +45,10 @@ def check_shared_sequence(
         )
     kind = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
     if kind != "sdpa":
-        refuse(
-            f"the model computes attention by {kind!r}, of the positions that a rank has",
-            'build it with attn_implementation="sdpa"',
-        )
+        problem = f"the model computes attention by {kind!r}, of the positions that a rank has"
+        if getattr(model, "_supports_sdpa", True):
+            refuse(problem, 'build it with attn_implementation="sdpa"')
+        refuse(f"{problem}, and transformers has no other for its class", "use dp, fsdp, tp or pp")
     crossing = next((chain.row for chain in roles.chains if chain.cross), None)
     if crossing is not None:
         refuse(f"{crossing} attends to another sequence, which is not cut", "use dp, fsdp or tp")

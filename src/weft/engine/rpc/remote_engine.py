@@ -86,8 +86,7 @@ class Remote(RemoteState):
         rank = _rank(self.places)
         self.here = self.places.names[rank]
         self.plan = self.global_plan = replace(plan, notes=(*plan.notes, str(self.places)))
-        self.model, self.clip = model, clip
-        self._prepared = BatchPreparation(loss)
+        self.model, self.clip, self._prepared = model, clip, BatchPreparation(loss)
         self.loss = self._prepared.loss
         self.norm_filter = OutlierFilter(skip)
         self.mesh = Mesh(plan.layout, CPU, alone=True)
@@ -158,9 +157,8 @@ class Remote(RemoteState):
 
     def _step(self, batch: Batch) -> Tensor:
         """Loss, weight, norm, whether there is one, whether the step was left out."""
-        micros = self.sequence.cut(self._prepared(batch)).split(
-            self.plan.microbatch, self.plan.accumulate
-        )
+        plan, batch = self.plan, self._prepared(batch)
+        micros = self.sequence.cut(batch).split(plan.microbatch, plan.accumulate)
         found = [self._microbatch(number, micro) for number, micro in enumerate(micros)]
         squares, loss, weight = sum(found)
         factor, norm = self.plan.batch / weight, squares.sqrt() * self.plan.batch / weight
@@ -257,9 +255,8 @@ class Remote(RemoteState):
         if self.here == DRIVER:
             self._mode(False)
             total = torch.zeros(2, dtype=torch.float64)
-            for micro in self.sequence.cut(self._prepared(batch)).split(
-                self.plan.microbatch, self.plan.accumulate
-            ):
+            plan, batch = self.plan, self._prepared(batch)
+            for micro in self.sequence.cut(batch).split(plan.microbatch, plan.accumulate):
                 output = self._forward(micro)
                 found = self.loss(widened(self.loss, output), micro.batch)
                 total += torch.stack([torch.as_tensor(each).double() for each in found])

@@ -26,7 +26,7 @@ from weft.core import (
     Step,
     UnsupportedModel,
 )
-from weft.nn import GROUPS, HEADS, KV_HEADS, WIDTHS, Chain, ExpertsRole, is_conv1d
+from weft.nn import Chain, ExpertsRole, local_attributes, unknown_forward
 
 from ._request import StepsRequest
 from ._vocabulary import vocabulary_steps
@@ -71,17 +71,10 @@ def _chain(
     _check(chain, size, layout)
     activation_sharding: ActivationSharding = "heads" if chain.heads else "features"
     entry = Boundary({AXIS: outside}, {AXIS: COPY})
-    local = {
-        **dict.fromkeys(HEADS, max(1, chain.heads // size)),
-        **dict.fromkeys(KV_HEADS, max(1, chain.kv_heads // size)),
-    }
-    if chain.heads:
-        local |= dict.fromkeys(GROUPS, local[HEADS[0]] // local[KV_HEADS[0]])
     if chain.entry is not None:
         yield Step(chain.entry, "tensor", input=entry, activation_sharding=activation_sharding)
-    for module, attributes in dict(chain.attributes).items():
-        new = tuple((key, old // size if key in WIDTHS else local[key]) for key, old in attributes)
-        yield Step(module, "tensor", attributes=new)
+    for module, attributes in local_attributes(chain, size).items():
+        yield Step(module, "tensor", attributes=attributes)
     for column in chain.columns:
         cut = chain.cuts[column]
         params = [_weight(f"{column}.weight", cut, size, names)]
@@ -111,6 +104,8 @@ def _chain(
             (_weight(f"{table}.weight", chain.cuts[table], size, names),),
             activation_sharding=activation_sharding,
         )
+    for name, cut in chain.parameters.items():
+        yield Step(name.rpartition(".")[0], "tensor", (_weight(name, cut, size, names),))
     for name in chain.inner:
         # used whole on this rank's heads alone
         yield Step(name.rpartition(".")[0], "tensor", (Param(names[name], AXIS, COPY, COPY, SUM),))
@@ -178,16 +173,6 @@ def _check(chain: Chain, size: int, layout: Layout) -> None:
 
 
 def _check_modules(model: nn.Module, chain: Chain, size: int) -> None:
-    """A linear that is run on part of its parameters must have the forward that is known."""
-    for name in (*chain.columns, chain.row):
-        module = model.get_submodule(name)
-        partly = chain.cuts[name].shared(size) or (
-            name == chain.row and getattr(module, "bias", None) is not None
-        )
-        if partly and not is_conv1d(module) and type(module).forward is not nn.Linear.forward:
-            raise UnsupportedModel(
-                f"roles.{name}",
-                type(module).__name__,
-                "its forward is its own, so it cannot run on part of its parameters",
-                'use nn.Linear, or declare it "whole" in [roles]',
-            )
+    problem, fix = unknown_forward(model, chain, size), 'use nn.Linear, or declare it "whole"'
+    if problem:
+        raise UnsupportedModel(f"roles.{chain.row}", "row", problem, f"{fix} in [roles]")

@@ -1,0 +1,53 @@
+"""What a rank has of a chain of linears, beside its part of their weights."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+
+from .linear_chains import GROUPS, HEADS, KV_HEADS, WIDTHS
+from .role_types import Chain, is_conv1d
+
+
+def local_attributes(chain: Chain, size: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Module -> its own numbers of heads and features, as a rank of `size` has them."""
+    local = {
+        **dict.fromkeys(HEADS, max(1, chain.heads // size)),
+        **dict.fromkeys(KV_HEADS, max(1, chain.kv_heads // size)),
+    }
+    if chain.heads:
+        local |= dict.fromkeys(GROUPS, local[HEADS[0]] // local[KV_HEADS[0]])
+    found = {}
+    for module, attributes in chain.attributes.items():
+        leaves = [(key, key.rpartition(".")[2], old) for key, old in attributes]
+        found[module] = tuple(
+            (key, old // size if leaf in WIDTHS else local[leaf]) for key, leaf, old in leaves
+        )
+    return found
+
+
+def set_attribute(module: nn.Module, key: str, value: int) -> None:
+    """Give a module its local number. "config.heads" is that of a configuration that other modules
+    share: the module gets a copy of its own."""
+    holder, _, inner = key.rpartition(".")
+    if not holder:
+        setattr(module, key, value)
+        return
+    own = copy.copy(getattr(module, holder))
+    setattr(own, inner, value)
+    setattr(module, holder, own)
+
+
+def unknown_forward(model: nn.Module, chain: Chain, size: int) -> str:
+    """Why a linear of a chain cannot run on part of its parameters, which takes the forward of
+    nn.Linear; "" if all can."""
+    for name in (*chain.columns, chain.row):
+        module = model.get_submodule(name)
+        partly = chain.cuts[name].shared(size) or (
+            name == chain.row and getattr(module, "bias", None) is not None
+        )
+        if partly and not is_conv1d(module) and type(module).forward is not nn.Linear.forward:
+            kind = type(module).__name__
+            return f"{name} is a {kind}, whose forward is its own: it needs all its parameters"
+    return ""
