@@ -229,10 +229,13 @@ class Plan:
 
     def sliced(self, module: str) -> bool:
         """Whether the ranks of `tp` have different positions inside of a module."""
-        return any(
-            s.activation_sharding == "sequence" and module.startswith(s.module + ".")
-            for s in self.steps
-        )
+        around = [
+            step
+            for step in self.steps
+            if step.activation_sharding is not None and module.startswith(step.module + ".")
+        ]
+        innermost = max(around, key=lambda step: len(step.module), default=None)
+        return innermost is not None and innermost.activation_sharding == "sequence"
 
     @property
     def sequence_size(self) -> int:
