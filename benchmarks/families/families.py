@@ -140,8 +140,11 @@ def has_experts(family: Family) -> bool:
 
 
 def write_run(family: Family, folder: Path) -> Path:
-    """A configuration and a run file of it. Raises whatever transformers raises."""
-    small_config(family).to_json_file(folder / "config.json", use_diff=False)
+    """A configuration and a run file of it. Raises whatever transformers raises, also if the model
+    does not run by itself."""
+    config = small_config(family)
+    config.to_json_file(folder / "config.json", use_diff=False)
+    build_alone(family, config)(**example(family.task))
     auto = f'auto = "{family.task}"\n' if family.task != "causal-lm" else ""
     loss = "classification" if "classification" in family.task else "next_token"
     path = folder / "run.toml"
@@ -151,6 +154,20 @@ def write_run(family: Family, folder: Path) -> Path:
         f'[train]\nbatch = 4\nsteps = 2\nloss = "weft.losses:{loss}"\n'
     )
     return path
+
+
+def build_alone(family: Family, config: transformers.PreTrainedConfig) -> torch.nn.Module:
+    """The family's model, by transformers alone."""
+    words = "".join(word.capitalize() for word in family.task.split("-"))
+    name = f"AutoModelFor{words.replace('Lm', 'LM').replace('2seq', '2Seq')}"
+    return getattr(transformers, name).from_config(config)
+
+
+def example(task: str) -> dict[str, Tensor]:
+    """Two samples, without labels."""
+    held = samples(task)
+    rows = [held[0], held[1]]
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0] if key != "labels"}
 
 
 class samples(Dataset):

@@ -151,7 +151,7 @@ class _Cut:
         leaves = [name.rsplit(".", 1)[-1] for name in (*self.around, *self.columns)]
         own = [self.modules[a] for a in self.around if a != self.scope]
         return (
-            any(re.search(r"att", leaf) for leaf in leaves[: len(self.around)])
+            any("att" in leaf and "norm" not in leaf for leaf in leaves[: len(self.around)])
             or any(_PROJECTION.fullmatch(leaf) for leaf in leaves[len(self.around) :])
             # it counts heads, whatever the names
             or any(isinstance(vars(m).get(key), int) for m in own for key in HEADS)
