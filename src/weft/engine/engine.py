@@ -66,6 +66,7 @@ from .setup import (
     check_request,
     deferring_heads,
     make_mesh,
+    make_offload,
     make_runners,
     own_device,
     require_positionwise,
@@ -228,6 +229,7 @@ class Engine:
         self._training = TrainingCompute(
             self.stages, self.mesh, self.loss, self.randomness, self.reducer, self.units, versions
         )
+        self._training.offload = make_offload(plan, self.mesh.device)
         self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks)
         self._update = GradUpdate(
             plan,

@@ -233,7 +233,8 @@ def _rank(
     unit = largest / practice.messages
     gathered = np.where(
         (many > 1) & zero3,
-        np.minimum(2 * unit, full) * practice.gather_bytes + unit * practice.reduce_bytes,
+        np.minimum((1 + practice.ahead) * unit, full) * practice.gather_bytes
+        + unit * practice.reduce_bytes,
         0.0,
     )
 
@@ -299,9 +300,10 @@ def _rank(
         CostPart(
             MemoryPart.GATHERED_WEIGHTS,
             gathered,
-            "min(2 x unit, all) x gather_bytes + unit x reduce_bytes, of two gathered units and"
-            " one's gradient",
+            "min((1 + ahead) x unit, all) x gather_bytes + unit x reduce_bytes, of the unit that"
+            " runs, those gathered ahead of it, and one's gradient",
             {
+                "ahead": practice.ahead,
                 "unit": unit,
                 "all": full,
                 "gather_bytes": practice.gather_bytes,

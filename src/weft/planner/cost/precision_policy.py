@@ -22,7 +22,8 @@ class PrecisionPolicy:
     only if `always_chunks`.
     `dummy_bytes` of one block's gradients that stand in for those which a fused matmul has summed
     elsewhere (Transformer Engine). `messages`: in how many the sharded weights of a block are
-    gathered, or its gradients reduced. `overlaps`: whether sums of gradients over data axes run
+    gathered, or its gradients reduced; `ahead`: units that are gathered beside the one that runs.
+    `overlaps`: whether sums of gradients over data axes run
     beside backward; `sends_beside`: whether what the chunks of an interleaved pipeline send runs
     beside compute, as Megatron-Core overlaps it. `keeps_sent`: whether a stage keeps what it sent
     until the gradient comes, which Megatron-Core does not. `scatters`: whether ranks of tp send a
@@ -52,6 +53,7 @@ class PrecisionPolicy:
     always_chunks: bool = False
     dummy_bytes: float = 0.0
     messages: float = 1.0
+    ahead: float = 1.0
     overlaps: bool = True
     sends_beside: bool = False
     keeps_sent: bool = False
