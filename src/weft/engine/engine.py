@@ -226,10 +226,9 @@ class Engine:
         versions = None
         if plan.schedule.versions:
             versions = WeightStash(model, plan, self.mesh, self.low, self.param_update.step)
-        self._training = TrainingCompute(
-            self.stages, self.mesh, self.loss, self.randomness, self.reducer, self.units, versions
-        )
-        self._training.offload = make_offload(plan, self.mesh.device)
+        units, offload = self.units, make_offload(plan, mesh.device)
+        order = self.randomness, self.reducer, units, versions, offload
+        self._training = TrainingCompute(self.stages, mesh, self.loss, *order)
         self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks)
         self._update = GradUpdate(
             plan,

@@ -167,7 +167,14 @@ def wrap_blocks(
     plan: Plan, model: nn.Module, randomness: Randomness, offload: ActivationOffload | None = None
 ) -> None:
     """Put a BlockForward in the place of each block's forward: for dropout, recomputation, slices
-    of the sequence, compilation and `offload`. Without any of these a block's own forward does."""
+    of the sequence, compilation and offloading. Without any of these a block's own forward does.
+
+    Args:
+        plan: this rank's part of a plan.
+        model: the model after it is sharded.
+        randomness: gives dropout its masks.
+        offload: keeps in the host's memory what blocks save for backward; None: it stays.
+    """
     interiors = {
         step.module: step.activation_sharding
         for step in plan.steps

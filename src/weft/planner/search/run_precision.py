@@ -27,7 +27,8 @@ def run_precision(run: RunConfig) -> PrecisionPolicy:
     logits = run.train.logits if accepts_sharded_logits(build_loss(run)) else "whole"
     precision = run.precision
     policy = precision_policy(precision.compute, build_optimizer(run), logits, precision.reduce)
-    return replace(policy, ahead=run.train.fsdp_prefetch or policy.ahead)
+    ahead = run.train.fsdp_prefetch or policy.ahead
+    return replace(policy, ahead=ahead, host_activations=run.train.offload_activations)
 
 
 def precision_policy(
