@@ -193,6 +193,13 @@ def test_pipelines_equal_one_device(pool: Any, name: str, layout: str, recompute
     assert result.passed, result
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_stages_that_meet_inside_a_block(pool: Any, schedule: str) -> None:
+    subject = with_offload(STAGED["decoder"], cut=("blocks.1.mlp",))
+    result = pool.run(checked, subject.case(), f"pp2+{schedule}", reference(subject), world=2)[0]
+    assert result.passed, result
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("layout", ["ep2", "fsdp2+ep", "ep2.tp2", "cp2+gather", "ulysses2"])
 def test_experts_and_sequences_equal_one_device(pool: Any, layout: str) -> None:

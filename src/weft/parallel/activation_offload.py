@@ -120,10 +120,12 @@ class ActivationOffload:
             with without_function_modes(), torch.no_grad():
                 return self._save(call, tensor) if self._moves(tensor, own) else tensor
 
-        with saved_tensors_hooks(pack, self._unpack):
-            yield
-        call.done = self._copies.mark_out()
-        self._on_device.append(call)
+        try:
+            with saved_tensors_hooks(pack, self._unpack):
+                yield
+        finally:  # a stage that ends inside of a block leaves its forward there
+            call.done = self._copies.mark_out()
+            self._on_device.append(call)
 
     # ---- forward ---------------------------------------------------------------------------------
 

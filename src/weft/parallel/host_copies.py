@@ -52,8 +52,10 @@ class CudaCopies(HostCopies[torch.cuda.Event]):
     """
 
     def __init__(self, device: torch.device):
-        super().__init__(device)
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # tensors tell their device with its number
+        index = torch.cuda.current_device() if device.index is None else device.index
+        super().__init__(torch.device(device.type, index))
+        self._out, self._back = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     def start_out(self, data: Tensor) -> Tensor:
         host = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=True)

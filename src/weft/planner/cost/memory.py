@@ -318,8 +318,8 @@ def _rank(
         CostPart(
             MemoryPart.GATHERED_WEIGHTS,
             gathered,
-            "min((1 + ahead) x unit, all) x gather_bytes + unit x reduce_bytes, of gathered units and"
-            " one's gradient",
+            "min((1 + ahead) x unit, all) x gather_bytes + unit x reduce_bytes, of gathered units"
+            " and one's gradient",
             {
                 "ahead": practice.ahead,
                 "unit": unit,
