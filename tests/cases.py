@@ -135,7 +135,8 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 def laid(subject: Subject, model: nn.Module, layout: str) -> weft.Plan:
     arguments = dict(subject.plan)
     if layout == "dp1":
-        arguments.pop("recompute", None)
+        for name in ("recompute", "fsdp_prefetch", "offload_activations"):
+            arguments.pop(name, None)
     sample = {key: value[:2] for key, value in to_float64(global_batch(subject, 0)).items()}
     return weft.plan(
         model, layout, batch=BATCH, loss=subject.loss, precision="fp64", sample=sample, **arguments

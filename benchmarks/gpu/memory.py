@@ -45,11 +45,14 @@ def cases(setting: Setting) -> list[tuple[str, str, bool]]:
     return found[1:2] if setting.small else found
 
 
-def run_of(setting: Setting, size: Size, layout: str, recompute: str) -> RunConfig:
+def run_of(
+    setting: Setting, size: Size, layout: str, recompute: str, away: bool = False
+) -> RunConfig:
     """As `weft plan` would have it."""
     sizes = {f"model.{key}": str(value) for key, value in size.model.items()}
     rest = {"data.seq_len": size.seq_len, "train.batch": size.batch * setting.world}
     words = {"layout.axes": f'"{layout}"', "train.recompute": f'"{recompute}"'}
+    words["train.offload_activations"] = str(away).lower()
     return load_run(FILE, sizes | words | {key: str(value) for key, value in rest.items()})
 
 

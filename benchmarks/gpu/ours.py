@@ -22,6 +22,7 @@ class Ours:
         compile: CompileOptions | Any,
         layout: str | None = None,
         recompute: str = "none",
+        offload_activations: bool = False,
     ):
         model = weft.deferred_init(size.build, 0)
         whole = size.rows(setting.world, setting.device)
@@ -32,6 +33,7 @@ class Ours:
             loss=next_token,
             precision="bf16",
             recompute=recompute,
+            offload_activations=offload_activations,
         )
         self.engine = weft.Engine(
             model,

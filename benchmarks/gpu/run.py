@@ -27,6 +27,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import launches  # noqa: E402
 import memory  # noqa: E402
+import offload  # noqa: E402
 import parity  # noqa: E402
 import speed  # noqa: E402
 import stall  # noqa: E402
@@ -38,6 +39,7 @@ PARTS: dict[str, ModuleType] = {
     "parity": parity,
     "speed": speed,
     "memory": memory,
+    "offload": offload,
     "launches": launches,
     "stall": stall,
 }
@@ -45,6 +47,7 @@ TITLES = {
     "parity": "Relative differences from one device on the CPU in float64",
     "speed": "A step beside plain torch",
     "memory": "Memory beside what is predicted",
+    "offload": "Activations in the host's memory",
     "launches": "Launches of a step",
     "stall": "Saves in the background",
 }

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from weft._torch.tensors import (
     NEEDS_ELEMENTS,
     FakeTensor,
+    StorageWeakRef,
     fake_mode,
     forget_fakes,
     living_fakes,
@@ -25,6 +26,7 @@ from weft._torch.tensors import (
     storage_id,
     tensor_attributes,
     user_attributes,
+    version_of,
     without_function_modes,
     without_function_overrides,
 )
@@ -208,3 +210,21 @@ def test_a_wrapper_tensor_has_no_memory_and_a_gradient() -> None:
     assert made.data_ptr() == 0 and made._version == 0
     made.backward(torch.ones(2, 3, dtype=torch.float64))
     assert x.grad is not None and x.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_changes_in_place_are_counted_over_views() -> None:
+    whole = torch.zeros(4)
+    part, other = whole[1:], whole.detach()
+    before = version_of(part)
+    assert version_of(other) == version_of(whole) == before
+    whole.add_(1)
+    assert version_of(part) == version_of(other) == before + 1
+
+
+def test_a_weak_reference_tells_when_memory_is_free() -> None:
+    whole = torch.zeros(4)
+    view, ref = whole[1:], StorageWeakRef(whole.untyped_storage())
+    del whole
+    assert not ref.expired()
+    del view
+    assert ref.expired()

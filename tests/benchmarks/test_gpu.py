@@ -22,13 +22,15 @@ def test_every_part_runs_small(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "cpu-x-2.json").read_text())
-    assert list(found) == ["parity", "speed", "memory", "launches", "stall"]
+    assert list(found) == ["parity", "speed", "memory", "offload", "launches", "stall"]
     parity = found["parity"]["runs"]
     assert all("loss" in row for row in parity), parity
     assert {row["precision"] for row in parity if row["compiled"]} == {"fp64", "bf16"}
     [speed] = found["speed"]["runs"]
     assert speed["plain"]["losses"] != speed["weft"]["losses"]  # each draws its own weights
     assert all(row["predicted"]["peak"] > 0 for row in found["memory"]["runs"])
+    [offload] = found["offload"]["runs"]
+    assert offload["host"]["predicted_bytes"] <= offload["device"]["predicted_bytes"]
     assert all(row["operators"] > 0 for row in found["launches"]["runs"])
     assert all(row["call_s"] > 0 for row in found["stall"]["runs"])
 

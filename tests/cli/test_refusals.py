@@ -138,6 +138,18 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "train small.toml --layout dp2x",
             "layout.axes = 'dp2x': 'dp2x' is not an axis with a size",
         ),
+        (
+            "train small.toml --set train.offload_activations=true",
+            "train.offload_activations = True: the run's device is the CPU",
+        ),
+        (
+            "train small.toml --layout dp2 --set train.fsdp_prefetch=2",
+            "train.fsdp_prefetch = 2: has no effect with layout dp2, which gathers no weights",
+        ),
+        (
+            "train small.toml --set train.fsdp_prefetch=0",
+            "train.fsdp_prefetch = 0: must be greater",
+        ),
         ("train small.toml --layout dp2.qq2", "layout = 'dp2.qq2': there is no axis 'qq'"),
         ("train small.toml --layout fsdp2+zero4", "has no option 'zero4'. Did you mean \"zero"),
         ("train small.toml --layout dp3", "train.batch = 8: does not divide over 3 data ranks"),

@@ -16,7 +16,7 @@ from weft.core.layout import Layout
 from weft.planner.cost.estimate import Estimate, estimate, stage_costs
 from weft.planner.cost.hardware import Cluster
 from weft.planner.cost.layout_batch import LayoutBatch
-from weft.planner.cost.memory import activation_bytes
+from weft.planner.cost.memory import activation_bytes, saved_bytes
 from weft.planner.cost.model_work import ModelWork
 from weft.planner.cost.pipeline_stages import recomputed_share
 from weft.planner.cost.precision_policy import PrecisionPolicy
@@ -399,6 +399,42 @@ def test_inputs_of_blocks_that_run_again_may_rest_with_the_host() -> None:
         ]
         host_bps = Cluster.parse("h100x8").hardware.device.host_bps
         assert more[0] == 0 and more[1] == pytest.approx(2 * sent * entry / host_bps), recompute
+
+
+def test_activations_with_the_host_leave_two_blocks_and_take_time() -> None:
+    there = replace(PRACTICE, host_activations=True)
+    host_bps = Cluster.parse("h100x8").hardware.device.host_bps
+    layer = next(block for block in transformer_work(SMALL).blocks if block.repeated)
+    for recompute in ("none", "selective", "full"):
+        choices = laid("fsdp8", batch=64, recompute=recompute)
+        here, away = (priced(choices, practice=practice) for practice in (PRACTICE, there))
+        each = saved_bytes(layer, choices)[0]
+        less = parts(here, "memory")["activations"] - parts(away, "memory")["activations"]
+        assert less == pytest.approx((SMALL.layers - 2) * each), recompute
+        more = {part.name: part for part in away.time}["host exposed"].symbols["comm_s"]
+        # all leave; but the last two, which backward finds, come back
+        assert more == pytest.approx((2 * SMALL.layers - 2) * each / host_bps), recompute
+        assert "host exposed" not in parts(here)
+    # of four microbatches in flight the first rank keeps two blocks; the last one needs more now,
+    # by what has come to it and what its head keeps
+    dims, choices = replace(SMALL, vocab=64), laid("pp4.dp2", batch=64, accumulate=8)
+    here, away = (
+        parts(priced(choices, dims, practice), "memory")["activations"]
+        for practice in (PRACTICE, there)
+    )
+    each = saved_bytes(layer, choices)[0]
+    assert here - away == pytest.approx((4 * SMALL.layers / 4 - 2) * each, rel=0.03)
+
+
+def test_units_that_are_gathered_ahead_are_held() -> None:
+    def held(ahead: int, layout: str = "fsdp8") -> float:
+        return one(layout, "memory", practice=replace(PRACTICE, ahead=ahead))["gathered weights"]
+
+    layer = next(block for block in transformer_work(SMALL).blocks if block.repeated)
+    unit = layer.elements() * PRACTICE.gather_bytes
+    assert held(3) - held(1) == pytest.approx(2 * unit) and held(1) > 0
+    assert held(1000) == held(2000)  # all units, and no more
+    assert held(3, "fsdp8+zero2") == held(1, "fsdp8+zero2") == 0  # these rest gathered
 
 
 def test_experts_divide_over_the_ranks_that_have_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +484,14 @@ def test_what_weft_sends_of_a_parameter(tmp_path: Path) -> None:
         found = run_precision(loaded(run, precision__compute="bf16", precision__reduce=reduce))
         assert (found.gather_bytes, found.reduce_bytes) == (2, nbytes)
     assert run_precision(loaded(run)).gather_bytes == 4
+
+
+def test_memory_options_of_a_run_are_priced(tmp_path: Path) -> None:
+    run, _ = files(tmp_path)
+    plain = run_precision(loaded(run))
+    assert (plain.ahead, plain.host_activations) == (1, False)
+    found = run_precision(loaded(run, train__fsdp_prefetch=3, train__offload_activations=True))
+    assert found == replace(plain, ahead=3, host_activations=True)
 
 
 def test_workers_have_no_layout(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor as FakeTensor,
     FakeTensorMode as FakeTensorMode,
 )
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._mode_utils import no_dispatch
 
 if TYPE_CHECKING:
@@ -179,6 +180,12 @@ def storage_id(tensor: Tensor) -> int:
             return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse, or of a functorch transform
         return -id(tensor)  # no other tensor shares it
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often operations have changed a tensor in place, or one that shares its memory as a view.
+    Autograd compares it; torch has no public name for it."""
+    return tensor._version
 
 
 def local_part(tensor: DTensor) -> Tensor:

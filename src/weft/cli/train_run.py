@@ -43,7 +43,15 @@ from weft.launch import (
     wait_as_spare,
 )
 from weft.planner import compare_with_prediction
-from weft.train import check_output, check_run, replica_ranks, server_replicas, shrink_to, train
+from weft.train import (
+    check_device,
+    check_output,
+    check_run,
+    replica_ranks,
+    server_replicas,
+    shrink_to,
+    train,
+)
 
 
 def train_and_compare(run: RunConfig, resume: bool, trace: bool = False, **options: Any) -> bool:
@@ -59,7 +67,7 @@ def saved_step(run: RunConfig) -> int | None:
 def train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
     """Train in processes of this host; whether it was stopped before the last step. Raises Refusal,
     WeftError."""
-    check_run(run)
+    check_device(check_run(run))
     names = (DRIVER, *run.workers) if run.workers else ()
     kept, set_aside = (
         partial(saved_step, run),
@@ -116,7 +124,7 @@ def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
     if worlds and ranks != run.world:
         raise _fixed_layout_error(run)
     if not run.workers or rank == 0:  # workers need no data
-        check_run(laid)
+        check_device(check_run(laid))
     again = AGENT in os.environ or restart_count() > 0
     if again:
         resume = saved_step(run) is not None

@@ -53,6 +53,9 @@ def verify(
                 f" verified with {exact.name}, {exact.codec}",
                 err=True,
             )
+        if run.train.offload_activations:
+            said = "layouts are verified on CPUs, whose memory is the host's already"
+            typer.echo(f"weft: [train] offload_activations is left out: {said}", err=True)
         report = verify_layouts(
             run,
             layouts,

@@ -62,6 +62,8 @@ class Plan:
     ] = ()  # modules beside `blocks` that count their dropout masks by themselves
     logits: str = "auto"  # whole, chunks (made by the loss, of some tokens at a time), or auto
     heads: tuple[str, ...] = ()  # modules whose output the loss can make in chunks
+    offload_activations: bool = False  # what blocks save for backward rests in host memory
+    fsdp_prefetch: int | None = None  # units gathered ahead of the one that runs; None: FSDP2's way
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property
@@ -323,6 +325,8 @@ class Plan:
             f" {self.data_size} data ranks x {self.accumulate} microbatches x {self.microbatch}"
             f" samples\n{count / 1e6:.2f} M parameters in {len(self.weights)} tensors; compute"
             f" {self.dtypes}; recompute {self.recompute}"
+            + ("; activations offloaded" if self.offload_activations else "")
+            + (f"; fsdp_prefetch {self.fsdp_prefetch}" if self.fsdp_prefetch else "")
         )
         stages = (
             () if self.staging is None else stage_table(self.staging, self.schedule, self.weights)

@@ -216,6 +216,21 @@ class TrainConfig(TomlTable):
             ' backward; "auto": chunks where a microbatch has more than 64 million'
         ),
     )
+    offload_activations: bool = Field(
+        default=False,
+        description=(
+            "what blocks save for backward rests in pinned host memory between forward and"
+            " backward; on GPUs"
+        ),
+    )
+    fsdp_prefetch: int | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "units whose weights `fsdp` gathers ahead of the one that runs, in forward and"
+            " backward; default: as FSDP2 does by itself"
+        ),
+    )
     compile: CompileChoice = Field(
         default="auto",
         description=(

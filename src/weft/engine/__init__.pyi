@@ -34,4 +34,4 @@ from .replica_sync.membership import (
 )
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
-from .setup import own_device as own_device
+from .setup import check_offload_device as check_offload_device, own_device as own_device

@@ -37,6 +37,7 @@ from .pipeline.stage_compute import Loss
 
 # kinds of blocks in one class, training and evaluation, shapes
 VARIANTS = 64
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that record them
 CHOICES = ("auto", "off", "blocks")
 
 
@@ -64,6 +65,10 @@ def resolve_compile(
             "the model has no list of repeated modules, which would be compiled",
             'use "off", and compile modules by module.compile() in the build',
         )
+    if plan.offload_activations and options.mode in CUDA_GRAPHS:
+        problem = "CUDA graphs read what a forward saved where it was, and it has been offloaded"
+        fix = 'use "default" or "max-autotune-no-cudagraphs", or leave offload_activations out'
+        raise ConfigError("train.compile_mode", options.mode, problem, fix)
     known = torch.compiler.list_backends(exclude_tags=())
     if options.backend not in known:
         problem = "torch.compile has no such backend"

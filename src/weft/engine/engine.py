@@ -67,6 +67,7 @@ from .setup import (
     check_request,
     deferring_heads,
     make_mesh,
+    make_offload,
     make_runners,
     own_device,
     require_positionwise,
@@ -225,9 +226,9 @@ class Engine:
         versions, loss = None, self.compiled.loss(self._prepared.loss)
         if plan.schedule.versions:
             versions = WeightStash(model, plan, self.mesh, self.low, self.param_update.step)
-        self._training = TrainingCompute(
-            self.stages, self.mesh, loss, self.randomness, self.reducer, self.units, versions
-        )
+        units, offload = self.units, make_offload(plan, mesh.device)
+        order = self.randomness, self.reducer, units, versions, offload
+        self._training = TrainingCompute(self.stages, mesh, loss, *order)
         self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks)
         self._update = GradUpdate(
             plan,

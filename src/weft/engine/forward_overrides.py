@@ -45,7 +45,7 @@ class ForwardOverrides:
             return
         training.if_drawn, training.randomness.in_use = self._override, False
         sliced = any(step.activation_sharding == "sequence" for step in plan.steps)
-        if plan.recomputed() or sliced or compiled:
+        if plan.recomputed() or sliced or compiled or training.offload is not None:
             self._wrap()
 
     def settle(self) -> None:
@@ -70,5 +70,6 @@ class ForwardOverrides:
     def _wrap(self) -> None:
         if not self._wrapped:
             self._wrapped = True
-            wrap_blocks(self._plan, self._model, self._training.randomness)
+            training = self._training
+            wrap_blocks(self._plan, self._model, training.randomness, training.offload)
             self._compiled.compile_blocks()

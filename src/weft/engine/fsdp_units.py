@@ -1,4 +1,4 @@
-"""When FSDP2's units gather and reduce, for each action of a schedule.
+"""When FSDP2's units gather and reduce, for each action of a schedule, and how far ahead.
 
 One stage: autograd's own hooks do it, as FSDP2 means them to. In a pipeline a stage's forward is
 left before the root module ends and its backward may come in two parts, so there the root unit
@@ -8,11 +8,12 @@ unit whose weight gradients come with W is reduced after W.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from weft._torch.fsdp import end_backward, mark_idle, reduced_like
 from weft.core import Action, FSDPUnit, Plan
@@ -38,6 +39,11 @@ class FSDPUnits:
         self.units = list(_units(model, plan))
         self._root = next((u.module for u in self.units if u.module is model), None)
         self._staged = plan.staging is not None
+        self._depth, self._order = plan.fsdp_prefetch, _UnitOrder(self.units)
+        self._to_learn: set[int | None] = set()  # stages whose order of units is not known
+        if self._depth is not None:
+            self._to_learn = {unit.stage for unit in self.units if unit.stage is not None}
+            self._order.watch()
         if self._staged:
             self._prefetch_within_stages()
             self._keep()
@@ -51,6 +57,7 @@ class FSDPUnits:
         if not self.units:
             return
         if action.kind == "B":
+            self._prefetch_ahead(action.stage)
             for unit in self._of(action.stage):
                 self._flags(unit, last, (last or unit.gather.reduced == "microbatch") and not split)
         elif action.kind == "W":
@@ -108,6 +115,19 @@ class FSDPUnits:
         for unit in units:
             unit.module.set_requires_gradient_sync(False, recurse=False)
 
+    def _prefetch_ahead(self, stage: int) -> None:
+        """Before the first backward of a stage: its forward has shown in which order units run."""
+        if self._depth is None or stage not in self._to_learn:
+            return
+        self._to_learn.discard(stage)
+        for each, ahead in _ahead(self._order.forward(stage), self._depth):
+            each.module.set_modules_to_forward_prefetch(ahead)
+        for each, ahead in _ahead(self._order.backward(stage), self._depth):
+            # none would mean FSDP2's own choice, which may be another stage's
+            each.module.set_modules_to_backward_prefetch(ahead or [each.module])
+        if not self._to_learn:
+            self._order.forget()
+
     def _prefetch_within_stages(self) -> None:
         """FSDP2 gathers ahead what ran before: that may be another stage's, whose turn is not
         next."""
@@ -115,6 +135,52 @@ class FSDPUnits:
         for unit in self.units:
             unit.module.set_modules_to_backward_prefetch([before.get(unit.stage, unit.module)])
             before[unit.stage] = unit.module
+
+
+class _UnitOrder:
+    """In which order units run. A model may call its blocks in another order than it holds them
+    in, and one more than once."""
+
+    def __init__(self, units: Sequence[ScheduledUnit]):
+        self._units = units
+        self._began: list[ScheduledUnit] = []
+        self._ended: list[ScheduledUnit] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self) -> None:
+        for unit in self._units:
+
+            def begin(*_: object, unit: ScheduledUnit = unit) -> None:
+                self._began.append(unit)
+
+            def end(*_: object, unit: ScheduledUnit = unit) -> None:
+                self._ended.append(unit)
+
+            self._hooks.append(unit.module.register_forward_pre_hook(begin))
+            self._hooks.append(unit.module.register_forward_hook(end))
+
+    def forget(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._began.clear()
+        self._ended.clear()
+
+    def forward(self, stage: int) -> list[ScheduledUnit]:
+        """Units of a stage as their first calls begin."""
+        return list({unit.name: unit for unit in self._began if unit.stage == stage}.values())
+
+    def backward(self, stage: int) -> list[ScheduledUnit]:
+        """Units of a stage as backward comes to them: what ended last, first; a unit that holds
+        others before these."""
+        ended = reversed(self._ended)
+        return list({unit.name: unit for unit in ended if unit.stage == stage}.values())
+
+
+def _ahead(
+    order: Sequence[ScheduledUnit], depth: int
+) -> Iterator[tuple[ScheduledUnit, list[FSDPModule]]]:
+    for place, unit in enumerate(order, 1):
+        yield unit, [other.module for other in order[place : place + depth]]
 
 
 def _units(model: nn.Module, plan: Plan) -> Iterator[ScheduledUnit]:

@@ -16,7 +16,7 @@ from weft.core import (
     bucket_gradients,
 )
 from weft.nn import FEW_LOGITS, DeferringHeads, is_positionwise
-from weft.parallel import Mesh
+from weft.parallel import ActivationOffload, CudaCopies, Mesh
 
 from .pipeline.p2p import PipelineTransport
 from .pipeline.runner import PipelineRunner, ValueRoute
@@ -33,6 +33,7 @@ def own_device() -> torch.device:
 
 def check_request(plan: Plan, clip: float | None, device: torch.device) -> None:
     """Refuse what the plan cannot do with this clip and device. Raises ConfigError."""
+    check_offload_device(plan, device)
     if clip is not None and plan.schedule.versions:
         raise ConfigError(
             "train.clip",
@@ -45,6 +46,22 @@ def check_request(plan: Plan, clip: float | None, device: torch.device) -> None:
         problem = "has run on CPUs alone: its messages are not ordered with what else a GPU does"
         fix = 'use name = "allreduce", with any codec'
         raise ConfigError("sync.name", plan.sync.name, problem, fix)
+
+
+def check_offload_device(plan: Plan, device: torch.device) -> None:
+    """Refuse to offload activations to the device where they are. Raises ConfigError."""
+    if plan.offload_activations and device.type != "cuda":
+        raise ConfigError(
+            "train.offload_activations",
+            True,
+            f"the run's device is the {device.type.upper()}, whose memory is the host's already",
+            "leave it out, or run on GPUs",
+        )
+
+
+def make_offload(plan: Plan, device: torch.device) -> ActivationOffload | None:
+    """What keeps activations in the host's memory; None: they stay on the device."""
+    return ActivationOffload(CudaCopies(device)) if plan.offload_activations else None
 
 
 def require_positionwise(loss: Loss) -> None:

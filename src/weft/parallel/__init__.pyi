@@ -1,3 +1,4 @@
+from .activation_offload import ActivationOffload as ActivationOffload
 from .apply import parallelize as parallelize
 from .axes import (
     DATA_AXES as DATA_AXES,
@@ -23,6 +24,7 @@ from .collectives import (
     split_dim as split_dim,
 )
 from .expert_dispatch import ExpertCommStats as ExpertCommStats
+from .host_copies import CudaCopies as CudaCopies
 from .low_precision import cast_arguments as cast_arguments, low_precision as low_precision
 from .make_plan import (
     plan as plan,

@@ -16,10 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from weft._torch.autograd import in_checkpoint
+from weft._torch.autograd import in_backward, in_checkpoint
 from weft._torch.modes import function_modes
 from weft.core import ActivationSharding, Plan, UnsupportedModel
 from weft.nn import Randomness
+
+from .activation_offload import ActivationOffload
 
 Forward = Callable[..., Any]
 
@@ -33,6 +35,7 @@ class BlockForward:
         activation_sharding: how activations are cut where it begins.
         randomness: gives dropout its masks.
         recomputed: whether backward computes the block again.
+        offload: keeps in the host's memory what the block saves for backward; None: it stays.
     """
 
     def __init__(
@@ -42,10 +45,11 @@ class BlockForward:
         activation_sharding: ActivationSharding,
         randomness: Randomness,
         recomputed: bool,
+        offload: ActivationOffload | None = None,
     ):
         self._module, self._name, self._randomness = module, name, randomness
         self._place, self._activation_sharding = zlib.crc32(name.encode()), activation_sharding
-        self._recomputed = recomputed
+        self._recomputed, self._offload = recomputed, offload
         self._forward: Forward = module.forward
         self._compiled: Forward | None = None
         self._leaves: list[tuple[dict[str, Any], str]] = []  # where compiled parameters stand
@@ -60,21 +64,41 @@ class BlockForward:
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        offload = self._offload
+        if offload is None or not torch.is_grad_enabled() or self._randomness.repeated:
+            return self._call(*args, **kwargs)
+        if in_checkpoint() or in_backward():
+            raise UnsupportedModel(
+                "train.offload_activations",
+                self._name,
+                "it is inside of torch.utils.checkpoint, which keeps its input by itself",
+                'leave that out and set train.recompute = "full"',
+            )
+        with offload.block(self._module):
+            return self._call(*args, **kwargs)
+
+    @torch.compiler.disable(recursive=False)
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._recomputed and torch.is_grad_enabled()):
             return self._run(*args, **kwargs)
+        names, count = tuple(kwargs), len(args)
+
+        def run(*flat: Any) -> Any:
+            return self._run(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
+
         randomness, modes = self._randomness, function_modes()
         outside, randomness.recomputed = randomness.recomputed, True
         try:
             return checkpoint(
-                self._run,
+                run,  # positions alone are saved by the hooks of saved tensors
                 *args,
+                *kwargs.values(),
                 use_reentrant=False,
                 early_stop=False,
                 context_fn=lambda: (
                     contextlib.nullcontext(),
                     _RecomputeContext(self._module, modes, randomness),
                 ),
-                **kwargs,
             )
         finally:
             randomness.recomputed = outside
@@ -139,9 +163,18 @@ class _RecomputeContext:
         self._stack.close()
 
 
-def wrap_blocks(plan: Plan, model: nn.Module, randomness: Randomness) -> None:
+def wrap_blocks(
+    plan: Plan, model: nn.Module, randomness: Randomness, offload: ActivationOffload | None = None
+) -> None:
     """Put a BlockForward in the place of each block's forward: for dropout, recomputation, slices
-    of the sequence and compilation. Without any of these a block's own forward does."""
+    of the sequence, compilation and offloading. Without any of these a block's own forward does.
+
+    Args:
+        plan: this rank's part of a plan.
+        model: the model after it is sharded.
+        randomness: gives dropout its masks.
+        offload: keeps in the host's memory what blocks save for backward; None: it stays.
+    """
     interiors = {
         step.module: step.activation_sharding
         for step in plan.steps
@@ -150,7 +183,8 @@ def wrap_blocks(plan: Plan, model: nn.Module, randomness: Randomness) -> None:
     recomputed = set(plan.recomputed())
     for name in plan.blocks:
         module, sharding = model.get_submodule(name), interiors.get(name) or "whole"
-        module.forward = BlockForward(module, name, sharding, randomness, name in recomputed)  # type: ignore[method-assign]
+        again = name in recomputed
+        module.forward = BlockForward(module, name, sharding, randomness, again, offload)  # type: ignore[method-assign]
     for name in plan.counted:
         module = model.get_submodule(name)
         module.forward = _forward_with_own_count(module, name, randomness)  # type: ignore[method-assign]

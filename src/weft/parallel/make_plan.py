@@ -36,6 +36,7 @@ from weft.sync import check_gate_biases, check_sync, make_sync
 
 from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES
 from .cut_trial import runnable_roles
+from .memory_checks import check_offload, check_prefetch
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
 from .sequence_checks import check_shared_sequence
@@ -58,6 +59,8 @@ class PlanKeywords(PipelineKeywords, total=False):
 
     logits: str
     reduce: str
+    fsdp_prefetch: int | None
+    offload_activations: bool
 
 
 def plan(
@@ -103,6 +106,10 @@ def plan(
             Default: the backend's all-reduce.
         logits: "whole"; "chunks": a loss marked `weft.losses.vocab_parallel` makes them, of some
             tokens at a time, and again in backward; "auto": chunks where they are many.
+        fsdp_prefetch: how many units (blocks) ahead of the one that runs `fsdp` gathers weights.
+            Default: FSDP2's own way.
+        offload_activations: whether what blocks save for backward rests in host memory between
+            forward and backward. Needs CUDA.
 
     Raises:
         Refusal: what the layout cannot do with this model.
@@ -113,6 +120,7 @@ def plan(
         dp2.tp2
     """
     logits, reduce = further.pop("logits", "auto"), further.pop("reduce", "fp32")
+    prefetch, away = further.pop("fsdp_prefetch", None), further.pop("offload_activations", False)
     return plan_from_request(
         PlanRequest(
             model,
@@ -130,6 +138,8 @@ def plan(
             sample,
             make_sync(sync) if isinstance(sync, str) else sync,
             logits,
+            prefetch,
+            away,
         )
     )
 
@@ -159,6 +169,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
         check_shared_sequence(request, layout, found, steps)
     blocks = tuple(b for blocks in found.blocks for b in blocks)
     _check_recompute(request.recompute, blocks)
+    check_prefetch(request.fsdp_prefetch, layout, steps)
+    check_offload(request.offload_activations, blocks)
     norms = tuple(
         n
         for n, m in model.named_modules()
@@ -213,6 +225,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
         counted=counted,
         logits=request.logits,
         heads=found.heads if typed and _in_chunks(request.logits, staged) else (),
+        offload_activations=request.offload_activations,
+        fsdp_prefetch=request.fsdp_prefetch,
     )
 
 

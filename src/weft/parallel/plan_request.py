@@ -32,3 +32,5 @@ class PlanRequest:
     sample: Mapping[str, Tensor] | None = None
     sync: Sync | None = None
     logits: str = "auto"
+    fsdp_prefetch: int | None = None
+    offload_activations: bool = False

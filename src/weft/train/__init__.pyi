@@ -8,6 +8,7 @@ from .build import (
     build_skeleton as build_skeleton,
     build_sync as build_sync,
     model_inputs as model_inputs,
+    on_own_layout as on_own_layout,
     replica_ranks as replica_ranks,
     resolve_callable as resolve_callable,
     sample_batch as sample_batch,
@@ -36,6 +37,7 @@ from .metrics import (
     peak_memory_bytes as peak_memory_bytes,
 )
 from .run_checks import (
+    check_device as check_device,
     check_run as check_run,
     check_sizes as check_sizes,
     plan_without_weights as plan_without_weights,

@@ -36,7 +36,7 @@ from weft.core import (
 )
 from weft.engine import OptimizerFactory, make_optimizer
 from weft.nn import Loss, build_hf_model, deferred_init, hf_weight_files
-from weft.parallel import PlanRequest, plan_from_request
+from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
 from weft.sync import make_sync
 
 from . import data, lr_schedule
@@ -333,6 +333,8 @@ def build_plan(run: RunConfig, model: nn.Module, sample: dict[str, Tensor]) -> P
             sample=sample,
             sync=build_sync(run),
             logits=t.logits,
+            fsdp_prefetch=t.fsdp_prefetch,
+            offload_activations=t.offload_activations,
         )
     )
 
@@ -360,6 +362,16 @@ def with_layout(run: RunConfig, layout: str | Layout) -> RunConfig:
     """The same run on another layout. Raises LayoutError."""
     axes = Layout.parse(layout) if isinstance(layout, str) else layout
     return run.model_copy(update={"layout": LayoutConfig(axes=axes, elastic=run.layout.elastic)})
+
+
+def on_own_layout(run: RunConfig, layout: str | Layout) -> RunConfig:
+    """The same run on a layout that weft itself chose: less what has no effect there, which is
+    refused where a user names the layout. Raises LayoutError."""
+    there = with_layout(run, layout)
+    if there.layout.axes.active_axes(*STATE_AXES) or run.train.fsdp_prefetch is None:
+        return there
+    train = run.train.model_copy(update={"fsdp_prefetch": None})
+    return there.model_copy(update={"train": train})
 
 
 def resolve_path(run: RunConfig, path: str) -> str:

@@ -27,7 +27,7 @@ def shrink_to(run: RunConfig, ranks: int) -> RunConfig:
     candidates = smaller_layouts(layout, ranks) if isinstance(named, bool) else named
     bare, train, refused = build.build_skeleton(run), build.build_dataset(run), None
     for candidate in candidates:
-        there = build.with_layout(run, candidate)
+        there = build.on_own_layout(run, candidate)
         parts = run.train.accumulate * candidate.size(*DATA_AXES)
         if candidate.world > ranks or (run.train.batch % parts and candidate.world > 1):
             continue

@@ -25,6 +25,7 @@ from weft.core import (
 from weft.engine import (
     check_codec,
     check_compiled,
+    check_offload_device,
     check_optimizer,
     check_servers,
     check_worker_plan,
@@ -92,6 +93,13 @@ def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan
     check_labels(build_loss(run), sample_batch(run, train))
     check_sizes(bare, train, plans)
     return plans
+
+
+def check_device(plans: Sequence[Plan]) -> None:
+    """Refuse what the devices of this machine do not do, where processes start on it. Raises
+    Refusal."""
+    for each in plans:
+        check_offload_device(each, own_device())
 
 
 def _check_workers(run: RunConfig, bare: nn.Module, laid: Plan) -> None:

@@ -183,7 +183,9 @@ def _same_plan(plan: Plan, precision: str, model: nn.Module, layout: str) -> Pla
     divide."""
     dtype, reduce = (torch.float64, "fp32") if precision == "fp64" else (torch.float32, plan.reduce)
     weights = tuple(replace(w, dtype=dtype) for w in plan.weights)
-    whole = replace(plan, weights=weights, precision=precision, reduce=reduce)
+    # it runs on CPUs, whose memory is the host's already
+    here = replace(plan, offload_activations=False)
+    whole = replace(here, weights=weights, precision=precision, reduce=reduce)
     if layout == str(plan.layout):
         return whole
     return replace(
@@ -192,6 +194,7 @@ def _same_plan(plan: Plan, precision: str, model: nn.Module, layout: str) -> Pla
         steps=(),
         batchnorms=(),
         recompute="none",
+        fsdp_prefetch=None,
         staging=None,
         staged=None,
     )

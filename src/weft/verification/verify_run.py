@@ -20,6 +20,7 @@ from weft.train import (
     build_model,
     build_optimizer,
     build_plan,
+    on_own_layout,
     sample_batch,
     with_layout,
 )
@@ -50,7 +51,10 @@ def verify_layouts(
     check_precision(precision)
     reduce = run.precision.reduce if precision == "bf16" else "fp32"
     table = PrecisionConfig.model_validate({"compute": precision, "reduce": reduce})
-    changed = run.model_copy(update={"precision": table, "sync": exact_sync(run.sync)})
+    train = run.train.model_copy(update={"offload_activations": False})  # it runs on CPUs
+    changed = run.model_copy(
+        update={"precision": table, "sync": exact_sync(run.sync), "train": train}
+    )
     return verify_case(make_case(changed), layouts, steps, done)
 
 
@@ -82,7 +86,9 @@ def make_case(run: RunConfig) -> Case:
 
 
 def _plan(run: RunConfig, batches: _Batches, model: nn.Module, layout: str) -> Plan:
-    return build_plan(with_layout(run, layout), model, sample_batch(run, batches.held()))
+    # one device is what the others are held to
+    there = on_own_layout(run, layout) if layout == "dp1" else with_layout(run, layout)
+    return build_plan(there, model, sample_batch(run, batches.held()))
 
 
 @dataclass

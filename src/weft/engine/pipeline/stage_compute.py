@@ -19,6 +19,7 @@ from weft.core import (
 from weft.nn import Randomness, mix_key, widened
 from weft.parallel import (
     DATA_AXES,
+    ActivationOffload,
     Mesh,
     cast_arguments,
 )
@@ -118,6 +119,7 @@ class TrainingCompute:
     reducer: GradReducer
     units: FSDPUnits
     versions: WeightStash | None = None
+    offload: ActivationOffload | None = None
     functions: FunctionOverrides | None = None  # what is replaced inside a forward; None: nothing
     if_drawn: Callable[[], None] | None = None  # called once a forward has drawn; sets functions
     scale: float = 1.0  # of the loss that backward starts from
@@ -201,11 +203,15 @@ class TrainingCompute:
         self.randomness.begin(self.step, self._samples[microbatch])
         self.stages.sequence.begin(self.micros[microbatch])
         if kind == "F":
+            if self.offload is not None:
+                self.offload.begin_forward((stage, microbatch))
             place = (microbatch, self._data, stage) if stage else (microbatch, self._data)
             self._generator.manual_seed(mix_key(self.randomness.seed, self.step, *place) % 2**63)
             return
         if self.versions is not None and kind in ("B", "W"):
             self._held.enter_context(self.versions.of(stage, microbatch))
+        if self.offload is not None and kind in ("B", "W"):
+            self.offload.begin_backward((stage, microbatch))
         last, split = action == self._last[stage], (stage, microbatch) in self._split
         self.units.before(action, last, split)
         if last:

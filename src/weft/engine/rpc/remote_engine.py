@@ -46,6 +46,7 @@ from ..optimizers import Optimizers, refuse_kind, scale_grads, updates_tensors
 from ..pipeline.stage_compute import Loss, StageModel
 from ..protocol import StepResult
 from ..replica_sync.replicas import ReplicaSync
+from ..setup import check_offload_device
 from .calls import CallAnswer, ModuleCall, ModuleCalls, await_answer, check_unchanged, make_answer
 from .remote_state import RemoteState
 from .remote_tensor import RemoteTensor, drop_remote_weights
@@ -397,6 +398,7 @@ def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
         raise LayoutError(
             "layout.axes", str(plan.layout), problem, "leave it dp1, or leave [workers] out"
         )
+    check_offload_device(plan, CPU)
     if plan.precision == "fp16":
         problem = "no worker scales the loss, and says where a gradient has overflowed"
         raise ConfigError("precision.compute", plan.precision, problem, "use bf16, fp32 or fp64")

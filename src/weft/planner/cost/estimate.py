@@ -27,7 +27,7 @@ from .gradient_cost import gradient_parts
 from .hardware import GIB, Cluster, Era
 from .layer_correction import MEASURED
 from .layout_batch import Array, LayoutBatch
-from .memory import input_bytes, peak_memory, shard_counts, stage_params
+from .memory import input_bytes, peak_memory, saved_bytes, shard_counts, stage_params
 from .model_work import BlockWork, ModelWork
 from .pipeline_stages import StageShare, chain_parts, stage_shares
 from .precision_policy import PrecisionPolicy
@@ -229,7 +229,7 @@ class CostModel(CostInputs):
         )
         gradients, exchange_s = gradient_parts(self, slow.seconds)
         found += gradients
-        if c.offload.any():
+        if c.offload.any() or self.practice.host_activations:
             found.append(self._host(slow.seconds))
         if self.practice.added_bytes:
             found.append(self._accumulation_part())
@@ -327,7 +327,14 @@ class CostModel(CostInputs):
             nbytes = nbytes + 2 * c.again * sum(
                 count * input_bytes(block, c) for block, count in blocks if block.repeated
             )
-        comm = np.where(c.offload, nbytes / self.cluster.hardware.device.host_bps, 0.0)
+        nbytes = np.where(c.offload, nbytes, 0.0)
+        if practice.host_activations:
+            for block, count in self.stages[0].holds(self.work):
+                if block.repeated:
+                    # without a pipeline backward follows at once, and finds the last two
+                    back = np.where(c.stage_ranks > 1, count, np.maximum(0, count - 2))
+                    nbytes = nbytes + (count + back) * saved_bytes(block, c)
+        comm = nbytes / self.cluster.hardware.device.host_bps
         return self.exposed(TimePart.HOST, comm, slow.total, c.accumulate)
 
     def _accumulation_part(self) -> CostPart:

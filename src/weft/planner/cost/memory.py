@@ -84,6 +84,17 @@ def activation_bytes(block: BlockWork, choices: LayoutBatch, core: bool) -> Arra
     return found
 
 
+def saved_bytes(block: BlockWork, choices: LayoutBatch, inputs: Array | float = 1.0) -> Array:
+    """Bytes that one block, run again or not, saves of a microbatch: the mean of both. `inputs`:
+    the share of what blocks that run again save."""
+    whole, bare = (activation_bytes(block, choices, core) for core in (True, False))
+    kept = np.where(choices.selective, bare, whole)
+    if not block.repeated:
+        return kept
+    again = choices.again * inputs * input_bytes(block, choices)
+    return (1 - choices.again) * kept + again
+
+
 def peak_memory(
     work: ModelWork,
     choices: LayoutBatch,
@@ -237,34 +248,40 @@ def _rank(
     unit = largest / practice.messages
     gathered = np.where(
         (many > 1) & zero3,
-        np.minimum(2 * unit, full) * practice.gather_bytes + unit * practice.reduce_bytes,
+        np.minimum((1 + practice.ahead) * unit, full) * practice.gather_bytes
+        + unit * practice.reduce_bytes,
         0.0,
     )
 
     samples = choices.microbatch / choices.sequences
-    activations, once, working, sent = (np.zeros(len(choices)) for _ in range(4))
+    activations, once, working, sent, came, blocks = (np.zeros(len(choices)) for _ in range(6))
     for block, count in stage.holds(work):
         whole, bare = (
             activation_bytes(block, choices, True),
             activation_bytes(block, choices, False),
         )
-        each = np.where(choices.selective, bare, whole)
-        entry = input_bytes(block, choices)
+        entry, inputs = input_bytes(block, choices), np.ones(len(choices))
         if block.repeated:
             # of those that rest elsewhere, one is read while the next comes
-            here = np.where(
+            inputs = np.where(
                 away[MemoryPart.ACTIVATIONS],
                 np.minimum(1, 2 / np.maximum(1, choices.again * count)),
                 1.0,
             )
-            each = (1 - choices.again) * each + choices.again * here * entry
             once = np.maximum(
                 once,
                 np.where(
                     choices.again > 0, whole - entry, np.where(choices.selective, whole - bare, 0)
                 ),
             )
-        activations = activations + count * each
+        each = saved_bytes(block, choices, inputs)
+        if block.repeated and practice.host_activations:
+            # the block that runs, and one that leaves or comes; and what came from another stage,
+            # which waits for its gradient
+            blocks = np.maximum(blocks, np.minimum(2, live * count) * each)
+            came = np.maximum(came, np.where(count > 0, entry, 0.0))
+        else:
+            activations = activations + count * each
         if practice.keeps_sent and block.repeated:
             sent = np.maximum(sent, np.where(count > 0, entry, 0.0))
         # gathered keys and values, and their gradients in float32
@@ -284,7 +301,9 @@ def _rank(
     # where a V turns, a chunk's stays there; but its first rank, which ends the model too, is the
     # one that needs more
     activations = (
-        activations + np.where(choices.stage_ranks > 1, choices.chunks - stage.after, 0.0) * sent
+        activations
+        + np.where(choices.stage_ranks > 1, choices.chunks - stage.after, 0.0) * sent
+        + np.where(choices.stage_ranks > 1, choices.chunks - stage.before, 0.0) * came
     )
     logits = stage.after * _logit_bytes(work, choices, practice, samples, head)
     busy = once + working
@@ -303,9 +322,10 @@ def _rank(
         CostPart(
             MemoryPart.GATHERED_WEIGHTS,
             gathered,
-            "min(2 x unit, all) x gather_bytes + unit x reduce_bytes, of two gathered units and"
-            " one's gradient",
+            "min((1 + ahead) x unit, all) x gather_bytes + unit x reduce_bytes, of gathered units"
+            " and one's gradient",
             {
+                "ahead": practice.ahead,
                 "unit": unit,
                 "all": full,
                 "gather_bytes": practice.gather_bytes,
@@ -338,9 +358,11 @@ def _rank(
         ),
         CostPart(
             MemoryPart.ACTIVATIONS,
-            live * activations,
-            "live x microbatch_bytes, what blocks keep of one",
-            {"live": live, "microbatch_bytes": activations},
+            live * activations + blocks,
+            "live x microbatch_bytes + two_blocks, what else one keeps, and what two blocks keep"
+            if practice.host_activations
+            else "live x microbatch_bytes, what blocks keep of one",
+            {"live": live, "microbatch_bytes": activations, "two_blocks": blocks},
         ),
         CostPart(
             MemoryPart.WORKING,

@@ -22,16 +22,18 @@ class PrecisionPolicy:
     only if `always_chunks`.
     `dummy_bytes` of one block's gradients that stand in for those which a fused matmul has summed
     elsewhere (Transformer Engine). `messages`: in how many the sharded weights of a block are
-    gathered, or its gradients reduced. `overlaps`: whether sums of gradients over data axes run
-    beside backward; `sends_beside`: whether what the chunks of an interleaved pipeline send runs
-    beside compute, as Megatron-Core overlaps it. `keeps_sent`: whether a stage keeps what it sent
-    until the gradient comes, which Megatron-Core does not. `scatters`: whether ranks of tp send a
-    part each of what goes to the next stage, and gather it there (Narayanan et al. 2021).
+    gathered, or its gradients reduced; `ahead`: units that are gathered beside the one that runs.
+    `overlaps`: whether sums of gradients over data axes run beside backward; `sends_beside`:
+    whether what the chunks of an interleaved pipeline send runs beside compute, as Megatron-Core
+    overlaps it. `keeps_sent`: whether a stage keeps what it sent until the gradient comes, which
+    Megatron-Core does not. `scatters`: whether ranks of tp send a part each of what goes to the
+    next stage, and gather it there (Narayanan et al. 2021).
     `start_bytes` of a weight that is whole for a moment before the first step; 0: nobody asks what
     the start holds.
     `offloads`: what rests in host memory where a layout is offloaded, of weights, gradients,
     optimizer and activations (of these, inputs of blocks that run again; Rajbhandari et al. 2021,
-    ZeRO-Infinity).
+    ZeRO-Infinity). `host_activations`: whether, under any layout, what blocks save for backward
+    does, but for two blocks.
     """
 
     compute: str = "bf16"
@@ -52,9 +54,11 @@ class PrecisionPolicy:
     always_chunks: bool = False
     dummy_bytes: float = 0.0
     messages: float = 1.0
+    ahead: float = 1.0
     overlaps: bool = True
     sends_beside: bool = False
     keeps_sent: bool = False
     scatters: bool = False
     start_bytes: float = 0.0
     offloads: Collection[str] = ("weights", "gradients", "optimizer")
+    host_activations: bool = False

@@ -17,7 +17,7 @@ from weft.core import (
     RunConfig,
 )
 from weft.nn import block_lists
-from weft.train import Dataset, check_sizes, plan_without_weights, with_layout
+from weft.train import Dataset, check_sizes, on_own_layout, plan_without_weights
 
 from .query_from_run import run_with_layout
 from .ranking import RankedLayout
@@ -95,7 +95,7 @@ class FeasibilityChecker:
             update={"batch": layout.world * self.run.train.batch, "accumulate": 1}
         )
         return self._check_run(
-            with_layout(self.run.model_copy(update={"train": train}), layout), self.bare
+            on_own_layout(self.run.model_copy(update={"train": train}), layout), self.bare
         )
 
     def _check_run(self, run: RunConfig, model: nn.Module) -> Refusal | None:
@@ -105,7 +105,7 @@ class FeasibilityChecker:
         try:
             check_sizes(model, self.held, [plan_without_weights(run, model, self.held, load)])
         except NeedsData:
-            return self._check_run(with_layout(run, run.layout.axes.without(STAGE_AXIS)), model)
+            return self._check_run(on_own_layout(run, run.layout.axes.without(STAGE_AXIS)), model)
         except Refusal as problem:
             return problem
         return None

@@ -21,6 +21,7 @@ from weft.train import (
     build_skeleton,
     build_sync,
     model_inputs,
+    on_own_layout,
     resolve_callable,
     sample_batch,
     with_layout,
@@ -143,4 +144,4 @@ def run_with_layout(
         pipeline = PipelineConfig(
             schedule=name, cut=cut, dynamic_shapes=pipeline.dynamic_shapes, **arguments
         )
-    return with_layout(run.model_copy(update={"train": train, "pipeline": pipeline}), axes)
+    return on_own_layout(run.model_copy(update={"train": train, "pipeline": pipeline}), axes)

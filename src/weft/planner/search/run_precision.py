@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ def run_precision(run: RunConfig) -> PrecisionPolicy:
     """As the run file has it."""
     logits = run.train.logits if accepts_sharded_logits(build_loss(run)) else "whole"
     precision = run.precision
-    return precision_policy(precision.compute, build_optimizer(run), logits, precision.reduce)
+    policy = precision_policy(precision.compute, build_optimizer(run), logits, precision.reduce)
+    ahead = run.train.fsdp_prefetch or policy.ahead
+    return replace(policy, ahead=ahead, host_activations=run.train.offload_activations)
 
 
 def precision_policy(
