@@ -80,6 +80,15 @@ def keep_saved_tensors() -> None:
     config.donated_buffer = False
 
 
+def overlapping_options(mode: str) -> dict[str, Any]:
+    """What torch.compile takes as `options` for inductor in this mode, with the pass that fuses
+    matmuls and the collectives around them (micro-pipelining). It names that pass by no public
+    option."""
+    import torch._inductor
+
+    return {**torch._inductor.list_mode_options(mode), "_micro_pipeline_tp": True}
+
+
 def cpp_compiler_missing() -> bool:
     """Whether inductor finds no C++ compiler, without which it compiles nothing for a CPU."""
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -193,7 +193,8 @@ class Engine:
             staged = StageForward(model, plan.staging, stages, device, skip, plan.dtypes)
         self.loads = ExpertLoad(model, find_experts(model), self.mesh)
         self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
-        self.compiled = CompiledBlocks(model, self.rank_plan, options, self.loads.modules)
+        experts = self.loads.modules
+        self.compiled = CompiledBlocks(model, self.rank_plan, self.mesh, options, experts)
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {n: p for n, p in model.named_parameters() if n in held}
