@@ -40,6 +40,8 @@ from .pipeline.stage_compute import Loss
 # kinds of blocks in one class, training and evaluation, shapes
 VARIANTS = 64
 CHOICES = ("auto", "off", "blocks")
+# backends that run a graph as the torch functions that it was traced from
+CALLS_TORCH = ("eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager")
 
 
 def resolve_compile(
@@ -49,7 +51,8 @@ def resolve_compile(
 
     Raises:
         ConfigError: a model without repeated blocks, a choice or backend that does not exist, a
-            CPU without a C++ compiler, async_tp where it cannot be.
+            CPU without a C++ compiler, selective recomputation with a backend that compiles
+            nothing, async_tp where it cannot be.
     """
     if choice == "off":
         return None
@@ -70,6 +73,10 @@ def resolve_compile(
     if options.backend not in known:
         problem = "torch.compile has no such backend"
         fix = nearest(options.backend, known)
+        raise ConfigError("train.compile_backend", options.backend, problem, fix)
+    if options.backend in CALLS_TORCH and plan.recompute == "selective":
+        problem = "it calls attention of a graph once more, with all that recomputes it around it"
+        fix = 'use "aot_eager" or "inductor", or recompute "none" or "full"'
         raise ConfigError("train.compile_backend", options.backend, problem, fix)
     if options.async_tp:
         check_async_tp(options, plan.layout, device)
