@@ -20,6 +20,7 @@ from tests.verification.test_parity import SUBJECTS, transformer
 from weft._torch.compiler import CompileCounts, CompileLog
 from weft._torch.modes import dispatch_modes, function_modes
 from weft.core import CompileOptions, ConfigError, UnsupportedModel
+from weft.engine.module_trail import ModuleTrail
 from weft.nn import may_drop, may_route
 from weft.nn.losses import classification, mse, next_token
 from weft.nn.models import decoder
@@ -354,6 +355,22 @@ def test_dropout_in_what_the_user_compiled_is_compiled_once(
     found, graphs, counts = pool.run(steps_of_compiled, layout, "gpt2", part, world=2)[0]
     assert graphs == 1 and counts.recompilations == 0
     assert found == pytest.approx(eager, rel=1e-5)
+
+
+def test_what_the_user_compiled_is_on_the_trail_of_modules() -> None:
+    first, second = Dropper(), Dropper()
+    second.compile(backend="eager")
+    trail = ModuleTrail(nn.ModuleList([first, second]), watch=True)
+
+    def hash_of(*calls: nn.Module) -> int:
+        trail.clear()
+        for call in calls:
+            call(torch.ones(1, 16))
+        return trail.hash
+
+    orders = [(first,), (second,), (first, second), (second, first)]
+    assert len({0, *(hash_of(*calls) for calls in orders)}) == 5
+    assert hash_of(first, second) == hash_of(first, second)
 
 
 def test_blocks_are_compiled_around_parts_that_the_user_compiled(pool: Any) -> None:

@@ -165,7 +165,14 @@ def _cut_module(module: nn.Module, params: dict[str, Param], mesh: Mesh) -> None
 
 
 def linear_of(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """What a linear, or Hugging Face's Conv1D, computes of x with these parameters."""
+    """What a linear computes with these parameters.
+
+    Args:
+        module: an nn.Linear, or a Conv1D of Hugging Face.
+        x: its input, [..., features in].
+        weight: of the shape that the module keeps it in, or this rank's part of it.
+        bias: None: nothing is added.
+    """
     assert weight is not None
     if is_conv1d(module):
         y = x @ weight
