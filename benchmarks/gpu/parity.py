@@ -42,6 +42,7 @@ class Cell:
     layout: str
     precision: str
     compiled: bool
+    async_tp: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,9 @@ def cells(setting: Setting) -> Iterator[Cell]:
                     extra = compiled or precision == "bf16"
                     if not (setting.small and extra and layout != "fsdp2"):
                         yield Cell(model, layout, precision, compiled)
+            if layout.endswith("tp2+sequence") or layout == f"tp{setting.world}+sequence":
+                for precision in FLOOR:
+                    yield Cell(model, layout, precision, True, True)
 
 
 def build(setting: Setting, model: str, dtype: torch.dtype) -> nn.Module:
@@ -137,7 +141,7 @@ def laid(setting: Setting, cell: Cell, wanted: Alone) -> tuple[float, float, str
         optimizer=adamw,
         loss=next_token,
         device=setting.device,
-        compile=setting.compiled() if cell.compiled else "off",
+        compile=setting.compiled(async_tp=cell.async_tp) if cell.compiled else "off",
     )
     loss_error, gradient_error, worst = 0.0, 0.0, ""
     for step, loss in enumerate(wanted.losses):
@@ -213,7 +217,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             figures = f"{row['loss']:.0e} | {row['gradient']:.0e}"
         elif "refused" in row:
             says = "refused"
-        how = "yes" if row["compiled"] else "no"
+        how = "async_tp" if row["async_tp"] else "yes" if row["compiled"] else "no"
         name = f"{row['model']}, `{row['layout']}`"
         lines.append(f"| {name} | {row['precision']} | {how} | {figures} | {says} |")
     return lines

@@ -28,6 +28,7 @@ sys.path.insert(0, str(HERE.parent))
 import launches  # noqa: E402
 import memory  # noqa: E402
 import offload  # noqa: E402
+import overlap  # noqa: E402
 import parity  # noqa: E402
 import speed  # noqa: E402
 import stall  # noqa: E402
@@ -38,6 +39,7 @@ from setting import Setting  # noqa: E402
 PARTS: dict[str, ModuleType] = {
     "parity": parity,
     "speed": speed,
+    "overlap": overlap,
     "memory": memory,
     "offload": offload,
     "launches": launches,
@@ -46,6 +48,7 @@ PARTS: dict[str, ModuleType] = {
 TITLES = {
     "parity": "Relative differences from one device on the CPU in float64",
     "speed": "A step beside plain torch",
+    "overlap": "tp+sequence overlapped with matmuls",
     "memory": "Memory beside what is predicted",
     "offload": "Activations in the host's memory",
     "launches": "Launches of a step",

@@ -111,8 +111,8 @@ class Setting:
         """Of torch.compile: the CPU's takes a compiler and minutes."""
         return "aot_eager" if self.small else "inductor"
 
-    def compiled(self, mode: Any = "default") -> CompileOptions:
-        return CompileOptions(mode, self.backend)
+    def compiled(self, mode: Any = "default", async_tp: bool = False) -> CompileOptions:
+        return CompileOptions(mode, self.backend, async_tp)
 
     def sized(self, size: Size) -> Size:
         return TINY if self.small else size

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft._torch.modules import (
+    call_with_own_class,
     hook_ids,
     innermost_function_mode,
     intercept_calls,
@@ -61,6 +62,25 @@ def test_the_original_call_runs_hooks() -> None:
     with intercept_calls([(module, call)]):
         module(torch.ones(1, 2))
     assert seen == ["hook"]
+
+
+class Tells(nn.Module):
+    def forward(self) -> type:
+        return type(self)
+
+
+def test_a_call_with_the_own_class_takes_it_back_afterwards() -> None:
+    module = Tells()
+    with intercept_calls([(module, original_call(module))]):
+        assert module() is not Tells
+    with intercept_calls([(module, call_with_own_class(module))]):
+        assert module() is Tells and type(module) is not Tells
+        assert module() is Tells  # it was intercepted again
+    assert type(module) is Tells
+    lazy = nn.LazyLinear(2)
+    with intercept_calls([(lazy, call_with_own_class(lazy))]):
+        lazy(torch.ones(1, 3))
+    assert type(lazy) is nn.Linear
 
 
 def test_a_module_that_is_wrapped_after_redirection_stays_redirected() -> None:

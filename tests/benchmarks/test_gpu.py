@@ -22,9 +22,14 @@ def test_every_part_runs_small(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "cpu-x-2.json").read_text())
-    assert list(found) == ["parity", "speed", "memory", "offload", "launches", "stall"]
+    assert list(found) == ["parity", "speed", "overlap", "memory", "offload", "launches", "stall"]
     parity = found["parity"]["runs"]
-    assert all("loss" in row for row in parity), parity
+    overlapped = [row for row in parity if row["async_tp"]]  # needs GPUs
+    assert len(overlapped) == 2 and all("train.async_tp" in row["refused"] for row in overlapped)
+    assert all("loss" in row for row in parity if row not in overlapped), parity
+    sides = found["overlap"]["runs"]
+    assert ["step_s" in row for row in sides] == [True, False]
+    assert "train.async_tp" in sides[1]["refused"]
     assert {row["precision"] for row in parity if row["compiled"]} == {"fp64", "bf16"}
     [speed] = found["speed"]["runs"]
     assert speed["plain"]["losses"] != speed["weft"]["losses"]  # each draws its own weights

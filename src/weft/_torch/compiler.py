@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,15 @@ def keep_saved_tensors() -> None:
     config.donated_buffer = False
 
 
+def overlapping_options(mode: str) -> dict[str, Any]:
+    """What torch.compile takes as `options` for inductor in this mode, with the pass that fuses
+    matmuls and the collectives around them (micro-pipelining). It names that pass by no public
+    option."""
+    import torch._inductor
+
+    return {**torch._inductor.list_mode_options(mode), "_micro_pipeline_tp": True}
+
+
 def cpp_compiler_missing() -> bool:
     """Whether inductor finds no C++ compiler, without which it compiles nothing for a CPU."""
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -95,6 +105,18 @@ def cpp_compiler_missing() -> bool:
 def compiled_by_user(module: nn.Module) -> bool:
     """Whether `module.compile()` was called. Torch does not tell."""
     return module._compiled_call_impl is not None
+
+
+def before_compiled_call(module: nn.Module, hook: Callable[[], None]) -> None:
+    """Call `hook()` before each call of a module whose `compile()` was called, outside of its
+    graph: its forward hooks are inside, and Python values that they change would be guarded."""
+    compiled: Any = module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        hook()
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call  # type: ignore[assignment]
 
 
 def is_compiled_copy(module: nn.Module) -> bool:

@@ -45,7 +45,9 @@ def _subclass(cls: Any, *bases: type, **methods: Callable[..., Any]) -> Any:
 
 @lru_cache(maxsize=1024)
 def _intercepted_class(cls: Any) -> Any:
-    return _subclass(cls, *(() if cls is nn.Module else (cls,)), _InterceptedModule)
+    made = _subclass(cls, *(() if cls is nn.Module else (cls,)), _InterceptedModule)
+    made._own_class = cls
+    return made
 
 
 @lru_cache(maxsize=1024)
@@ -99,6 +101,24 @@ def original_call(module: nn.Module) -> Callable[..., Any]:
     """What a call of this module does now. A handler uses it to run the module itself, and so has
     to get it before calls are redirected to the handler."""
     return vars(module).get(_HANDLER) or partial(nn.Module.__call__, module)
+
+
+def call_with_own_class(module: nn.Module) -> Callable[..., Any]:
+    """As `original_call`; meanwhile the module has its own class. A compiled forward is compiled
+    again where the class of `self` differs, and in backward no call is intercepted."""
+    call = original_call(module)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        intercepted: Any = type(module)
+        own = vars(intercepted).get("_own_class", intercepted)
+        module.__class__ = own
+        try:
+            return call(*args, **kwargs)
+        finally:
+            if type(module) is own:  # a lazy module may have changed its class
+                module.__class__ = intercepted
+
+    return run
 
 
 def replace_parameters(module: nn.Module, replacements: Mapping[int, Tensor]) -> None:

@@ -34,7 +34,13 @@ def verify(
         run = load(path, settings)
 
         from weft.train import check_run
-        from weft.verification import exact_sync, result_table, runnable_layouts, verify_layouts
+        from weft.verification import (
+            exact_sync,
+            on_cpus,
+            result_table,
+            runnable_layouts,
+            verify_layouts,
+        )
 
         layouts, count = list(layout or []), steps or (3 if precision == "fp64" else 1)
         if world is not None:
@@ -45,6 +51,9 @@ def verify(
             found = runnable_layouts(run, world, report_refusal)
             layouts += [axes for axes in found if axes not in layouts]
         layouts = layouts or [str(run.layout.axes)]
+        if run.train.async_tp:
+            typer.echo("weft: train.async_tp needs GPUs: verified without", err=True)
+        run = on_cpus(run)
         check_run(run, layouts)
         exact = exact_sync(run.sync)
         if run.sync != exact:

@@ -17,10 +17,14 @@ class CompileOptions:
     Args:
         mode: torch.compile's mode.
         backend: torch.compile's backend.
+        async_tp: overlap the gathers and scattered sums of `tp+sequence` with the matmuls after and
+            before them, by inductor, over memory that GPUs share.
     """
 
     mode: CompileMode = "default"
     backend: str = "inductor"
+    async_tp: bool = False
 
     def __str__(self) -> str:
-        return f"blocks and loss, by {self.backend} in mode {self.mode}"
+        overlapped = ", tp overlapped with matmuls" if self.async_tp else ""
+        return f"blocks and loss, by {self.backend} in mode {self.mode}{overlapped}"

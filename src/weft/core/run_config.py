@@ -240,6 +240,13 @@ class TrainConfig(TomlTable):
     )
     compile_mode: CompileMode = Field(default="default", description="mode of torch.compile")
     compile_backend: str = Field(default="inductor", description="backend of torch.compile")
+    async_tp: bool = Field(
+        default=False,
+        description=(
+            "overlap the collectives of tp+sequence with matmuls; needs compiled blocks, and GPUs"
+            " that share memory"
+        ),
+    )
     sample_tokens: int = Field(default=0, ge=0, description="tokens to generate after training")
     prompt: str = Field(default="", description="start of the generated text")
     hang_s: float = Field(
@@ -263,7 +270,7 @@ class TrainConfig(TomlTable):
     def compile_options(self) -> CompileChoice | CompileOptions:
         """What an Engine takes as `compile`."""
         if self.compile == "blocks":
-            return CompileOptions(self.compile_mode, self.compile_backend)
+            return CompileOptions(self.compile_mode, self.compile_backend, self.async_tp)
         return self.compile
 
     @field_validator("recompute", mode="before")
@@ -291,7 +298,11 @@ class TrainConfig(TomlTable):
                 batch=self.batch,
             )
         if self.compile != "blocks":
-            for name, default in (("compile_mode", "default"), ("compile_backend", "inductor")):
+            for name, default in (
+                ("compile_mode", "default"),
+                ("compile_backend", "inductor"),
+                ("async_tp", False),
+            ):
                 if (value := getattr(self, name)) != default:
                     fix = f'set compile = "blocks", or leave {name} out'
                     raise table_error(

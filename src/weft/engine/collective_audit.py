@@ -37,6 +37,11 @@ _FUNCTIONAL_KINDS = {
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
 }
+# matmuls that send by themselves (async tp), counted as the collectives that they replace
+_FUSED_KINDS = {
+    "fused_all_gather_matmul": "all_gather",
+    "fused_matmul_reduce_scatter": "reduce_scatter",
+}
 
 
 class Audit(TorchDispatchMode):
@@ -61,7 +66,21 @@ class Audit(TorchDispatchMode):
             self._record(func, args)
         elif getattr(func, "namespace", "") == "_c10d_functional":
             self._record_functional(func, args)
+        elif getattr(func, "namespace", "") == "symm_mem":
+            self._record_fused(func, args)
         return func(*args, **(kwargs or {}))
+
+    def _record_fused(self, func: Any, args: tuple) -> None:
+        kind = _FUSED_KINDS.get(func._schema.name.split("::")[1])
+        if kind is None:
+            return
+        axis = self.mesh.axes_of(str(args[-1])) or "(another group)"
+        x, weight = args[:2]
+        if kind == "all_gather":
+            nbytes = _nbytes(x) * self.mesh.size(*axis.split("."))
+        else:  # of x @ weight
+            nbytes = _nbytes(x) // x.shape[-1] * weight.shape[-1]
+        self.seen.append(Collective(kind, axis, nbytes, "", ""))
 
     def _record_functional(self, func: Any, args: tuple) -> None:
         name = func._schema.name.split("::")[1]

@@ -19,6 +19,7 @@ from weft._torch.compiler import (
     cpp_compiler_missing,
     is_compiled_copy,
     keep_saved_tensors,
+    overlapping_options,
 )
 from weft._torch.modules import leave_uncompiled
 from weft.core import (
@@ -30,8 +31,9 @@ from weft.core import (
     nearest,
 )
 from weft.nn import DeferredLogits
-from weft.parallel import BlockForward
+from weft.parallel import BlockForward, Mesh
 
+from .async_tp import add_biases_apart, check_async_tp, share_memory
 from .microbatch import Batch
 from .pipeline.stage_compute import Loss
 
@@ -39,6 +41,8 @@ from .pipeline.stage_compute import Loss
 VARIANTS = 64
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that record them
 CHOICES = ("auto", "off", "blocks")
+# backends that run a graph as the torch functions that it was traced from
+CALLS_TORCH = ("eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager")
 
 
 def resolve_compile(
@@ -48,7 +52,8 @@ def resolve_compile(
 
     Raises:
         ConfigError: a model without repeated blocks, a choice or backend that does not exist, a
-            CPU without a C++ compiler.
+            CPU without a C++ compiler, selective recomputation with a backend that compiles
+            nothing, async_tp where it cannot be.
     """
     if choice == "off":
         return None
@@ -74,6 +79,12 @@ def resolve_compile(
         problem = "torch.compile has no such backend"
         fix = nearest(options.backend, known)
         raise ConfigError("train.compile_backend", options.backend, problem, fix)
+    if options.backend in CALLS_TORCH and plan.recompute == "selective":
+        problem = "it calls attention of a graph once more, with all that recomputes it around it"
+        fix = 'use "aot_eager" or "inductor", or recompute "none" or "full"'
+        raise ConfigError("train.compile_backend", options.backend, problem, fix)
+    if options.async_tp:
+        check_async_tp(options, plan.layout, device)
     if options.backend == "inductor" and device.type == "cpu" and cpp_compiler_missing():
         problem = "inductor compiles for a CPU by a C++ compiler, and finds none"
         fix = 'install g++, or use compile = "off"'
@@ -109,15 +120,20 @@ class CompiledBlocks:
     Args:
         model: the model after it is sharded.
         plan: this rank's part of a plan.
+        mesh: the process groups of the layout.
         options: how to compile; None: not at all.
         experts: names of the modules that hold experts, which are left out: which tokens they get
             depends on data.
+
+    Raises:
+        ConfigError: GPUs that share no memory, with async_tp.
     """
 
     def __init__(
         self,
         model: nn.Module,
         plan: Plan,
+        mesh: Mesh,
         options: CompileOptions | None,
         experts: Sequence[str] = (),
     ):
@@ -128,6 +144,8 @@ class CompiledBlocks:
             return
         if any(action.kind == "W" for order in plan.schedule.order for action in order):
             keep_saved_tensors()
+        if options.async_tp:
+            share_memory(mesh)
         for module in map(model.get_submodule, experts):
             leave_uncompiled(module)
 
@@ -136,10 +154,14 @@ class CompiledBlocks:
 
     def compile_blocks(self) -> None:
         """Blocks have got their BlockForward: let them run compiled."""
+        overlap = self.options is not None and self.options.async_tp
         for name in self.blocks:
             module = self._model.get_submodule(name)
             if isinstance(module.forward, BlockForward) and not compiled_by_user(module):
-                module.forward.compile(self._compile, lambda: self._in_use)
+                if overlap:
+                    add_biases_apart(module)
+                compiler = partial(self._compile, overlap=overlap)
+                module.forward.compile(compiler, lambda: self._in_use)
 
     def loss(self, loss: Loss) -> Loss:
         """A loss that is compiled where blocks are."""
@@ -178,8 +200,16 @@ class CompiledBlocks:
         """Why forwards were left for Python between two graphs."""
         return [] if self._log is None else self._log.reasons()
 
-    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile(self, function: Callable[..., Any], overlap: bool = False) -> Callable[..., Any]:
+        """`overlap`: collectives with matmuls; a loss has none that could be."""
         options = self.options
         assert options is not None
-        mode = options.mode if options.backend == "inductor" else None
-        return torch.compile(function, backend=options.backend, mode=mode, recompile_limit=VARIANTS)
+        mode = options.mode if options.backend == "inductor" and not overlap else None
+        further = overlapping_options(options.mode) if overlap else None
+        return torch.compile(
+            function,
+            backend=options.backend,
+            mode=mode,
+            options=further,
+            recompile_limit=VARIANTS,
+        )

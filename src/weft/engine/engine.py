@@ -193,9 +193,9 @@ class Engine:
         if plan.staging is not None:
             stages, skip = plan.stages(self.mesh.rank), self.randomness.skip
             staged = StageForward(model, plan.staging, stages, device, skip, plan.dtypes)
-        self.loads = ExpertLoad(model, find_experts(model), self.mesh)
+        self.loads = loads = ExpertLoad(model, find_experts(model), self.mesh)
         self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
-        self.compiled = CompiledBlocks(model, self.rank_plan, options, self.loads.modules)
+        self.compiled = CompiledBlocks(model, self.rank_plan, self.mesh, options, loads.modules)
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {n: p for n, p in model.named_parameters() if n in held}

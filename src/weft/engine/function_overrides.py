@@ -189,15 +189,23 @@ class FunctionOverrides(TorchFunctionMode):
         if self.seen is not None:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
             self.seen(given["query"], given["key"], given["value"])
-        core: Callable = F.scaled_dot_product_attention
         if self._shared():
-            assert self.sequence is not None
-            keep = _factors(self.randomness, dropout) if dropout > 0.0 else None
-            core = partial(self.sequence.attention, keep=keep)
-        elif dropout > 0.0:
+            return self._attention_in_parts(dropout, args, kwargs)
+        core: Callable = F.scaled_dot_product_attention
+        if dropout > 0.0:
             # the mask is drawn for this site, so a recomputed core draws the same one
             site, activation_sharding = self.randomness.site(), self.randomness.activation_sharding
             core = partial(plain_attention, self.randomness, activation_sharding, site)
+        return self._attend(core, args, kwargs)
+
+    @torch.compiler.disable  # one break: messages between ranks overlap with blocks of keys
+    def _attention_in_parts(self, dropout: float, args: tuple, kwargs: dict) -> Tensor:
+        """Of this rank's part of the sequences with all."""
+        assert self.sequence is not None
+        keep = _factors(self.randomness, dropout) if dropout > 0.0 else None
+        return self._attend(partial(self.sequence.attention, keep=keep), args, kwargs)
+
+    def _attend(self, core: Callable, args: tuple, kwargs: dict) -> Tensor:
         if self.selective and torch.is_grad_enabled():
             self.attended = True
             return checkpoint(core, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -248,7 +256,6 @@ class FunctionOverrides(TorchFunctionMode):
         return self.sequence is not None and self.sequence.now.length > 0
 
 
-@torch.compiler.disable  # what it copies differs from step to step
 def _factors(randomness: Randomness, p: float) -> Callable[..., Tensor]:
     """`_kept` at this place of the program: backward draws the same masks again."""
     return partial(_kept, replace(randomness), p, randomness.site())

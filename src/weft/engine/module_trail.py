@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft._torch.compiler import before_compiled_call, compiled_by_user
 from weft.core import UnsupportedModel
 from weft.parallel import Mesh
 
@@ -23,15 +24,20 @@ class ModuleTrail:
         model: whose modules are watched.
         watch: whether they are.
         compiled: names of modules that a compiler follows, which are watched as a whole: in a
-            graph, what runs does not depend on data.
+            graph, what runs does not depend on data. So are modules that their user compiled.
     """
 
     def __init__(self, model: nn.Module, watch: bool, compiled: Collection[str] = ()):
         self.hash = 0
-        inside = {m for name in compiled for m in [*model.get_submodule(name).modules()][1:]}
         wholes = {model.get_submodule(name) for name in compiled}
+        by_user = {m for m in model.modules() if compiled_by_user(m)}
+        inside = {m for whole in wholes | by_user for m in [*whole.modules()][1:]}
         for index, module in enumerate(model.modules() if watch else ()):
-            if module in wholes or (module._parameters and module not in inside):
+            if module in inside:
+                continue
+            if module in by_user:
+                before_compiled_call(module, partial(self._pass, index))
+            elif module in wholes or module._parameters:
                 module.register_forward_pre_hook(partial(self._pass, index))
 
     def clear(self) -> None:

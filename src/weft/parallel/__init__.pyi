@@ -1,5 +1,5 @@
 from .activation_offload import ActivationOffload as ActivationOffload
-from .apply import parallelize as parallelize
+from .apply import linear_of as linear_of, parallelize as parallelize
 from .axes import (
     DATA_AXES as DATA_AXES,
     EXPERT_AXES as EXPERT_AXES,

@@ -158,13 +158,21 @@ def _cut_module(module: nn.Module, params: dict[str, Param], mesh: Mesh) -> None
             assert param.cut is not None
             return shard_of(tensor, param.cut, mesh.index(param.axis), mesh.size(param.axis))
 
-        module.forward = lambda x: _linear(module, x, view("weight"), view("bias"))  # type: ignore[method-assign]
+        module.forward = lambda x: linear_of(module, x, view("weight"), view("bias"))  # type: ignore[method-assign]
         return
     if is_conv1d(module):
         module.nf = module.weight.shape[1]  # type: ignore[assignment, union-attr]
 
 
-def _linear(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def linear_of(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What a linear computes with these parameters.
+
+    Args:
+        module: an nn.Linear, or a Conv1D of Hugging Face.
+        x: its input, [..., features in].
+        weight: of the shape that the module keeps it in, or this rank's part of it.
+        bias: None: nothing is added.
+    """
     assert weight is not None
     if is_conv1d(module):
         y = x @ weight
@@ -277,7 +285,7 @@ def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, pl
     ):
 
         def forward(x: Tensor) -> Tensor:
-            return outwards(_linear(module, x, module.weight, None)) + module.bias  # type: ignore[arg-type, operator]
+            return outwards(linear_of(module, x, module.weight, None)) + module.bias  # type: ignore[arg-type, operator]
 
         module.forward = forward  # type: ignore[method-assign]
         return

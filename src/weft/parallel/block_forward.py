@@ -111,13 +111,13 @@ class BlockForward:
         randomness.activation_sharding = self._activation_sharding
         if self._activation_sharding == "sequence":
             check_single_gradient(self._name, args, kwargs)
+        if randomness.in_use:
+            _make_key(randomness)
         forward = self._forward
         if self._compiled is not None and self._in_use():
             forward = self._compiled
-            if randomness.in_use:
-                if not randomness.recomputed and in_checkpoint():
-                    raise checkpointed_dropout(self._name)
-                randomness.make_key()
+            if randomness.in_use and not randomness.recomputed and in_checkpoint():
+                raise checkpointed_dropout(self._name)
             with self._without_wider_gradients():
                 out = forward(*args, **kwargs)
         else:
@@ -140,6 +140,13 @@ class BlockForward:
         finally:
             for p, grad in held:
                 p.grad = grad
+
+
+@torch.compiler.disable
+def _make_key(randomness: Randomness) -> None:
+    """Before a graph, and in none: a module that its user compiled has graphs of its own, and a key
+    follows from numbers that change with every step."""
+    randomness.make_key()
 
 
 class _RecomputeContext:

@@ -72,17 +72,16 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, total: int | None)
         pad[dim] = each - x.shape[dim]
         x = torch.cat([x, x.new_zeros(pad)], dim)
     out = functional.all_gather(x, group)
-    parts = out.view(size, *x.shape)
-    whole = parts.movedim(0, dim).flatten(dim, dim + 1) if dim else out
+    whole = torch.cat(out.chunk(size), dim) if dim else out
     return whole if total is None else whole.narrow(dim, 0, total)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Partial sums -> this rank's slice of the sum."""
     dim, size = dim % x.ndim, group.size()
-    each = _divisible(x.shape[dim], size, dim)
-    blocks = _divided(x, dim, size, each).movedim(dim, 0)
-    return functional.reduce_scatter(blocks.flatten(0, 1), group).view(blocks.shape[1:])
+    _divisible(x.shape[dim], size, dim)
+    blocks = torch.cat(x.chunk(size, dim)) if dim else x
+    return functional.reduce_scatter(blocks, group)
 
 
 def all_to_all(x: Tensor, src: int, dst: int, group: dist.ProcessGroup) -> Tensor:

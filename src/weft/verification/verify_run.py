@@ -49,6 +49,7 @@ def verify_layouts(
             SGD, which makes no whole step of the sign of a gradient that is near zero.
     """
     check_precision(precision)
+    run = on_cpus(run)
     reduce = run.precision.reduce if precision == "bf16" else "fp32"
     table = PrecisionConfig.model_validate({"compute": precision, "reduce": reduce})
     train = run.train.model_copy(update={"offload_activations": False})  # it runs on CPUs
@@ -56,6 +57,11 @@ def verify_layouts(
         update={"precision": table, "sync": exact_sync(run.sync), "train": train}
     )
     return verify_case(make_case(changed), layouts, steps, done)
+
+
+def on_cpus(run: RunConfig) -> RunConfig:
+    """The run without what GPUs alone do: verify computes on CPUs."""
+    return run.model_copy(update={"train": run.train.model_copy(update={"async_tp": False})})
 
 
 def exact_sync(sync: SyncConfig) -> SyncConfig:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft._torch.modules import (
+    call_with_own_class,
     hook_ids,
     innermost_function_mode,
     intercept_calls,
-    original_call,
     replace_parameters,
     wrap_hooks,
 )
@@ -111,7 +111,7 @@ class StageForward:
         return run.finish(), output if stage == len(self.staging.stages) - 1 else None
 
     def _handler(self, name: str, module: nn.Module) -> Callable:
-        call = original_call(module)
+        call = call_with_own_class(module)
 
         def handler(*args: Any, **kwargs: Any) -> Any:
             run = self._run
