@@ -42,6 +42,12 @@ from .errors import (
     require as require,
     require_known as require_known,
 )
+from .float8 import (
+    MULTIPLE as MULTIPLE,
+    OFF as OFF,
+    RECIPES as RECIPES,
+    Float8Linears as Float8Linears,
+)
 from .grad_buckets import (
     GradBucket as GradBucket,
     bucket_gradients as bucket_gradients,

@@ -8,8 +8,8 @@ from typing import Any
 from .errors import DataError
 
 
-def import_extra(module: str, field: str, value: object) -> Any:
-    """Import a module of the extra `hf`. Raises DataError, with this field and value, if it is not
+def import_extra(module: str, field: str, value: object, extra: str = "hf") -> Any:
+    """Import a module of an extra. Raises DataError, with this field and value, if it is not
     installed."""
     try:
         return importlib.import_module(module)
@@ -18,5 +18,5 @@ def import_extra(module: str, field: str, value: object) -> Any:
             field,
             value,
             f"needs the package {module.split('.')[0]}",
-            "install it: pip install weft[hf]",
+            f"install it: pip install weft[{extra}]",
         ) from error

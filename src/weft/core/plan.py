@@ -14,8 +14,9 @@ from math import prod
 from .axis_traits import AxisTable, Divides
 from .data_order import zigzag_spans
 from .errors import LayoutError
+from .float8 import Float8Linears
 from .layout import REPLICA_AXIS, STAGE_AXIS, Layout
-from .plan_text import plan_tables, stage_table
+from .plan_text import float8_table, plan_tables, stage_table
 from .precision import DtypeRule
 from .schedule import Action, Schedule
 from .stages import Staging
@@ -62,6 +63,7 @@ class Plan:
     ] = ()  # modules beside `blocks` that count their dropout masks by themselves
     logits: str = "auto"  # whole, chunks (made by the loss, of some tokens at a time), or auto
     heads: tuple[str, ...] = ()  # modules whose output the loss can make in chunks
+    float8: Float8Linears | None = None  # which linears multiply in float8; None: no one does
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property
@@ -135,6 +137,10 @@ class Plan:
         live = self.layout.replica_count == 1 and any(step.gather for step in self.steps)
         sync = self.sync
         return sync is not None and not (sync.independent or sync.plain) and bool(live)
+
+    def with_emulated_float8(self) -> Plan:
+        """The same plan, on any device: where it multiplies in float8, by emulation."""
+        return replace(self, float8=self.float8 and replace(self.float8, emulated=True))
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages that this rank runs."""
@@ -212,6 +218,8 @@ class Plan:
             batchnorms=tuple(n for n in self.batchnorms if stage_runs_module(n, modules)),
             counted=tuple(n for n in self.counted if stage_runs_module(n, modules)),
             heads=tuple(n for n in self.heads if stage_runs_module(n, modules)),
+            float8=self.float8
+            and self.float8.within(lambda name: stage_runs_module(name, modules)),
             every=self.weights,
         )
 
@@ -324,7 +332,8 @@ class Plan:
         stages = (
             () if self.staging is None else stage_table(self.staging, self.schedule, self.weights)
         )
-        return "\n".join([head, *plan_tables(stages, self.steps, self.notes)])
+        products = () if self.float8 is None else float8_table(self.float8)
+        return "\n".join([head, *plan_tables(stages, self.steps, products, self.notes)])
 
 
 def _inside(module: str, outer: str) -> bool:

@@ -31,6 +31,7 @@ from weft.parallel import (
     DATA_AXES,
     FEATURE_AXES,
     VOCABULARY_AXES,
+    LinearProducts,
     parallelize,
 )
 
@@ -172,7 +173,9 @@ class Engine:
             trial = ShardingTrial(StageModel(model, plan, device, None, self.sequence), sample)
         self._shard(options)
         if trial is not None:
-            trial.check(self.forward, self.state.weights(), self.mesh, bool(self.dispatch.group))
+            with self._products.in_own_dtype():  # so that the trial sees no rounding to float8
+                experts = bool(self.dispatch.group)
+                trial.check(self.forward, self.state.weights(), self.mesh, experts)
         if sample is not None and self.sequence:
             self._try_in_parts(sample)
         # kept: a step does not walk through the model again
@@ -192,7 +195,10 @@ class Engine:
             stages, skip = plan.stages(self.mesh.rank), self.randomness.skip
             staged = StageForward(model, plan.staging, stages, device, skip, plan.dtypes)
         self.loads = ExpertLoad(model, find_experts(model), self.mesh)
-        self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
+        self._products = LinearProducts(self.rank_plan.float8)
+        self.dispatch = parallelize(
+            self.rank_plan, model, self.mesh, self.randomness, self._products
+        )
         self.compiled = CompiledBlocks(model, self.rank_plan, options, self.loads.modules)
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
@@ -314,7 +320,8 @@ class Engine:
 
     def _try_in_parts(self, sample: Batch) -> None:
         self.tried = True
-        check_sequence_parts(self._inference.output, sample, self.plan, self.sequence)
+        with self._products.in_own_dtype():
+            check_sequence_parts(self._inference.output, sample, self.plan, self.sequence)
 
     # ---- what is known of a step -----------------------------------------------------------------
 

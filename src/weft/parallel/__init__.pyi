@@ -23,6 +23,10 @@ from .collectives import (
     split_dim as split_dim,
 )
 from .expert_dispatch import ExpertCommStats as ExpertCommStats
+from .linear_products import (
+    LinearProducts as LinearProducts,
+    import_torchao as import_torchao,
+)
 from .low_precision import cast_arguments as cast_arguments, low_precision as low_precision
 from .make_plan import (
     plan as plan,

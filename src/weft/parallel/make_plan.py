@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft.core import (
     DTYPES,
     EXPERTS,
+    OFF,
     ConfigError,
     Divides,
     Layout,
@@ -35,6 +36,7 @@ from weft.pipeline import make_stages
 from weft.sync import check_gate_biases, check_sync, make_sync
 
 from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES
+from .float8_choice import check_recipe, choose_float8
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
 from .sequence_checks import check_shared_sequence
@@ -57,6 +59,7 @@ class PlanKeywords(PipelineKeywords, total=False):
 
     logits: str
     reduce: str
+    float8: str
 
 
 def plan(
@@ -89,6 +92,8 @@ def plan(
             (Korthikanti et al. 2022).
         precision: dtype of computation: "fp32", "bf16", "fp16" or "fp64" (docs/precision.md).
         reduce: dtype in which gradients are summed with "bf16": "fp32" (default) or "bf16".
+        float8: recipe by which linears multiply in float8, with "bf16": "rowwise",
+            "rowwise_with_gw_hp" or "tensorwise"; "off" by default.
         sync_batchnorm: whether batch-norm statistics cover the whole microbatch.
         schedule: of `pp`: a name of docs/schedules.md (an option of `pp` in the layout overrides
             it), a Schedule, or a function that makes one.
@@ -112,6 +117,7 @@ def plan(
         dp2.tp2
     """
     logits, reduce = further.pop("logits", "auto"), further.pop("reduce", "fp32")
+    float8 = further.pop("float8", OFF)
     return plan_from_request(
         PlanRequest(
             model,
@@ -129,6 +135,7 @@ def plan(
             sample,
             make_sync(sync) if isinstance(sync, str) else sync,
             logits,
+            float8,
         )
     )
 
@@ -143,6 +150,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     _check_layout(layout)
     _check_batch(layout, request.batch, request.accumulate)
     _check_precision(request.precision, request.reduce, sync)
+    check_recipe(request.float8, request.precision)
     _check_logits(request.logits)
     found = find_roles(model, request.roles)
     weights = weights_of(model)
@@ -192,7 +200,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         notes += [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
     if staged is not None:
         notes.append(bubble_note(staged))
-    return Plan(
+    made = Plan(
         layout,
         tuple(steps),
         weights,
@@ -213,6 +221,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         logits=request.logits,
         heads=found.heads if typed and _in_chunks(request.logits, staged) else (),
     )
+    return made if request.float8 == OFF else choose_float8(made, model, found, request.float8)
 
 
 def _in_chunks(logits: str, staged: Schedule | None) -> bool:
@@ -252,8 +261,9 @@ def _once_a_step(step: Step) -> Step:
 
 def _check_precision(precision: str, reduce: str, sync: Sync | None) -> None:
     if precision == "fp8":
-        problem = "float8 is not offered: it needs torchao and a GPU that multiplies in it"
-        raise ConfigError("precision.compute", precision, problem, "use bf16")
+        problem = "float8 is for what linears multiply; all else is computed in bf16"
+        fix = 'use bf16, with float8 = "rowwise" beside it'
+        raise ConfigError("precision.compute", precision, problem, fix)
     if precision not in DTYPES:
         fix = f"choose one of {', '.join(DTYPES)}"
         raise ConfigError("precision.compute", precision, "not a precision", fix)

@@ -32,3 +32,4 @@ class PlanRequest:
     sample: Mapping[str, Tensor] | None = None
     sync: Sync | None = None
     logits: str = "auto"
+    float8: str = "off"

@@ -333,6 +333,7 @@ def build_plan(run: RunConfig, model: nn.Module, sample: dict[str, Tensor]) -> P
             sample=sample,
             sync=build_sync(run),
             logits=t.logits,
+            float8=run.precision.float8,
         )
     )
 

@@ -127,7 +127,8 @@ def verify(
         workers: names of workers -> globs of the modules that live there (docs/workers.md).
         compile: "blocks" or CompileOptions: after the first step, in which every module is
             compared, blocks and loss are compiled.
-        precision: "fp64", or "bf16": within a few roundings (docs/precision.md).
+        precision: "fp64", or within a few roundings "bf16", or "float8" of a plan that has it, by
+            emulation (docs/precision.md).
 
     Returns:
         A VerifyReport: `.passed`, `.text()`, `.json()`.
@@ -147,7 +148,7 @@ def verify(
             inputs=inputs,
             sample=sample,
         )
-    check_precision(precision)
+    check_precision(precision, plan.float8 is not None)
     adam, sgd = partial(torch.optim.AdamW, lr=1e-3), partial(torch.optim.SGD, lr=SGD_LR)
     default = adam if precision == "fp64" else sgd
     case = Case(
@@ -166,11 +167,15 @@ def verify(
     return verify_case(case, [str(plan.layout)], steps)
 
 
-def check_precision(precision: str) -> None:
-    """Refuse what layouts are not verified in. Raises ConfigError."""
+def check_precision(precision: str, float8: bool) -> None:
+    """Refuse what layouts are not verified in. `float8`: whether the run trains with it. Raises
+    ConfigError."""
     if precision not in BOUNDS:
-        fix = "choose fp64, which tells faults from rounding, or bf16"
+        fix = "choose fp64, which tells faults from rounding, bf16 or float8"
         raise ConfigError("--precision", precision, "is not what layouts are verified in", fix)
+    if precision == "float8" and not float8:
+        fix = 'set [precision] float8 = "rowwise", or verify in bf16'
+        raise ConfigError("--precision", precision, "the run multiplies nothing in float8", fix)
 
 
 def _build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -183,7 +188,10 @@ def _same_plan(plan: Plan, precision: str, model: nn.Module, layout: str) -> Pla
     divide."""
     dtype, reduce = (torch.float64, "fp32") if precision == "fp64" else (torch.float32, plan.reduce)
     weights = tuple(replace(w, dtype=dtype) for w in plan.weights)
-    whole = replace(plan, weights=weights, precision=precision, reduce=reduce)
+    if precision == "float8":
+        whole = replace(plan.with_emulated_float8(), weights=weights)
+    else:
+        whole = replace(plan, weights=weights, precision=precision, reduce=reduce, float8=None)
     if layout == str(plan.layout):
         return whole
     return replace(

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from weft.core import Plan, PrecisionConfig, RunConfig, SyncConfig
+from weft.core import OFF, Plan, PrecisionConfig, RunConfig, SyncConfig
 from weft.sync import make_sync
 from weft.train import (
     Dataset,
@@ -44,14 +44,22 @@ def verify_layouts(
         layouts: the layouts to compare.
         steps: optimizer steps of each.
         done: gets each result when it is there.
-        precision: "fp64", or "bf16": what a rounding may change is allowed, and the optimizer is
-            SGD, which makes no whole step of the sign of a gradient that is near zero.
+        precision: "fp64", or "bf16" and "float8": what a rounding may change is allowed, and the
+            optimizer is SGD, which makes no whole step of the sign of a gradient that is near zero.
+            Linears multiply in float8 with "float8" alone, by emulation.
     """
-    check_precision(precision)
-    reduce = run.precision.reduce if precision == "bf16" else "fp32"
-    table = PrecisionConfig.model_validate({"compute": precision, "reduce": reduce})
+    table = verified_precision(run.precision, precision)
     changed = run.model_copy(update={"precision": table, "sync": exact_sync(run.sync)})
     return verify_case(make_case(changed), layouts, steps, done)
+
+
+def verified_precision(trained: PrecisionConfig, precision: str) -> PrecisionConfig:
+    """The [precision] that a run is verified with. Raises ConfigError."""
+    check_precision(precision, trained.float8 != OFF)
+    if precision == "float8":
+        return trained
+    reduce = trained.reduce if precision == "bf16" else "fp32"
+    return PrecisionConfig.model_validate({"compute": precision, "reduce": reduce})
 
 
 def exact_sync(sync: SyncConfig) -> SyncConfig:
@@ -64,6 +72,7 @@ def exact_sync(sync: SyncConfig) -> SyncConfig:
 def make_case(run: RunConfig) -> Case:
     """The Case of a run. Recomputation, accumulation and clipping are the run's own."""
     batches, low = _Batches(run), run.precision.compute != "fp64"
+    precision = run.precision.compute if run.precision.float8 == OFF else "float8"
     dtype = torch.float32 if low else torch.float64
     return Case(
         build=partial(build_model, run, dtype=dtype),
@@ -77,12 +86,13 @@ def make_case(run: RunConfig) -> Case:
         workers=run.workers,
         build_deferred=partial(build_deferred, run, dtype),
         compile=run.train.compile_options,
-        precision=run.precision.compute,
+        precision=precision,
     )
 
 
 def _plan(run: RunConfig, batches: _Batches, model: nn.Module, layout: str) -> Plan:
-    return build_plan(with_layout(run, layout), model, sample_batch(run, batches.held()))
+    made = build_plan(with_layout(run, layout), model, sample_batch(run, batches.held()))
+    return made.with_emulated_float8()
 
 
 @dataclass
