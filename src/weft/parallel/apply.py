@@ -147,9 +147,7 @@ def _cut_parameters(
             setattr(owner, leaf, fresh)
 
 
-def _cut_module(
-    module: nn.Module, params: dict[str, Param], mesh: Mesh, product: Product
-) -> None:
+def _cut_module(module: nn.Module, params: dict[str, Param], mesh: Mesh, product: Product) -> None:
     """Make a linear or an embedding compute with what this rank holds of its parameters."""
     if not params:
         return

@@ -11,6 +11,9 @@ from weft.core import MULTIPLE, OFF, RECIPES, ConfigError, Float8Linears, Param,
 from weft.nn import Roles, is_conv1d, is_linear, linear_features
 
 FIELD = "precision.float8"
+SPLIT = (
+    "B and W each compute the whole backward of a linear in float8, which torchao does not split"
+)
 
 
 def check_recipe(recipe: str, precision: str) -> None:
@@ -45,9 +48,7 @@ def choose_float8(plan: Plan, model: nn.Module, roles: Roles, recipe: str) -> Pl
         if not (isinstance(module, nn.Linear) or is_conv1d(module)):
             continue
         weight = names.get(f"{name}.weight" if name else "weight", "")
-        why = _why_not(name, modules, roles, plan) or _uneven(
-            module, table.get(weight, {}), plan
-        )
+        why = _why_not(name, modules, roles, plan) or _uneven(module, table.get(weight, {}), plan)
         if why:
             others.append((name, why))
         else:
@@ -56,12 +57,13 @@ def choose_float8(plan: Plan, model: nn.Module, roles: Roles, recipe: str) -> Pl
         first = f"{others[0][0] or 'the model'}: {others[0][1]}" if others else "it has none"
         problem = f"no linear of this model can multiply in float8 under {plan.layout} ({first})"
         raise ConfigError(FIELD, recipe, problem, "leave it out")
-    return replace(plan, float8=Float8Linears(recipe, tuple(found), tuple(others)))
+    split = any(action.kind == "W" for order in plan.schedule.order for action in order)
+    notes = (*plan.notes, SPLIT) if split else plan.notes
+    products = Float8Linears(recipe, tuple(found), tuple(others))
+    return replace(plan, float8=products, notes=notes)
 
 
-def _why_not(
-    name: str, modules: Mapping[str, nn.Module], roles: Roles, plan: Plan
-) -> str | None:
+def _why_not(name: str, modules: Mapping[str, nn.Module], roles: Roles, plan: Plan) -> str | None:
     """What keeps a linear in bf16, whatever its sizes."""
     module, parent = modules[name], name.rpartition(".")[0]
     if not is_linear(module):

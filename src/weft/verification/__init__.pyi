@@ -2,4 +2,8 @@ from .all_layouts import runnable_layouts as runnable_layouts
 from .case import Case as Case
 from .report import VerifyReport as VerifyReport, result_table as result_table
 from .verify_model import verify as verify, verify_case as verify_case
-from .verify_run import exact_sync as exact_sync, verify_layouts as verify_layouts
+from .verify_run import (
+    exact_sync as exact_sync,
+    verified_precision as verified_precision,
+    verify_layouts as verify_layouts,
+)

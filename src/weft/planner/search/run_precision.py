@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.core import DtypeRule, RunConfig
+from weft.core import OFF, DtypeRule, RunConfig
 from weft.engine import Optimizers
 from weft.nn import FEW_LOGITS, accepts_sharded_logits
 from weft.pipeline import tensors_in
@@ -25,7 +26,8 @@ def run_precision(run: RunConfig) -> PrecisionPolicy:
     """As the run file has it."""
     logits = run.train.logits if accepts_sharded_logits(build_loss(run)) else "whole"
     precision = run.precision
-    return precision_policy(precision.compute, build_optimizer(run), logits, precision.reduce)
+    found = precision_policy(precision.compute, build_optimizer(run), logits, precision.reduce)
+    return found if precision.float8 == OFF else replace(found, compute="fp8", wide_experts=True)
 
 
 def precision_policy(
