@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import weft
 from tests.cases import LENGTH, VOCAB, Fused
 from tests.verification.test_parity import transformer
-from weft.core import ConfigError, Float8Linears
+from weft.core import ConfigError, Float8Linears, emulate_float8
 from weft.engine import check_float8, trial_forward
 from weft.nn.losses import next_token
 from weft.nn.models import decoder
@@ -31,7 +31,7 @@ def tokens(step: int = 0) -> dict[str, Tensor]:
 def planned(layout: str, build: Any = tiny, recipe: str = "rowwise", **plan: Any) -> weft.Plan:
     given = {"loss": next_token, "precision": "bf16", "sample": tokens()} | plan
     made = weft.plan(build(), layout, batch=BATCH, float8=recipe, **given)
-    return made.with_emulated_float8()
+    return emulate_float8(made)
 
 
 def engine(layout: str, build: Any = tiny, recipe: str = "rowwise", **further: Any) -> weft.Engine:
@@ -163,7 +163,7 @@ def trial(layout: str, tolerance: float) -> float:
     finally:
         trial_forward._tolerance = before
     low = e.forward(tokens())
-    with e._products.in_own_dtype():
+    with e.stages.products.in_own_dtype():
         exact = e.forward(tokens())
     return float((low - exact).norm() / exact.norm())
 

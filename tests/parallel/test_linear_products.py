@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.conv, self.plain = nn.Linear(32, 48), Conv1D(48, 32), nn.Linear(32, 48)
-        nn.init.normal_(self.conv.bias)
+        nn.init.normal_(self.conv.bias, std=0.1)
 
 
 def made(recipe: str, emulated: bool = True) -> tuple[Two, LinearProducts]:
@@ -40,7 +39,8 @@ def x_of(*shape: int) -> Tensor:
 
 
 def error(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).norm() / other.double().norm())
+    one, other = one.detach().double(), other.detach().double()
+    return float((one - other).norm() / other.norm())
 
 
 def rounded(factor: Tensor, recipe: str, dim: int) -> Tensor:
@@ -112,23 +112,3 @@ def test_without_torchao_it_is_refused(monkeypatch: Any) -> None:
     with pytest.raises(DataError, match=r"pip install weft\[float8\]"):
         made("rowwise")
     LinearProducts(None)  # nobody has asked for it
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_blocks_of_one_class_are_one_graph(recipe: str) -> None:
-    """Not one for each linear: a deep model would be compiled for hours."""
-    torch.compiler.reset()
-    graphs: list[int] = []
-
-    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(1)
-        return graph.forward
-
-    products = LinearProducts(Float8Linears(recipe, ("0", "2"), (), True))
-    x = x_of(16, 32).requires_grad_()
-    for _ in range(4):
-        block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).bfloat16()
-        products.install(block)
-        compiled = torch.compile(block.forward, backend=partial(count), fullgraph=True)
-        assert torch.equal(compiled(x), block(x))
-    assert len(graphs) == 1

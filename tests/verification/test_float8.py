@@ -17,7 +17,7 @@ import weft
 from tests.cases import BATCH, LENGTH, VOCAB, Fused, Subject, batch_of, global_batch
 from tests.verification.test_parity import transformer
 from weft.cli.app import app
-from weft.core import CompileOptions, ConfigError
+from weft.core import CompileOptions, ConfigError, emulate_float8
 from weft.nn.losses import next_token, vocab_parallel
 from weft.nn.models import decoder
 from weft.verification.case import Case
@@ -69,7 +69,7 @@ def laid(subject: Subject, recipe: str, model: nn.Module, layout: str) -> weft.P
     sample = {key: value[:2] for key, value in global_batch(subject, 0).items()}
     given: dict[str, Any] = {"loss": subject.loss, "sample": sample, **arguments}
     plan = weft.plan(model, layout, batch=BATCH, precision="bf16", float8=recipe, **given)
-    return plan.with_emulated_float8()
+    return emulate_float8(plan)
 
 
 def case(subject: Subject, recipe: str) -> Case:

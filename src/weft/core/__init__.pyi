@@ -66,6 +66,7 @@ from .outlier_filter import OutlierFilter as OutlierFilter
 from .pipeline_request import PipelineRequest as PipelineRequest
 from .plan import (
     Plan as Plan,
+    emulate_float8 as emulate_float8,
     stage_runs_module as stage_runs_module,
 )
 from .precision import DTYPES as DTYPES, LOW as LOW, DtypeRule as DtypeRule

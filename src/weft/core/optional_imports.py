@@ -9,8 +9,17 @@ from .errors import DataError
 
 
 def import_extra(module: str, field: str, value: object, extra: str = "hf") -> Any:
-    """Import a module of an extra. Raises DataError, with this field and value, if it is not
-    installed."""
+    """Import a module that an extra of weft installs.
+
+    Args:
+        module: its full name.
+        field: what asks for it, for the error.
+        value: the value of that.
+        extra: the name of the extra.
+
+    Raises:
+        DataError: it is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -138,10 +138,6 @@ class Plan:
         sync = self.sync
         return sync is not None and not (sync.independent or sync.plain) and bool(live)
 
-    def with_emulated_float8(self) -> Plan:
-        """The same plan, on any device: where it multiplies in float8, by emulation."""
-        return replace(self, float8=self.float8 and replace(self.float8, emulated=True))
-
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages that this rank runs."""
         position = self.layout.stage_of(rank)
@@ -334,6 +330,11 @@ class Plan:
         )
         products = () if self.float8 is None else float8_table(self.float8)
         return "\n".join([head, *plan_tables(stages, self.steps, products, self.notes)])
+
+
+def emulate_float8(plan: Plan) -> Plan:
+    """The same plan for any device: where it multiplies in float8, by emulation."""
+    return replace(plan, float8=plan.float8 and replace(plan.float8, emulated=True))
 
 
 def _inside(module: str, outer: str) -> bool:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from weft.core import (
-    EXPERTS,
     CompileChoice,
     CompileOptions,
     LocalShard,
@@ -30,7 +29,6 @@ from weft.nn import (
 from weft.parallel import (
     DATA_AXES,
     FEATURE_AXES,
-    VOCABULARY_AXES,
     LinearProducts,
     parallelize,
 )
@@ -168,14 +166,11 @@ class Engine:
         if self.sequence:
             require_positionwise(loss)
         modes = {n: m.training or not model.training for n, m in model.named_modules()}
-        trial = None
-        if sample is not None and plan.layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
-            trial = ShardingTrial(StageModel(model, plan, device, None, self.sequence), sample)
+        trial = ShardingTrial.of(StageModel(model, plan, device, None, self.sequence), sample)
         self._shard(options)
         if trial is not None:
-            with self._products.in_own_dtype():  # so that the trial sees no rounding to float8
-                experts = bool(self.dispatch.group)
-                trial.check(self.forward, self.state.weights(), self.mesh, experts)
+            sharded = self.state.weights(), self.mesh, bool(self.dispatch.group)
+            trial.check(self._inference.trial, *sharded)
         if sample is not None and self.sequence:
             self._try_in_parts(sample)
         # kept: a step does not walk through the model again
@@ -195,17 +190,15 @@ class Engine:
             stages, skip = plan.stages(self.mesh.rank), self.randomness.skip
             staged = StageForward(model, plan.staging, stages, device, skip, plan.dtypes)
         self.loads = ExpertLoad(model, find_experts(model), self.mesh)
-        self._products = LinearProducts(self.rank_plan.float8)
-        self.dispatch = parallelize(
-            self.rank_plan, model, self.mesh, self.randomness, self._products
-        )
+        products = LinearProducts(self.rank_plan.float8)
+        self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness, products)
         self.compiled = CompiledBlocks(model, self.rank_plan, options, self.loads.modules)
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {n: p for n, p in model.named_parameters() if n in held}
         self.low = ComputeCopies(model, plan, self.params)
-        heads = deferring_heads(model, self.rank_plan)
-        self.stages = StageModel(model, plan, device, staged, self.sequence, self.low, heads)
+        around = self.low, deferring_heads(model, self.rank_plan), products
+        self.stages = StageModel(model, plan, device, staged, self.sequence, *around)
         self._runner, _ = runners = make_runners(plan, self.mesh)
         self.units = FSDPUnits(model, self.rank_plan)
         parts = FunctionOverrides(self.randomness, False, self.sequence) if self.sequence else None
@@ -320,8 +313,7 @@ class Engine:
 
     def _try_in_parts(self, sample: Batch) -> None:
         self.tried = True
-        with self._products.in_own_dtype():
-            check_sequence_parts(self._inference.output, sample, self.plan, self.sequence)
+        check_sequence_parts(self._inference.trial, sample, self.plan, self.sequence)
 
     # ---- what is known of a step -----------------------------------------------------------------
 

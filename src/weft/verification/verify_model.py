@@ -19,6 +19,7 @@ from weft.core import (
     Refusal,
     WorkerDied,
     data_rank_indices,
+    emulate_float8,
 )
 from weft.engine import Loss, Optimizers
 from weft.launch import run_workers
@@ -189,7 +190,7 @@ def _same_plan(plan: Plan, precision: str, model: nn.Module, layout: str) -> Pla
     dtype, reduce = (torch.float64, "fp32") if precision == "fp64" else (torch.float32, plan.reduce)
     weights = tuple(replace(w, dtype=dtype) for w in plan.weights)
     if precision == "float8":
-        whole = replace(plan.with_emulated_float8(), weights=weights)
+        whole = replace(emulate_float8(plan), weights=weights)
     else:
         whole = replace(plan, weights=weights, precision=precision, reduce=reduce, float8=None)
     if layout == str(plan.layout):

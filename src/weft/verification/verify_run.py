@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from weft.core import OFF, Plan, PrecisionConfig, RunConfig, SyncConfig
+from weft.core import OFF, Plan, PrecisionConfig, RunConfig, SyncConfig, emulate_float8
 from weft.sync import make_sync
 from weft.train import (
     Dataset,
@@ -92,7 +92,7 @@ def make_case(run: RunConfig) -> Case:
 
 def _plan(run: RunConfig, batches: _Batches, model: nn.Module, layout: str) -> Plan:
     made = build_plan(with_layout(run, layout), model, sample_batch(run, batches.held()))
-    return made.with_emulated_float8()
+    return emulate_float8(made)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from weft.core import (
 from weft.nn import Randomness, mix_key, widened
 from weft.parallel import (
     DATA_AXES,
+    LinearProducts,
     Mesh,
     cast_arguments,
 )
@@ -47,6 +48,7 @@ class StageModel:
     sequence: ContextParallel
     low: ComputeCopies | None = None  # None: weights are not trained here
     heads: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)
+    products: LinearProducts = field(default_factory=lambda: LinearProducts(None))
 
     def __call__(
         self, stage: int, micro: MicroBatch, received: dict[int, Tensor]
