@@ -8,7 +8,7 @@ from setting import Batch, Setting, Size, fused_adamw
 from torch import Tensor
 
 import weft
-from weft.core import CompileOptions
+from weft.core import CompileOptions, emulate_float8
 from weft.losses import next_token
 
 
@@ -22,6 +22,7 @@ class Ours:
         compile: CompileOptions | Any,
         layout: str | None = None,
         recompute: str = "none",
+        float8: str = "off",
     ):
         model = weft.deferred_init(size.build, 0)
         whole = size.rows(setting.world, setting.device)
@@ -32,7 +33,10 @@ class Ours:
             loss=next_token,
             precision="bf16",
             recompute=recompute,
+            float8=float8,
         )
+        if setting.small:  # to try the code
+            self.plan = emulate_float8(self.plan)
         self.engine = weft.Engine(
             model,
             self.plan,

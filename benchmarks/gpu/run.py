@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent))
 
+import float8  # noqa: E402
 import launches  # noqa: E402
 import memory  # noqa: E402
 import parity  # noqa: E402
@@ -37,6 +38,7 @@ from setting import Setting  # noqa: E402
 PARTS: dict[str, ModuleType] = {
     "parity": parity,
     "speed": speed,
+    "float8": float8,
     "memory": memory,
     "launches": launches,
     "stall": stall,
@@ -44,6 +46,7 @@ PARTS: dict[str, ModuleType] = {
 TITLES = {
     "parity": "Relative differences from one device on the CPU in float64",
     "speed": "A step beside plain torch",
+    "float8": "A step with linears in float8",
     "memory": "Memory beside what is predicted",
     "launches": "Launches of a step",
     "stall": "Saves in the background",

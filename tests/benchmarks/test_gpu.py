@@ -22,7 +22,7 @@ def test_every_part_runs_small(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "cpu-x-2.json").read_text())
-    assert list(found) == ["parity", "speed", "memory", "launches", "stall"]
+    assert list(found) == ["parity", "speed", "float8", "memory", "launches", "stall"]
     parity = found["parity"]["runs"]
     assert all("loss" in row for row in parity), parity
     assert {row["precision"] for row in parity if row["compiled"]} == {"fp64", "bf16"}
