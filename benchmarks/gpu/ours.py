@@ -8,7 +8,7 @@ from setting import Batch, Setting, Size, fused_adamw
 from torch import Tensor
 
 import weft
-from weft.core import CompileOptions
+from weft.core import CompileOptions, emulate_float8
 from weft.losses import next_token
 
 
@@ -23,6 +23,7 @@ class Ours:
         layout: str | None = None,
         recompute: str = "none",
         offload_activations: bool = False,
+        float8: str = "off",
     ):
         model = weft.deferred_init(size.build, 0)
         whole = size.rows(setting.world, setting.device)
@@ -34,7 +35,10 @@ class Ours:
             precision="bf16",
             recompute=recompute,
             offload_activations=offload_activations,
+            float8=float8,
         )
+        if setting.small:  # to try the code
+            self.plan = emulate_float8(self.plan)
         self.engine = weft.Engine(
             model,
             self.plan,

@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent))
 
+import float8  # noqa: E402
 import launches  # noqa: E402
 import memory  # noqa: E402
 import offload  # noqa: E402
@@ -40,6 +41,7 @@ PARTS: dict[str, ModuleType] = {
     "parity": parity,
     "speed": speed,
     "overlap": overlap,
+    "float8": float8,
     "memory": memory,
     "offload": offload,
     "launches": launches,
@@ -49,6 +51,7 @@ TITLES = {
     "parity": "Relative differences from one device on the CPU in float64",
     "speed": "A step beside plain torch",
     "overlap": "tp+sequence overlapped with matmuls",
+    "float8": "A step with linears in float8",
     "memory": "Memory beside what is predicted",
     "offload": "Activations in the host's memory",
     "launches": "Launches of a step",

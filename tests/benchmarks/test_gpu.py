@@ -22,7 +22,8 @@ def test_every_part_runs_small(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "cpu-x-2.json").read_text())
-    assert list(found) == ["parity", "speed", "overlap", "memory", "offload", "launches", "stall"]
+    parts = ["parity", "speed", "overlap", "float8", "memory", "offload", "launches", "stall"]
+    assert list(found) == parts
     parity = found["parity"]["runs"]
     overlapped = [row for row in parity if row["async_tp"]]  # needs GPUs
     assert len(overlapped) == 2 and all("train.async_tp" in row["refused"] for row in overlapped)

@@ -155,6 +155,18 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train small.toml --layout dp3", "train.batch = 8: does not divide over 3 data ranks"),
         ("train small.toml --layout tp3", "heads"),
         (
+            "train small.toml --set precision.compute=bf16 --set precision.float8=rowwise",
+            "precision.float8 = 'rowwise': a CPU has no float8. Leave it out; weft verify",
+        ),
+        (
+            "train small.toml --set precision.float8=rowwise",
+            "precision.float8 = 'rowwise': linears multiply in float8 beside bf16",
+        ),
+        (
+            "verify small.toml --set precision.float8=rowwise",
+            "precision.float8 = 'rowwise': linears multiply in float8 beside bf16",
+        ),
+        (
             "train small.toml --layout dp2 --nproc 4",
             "--nproc = 4: layout dp2 has 2 ranks, and there are 4. Use 2",
         ),

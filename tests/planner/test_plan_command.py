@@ -494,6 +494,20 @@ def test_memory_options_of_a_run_are_priced(tmp_path: Path) -> None:
     assert found == replace(plain, ahead=3, host_activations=True)
 
 
+def test_float8_is_priced_at_the_rate_of_the_sheet(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path)
+    low = {"precision__compute": "bf16", "precision__float8": "rowwise"}
+    found = run_precision(loaded(run, **low))
+    plain = run_precision(loaded(run, precision__compute="bf16"))
+    assert replace(found, compute="bf16", wide_experts=False) == plain
+    options = "--set", "precision.compute=bf16", "--set", "model.dim=64"
+    eight = (*options, "--set", "precision.float8=rowwise")
+    assert weft("plan", run, "--cluster", "h100x2", *eight).exit_code == 0
+    for cards in ("a100x2", f"{sheet}x2"):
+        refused = weft("plan", run, "--cluster", cards, *eight)
+        assert refused.exit_code == 2 and "precision.float8" in refused.output, refused.output
+
+
 def test_workers_have_no_layout(tmp_path: Path) -> None:
     run, sheet = files(tmp_path)
     with pytest.raises(ConfigError, match="has no layout to choose"):

@@ -20,6 +20,7 @@ from weft.core import (
     ConfigError,
     DamagedCheckpoint,
     LayoutError,
+    Plan,
     RunConfig,
     dump_toml,
 )
@@ -67,7 +68,7 @@ def saved_step(run: RunConfig) -> int | None:
 def train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
     """Train in processes of this host; whether it was stopped before the last step. Raises Refusal,
     WeftError."""
-    check_device(check_run(run))
+    _check_device(run, check_run(run), run.world)
     names = (DRIVER, *run.workers) if run.workers else ()
     kept, set_aside = (
         partial(saved_step, run),
@@ -124,7 +125,7 @@ def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
     if worlds and ranks != run.world:
         raise _fixed_layout_error(run)
     if not run.workers or rank == 0:  # workers need no data
-        check_device(check_run(laid))
+        _check_device(run, check_run(laid), local_world_size())
     again = AGENT in os.environ or restart_count() > 0
     if again:
         resume = saved_step(run) is not None
@@ -200,7 +201,7 @@ def _host(
         )
     least, most = count
     each = ranks or torch.cuda.device_count() or -(-run.world // most)
-    check_hosts(run, least, most, each)
+    _check_device(run, check_hosts(run, least, most, each), each)
 
     def begin() -> None:
         check_output(run, saved_step(run) is not None if resume is None else resume)
@@ -222,9 +223,9 @@ def _host(
     )
 
 
-def check_hosts(run: RunConfig, least: int, most: int, each: int) -> None:
+def check_hosts(run: RunConfig, least: int, most: int, each: int) -> list[Plan]:
     """All that is refused of a run over `least` to `most` hosts with `each` ranks on every one.
-    Raises Refusal."""
+    Returns its plans. Raises Refusal."""
     world = run.world
     if world > most * each or (least == most and world != most * each):
         raise world_size_error(run, "--nodes", most, f"{most * each} on {most} hosts")
@@ -233,10 +234,11 @@ def check_hosts(run: RunConfig, least: int, most: int, each: int) -> None:
     if run.workers and least < most:
         problem = "each of its workers has what no other has, so all hosts are needed"
         raise ConfigError("--nodes", f"{least}:{most}", problem, f"use --nodes {most}")
-    check_run(run)
+    plans = check_run(run)
     if least < most:
         for hosts in range(least, most):
             shrink_to(run, hosts * each)
+    return plans
 
 
 def world_size_error(
@@ -264,10 +266,20 @@ def _fixed_layout_error(run: RunConfig) -> ConfigError:
 def _backend(run: RunConfig, local_ranks: int) -> Backend:
     """NCCL if every rank of this host has a GPU of its own, else gloo on the CPU, as for workers by
     name."""
-    gpus = torch.cuda.device_count()
+    gpus, on_gpus = torch.cuda.device_count(), _has_gpus(run, local_ranks)
     if gpus and run.workers:
         log_line(f"{', '.join(run.workers)} and the driver run on the CPU")
-        return "gloo"
-    if 0 < gpus < local_ranks:
+    elif gpus and not on_gpus:
         log_line(f"{local_ranks} ranks and {gpus} GPUs on this host: running on the CPU")
-    return "nccl" if gpus >= local_ranks else "gloo"
+    return "nccl" if on_gpus else "gloo"
+
+
+def _has_gpus(run: RunConfig, local_ranks: int) -> bool:
+    """Whether each rank of this host has a GPU of its own, and uses it."""
+    return not run.workers and torch.cuda.device_count() >= local_ranks
+
+
+def _check_device(run: RunConfig, plans: Sequence[Plan], local_ranks: int) -> None:
+    """Refuse plans that the devices of this host do not run. Raises Refusal."""
+    kind = "cuda" if _has_gpus(run, local_ranks) else "cpu"
+    check_device(plans, torch.device(kind))

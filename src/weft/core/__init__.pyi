@@ -42,6 +42,12 @@ from .errors import (
     require as require,
     require_known as require_known,
 )
+from .float8 import (
+    MULTIPLE as MULTIPLE,
+    OFF as OFF,
+    RECIPES as RECIPES,
+    Float8Linears as Float8Linears,
+)
 from .grad_buckets import (
     GradBucket as GradBucket,
     bucket_gradients as bucket_gradients,
@@ -60,6 +66,7 @@ from .outlier_filter import OutlierFilter as OutlierFilter
 from .pipeline_request import PipelineRequest as PipelineRequest
 from .plan import (
     Plan as Plan,
+    emulate_float8 as emulate_float8,
     stage_runs_module as stage_runs_module,
 )
 from .precision import DTYPES as DTYPES, LOW as LOW, DtypeRule as DtypeRule

@@ -8,9 +8,18 @@ from typing import Any
 from .errors import DataError
 
 
-def import_extra(module: str, field: str, value: object) -> Any:
-    """Import a module of the extra `hf`. Raises DataError, with this field and value, if it is not
-    installed."""
+def import_extra(module: str, field: str, value: object, extra: str = "hf") -> Any:
+    """Import a module that an extra of weft installs.
+
+    Args:
+        module: its full name.
+        field: what asks for it, for the error.
+        value: the value of that.
+        extra: the name of the extra.
+
+    Raises:
+        DataError: it is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -18,5 +27,5 @@ def import_extra(module: str, field: str, value: object) -> Any:
             field,
             value,
             f"needs the package {module.split('.')[0]}",
-            "install it: pip install weft[hf]",
+            f"install it: pip install weft[{extra}]",
         ) from error

@@ -14,8 +14,9 @@ from math import prod
 from .axis_traits import AxisTable, Divides
 from .data_order import zigzag_spans
 from .errors import LayoutError
+from .float8 import Float8Linears
 from .layout import REPLICA_AXIS, STAGE_AXIS, Layout
-from .plan_text import plan_tables, stage_table
+from .plan_text import float8_table, plan_tables, stage_table
 from .precision import DtypeRule
 from .schedule import Action, Schedule
 from .stages import Staging
@@ -64,6 +65,7 @@ class Plan:
     heads: tuple[str, ...] = ()  # modules whose output the loss can make in chunks
     offload_activations: bool = False  # what blocks save for backward rests in host memory
     fsdp_prefetch: int | None = None  # units gathered ahead of the one that runs; None: FSDP2's way
+    float8: Float8Linears | None = None  # which linears multiply in float8; None: no one does
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property
@@ -214,6 +216,8 @@ class Plan:
             batchnorms=tuple(n for n in self.batchnorms if stage_runs_module(n, modules)),
             counted=tuple(n for n in self.counted if stage_runs_module(n, modules)),
             heads=tuple(n for n in self.heads if stage_runs_module(n, modules)),
+            float8=self.float8
+            and self.float8.within(lambda name: stage_runs_module(name, modules)),
             every=self.weights,
         )
 
@@ -331,7 +335,13 @@ class Plan:
         stages = (
             () if self.staging is None else stage_table(self.staging, self.schedule, self.weights)
         )
-        return "\n".join([head, *plan_tables(stages, self.steps, self.notes)])
+        products = () if self.float8 is None else float8_table(self.float8)
+        return "\n".join([head, *plan_tables(stages, self.steps, products, self.notes)])
+
+
+def emulate_float8(plan: Plan) -> Plan:
+    """The same plan for any device: where it multiplies in float8, by emulation."""
+    return replace(plan, float8=plan.float8 and replace(plan.float8, emulated=True))
 
 
 def _inside(module: str, outer: str) -> bool:

@@ -9,6 +9,7 @@ from math import prod
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .float8 import Float8Linears
 from .schedule import Schedule
 from .stages import Staging
 from .step import COPY, SUM, Boundary, Step, Weight, collective
@@ -70,15 +71,15 @@ def step_row(step: Step) -> tuple[str, str, str, str, str]:
 
 
 def fold_rows(
-    rows: Iterable[tuple[str, str, str, str, str]],
-) -> list[tuple[str, str, str, str, str]]:
+    rows: Iterable[tuple[str, ...]],
+) -> list[tuple[str, ...]]:
     """One row for all rows that differ only in a number within the module's name."""
     folded: dict[tuple[str, ...], list[str]] = {}
     for by, module, *rest in rows:
         key = (by, re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module), *rest)
         folded.setdefault(key, []).append(module)
     return [
-        (key[0], modules[0] if len(modules) == 1 else f"{key[1]} [{len(modules)}]", *key[2:])  # type: ignore[misc]
+        (key[0], modules[0] if len(modules) == 1 else f"{key[1]} [{len(modules)}]", *key[2:])
         for key, modules in folded.items()
     ]
 
@@ -111,13 +112,26 @@ def stage_table(staging: Staging, schedule: Schedule, weights: Iterable[Weight])
     return [head, *text_table(rows)]
 
 
+def float8_table(products: Float8Linears) -> list[str]:
+    """A table of the linears: which multiply in float8, and why the others do not."""
+    rows = [("float8", name, "") for name in products.linears]
+    rows += [("bf16", name, why) for name, why in products.others]
+    how = ", emulated in float32" if products.emulated else ""
+    head = (
+        f"float8 {products.recipe}{how}: {len(products.linears)} of {len(rows)} linears, by torchao"
+    )
+    return [head, *text_table([("multiplies in", "linear", "why"), *fold_rows(rows)])]
+
+
 def plan_tables(
-    stages: Sequence[str], steps: Sequence[Step], notes: Iterable[str]
+    stages: Sequence[str], steps: Sequence[Step], products: Sequence[str], notes: Iterable[str]
 ) -> Iterable[str]:
-    """The lines below a plan's head. `stages`: the table of stages, if there are several."""
+    """The lines below a plan's head. `stages`: the table of stages, if there are several;
+    `products`: that of products in float8, if there are any."""
     tables = [stages] if stages else []
     if steps or not tables:
         head = ("by", "module", "parameters", "enters", "leaves")
         tables.append(text_table([head, *fold_rows(map(step_row, steps))]))
+    tables.append([*products])
     tables.append([f"note: {note}" for note in notes])
     return [line for table in tables if table for line in ("", *table)]

@@ -356,6 +356,13 @@ class PrecisionConfig(TomlTable):
     reduce: Literal["fp32", "bf16"] = Field(
         default="fp32", description="dtype in which gradients are summed, if computed in bf16"
     )
+    float8: Literal["off", "rowwise", "rowwise_with_gw_hp", "tensorwise"] = Field(
+        default="off",
+        description=(
+            "recipe of torchao by which linears multiply in float8, if computed in bf16"
+            " (docs/precision.md)"
+        ),
+    )
 
 
 class CheckpointConfig(TomlTable):

@@ -7,6 +7,7 @@ from .compile_blocks import (
     resolve_compile as resolve_compile,
 )
 from .engine import Engine as Engine
+from .float8_device import check_float8 as check_float8
 from .function_overrides import FunctionOverrides as FunctionOverrides
 from .grad_buckets import local_tensor as local_tensor
 from .lion import Lion as Lion

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft._torch import symmetric_memory
 from weft.core import CompileOptions, ConfigError, Layout
 from weft.nn import is_conv1d
-from weft.parallel import FEATURE_AXES, Mesh, linear_of
+from weft.parallel import FEATURE_AXES, Mesh, plain_product
 
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 WITHOUT = "leave async_tp out"
@@ -88,8 +88,10 @@ def add_biases_apart(block: nn.Module) -> None:
 
 
 def _bias_apart(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    product = plain_product(module)
+
     def forward(x: Tensor) -> Tensor:
-        return linear_of(module, x, module.weight, None) + module.bias  # type: ignore[arg-type, operator]
+        return product(x, module.weight, None) + module.bias  # type: ignore[arg-type, operator]
 
     return forward
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from weft.core import (
-    EXPERTS,
     CompileChoice,
     CompileOptions,
     LocalShard,
@@ -30,7 +29,7 @@ from weft.nn import (
 from weft.parallel import (
     DATA_AXES,
     FEATURE_AXES,
-    VOCABULARY_AXES,
+    LinearProducts,
     parallelize,
 )
 
@@ -169,12 +168,11 @@ class Engine:
         if self.sequence:
             require_positionwise(self._prepared.loss)
         modes = {n: m.training or not model.training for n, m in model.named_modules()}
-        trial = None
-        if sample is not None and plan.layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS):
-            trial = ShardingTrial(StageModel(model, plan, device, None, self.sequence), sample)
+        trial = ShardingTrial.of(StageModel(model, plan, device, None, self.sequence), sample)
         self._shard(options)
         if trial is not None:
-            trial.check(self.forward, self.state.weights(), self.mesh, bool(self.dispatch.group))
+            sharded = self.state.weights(), self.mesh, bool(self.dispatch.group)
+            trial.check(self._inference.trial, *sharded)
         if sample is not None and self.sequence:
             self._try_in_parts(sample)
         # kept: a step does not walk through the model again
@@ -194,14 +192,15 @@ class Engine:
             stages, skip = plan.stages(self.mesh.rank), self.randomness.skip
             staged = StageForward(model, plan.staging, stages, device, skip, plan.dtypes)
         self.loads = loads = ExpertLoad(model, find_experts(model), self.mesh)
-        self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
+        products = LinearProducts(self.rank_plan.float8)
+        self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness, products)
         self.compiled = CompiledBlocks(model, self.rank_plan, self.mesh, options, loads.modules)
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {n: p for n, p in model.named_parameters() if n in held}
         self.low = ComputeCopies(model, plan, self.params)
-        heads = deferring_heads(model, self.rank_plan)
-        self.stages = StageModel(model, plan, device, staged, self.sequence, self.low, heads)
+        around = self.low, deferring_heads(model, self.rank_plan), products
+        self.stages = StageModel(model, plan, device, staged, self.sequence, *around)
         self._runner, _ = runners = make_runners(plan, self.mesh)
         self.units = FSDPUnits(model, self.rank_plan)
         parts = FunctionOverrides(self.randomness, False, self.sequence) if self.sequence else None
@@ -316,7 +315,7 @@ class Engine:
 
     def _try_in_parts(self, sample: Batch) -> None:
         self.tried = True
-        check_sequence_parts(self._inference.output, sample, self.plan, self.sequence)
+        check_sequence_parts(self._inference.trial, sample, self.plan, self.sequence)
 
     # ---- what is known of a step -----------------------------------------------------------------
 

@@ -103,6 +103,11 @@ class Inference:
             dist.broadcast_object_list(outputs, group_src=source, group=group, device=device)
         return outputs[0]
 
+    def trial(self, batch: Batch, in_parts: bool = False) -> Any:
+        """`output` without rounding to float8, which would hide what a layout changes."""
+        with self.stages.products.in_own_dtype():
+            return self.output(batch, in_parts)
+
 
 @torch.no_grad()
 def unsharded_output(stages: StageModel, batch: Batch) -> Any:

@@ -18,6 +18,7 @@ from weft.core import (
 from weft.nn import FEW_LOGITS, DeferringHeads, is_positionwise
 from weft.parallel import ActivationOffload, CudaCopies, Mesh
 
+from .float8_device import check_float8
 from .pipeline.p2p import PipelineTransport
 from .pipeline.runner import PipelineRunner, ValueRoute
 from .pipeline.stage_compute import Loss
@@ -32,8 +33,9 @@ def own_device() -> torch.device:
 
 
 def check_request(plan: Plan, clip: float | None, device: torch.device) -> None:
-    """Refuse what the plan cannot do with this clip and device. Raises ConfigError."""
+    """Refuse what the plan cannot do with this clip and device. Raises Refusal."""
     check_offload_device(plan, device)
+    check_float8(plan.float8, device)
     if clip is not None and plan.schedule.versions:
         raise ConfigError(
             "train.clip",

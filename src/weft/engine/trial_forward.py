@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.core import LocalShard, Plan, UnsupportedModel
+from weft.core import EXPERTS, LocalShard, Plan, UnsupportedModel
 from weft.nn import initial_weights
-from weft.parallel import Mesh
+from weft.parallel import FEATURE_AXES, VOCABULARY_AXES, Mesh
 
 from .context_parallel.sequence import ContextParallel
 from .function_overrides import FunctionOverrides
@@ -48,6 +48,14 @@ class ShardingTrial:
         else:  # the ranks' shards will be its weights
             plan = stages.plan
             self._later = UnshardedForward(stages.model, plan.blocks, plan.dtypes)
+
+    @classmethod
+    def of(cls, stages: StageModel, sample: Batch | None) -> ShardingTrial | None:
+        """The trial of a model; None without a sample, or where nothing of the model is cut."""
+        axes = (*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS)
+        if sample is None or not stages.plan.layout.active_axes(*axes):
+            return None
+        return cls(stages, sample)
 
     @torch.no_grad()
     def check(self, run: Any, shards: Iterable[LocalShard], mesh: Mesh, experts: bool) -> None:

@@ -1,5 +1,5 @@
 from .activation_offload import ActivationOffload as ActivationOffload
-from .apply import linear_of as linear_of, parallelize as parallelize
+from .apply import parallelize as parallelize
 from .axes import (
     DATA_AXES as DATA_AXES,
     EXPERT_AXES as EXPERT_AXES,
@@ -25,6 +25,11 @@ from .collectives import (
 )
 from .expert_dispatch import ExpertCommStats as ExpertCommStats
 from .host_copies import CudaCopies as CudaCopies
+from .linear_products import (
+    LinearProducts as LinearProducts,
+    import_torchao as import_torchao,
+    plain_product as plain_product,
+)
 from .low_precision import cast_arguments as cast_arguments, low_precision as low_precision
 from .make_plan import (
     plan as plan,

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -44,12 +43,17 @@ from .axes import (
 from .block_forward import check_single_gradient
 from .collectives import Crossing
 from .expert_dispatch import ExpertCommStats, shard_experts
+from .linear_products import LinearProducts, Product
 from .low_precision import prepare_low_precision
 from .mesh import Mesh
 
 
 def parallelize(
-    plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
+    plan: Plan,
+    model: nn.Module,
+    mesh: Mesh,
+    randomness: Randomness,
+    products: LinearProducts | None = None,
 ) -> ExpertCommStats:
     """Make a plan true on a model, in place: parameters become this rank's, and the forward its
     part.
@@ -59,6 +63,7 @@ def parallelize(
         model: the whole model, as it is on one device.
         mesh: the process groups of the layout.
         randomness: is told how activations are cut where a module runs.
+        products: how linears multiply. Default: as the plan says.
 
     Returns:
         What counts the exchanges for experts.
@@ -71,6 +76,8 @@ def parallelize(
         cuts.setdefault(param.name, {})[param.axis] = param
     names = {alias: w.name for w in plan.weights for alias in (w.name, *w.aliases)}
     traffic = ExpertCommStats(mesh.group(EXPERTS))
+    products = products or LinearProducts(plan.float8)
+    products.install(model)
     _cut_parameters(plan, model, cuts, mesh)
     for step in plan.steps:
         module = modules[step.module]
@@ -83,13 +90,15 @@ def parallelize(
         computed = {
             leaf: [p for p in ps.values() if p.axis != EXPERTS] for leaf, ps in held.items()
         }
-        _cut_module(module, {leaf: found[0] for leaf, found in computed.items() if found}, mesh)
+        product = products.of(step.module, module)
+        first = {leaf: found[0] for leaf, found in computed.items() if found}
+        _cut_module(module, first, mesh, product)
         if step.dispatch is not None:
             shard_experts(model, step.module, step.dispatch, traffic)
         if step.input is not None:
             module.register_forward_pre_hook(_entry(step, mesh, randomness), with_kwargs=True)
         if step.output is not None:
-            _leave(module, step, mesh, randomness, plan)
+            _leave(module, step, mesh, randomness, plan, product)
     for name in plan.batchnorms:
         _replace(model, name, BatchNorm.of(modules[name], mesh.group(*TOKEN_AXES)))
     prepare_low_precision(model, plan.dtypes, plan.blocks)
@@ -138,7 +147,7 @@ def _cut_parameters(
             setattr(owner, leaf, fresh)
 
 
-def _cut_module(module: nn.Module, params: dict[str, Param], mesh: Mesh) -> None:
+def _cut_module(module: nn.Module, params: dict[str, Param], mesh: Mesh, product: Product) -> None:
     """Make a linear or an embedding compute with what this rank holds of its parameters."""
     if not params:
         return
@@ -158,26 +167,10 @@ def _cut_module(module: nn.Module, params: dict[str, Param], mesh: Mesh) -> None
             assert param.cut is not None
             return shard_of(tensor, param.cut, mesh.index(param.axis), mesh.size(param.axis))
 
-        module.forward = lambda x: linear_of(module, x, view("weight"), view("bias"))  # type: ignore[method-assign]
+        module.forward = lambda x: product(x, view("weight"), view("bias"))  # type: ignore[method-assign, arg-type]
         return
     if is_conv1d(module):
         module.nf = module.weight.shape[1]  # type: ignore[assignment, union-attr]
-
-
-def linear_of(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """What a linear computes with these parameters.
-
-    Args:
-        module: an nn.Linear, or a Conv1D of Hugging Face.
-        x: its input, [..., features in].
-        weight: of the shape that the module keeps it in, or this rank's part of it.
-        bias: None: nothing is added.
-    """
-    assert weight is not None
-    if is_conv1d(module):
-        y = x @ weight
-        return y if bias is None else y + bias
-    return F.linear(x, weight, bias)
 
 
 def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
@@ -265,7 +258,14 @@ def _crossing(
     return by_dims
 
 
-def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, plan: Plan) -> None:
+def _leave(
+    module: nn.Module,
+    step: Step,
+    mesh: Mesh,
+    randomness: Randomness,
+    plan: Plan,
+    product: Product,
+) -> None:
     boundary = step.output
     assert boundary is not None
     total = _total(step, plan)
@@ -285,7 +285,7 @@ def _leave(module: nn.Module, step: Step, mesh: Mesh, randomness: Randomness, pl
     ):
 
         def forward(x: Tensor) -> Tensor:
-            return outwards(linear_of(module, x, module.weight, None)) + module.bias  # type: ignore[arg-type, operator]
+            return outwards(product(x, module.weight, None)) + module.bias  # type: ignore[arg-type, operator]
 
         module.forward = forward  # type: ignore[method-assign]
         return

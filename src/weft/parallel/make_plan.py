@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft.core import (
     DTYPES,
     EXPERTS,
+    OFF,
     ConfigError,
     Divides,
     Layout,
@@ -36,6 +37,7 @@ from weft.sync import check_gate_biases, check_sync, make_sync
 
 from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES
 from .cut_trial import runnable_roles
+from .float8_choice import check_recipe, choose_float8
 from .memory_checks import check_offload, check_prefetch
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
@@ -61,6 +63,7 @@ class PlanKeywords(PipelineKeywords, total=False):
     reduce: str
     fsdp_prefetch: int | None
     offload_activations: bool
+    float8: str
 
 
 def plan(
@@ -93,6 +96,8 @@ def plan(
             (Korthikanti et al. 2022).
         precision: dtype of computation: "fp32", "bf16", "fp16" or "fp64" (docs/precision.md).
         reduce: dtype in which gradients are summed with "bf16": "fp32" (default) or "bf16".
+        float8: recipe by which linears multiply in float8, with "bf16": "rowwise",
+            "rowwise_with_gw_hp" or "tensorwise"; "off" by default.
         sync_batchnorm: whether batch-norm statistics cover the whole microbatch.
         schedule: of `pp`: a name of docs/schedules.md (an option of `pp` in the layout overrides
             it), a Schedule, or a function that makes one.
@@ -121,6 +126,7 @@ def plan(
     """
     logits, reduce = further.pop("logits", "auto"), further.pop("reduce", "fp32")
     prefetch, away = further.pop("fsdp_prefetch", None), further.pop("offload_activations", False)
+    float8 = further.pop("float8", OFF)
     return plan_from_request(
         PlanRequest(
             model,
@@ -140,6 +146,7 @@ def plan(
             logits,
             prefetch,
             away,
+            float8,
         )
     )
 
@@ -154,6 +161,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     _check_layout(layout)
     _check_batch(layout, request.batch, request.accumulate)
     _check_precision(request.precision, request.reduce, sync)
+    check_recipe(request.float8, request.precision)
     _check_logits(request.logits)
     found = runnable_roles(request, find_roles(model, request.roles))
     weights = weights_of(model)
@@ -205,7 +213,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         notes += [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
     if staged is not None:
         notes.append(bubble_note(staged))
-    return Plan(
+    made = Plan(
         layout,
         tuple(steps),
         weights,
@@ -228,6 +236,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         offload_activations=request.offload_activations,
         fsdp_prefetch=request.fsdp_prefetch,
     )
+    return made if request.float8 == OFF else choose_float8(made, model, found, request.float8)
 
 
 def _in_chunks(logits: str, staged: Schedule | None) -> bool:
@@ -267,8 +276,9 @@ def _once_a_step(step: Step) -> Step:
 
 def _check_precision(precision: str, reduce: str, sync: Sync | None) -> None:
     if precision == "fp8":
-        problem = "float8 is not offered: it needs torchao and a GPU that multiplies in it"
-        raise ConfigError("precision.compute", precision, problem, "use bf16")
+        problem = "float8 is for what linears multiply; all else is computed in bf16"
+        fix = 'use bf16, with float8 = "rowwise" beside it'
+        raise ConfigError("precision.compute", precision, problem, fix)
     if precision not in DTYPES:
         fix = f"choose one of {', '.join(DTYPES)}"
         raise ConfigError("precision.compute", precision, "not a precision", fix)

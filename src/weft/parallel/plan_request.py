@@ -34,3 +34,4 @@ class PlanRequest:
     logits: str = "auto"
     fsdp_prefetch: int | None = None
     offload_activations: bool = False
+    float8: str = "off"

@@ -335,6 +335,7 @@ def build_plan(run: RunConfig, model: nn.Module, sample: dict[str, Tensor]) -> P
             logits=t.logits,
             fsdp_prefetch=t.fsdp_prefetch,
             offload_activations=t.offload_activations,
+            float8=run.precision.float8,
         )
     )
 

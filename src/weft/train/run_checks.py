@@ -25,6 +25,7 @@ from weft.core import (
 from weft.engine import (
     check_codec,
     check_compiled,
+    check_float8,
     check_offload_device,
     check_optimizer,
     check_servers,
@@ -95,11 +96,11 @@ def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan
     return plans
 
 
-def check_device(plans: Sequence[Plan]) -> None:
-    """Refuse what the devices of this machine do not do, where processes start on it. Raises
-    Refusal."""
+def check_device(plans: Sequence[Plan], device: torch.device) -> None:
+    """Refuse what the ranks' devices do not do, where processes start on them. Raises Refusal."""
     for each in plans:
-        check_offload_device(each, own_device())
+        check_offload_device(each, device)
+        check_float8(each.float8, device)
 
 
 def _check_workers(run: RunConfig, bare: nn.Module, laid: Plan) -> None:

@@ -5,5 +5,6 @@ from .verify_model import verify as verify, verify_case as verify_case
 from .verify_run import (
     exact_sync as exact_sync,
     on_cpus as on_cpus,
+    verified_precision as verified_precision,
     verify_layouts as verify_layouts,
 )

@@ -23,8 +23,8 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """`build` makes the seeded model, and `plan(model, layout)` lays it, in `precision`: "fp64", or
-    "bf16", whose masters are float32.
+    """`build` makes the seeded model, and `plan(model, layout)` lays it, in `precision`: "fp64",
+    "bf16", whose masters are float32, or "float8", where linears multiply in it beside bf16.
 
     `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step. `workers`:
     where modules live. `build_deferred` makes the same model without weights; default: by `build`.

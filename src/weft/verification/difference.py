@@ -19,7 +19,8 @@ Calls = dict[str, list[Tensor]]  # module -> a tensor per call
 class Bounds:
     """The relative errors below which a layout equals one device. `activation`: of a module's
     output, and of its gradient. `small`: a gradient this much smaller than all gradients together
-    is measured against that size; `typical`: so is a weight this much smaller than weights are."""
+    is measured against that size; `typical`: so is a weight this much smaller than weights are.
+    `precision`: what both are computed in."""
 
     loss: float = TOLERANCE
     gradient: float = TOLERANCE
@@ -27,6 +28,7 @@ class Bounds:
     activation: float = TOLERANCE
     small: float = 1e-6
     typical: float = 1e-2
+    precision: str = "float64"
 
     def __str__(self) -> str:
         if self == Bounds():
@@ -37,9 +39,13 @@ class Bounds:
 
 
 ULP = 2.0**-8  # half the distance of neighbours in bf16: what one rounding may change
+ULP8 = 2.0**-4  # the same in float8 with three bits of fraction (e4m3)
 # A layout rounds other partial sums than one device. Errors of roundings that do not depend on one
 # another add up as their squares do: a few ulp, in models of any depth that training can stand.
 BOUNDS = {
     "fp64": Bounds(),
-    "bf16": Bounds(ULP / 4, 8 * ULP, ULP / 4, 8 * ULP, small=0.1, typical=1.0),
+    "bf16": Bounds(ULP / 4, 8 * ULP, ULP / 4, 8 * ULP, small=0.1, typical=1.0, precision="bf16"),
+    "float8": Bounds(
+        ULP8 / 32, 4 * ULP8, ULP8 / 16, 4 * ULP8, small=0.1, typical=1.0, precision="float8"
+    ),
 }

@@ -40,7 +40,7 @@ class VerifyReport:
         )
         bounds = self.results[0].bounds if self.results else Bounds()
         tail = (
-            f" below {bounds} in {'float64' if bounds == Bounds() else 'bf16'}"
+            f" below {bounds} in {bounds.precision}"
             if not bad
             else "; these do not: " + ", ".join(bad)
         )

@@ -19,6 +19,7 @@ from weft.core import (
     Refusal,
     WorkerDied,
     data_rank_indices,
+    emulate_float8,
 )
 from weft.engine import Loss, Optimizers
 from weft.launch import run_workers
@@ -127,7 +128,8 @@ def verify(
         workers: names of workers -> globs of the modules that live there (docs/workers.md).
         compile: "blocks" or CompileOptions: after the first step, in which every module is
             compared, blocks and loss are compiled.
-        precision: "fp64", or "bf16": within a few roundings (docs/precision.md).
+        precision: "fp64", or within a few roundings "bf16", or "float8" of a plan that has it, by
+            emulation (docs/precision.md).
 
     Returns:
         A VerifyReport: `.passed`, `.text()`, `.json()`.
@@ -147,7 +149,7 @@ def verify(
             inputs=inputs,
             sample=sample,
         )
-    check_precision(precision)
+    check_precision(precision, plan.float8 is not None)
     adam, sgd = partial(torch.optim.AdamW, lr=1e-3), partial(torch.optim.SGD, lr=SGD_LR)
     default = adam if precision == "fp64" else sgd
     case = Case(
@@ -166,11 +168,15 @@ def verify(
     return verify_case(case, [str(plan.layout)], steps)
 
 
-def check_precision(precision: str) -> None:
-    """Refuse what layouts are not verified in. Raises ConfigError."""
+def check_precision(precision: str, float8: bool) -> None:
+    """Refuse what layouts are not verified in. `float8`: whether the run trains with it. Raises
+    ConfigError."""
     if precision not in BOUNDS:
-        fix = "choose fp64, which tells faults from rounding, or bf16"
+        fix = "choose fp64, which tells faults from rounding, bf16 or float8"
         raise ConfigError("--precision", precision, "is not what layouts are verified in", fix)
+    if precision == "float8" and not float8:
+        fix = 'set [precision] float8 = "rowwise", or verify in bf16'
+        raise ConfigError("--precision", precision, "the run multiplies nothing in float8", fix)
 
 
 def _build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -185,7 +191,10 @@ def _same_plan(plan: Plan, precision: str, model: nn.Module, layout: str) -> Pla
     weights = tuple(replace(w, dtype=dtype) for w in plan.weights)
     # it runs on CPUs, whose memory is the host's already
     here = replace(plan, offload_activations=False)
-    whole = replace(here, weights=weights, precision=precision, reduce=reduce)
+    if precision == "float8":
+        whole = replace(emulate_float8(here), weights=weights)
+    else:
+        whole = replace(here, weights=weights, precision=precision, reduce=reduce, float8=None)
     if layout == str(plan.layout):
         return whole
     return replace(

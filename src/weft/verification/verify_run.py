@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from weft.core import Plan, PrecisionConfig, RunConfig, SyncConfig
+from weft.core import OFF, Plan, PrecisionConfig, RunConfig, SyncConfig, emulate_float8
 from weft.sync import make_sync
 from weft.train import (
     Dataset,
@@ -45,23 +45,28 @@ def verify_layouts(
         layouts: the layouts to compare.
         steps: optimizer steps of each.
         done: gets each result when it is there.
-        precision: "fp64", or "bf16": what a rounding may change is allowed, and the optimizer is
-            SGD, which makes no whole step of the sign of a gradient that is near zero.
+        precision: "fp64", or "bf16" and "float8": what a rounding may change is allowed, and the
+            optimizer is SGD, which makes no whole step of the sign of a gradient that is near zero.
+            Linears multiply in float8 with "float8" alone, by emulation.
     """
-    check_precision(precision)
-    run = on_cpus(run)
-    reduce = run.precision.reduce if precision == "bf16" else "fp32"
-    table = PrecisionConfig.model_validate({"compute": precision, "reduce": reduce})
-    train = run.train.model_copy(update={"offload_activations": False})  # it runs on CPUs
-    changed = run.model_copy(
-        update={"precision": table, "sync": exact_sync(run.sync), "train": train}
-    )
-    return verify_case(make_case(changed), layouts, steps, done)
+    table = verified_precision(run.precision, precision)
+    update = {"precision": table, "sync": exact_sync(run.sync)}
+    return verify_case(make_case(on_cpus(run).model_copy(update=update)), layouts, steps, done)
 
 
 def on_cpus(run: RunConfig) -> RunConfig:
     """The run without what GPUs alone do: verify computes on CPUs."""
-    return run.model_copy(update={"train": run.train.model_copy(update={"async_tp": False})})
+    without = {"async_tp": False, "offload_activations": False}
+    return run.model_copy(update={"train": run.train.model_copy(update=without)})
+
+
+def verified_precision(trained: PrecisionConfig, precision: str) -> PrecisionConfig:
+    """The [precision] that a run is verified with. Raises ConfigError."""
+    check_precision(precision, trained.float8 != OFF)
+    if precision == "float8":
+        return trained
+    reduce = trained.reduce if precision == "bf16" else "fp32"
+    return PrecisionConfig.model_validate({"compute": precision, "reduce": reduce})
 
 
 def exact_sync(sync: SyncConfig) -> SyncConfig:
@@ -74,6 +79,7 @@ def exact_sync(sync: SyncConfig) -> SyncConfig:
 def make_case(run: RunConfig) -> Case:
     """The Case of a run. Recomputation, accumulation and clipping are the run's own."""
     batches, low = _Batches(run), run.precision.compute != "fp64"
+    precision = run.precision.compute if run.precision.float8 == OFF else "float8"
     dtype = torch.float32 if low else torch.float64
     return Case(
         build=partial(build_model, run, dtype=dtype),
@@ -87,14 +93,14 @@ def make_case(run: RunConfig) -> Case:
         workers=run.workers,
         build_deferred=partial(build_deferred, run, dtype),
         compile=run.train.compile_options,
-        precision=run.precision.compute,
+        precision=precision,
     )
 
 
 def _plan(run: RunConfig, batches: _Batches, model: nn.Module, layout: str) -> Plan:
     # one device is what the others are held to
     there = on_own_layout(run, layout) if layout == "dp1" else with_layout(run, layout)
-    return build_plan(there, model, sample_batch(run, batches.held()))
+    return emulate_float8(build_plan(there, model, sample_batch(run, batches.held())))
 
 
 @dataclass

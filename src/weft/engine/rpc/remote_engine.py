@@ -402,6 +402,9 @@ def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
     if plan.precision == "fp16":
         problem = "no worker scales the loss, and says where a gradient has overflowed"
         raise ConfigError("precision.compute", plan.precision, problem, "use bf16, fp32 or fp64")
+    if plan.float8 is not None:
+        problem = "the driver and its workers compute on a CPU, which has no float8"
+        raise ConfigError("precision.float8", plan.float8.recipe, problem, "leave it out")
     for block in plan.recomputed():
         called = next((name for name in places.modules if name.startswith(f"{block}.")), None)
         if called is not None:

@@ -67,7 +67,7 @@ def block_cost(at: CostInputs, block: BlockWork) -> BlockCost:
         for axis, (one, other) in _exchanges(at, block).items()
     }
     sides = (sum((each[side] for each in waits.values()), zero) for side in range(3))
-    found = block_seconds(block, c, at.cluster.hardware, at.era, at.practice.compute, *sides)
+    found = block_seconds(block, c, at.cluster.hardware, at.era, at.practice, *sides)
     if at.era.layers and block.repeated:
         found = found.longer(layer_factor(at.era.layers, layer_shapes(at.work, block, c)), MEASURED)
     return BlockCost(found, {axis: sum(each, zero) for axis, each in waits.items()})

@@ -11,6 +11,7 @@ import numpy as np
 from .hardware import Era, Hardware
 from .layout_batch import Array, LayoutBatch
 from .model_work import BlockWork, Cut, OpWork
+from .precision_policy import PrecisionPolicy
 
 VECTOR, TILE = 8, 64  # elements of a 16-bit dim that tensor cores need, and that they take best
 
@@ -84,7 +85,7 @@ def block_seconds(
     choices: LayoutBatch,
     hardware: Hardware,
     era: Era,
-    dtype: str,
+    practice: PrecisionPolicy,
     ahead: Array,
     behind: Array,
     repeated: Array,
@@ -97,7 +98,7 @@ def block_seconds(
     is a matmul by the input and one by the weight, of the same FLOPs; of what has no weights, all
     is the input's, and so is the one matmul of a frozen weight.
     """
-    peak, rate = hardware.peak(dtype), hardware.device.memory_bps * era.memory
+    dtype, rate = practice.compute, hardware.device.memory_bps * era.memory
     fused = attention_peak(hardware, dtype)
     samples = choices.microbatch / choices.sequences
     zero = np.zeros(len(choices))
@@ -108,11 +109,13 @@ def block_seconds(
         if op.kind == "matmul":
             flops = op.flops * share
             each = flops / (op.matmuls / (choices.experts if op.cut == "expert" else 1.0))
-            took = flops / (peak * era.matmul) * (1 + era.matmul_flops / np.maximum(each, 1.0))
+            kind = "bf16" if practice.wide_experts and op.cut == "expert" else dtype
+            peak = hardware.peak(kind) * era.matmul
+            took = flops / peak * (1 + era.matmul_flops / np.maximum(each, 1.0))
             took = (
                 took
                 / _fitting(op, _width_ranks(op, choices), era)
-                / (era.eight if dtype == "fp8" else 1.0)
+                / (era.eight if kind == "fp8" else 1.0)
             )
             first = op.backward if op.core else np.minimum(1.0, op.backward)
             back, own = first * took, (op.backward - first) * took

@@ -141,7 +141,8 @@ class Hardware(TomlTable):
         """FLOP/s of this dtype. Raises ConfigError where the sheet has none."""
         if dtype not in self.device.flops:
             fix = f"this sheet has {', '.join(self.device.flops)}"
-            raise ConfigError("precision.compute", dtype, f"{self.name} has no peak for it", fix)
+            field = "precision.float8" if dtype == "fp8" else "precision.compute"
+            raise ConfigError(field, dtype, f"{self.name} has no peak for it", fix)
         return self.device.flops[dtype]
 
     def era(self, name: str) -> Era:

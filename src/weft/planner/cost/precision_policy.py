@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPolicy:
-    """Bytes of one parameter: `weight_bytes` that rest; `copy_bytes` of a second copy in the dtype
+    """`compute`: what matmuls are computed in; with `wide_experts`, those of experts are in bf16
+    where that is fp8.
+
+    Bytes of one parameter: `weight_bytes` that rest; `copy_bytes` of a second copy in the dtype
     computed in, where there is one, which weights that fsdp gathers in use have none of; with
     `shards_weights` all that state is sharded over rests in shards, and copies alone are whole (as
     FSDP2 has it). `grad_bytes` of its gradient; `state_bytes` of the optimizer (with master
@@ -37,6 +40,7 @@ class PrecisionPolicy:
     """
 
     compute: str = "bf16"
+    wide_experts: bool = False
     weight_bytes: float = 4.0
     copy_bytes: float = 0.0
     shards_weights: bool = False

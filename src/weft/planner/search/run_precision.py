@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.core import DtypeRule, RunConfig
+from weft.core import OFF, DtypeRule, RunConfig
 from weft.engine import Optimizers
 from weft.nn import FEW_LOGITS, accepts_sharded_logits
 from weft.pipeline import tensors_in
@@ -28,7 +28,8 @@ def run_precision(run: RunConfig) -> PrecisionPolicy:
     precision = run.precision
     policy = precision_policy(precision.compute, build_optimizer(run), logits, precision.reduce)
     ahead = run.train.fsdp_prefetch or policy.ahead
-    return replace(policy, ahead=ahead, host_activations=run.train.offload_activations)
+    found = replace(policy, ahead=ahead, host_activations=run.train.offload_activations)
+    return found if precision.float8 == OFF else replace(found, compute="fp8", wide_experts=True)
 
 
 def precision_policy(
