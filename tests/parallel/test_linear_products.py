@@ -83,6 +83,20 @@ def test_output_and_gradients_are_those_of_bf16_but_for_rounding(
     assert errors[0] > ROUNDING / 8  # of the output: it was rounded
 
 
+def test_a_device_gets_no_sum_but_over_a_multiple_of_16(monkeypatch: Any) -> None:
+    """A CPU takes any; CUDA does not, and a microbatch may have any number of tokens."""
+    multiply, inner = torch._scaled_mm, list[int]()
+
+    def watched(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        inner.append(a.shape[1])
+        return multiply(a, b, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
+    model, _ = made("rowwise", emulated=False)
+    model.linear(x_of(7, 32).requires_grad_()).sum().backward()
+    assert inner == [32, 48, 16]  # features in, features out, and seven tokens with nine of zeros
+
+
 def test_a_cut_by_outputs_changes_no_number() -> None:
     """Each row of a weight has its own scale, so a rank needs no other's."""
     model, products = made("rowwise")

@@ -23,7 +23,7 @@ from weft.launch.local_workers import Pool
 from weft.pipeline import schedules
 from weft.planner import plan_run
 from weft.planner.cost.estimate import estimate
-from weft.planner.cost.hardware import Cluster
+from weft.planner.cost.hardware import Cluster, named_sheet
 from weft.planner.search.feasibility import FeasibilityChecker, run_with_row
 from weft.planner.search.query_from_run import query_from_run
 from weft.planner.search.ranking import rank
@@ -506,6 +506,29 @@ def test_float8_is_priced_at_the_rate_of_the_sheet(tmp_path: Path) -> None:
     for cards in ("a100x2", f"{sheet}x2"):
         refused = weft("plan", run, "--cluster", cards, *eight)
         assert refused.exit_code == 2 and "precision.float8" in refused.output, refused.output
+
+
+def test_experts_are_priced_in_bf16_beside_float8(tmp_path: Path) -> None:
+    run, _ = files(tmp_path)
+    low = {"model__experts": 4, "precision__compute": "bf16"}
+    asked = query_from_run(loaded(run, **low, precision__float8="rowwise"))
+    hardware = named_sheet("h100")
+    took = [
+        float(
+            estimate(
+                asked.work,
+                asked.choices,
+                Cluster.of(hardware, 1),
+                hardware.eras["compiled"],
+                replace(asked.practice, compute=compute, wide_experts=wide),
+                asked.sync,
+            )
+            .time[0]
+            .value[0]
+        )
+        for compute, wide in (("fp8", False), ("fp8", True), ("bf16", False))
+    ]
+    assert asked.practice.wide_experts and took[0] < took[1] < took[2]
 
 
 def test_workers_have_no_layout(tmp_path: Path) -> None:
