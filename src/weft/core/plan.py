@@ -51,16 +51,10 @@ class Plan:
     batchnorms: tuple[str, ...] = ()  # modules whose statistics are the whole microbatch's
     notes: tuple[str, ...] = field(default=(), compare=False)
     staging: Staging | None = None  # how the model is cut into stages; None: it is one
-    staged: Schedule | None = (
-        None  # in which order the stages run; None: gradient accumulation on one rank
-    )
-    dynamic_shapes: bool = (
-        False  # what crosses stages has shapes that the batch's shapes do not tell
-    )
+    staged: Schedule | None = None  # order of the stages; None: gradient accumulation on one rank
+    dynamic_shapes: bool = False  # of what crosses stages: the batch's shapes do not tell them
     sync: Sync | None = None  # how replicas agree; None: the backend sums their gradients
-    counted: tuple[
-        str, ...
-    ] = ()  # modules beside `blocks` that count their dropout masks by themselves
+    counted: tuple[str, ...] = ()  # modules beside `blocks` that count their dropout masks
     logits: str = "auto"  # whole, chunks (made by the loss, of some tokens at a time), or auto
     heads: tuple[str, ...] = ()  # modules whose output the loss can make in chunks
     offload_activations: bool = False  # what blocks save for backward rests in host memory
@@ -77,11 +71,9 @@ class Plan:
     def uses_custom_dp_sync(self) -> bool:
         """Whether gradients are summed over `dp` by a synchroniser, apart from what the backend
         sums."""
-        return (
-            self.sync is not None
-            and not (self.sync.independent or self.sync.plain)
-            and self.layout.replica_count > 1
-        )
+        made = self.sync
+        apart = made is not None and not (made.independent or made.plain)
+        return apart and self.layout.replica_count > 1
 
     @property
     def replicas_step_independently(self) -> bool:
@@ -92,8 +84,8 @@ class Plan:
     def gradient_sync(self) -> SyncEveryStep | None:
         """The synchroniser that sums gradients in every step; None: the backend sums them, or
         replicas step by themselves."""
-        made = self.sync if isinstance(self.sync, SyncEveryStep) else None
-        return made if made is not None and not made.plain else None
+        made = self.sync
+        return made if isinstance(made, SyncEveryStep) and not made.plain else None
 
     def replica(self) -> Plan:
         """The plan that one replica steps by: this one, unless replicas step independently."""
@@ -323,20 +315,22 @@ class Plan:
         return self.blocks[:: self.recompute] if isinstance(self.recompute, int) else ()
 
     def __str__(self) -> str:
-        count = sum(prod(weight.shape) for weight in self.weights)
-        head = (
+        staging, schedule = self.staging, self.schedule
+        stages = () if staging is None else stage_table(staging, schedule, self.weights)
+        products = () if self.float8 is None else float8_table(self.float8)
+        return "\n".join([self._head, *plan_tables(stages, self.steps, products, self.notes)])
+
+    @property
+    def _head(self) -> str:
+        count = sum(prod(weight.shape) for weight in self.weights) / 1e6
+        ahead = f"; fsdp_prefetch {self.fsdp_prefetch}" if self.fsdp_prefetch else ""
+        return (
             f"layout {self.layout}: {self.layout.world} ranks; batch {self.batch} ="
             f" {self.data_size} data ranks x {self.accumulate} microbatches x {self.microbatch}"
-            f" samples\n{count / 1e6:.2f} M parameters in {len(self.weights)} tensors; compute"
+            f" samples\n{count:.2f} M parameters in {len(self.weights)} tensors; compute"
             f" {self.dtypes}; recompute {self.recompute}"
-            + ("; activations offloaded" if self.offload_activations else "")
-            + (f"; fsdp_prefetch {self.fsdp_prefetch}" if self.fsdp_prefetch else "")
+            f"{'; activations offloaded' if self.offload_activations else ''}{ahead}"
         )
-        stages = (
-            () if self.staging is None else stage_table(self.staging, self.schedule, self.weights)
-        )
-        products = () if self.float8 is None else float8_table(self.float8)
-        return "\n".join([head, *plan_tables(stages, self.steps, products, self.notes)])
 
 
 def emulate_float8(plan: Plan) -> Plan:

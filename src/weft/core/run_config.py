@@ -33,11 +33,11 @@ from pydantic import (
     model_validator,
 )
 
-from .compile_options import CompileChoice, CompileMode, CompileOptions
 from .errors import ConfigError, LayoutError, nearest
 from .layout import Layout
 from .schedule import DEFAULT_SCHEDULE
 from .toml import CallableTable, TomlTable, exactly_one, table_error, toml_refusal
+from .train_config import TrainConfig
 
 Strings = Annotated[
     tuple[str, ...],
@@ -147,174 +147,6 @@ def _parse_layout(field: str, value: object) -> object:
         return Layout.parse(value)
     except LayoutError as error:
         raise LayoutError(field, value, error.problem, error.fix) from None
-
-
-class TrainConfig(TomlTable):
-    """[train]"""
-
-    batch: int = Field(gt=0, description="samples per optimizer step, over all ranks")
-    steps: int = Field(gt=0, description="number of optimizer steps")
-    accumulate: int = Field(
-        default=1, gt=0, description="number of microbatches that the batch is divided into"
-    )
-    loss: str | None = Field(
-        default=None,
-        description=(
-            '"package.module:callable" that maps (output, batch) to (sum, weight) (default:'
-            ' "weft.losses:causal_lm" for a causal language model of transformers whose data is not'
-            ' weft.data, else "weft.losses:next_token")'
-        ),
-    )
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="seed of weights, data order and dropout"
-    )
-    clip: float | None = Field(
-        default=None, gt=0, description="largest global gradient norm (default: no clipping)"
-    )
-    skip: float | None = Field(
-        default=None,
-        gt=1,
-        description=(
-            "skip a step whose gradient norm is not finite, or exceeds this many times the median"
-            " of the last 64"
-        ),
-    )
-    rollback: float | None = Field(
-        default=None,
-        gt=1,
-        description=(
-            "return to the latest checkpoint and leave out the samples since, when a loss is not"
-            " finite or exceeds this many times the median of the last 64"
-        ),
-    )
-    warmup: int = Field(
-        default=0, ge=0, description="steps over which the learning rate rises from 0"
-    )
-    decay: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="how the learning rate falls"
-    )
-    min_lr_ratio: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="final learning rate, as a fraction of lr",
-    )
-    eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
-    eval_batches: int = Field(default=8, gt=0, description="batches per validation")
-    log_every: int = Field(default=10, gt=0, description="steps between lines of metrics")
-    recompute: str | int = Field(
-        default="none",
-        description=(
-            'activation recomputation: "none", "selective" (attention), "full", or k: every k-th'
-            " block"
-        ),
-    )
-    logits: Literal["auto", "whole", "chunks"] = Field(
-        default="auto",
-        description=(
-            'logits: "whole"; "chunks": made by the loss, of some tokens at a time, and again in'
-            ' backward; "auto": chunks where a microbatch has more than 64 million'
-        ),
-    )
-    offload_activations: bool = Field(
-        default=False,
-        description=(
-            "what blocks save for backward rests in pinned host memory between forward and"
-            " backward; on GPUs"
-        ),
-    )
-    fsdp_prefetch: int | None = Field(
-        default=None,
-        gt=0,
-        description=(
-            "units whose weights `fsdp` gathers ahead of the one that runs, in forward and"
-            " backward; default: as FSDP2 does by itself"
-        ),
-    )
-    compile: CompileChoice = Field(
-        default="auto",
-        description=(
-            'compile each block and the loss by torch.compile: "blocks", "off", or "auto": on CUDA'
-            " where blocks repeat"
-        ),
-    )
-    compile_mode: CompileMode = Field(default="default", description="mode of torch.compile")
-    compile_backend: str = Field(default="inductor", description="backend of torch.compile")
-    async_tp: bool = Field(
-        default=False,
-        description=(
-            "overlap the collectives of tp+sequence with matmuls; needs compiled blocks, and GPUs"
-            " that share memory"
-        ),
-    )
-    sample_tokens: int = Field(default=0, ge=0, description="tokens to generate after training")
-    prompt: str = Field(default="", description="start of the generated text")
-    hang_s: float = Field(
-        default=600.0,
-        ge=0,
-        description=(
-            "seconds without a step after which a run reports where it hangs and ends; 0: never"
-        ),
-    )
-    threads: int | None = Field(
-        default=None,
-        gt=0,
-        description="torch threads per process (default: OMP_NUM_THREADS, or cores // processes)",
-    )
-    sync_batchnorm: bool = Field(
-        default=True,
-        description="batch-norm statistics cover the whole microbatch, not one rank's part",
-    )
-
-    @property
-    def compile_options(self) -> CompileChoice | CompileOptions:
-        """What an Engine takes as `compile`."""
-        if self.compile == "blocks":
-            return CompileOptions(self.compile_mode, self.compile_backend, self.async_tp)
-        return self.compile
-
-    @field_validator("recompute", mode="before")
-    @classmethod
-    def _recompute(cls, value: object) -> object:
-        if value in ("none", "selective", "full") or (type(value) is int and value > 0):
-            return value
-        hint = (
-            nearest(value, ("none", "selective", "full"))
-            if isinstance(value, str)
-            else "count from 1"
-        )
-        raise table_error(
-            "is no way to recompute",
-            f'write "none", "selective", "full" or a number of blocks; {hint}',
-        )
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.batch % self.accumulate:
-            fix = f"use a multiple of {self.accumulate}"
-            raise table_error(
-                f"does not divide into accumulate = {self.accumulate} microbatches",
-                fix,
-                batch=self.batch,
-            )
-        if self.compile != "blocks":
-            for name, default in (
-                ("compile_mode", "default"),
-                ("compile_backend", "inductor"),
-                ("async_tp", False),
-            ):
-                if (value := getattr(self, name)) != default:
-                    fix = f'set compile = "blocks", or leave {name} out'
-                    raise table_error(
-                        f"has no effect with compile = {self.compile!r}", fix, **{name: value}
-                    )
-        if self.warmup > self.steps:
-            raise table_error(
-                "is longer than the whole run",
-                f"use at most steps = {self.steps}",
-                warmup=self.warmup,
-            )
-        return self
 
 
 class OptimizerConfig(CallableTable):
