@@ -7,6 +7,7 @@ from .compile_blocks import (
     resolve_compile as resolve_compile,
 )
 from .engine import Engine as Engine
+from .float64_mode import Float64Mode as Float64Mode
 from .function_overrides import FunctionOverrides as FunctionOverrides
 from .grad_buckets import local_tensor as local_tensor
 from .lion import Lion as Lion

@@ -133,7 +133,7 @@ def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
         device="cpu",
         compile=case.compile,
     )
-    engine.tried = True  # what differs is to be named
+    engine.trial = None  # what differs is to be named
     return engine
 
 
