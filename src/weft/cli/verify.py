@@ -33,6 +33,7 @@ def verify(
     with exit_codes():
         run = load(path, settings)
 
+        from weft.core import Refusal
         from weft.train import check_run
         from weft.verification import exact_sync, result_table, runnable_layouts, verify_layouts
 
@@ -45,7 +46,8 @@ def verify(
             found = runnable_layouts(run, world, report_refusal)
             layouts += [axes for axes in found if axes not in layouts]
         layouts = layouts or [str(run.layout.axes)]
-        check_run(run, layouts)
+        refused: dict[str, Refusal] = {}
+        check_run(run, layouts, refused.__setitem__ if len(layouts) > 1 else None)
         exact = exact_sync(run.sync)
         if run.sync != exact:
             typer.echo(
@@ -59,6 +61,7 @@ def verify(
             count,
             lambda result: None if as_json else typer.echo(f"{result_table(result, count)}\n"),
             precision,
+            refused,
         )
         typer.echo(report.json() if as_json else report.verdict())
         if not report.passed:

@@ -36,3 +36,4 @@ from .replica_sync.membership import (
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import own_device as own_device
+from .sharding_trial import refuse_what_does_not_run as refuse_what_does_not_run

@@ -4,8 +4,9 @@ the trial before the first step runs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,7 +25,33 @@ def copy_without_weights(model: nn.Module) -> nn.Module:
             return tensor.detach().clone()
         return nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
 
-    return copy_with_tensors(model, without_data)
+    copy = copy_with_tensors(model, without_data)
+    twins = dict(zip(map(id, model.modules()), copy.modules(), strict=True))
+    for module in copy.modules():
+        if "forward" in vars(module):  # a function of the model's own, which a copy shares
+            module.forward = _rebound(vars(module)["forward"], twins, {})  # type: ignore[method-assign]
+    return copy
+
+
+def _rebound(value: Any, twins: dict[int, nn.Module], done: dict[int, Any]) -> Any:
+    """The same function, with copies in the place of the modules that it refers to."""
+    if id(value) in twins:
+        return twins[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in twins:
+        return MethodType(value.__func__, twins[id(value.__self__)])
+    if not isinstance(value, FunctionType) or not value.__closure__:
+        return value
+    if id(value) not in done:
+        cells = tuple(CellType() for _ in value.__closure__)
+        made = FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+        )
+        made.__kwdefaults__ = value.__kwdefaults__
+        done[id(value)] = made
+        for cell, old in zip(cells, value.__closure__, strict=True):
+            with suppress(ValueError):  # it is empty
+                cell.cell_contents = _rebound(old.cell_contents, twins, done)
+    return done[id(value)]
 
 
 class GatheredModel:

@@ -8,6 +8,7 @@ a fault may change less than what bf16 rounds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite, prod, sqrt
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.core import DTYPES, EXPERTS, LocalShard, Plan, UnsupportedModel
+from weft.core import DTYPES, EXPERTS, LocalShard, Plan, Refusal, UnsupportedModel
 from weft.nn import model_arguments
 from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, VOCABULARY_AXES, Mesh, parallelize
 
@@ -23,6 +24,7 @@ from .context_parallel.sequence import ContextParallel
 from .function_overrides import FunctionOverrides
 from .gathered_model import copy_without_weights
 from .microbatch import Batch, MicroBatch
+from .module_calls import module_calls
 from .random_projection import size_of
 from .trial_run import TrialError, TrialRecord, TrialRun
 from .whole_role import lines_that_leave_whole
@@ -187,9 +189,7 @@ class ShardingTrial:
             found = self._run(way, held, whole, sequence)
         except TrialError as problem:
             cause = problem.__cause__ or problem
-            reason = f"the sharded model does not run: {first_line(cause)}"
-            place = f"in {problem.module or 'the model'}"
-            raise self._refusal(f"{reason}, {place}", problem.module, sequence) from cause
+            raise does_not_run(self._plan, problem.module, cause) from cause
         bound, floor = bounds(way.precision)
         assert whole.output is not None
         if found.output is None:
@@ -244,20 +244,41 @@ class ShardingTrial:
         return UnsupportedModel("layout", layout, problem, advice(self._plan, module))
 
 
+def does_not_run(plan: Plan, module: str, cause: BaseException) -> UnsupportedModel:
+    """The refusal of a model that raises in this module where it is cut."""
+    line = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+    problem = f"the sharded model does not run: {line}, in {module or 'the model'}"
+    fix = advice(plan, module)
+    if plan.layout.active_axes(*SEQUENCE_AXES):
+        fix += "; or use a layout without " + ", ".join(plan.layout.active_axes(*SEQUENCE_AXES))
+    return UnsupportedModel("layout", str(plan.layout), problem, fix)
+
+
+@contextmanager
+def refuse_what_does_not_run(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Inside this context, an error in a forward of a model that `plan` cuts is a refusal, which
+    names the module. Raises UnsupportedModel."""
+    with module_calls(model) as inside:
+        try:
+            yield
+        except Refusal:
+            raise
+        except Exception as problem:
+            if not inside or not plan.layout.active_axes(*_CUTTING, *SEQUENCE_AXES):
+                raise
+            raise does_not_run(plan, inside[-1], problem) from problem
+
+
 def advice(plan: Plan, module: str) -> str:
     """What to do where sharding does not suit a module."""
     lines = lines_that_leave_whole(plan, module)
     fix = f"leave it whole: write {lines} under [roles]" if lines else "use dp, fsdp or pp"
     if plan.layout.has_option("sequence"):
-        fix += ", or use tp without sequence"
+        # what is whole there computes on a part of the positions
+        fix = f"use tp without sequence; if it is refused too, {fix}"
     if any(step.dispatch is not None for step in plan.steps):
         return f"experts must take each token by itself, and count themselves by num_experts; {fix}"
     return fix
-
-
-def first_line(problem: BaseException) -> str:
-    """What an error says, in one line."""
-    return next(iter(str(problem).splitlines()), "") or type(problem).__name__
 
 
 def bounds(precision: str) -> tuple[float, float]:

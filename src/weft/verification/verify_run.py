@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import nn
 
-from weft.core import Plan, PrecisionConfig, RunConfig, SyncConfig
+from weft.core import Plan, PrecisionConfig, Refusal, RunConfig, SyncConfig
 from weft.sync import make_sync
 from weft.train import (
     Dataset,
@@ -36,6 +36,7 @@ def verify_layouts(
     steps: int,
     done: Callable[[LayoutResult], None],
     precision: str = "fp64",
+    refused: Mapping[str, Refusal] | None = None,
 ) -> VerifyReport:
     """Compare each layout of a run with one device.
 
@@ -46,12 +47,13 @@ def verify_layouts(
         done: gets each result when it is there.
         precision: "fp64", or "bf16": what a rounding may change is allowed, and the optimizer is
             SGD, which makes no whole step of the sign of a gradient that is near zero.
+        refused: those of the layouts that cannot be planned, and why.
     """
     check_precision(precision)
     reduce = run.precision.reduce if precision == "bf16" else "fp32"
     table = PrecisionConfig.model_validate({"compute": precision, "reduce": reduce})
     changed = run.model_copy(update={"precision": table, "sync": exact_sync(run.sync)})
-    return verify_case(make_case(changed), layouts, steps, done)
+    return verify_case(make_case(changed), layouts, steps, done, refused)
 
 
 def exact_sync(sync: SyncConfig) -> SyncConfig:
