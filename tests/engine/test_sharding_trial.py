@@ -24,7 +24,8 @@ DIM = 16
 
 
 class NormedEmbedding(nn.Embedding):
-    """Its forward ends in a norm with weights (inkling). Cut by rows, a rank norms rows of zeros."""
+    """Its forward ends in a norm with weights (inkling), which a cut by rows gives a part of the
+    gradient."""
 
     def __init__(self, rows: int, dim: int):
         super().__init__(rows, dim)

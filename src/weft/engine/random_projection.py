@@ -39,10 +39,8 @@ class RandomProjection:
             vectors, mine = self._of(dim, size), rows[dim]
             if mine is not None:
                 vectors = vectors[mine]
-            if dim == part.ndim - 1:
-                found = found @ vectors
-            else:
-                found = (found * vectors).sum(-2)
+            last = dim == part.ndim - 1
+            found = found @ vectors if last else (found * vectors).sum(-2)
         return found if part.ndim else found.expand(PROBES)
 
     def _of(self, dim: int, size: int) -> Tensor:

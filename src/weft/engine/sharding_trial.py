@@ -248,9 +248,11 @@ def does_not_run(plan: Plan, module: str, cause: BaseException) -> UnsupportedMo
     """The refusal of a model that raises in this module where it is cut."""
     line = next(iter(str(cause).splitlines()), "") or type(cause).__name__
     problem = f"the sharded model does not run: {line}, in {module or 'the model'}"
-    fix = advice(plan, module)
-    if plan.layout.active_axes(*SEQUENCE_AXES):
-        fix += "; or use a layout without " + ", ".join(plan.layout.active_axes(*SEQUENCE_AXES))
+    fix = "use dp, fsdp or tp"
+    if plan.layout.active_axes(*_CUTTING):
+        fix = advice(plan, module)
+        if shared := plan.layout.active_axes(*SEQUENCE_AXES):
+            fix += f", or leave {' and '.join(shared)} out of the layout"
     return UnsupportedModel("layout", str(plan.layout), problem, fix)
 
 

@@ -311,7 +311,9 @@ class TrialRun:
         assert self._whole is not None
         zero = torch.zeros_like(next(iter(self._whole.outputs.values())))
         rows = [record.outputs.get(call, zero) for call in self._whole.outputs]
-        seen = [torch.full_like(zero, float(call in record.outputs)) for call in self._whole.outputs]
+        seen = [
+            torch.full_like(zero, float(call in record.outputs)) for call in self._whole.outputs
+        ]
         grads = [record.grads.get(name, zero) for name in self._weights]
         output = zero if record.output is None else record.output
         table = torch.stack([*rows, *seen, *grads, output])

@@ -89,11 +89,11 @@ def check_run(
             _check_period(run, each)
             check_sizes(bare, train, [each])
             plans.append(each)
-        except Refusal as problem:
+        except Refusal as reason:
             if refused is None:
                 raise
-            refused(str(axes), problem)
-            last = problem
+            refused(str(axes), reason)
+            last = reason
     if last is not None and not plans:
         raise last
     for split, held in (
