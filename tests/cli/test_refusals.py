@@ -217,8 +217,8 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train small.toml --resume", "no complete checkpoint is here"),
         ("train torn.toml --layout tp2", "tensor parallelism finds no"),
         (
-            "verify small.toml --layout dp2 --layout dp3",
-            "train.batch = 8: does not divide over 3 data ranks",
+            "verify small.toml --layout dp3 --layout dp5",
+            "train.batch = 8: does not divide over 5 data ranks",
         ),
         (
             "verify small.toml --set trian.steps=3",

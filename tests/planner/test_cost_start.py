@@ -4,6 +4,8 @@ the peak."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 import weft
 from weft.core import Layout
-from weft.engine import unsharded_forward
+from weft.engine import gathered_model
 from weft.nn.losses import next_token
 from weft.nn.models import decoder
 from weft.planner.cost import memory
@@ -59,16 +61,19 @@ def test_the_start_of_sharded_states_is_as_measured(layout: str) -> None:
     assert weights + 4e-6 * whole == pytest.approx(row["peak"], rel=0.06)
 
 
-def gathered_bytes() -> list[int]:
-    """Bytes that a rank gathers for each unit of the comparison before the first step."""
-    seen, real = [], unsharded_forward._gather
+def gathered_elements() -> dict[str, list[int]]:
+    """Elements of each weight that a rank gathers for the whole model, for each unit of the
+    comparison before the first step; "" is all that no block holds."""
+    seen: dict[str, list[int]] = {}
+    real = gathered_model.GatheredModel._unit
 
-    def gather(*args: Any) -> dict[int, torch.Tensor]:
-        found = real(*args)
-        seen.append(sum(tensor.nbytes for tensor in found.values()))
-        return found
+    @contextmanager
+    def unit(self: Any, name: str, module: Any) -> Iterator[Any]:
+        with real(self, name, module) as fresh:
+            seen.setdefault(name, [p.numel() for p in fresh.values()])
+            yield fresh
 
-    unsharded_forward._gather = gather
+    gathered_model.GatheredModel._unit = unit
     try:
         model = weft.deferred_init(partial(decoder, 67, 32, 2, 4, hidden=96, seq_len=8), 0)
         tokens = torch.zeros(2, 8, dtype=torch.int64)
@@ -85,16 +90,17 @@ def gathered_bytes() -> list[int]:
             compile="off",
         )
     finally:
-        unsharded_forward._gather = real
+        gathered_model.GatheredModel._unit = real
     return seen
 
 
 def test_an_engine_gathers_what_the_plan_counts(pool: Any) -> None:
-    root, *blocks = pool.run(gathered_bytes, world=2)[0]
+    seen = pool.run(gathered_elements, world=2)[0]
+    root, blocks = seen.pop(""), [sum(sizes) for sizes in seen.values()]
     assert len(blocks) == 2
     choices = LayoutBatch.of([Layout.parse("tp2")], batch=8)
-    counted = 4 * float(whole_at_start(transformer_work(SMALL), choices)[0])
-    assert counted == pytest.approx(root + max(blocks), rel=0.01)
+    counted = float(whole_at_start(transformer_work(SMALL), choices)[0])
+    assert counted == pytest.approx(sum(root) + max(2 * max(blocks), max(root)), rel=0.01)
 
 
 def test_the_start_counts_where_it_is_more_than_training() -> None:

@@ -122,5 +122,6 @@ def test_a_layout_that_does_not_run_does_not_end_the_others() -> None:
     )
     report = verify_case(case, ["tp2", "dp2"])
     assert [result.passed for result in report.results] == [False, True]
-    assert "problem           does not run: RuntimeError: shape" in report.text()
-    assert "these do not: tp2" in report.verdict()
+    assert "tp2: REFUSED\n  layout = 'tp2': the sharded model does not run: shape" in report.text()
+    assert ', in layers.0. Leave it whole: write "layers.*.up" = "whole"' in report.text()
+    assert "these do not: tp2 (refused)" in report.verdict()

@@ -21,3 +21,9 @@ def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
 def tree_leaves(tree: Any, kind: type[T]) -> list[T]:
     """The leaves of this class, in order."""
     return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, kind)]
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves in order, and what makes the same structure of other leaves."""
+    leaves, spec = _pytree.tree_flatten(tree)
+    return leaves, lambda others: _pytree.tree_unflatten(others, spec)

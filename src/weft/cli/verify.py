@@ -36,6 +36,7 @@ def verify(
     with exit_codes():
         run = load(path, settings)
 
+        from weft.core import Refusal
         from weft.train import check_run
         from weft.verification import (
             exact_sync,
@@ -58,7 +59,8 @@ def verify(
         if run.train.async_tp:
             typer.echo("weft: train.async_tp needs GPUs: verified without", err=True)
         run = on_cpus(run)
-        check_run(run, layouts)
+        refused: dict[str, Refusal] = {}
+        check_run(run, layouts, refused.__setitem__ if len(layouts) > 1 else None)
         float8 = run.precision.float8
         if verified_precision(run.precision, precision).float8 != float8:
             typer.echo(
@@ -82,6 +84,7 @@ def verify(
             count,
             lambda result: None if as_json else typer.echo(f"{result_table(result, count)}\n"),
             precision,
+            refused,
         )
         typer.echo(report.json() if as_json else report.verdict())
         if not report.passed:

@@ -8,6 +8,7 @@ from .compile_blocks import (
 )
 from .engine import Engine as Engine
 from .float8_device import check_float8 as check_float8
+from .float64_mode import Float64Mode as Float64Mode
 from .function_overrides import FunctionOverrides as FunctionOverrides
 from .grad_buckets import local_tensor as local_tensor
 from .lion import Lion as Lion
@@ -36,3 +37,4 @@ from .replica_sync.membership import (
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import check_offload_device as check_offload_device, own_device as own_device
+from .sharding_trial import refuse_what_does_not_run as refuse_what_does_not_run

@@ -29,7 +29,6 @@ from weft.nn import (
 from weft.parallel import (
     DATA_AXES,
     FEATURE_AXES,
-    LinearProducts,
     parallelize,
 )
 
@@ -72,7 +71,7 @@ from .setup import (
     require_positionwise,
     sum_over_ranks,
 )
-from .trial_forward import ShardingTrial, check_attention, check_sequence_parts
+from .sharding_trial import ShardingTrial, check_attention
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -111,8 +110,8 @@ class Engine:
         compile: "blocks" compiles each block's forward and the loss by torch.compile, as do
             CompileOptions; "auto" does so on CUDA if blocks repeat, "off" never.
         sample: a batch of one sample, the same on every rank, on which the engine compares the
-            model's output whole and sharded (`tp`, experts), and in parts of the sequence (`cp`;
-            without `sample`, the first batch). Refused if they differ.
+            output and every gradient of the whole and of the sharded model (`tp`, experts, `cp`;
+            under `cp` without `sample`, on the first batch). Refused if they differ.
         company: where replicas with local steps meet, if each has a process group of its own.
 
     Raises:
@@ -164,17 +163,14 @@ class Engine:
         feature_part = self.mesh.index(*FEATURE_AXES), self.mesh.size(*FEATURE_AXES)
         self.randomness = Randomness(seed, *feature_part)
         self.sequence = ContextParallel(plan, self.mesh, self.randomness, named, self.inputs)
-        self.tried = not self.sequence  # whether the trial in parts of the sequence has passed
         if self.sequence:
             require_positionwise(self._prepared.loss)
         modes = {n: m.training or not model.training for n, m in model.named_modules()}
-        trial = ShardingTrial.of(StageModel(model, plan, device, None, self.sequence), sample)
+        # None once the sharded model has been compared with the whole one
+        self.trial = ShardingTrial.of(model, plan, self.mesh, self.sequence, sample)
         self._shard(options)
-        if trial is not None:
-            sharded = self.state.weights(), self.mesh, bool(self.dispatch.group)
-            trial.check(self._inference.trial, *sharded)
-        if sample is not None and self.sequence:
-            self._try_in_parts(sample)
+        if sample is not None:
+            self._try(sample)
         # kept: a step does not walk through the model again
         self._modes = [(m, modes.get(n, True)) for n, m in model.named_modules()]
         self._has_gates = any(isinstance(m, GateBias) for m, _ in self._modes)
@@ -192,15 +188,14 @@ class Engine:
             stages, skip = plan.stages(self.mesh.rank), self.randomness.skip
             staged = StageForward(model, plan.staging, stages, device, skip, plan.dtypes)
         self.loads = loads = ExpertLoad(model, find_experts(model), self.mesh)
-        products = LinearProducts(self.rank_plan.float8)
-        self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness, products)
+        self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
         self.compiled = CompiledBlocks(model, self.rank_plan, self.mesh, options, loads.modules)
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}
         self.params = {n: p for n, p in model.named_parameters() if n in held}
         self.low = ComputeCopies(model, plan, self.params)
-        around = self.low, deferring_heads(model, self.rank_plan), products
-        self.stages = StageModel(model, plan, device, staged, self.sequence, *around)
+        heads = deferring_heads(model, self.rank_plan)
+        self.stages = StageModel(model, plan, device, staged, self.sequence, self.low, heads)
         self._runner, _ = runners = make_runners(plan, self.mesh)
         self.units = FSDPUnits(model, self.rank_plan)
         parts = FunctionOverrides(self.randomness, False, self.sequence) if self.sequence else None
@@ -265,8 +260,8 @@ class Engine:
     def _step(self, batch: Batch) -> StepResult:
         self.connect()
         batch = self._on_device(batch)
-        if not self.tried:
-            self._try_in_parts({key: value[:2] for key, value in batch.items()})
+        if self.trial is not None:
+            self._try({key: value[:2] for key, value in batch.items()})
         for module, mode in self._modes:
             if module.training is not mode:
                 module.training = mode
@@ -313,9 +308,10 @@ class Engine:
         together."""
         return self._inference.output(batch)
 
-    def _try_in_parts(self, sample: Batch) -> None:
-        self.tried = True
-        check_sequence_parts(self._inference.trial, sample, self.plan, self.sequence)
+    def _try(self, sample: Batch) -> None:
+        trial, self.trial = self.trial, None
+        if trial is not None:
+            trial.check(sample, self.state.weights())
 
     # ---- what is known of a step -----------------------------------------------------------------
 

@@ -12,12 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.core import STAGE_AXIS
 from weft.nn import computed, model_arguments, widened
-from weft.parallel import (
-    TOKEN_AXES,
-    Mesh,
-    cast_arguments,
-    low_precision,
-)
+from weft.parallel import TOKEN_AXES, Mesh
 
 from .compile_blocks import CompiledBlocks
 from .context_parallel.sequence import ContextParallel
@@ -74,24 +69,17 @@ class Inference:
         return total
 
     @torch.no_grad()
-    def output(self, batch: Batch, in_parts: bool = False) -> Any:
-        """The model's output, whole on every rank. `in_parts`: ranks share the sequence; otherwise
-        each runs all of it."""
+    def output(self, batch: Batch) -> Any:
+        """The model's output, whole on every rank, each of which runs whole sequences."""
         self._begin()
         batch = {key: value.to(self.mesh.device) for key, value in batch.items()}
         outputs: list[Any] = []
         self.sequence.end()
-        functions = self.parts if in_parts else None
-        micro = (
-            self.sequence.cut(batch)
-            if in_parts
-            else MicroBatch(batch, model_arguments(self.sequence.inputs, batch))
-        )
+        micro = MicroBatch(batch, model_arguments(self.sequence.inputs, batch))
         work = InferenceCompute(
             self.stages,
             [micro],
             lambda output, _: outputs.append(_unshard_output(output)),
-            functions,
         )
         with self.compiled.paused():
             self.single.run(work, [micro.signature], forward_only=True)
@@ -102,24 +90,6 @@ class Inference:
             outputs = outputs or [None]
             dist.broadcast_object_list(outputs, group_src=source, group=group, device=device)
         return outputs[0]
-
-    def trial(self, batch: Batch, in_parts: bool = False) -> Any:
-        """`output` without rounding to float8, which would hide what a layout changes."""
-        with self.stages.products.in_own_dtype():
-            return self.output(batch, in_parts)
-
-
-@torch.no_grad()
-def unsharded_output(stages: StageModel, batch: Batch) -> Any:
-    """The output of a model that is not sharded, in evaluation mode. Its weights are masters, or
-    have no elements as yet."""
-    model, rule = stages.model.eval(), stages.plan.dtypes
-    placed = {key: value.to(stages.device) for key, value in batch.items()}
-    arguments = cast_arguments(rule, model_arguments(stages.sequence.inputs, placed))
-    given = {n: p for n, p in model.named_parameters() if not p.is_meta}
-    rounded = {n: p.to(rule.computed(p.dtype)) for n, p in given.items()} if rule.low else {}
-    with low_precision(model, rule, stages.plan.blocks):
-        return torch.func.functional_call(model, rounded, (), arguments)
 
 
 def _unshard_output(output: Any) -> Any:

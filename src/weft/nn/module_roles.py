@@ -74,7 +74,9 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
     that does not fit."""
     modules = dict(model.named_modules())
     table = _check_declared(modules, declared or {})
-    hf = {} if declared else _hf_plan(model, modules)
+    # to leave something whole says nothing of the rest
+    only_whole = all(role["role"] == "whole" for role in table.values())
+    hf = _hf_plan(model, modules) if only_whole else {}
     lists = block_lists(model)
     notes: list[str] = []
     chains: list[Chain] = []
@@ -150,6 +152,9 @@ def _check_declared(
                     "name a linear layer",
                 )
             table[name] = role
+    for name in [name for name, role in table.items() if role["role"] == "whole"]:
+        for inner in (n for n in modules if n.startswith(name + ".")):
+            table.setdefault(inner, {"role": "whole"})  # unless it is declared by itself
     return table
 
 
@@ -241,7 +246,7 @@ def _vocabulary(
     whole = {name for name, role in table.items() if role["role"] == "whole"}
     declared = {role["role"]: name for name, role in table.items()}
     inside = tuple(block + "." for blocks in lists for block in blocks)
-    outside = {n: m for n, m in modules.items() if not n.startswith(inside) and n not in whole}
+    outside = {n: m for n, m in modules.items() if not n.startswith(inside)}
     tables = {
         n: m
         for n, m in outside.items()
@@ -259,6 +264,7 @@ def _vocabulary(
 
     def those(found: Mapping[str, nn.Module], first: str | None) -> tuple[str, ...]:
         tied = [n for n, m in found.items() if n != first and id(m.weight) in held]
-        return (*([first] if first is not None else []), *tied)
+        named = (*([first] if first is not None else []), *tied)
+        return tuple(name for name in named if name not in whole)
 
     return those(tables, embedding), those(linears, head)

@@ -53,7 +53,6 @@ def parallelize(
     model: nn.Module,
     mesh: Mesh,
     randomness: Randomness,
-    products: LinearProducts | None = None,
 ) -> ExpertCommStats:
     """Make a plan true on a model, in place: parameters become this rank's, and the forward its
     part.
@@ -63,7 +62,6 @@ def parallelize(
         model: the whole model, as it is on one device.
         mesh: the process groups of the layout.
         randomness: is told how activations are cut where a module runs.
-        products: how linears multiply. Default: as the plan says.
 
     Returns:
         What counts the exchanges for experts.
@@ -76,7 +74,7 @@ def parallelize(
         cuts.setdefault(param.name, {})[param.axis] = param
     names = {alias: w.name for w in plan.weights for alias in (w.name, *w.aliases)}
     traffic = ExpertCommStats(mesh.group(EXPERTS))
-    products = products or LinearProducts(plan.float8)
+    products = LinearProducts(plan.float8)
     products.install(model)
     _cut_parameters(plan, model, cuts, mesh)
     for step in plan.steps:

@@ -8,8 +8,7 @@ are; a module's forward alone is another one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -36,7 +35,6 @@ class LinearProducts:
 
     def __init__(self, float8: Float8Linears | None):
         self._names = frozenset() if float8 is None else frozenset(float8.linears)
-        self._in_use = True
         # one function for all linears: torch.compile makes a graph for each
         self._linear: Product = F.linear
         self._conv1d: Product = _conv1d
@@ -63,21 +61,12 @@ class LinearProducts:
 
     def _either(self, plain: Product, multiply: Callable[[Tensor, Tensor], Tensor]) -> Product:
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if not self._in_use or not x.numel():  # no scale is that of no numbers
+            if not x.numel():  # no scale is that of no numbers
                 return plain(x, weight, bias)
             y = multiply(x, weight)
             return y if bias is None else y + bias
 
         return product
-
-    @contextmanager
-    def in_own_dtype(self) -> Iterator[None]:
-        """Inside this context no linear multiplies in float8."""
-        before, self._in_use = self._in_use, False
-        try:
-            yield
-        finally:
-            self._in_use = before
 
 
 def _forward_by(product: Product) -> Callable[[Any, Tensor], Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from weft.core import (
     LayoutError,
     PipelineConfig,
     Plan,
+    Refusal,
     RunConfig,
     SyncConfig,
     UnsupportedModel,
@@ -53,34 +54,50 @@ from .build import (
 )
 
 
-def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan]:
+def check_run(
+    run: RunConfig,
+    layouts: Sequence[str | Layout] = (),
+    refused: Callable[[str, Refusal], None] | None = None,
+) -> list[Plan]:
     """Build what the run names, as far as that takes no memory, and plan each layout ([layout] if
     none is given).
 
-    A run that passes is not refused by any of its processes. Raises Refusal.
+    A run that passes is not refused by any of its processes.
+
+    Args:
+        run: The run.
+        layouts: The layouts.
+        refused: Called with each layout that cannot be planned, and why; the others are returned.
+            Default: the first such layout ends the check.
+
+    Raises:
+        Refusal: The run, or a layout, or with `refused` every layout, cannot be trained.
     """
     bare, train = build_skeleton(run), build_dataset(run)
-    plans = [
-        plan_without_weights(with_layout(run, axes), bare, train)
-        for axes in layouts or [run.layout.axes]
-    ]
     factory = build_optimizer(run)
     made = factory([("weight", nn.Parameter(torch.zeros(2, 2)))])
-    for each in plans:
-        factory.check(each.weights)
-        check_optimizer(made, each.replica())
-        check_servers(made, each)
-        check_codec(made, each)
-        _check_workers(run, bare, each)
-        check_compiled(bare, each.blocks)
-        resolve_compile(run.train.compile_options, each, own_device())
-    for each in plans:
-        period = (
-            each.sync.period if each.sync is not None and each.replicas_step_independently else 1
-        )
-        if period > run.train.steps:
-            problem = f"the run ends after {run.train.steps} steps, before any synchronisation"
-            raise ConfigError("sync.period", period, problem, f"use at most {run.train.steps}")
+    plans: list[Plan] = []
+    last: Refusal | None = None
+    for axes in layouts or [run.layout.axes]:
+        try:
+            each = plan_without_weights(with_layout(run, axes), bare, train)
+            factory.check(each.weights)
+            check_optimizer(made, each.replica())
+            check_servers(made, each)
+            check_codec(made, each)
+            _check_workers(run, bare, each)
+            check_compiled(bare, each.blocks)
+            resolve_compile(run.train.compile_options, each, own_device())
+            _check_period(run, each)
+            check_sizes(bare, train, [each])
+            plans.append(each)
+        except Refusal as reason:
+            if refused is None:
+                raise
+            refused(str(axes), reason)
+            last = reason
+    if last is not None and not plans:
+        raise last
     for split, held in (
         ("train", train),
         *([("val", build_dataset(run, "val"))] if run.train.eval_every else []),
@@ -92,7 +109,6 @@ def check_run(run: RunConfig, layouts: Sequence[str | Layout] = ()) -> list[Plan
             )
     _check_inputs(run, bare, train[0])
     check_labels(build_loss(run), sample_batch(run, train))
-    check_sizes(bare, train, plans)
     return plans
 
 
@@ -101,6 +117,14 @@ def check_device(plans: Sequence[Plan], device: torch.device) -> None:
     for each in plans:
         check_offload_device(each, device)
         check_float8(each.float8, device)
+
+
+def _check_period(run: RunConfig, laid: Plan) -> None:
+    """Refuse a period of [sync] that is longer than the run."""
+    period = laid.sync.period if laid.sync is not None and laid.replicas_step_independently else 1
+    if period > run.train.steps:
+        problem = f"the run ends after {run.train.steps} steps, before any synchronisation"
+        raise ConfigError("sync.period", period, problem, f"use at most {run.train.steps}")
 
 
 def _check_workers(run: RunConfig, bare: nn.Module, laid: Plan) -> None:

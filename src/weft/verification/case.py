@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.core import CompileChoice, CompileOptions, Plan
-from weft.engine import Loss, Optimizers
+from weft.engine import Float64Mode, Loss, Optimizers
 from weft.nn import deferred_init
 
 from .difference import BOUNDS, Bounds
-from .float64_mode import Float64Mode
 
 Batch = dict[str, Tensor]
 

@@ -22,7 +22,15 @@ from weft.core import (
     Refusal,
     data_rank_indices,
 )
-from weft.engine import Audit, CompileCounts, CompiledBlocks, Engine, Remote, TrainingEngine
+from weft.engine import (
+    Audit,
+    CompileCounts,
+    CompiledBlocks,
+    Engine,
+    Remote,
+    TrainingEngine,
+    refuse_what_does_not_run,
+)
 from weft.launch import rpc_session
 from weft.parallel import (
     DATA_AXES,
@@ -63,6 +71,7 @@ class LayoutResult:
     workers: tuple[str, ...] = ()
     compiled: CompileCounts | None = None  # in the steps after the first
     bounds: Bounds = field(default_factory=Bounds)
+    refused: str | None = None  # why it cannot run
 
     @property
     def passed(self) -> bool:
@@ -89,6 +98,11 @@ class LayoutResult:
 def failed_result(layout: str, problem: str) -> LayoutResult:
     """A layout that gives no numbers."""
     return LayoutResult(layout, inf, inf, inf, "nothing was computed", None, {}, {}, problem)
+
+
+def refused_result(layout: str, reason: Exception) -> LayoutResult:
+    """A layout that cannot run, while others can."""
+    return replace(failed_result(layout, f"is refused: {reason}"), refused=str(reason))
 
 
 def check_layout(case: Case, layout: str, reference: Reference) -> LayoutResult:
@@ -133,7 +147,7 @@ def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
         device="cpu",
         compile=case.compile,
     )
-    engine.tried = True  # what differs is to be named
+    engine.trial = None  # what differs is to be named
     return engine
 
 
@@ -154,6 +168,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                 Audit(engine.mesh) as audit,
                 record_activations(engine.model, plan.microbatch, engine.now) as trace,
                 compiled.paused() if compiled is not None else nullcontext(),
+                refuse_what_does_not_run(engine.model, plan),
             ):
                 result = engine.step(batch)
             seen = audit.seen if isinstance(engine, Engine) else []

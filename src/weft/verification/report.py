@@ -31,7 +31,11 @@ class VerifyReport:
 
     def verdict(self) -> str:
         """Whether all agree, in one line."""
-        bad = [result.layout for result in self.results if not result.passed]
+        bad = [
+            f"{result.layout} (refused)" if result.refused else result.layout
+            for result in self.results
+            if not result.passed
+        ]
         verdict = f"{len(self.results) - len(bad)} of {len(self.results)} layouts equal one device"
         verdict += (
             " (with the same delays: asynchronous)"
@@ -53,6 +57,7 @@ class VerifyReport:
                 "layout": r.layout,
                 **({"workers": list(r.workers)} if r.workers else {}),
                 "passed": r.passed,
+                **({"refused": r.refused} if r.refused else {}),
                 "loss_rel_err": _number(r.loss_rel_err),
                 "grad_rel_err": _number(r.grad_rel_err),
                 "param_rel_err": _number(r.param_rel_err),
@@ -80,6 +85,8 @@ def _comms(totals: Totals) -> list[dict[str, object]]:
 
 def result_table(result: LayoutResult, steps: int) -> str:
     """What one layout's run showed."""
+    if result.refused is not None:
+        return f"{result.layout}: REFUSED\n  {result.refused}"
     mark = "equal" if result.passed else "DIFFERENT"
     lines = [
         (

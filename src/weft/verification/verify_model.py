@@ -26,7 +26,7 @@ from weft.launch import run_workers
 from weft.parallel import plan as lay
 
 from .case import Batch, Case
-from .compare import LayoutResult, check_layout, failed_result
+from .compare import LayoutResult, check_layout, failed_result, refused_result
 from .delayed_reference import run_delayed
 from .difference import BOUNDS
 from .reference import Reference, run_reference
@@ -40,6 +40,7 @@ def verify_case(
     layouts: Sequence[str],
     steps: int = 3,
     done: Callable[[LayoutResult], None] = lambda result: None,
+    refused: Mapping[str, Refusal] | None = None,
 ) -> VerifyReport:
     """Run a case on one device and under each layout, in processes of its own.
 
@@ -48,16 +49,25 @@ def verify_case(
         layouts: the layouts to compare with one device.
         steps: optimizer steps of each run.
         done: gets each result when it is there.
+        refused: those of the layouts that cannot be planned, and why.
+
+    Raises:
+        Refusal: There is one layout, and it cannot run.
     """
-    (references,) = run_workers(_references, 1, case, layouts, steps)
-    results = []
-    for layout, reference in zip(layouts, references, strict=True):
+    refused = refused or {}
+    plannable = [layout for layout in layouts if layout not in refused]
+    (found,) = run_workers(_references, 1, case, plannable, steps)
+    references, results = dict(zip(plannable, found, strict=True)), []
+    for layout in layouts:
         try:
+            if layout in refused:
+                raise refused[layout]
+            reference = references[layout]
             results.append(_under(case, layout, reference))
         except Refusal as error:
             if len(layouts) == 1:
                 raise
-            results.append(failed_result(layout, f"is refused: {error}"))
+            results.append(refused_result(layout, error))
         except WorkerDied as error:
             results.append(
                 failed_result(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import nn
 
-from weft.core import OFF, Plan, PrecisionConfig, RunConfig, SyncConfig, emulate_float8
+from weft.core import OFF, Plan, PrecisionConfig, Refusal, RunConfig, SyncConfig, emulate_float8
 from weft.sync import make_sync
 from weft.train import (
     Dataset,
@@ -37,6 +37,7 @@ def verify_layouts(
     steps: int,
     done: Callable[[LayoutResult], None],
     precision: str = "fp64",
+    refused: Mapping[str, Refusal] | None = None,
 ) -> VerifyReport:
     """Compare each layout of a run with one device.
 
@@ -48,10 +49,12 @@ def verify_layouts(
         precision: "fp64", or "bf16" and "float8": what a rounding may change is allowed, and the
             optimizer is SGD, which makes no whole step of the sign of a gradient that is near zero.
             Linears multiply in float8 with "float8" alone, by emulation.
+        refused: those of the layouts that cannot be planned, and why.
     """
     table = verified_precision(run.precision, precision)
     update = {"precision": table, "sync": exact_sync(run.sync)}
-    return verify_case(make_case(on_cpus(run).model_copy(update=update)), layouts, steps, done)
+    case = make_case(on_cpus(run).model_copy(update=update))
+    return verify_case(case, layouts, steps, done, refused)
 
 
 def on_cpus(run: RunConfig) -> RunConfig:

@@ -20,7 +20,6 @@ from weft.nn import Randomness, mix_key, widened
 from weft.parallel import (
     DATA_AXES,
     ActivationOffload,
-    LinearProducts,
     Mesh,
     cast_arguments,
 )
@@ -49,7 +48,6 @@ class StageModel:
     sequence: ContextParallel
     low: ComputeCopies | None = None  # None: weights are not trained here
     heads: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)
-    products: LinearProducts = field(default_factory=lambda: LinearProducts(None))
 
     def __call__(
         self, stage: int, micro: MicroBatch, received: dict[int, Tensor]

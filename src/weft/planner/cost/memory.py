@@ -186,13 +186,14 @@ def whole_at_start(work: ModelWork, choices: LayoutBatch) -> Array:
 
     It fills its shards from one whole weight at a time: the largest are those outside of the
     repeated blocks. Where features, the vocabulary or experts are divided, `weft train` compares
-    the sharded model with the whole one: for that it gathers all that is outside of the blocks, and
-    one block at a time.
+    the sharded model with the whole one, forward and backward: for that it gathers all that is
+    outside of the blocks, and one block at a time. A gradient stands beside: of that block, or of
+    one weight outside.
     """
     ends = [b for b in work.blocks if not b.repeated and not b.tied]
     one = max((b.elements() for b in ends), default=0.0)
     block = max((b.elements() for b in work.blocks if b.repeated), default=0.0)
-    gathered = sum(b.count * b.elements() for b in ends) + block
+    gathered = sum(b.count * b.elements() for b in ends) + np.maximum(2 * block, one)
     compared = (choices.size(*FEATURE_AXES, *VOCABULARY_AXES) > 1) | (choices.experts > 1)
     return np.where(compared, gathered, one)
 

@@ -1,0 +1,221 @@
+"""A copy of a model that has the weights of one block at a time, in forward and in backward: what
+the trial before the first step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft._torch.modules import replace_parameters, replace_references
+from weft._torch.trees import tree_flatten
+from weft.pipeline import copy_with_tensors
+
+
+def copy_without_weights(model: nn.Module) -> nn.Module:
+    """A copy whose parameters have no elements. Raises UnsupportedModel."""
+
+    def without_data(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.detach().clone()
+        return nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+
+    copy = copy_with_tensors(model, without_data)
+    twins = dict(zip(map(id, model.modules()), copy.modules(), strict=True))
+    for module in copy.modules():
+        if "forward" in vars(module):  # a function of the model's own, which a copy shares
+            module.forward = _rebound(vars(module)["forward"], twins, {})  # type: ignore[method-assign]
+    return copy
+
+
+def _rebound(value: Any, twins: dict[int, nn.Module], done: dict[int, Any]) -> Any:
+    """The same function, with copies in the place of the modules that it refers to."""
+    if id(value) in twins:
+        return twins[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in twins:
+        return MethodType(value.__func__, twins[id(value.__self__)])
+    if not isinstance(value, FunctionType) or not value.__closure__:
+        return value
+    if id(value) not in done:
+        cells = tuple(CellType() for _ in value.__closure__)
+        made = FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+        )
+        made.__kwdefaults__ = value.__kwdefaults__
+        done[id(value)] = made
+        for cell, old in zip(cells, value.__closure__, strict=True):
+            with suppress(ValueError):  # it is empty
+                cell.cell_contents = _rebound(old.cell_contents, twins, done)
+    return done[id(value)]
+
+
+class GatheredModel:
+    """Runs a model whose parameters have no elements. A block's weights are made when it runs, and
+    let go after. In backward its forward runs again, from its inputs. What no block holds alone
+    has weights for the whole run.
+
+    Args:
+        model: becomes this object's own.
+        blocks: names of the repeated modules.
+        make: the weight of this name, as the model computes with it. All ranks call it together.
+        around: entered around each forward, also where it runs again.
+        take: gets the name and the gradient of each parameter, which is let go then.
+
+    Example:
+        output = gathered.forward(arguments)
+        gathered.backward(output, cotangent)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        make: Callable[[str], Tensor],
+        around: Callable[[], AbstractContextManager],
+        take: Callable[[str, Tensor], None],
+    ):
+        self.model, self._make, self._around, self._take = model, make, around, take
+        inside = {name: model.get_submodule(name) for name in blocks}
+        self._units = _units(model, inside)
+        for name, module in inside.items():
+            module.forward = partial(self._call, name, module, module.forward)  # type: ignore[method-assign]
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """The weights outside of blocks are there."""
+        with self._unit("", self.model) as fresh:
+            for name, p in fresh.items():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(partial(self._taken, name))
+            yield
+
+    def forward(self, arguments: dict[str, Any]) -> Any:
+        """What the model returns, inside of `weights()`."""
+        with torch.enable_grad(), self._around():
+            return self.model(**arguments)
+
+    def _taken(self, name: str, p: Tensor) -> None:
+        assert p.grad is not None
+        self._take(name, p.grad)
+        p.grad = None
+
+    @contextmanager
+    def _unit(self, name: str, module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+        """The parameters of a unit are there, by name."""
+        members = self._units[name]
+        fresh = {n: nn.Parameter(self._make(n), p.requires_grad) for n, p in members}
+        there: dict[int, Tensor] = {id(p): fresh[n] for n, p in members}
+        back: dict[int, Tensor] = {id(fresh[n]): p for n, p in members}
+        for each in module.modules():
+            replace_parameters(each, there)
+            replace_references(each, there)
+        try:
+            yield fresh
+        finally:
+            for each in module.modules():
+                replace_parameters(each, back)
+                replace_references(each, back)
+
+    def _call(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        leaves, join = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        made: list[Any] = []  # leaves of the output, how they are joined, where tensors are
+
+        def run(tensors: Sequence[Tensor], again: bool) -> list[Tensor]:
+            given = list(leaves)
+            for place, tensor in zip(places, tensors, strict=True):
+                given[place] = tensor
+            more, named = join(given)
+            found, together = tree_flatten(forward(*more, **named))
+            there = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor)]
+            if not again:
+                made[:] = found, together, there
+            return [found[i] for i in there]
+
+        @contextmanager
+        def whole() -> Iterator[None]:
+            with self._unit(name, module) as fresh:
+                yield
+                for each, p in fresh.items():
+                    if p.grad is not None:
+                        self._take(each, p.grad)
+
+        tensors = [leaves[place] for place in places]
+        # a gradient is to come here even if nothing that enters needs one
+        anchor = torch.zeros((), requires_grad=True)
+        outputs = _Recomputed.apply(run, whole, self._around, anchor, *tensors)
+        found, together, there = made
+        for place, tensor in zip(there, outputs, strict=True):
+            found[place] = tensor
+        return together(found)
+
+
+class _Recomputed(torch.autograd.Function):
+    """`run(tensors)` without a graph; backward runs it again with one. Both inside of `whole()`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[..., list[Tensor]],
+        whole: Callable[[], AbstractContextManager],
+        around: Callable[[], AbstractContextManager],
+        anchor: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.run, ctx.whole, ctx.around = run, whole, around
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        with whole():  # what changes its input in place must find it unchanged again
+            outputs = run([tensor.clone() for tensor in tensors], False)
+        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[4:]
+        inputs = [
+            tensor.detach().requires_grad_(need)
+            for tensor, need in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        with torch.enable_grad(), ctx.whole():
+            with ctx.around():
+                outputs = ctx.run([tensor.clone() for tensor in inputs], True)
+            pairs = [
+                (output, grad)
+                for output, grad in zip(outputs, grads, strict=True)
+                if grad is not None and output.requires_grad
+            ]
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return (None, None, None, None, *(tensor.grad for tensor in inputs))
+
+
+def _units(
+    model: nn.Module, blocks: dict[str, nn.Module]
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Block, or "" for all else, -> the names and parameters that it alone holds."""
+    owner: dict[Tensor, str] = {}
+    for name, module in model.named_modules():
+        inside = max((b for b in blocks if _inside(name, b)), key=len, default="")
+        for p in module.parameters(recurse=False):
+            owner[p] = inside if owner.get(p, inside) == inside else ""  # used by two
+    units: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in ("", *blocks)}
+    for name, p in model.named_parameters():
+        units[owner[p]].append((name, p))
+    return units
+
+
+def _inside(module: str, block: str) -> bool:
+    return module == block or module.startswith(f"{block}.")

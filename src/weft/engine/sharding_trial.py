@@ -1,0 +1,332 @@
+"""The trial before the first step: does the sharded model compute what the whole model does?
+
+One forward and backward of each, on a short sample, from the same weights: the output, and the
+gradient of every parameter, agree as far as rounding allows. In float64 where that is possible, as
+a fault may change less than what bf16 rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf, isfinite, prod, sqrt
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.core import DTYPES, EXPERTS, LocalShard, Plan, Refusal, UnsupportedModel
+from weft.nn import model_arguments
+from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, VOCABULARY_AXES, Mesh, parallelize
+
+from .context_parallel.sequence import ContextParallel
+from .function_overrides import FunctionOverrides
+from .gathered_model import copy_without_weights
+from .microbatch import Batch, MicroBatch
+from .module_calls import module_calls
+from .random_projection import size_of
+from .trial_run import TrialError, TrialRecord, TrialRun
+from .whole_role import lines_that_leave_whole
+
+POSITIONS = 256  # of a trial: few enough for float64
+SHARE = 0.25  # of a GPU's free memory, which the weights of a trial may take in more than they need
+_CUTTING = (*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a trial computes."""
+
+    precision: str
+    sample: Batch
+
+
+class ShardingTrial:
+    """Compares a model before and after it is sharded. Make it before.
+
+    Args:
+        model: the whole model; it may be on the meta device.
+        plan: what it is to be sharded by.
+        mesh: where this rank computes.
+        sequence: what divides the sequence, if ranks share it.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, sequence: ContextParallel):
+        self._plan, self._mesh, self._sequence = plan, mesh, sequence
+        self._model = copy_without_weights(model)
+        self._model.train(model.training)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        sequence: ContextParallel,
+        sample: Batch | None,
+    ) -> ShardingTrial | None:
+        """The trial of a model that is not sharded yet. None where nothing is cut, and without a
+        sample, but for ranks that share a sequence: they take the first batch."""
+        cut = plan.layout.active_axes(*_CUTTING)
+        return cls(model, plan, mesh, sequence) if sequence or (sample and cut) else None
+
+    def check(self, sample: Batch, shards: Iterable[LocalShard]) -> None:
+        """All ranks call it together.
+
+        Args:
+            sample: a batch of at least one sample; the first rank's is taken.
+            shards: this rank's part of each weight.
+
+        Raises:
+            UnsupportedModel: The sharded model does not run, or computes something else.
+        """
+        held = {shard.name: shard for shard in shards}
+        group, device = self._mesh.group(*self._mesh.layout.active_axes()), self._mesh.device
+        given = [sample]
+        if group is not None:
+            dist.broadcast_object_list(given, group_src=0, group=group, device=device)
+        sample = {key: value.to(device) for key, value in given[0].items()}
+        if self._sequence:  # refuses what does not divide
+            self._sequence.positions(self._sequence.length(sample), self._mesh.device)
+        way, whole = self._whole(sample, held)
+        if self._plan.layout.active_axes(*_CUTTING):
+            self._compare(way, held, whole, None)
+        if self._sequence:
+            self._compare(way, held, whole, self._sequence)
+
+    def _whole(self, sample: Batch, held: dict[str, LocalShard]) -> tuple[_Way, TrialRecord]:
+        """What the whole model computes, in the first way in which it runs."""
+        *others, last = self._ways(sample)
+        for way in others:
+            try:
+                return way, self._run(way, held, None, None)
+            except TrialError:
+                continue  # a kernel without this dtype, or a length that is fixed
+        try:
+            return last, self._run(last, held, None, None)
+        except TrialError as problem:
+            raise problem.__cause__ or problem from None
+
+    def _ways(self, sample: Batch) -> Iterator[_Way]:
+        own = self._plan.precision
+        short = self._shortened(sample)
+        for precision in dict.fromkeys(("fp64", "fp32", own)):
+            if precision != own and (DTYPES[precision].itemsize < 8 and own == "fp64"):
+                continue
+            if precision == own or self._affordable(precision):
+                yield _Way(precision, short)
+        if short is not sample:
+            yield _Way(own, sample)
+
+    def _shortened(self, sample: Batch) -> Batch:
+        """The sample's first positions, where it has many."""
+        length = self._length(sample)
+        unit = 2 * prod(size for _, size in self._plan.layout.sizes)
+        if length <= max(POSITIONS, unit):
+            return sample
+        short = max(unit, POSITIONS // unit * unit)
+        return {
+            key: value[:, :short] if value.ndim > 1 and value.shape[1] == length else value
+            for key, value in sample.items()
+        }
+
+    def _length(self, sample: Batch) -> int:
+        """Positions of a sequence; 0 if the model is given none."""
+        try:
+            return self._sequence.length(sample)
+        except UnsupportedModel:
+            return 0
+
+    def _affordable(self, precision: str) -> bool:
+        """Whether every rank has memory for these weights, and the gradients of one block."""
+        if self._mesh.device.type != "cuda":
+            return True
+        blocks: dict[str, int] = {}
+        for weight in self._plan.weights:
+            inside = [b for b in self._plan.blocks if weight.name.startswith(f"{b}.")]
+            unit = max(inside, key=len, default="")
+            blocks[unit] = blocks.get(unit, 0) + prod(weight.shape)
+        root = blocks.pop("", 0)
+        needed = DTYPES[precision].itemsize * 2 * (root + max(blocks.values(), default=0))
+        free = torch.tensor(float(torch.cuda.mem_get_info(self._mesh.device)[0]))
+        free = free.to(self._mesh.device)
+        group = self._mesh.group(*self._mesh.layout.active_axes())
+        if group is not None:
+            dist.all_reduce(free, dist.ReduceOp.MIN, group=group)
+        return needed < SHARE * float(free)
+
+    def _run(
+        self,
+        way: _Way,
+        held: dict[str, LocalShard],
+        whole: TrialRecord | None,
+        sequence: ContextParallel | None,
+    ) -> TrialRecord:
+        """The model whole, or sharded where there is a record of the whole."""
+        axes = _CUTTING if sequence is None else (*_CUTTING, *SEQUENCE_AXES)
+        plan = _restricted(self._plan, axes)
+        if whole is None:
+            plan = replace(plan, steps=(), heads=())
+        # a rounding to float8 would hide what a layout changes
+        plan = replace(plan, precision=way.precision, reduce="fp32", float8=None)
+        model, mesh = copy_without_weights(self._model), self._mesh
+        parallelize(plan, model, mesh, self._sequence.randomness)
+        run = TrialRun(model, plan, mesh, way.precision, held, sequence, whole)
+        inputs = self._sequence.inputs
+        micro = MicroBatch(way.sample, model_arguments(inputs, way.sample))
+        if sequence is not None:
+            micro = sequence.cut(way.sample)
+        return run(micro, self._length(way.sample))
+
+    def _compare(
+        self,
+        way: _Way,
+        held: dict[str, LocalShard],
+        whole: TrialRecord,
+        sequence: ContextParallel | None,
+    ) -> None:
+        try:
+            found = self._run(way, held, whole, sequence)
+        except TrialError as problem:
+            cause = problem.__cause__ or problem
+            raise does_not_run(self._plan, problem.module, cause) from cause
+        bound, floor = bounds(way.precision)
+        assert whole.output is not None
+        if found.output is None:
+            raise self._refusal("sharding changes the shape of the model's output", "", sequence)
+        error = _distance(whole.output, found.output, 0.0)
+        names = list(whole.grads)
+        total = sqrt(sum(whole.sizes.values()))
+        wrong = {
+            name: _distance(whole.grads[name], found.grads[name], 0.0) / total
+            for name in names
+            if total
+            and not _distance(
+                whole.grads[name],
+                found.grads[name],
+                floor * total,
+            )
+            < bound
+        }
+        cut = "splitting the sequence" if sequence is not None else "sharding"
+        if not error < bound:
+            module = next((m for m, e in _errors(whole, found) if not e < bound), "")
+            what = f"{cut} changes the model's output by {error:.2g} of its norm"
+            first = f", first that of {module}" if module else ""
+            raise self._refusal(what + first, module, sequence)
+        if wrong:
+            raise self._wrong_gradient(whole, wrong, cut, sequence)
+
+    def _wrong_gradient(
+        self,
+        whole: TrialRecord,
+        wrong: dict[str, float],
+        cut: str,
+        sequence: ContextParallel | None,
+    ) -> UnsupportedModel:
+        """`wrong`: parameter -> by how much of the norm of all gradients."""
+        order = {name: i for i, (name, _) in enumerate(whole.outputs)}
+        last = max(wrong, key=lambda name: order.get(name.rpartition(".")[0], -1))
+        share = f"{wrong[last]:.2g} of the norm of all gradients"
+        what = f"{cut} leaves the output as it is, and changes the gradient of {last} by {share}"
+        if len(wrong) > 1:
+            what += f" ({len(wrong)} gradients differ)"
+        return self._refusal(what, last.rpartition(".")[0], sequence)
+
+    def _refusal(
+        self, problem: str, module: str, sequence: ContextParallel | None
+    ) -> UnsupportedModel:
+        layout = str(self._plan.layout)
+        if sequence is not None:
+            problem += ": it mixes or counts positions outside attention and position_ids"
+            fix = "use dp, fsdp or tp, or let its forward take position_ids, and use them"
+            return UnsupportedModel("layout", layout, problem, fix)
+        return UnsupportedModel("layout", layout, problem, advice(self._plan, module))
+
+
+def does_not_run(plan: Plan, module: str, cause: BaseException) -> UnsupportedModel:
+    """The refusal of a model that raises in this module where it is cut."""
+    line = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+    problem = f"the sharded model does not run: {line}, in {module or 'the model'}"
+    fix = "use dp, fsdp or tp"
+    if plan.layout.active_axes(*_CUTTING):
+        fix = advice(plan, module)
+        if shared := plan.layout.active_axes(*SEQUENCE_AXES):
+            fix += f", or leave {' and '.join(shared)} out of the layout"
+    return UnsupportedModel("layout", str(plan.layout), problem, fix)
+
+
+@contextmanager
+def refuse_what_does_not_run(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Inside this context, an error in a forward of a model that `plan` cuts is a refusal, which
+    names the module. Raises UnsupportedModel."""
+    with module_calls(model) as inside:
+        try:
+            yield
+        except Refusal:
+            raise
+        except Exception as problem:
+            if not inside or not plan.layout.active_axes(*_CUTTING, *SEQUENCE_AXES):
+                raise
+            raise does_not_run(plan, inside[-1], problem) from problem
+
+
+def advice(plan: Plan, module: str) -> str:
+    """What to do where sharding does not suit a module."""
+    lines = lines_that_leave_whole(plan, module)
+    fix = f"leave it whole: write {lines} under [roles]" if lines else "use dp, fsdp or pp"
+    if plan.layout.has_option("sequence"):
+        # what is whole there computes on a part of the positions
+        fix = f"use tp without sequence; if it is refused too, {fix}"
+    if any(step.dispatch is not None for step in plan.steps):
+        return f"experts must take each token by itself, and count themselves by num_experts; {fix}"
+    return fix
+
+
+def bounds(precision: str) -> tuple[float, float]:
+    """(relative error that counts as none, size of a gradient beside all gradients, below which its
+    error is relative to that). Half of the digits that the dtype has; in float64, where nothing but
+    a fault comes near, small gradients are looked at too."""
+    digits = torch.finfo(DTYPES[precision]).eps
+    return sqrt(digits), 1e-3 if precision == "fp64" else 0.1
+
+
+def check_attention(
+    plan: Plan, sequence: ContextParallel, functions: FunctionOverrides | None
+) -> None:
+    """After a step: what the plan does with attention has happened. A stage may have none."""
+    core = "torch.nn.functional.scaled_dot_product_attention"
+    problem = "the model never calls scaled_dot_product_attention"
+    if sequence and plan.staging is None and sequence.calls == 0:
+        fix = f"use dp or fsdp, or attention through {core}"
+        raise UnsupportedModel("layout", str(plan.layout), problem, fix)
+    if plan.recompute == "selective" and functions and not functions.attended:
+        fix = f'use "full" or "none", or attention through {core}'
+        raise UnsupportedModel("train.recompute", "selective", problem, fix)
+
+
+def _restricted(plan: Plan, axes: tuple[str, ...]) -> Plan:
+    """The plan with what it divides over these axes alone."""
+    steps = []
+    for step in plan.steps:
+        if step.sequence is not None and step.sequence.axis not in axes:
+            continue
+        params = tuple(p for p in step.params if p.axis in axes)
+        steps.append(replace(step, params=params, gather=None))
+    return replace(plan, steps=tuple(steps), batchnorms=(), staging=None, staged=None, sync=None)
+
+
+def _errors(whole: TrialRecord, found: TrialRecord) -> Iterator[tuple[str, float]]:
+    """(module, relative error) of each call that can be compared, in order of execution."""
+    for call, want in whole.outputs.items():
+        if call in found.outputs:
+            yield call[0], _distance(want, found.outputs[call], 0.0)
+
+
+def _distance(want: torch.Tensor, found: torch.Tensor, floor: float) -> float:
+    """Of two projected tensors, relative to the norm of the first, or `floor` if that is more."""
+    error, size = float(size_of(found - want)), max(float(size_of(want)), floor)
+    if not isfinite(error):
+        return inf if isfinite(size) else 0.0
+    return error / (size or 1.0)

@@ -1,0 +1,39 @@
+"""Which line of [roles] leaves whole what a layout cuts around a module."""
+
+from __future__ import annotations
+
+from weft.core import Plan
+from weft.parallel import FEATURE_AXES, VOCABULARY_AXES
+
+
+def lines_that_leave_whole(plan: Plan, module: str) -> str:
+    """Lines such as `"layers.*.attention" = "whole"`, which leave whole what is cut in a module, or
+    around it, in every block; empty where nothing is."""
+    axes = {*FEATURE_AXES, *VOCABULARY_AXES}
+    cut: dict[str, set[str]] = {}  # module -> its parameters that are cut
+    for step in plan.steps:
+        params = {p.name for p in step.params if p.cut is not None and p.axis in axes}
+        if params:
+            cut[step.module] = cut.get(step.module, set()) | params
+    above = module.rpartition(".")[0]
+    if module in cut and any(_inside(above, block) for block in plan.blocks):
+        module = above  # one linear of a chain: the others cannot be cut without it
+    found = [name for name in cut if _inside(name, module)]
+    while not found and module:
+        module = module.rpartition(".")[0]
+        found = [name for name in cut if _inside(name, module)]
+    if module in (*plan.blocks, ""):  # its own linears, if any; else all that is cut in it
+        found = [name for name in found if name.rpartition(".")[0] == module] or found
+    elif found:
+        held = {param for name in found for param in cut[name]}
+        tied = [name for name in cut if cut[name] & held and not _inside(name, module)]
+        found = [module, *tied]
+    return ", ".join(dict.fromkeys(f'"{_of_all_blocks(name)}" = "whole"' for name in found))
+
+
+def _of_all_blocks(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _inside(module: str, outer: str) -> bool:
+    return not outer or module == outer or module.startswith(outer + ".")

@@ -1,0 +1,197 @@
+"""The trial before the first step: what it refuses, the module and the line that it names, and what
+it lets pass in every precision."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from tests.cases import BATCH, LENGTH, VOCAB, Fused, FusedAttention
+from weft.core.errors import UnsupportedModel
+from weft.launch import Pool
+from weft.losses import next_token
+from weft.models import decoder
+
+DIM = 16
+
+
+class NormedEmbedding(nn.Embedding):
+    """Its forward ends in a norm with weights (inkling), which a cut by rows gives a part of the
+    gradient."""
+
+    def __init__(self, rows: int, dim: int):
+        super().__init__(rows, dim)
+        self.norm = nn.RMSNorm(dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.norm(super().forward(input))
+
+
+class ShortConvolution(nn.Module):
+    """A causal convolution along the sequence, as small as an early step makes it (lfm2)."""
+
+    def __init__(self, dim: int, scale: float):
+        super().__init__()
+        self.conv, self.scale = nn.Conv1d(dim, dim, 3, groups=dim, bias=False), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+
+
+class FixedHeads(FusedAttention):
+    """Takes its number of heads from where nobody else finds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (y.view(b, s, 4, self.head_dim) for y in self.qkv(x).chunk(3, -1))
+        out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)))
+        return self.proj(out.transpose(1, 2).reshape(b, s, -1))
+
+
+class Convolved(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.attention, self.short = FusedAttention(DIM, 4), ShortConvolution(DIM, scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.short(x)
+
+
+def normed_embedding() -> nn.Module:
+    model = Fused(dim=DIM)
+    model.embedding = NormedEmbedding(VOCAB, DIM)
+    return model
+
+
+def convolved(scale: float) -> nn.Module:
+    model = Fused(dim=DIM)
+    model.blocks = nn.ModuleList(Convolved(scale) for _ in range(2))
+    return model
+
+
+def fixed_heads() -> nn.Module:
+    model = Fused(dim=DIM)
+    for block in model.blocks:
+        block.attention = FixedHeads(DIM, 4)
+    return model
+
+
+def begin(
+    build: Callable[[], nn.Module],
+    layout: str,
+    precision: str = "fp32",
+    sample: bool = True,
+    deferred: bool = False,
+    **arguments: Any,
+) -> float:
+    """The first loss, by an engine whose trial has a sample."""
+    model = weft.deferred_init(build, seed=0) if deferred else seeded(build)
+    generator = torch.Generator().manual_seed(1)
+    batch = {"input_ids": torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)}
+    two = {key: value[:2] for key, value in batch.items()}
+    plan = weft.plan(
+        model, layout, batch=BATCH, loss=next_token, precision=precision, sample=two, **arguments
+    )
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    given = two if sample else None
+    engine = weft.Engine(
+        model, plan, optimizer=sgd, loss=next_token, device="cpu", sample=given, compile="off"
+    )
+    loss = float(engine.step(engine.local(batch)).loss)
+    engine.close()
+    return loss
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def line_of(problem: UnsupportedModel) -> dict[str, str]:
+    """The lines of [roles] that a refusal says to write."""
+    return dict(re.findall(r'"([^"]+)" = "(whole)"', str(problem)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_partial_gradient_beside_a_cut_weight_is_refused(
+    pool: Pool, precision: str, deferred: bool
+) -> None:
+    start = partial(begin, normed_embedding, "tp2", precision, deferred=deferred)
+    with pytest.raises(UnsupportedModel, match=r"the gradient of embedding\.norm\.weight") as found:
+        pool.run(start, world=2)
+    assert "leaves the output as it is" in str(found.value)
+    lines = line_of(found.value)
+    assert lines == {"embedding": "whole"}
+    want = pool.run(begin, normed_embedding, "dp1", precision, world=1)[0]
+    got = pool.run(partial(start, roles=lines), world=2)[0]
+    assert got == pytest.approx(want, rel=1e-5 if precision == "fp32" else 1e-2)
+
+
+@pytest.mark.parametrize("sample", [True, False])
+@pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "tp2.cp2"])
+def test_a_small_mixture_of_positions_is_refused(pool: Pool, layout: str, sample: bool) -> None:
+    world = weft.Layout.parse(layout).world
+    pool.run(partial(begin, Fused, layout, "bf16", sample), world=world)
+    with pytest.raises(UnsupportedModel, match="splitting the sequence") as found:
+        pool.run(partial(begin, partial(convolved, 1e-4), layout, "bf16", sample), world=world)
+    assert "blocks.0.short" in str(found.value) and "cp" in str(found.value)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+sequence", "pp2.tp2"])
+def test_a_cut_model_that_raises_is_refused_with_the_line_to_write(pool: Pool, layout: str) -> None:
+    world = weft.Layout.parse(layout).world
+    with pytest.raises(UnsupportedModel, match="the sharded model does not run: shape") as found:
+        pool.run(begin, fixed_heads, layout, world=world)
+    assert "in blocks.0.attention" in str(found.value)
+    lines = line_of(found.value)
+    assert lines == {"blocks.*.attention": "whole"}
+    want = pool.run(begin, fixed_heads, "dp1", world=1)[0]
+    if "sequence" in layout:  # a whole attention would have a part of the positions
+        assert "tp without sequence" in str(found.value)
+        layout = "tp2"
+    got = pool.run(partial(begin, fixed_heads, layout, roles=lines), world=world)[0]
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "fused": partial(Fused, dropout=0.1),
+    "grouped": partial(decoder, VOCAB, 32, 2, 4, 2, seq_len=LENGTH),
+    "experts": partial(decoder, VOCAB, 32, 2, 4, 4, experts=4, hidden=24, seq_len=LENGTH),
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("fused", "tp2"),
+        ("fused", "vp2"),
+        ("fused", "cp2"),
+        ("fused", "fsdp2.tp2+sequence"),
+        ("grouped", "pp2.tp2"),
+        ("grouped", "tp4"),
+        ("grouped", "dp2.cp2"),
+        ("grouped", "tp2+sequence.cp2"),
+        ("experts", "ep2"),
+        ("experts", "tp2"),
+        ("experts", "tp2+sequence+ep"),
+        ("experts", "cp2+ep"),
+        ("experts", "ep2.tp2"),
+    ],
+)
+def test_what_is_right_passes(pool: Pool, name: str, layout: str, precision: str) -> None:
+    pool.run(partial(_passes, name, layout, precision), world=weft.Layout.parse(layout).world)
+
+
+def _passes(name: str, layout: str, precision: str) -> None:
+    begin(RIGHT[name], layout, precision, deferred=precision != "fp64")
