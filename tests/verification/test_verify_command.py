@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft.core import run_config
+from weft.core import Layout, Refusal, run_config
 from weft.train import build, run_checks
 from weft.train.data import Loader
 from weft.verification.case import Case
 from weft.verification.verify_model import verify_case
+from weft.verification.verify_run import verify_layouts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -123,5 +124,22 @@ def test_a_layout_that_does_not_run_does_not_end_the_others() -> None:
     report = verify_case(case, ["tp2", "dp2"])
     assert [result.passed for result in report.results] == [False, True]
     assert "tp2: REFUSED\n  layout = 'tp2': the sharded model does not run: shape" in report.text()
-    assert ', in layers.0. Leave it whole: write "layers.*.up" = "whole"' in report.text()
+    assert ", in layers.0. Use dp, fsdp or pp." in report.text()  # nothing else is cut
     assert "these do not: tp2 (refused)" in report.verdict()
+
+
+def test_a_layout_that_cannot_be_planned_does_not_end_the_others() -> None:
+    run = run_config.load_run(
+        EXAMPLES / "quickstart.toml", {"data.seq_len": "16", "train.batch": "4"}
+    )
+    run = run.model_copy(update={"layout": run.layout.model_copy(update={"axes": Layout.single()})})
+    refused: dict[str, Refusal] = {}
+    (plan,) = run_checks.check_run(run, ["dp3", "dp2"], refused.__setitem__)
+    assert str(plan.layout) == "dp2" and list(refused) == ["dp3"]
+    report = verify_layouts(run, ["dp3", "dp2"], 1, lambda result: None, refused=refused)
+    assert [result.passed for result in report.results] == [False, True]
+    assert "dp3: REFUSED\n  train.batch = 4: does not divide over 3" in report.text()
+    assert "these do not: dp3 (refused)" in report.verdict()
+    assert '"refused": "train.batch = 4' in report.json()
+    with pytest.raises(Refusal, match="over 5"):
+        run_checks.check_run(run, ["dp3", "dp5"], refused.__setitem__)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from weft.core import Plan
 from weft.parallel import FEATURE_AXES, VOCABULARY_AXES
 
 
 def lines_that_leave_whole(plan: Plan, module: str) -> str:
     """Lines such as `"layers.*.attention" = "whole"`, which leave whole what is cut in a module, or
-    around it, in every block; empty where nothing is."""
+    around it, in every block; empty where nothing is, or nothing else is: tp needs something."""
     axes = {*FEATURE_AXES, *VOCABULARY_AXES}
     cut: dict[str, set[str]] = {}  # module -> its parameters that are cut
     for step in plan.steps:
@@ -28,7 +30,9 @@ def lines_that_leave_whole(plan: Plan, module: str) -> str:
         held = {param for name in found for param in cut[name]}
         tied = [name for name in cut if cut[name] & held and not _inside(name, module)]
         found = [module, *tied]
-    return ", ".join(dict.fromkeys(f'"{_of_all_blocks(name)}" = "whole"' for name in found))
+    globs = dict.fromkeys(map(_of_all_blocks, found))
+    left = [c for c in cut if not any(fnmatchcase(c, g) or fnmatchcase(c, f"{g}.*") for g in globs)]
+    return ", ".join(f'"{glob}" = "whole"' for glob in globs) if left else ""
 
 
 def _of_all_blocks(name: str) -> str:
