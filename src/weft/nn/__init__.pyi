@@ -71,6 +71,11 @@ from .moe_routing import (
     z_loss as z_loss,
 )
 from .override_needs import may_drop as may_drop, may_route as may_route
+from .random_draws import (
+    DRAWS as DRAWS,
+    DRAWS_INSIDE as DRAWS_INSIDE,
+    Draws as Draws,
+)
 from .role_types import (
     Chain as Chain,
     ExpertsRole as ExpertsRole,
