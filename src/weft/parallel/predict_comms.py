@@ -38,7 +38,7 @@ from .wire_sizes import HEADER_BYTES
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
 STATISTICS_BYTES = (
     6 * 8
-)  # squared norm, loss, weight, unreached parameters, trail and its square, in float64
+)  # squared norm, loss, weight, unreached parameters, what ran, what it changed, in float64
 
 
 def predict_collectives(

@@ -30,6 +30,7 @@ from ..fsdp_units import FSDPUnits
 from ..function_overrides import FunctionOverrides
 from ..grad_buckets import GradReducer
 from ..microbatch import Batch, MicroBatch
+from ..state_watch import StateWatch
 from .stage_forward import StageForward
 from .weight_stash import WeightStash
 
@@ -103,8 +104,8 @@ class InferenceCompute:
 @dataclass
 class TrainingCompute:
     """One optimizer step's actions. `total` is what ranks agree upon at its end: squared norm,
-    loss, weight, unreached parameters, trail and its square; here it gets the losses and weights of
-    this rank's microbatches.
+    loss, weight, unreached parameters, and whether they ran the same modules and changed the same
+    state; here it gets the losses and weights of this rank's microbatches.
 
     `watching`: whether forwards are watched for random numbers; one that draws without `functions`
     runs again after `if_drawn()`.
@@ -128,6 +129,7 @@ class TrainingCompute:
     micros: Sequence[MicroBatch] = ()
     total: Tensor = field(init=False)
     agreed: dist.Work | None = None
+    state: StateWatch = field(init=False)
     action: Action | None = None  # what runs
 
     def __post_init__(self) -> None:
@@ -145,6 +147,7 @@ class TrainingCompute:
         self._generator = _generator(device)
         drawn_from = dict.fromkeys((self._generator, torch.default_generator))
         self._watch = DrawWatch(self.stages.model, [*drawn_from])
+        self.state = StateWatch(self.stages.model, plan, self.mesh, self.units)
         self._held = (
             contextlib.ExitStack()
         )  # its microbatch's weights: a backward may compute a forward again
@@ -157,6 +160,7 @@ class TrainingCompute:
             torch.zeros(6, dtype=torch.float64, device=self.stages.device),
             None,
         )
+        self.state.begin()
         if self.stages.low is not None:
             self.stages.low.begin()
         self.reducer.begin()
