@@ -199,6 +199,26 @@ class SharedBlock(nn.Module):
         return self.head(x)
 
 
+class SharedInList(nn.Module):
+    """Two layers, each used twice, from a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 32), nn.GELU(), nn.Linear(32, DIM))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for _ in range(2):
+            for layer in self.layers:
+                x = x + layer(x)
+        return self.head(x)
+
+
 class TwoNames(nn.Module):
     """A module under two names."""
 
@@ -627,6 +647,19 @@ class Frozen(nn.Module):
 # ---- arguments and outputs -----------------------------------------------------------------------
 
 
+class FrozenBackbone(nn.Module):
+    """Trains a head on a frozen encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+        self.encoder.requires_grad_(False)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
 class TwoLinears(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -846,6 +879,7 @@ NETS: dict[str, Subject] = {
     "dict-blocks": Subject(DictBlocks, tokens, next_token),
     "list-blocks": Subject(ListBlocks, tokens, next_token),
     "shared-block": Subject(SharedBlock, tokens, next_token),
+    "shared-in-list": Subject(SharedInList, tokens, next_token),
     "two-names": Subject(TwoNames, features, mse),
     "two-names-in-blocks": Subject(TwoNamesInBlocks, tokens, next_token),
     "three-tied": Subject(ThreeTied, tokens, next_token),
@@ -876,6 +910,7 @@ NETS: dict[str, Subject] = {
     "made-later": Subject(MadeLater, features, mse),
     "non-contiguous": Subject(NonContiguous, features, mse),
     "frozen": Subject(Frozen, features, mse),
+    "frozen-backbone": Subject(FrozenBackbone, features, mse),
     "two-linears": Subject(TwoLinears, features, mse),
     "linears-in-dict": Subject(LinearsInDict, features, mse),
     "integers-cast": Subject(IntegersCast, labelled_tokens, classification),

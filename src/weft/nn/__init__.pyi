@@ -56,6 +56,7 @@ from .module_roles import (
     KV_HEADS as KV_HEADS,
     WIDTHS as WIDTHS,
     block_lists as block_lists,
+    callable_blocks as callable_blocks,
     find_roles as find_roles,
 )
 from .moe_routing import (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -74,6 +74,20 @@ def block_lists(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         if repeated and inner and all(type(child) is first for _, child in children):
             lists.append(tuple(f"{name}.{child}" if name else child for child, _ in children))
     return tuple(lists)
+
+
+def callable_blocks(model: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
+    """The blocks that a forward can call: in the place of one that only holds modules, as a
+    ModuleDict does, those in it."""
+    found: list[str] = []
+    for name in blocks:
+        module = model.get_submodule(name)
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            found.append(name)
+            continue
+        inside = [f"{name}.{child}" for child, _ in module.named_children()]
+        found += callable_blocks(model, inside)
+    return tuple(found)
 
 
 def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -> Roles:

@@ -36,6 +36,7 @@ from .predict_comms import (
     BoundaryShape as BoundaryShape,
     Collective as Collective,
     GateQuery as GateQuery,
+    ModuleCalls as ModuleCalls,
     RoutingCall as RoutingCall,
     collective_totals as collective_totals,
     predict_collectives as predict_collectives,

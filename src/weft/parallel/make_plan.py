@@ -28,6 +28,7 @@ from weft.core import (
 from weft.nn import (
     Roles,
     accepts_sharded_logits,
+    callable_blocks,
     chain_module,
     find_roles,
 )
@@ -156,7 +157,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     _check_shared(model, weights, steps, layout)
     if layout.active_axes(*SEQUENCE_AXES):
         check_shared_sequence(request, layout, found, steps)
-    blocks = tuple(b for blocks in found.blocks for b in blocks)
+    blocks = callable_blocks(model, (b for blocks in found.blocks for b in blocks))
     _check_recompute(request.recompute, blocks)
     norms = tuple(
         n

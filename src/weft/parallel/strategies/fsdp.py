@@ -22,9 +22,9 @@ from weft.core import (
     LayoutError,
     Param,
     Step,
-    UnsupportedModel,
     Weight,
 )
+from weft.nn import callable_blocks
 
 from ._request import StepsRequest
 
@@ -63,16 +63,13 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         reduced="step" if levels[0] == "zero1" else "microbatch",
         offload="offload" in options,
     )
-    scalar = next((w.name for w in weights if not w.shape), None)
-    if scalar is not None:
-        raise UnsupportedModel(
-            "layout",
-            str(layout),
-            f"{scalar} has no dim to shard",
-            "give it the shape [1], or use dp",
-        )
-    left = {w.name: w for w in roles.alike(weights, layout, AXIS)}
-    for block in (b for blocks in roles.blocks for b in blocks):
+    alike = roles.alike(weights, layout, AXIS)
+    scalars = [Param(w.name, AXIS, COPY, COPY, SUM) for w in alike if not w.shape]
+    if scalars:  # without a dim to shard: each rank keeps them, as under dp
+        yield Step("", "fsdp", params=tuple(scalars))
+    left = {w.name: w for w in alike if w.shape}
+    listed = (b for blocks in roles.blocks for b in blocks)
+    for block in callable_blocks(request.model, listed):
         touched = [
             w for w in left.values() if any(n.startswith(block + ".") for n in (w.name, *w.aliases))
         ]
