@@ -18,6 +18,16 @@ from weft.nn.losses import classification, mse, next_token
 DIM, HEADS = 16, 4
 
 
+class FrozenRoles(dict):
+    """Roles that a Subject can be hashed with."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
+WHOLE = FrozenRoles({"transformer.h.*.attn.c_*": "whole"})
+
+
 def features() -> dict[str, Tensor]:
     return {"x": torch.randn(BATCH, 8), "target": torch.randn(BATCH, 4)}
 
@@ -97,13 +107,13 @@ class NanoGPT(nn.Module):
         super().__init__()
         self.config = config = GPTConfig()
         self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.vocab_size, config.n_embd),
-                wpe=nn.Embedding(config.block_size, config.n_embd),
-                drop=nn.Dropout(config.dropout),
-                h=nn.ModuleList([GPTBlock(config) for _ in range(config.n_layer)]),
-                ln_f=nn.LayerNorm(config.n_embd),
-            )
+            {
+                "wte": nn.Embedding(config.vocab_size, config.n_embd),
+                "wpe": nn.Embedding(config.block_size, config.n_embd),
+                "drop": nn.Dropout(config.dropout),
+                "h": nn.ModuleList([GPTBlock(config) for _ in range(config.n_layer)]),
+                "ln_f": nn.LayerNorm(config.n_embd),
+            }
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
@@ -121,7 +131,7 @@ class NanoGPT(nn.Module):
             nn.init.normal_(module.weight, mean=0.0, std=0.02)
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> tuple:
-        b, t = input_ids.size()
+        _, t = input_ids.size()
         assert t <= self.config.block_size
         pos = torch.arange(0, t, dtype=torch.long, device=input_ids.device)
         tok_emb = self.transformer.wte(input_ids)
@@ -591,16 +601,6 @@ class Complex(nn.Module):
         return self.net(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=8))
 
 
-class SparseGradient(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, DIM, sparse=True)
-        self.mlp = nn.Sequential(nn.Linear(DIM, 32), nn.GELU(), nn.Linear(32, VOCAB))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.mlp(self.embedding(input_ids))
-
-
 class Lazy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -822,9 +822,7 @@ class Encoder(nn.Module):
 
 
 def _conv(ins: int, outs: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(ins, outs, 3, padding=1), nn.GroupNorm(2, outs), nn.SiLU()
-    )
+    return nn.Sequential(nn.Conv2d(ins, outs, 3, padding=1), nn.GroupNorm(2, outs), nn.SiLU())
 
 
 class UNet(nn.Module):
@@ -876,6 +874,12 @@ def target_of_picture(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Te
 
 NETS: dict[str, Subject] = {
     "nanogpt": Subject(NanoGPT, tokens, of_first),
+    "nanogpt-attention-whole": Subject(
+        NanoGPT,
+        tokens,
+        of_first,
+        plan=(("accumulate", 2), ("roles", WHOLE)),
+    ),
     "dict-blocks": Subject(DictBlocks, tokens, next_token),
     "list-blocks": Subject(ListBlocks, tokens, next_token),
     "shared-block": Subject(SharedBlock, tokens, next_token),
@@ -905,7 +909,6 @@ NETS: dict[str, Subject] = {
     "scaled": Subject(Scaled, features, mse),
     "layer-scale": Subject(LayerScale, features, mse),
     "complex": Subject(Complex, features, mse),
-    "sparse": Subject(SparseGradient, tokens, next_token),
     "lazy": Subject(Lazy, features, mse),
     "made-later": Subject(MadeLater, features, mse),
     "non-contiguous": Subject(NonContiguous, features, mse),

@@ -35,3 +35,4 @@ from .replica_sync.membership import (
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import own_device as own_device
+from .trial_forward import SHARDED_FAILS as SHARDED_FAILS, does_not_run as does_not_run

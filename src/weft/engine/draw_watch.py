@@ -78,6 +78,6 @@ def undrawable(layout: object, by_torch: bool) -> UnsupportedModel:
         str(layout),
         f"the model's forward draws random numbers {how} weft does not make the same on every"
         " layout",
-        "draw by torch.rand, randn, randint, bernoulli, normal or their in-place forms, and drop out"
-        " by nn.Dropout: between layers, not by the dropout of nn.LSTM or nn.GRU",
+        "draw by torch.rand, randn, randint, bernoulli, normal or their in-place forms, and drop"
+        " out by nn.Dropout: between layers, not by the dropout of nn.LSTM or nn.GRU",
     )

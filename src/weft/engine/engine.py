@@ -247,8 +247,7 @@ class Engine:
             clip,
             OutlierFilter(skip),
         )
-        known_late = self._update.wants_norm or self.reducer.buckets or self._training.state.watches
-        if plan.staging is not None and not known_late:
+        if plan.staging is not None and not self._update.known_late:
             self._training.agree = self.mesh.group(*plan.layout.active_axes())
 
     # ---- one step --------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The torch functions that weft overrides inside a user's forward: dropout and other draws of random
-numbers, and attention under recomputation or context parallelism.
+"""The torch functions that weft overrides inside a user's forward: dropout and other draws of
+random numbers, and attention under recomputation or context parallelism.
 
 They are ordinary calls of `torch.nn.functional`, so a TorchFunctionMode sees them in any model.
 """
@@ -27,10 +27,10 @@ from weft.core import (
     UnsupportedModel,
 )
 from weft.nn import (
-    DROPOUTS,
-    DROPOUTS_OF_CHANNELS,
     DRAWS,
     DRAWS_INSIDE,
+    DROPOUTS,
+    DROPOUTS_OF_CHANNELS,
     AddLoss,
     Draws,
     Randomness,

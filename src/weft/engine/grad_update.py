@@ -98,6 +98,11 @@ class GradUpdate:
             self.clip is not None or self.norm_filter.limit is not None or self.loss_scale.dynamic
         )
 
+    @property
+    def known_late(self) -> bool:
+        """Whether what ranks agree upon is complete only after all backwards."""
+        return bool(self.wants_norm or self.reducer.buckets or self.training.state.watches)
+
     def __call__(self, missing: list, step: int) -> StepResult:
         """Take the step. `missing`: parameters that no gradient reached on this rank."""
         self.low.hand_over()

@@ -42,6 +42,7 @@ class StateWatch:
         self.index, self.size = mesh.index(*TOKEN_AXES), mesh.size(*TOKEN_AXES)
         self._before: dict[str, tuple[Tensor, Tensor | int]] | None = {}
         self._changed: list[str] = []
+        self._names: set[str] = set()
         self._handles = []
         for unit in units:
             module: Any = unit.module
@@ -60,14 +61,17 @@ class StateWatch:
         """A step begins; its buffers are the first rank's."""
         if self._before is None:
             return
+        self._names = {name for name, _ in self._model.named_parameters()}
         self._before = {n: (t, t.detach().clone()) for n, t in _buffers(self._model)}
         for name, p in self._model.named_parameters():
             if not isinstance(p, (DTensor, PlaceholderTensor)):
                 self._before[name] = p, p._version
 
     def digest(self) -> int:
-        """40 bits of what the forwards of this step changed; 0 if nothing."""
+        """40 bits of what the forwards of this step changed; 0 if nothing. Raises UnsupportedModel
+        for parameters that they made."""
         if self._before is not None:
+            self._refuse_new()
             self._changed = [*self._find(self._before)]
             self._before = None
             for handle in self._handles:
@@ -109,6 +113,17 @@ class StateWatch:
                 )
                 if tensor is not now or not same:
                     yield name
+
+    def _refuse_new(self) -> None:
+        new = [n for n, _ in self._model.named_parameters() if n not in self._names]
+        if new:
+            raise UnsupportedModel(
+                "model",
+                new[0],
+                "is made by the first forward: no optimizer would train it, and no checkpoint"
+                " would have it",
+                "make it in __init__, or run the model once in the function that builds it",
+            )
 
     def _enter(self, unit: str, module: nn.Module, *_: Any) -> None:
         gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]

@@ -22,6 +22,7 @@ from .microbatch import Batch
 from .pipeline.stage_compute import StageModel
 from .unsharded_forward import UnshardedForward
 
+SHARDED_FAILS = (RuntimeError, ValueError, IndexError, TypeError)
 SEQUENCE = 256  # positions of a trial in parts, which is run whole too
 
 
@@ -81,23 +82,33 @@ def check_sharded_output(run: Any, before: Any, sample: Batch, plan: Plan, exper
         experts: whether experts are sharded.
     """
 
-    def refuse(problem: str) -> UnsupportedModel:
-        fix = "correct [roles], or weft verify names the first module that differs"
-        if experts:
-            fix = (
-                "experts must take each token by itself, and count themselves by num_experts;"
-                f" otherwise {fix}"
-            )
-        return UnsupportedModel("layout", str(plan.layout), problem, fix)
-
     try:
         after = run(sample)
-    except (RuntimeError, ValueError, IndexError, TypeError) as problem:
-        reason = str(problem).splitlines()[0]
-        raise refuse(f"the sharded model does not run ({reason})") from problem
+    except SHARDED_FAILS as problem:
+        raise does_not_run(plan, problem, experts) from problem
     error = _distance(first_tensor_of(before), first_tensor_of(after))
     if not error < _tolerance(plan):
-        raise refuse(f"sharding changes the model's output by {error:.2g} of its norm")
+        changed = f"sharding changes the model's output by {error:.2g} of its norm"
+        raise _unsharded(plan, changed, experts)
+
+
+def does_not_run(plan: Plan, problem: Exception, experts: bool) -> UnsupportedModel:
+    """The error for a sharded model whose forward fails by `problem`, one of SHARDED_FAILS."""
+    reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+    return _unsharded(plan, f"the sharded model does not run ({reason})", experts)
+
+
+def _unsharded(plan: Plan, problem: str, experts: bool) -> UnsupportedModel:
+    fix = (
+        'declare modules that count the features of the whole "whole" in [roles], or correct the'
+        " roles; weft verify names the first module that differs"
+    )
+    if experts:
+        fix = (
+            "experts must take each token by itself, and count themselves by num_experts;"
+            f" otherwise {fix}"
+        )
+    return UnsupportedModel("layout", str(plan.layout), problem, fix)
 
 
 @torch.no_grad()

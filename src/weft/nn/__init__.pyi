@@ -7,6 +7,7 @@ from .attention_masks import (
 )
 from .batch_labels import check_labels as check_labels
 from .batchnorm import BatchNorm as BatchNorm
+from .block_lists import block_lists as block_lists, callable_blocks as callable_blocks
 from .deferred_logits import (
     FEW_LOGITS as FEW_LOGITS,
     FEWEST_ROWS as FEWEST_ROWS,
@@ -55,8 +56,6 @@ from .module_roles import (
     HEADS as HEADS,
     KV_HEADS as KV_HEADS,
     WIDTHS as WIDTHS,
-    block_lists as block_lists,
-    callable_blocks as callable_blocks,
     find_roles as find_roles,
 )
 from .moe_routing import (
@@ -87,6 +86,7 @@ from .role_types import (
     linear_features as linear_features,
 )
 from .signature import (
+    check_inputs as check_inputs,
     model_arguments as model_arguments,
     named_inputs as named_inputs,
 )

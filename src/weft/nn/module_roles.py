@@ -14,13 +14,14 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
 
 from weft.core import ConfigError, DimShard, UnsupportedModel, nearest
 
+from .block_lists import block_lists
 from .expert_roles import find_experts
 from .role_types import Chain, Roles, is_conv1d, is_linear, linear_features
 
@@ -54,40 +55,6 @@ _ELEMENTWISE = (
     nn.Identity,
     nn.Dropout,
 )
-
-
-def block_lists(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The lists of repeated blocks: children, all of one class and not leaves, of a ModuleList or
-    Sequential."""
-    lists: list[tuple[str, ...]] = []
-    for name, module in model.named_modules():
-        children = list(module.named_children())
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not children:
-            continue
-        if any(name == b or name.startswith(b + ".") for blocks in lists for b in blocks):
-            continue  # a list inside a block
-        first = type(children[0][1])
-        repeated = len(children) > 1 or isinstance(module, nn.ModuleList)
-        inner = any(True for _ in children[0][1].children()) and any(
-            True for _ in children[0][1].parameters()
-        )
-        if repeated and inner and all(type(child) is first for _, child in children):
-            lists.append(tuple(f"{name}.{child}" if name else child for child, _ in children))
-    return tuple(lists)
-
-
-def callable_blocks(model: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
-    """The blocks that a forward can call: in the place of one that only holds modules, as a
-    ModuleDict does, those in it."""
-    found: list[str] = []
-    for name in blocks:
-        module = model.get_submodule(name)
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            found.append(name)
-            continue
-        inside = [f"{name}.{child}" for child, _ in module.named_children()]
-        found += callable_blocks(model, inside)
-    return tuple(found)
 
 
 def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -> Roles:

@@ -82,9 +82,7 @@ def _whole_numbers(uniform: Tensor, low: int, high: int) -> Tensor:
 def _randint(draws: Draws, *args: Any, **kwargs: Any) -> Tensor:
     low, high, size = _bounds(args, kwargs, ("low", "high", "size"))
     kwargs = {"dtype": torch.int64} | {k: v for k, v in kwargs.items() if v is not None}
-    return _made(
-        size, kwargs, lambda s, d: _whole_numbers(draws.uniform(s, d, False), low, high)
-    )
+    return _made(size, kwargs, lambda s, d: _whole_numbers(draws.uniform(s, d, False), low, high))
 
 
 def _randint_like(draws: Draws, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -34,9 +34,9 @@ from .plan_request import PlanRequest as PlanRequest
 from .predict_comms import (
     AttentionCall as AttentionCall,
     BoundaryShape as BoundaryShape,
+    CallSizes as CallSizes,
     Collective as Collective,
     GateQuery as GateQuery,
-    ModuleCalls as ModuleCalls,
     RoutingCall as RoutingCall,
     collective_totals as collective_totals,
     predict_collectives as predict_collectives,

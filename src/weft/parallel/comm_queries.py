@@ -32,9 +32,9 @@ class BoundaryShape:
 
 
 @dataclass(frozen=True)
-class ModuleCalls:
-    """How often the forward of a batch calls a module. `sizes`: where that depends on data, how many
-    elements enter and leave in each call on this rank, over all microbatches."""
+class CallSizes:
+    """How often the forward of a batch calls a module. `sizes`: where that depends on data, how
+    many elements enter and leave in each call on this rank, over all microbatches."""
 
     count: int = 1
     sizes: tuple[tuple[int, int], ...] = ()

@@ -28,9 +28,9 @@ from .axes import DATA_AXES, FEATURE_AXES, TOKEN_AXES
 from .comm_queries import (
     AttentionCall,
     BoundaryShape,
+    CallSizes,
     Collective,
     GateQuery,
-    ModuleCalls,
     RoutingCall,
 )
 from .predict_grad_comms import (
@@ -60,7 +60,7 @@ def predict_collectives(
     routings: Iterable[RoutingCall] = (),
     asked: Iterable[GateQuery] = (),
     updated_whole: Collection[str] = (),
-    calls: Mapping[str, ModuleCalls] | None = None,
+    calls: Mapping[str, CallSizes] | None = None,
 ) -> list[Collective]:
     """The collectives of the first optimizer step on a rank, and what it sends to other stages.
 
@@ -155,9 +155,9 @@ def _boundaries(
     microbatch: int,
     crossings: Mapping[str, BoundaryShape],
     itemsize: int,
-    calls: Mapping[str, ModuleCalls],
+    calls: Mapping[str, CallSizes],
 ) -> Iterator[Collective]:
-    crossing, called = crossings.get(step.module), calls.get(step.module, ModuleCalls())
+    crossing, called = crossings.get(step.module), calls.get(step.module, CallSizes())
     if crossing is None or (called.sizes and microbatch):  # not reached, or known of all at once
         return
     again = _recomputations(plan, step.module, microbatch)

@@ -23,7 +23,7 @@ from weft.core import (
 )
 
 from .axes import TOKEN_AXES
-from .comm_queries import BoundaryShape, Collective, ModuleCalls
+from .comm_queries import BoundaryShape, CallSizes, Collective
 from .wire_sizes import request_traffic
 
 
@@ -99,7 +99,7 @@ def gather_comms(
     coords: Mapping[str, int],
     crossings: Mapping[str, BoundaryShape],
     unreached: Collection[str],
-    calls: Mapping[str, ModuleCalls] | None = None,
+    calls: Mapping[str, CallSizes] | None = None,
 ) -> Iterator[Collective]:
     table = plan.params()
     used = _gathered_in_backward(plan, crossings, unreached, calls)
@@ -141,7 +141,7 @@ def gather_comms(
             yield Collective("all_reduce", REPLICA_AXIS, reduced // size, "reduce", step.module)
 
 
-def _count(module: str, calls: Mapping[str, ModuleCalls] | None) -> int:
+def _count(module: str, calls: Mapping[str, CallSizes] | None) -> int:
     """How often a unit is called; the root always is."""
     if calls is None or not module:
         return 1
@@ -152,7 +152,7 @@ def _gathered_in_backward(
     plan: Plan,
     crossings: Mapping[str, BoundaryShape],
     unreached: Collection[str],
-    calls: Mapping[str, ModuleCalls] | None,
+    calls: Mapping[str, CallSizes] | None,
 ) -> dict[str, int]:
     """Unit -> how often the backwards of a step gather it. Nothing goes back through what is
     frozen, if all before it is; but FSDP2 gathers the unit before one that it comes to."""

@@ -24,8 +24,8 @@ class ActivationRecorder:
     microbatch by microbatch.
 
     `forward` and `backward` name the modules in the order in which these came, one entry per
-    tensor. `cores`: calls of attention. `calls`: how often each module was called; `sizes`: how many
-    elements entered and left each time.
+    tensor. `cores`: calls of attention. `calls`: how often each module was called;
+    `sizes`: how many elements entered and left each time.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -142,9 +142,7 @@ def record_activations(
     for name, module in model.named_modules():
         if isinstance(module, GateBias):
             trace.asked.append(GateQuery(name, "bias", module.state.shape[1]))
-        handles.append(
-            module.register_forward_pre_hook(lambda *_, name=name: enter(name))
-        )
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))
         handles.append(module.register_forward_hook(lambda *_: leave(), always_call=True))
         handles.append(
             module.register_forward_hook(

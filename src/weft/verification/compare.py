@@ -22,12 +22,23 @@ from weft.core import (
     Refusal,
     data_rank_indices,
 )
-from weft.engine import Audit, CompileCounts, CompiledBlocks, Engine, Remote, TrainingEngine
+from weft.engine import (
+    SHARDED_FAILS,
+    Audit,
+    CompileCounts,
+    CompiledBlocks,
+    Engine,
+    Remote,
+    StepResult,
+    TrainingEngine,
+    does_not_run,
+)
 from weft.launch import rpc_session
 from weft.parallel import (
     DATA_AXES,
+    FEATURE_AXES,
+    CallSizes,
     Collective,
-    ModuleCalls,
     RoutingCall,
     collective_totals,
     predict_collectives,
@@ -156,7 +167,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                 record_activations(engine.model, plan.microbatch, engine.now) as trace,
                 compiled.paused() if compiled is not None else nullcontext(),
             ):
-                result = engine.step(batch)
+                result = _first_step(engine, batch)
             seen = audit.seen if isinstance(engine, Engine) else []
             found += first_activation(engine, trace, reference.traces, case.bounds.activation)
         else:
@@ -197,6 +208,16 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     return replace(together, delayed=delayed, workers=workers, bounds=case.bounds)
 
 
+def _first_step(engine: TrainingEngine, batch: dict[str, Tensor]) -> StepResult:
+    """A step; a forward that fails because it is sharded is refused, as by `weft train`."""
+    try:
+        return engine.step(batch)
+    except SHARDED_FAILS as problem:
+        if not engine.plan.layout.active_axes(*FEATURE_AXES):
+            raise
+        raise does_not_run(engine.plan, problem, bool(engine.loads)) from problem
+
+
 def _compiled_problem(
     compiled: CompiledBlocks, predicted: list[Collective], seen: list[Collective]
 ) -> str | None:
@@ -235,10 +256,10 @@ def _predict_collectives_of(
 
 def _module_calls(
     plan: Plan, whole: ActivationRecorder, trace: ActivationRecorder
-) -> dict[str, ModuleCalls]:
+) -> dict[str, CallSizes]:
     """How often each module is called; and with how much, on this rank, where one device's shapes
     do not tell: a Python loop over experts calls each with the tokens that chose it."""
-    found = {name: ModuleCalls(count) for name, count in whole.calls.items()}
+    found = {name: CallSizes(count) for name, count in whole.calls.items()}
     for name, sizes in whole.sizes.items():
         crossing, mine = whole.crossings[name], trace.sizes.get(name, [])
         rows = crossing.entered[0] if crossing.entered and len(crossing.entered) == 2 else 0
@@ -247,7 +268,7 @@ def _module_calls(
         chosen = rows and not crossing.batched and any(entered not in usual for entered, _ in mine)
         known = chosen and plan.sequence_size == 1 and not plan.sliced(name)
         if known:
-            found[name] = ModuleCalls(len(sizes), tuple(mine))
+            found[name] = CallSizes(len(sizes), tuple(mine))
     return found
 
 

@@ -188,5 +188,5 @@ def keep_final_state(
 
 def norms_of(tensors: dict[str, Tensor]) -> tuple[float, float]:
     """(norm of all tensors together, root mean square of an element)."""
-    squares = sum(float(t.double().square().sum()) for t in tensors.values())
+    squares = sum(float(t.abs().double().square().sum()) for t in tensors.values())
     return sqrt(squares), sqrt(squares / max(1, sum(t.numel() for t in tensors.values())))

@@ -8,6 +8,7 @@ then summed across.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -64,10 +65,11 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         offload="offload" in options,
     )
     alike = roles.alike(weights, layout, AXIS)
-    scalars = [Param(w.name, AXIS, COPY, COPY, SUM) for w in alike if not w.shape]
-    if scalars:  # without a dim to shard: each rank keeps them, as under dp
-        yield Step("", "fsdp", params=tuple(scalars))
-    left = {w.name: w for w in alike if w.shape}
+    usual = Counter(w.dtype for w in alike).most_common(1)[0][0] if alike else None
+    left = {w.name: w for w in alike if w.shape and w.dtype == usual}
+    kept = [Param(w.name, AXIS, COPY, COPY, SUM) for w in alike if w.name not in left]
+    if kept:  # without a dim to shard, or of a dtype that FSDP2 does not gather with the others
+        yield Step("", "fsdp", params=tuple(kept))
     listed = (b for blocks in roles.blocks for b in blocks)
     for block in callable_blocks(request.model, listed):
         touched = [
