@@ -16,7 +16,7 @@ import weft
 from weft.core.data_order import data_rank_indices
 from weft.nn.losses import classification, cross_entropy, next_token
 from weft.nn.models import convnet, decoder
-from weft.verification.case import Batch, Case, to_float64
+from weft.verification.case import Batch, Case, in_dtype, to_float64
 from weft.verification.reference import Reference, run_reference
 
 A, B = TypeVar("A"), TypeVar("B")
@@ -129,7 +129,7 @@ class Subject:
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return build().double()
+    return in_dtype(build(), torch.float64)
 
 
 def laid(subject: Subject, model: nn.Module, layout: str) -> weft.Plan:

@@ -26,7 +26,7 @@ from weft.engine.function_overrides import FunctionOverrides
 from weft.engine.pipeline.stage_forward import StageForward
 from weft.nn.dropout_rng import Randomness
 from weft.nn.module_roles import find_roles
-from weft.pipeline.capture.functions import count_dropouts
+from weft.pipeline.capture.functions import count_draws
 from weft.pipeline.capture.model_copy import copy_with_tensors, is_parameter
 from weft.pipeline.capture.placeholder import PlaceholderTensor
 from weft.pipeline.capture.split_points import split_points
@@ -695,8 +695,8 @@ def test_torchs_own_dropout_has_its_own_names() -> None:
         randomness.begin(0, [0, 1, 2, 3])
         assert torch.equal(torch.dropout(x, p=0.5, train=True), by_place)
         assert torch.equal(torch.dropout(x, p=0.5, train=False), x)
-    assert count_dropouts(torch.dropout, (x,), {"p": 0.5, "train": True}) == 1
-    assert count_dropouts(torch.dropout, (x,), {"p": 0.5, "train": False}) == 0
+    assert count_draws(torch.dropout, (x,), {"p": 0.5, "train": True}) == 1
+    assert count_draws(torch.dropout, (x,), {"p": 0.5, "train": False}) == 0
 
 
 @pytest.mark.parametrize("name", ["deep", "sequential", "t5", "gpt2", "bert"])
@@ -751,9 +751,9 @@ def test_blocks_count_their_own_masks() -> None:
     model, inputs = STAGED["deep"].build(), {"input_ids": torch.randint(0, 9, (2, 5))}
     blocks = [f"blocks.{i}" for i in range(7)]
     counted = split_stages(trace_forward(model, inputs), ["norm"], blocks)
-    assert {item.name: item.dropouts for item in counted.items if item.dropouts} == {"dropout": 1}
+    assert {item.name: item.draws for item in counted.items if item.draws} == {"dropout": 1}
     everywhere = split_stages(trace_forward(model, inputs), ["norm"])
-    assert sum(item.dropouts for item in everywhere.items) == 1 + 7 * 2 + 1
+    assert sum(item.draws for item in everywhere.items) == 1 + 7 * 2 + 1
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -50,8 +50,8 @@ class PathNode:
     `output`: what it returns, with TensorRef, InputRef and ParamRef in place of tensors. For each
     of these, `names` has a name for error messages and `differentiable` says whether it takes a
     gradient; `made` has the indices of the new ones. `changed`: arguments that it changes in place.
-    `numbers`: whether it returns int or float, which may depend on shapes. `dropouts`: masks that
-    it draws outside of blocks.
+    `numbers`: whether it returns int or float, which may depend on shapes. `draws`: how often
+    it draws random numbers outside of blocks.
     """
 
     name: str
@@ -64,7 +64,7 @@ class PathNode:
     made: tuple[int, ...]
     changed: tuple[InputRef, ...]
     numbers: bool
-    dropouts: int
+    draws: int
 
 
 @dataclass(frozen=True)

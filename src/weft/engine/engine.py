@@ -240,7 +240,7 @@ class Engine:
             clip,
             OutlierFilter(skip),
         )
-        if plan.staging is not None and not self._update.wants_norm and not self.reducer.buckets:
+        if plan.staging is not None and not self._update.known_late:
             self._training.agree = self.mesh.group(*plan.layout.active_axes())
 
     # ---- one step --------------------------------------------------------------------------------

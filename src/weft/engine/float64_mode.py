@@ -18,23 +18,36 @@ from weft._torch.tensors import FakeTensor
 
 
 class Float64Mode(TorchFunctionMode):
-    """Casts of float64 tensors to float32 leave them as they are. torch's grouped matmul has no
-    float64: a loop has."""
+    """What would be float32 is float64: casts, tensors that are made, and torch's default, in which
+    tensors without a dtype are. torch's grouped matmul has no float64: a loop has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._defaults: list[torch.dtype] = []
+
+    def __enter__(self) -> Float64Mode:
+        self._defaults.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._defaults.pop())
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is torch._grouped_mm:
-                return _grouped_mm(args[0], args[1], kwargs["offs"])
-            if func is Tensor.float:
-                return args[0]
-            if func in (Tensor.to, Tensor.type):
-                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-                kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-            elif kwargs.get("dtype") is torch.float32:  # softmax(x, dtype=torch.float32)
-                kwargs = {**kwargs, "dtype": torch.float64}
+        if func is torch._grouped_mm and args[0].dtype == torch.float64:
+            return _grouped_mm(args[0], args[1], kwargs["offs"])
+        if func is Tensor.float:
+            return args[0] if args[0].dtype == torch.float64 else args[0].double()
+        if func in (Tensor.to, Tensor.type):
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        elif kwargs.get("dtype") is torch.float32:  # softmax(x, dtype=torch.float32), zeros
+            kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
 
 

@@ -51,7 +51,7 @@ class ForwardOverrides:
     def settle(self) -> None:
         """After a step: override no functions that the model has not called."""
         training = self._training
-        training.if_drawn = None
+        training.if_drawn, training.watching = None, False
         if training.functions is None or self._always:
             return
         if not (training.functions.routed or training.randomness.drawn):

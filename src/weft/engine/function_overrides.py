@@ -1,5 +1,5 @@
-"""The torch functions that weft overrides inside a user's forward: dropout, and attention under
-recomputation or context parallelism.
+"""The torch functions that weft overrides inside a user's forward: dropout and other draws of
+random numbers, and attention under recomputation or context parallelism.
 
 They are ordinary calls of `torch.nn.functional`, so a TorchFunctionMode sees them in any model.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import FunctionType
 from typing import Any
 
@@ -26,9 +27,12 @@ from weft.core import (
     UnsupportedModel,
 )
 from weft.nn import (
+    DRAWS,
+    DRAWS_INSIDE,
     DROPOUTS,
     DROPOUTS_OF_CHANNELS,
     AddLoss,
+    Draws,
     Randomness,
     causal_mask,
     count_choices,
@@ -52,13 +56,20 @@ from .expert_load import ExpertLoad
 _SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
 
 
-# torch's own function calls dropout and attention with modes off: the same code, which does not
-# hand itself over
-_multi_head_attention = FunctionType(
-    F.multi_head_attention_forward.__code__,
-    {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda tensors: False},
-    argdefs=F.multi_head_attention_forward.__defaults__,
-)
+def _opened(function: Any) -> Callable[..., Any]:
+    """The same code, which does not hand itself over: torch's own function calls dropout, attention
+    and draws with modes off."""
+    stays = {
+        name: lambda *tensors: False
+        for name in function.__globals__
+        if name.startswith("has_torch_function")
+    }
+    return FunctionType(
+        function.__code__, {**function.__globals__, **stays}, argdefs=function.__defaults__
+    )
+
+
+_OPENED = {each: _opened(each) for each in (F.multi_head_attention_forward, *DRAWS_INSIDE)}
 
 
 class FunctionOverrides(TorchFunctionMode):
@@ -134,9 +145,11 @@ class FunctionOverrides(TorchFunctionMode):
         if func is torch.arange and self._shared():
             assert self.sequence is not None
             return self.sequence.own_arange(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
+        if func in _OPENED:
             with self:
-                return _multi_head_attention(*args, **kwargs)
+                return _OPENED[func](*args, **kwargs)
+        if func in DRAWS:
+            return self._draw(func, args, kwargs)
         if func in DROPOUTS:
             if "train" in kwargs:  # torch.dropout's own name for it
                 kwargs = {**kwargs, "training": kwargs["train"]}
@@ -154,16 +167,7 @@ class FunctionOverrides(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0.0:
             return input
-        compiled = torch.compiler.is_compiling()  # then BlockForward has checked it
-        if not compiled and not self.randomness.recomputed and in_checkpoint():
-            raise checkpointed_dropout(p)
-        within = self.loads is not None and self.loads.inside and not self.randomness.own_count
-        if within and self.mesh is not None and self.mesh.layout.active_axes():
-            problem = "it drops within experts, whose rows are others on every layout"
-            raise UnsupportedModel(
-                "dropout", p, problem, "put it after the experts, or set it to 0"
-            )
-        site = self.randomness.site()
+        site = self._site(p)
         if func in DROPOUTS_OF_CHANNELS and input.ndim > 2:
             channels = self.randomness.dropout(input.new_ones(input.shape[:2]), p, site)
             return input * channels.view(*input.shape[:2], *[1] * (input.ndim - 2))
@@ -177,6 +181,43 @@ class FunctionOverrides(TorchFunctionMode):
                 "use nn.Dropout",
             )
         return self.randomness.dropout(input, p, site)
+
+    def _site(self, what: object) -> Tensor:
+        """The key of this call. Refuses places where the numbers would depend on the layout."""
+        compiled = torch.compiler.is_compiling()  # then BlockForward has checked it
+        if not compiled and not self.randomness.recomputed and in_checkpoint():
+            raise checkpointed_dropout(what)
+        within = self.loads is not None and self.loads.inside and not self.randomness.own_count
+        if within and self._several():
+            problem = "it is drawn within experts, whose rows are others on every layout"
+            raise UnsupportedModel(
+                "dropout", what, problem, "put it after the experts, or set it to 0"
+            )
+        return self.randomness.site()
+
+    def _several(self) -> bool:
+        return self.mesh is not None and bool(self.mesh.layout.active_axes())
+
+    def _draw(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+        """Random numbers that are the same on every layout."""
+        site, samples, part = self._site(func.__name__), len(self.randomness.samples), count()
+
+        def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
+            length = shape[0] if shape else 0
+            whole = not length or bool(length % max(1, samples) if alike else length != samples)
+            unclear = not alike and samples and length and length % samples == 0
+            if unclear and (length > samples or shape == (1,)) and self._several():
+                raise UnsupportedModel(
+                    f"torch.{func.__name__}",
+                    tuple(shape),
+                    f"whether each of the {samples} samples of a microbatch has numbers of its own,"
+                    " or all share these, does not follow from the shape",
+                    "draw after the shape of an activation, as by torch.rand_like, or take another"
+                    " number of samples for each rank's microbatch",
+                )
+            return self.randomness.uniform(shape, site, device, whole, next(part))
+
+        return DRAWS[func](Draws(uniform), *args, **kwargs)
 
     def _alpha(self, input: Tensor, p: float, site: Tensor) -> Tensor:
         """Keeps mean and variance after SELU (Klambauer et al. 2017)."""

@@ -24,7 +24,7 @@ from weft.parallel import (
 
 from .compute_copies import ComputeCopies
 from .grad_buckets import GradReducer, local_tensor
-from .module_trail import ModuleTrail, diverged_error
+from .module_trail import ModuleTrail, diverged_error, zero_if_equal
 from .optimizers import scale_grads
 from .param_update import ParamUpdate
 from .pipeline.stage_compute import TrainingCompute
@@ -98,6 +98,11 @@ class GradUpdate:
             self.clip is not None or self.norm_filter.limit is not None or self.loss_scale.dynamic
         )
 
+    @property
+    def known_late(self) -> bool:
+        """Whether what ranks agree upon is complete only after all backwards."""
+        return bool(self.wants_norm or self.reducer.buckets or self.training.state.watches)
+
     def __call__(self, missing: list, step: int) -> StepResult:
         """Take the step. `missing`: parameters that no gradient reached on this rank."""
         self.low.hand_over()
@@ -109,8 +114,10 @@ class GradUpdate:
             self.reducer.drop_unused(missing, self.mesh)
             self.low.hand_over()
             grads = self.gradients()
-        if total[5] * self.plan.layout.world != total[4] ** 2:
+        if total[4] != 0:
             raise diverged_error(self.plan.layout, step)
+        if total[5] != 0:
+            raise self.training.state.error()
         loss_sum, weight = total[1], total[2]
         factor = self.plan.batch / (weight * self.loss_scale.value)
         if self.reducer.exchange is not None:
@@ -146,17 +153,22 @@ class GradUpdate:
             total[0] += squares.to(total.device) / copies
 
     def _sum_over_ranks(self, total: Tensor, missing: list, step: int) -> None:
-        """Squared norm, loss, weight, missing gradients and the modules that ran: one
-        all-reduce."""
-        plan = self.plan
+        """Squared norm, loss, weight, missing gradients, the modules that ran and what they
+        changed: one all-reduce."""
+        plan, state = self.plan, self.training.state
+        changed = state.digest()
         if plan.staging is not None and self.sharded:
             error = diverged_error(plan.layout, step)
             self.trail.check_over(self.mesh, DATA_AXES, plan.data_size, error)
         if self.training.agreed is not None:
             self.training.agreed.wait()
         else:
-            trail = [self.trail.hash, self.trail.hash**2] if plan.staging is None else [0, 0]
-            total[3:] = torch.tensor([len(missing), *trail], dtype=torch.float64)
+            trail = self.trail.hash if plan.staging is None else 0
+            alike = [
+                zero_if_equal(trail, self.mesh.rank, plan.layout.world),
+                zero_if_equal(changed, state.index, state.size),
+            ]
+            total[3:] = torch.tensor([len(missing), *alike], dtype=torch.float64)
             if plan.layout.world > 1:
                 dist.all_reduce(total, group=self.mesh.group(*plan.layout.active_axes()))
         total[1:3] /= plan.layout.world // plan.layout.size(*TOKEN_AXES, STAGE_AXIS)

@@ -56,6 +56,12 @@ class ModuleTrail:
             raise error
 
 
+def zero_if_equal(value: int, index: int, size: int) -> int:
+    """What this rank adds to a sum over ranks that is zero if all `size` have the same value, below
+    2**40: exact in float64 for up to 4096 ranks."""
+    return value * (1 - size) if index == 0 else value
+
+
 def diverged_error(layout: object, step: int) -> UnsupportedModel:
     """The error for ranks that ran different modules."""
     return UnsupportedModel(

@@ -20,30 +20,34 @@ class ReplicatedBuffers:
     stages keep (`absent`)."""
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, absent: set[str]):
-        self._mesh = mesh
-        self._buffers = (
+        self._mesh, self._model = mesh, model
+        self._names = (
             _unsynced_buffers(model, plan, absent) if plan.layout.active_axes(*TOKEN_AXES) else []
         )
 
     @property
     def nbytes(self) -> list[int]:
         """Bytes of each buffer that is broadcast at the start of a step."""
-        return [buffer.nbytes for buffer in self._buffers]
+        return [buffer.nbytes for buffer in self._held()]
+
+    def _held(self) -> list[Tensor]:
+        """As they are now: a forward may put another tensor in the place of one."""
+        return [self._model.get_buffer(name) for name in self._names]
 
     def refresh(self) -> None:
         """Every replica starts a step from the first one's buffers, as one device would have one
         set of them."""
         group = self._mesh.group(*TOKEN_AXES)
         if group is not None:
-            for buffer in self._buffers:
+            for buffer in self._held():
                 dist.broadcast(buffer, group=group, group_src=0)
 
 
-def _unsynced_buffers(model: nn.Module, plan: Plan, absent: set[str]) -> list[Tensor]:
+def _unsynced_buffers(model: nn.Module, plan: Plan, absent: set[str]) -> list[str]:
     kept = model.state_dict(keep_vars=True).keys()
     synced = {f"{name}." for name in plan.batchnorms}
     return [
-        buffer
+        name
         for name, buffer in model.named_buffers()
         if name in kept - absent
         and not buffer.is_complex()

@@ -7,6 +7,7 @@ from .attention_masks import (
 )
 from .batch_labels import check_labels as check_labels
 from .batchnorm import BatchNorm as BatchNorm
+from .block_lists import block_lists as block_lists, callable_blocks as callable_blocks
 from .chain_parts import (
     local_attributes as local_attributes,
     set_attribute as set_attribute,
@@ -55,7 +56,7 @@ from .losses import (
     widened as widened,
 )
 from .models import convnet as convnet, decoder as decoder
-from .module_roles import block_lists as block_lists, find_roles as find_roles
+from .module_roles import find_roles as find_roles
 from .moe_routing import (
     AddLoss as AddLoss,
     GateBias as GateBias,
@@ -69,6 +70,11 @@ from .moe_routing import (
     z_loss as z_loss,
 )
 from .override_needs import may_drop as may_drop, may_route as may_route
+from .random_draws import (
+    DRAWS as DRAWS,
+    DRAWS_INSIDE as DRAWS_INSIDE,
+    Draws as Draws,
+)
 from .role_types import (
     Chain as Chain,
     ExpertsRole as ExpertsRole,
@@ -79,6 +85,7 @@ from .role_types import (
     linear_features as linear_features,
 )
 from .signature import (
+    check_inputs as check_inputs,
     model_arguments as model_arguments,
     named_inputs as named_inputs,
 )

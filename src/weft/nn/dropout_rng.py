@@ -1,4 +1,4 @@
-"""Dropout that does not depend on the layout.
+"""Dropout, and other random numbers, that do not depend on the layout.
 
 A mask is a function of (seed, step, sample, place in the program, place in the sample's tensor) and
 of nothing else: a counter-based generator (Salmon et al. 2011; the mixing function is splitmix64's,
@@ -29,6 +29,7 @@ DROPOUTS = DROPOUTS_OF_CHANNELS | {
 
 _BITS = 31
 _NEXT_CALL = 0xD1B54A32D192ED03  # between the keys of two calls: no tensor has as many elements
+_NEXT_PART = 0x8CB92BA72F3D8DD7  # between those of two tensors of one call
 
 
 def mix_key(*words: int) -> int:
@@ -72,7 +73,7 @@ class Randomness:
     )
     repeated: bool = False  # whether that runs it in backward
     in_use: bool = True  # whether dropout draws its masks here
-    drawn: bool = False  # whether a mask has been drawn since the engine was made
+    drawn: bool = False  # whether anything has been drawn since the engine was made
     _key: Tensor | None = None  # of the place, int64 []
 
     def begin(self, step: int, samples: Tensor | Sequence[int]) -> None:
@@ -137,7 +138,13 @@ class Randomness:
 
     def keep(self, shape: torch.Size, p: float, site: Tensor, device: torch.device) -> Tensor:
         """A bool mask of this shape, each element true with probability 1 - p."""
-        sharded = self.sharded_dim(len(shape))
+        places = self._places(shape, self.sharded_dim(len(shape)), device)
+        return self._draw_mask(places, p, site, device)
+
+    def _places(
+        self, shape: torch.Size, sharded: int | None, device: torch.device
+    ) -> list[tuple[Tensor, int]]:
+        """For every dim, the coordinates in the global tensor, and its length."""
         sequence = self._sequence_dim(shape, sharded)
         places = []
         for dim in range(len(shape)):
@@ -146,7 +153,7 @@ class Randomness:
             if dim == sequence and dim and self.rows is not None:
                 coords, total = self.rows.to(device)[coords], self.length
             places.append((coords, total))
-        return self._draw_mask(places, p, site, device)
+        return places
 
     def keep_weights(
         self,
@@ -174,6 +181,13 @@ class Randomness:
         self, places: list[tuple[Tensor, int]], p: float, site: Tensor, device: torch.device
     ) -> Tensor:
         """`places`: for every dim, the coordinates in the global tensor, and its length."""
+        word = self._words(places, site, device).bitwise_and_(2**_BITS - 1)
+        return word >= int(p * 2**_BITS)
+
+    def _words(
+        self, places: list[tuple[Tensor, int]], site: Tensor, device: torch.device
+    ) -> Tensor:
+        """64 mixed bits for every element, int64 [of the lengths of the coordinates]."""
         number = torch.zeros((), dtype=torch.int64, device=device)
         for coords, total in places:
             number = (number * total).unsqueeze(-1) + coords
@@ -181,8 +195,28 @@ class Randomness:
         word.mul_(_to_signed(0x9E3779B97F4A7C15))
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             word.bitwise_xor_(word >> shift).mul_(_to_signed(factor))
-        word.bitwise_xor_(word >> 31).bitwise_and_(2**_BITS - 1)
-        return word >= int(p * 2**_BITS)
+        return word.bitwise_xor_(word >> 31)
+
+    def uniform(
+        self, shape: torch.Size, site: Tensor, device: torch.device, whole: bool, part: int = 0
+    ) -> Tensor:
+        """float64 in [0, 1) of this shape, 53 bits of each.
+
+        Args:
+            shape: of what this rank has.
+            site: the key of the call.
+            device: of the result.
+            whole: whether all samples and all ranks have the same numbers; else dim 0 counts
+                samples, and the others are cut as activations are at this place.
+            part: which of several such tensors of one call.
+        """
+        if whole:
+            places = [(torch.arange(n, device=device), n) for n in shape]
+        else:
+            spread = any(n > 1 for n in shape[1:])  # one number per sample is one on all ranks
+            places = self._places(shape, self.sharded_dim(len(shape)) if spread else None, device)
+        words = self._words(places, site + _to_signed(part * _NEXT_PART), device)
+        return (words >> 11).bitwise_and_(2**53 - 1).double() * 2.0**-53
 
     def dropout(self, x: Tensor, p: float, site: Tensor) -> Tensor:
         """`torch.nn.functional.dropout` in training, with the mask of this site."""

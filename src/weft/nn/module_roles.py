@@ -20,6 +20,7 @@ from torch import nn
 
 from weft.core import ConfigError, UnsupportedModel, nearest
 
+from .block_lists import block_lists
 from .expert_roles import find_experts
 from .linear_chains import find_chains, modules_below
 from .role_types import Chain, Roles, is_conv1d, is_linear, linear_features
@@ -47,26 +48,6 @@ _ELEMENTWISE = (
     nn.Identity,
     nn.Dropout,
 )
-
-
-def block_lists(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The lists of repeated blocks: children, all of one class and not leaves, of a ModuleList or
-    Sequential."""
-    lists: list[tuple[str, ...]] = []
-    for name, module in model.named_modules():
-        children = list(module.named_children())
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not children:
-            continue
-        if any(name == b or name.startswith(b + ".") for blocks in lists for b in blocks):
-            continue  # a list inside a block
-        first = type(children[0][1])
-        repeated = len(children) > 1 or isinstance(module, nn.ModuleList)
-        inner = any(True for _ in children[0][1].children()) and any(
-            True for _ in children[0][1].parameters()
-        )
-        if repeated and inner and all(type(child) is first for _, child in children):
-            lists.append(tuple(f"{name}.{child}" if name else child for child, _ in children))
-    return tuple(lists)
 
 
 def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -> Roles:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from .dropout_rng import DROPOUTS
+from .random_draws import DRAWS, DRAWS_INSIDE
 
 _DROPOUT_MODULES = (
     nn.Dropout,
@@ -24,18 +25,8 @@ _DROPOUT_NAMES = frozenset(function.__name__ for function in DROPOUTS)
 # what draws too: such a forward would be run twice in its first step, with its collectives
 _RANDOM_NAMES = frozenset(
     [
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "randint",
-        "bernoulli",
-        "bernoulli_",
-        "normal",
-        "normal_",
-        "uniform_",
+        *(function.__name__ for function in (*DRAWS, *DRAWS_INSIDE)),
         "multinomial",
-        "exponential_",
         "randperm",
     ]
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+
+from weft.core import ConfigError, nearest
 
 
 def named_inputs(model: nn.Module) -> tuple[str, ...]:
@@ -17,6 +19,33 @@ def named_inputs(model: nn.Module) -> tuple[str, ...]:
         for p in parameters
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and not p.name.startswith("label")
     )
+
+
+def check_inputs(model: nn.Module, inputs: Sequence[str] | None, sample: Mapping[str, Any]) -> None:
+    """Check that a sample has the entries that the model is called with.
+
+    Args:
+        model: the model.
+        inputs: their names. Default: the arguments of its forward that have no default.
+        sample: the entries of a sample or batch.
+
+    Raises:
+        ConfigError: an entry is missing.
+    """
+    if inputs is None:
+        parameters = inspect.signature(model.forward).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        inputs = [p.name for p in named if p.default is p.empty]
+    for name in inputs:
+        if name not in sample:
+            raise ConfigError(
+                "model.inputs",
+                list(inputs),
+                f"{type(model).__name__} is called with {name}, and a sample holds"
+                f" {', '.join(sample)}",
+                "rename that entry of the dataset or parameter of forward;"
+                f" {nearest(name, sample)}",
+            )
 
 
 def model_arguments(inputs: Sequence[str], batch: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from .plan_request import PlanRequest as PlanRequest
 from .predict_comms import (
     AttentionCall as AttentionCall,
     BoundaryShape as BoundaryShape,
+    CallSizes as CallSizes,
     Collective as Collective,
     GateQuery as GateQuery,
     RoutingCall as RoutingCall,

@@ -336,7 +336,13 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
         p for p in modules[""].parameters() if isinstance(p, PlaceholderTensor)
     }  # another stage's
     spread = {param.name for step in plan.steps for param in step.params if param.axis == EXPERTS}
-    absent |= {modules[""].get_parameter(name) for name in spread - sharded}
+    gathering = {step.gather.axis for step in units if step.gather is not None}
+    every = {param.name for step in plan.steps for param in step.params if param.axis in gathering}
+    absent |= {modules[""].get_parameter(name) for name in (spread | every) - sharded}
+    for name in sharded:
+        p = modules[""].get_parameter(name)
+        if not p.is_contiguous():  # rows of one are sent as they lie in memory
+            p.data = p.data.contiguous()
     for step in units:
         gather = step.gather
         assert gather is not None

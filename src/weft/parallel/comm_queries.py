@@ -32,6 +32,15 @@ class BoundaryShape:
 
 
 @dataclass(frozen=True)
+class CallSizes:
+    """How often the forward of a batch calls a module. `sizes`: where that depends on data, how
+    many elements enter and leave in each call on this rank, over all microbatches."""
+
+    count: int = 1
+    sizes: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class AttentionCall:
     """A call of `scaled_dot_product_attention` on one device: shapes [b, heads, s, width], of all
     samples, and whose it is."""

@@ -29,7 +29,9 @@ from weft.core import (
 from weft.nn import (
     Roles,
     accepts_sharded_logits,
+    callable_blocks,
     chain_module,
+    check_inputs,
     find_roles,
 )
 from weft.pipeline import make_stages
@@ -45,6 +47,7 @@ from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
 
 LOGITS = ("auto", "whole", "chunks")
+LAZY = nn.parameter.UninitializedParameter
 
 
 class PipelineKeywords(TypedDict, total=False):
@@ -158,6 +161,9 @@ def plan_from_request(request: PlanRequest) -> Plan:
         Refusal: The layout cannot do what is asked for with this model.
     """
     model, layout, sync, loss = request.model, request.layout, request.sync, request.loss
+    _check_parameters(model)
+    if request.sample is not None:
+        check_inputs(model, request.inputs, request.sample)
     _check_layout(layout)
     _check_batch(layout, request.batch, request.accumulate)
     _check_precision(request.precision, request.reduce, sync)
@@ -175,7 +181,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     _check_shared(model, weights, steps, layout)
     if layout.active_axes(*SEQUENCE_AXES):
         check_shared_sequence(request, layout, found, steps)
-    blocks = tuple(b for blocks in found.blocks for b in blocks)
+    blocks = callable_blocks(model, (b for blocks in found.blocks for b in blocks))
     _check_recompute(request.recompute, blocks)
     check_prefetch(request.fsdp_prefetch, layout, steps)
     check_offload(request.offload_activations, blocks)
@@ -302,6 +308,26 @@ def _check_logits(logits: str) -> None:
     if logits not in LOGITS:
         raise ConfigError(
             "train.logits", logits, "not a way to make logits", f"choose one of {', '.join(LOGITS)}"
+        )
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Refuse a model whose parameters have no shape yet, or of which none is trained."""
+    lazy = next((n for n, p in model.named_parameters() if isinstance(p, LAZY)), None)
+    if lazy is not None:
+        raise UnsupportedModel(
+            "model",
+            lazy,
+            "has no shape before the first forward",
+            "run the model once on a batch in the function that builds it, or give the layer its"
+            " sizes",
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UnsupportedModel(
+            "model",
+            type(model).__name__,
+            "none of its parameters is trainable",
+            "set requires_grad on those that are to be trained",
         )
 
 

@@ -25,7 +25,14 @@ from weft.core import (
 from weft.nn import reduced_numels
 
 from .axes import DATA_AXES, FEATURE_AXES, TOKEN_AXES
-from .comm_queries import AttentionCall, BoundaryShape, Collective, GateQuery, RoutingCall
+from .comm_queries import (
+    AttentionCall,
+    BoundaryShape,
+    CallSizes,
+    Collective,
+    GateQuery,
+    RoutingCall,
+)
 from .predict_grad_comms import (
     bucket_bytes,
     gather_comms,
@@ -38,7 +45,7 @@ from .wire_sizes import HEADER_BYTES
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
 STATISTICS_BYTES = (
     6 * 8
-)  # squared norm, loss, weight, unreached parameters, trail and its square, in float64
+)  # squared norm, loss, weight, unreached parameters, what ran, what it changed, in float64
 
 
 def predict_collectives(
@@ -53,6 +60,7 @@ def predict_collectives(
     routings: Iterable[RoutingCall] = (),
     asked: Iterable[GateQuery] = (),
     updated_whole: Collection[str] = (),
+    calls: Mapping[str, CallSizes] | None = None,
 ) -> list[Collective]:
     """The collectives of the first optimizer step on a rank, and what it sends to other stages.
 
@@ -68,12 +76,14 @@ def predict_collectives(
         routings: which experts the tokens of each mixture choose.
         asked: what the gates compute over all tokens.
         updated_whole: parameters that one rank updates for all that hold a part of them.
+        calls: how often each module is called; one that is not named is not called. Default: each
+            once.
     """
     whole, plan = plan, plan.of(rank)
     comms: list[Collective] = []
     for microbatch in range(plan.accumulate):
         for step in plan.steps:
-            comms += _boundaries(plan, step, microbatch, crossings, itemsize)
+            comms += _boundaries(plan, step, microbatch, crossings, itemsize, calls or {})
         for name in plan.batchnorms:
             comms += _statistics(plan, name, microbatch, crossings, itemsize)
         for routing in routings:
@@ -85,7 +95,7 @@ def predict_collectives(
         for core in cores if plan.sequence_size > 1 else ():
             if plan.staging is None or plan.stage_of(core.module) in whole.stages(rank):
                 comms += _attention(plan, core, microbatch, itemsize)
-    comms += gather_comms(plan, plan.layout.coords(rank), crossings, unreached)
+    comms += gather_comms(plan, plan.layout.coords(rank), crossings, unreached, calls)
     drops_unused = bool(unreached) and _in_a_bucket(whole, unreached)
     for bucket in bucket_gradients(plan):
         axis, names = ".".join(plan.layout.active_axes(*bucket.axes)), bucket.names
@@ -147,10 +157,15 @@ def collective_totals(comms: Iterable[Collective]) -> dict[tuple[str, str], tupl
 
 
 def _boundaries(
-    plan: Plan, step: Step, microbatch: int, crossings: Mapping[str, BoundaryShape], itemsize: int
+    plan: Plan,
+    step: Step,
+    microbatch: int,
+    crossings: Mapping[str, BoundaryShape],
+    itemsize: int,
+    calls: Mapping[str, CallSizes],
 ) -> Iterator[Collective]:
-    crossing = crossings.get(step.module)
-    if crossing is None:  # not reached by the forward
+    crossing, called = crossings.get(step.module), calls.get(step.module, CallSizes())
+    if crossing is None or (called.sizes and microbatch):  # not reached, or known of all at once
         return
     again = _recomputations(plan, step.module, microbatch)
     for boundary, shape, entry in (
@@ -170,6 +185,9 @@ def _boundaries(
             if boundary.inside.get(axis) == Shard(-1):
                 whole[-1] = -(-whole[-1] // size) * size  # an uneven vocabulary travels padded
             nbytes = round(rows * prod(whole)) // plan.sequence_size * itemsize
+            each = [nbytes] * called.count
+            if called.sizes:
+                each = [sizes[0 if entry else 1] * itemsize for sizes in called.sizes]
             for move, when in ((forward, "forward"), (backward, "backward")):
                 kind = collective(*move)
                 if kind is None or (
@@ -177,9 +195,10 @@ def _boundaries(
                     and not (crossing.needs_grad if entry else crossing.gives_grad)
                 ):
                     continue
-                yield Collective(kind, axis, nbytes, when, step.module)
-                for _ in range(again if when == "forward" else 0):
-                    yield Collective(kind, axis, nbytes, "recompute", step.module)
+                for nbytes in each:
+                    yield Collective(kind, axis, nbytes, when, step.module)
+                    for _ in range(again if when == "forward" else 0):
+                        yield Collective(kind, axis, nbytes, "recompute", step.module)
             if boundary.typed:
                 for count in reduced_numels(round(rows * prod(shape[:-1])) // plan.sequence_size):
                     yield Collective(

@@ -23,7 +23,7 @@ from weft.core import (
 )
 
 from .axes import TOKEN_AXES
-from .comm_queries import BoundaryShape, Collective
+from .comm_queries import BoundaryShape, CallSizes, Collective
 from .wire_sizes import request_traffic
 
 
@@ -99,9 +99,10 @@ def gather_comms(
     coords: Mapping[str, int],
     crossings: Mapping[str, BoundaryShape],
     unreached: Collection[str],
+    calls: Mapping[str, CallSizes] | None = None,
 ) -> Iterator[Collective]:
     table = plan.params()
-    used = _gathered_in_backward(plan, crossings, unreached)
+    used = _gathered_in_backward(plan, crossings, unreached, calls)
     weights, rule = {w.name: w for w in plan.weights}, plan.dtypes
     for step in plan.steps:
         gather = step.gather
@@ -123,7 +124,7 @@ def gather_comms(
         uses = {
             "step": 1,
             "microbatch": plan.accumulate,
-            "use": plan.accumulate + used.get(step.module, 0),
+            "use": plan.accumulate * _count(step.module, calls) + used.get(step.module, 0),
         }
         for _ in range(uses[gather.gathered]):
             yield Collective("all_gather", gather.axis, gathered, "gather", step.module)
@@ -140,8 +141,18 @@ def gather_comms(
             yield Collective("all_reduce", REPLICA_AXIS, reduced // size, "reduce", step.module)
 
 
+def _count(module: str, calls: Mapping[str, CallSizes] | None) -> int:
+    """How often a unit is called; the root always is."""
+    if calls is None or not module:
+        return 1
+    return calls[module].count if module in calls else 0
+
+
 def _gathered_in_backward(
-    plan: Plan, crossings: Mapping[str, BoundaryShape], unreached: Collection[str]
+    plan: Plan,
+    crossings: Mapping[str, BoundaryShape],
+    unreached: Collection[str],
+    calls: Mapping[str, CallSizes] | None,
 ) -> dict[str, int]:
     """Unit -> how often the backwards of a step gather it. Nothing goes back through what is
     frozen, if all before it is; but FSDP2 gathers the unit before one that it comes to."""
@@ -150,7 +161,8 @@ def _gathered_in_backward(
         int, list[tuple[str, bool, bool]]
     ] = {}  # of each unit: whether it learns, and what is before it
     for step in plan.steps:
-        if step.gather is not None and step.gather.gathered == "use" and step.params:
+        called = _count(step.module, calls)
+        if step.gather is not None and step.gather.gathered == "use" and step.params and called:
             crossing = crossings.get(step.module)
             below = crossing is None or crossing.needs_grad
             learns = any(param.name in learning for param in step.params)
@@ -163,7 +175,7 @@ def _gathered_in_backward(
             split = plan.backwards(stage, microbatch) == 2
             comes = [below if split else learns or below for _, learns, below in units]
             for i, (name, learns, _) in enumerate(units):
-                found[name] += comes[i] or any(comes[i + 1 : i + 2])
+                found[name] += (comes[i] or any(comes[i + 1 : i + 2])) * _count(name, calls)
                 found[name] += split and learns
     return found
 

@@ -100,8 +100,8 @@ class _StageSplitter:
     def _item(self, index: int, quiet: Collection[int]) -> PathNode:
         event = self.graph.events[index]
         leaves = tensors_in(event.output)
-        dropouts = sum(
-            self.graph.events[i].dropouts for i in range(index, event.end + 1) if i not in quiet
+        draws = sum(
+            self.graph.events[i].draws for i in range(index, event.end + 1) if i not in quiet
         )
         names = tuple(
             self.path.tensor_name(leaf.number) if isinstance(leaf, TensorRef) else ""
@@ -127,7 +127,7 @@ class _StageSplitter:
             made,
             event.changed,
             bool(numbers_in(event.output)),
-            dropouts,
+            draws,
         )
 
     def _stage(self, stage: int) -> Stage:

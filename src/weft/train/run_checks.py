@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -20,7 +18,6 @@ from weft.core import (
     RunConfig,
     SyncConfig,
     UnsupportedModel,
-    nearest,
     place_modules,
 )
 from weft.engine import (
@@ -34,7 +31,7 @@ from weft.engine import (
     own_device,
     resolve_compile,
 )
-from weft.nn import check_labels, find_roles
+from weft.nn import check_inputs, check_labels, find_roles
 from weft.parallel import (
     FEATURE_AXES,
     SEQUENCE_AXES,
@@ -107,7 +104,7 @@ def check_run(
             raise DataError(
                 "train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data"
             )
-    _check_inputs(run, bare, train[0])
+    check_inputs(bare, model_inputs(run, bare), train[0])
     check_labels(build_loss(run), sample_batch(run, train))
     return plans
 
@@ -218,25 +215,6 @@ def _check_rollback(run: RunConfig, made: Plan) -> None:
         problem = f"replicas under {run.sync.name} are at different steps, and none goes back alone"
     if problem:
         raise ConfigError("train.rollback", run.train.rollback, problem, fix)
-
-
-def _check_inputs(run: RunConfig, model: nn.Module, sample: Mapping[str, Any]) -> None:
-    """Check that the dataset gives the entries that the model is called with."""
-    names = model_inputs(run, model)
-    if names is None:
-        parameters = inspect.signature(model.forward).parameters.values()
-        needed = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        names = tuple(p.name for p in needed if p.default is p.empty)
-    for name in names:
-        if name not in sample:
-            problem = (
-                f"{type(model).__name__} is called with {name}, and a sample holds"
-                f" {', '.join(sample)}"
-            )
-            fix = (
-                f"rename that entry of the dataset or parameter of forward; {nearest(name, sample)}"
-            )
-            raise ConfigError("model.inputs", list(names), problem, fix)
 
 
 def check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> None:

@@ -91,6 +91,8 @@ def _differs(
         return None  # of the tokens of an expert, on some ranks of a part of it
     if call >= calls or len(got) % plan.accumulate or any(len(whole) != calls for whole in wholes):
         return None
+    if any(not w[call].ndim for w in wholes):
+        return None  # a sum over all samples, of which each microbatch has its own
     whole = torch.cat([w[call] for w in wholes]) if len(wholes) > 1 else wholes[0][call]
     positions = (
         plan.sequence_size > 1 and whole.shape[0] == engine.sequence.now.length

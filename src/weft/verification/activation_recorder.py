@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,12 +24,15 @@ class ActivationRecorder:
     microbatch by microbatch.
 
     `forward` and `backward` name the modules in the order in which these came, one entry per
-    tensor. `cores`: calls of attention.
+    tensor. `cores`: calls of attention. `calls`: how often each module was called;
+    `sizes`: how many elements entered and left each time.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
     crossings: dict[str, BoundaryShape] = field(default_factory=dict)
+    sizes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
     forward: list[str] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
     cores: list[AttentionCall] = field(default_factory=list)
@@ -102,6 +106,8 @@ def record_activations(
             return  # received from another stage, which records it
         keep(trace.outputs, trace.forward, name, out)
         entered = first_tensor((*args, *kwargs.values()))
+        numels = 0 if entered is None else entered.numel(), out.numel()
+        trace.sizes.setdefault(name, []).append(numels)
         if name in experts:
             tokens, index, weights = routing_arguments(experts[name].names, args, kwargs)
             made = tokens.requires_grad or any(
@@ -125,15 +131,18 @@ def record_activations(
         with without_function_modes():  # what records is no part of the forward
             after(name, args, kwargs, output)
 
+    def enter(name: str) -> None:
+        trace.inside.append(name)
+        if not in_backward():
+            trace.calls[name] += 1
+
     def leave() -> None:
         trace.inside.pop()
 
     for name, module in model.named_modules():
         if isinstance(module, GateBias):
             trace.asked.append(GateQuery(name, "bias", module.state.shape[1]))
-        handles.append(
-            module.register_forward_pre_hook(lambda *_, name=name: trace.inside.append(name))
-        )
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))
         handles.append(module.register_forward_hook(lambda *_: leave(), always_call=True))
         handles.append(
             module.register_forward_hook(

@@ -55,7 +55,7 @@ class Case:
 
     def model(self) -> nn.Module:
         """The seeded model, in the dtype that is verified."""
-        return self.build().to(self.dtype)
+        return in_dtype(self.build(), self.dtype)
 
     def without_weights(self) -> nn.Module:
         """The model as ranks begin with it. Raises UnsupportedModel."""
@@ -76,6 +76,18 @@ class Case:
         """`batch`, in the dtype that is verified."""
         found = self.batch(step, data_rank, data_size)
         return to_float64(found) if self.precision == "fp64" else found
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model in a dtype of real numbers, in place; its complex tensors stay complex."""
+    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def cast(t: Tensor) -> Tensor:
+        if t.is_complex():
+            return t.to(wide)
+        return t.to(dtype) if t.is_floating_point() else t
+
+    return model._apply(cast)
 
 
 def to_float64(batch: Mapping[str, Any]) -> Batch:

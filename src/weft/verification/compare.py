@@ -34,6 +34,7 @@ from weft.engine import (
 from weft.launch import rpc_session
 from weft.parallel import (
     DATA_AXES,
+    CallSizes,
     Collective,
     RoutingCall,
     collective_totals,
@@ -195,7 +196,9 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     found += _first_of(last, (len(reference.losses), "weight"), case.bounds.weight)
     errors["weight"] |= last
     predicted = (
-        _predict_collectives_of(case, engine, reference) if isinstance(engine, Engine) else []
+        _predict_collectives_of(case, engine, reference, trace)
+        if isinstance(engine, Engine)
+        else []
     )
     first = min(found, key=_order_of, default=None)
     if compiled is not None:
@@ -224,7 +227,9 @@ def _compiled_problem(
     return None
 
 
-def _predict_collectives_of(case: Case, engine: Engine, reference: Reference) -> list[Collective]:
+def _predict_collectives_of(
+    case: Case, engine: Engine, reference: Reference, trace: ActivationRecorder
+) -> list[Collective]:
     """The collectives of a step on this rank."""
     values = stage_value_bytes(case, engine.plan, reference.batches[0])
     return predict_collectives(
@@ -239,7 +244,26 @@ def _predict_collectives_of(case: Case, engine: Engine, reference: Reference) ->
         _routings(reference.traces),
         reference.traces[0].asked,
         engine.updated_whole,
+        _module_calls(engine.plan, reference.traces[0], trace),
     )
+
+
+def _module_calls(
+    plan: Plan, whole: ActivationRecorder, trace: ActivationRecorder
+) -> dict[str, CallSizes]:
+    """How often each module is called; and with how much, on this rank, where one device's shapes
+    do not tell: a Python loop over experts calls each with the tokens that chose it."""
+    found = {name: CallSizes(count) for name, count in whole.calls.items()}
+    for name, sizes in whole.sizes.items():
+        crossing, mine = whole.crossings[name], trace.sizes.get(name, [])
+        rows = crossing.entered[0] if crossing.entered and len(crossing.entered) == 2 else 0
+        one = sizes[0][0]
+        usual = {one, one * plan.microbatch // crossing.samples}
+        chosen = rows and not crossing.batched and any(entered not in usual for entered, _ in mine)
+        known = chosen and plan.sequence_size == 1 and not plan.sliced(name)
+        if known:
+            found[name] = CallSizes(len(sizes), tuple(mine))
+    return found
 
 
 # ---- the order of a run: what differs first explains the rest ------------------------------------

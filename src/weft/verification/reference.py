@@ -47,7 +47,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     """`steps` optimizer steps of the case on this process alone.
 
     The whole batch goes through at once, unless the microbatch is part of what is computed: with
-    batch norms, or `routing.shares` of experts.
+    batch norms, `routing.shares` of experts, or a forward that changes weights or buffers.
     """
     model = case.model().train()
     plan = case.lay(model, "dp1")
@@ -73,6 +73,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         for piece in range(pieces):
             micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
+            before = _state_of(model) if step == 0 and pieces < plan.accumulate else None
             with (
                 case.mode(),
                 record_activations(model, size) if step == 0 else nullcontext() as trace,
@@ -83,7 +84,9 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                 ):
                     given = cast_arguments(plan.dtypes, model_arguments(inputs, micro))
                     part, count = case.loss(widened(case.loss, model(**given)), micro)
-                    part.backward()
+            if before is not None and not _same_state(before, model):
+                return run_reference(case, steps, in_microbatches=True)
+            part.backward()
             masters.add()
             if trace is not None:
                 found.traces.append(trace)
@@ -112,6 +115,20 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     masters.restore()
     keep_final_state(found, model, [optimizer], masters.named)
     return found
+
+
+def _state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    state = (*model.named_buffers(), *model.named_parameters())
+    return {name: (tensor, tensor.detach().clone()) for name, tensor in state}
+
+
+def _same_state(before: Mapping[str, tuple[Tensor, Tensor]], model: nn.Module) -> bool:
+    """Whether a forward has left buffers and weights as they were."""
+    now = dict((*model.named_buffers(), *model.named_parameters()))
+    return now.keys() == before.keys() and all(
+        now[name] is tensor and torch.equal(tensor.detach(), was)
+        for name, (tensor, was) in before.items()
+    )
 
 
 class _Masters:
@@ -171,5 +188,5 @@ def keep_final_state(
 
 def norms_of(tensors: dict[str, Tensor]) -> tuple[float, float]:
     """(norm of all tensors together, root mean square of an element)."""
-    squares = sum(float(t.double().square().sum()) for t in tensors.values())
+    squares = sum(float(t.abs().double().square().sum()) for t in tensors.values())
     return sqrt(squares), sqrt(squares / max(1, sum(t.numel() for t in tensors.values())))

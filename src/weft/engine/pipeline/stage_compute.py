@@ -26,11 +26,12 @@ from weft.parallel import (
 
 from ..compute_copies import ComputeCopies
 from ..context_parallel.sequence import ContextParallel
-from ..draw_watch import DrawWatch
+from ..draw_watch import DrawWatch, undrawable
 from ..fsdp_units import FSDPUnits
 from ..function_overrides import FunctionOverrides
 from ..grad_buckets import GradReducer
 from ..microbatch import Batch, MicroBatch
+from ..state_watch import StateWatch
 from .stage_forward import StageForward
 from .weight_stash import WeightStash
 
@@ -104,10 +105,11 @@ class InferenceCompute:
 @dataclass
 class TrainingCompute:
     """One optimizer step's actions. `total` is what ranks agree upon at its end: squared norm,
-    loss, weight, unreached parameters, trail and its square; here it gets the losses and weights of
-    this rank's microbatches.
+    loss, weight, unreached parameters, and whether they ran the same modules and changed the same
+    state; here it gets the losses and weights of this rank's microbatches.
 
-    A forward that draws random numbers without `functions` runs again after `if_drawn()`.
+    `watching`: whether forwards are watched for random numbers; one that draws without `functions`
+    runs again after `if_drawn()`.
     `agree`: the group that sums it while the backwards still run, where nothing else is added to
     it.
     """
@@ -122,12 +124,14 @@ class TrainingCompute:
     offload: ActivationOffload | None = None
     functions: FunctionOverrides | None = None  # what is replaced inside a forward; None: nothing
     if_drawn: Callable[[], None] | None = None  # called once a forward has drawn; sets functions
+    watching: bool = True
     scale: float = 1.0  # of the loss that backward starts from
     agree: dist.ProcessGroup | None = None
     step: int = 0
     micros: Sequence[MicroBatch] = ()
     total: Tensor = field(init=False)
     agreed: dist.Work | None = None
+    state: StateWatch = field(init=False)
     action: Action | None = None  # what runs
 
     def __post_init__(self) -> None:
@@ -143,7 +147,9 @@ class TrainingCompute:
         self._last = {a.stage: a for a in backwards}
         self._last_forward = [a for a in schedule.order[rank] if a.kind == "F"][-1]
         self._generator = _generator(device)
-        self._watch = DrawWatch(self.stages.model, self._generator)
+        drawn_from = dict.fromkeys((self._generator, torch.default_generator))
+        self._watch = DrawWatch(self.stages.model, [*drawn_from])
+        self.state = StateWatch(self.stages.model, plan, self.mesh, self.units)
         self._held = (
             contextlib.ExitStack()
         )  # its microbatch's weights: a backward may compute a forward again
@@ -156,6 +162,7 @@ class TrainingCompute:
             torch.zeros(6, dtype=torch.float64, device=self.stages.device),
             None,
         )
+        self.state.begin()
         if self.stages.low is not None:
             self.stages.low.begin()
         self.reducer.begin()
@@ -165,15 +172,10 @@ class TrainingCompute:
     def forward(
         self, stage: int, microbatch: int, received: dict[int, Tensor]
     ) -> tuple[dict[int, Tensor], Tensor | None]:
-        if self.if_drawn is None:
-            values, found = self._forward(stage, microbatch, received)
+        if self.watching:
+            values, found = self._watched(stage, microbatch, received)
         else:
-            self._watch.begin()
             values, found = self._forward(stage, microbatch, received)
-            if self._watch.drew():
-                self.if_drawn()
-                self.randomness.begin(self.step, self._samples[microbatch])
-                values, found = self._forward(stage, microbatch, received)
         if found is None:
             return values, None
         loss, weight = found
@@ -184,6 +186,24 @@ class TrainingCompute:
         ):  # an update for every microbatch: the mean is that microbatch's own
             return values, loss * self.versions.divisor(counted, microbatch)
         return values, loss * self.scale
+
+    def _watched(
+        self, stage: int, microbatch: int, received: dict[int, Tensor]
+    ) -> tuple[dict[int, Tensor], tuple[Tensor, Tensor] | None]:
+        """A forward of the first step. One that draws without `functions` runs again with them."""
+        seed, layout = mix_key(self.randomness.seed, self.step), self.stages.plan.layout
+        while True:
+            self._watch.begin(seed)
+            found = self._forward(stage, microbatch, received)
+            by_torch, by_python = self._watch.end()
+            if by_torch and self.if_drawn is not None:
+                self._watch.undo()
+                self.if_drawn()
+                self.randomness.begin(self.step, self._samples[microbatch])
+                continue
+            if (by_torch or by_python) and layout.active_axes():
+                raise undrawable(layout, by_torch)
+            return found
 
     def _forward(
         self, stage: int, microbatch: int, received: dict[int, Tensor]

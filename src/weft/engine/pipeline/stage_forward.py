@@ -291,8 +291,8 @@ class _StageExecution(TorchFunctionMode):
         return out
 
     def _skip(self, item: PathNode, work: str | Callable, args: tuple, kwargs: dict) -> Any:
-        if item.dropouts:
-            self.owner.skipped(item.dropouts)
+        if item.draws:
+            self.owner.skipped(item.draws)
         self._note_changed(item, args, kwargs)
         self.position += 1
         skipped = SkippedWork(self.owner.shapes, work, args, kwargs)

@@ -8,6 +8,7 @@ then summed across.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -22,9 +23,9 @@ from weft.core import (
     LayoutError,
     Param,
     Step,
-    UnsupportedModel,
     Weight,
 )
+from weft.nn import callable_blocks
 
 from ._request import StepsRequest
 
@@ -63,16 +64,14 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         reduced="step" if levels[0] == "zero1" else "microbatch",
         offload="offload" in options,
     )
-    scalar = next((w.name for w in weights if not w.shape), None)
-    if scalar is not None:
-        raise UnsupportedModel(
-            "layout",
-            str(layout),
-            f"{scalar} has no dim to shard",
-            "give it the shape [1], or use dp",
-        )
-    left = {w.name: w for w in roles.alike(weights, layout, AXIS)}
-    for block in (b for blocks in roles.blocks for b in blocks):
+    alike = roles.alike(weights, layout, AXIS)
+    usual = Counter(w.dtype for w in alike).most_common(1)[0][0] if alike else None
+    left = {w.name: w for w in alike if w.shape and w.dtype == usual}
+    kept = [Param(w.name, AXIS, COPY, COPY, SUM) for w in alike if w.name not in left]
+    if kept:  # without a dim to shard, or of a dtype that FSDP2 does not gather with the others
+        yield Step("", "fsdp", params=tuple(kept))
+    listed = (b for blocks in roles.blocks for b in blocks)
+    for block in callable_blocks(request.model, listed):
         touched = [
             w for w in left.values() if any(n.startswith(block + ".") for n in (w.name, *w.aliases))
         ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft._torch.tensors import (
     tensor_attributes,
 )
-from weft.nn import DROPOUTS
+from weft.nn import DRAWS, DRAWS_INSIDE, DROPOUTS
 
 from .structures import PLAIN_TYPES, _collect
 
@@ -82,8 +82,10 @@ def tensors_read(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list
     return found
 
 
-def count_dropouts(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> int:
-    """How many dropout masks a call draws."""
+def count_draws(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> int:
+    """How often a call draws: dropout masks, and numbers that weft draws itself."""
+    if func in DRAWS or func in DRAWS_INSIDE:
+        return 1
     if func in DROPOUTS:
         bound = dict(zip(("input", "p", "training"), args)) | dict(kwargs)
         training = bound.get(

@@ -45,7 +45,7 @@ class GraphNode:
         default_factory=set
     )  # tensors that it returns inside objects of other classes
     changed: tuple[InputRef, ...] = ()
-    dropouts: int = 0
+    draws: int = 0
     flops: float = 0.0
 
     def depends_on_weights(self, tainted: Collection[int], changed: Collection[str]) -> bool:

@@ -35,7 +35,7 @@ from .functions import (
     GROUPED_MM,
     METADATA_FUNCTIONS,
     RANDOM_FUNCTIONS,
-    count_dropouts,
+    count_draws,
     function_name,
     tensors_read,
 )
@@ -271,7 +271,7 @@ class _ForwardTracer(TorchFunctionMode):
         before = [(at, t, t._version, t.shape) for at, t in arguments(args, kwargs)]
         out = func(*args, **kwargs)
         event.random = func in RANDOM_FUNCTIONS
-        event.dropouts = count_dropouts(func, args, kwargs)
+        event.draws = count_draws(func, args, kwargs)
         event.changed = tuple(at for at, t, version, _ in before if t._version != version)
         event.reshapes = any(t.shape != shape for _, t, _, shape in before)
         for _, t, version, _ in before:

@@ -1,0 +1,149 @@
+"""What a forward changes in place, weights and buffers, and whether all ranks with other samples
+changed it alike: as one device would have one copy of it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from weft.core import Plan, UnsupportedModel
+from weft.nn import BatchNorm, GateBias
+from weft.parallel import TOKEN_AXES, Mesh
+from weft.pipeline import PlaceholderTensor
+
+from .fsdp_units import FSDPUnits
+
+_FIX = (
+    "change it outside of the forward, keep statistics in nn.BatchNorm, which ranks share, or use a"
+    " layout of tp or pp alone"
+)
+
+
+class StateWatch:
+    """Over the forwards of a step. What the first step does not change is not looked at again.
+
+    Args:
+        model: after it is sharded. Batch norms, whose statistics the plan synchronises, and the
+            biases of gates are left out.
+        plan: this rank's part.
+        mesh: the process groups.
+        units: what FSDP2 gathers.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, units: FSDPUnits):
+        self._model, self._plan = model, plan
+        self.index, self.size = mesh.index(*TOKEN_AXES), mesh.size(*TOKEN_AXES)
+        self._before: dict[str, tuple[Tensor, Tensor | int]] | None = {}
+        self._changed: list[str] = []
+        self._names: set[str] = set()
+        self._handles = []
+        for unit in units:
+            module: Any = unit.module
+            self._handles += [
+                module.register_forward_pre_hook(partial(self._enter, unit.name)),
+                module.register_forward_hook(partial(self._leave, unit.name), prepend=True),
+            ]
+        self._gathered: dict[str, list[tuple[str, Tensor, int]]] = {}
+
+    @property
+    def watches(self) -> bool:
+        """Whether ranks have to compare buffers at the end of a step."""
+        return self.size > 1 and any(True for _ in _buffers(self._model))
+
+    def begin(self) -> None:
+        """A step begins; its buffers are the first rank's."""
+        if self._before is None:
+            return
+        self._names = {name for name, _ in self._model.named_parameters()}
+        self._before = {n: (t, t.detach().clone()) for n, t in _buffers(self._model)}
+        for name, p in self._model.named_parameters():
+            if not isinstance(p, (DTensor, PlaceholderTensor)):
+                self._before[name] = p, p._version
+
+    def digest(self) -> int:
+        """40 bits of what the forwards of this step changed; 0 if nothing. Raises UnsupportedModel
+        for parameters that they made."""
+        if self._before is not None:
+            self._refuse_new()
+            self._changed = [*self._find(self._before)]
+            self._before = None
+            for handle in self._handles:
+                handle.remove()
+        if self.size == 1 or not self._changed:
+            return 0
+        found = 1
+        for name, tensor in self._named():
+            if name in self._changed:
+                data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                found = (found * 1000003 + zlib.crc32(raw.numpy().tobytes())) % 2**40
+        return found
+
+    def error(self) -> UnsupportedModel:
+        """That the digests of ranks differ."""
+        names = self._changed
+        others = f", as {len(names) - 1} others are" if len(names) > 1 else ""
+        return UnsupportedModel(
+            "layout",
+            str(self._plan.layout),
+            f"{names[0] if names else 'its state'} is changed by the model's forward{others}, and"
+            " ranks with other samples change it to other values",
+            _FIX,
+        )
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        yield from _buffers(self._model)
+        yield from self._model.named_parameters()
+
+    def _find(self, before: dict[str, tuple[Tensor, Tensor | int]]) -> Iterator[str]:
+        for name, now in self._named():
+            if name in before:
+                tensor, was = before[name]
+                same = (
+                    now._version == was
+                    if isinstance(was, int)
+                    else now.shape == was.shape and torch.equal(now.detach(), was)
+                )
+                if tensor is not now or not same:
+                    yield name
+
+    def _refuse_new(self) -> None:
+        new = [n for n, _ in self._model.named_parameters() if n not in self._names]
+        if new:
+            raise UnsupportedModel(
+                "model",
+                new[0],
+                "is made by the first forward: no optimizer would train it, and no checkpoint"
+                " would have it",
+                "make it in __init__, or run the model once in the function that builds it",
+            )
+
+    def _enter(self, unit: str, module: nn.Module, *_: Any) -> None:
+        gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
+        self._gathered[unit] = [(n, p, p._version) for n, p in gathered]
+
+    def _leave(self, unit: str, *_: Any) -> None:
+        for name, p, version in self._gathered.pop(unit, ()):
+            if p._version != version and not isinstance(p, PlaceholderTensor):
+                raise UnsupportedModel(
+                    "layout",
+                    str(self._plan.layout),
+                    f"{f'{unit}.{name}' if unit else name} is changed by the model's forward, and"
+                    " what ranks have gathered of it is not kept",
+                    _FIX,
+                )
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        if not isinstance(module, (_BatchNorm, BatchNorm, GateBias)):
+            for leaf, buffer in module.named_buffers(recurse=False):
+                if not isinstance(buffer, PlaceholderTensor):
+                    yield f"{prefix}.{leaf}" if prefix else leaf, buffer

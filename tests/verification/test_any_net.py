@@ -1,0 +1,81 @@
+"""Models as people write them (`nets.py`), on every axis: equal to one device, or refused before
+the first update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import weft
+from tests.cases import reference, seeded
+from tests.verification.nets import NETS
+from weft.core.errors import Refusal
+from weft.verification.compare import check_layout
+
+LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
+TP = ("tp2", "dp2.tp2")
+SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
+NOTHING_TO_CUT = (
+    "spectral-norm",
+    "weight-norm",
+    "clamped",
+    "lstm",
+    "lstm-dropout",
+    "gru-dropout",
+    "time-loop",
+    "gumbel",
+    "masked-tokens",
+    "non-contiguous",
+    "two-linears",
+    "linears-in-dict",
+    "dataclass",
+    "own-loss",
+    "scalar-first",
+    "unet",
+)
+REFUSED: dict[tuple[str, str], str] = {
+    **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
+    **{("nanogpt", at): "the sharded model does not run" for at in TP},
+    ("loop-experts", "pp2"): "crosses between stages, and was int64",
+    ("max-norm", "dp2"): "embedding.weight is changed by the model's forward, and ranks",
+    ("max-norm", "fsdp2"): "embedding.weight is changed by the model's forward, and what",
+    **{("max-norm", at): "need the whole table" for at in TP},
+    **{("running-mean", at): "mean is changed by the model's forward, and" for at in SAMPLES},
+    **{("reassigned", at): "mean is changed by the model's forward, and" for at in SAMPLES},
+    ("reassigned", "pp2"): "it is another stage's",
+    ("clamped", "fsdp2"): "first.weight is changed by the model's forward, and what",
+    **{
+        (f"{kind}-dropout", at): "draws random numbers by a function of torch"
+        for kind in ("lstm", "gru")
+        for at in ("dp2", "fsdp2", "pp2")
+    },
+    ("time-loop", "pp2"): "the model 1 parts to cut into",
+    ("stochastic-depth", "pp2"): "into Python",
+    **{("lazy", at): "no shape before the first forward" for at in LAYOUTS},
+    **{("made-later", at): "is made by the first forward" for at in LAYOUTS},
+    ("made-later", "pp2"): "took another path",
+    **{("frozen", at): "none of its parameters is trainable" for at in LAYOUTS},
+    **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
+}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NETS)
+def test_equal_or_refused(pool: Any, name: str, layout: str) -> None:
+    case, reason = NETS[name].case(), REFUSED.get((name, layout))
+
+    def result() -> Any:
+        case.lay(seeded(NETS[name].build), layout)
+        world = weft.Layout.parse(layout).world
+        return pool.run(check_layout, case, layout, reference(NETS[name]), world=world, timeout=60)[
+            0
+        ]
+
+    if reason is not None:
+        with pytest.raises(Refusal, match=reason):
+            result()
+        return
+    found = result()
+    assert found.passed, found
