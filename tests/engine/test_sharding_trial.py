@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import weft
 from tests.cases import BATCH, LENGTH, VOCAB, Fused, FusedAttention
 from weft.core.errors import UnsupportedModel
+from weft.engine.sharding_trial import ShardingTrial
 from weft.launch import Pool
 from weft.losses import next_token
 from weft.models import decoder
@@ -195,3 +196,21 @@ def test_what_is_right_passes(pool: Pool, name: str, layout: str, precision: str
 
 def _passes(name: str, layout: str, precision: str) -> None:
     begin(RIGHT[name], layout, precision, deferred=precision != "fp64")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("name", "layout"), [("fused", "tp2"), ("grouped", "cp2")])
+def test_what_is_right_passes_where_float64_does_not_fit(
+    pool: Pool, name: str, layout: str, precision: str
+) -> None:
+    pool.run(partial(_passes_in_its_own, name, layout, precision), world=2)
+    if layout == "tp2":
+        with pytest.raises(UnsupportedModel, match=r"embedding\.norm\.weight"):
+            pool.run(partial(_passes_in_its_own, "normed", layout, precision), world=2)
+
+
+def _passes_in_its_own(name: str, layout: str, precision: str) -> None:
+    models = {**RIGHT, "normed": normed_embedding}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardingTrial, "_affordable", lambda self, precision: False)
+        begin(models[name], layout, precision)
