@@ -12,7 +12,7 @@ from torch import nn
 from weft.core import ConfigError, LocalShard, UnsupportedModel, whole_shard
 from weft.engine.initial_weights import move_to
 from weft.models import convnet, decoder
-from weft.nn import deferred_init, initial_weights
+from weft.nn import deferred_init, initial_weights, recorded_ops
 
 
 def filled(model):
@@ -351,3 +351,25 @@ def test_weights_that_are_changed_afterwards_are_refused(change):
     change(model)
     with pytest.raises(ConfigError, match=r"after weft\.deferred_init"):
         move_to(model, torch.device("cpu"))
+
+
+def truncated(layers):
+    """Linears whose initialisation reads elements until none is outside of its bounds."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
+    for linear in model:
+        nn.init.trunc_normal_(linear.weight, std=0.02, a=-0.03, b=0.03)
+    return model
+
+
+def test_reading_elements_does_not_draw_all_that_was_drawn_before(monkeypatch):
+    assert_same(partial(truncated, 6))
+    ran, real = [], recorded_ops.Replay.run
+    monkeypatch.setattr(
+        recorded_ops.Replay, "run", lambda *args: (ran.append(args[1]), real(*args))[1]
+    )
+    counts = []
+    for layers in (4, 16):
+        ran.clear()
+        deferred_init(partial(truncated, layers), 0)
+        counts.append(len(ran))
+    assert counts[0] > 4 and counts[1] < 6 * counts[0], counts

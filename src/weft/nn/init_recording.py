@@ -83,6 +83,8 @@ class InitRecording(TorchDispatchMode):
         self._marks: dict[bytes, tuple[int, int]] = {}  # a state -> the draw that left it behind
         self._stored: dict[int, FileTensor] = {}
         self._last_writers: dict[int, int] = {}
+        # index of a draw -> the state that it begins with, of draws that were replayed for elements
+        self._before: dict[int, Tensor] = {}
 
     def add_stored(self, stored: FileTensor) -> Tensor:
         """A recorded tensor without elements, which has those of the file. Call it inside of the
@@ -290,16 +292,21 @@ class InitRecording(TorchDispatchMode):
             return value.view(real[value.storage]) if value.storage in real else value.scratch()
 
         with without_dispatch_modes():
-            real = dict(self.replay(wanted))
+            real = dict(self.replay(wanted, while_recording=True))
             args, kwargs = tree_map(elements, (args, kwargs))
             return func(*args, **kwargs)
 
     @torch.no_grad()
-    def replay(self, wanted: Collection[int]) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    def replay(
+        self, wanted: Collection[int], while_recording: bool = False
+    ) -> Iterator[tuple[int, torch.UntypedStorage]]:
         """(number, storage with its elements) of each wanted storage, as soon as nothing writes to
         it any more. Let go of it before asking for the next one: then only one is in memory, as a
-        rule."""
-        steps = self._steps(wanted)
+        rule. `while_recording`: states of generators are kept, so that no later replay repeats what
+        was drawn before: `trunc_normal_` reads elements several times for each weight."""
+        steps, starts = self._steps(wanted), dict[int, Tensor]()
+        if while_recording:
+            steps, starts = self._from_known_states(steps)
         last_write: dict[int, int] = {}
         last_use: dict[int, int] = {}
         for index, needed in steps:
@@ -309,6 +316,7 @@ class InitRecording(TorchDispatchMode):
             for number in op.reads if needed else ():
                 last_use[number] = index
         replay = Replay(self._generators, self._constants, self._stored)
+        replay.starts, replay.before = starts, self._before if while_recording else None
         for number in wanted:
             if number not in last_write:  # nothing writes to it: a constant, or never filled
                 yield number, replay.storage(number, self._sizes[number])
@@ -321,6 +329,31 @@ class InitRecording(TorchDispatchMode):
                     yield number, replay.held[number]
                 if last_use[number] == index:
                     replay.forget(number)
+
+    def _from_known_states(
+        self, steps: list[tuple[int, bool]]
+    ) -> tuple[list[tuple[int, bool]], dict[int, Tensor]]:
+        """The steps without the draws before a known state that leads to the first needed draw; and
+        these states by the index of the draw that begins with them."""
+        jumps = (state for g in self._generators for state in g.jumps.values())
+        if any(isinstance(state, tuple) for state in jumps):
+            return steps, {}  # a state that an earlier draw leaves behind is asked for
+        first: dict[int, int] = {}
+        for index, needed in steps:
+            generator = self._ops[index].generator
+            if needed and generator is not None:
+                first.setdefault(generator, index)
+        begin: dict[int, int] = {}
+        for index in self._before:
+            generator = self._ops[index].generator
+            if generator in first and begin.get(generator, -1) < index <= first[generator]:
+                begin[generator] = index
+        rest = [
+            (index, needed)
+            for index, needed in steps
+            if (generator := self._ops[index].generator) is None or index >= begin.get(generator, 0)
+        ]
+        return rest, {index: self._before[index] for index in begin.values()}
 
     @property
     def _states_cross(self) -> bool:

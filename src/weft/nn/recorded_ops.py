@@ -105,6 +105,8 @@ class Replay:
         self._own = [torch.Generator(device=g.real.device) for g in generators]
         self._states: dict[tuple[int, int], Tensor] = {}  # after draws that are returned to
         self._asked = {j for g in generators for j in g.jumps.values() if isinstance(j, tuple)}
+        self.before: dict[int, Tensor] | None = None  # of draws, the states that they begin with
+        self.starts: dict[int, Tensor] = {}  # the same, known already
 
     def storage(self, number: int, nbytes: int, device: Any = None) -> torch.UntypedStorage:
         if number not in self.held:
@@ -127,6 +129,10 @@ class Replay:
             jump = self._recorded[op.generator].jumps.get(index)
             if jump is not None:
                 generator.set_state(self._states[jump] if isinstance(jump, tuple) else jump)
+            if index in self.starts:
+                generator.set_state(self.starts[index])
+            if self.before is not None:
+                self.before[index] = generator.get_state()
             if "generator" in {argument.name for argument in op.func._schema.arguments}:
                 kwargs = {**kwargs, "generator": generator}
         if op.generator is not None and "generator" not in kwargs:
