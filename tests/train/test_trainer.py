@@ -508,6 +508,14 @@ def test_a_run_is_not_resumed_in_another_order_of_samples(tmp_path: Path) -> Non
             check_output(make(tmp_path, **{f"train__{key}": value}), True)
 
 
+def test_a_checkpoint_of_a_larger_model_is_not_resumed(tmp_path: Path) -> None:
+    run = make(tmp_path, model__layers=3)
+    train(run, False)
+    smaller = make(tmp_path, model__layers=2, train__steps=run.train.steps + 1)
+    with pytest.raises(CheckpointError, match=r"blocks\.2\..* and the model does not"):
+        train(smaller, True)
+
+
 def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written to"):
