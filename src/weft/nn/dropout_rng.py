@@ -216,7 +216,8 @@ class Randomness:
             spread = any(n > 1 for n in shape[1:])  # one number per sample is one on all ranks
             places = self._places(shape, self.sharded_dim(len(shape)) if spread else None, device)
         words = self._words(places, site + _to_signed(part * _NEXT_PART), device)
-        return (words >> 11).bitwise_and_(2**53 - 1).double() * 2.0**-53
+        # the low bits: the shifts above fill with the sign, and leave the highest bit 0
+        return words.bitwise_and_(2**53 - 1).double() * 2.0**-53
 
     def dropout(self, x: Tensor, p: float, site: Tensor) -> Tensor:
         """`torch.nn.functional.dropout` in training, with the mask of this site."""
