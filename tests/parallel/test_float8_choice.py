@@ -144,4 +144,4 @@ def test_what_cannot_be_is_refused(recipe: str, plan: dict[str, Any], said: str)
 
 def test_a_model_without_such_linears_is_refused() -> None:
     with pytest.raises(ConfigError, match="no linear of this model can multiply in float8"):
-        planned(partial(convnet, 8, 5), "dp2", loss=None)
+        planned(partial(convnet, 8, 5), "dp2", loss=None, sample=None)

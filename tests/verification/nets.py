@@ -18,16 +18,6 @@ from weft.nn.losses import classification, mse, next_token
 DIM, HEADS = 16, 4
 
 
-class FrozenRoles(dict):
-    """Roles that a Subject can be hashed with."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(self.items()))
-
-
-WHOLE = FrozenRoles({"transformer.h.*.attn.c_*": "whole"})
-
-
 def features() -> dict[str, Tensor]:
     return {"x": torch.randn(BATCH, 8), "target": torch.randn(BATCH, 4)}
 
@@ -874,12 +864,6 @@ def target_of_picture(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Te
 
 NETS: dict[str, Subject] = {
     "nanogpt": Subject(NanoGPT, tokens, of_first),
-    "nanogpt-attention-whole": Subject(
-        NanoGPT,
-        tokens,
-        of_first,
-        plan=(("accumulate", 2), ("roles", WHOLE)),
-    ),
     "dict-blocks": Subject(DictBlocks, tokens, next_token),
     "list-blocks": Subject(ListBlocks, tokens, next_token),
     "shared-block": Subject(SharedBlock, tokens, next_token),

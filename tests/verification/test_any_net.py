@@ -36,7 +36,6 @@ NOTHING_TO_CUT = (
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
-    **{("nanogpt", at): "the sharded model does not run" for at in TP},
     ("loop-experts", "pp2"): "crosses between stages, and was int64",
     ("max-norm", "dp2"): "embedding.weight is changed by the model's forward, and ranks",
     ("max-norm", "fsdp2"): "embedding.weight is changed by the model's forward, and what",
