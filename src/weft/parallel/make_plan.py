@@ -162,7 +162,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     """
     model, layout, sync, loss = request.model, request.layout, request.sync, request.loss
     _check_parameters(model)
-    if request.sample is not None:
+    if request.sample:  # a worker has none
         check_inputs(model, request.inputs, request.sample)
     _check_layout(layout)
     _check_batch(layout, request.batch, request.accumulate)

@@ -40,7 +40,7 @@ class Reference:
     )  # weights, buffers, optimizer state after the last step
     batches: list[Batch] = field(default_factory=list)
     traces: list[ActivationRecorder] = field(default_factory=list)  # of step 0: one per microbatch
-    unreached: frozenset[str] = frozenset()  # parameters that get no gradient
+    unreached: frozenset[str] = frozenset()  # parameters that get no gradient in step 0
 
 
 def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Reference:
@@ -102,9 +102,10 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         found.gradients.append(
             {n: p.grad.clone() for n, p in masters.named.items() if p.grad is not None}
         )
-        found.unreached = frozenset(
-            n for n, p in masters.named.items() if p.requires_grad and p.grad is None
-        )
+        if step == 0:
+            found.unreached = frozenset(
+                n for n, p in masters.named.items() if p.requires_grad and p.grad is None
+            )
         found.norms.append(norms_of(found.gradients[-1])[0])
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(masters.named.values(), case.clip)
