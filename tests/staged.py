@@ -57,6 +57,7 @@ def transformer(kind: str) -> nn.Module:
         kinds = {"llama": t.LlamaConfig, "qwen3": t.Qwen3Config}
         extra = {"head_dim": 8} if kind == "qwen3" else {}
         config = kinds[kind](**small, **common, num_key_value_heads=2, **extra)
+    config.use_cache = False  # traces call the model by themselves
     return auto.from_config(config, attn_implementation="eager" if kind == "t5" else "sdpa")
 
 
