@@ -327,6 +327,8 @@ def test_the_folder_of_the_run_file_is_importable(tmp_path: Path) -> None:
         "    def __init__(self, rows): self.rows = rows\n"
         "    def __len__(self): return self.rows\n"
         "    def __getitem__(self, i): return {'x': torch.zeros(3), 'label': torch.tensor(0)}\n"
+        "class Named(Rows):\n"
+        "    def __getitem__(self, i): return {'input': torch.zeros(3), 'label': torch.tensor(0)}\n"
         "def model(width): return torch.nn.Linear(3, width)\n"
         "def numbers(width, depth):\n"
         "    assert [float(x) for x in torch.linspace(0, 1, depth)]\n"
@@ -345,7 +347,11 @@ def test_the_folder_of_the_run_file_is_importable(tmp_path: Path) -> None:
     assert "cannot be called" in str(
         refused(load(tmp_path, text, model__build="mine_of_config_test:number"))
     )
-    assert "no split 'val'" in str(refused(load(tmp_path, text, train__eval_every="1")))
+    named = {
+        "data__build": "mine_of_config_test:Named",
+        "train__loss": "weft.losses:classification",
+    }
+    assert "no split 'val'" in str(refused(load(tmp_path, text, train__eval_every="1", **named)))
     # numbers() computes with values while it is made, which the meta device has not
     made = build.build_skeleton(
         load(tmp_path, text, model__build="mine_of_config_test:numbers", model__depth="3")
