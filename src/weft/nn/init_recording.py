@@ -11,7 +11,7 @@ numbers are the same bit for bit. Tensors of files are read when the replay need
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -306,7 +306,7 @@ class InitRecording(TorchDispatchMode):
         was drawn before: `trunc_normal_` reads elements several times for each weight."""
         steps, starts = self._steps(wanted), dict[int, Tensor]()
         if while_recording:
-            steps, starts = self._from_known_states(steps)
+            steps, starts = _from_known_states(steps, self._ops, self._generators, self._before)
         last_write: dict[int, int] = {}
         last_use: dict[int, int] = {}
         for index, needed in steps:
@@ -329,31 +329,6 @@ class InitRecording(TorchDispatchMode):
                     yield number, replay.held[number]
                 if last_use[number] == index:
                     replay.forget(number)
-
-    def _from_known_states(
-        self, steps: list[tuple[int, bool]]
-    ) -> tuple[list[tuple[int, bool]], dict[int, Tensor]]:
-        """The steps without the draws before a known state that leads to the first needed draw; and
-        these states by the index of the draw that begins with them."""
-        jumps = (state for g in self._generators for state in g.jumps.values())
-        if any(isinstance(state, tuple) for state in jumps):
-            return steps, {}  # a state that an earlier draw leaves behind is asked for
-        first: dict[int, int] = {}
-        for index, needed in steps:
-            generator = self._ops[index].generator
-            if needed and generator is not None:
-                first.setdefault(generator, index)
-        begin: dict[int, int] = {}
-        for index in self._before:
-            generator = self._ops[index].generator
-            if generator in first and begin.get(generator, -1) < index <= first[generator]:
-                begin[generator] = index
-        rest = [
-            (index, needed)
-            for index, needed in steps
-            if (generator := self._ops[index].generator) is None or index >= begin.get(generator, 0)
-        ]
-        return rest, {index: self._before[index] for index in begin.values()}
 
     @property
     def _states_cross(self) -> bool:
@@ -382,6 +357,35 @@ class InitRecording(TorchDispatchMode):
             if op.generator is not None and index < last.get(op.generator, 0):
                 chosen.setdefault(index, False)
         return sorted(chosen.items())
+
+
+def _from_known_states(
+    steps: list[tuple[int, bool]],
+    ops: Sequence[Op],
+    generators: Sequence[RecordedGenerator],
+    before: Mapping[int, Tensor],
+) -> tuple[list[tuple[int, bool]], dict[int, Tensor]]:
+    """The steps without the draws before a known state that leads to the first needed draw; and
+    these states by the index of the draw that begins with them."""
+    jumps = (state for generator in generators for state in generator.jumps.values())
+    if any(isinstance(state, tuple) for state in jumps):
+        return steps, {}  # a state that an earlier draw leaves behind is asked for
+    first: dict[int, int] = {}
+    for index, needed in steps:
+        number = ops[index].generator
+        if needed and number is not None:
+            first.setdefault(number, index)
+    begin: dict[int, int] = {}
+    for index in before:
+        number = ops[index].generator
+        if number in first and begin.get(number, -1) < index <= first[number]:
+            begin[number] = index
+    rest = [
+        (index, needed)
+        for index, needed in steps
+        if (number := ops[index].generator) is None or index >= begin.get(number, 0)
+    ]
+    return rest, {index: before[index] for index in begin.values()}
 
 
 def _is_written(argument: Any) -> bool:
