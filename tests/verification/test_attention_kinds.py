@@ -206,6 +206,30 @@ def test_what_does_not_run_on_its_part_is_left_whole(pool: Any) -> None:
     holds(pool, Subject(partial(Decoder, Fixed), tokens, next_token), "tp2")
 
 
+def test_what_is_declared_of_other_modules_refuses_none() -> None:
+    made = plan(Decoder(Fixed), roles={"head": "whole"})
+    assert any(note.startswith("Fixed does not run on its part (") for note in made.notes)
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class OwnLinears(Interleaved):
+    """As Falcon: its row has a bias, and a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o_proj = OwnForward(DIM, DIM)
+
+
+def test_each_kind_that_is_left_whole_is_said_once(pool: Any) -> None:
+    notes = [note for note in plan(Decoder(OwnLinears)).notes if "left whole" in note]
+    assert len(notes) == 1 and notes[0].startswith("OwnLinears does not run on its part (")
+    holds(pool, Subject(partial(Decoder, OwnLinears), tokens, next_token), "tp2")
+
+
 def test_a_declared_role_that_does_not_run_is_refused_with_advice_that_works() -> None:
     roles = {f"blocks.*.self_attn.{name}_proj": "column" for name in "qkv"}
     roles |= {"blocks.*.self_attn.o_proj": "row"}

@@ -56,8 +56,9 @@ def verify(
             found = runnable_layouts(run, world, report_refusal)
             layouts += [axes for axes in found if axes not in layouts]
         layouts = layouts or [str(run.layout.axes)]
-        if run.train.async_tp:
-            typer.echo("weft: train.async_tp needs GPUs: verified without", err=True)
+        for key in ("async_tp", "offload_activations"):
+            if getattr(run.train, key):
+                typer.echo(f"weft: train.{key} needs GPUs: verified without", err=True)
         run = on_cpus(run)
         refused: dict[str, Refusal] = {}
         check_run(run, layouts, refused.__setitem__ if len(layouts) > 1 else None)
@@ -75,9 +76,6 @@ def verify(
                 f" verified with {exact.name}, {exact.codec}",
                 err=True,
             )
-        if run.train.offload_activations:
-            said = "layouts are verified on CPUs, whose memory is the host's already"
-            typer.echo(f"weft: [train] offload_activations is left out: {said}", err=True)
         report = verify_layouts(
             run,
             layouts,

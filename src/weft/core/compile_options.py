@@ -25,6 +25,11 @@ class CompileOptions:
     backend: str = "inductor"
     async_tp: bool = False
 
+    @property
+    def records_cuda_graphs(self) -> bool:
+        """Whether inductor's mode records CUDA graphs."""
+        return self.mode in ("reduce-overhead", "max-autotune")
+
     def __str__(self) -> str:
         overlapped = ", tp overlapped with matmuls" if self.async_tp else ""
         return f"blocks and loss, by {self.backend} in mode {self.mode}{overlapped}"

@@ -16,6 +16,7 @@ from .data_order import zigzag_spans
 from .errors import LayoutError
 from .float8 import Float8Linears
 from .layout import REPLICA_AXIS, STAGE_AXIS, Layout
+from .module_names import is_inside
 from .plan_text import float8_table, plan_tables, stage_table
 from .precision import DtypeRule
 from .schedule import Action, Schedule
@@ -158,7 +159,7 @@ class Plan:
             (
                 s.index
                 for s in stages
-                if any(_inside(module, m) or _inside(m, module) for m in s.modules)
+                if any(is_inside(module, m) or is_inside(m, module) for m in s.modules)
             ),
             0,
         )
@@ -338,10 +339,6 @@ def emulate_float8(plan: Plan) -> Plan:
     return replace(plan, float8=plan.float8 and replace(plan.float8, emulated=True))
 
 
-def _inside(module: str, outer: str) -> bool:
-    return not outer or module == outer or module.startswith(outer + ".")
-
-
 def stage_runs_module(module: str, modules: Iterable[str]) -> bool:
     """Whether a stage that calls `modules` runs this one, all or part of it."""
-    return not module or any(_inside(m, module) or _inside(module, m) for m in modules)
+    return not module or any(is_inside(m, module) or is_inside(module, m) for m in modules)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from .errors import ConfigError, nearest
+from .module_names import is_inside
 
 # the process that has the data, the loss, and every module that no worker is named for
 DRIVER = "driver"
@@ -37,7 +38,7 @@ class WorkerPlacement:
     def of(self, name: str) -> str:
         """Where a module, parameter or buffer lives."""
         return next(
-            (worker for module, worker in self.modules.items() if _is_inside(name, module)), DRIVER
+            (worker for module, worker in self.modules.items() if is_inside(name, module)), DRIVER
         )
 
     def __str__(self) -> str:
@@ -67,17 +68,13 @@ def place_modules(model: nn.Module, workers: Mapping[str, Sequence[str]]) -> Wor
                 f"workers.{worker}", list(patterns), "names no module", "name one, or leave it out"
             )
         for name in modules:
-            if name in matches and not any(_is_inside(name, other) for other in matches - {name}):
+            if name in matches and not any(is_inside(name, other) for other in matches - {name}):
                 _check_callable(worker, name, modules[name])
                 _check_overlap(worker, name, found)
                 found[name] = worker
     places = WorkerPlacement(tuple(workers), found)
     _check_tied(model, places)
     return places
-
-
-def _is_inside(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
 
 
 def _check_name(worker: str) -> None:
@@ -102,7 +99,7 @@ def _check_callable(worker: str, name: str, module: nn.Module) -> None:
 def _check_overlap(worker: str, name: str, found: Mapping[str, str]) -> None:
     """Refuse a module that another worker has, in whole or in part."""
     for other, at in found.items():
-        if _is_inside(name, other) or _is_inside(other, name):
+        if is_inside(name, other) or is_inside(other, name):
             problem = (
                 f"is on worker {at} too"
                 if name == other

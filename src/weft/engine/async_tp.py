@@ -22,7 +22,6 @@ from weft.core import CompileOptions, ConfigError, Layout
 from weft.nn import is_conv1d
 from weft.parallel import FEATURE_AXES, Mesh, plain_product
 
-WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 WITHOUT = "leave async_tp out"
 
 
@@ -42,7 +41,7 @@ def check_async_tp(options: CompileOptions, layout: Layout, device: torch.device
     if options.backend != "inductor":
         problem = f"the backend {options.backend} fuses no collective with a matmul"
         _refuse(problem, f'use compile_backend = "inductor", or {WITHOUT}')
-    if options.mode in WITH_CUDA_GRAPHS:
+    if options.records_cuda_graphs:
         _refuse(
             f"mode {options.mode} records CUDA graphs, in which shared memory cannot grow",
             f'use compile_mode = "default" or "max-autotune-no-cudagraphs", or {WITHOUT}',

@@ -39,7 +39,6 @@ from .pipeline.stage_compute import Loss
 
 # kinds of blocks in one class, training and evaluation, shapes
 VARIANTS = 64
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that record them
 CHOICES = ("auto", "off", "blocks")
 # backends that run a graph as the torch functions that it was traced from
 CALLS_TORCH = ("eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager")
@@ -70,7 +69,7 @@ def resolve_compile(
             "the model has no list of repeated modules, which would be compiled",
             'use "off", and compile modules by module.compile() in the build',
         )
-    if plan.offload_activations and options.mode in CUDA_GRAPHS:
+    if plan.offload_activations and options.records_cuda_graphs:
         problem = "CUDA graphs read what a forward saved where it was, and it has been offloaded"
         fix = 'use "default" or "max-autotune-no-cudagraphs", or leave offload_activations out'
         raise ConfigError("train.compile_mode", options.mode, problem, fix)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weft._torch.modules import replace_parameters, replace_references
 from weft._torch.trees import tree_flatten
+from weft.core import is_inside
 from weft.pipeline import copy_with_tensors
 
 
@@ -208,14 +209,10 @@ def _units(
     """Block, or "" for all else, -> the names and parameters that it alone holds."""
     owner: dict[Tensor, str] = {}
     for name, module in model.named_modules():
-        inside = max((b for b in blocks if _inside(name, b)), key=len, default="")
+        inside = max((b for b in blocks if is_inside(name, b)), key=len, default="")
         for p in module.parameters(recurse=False):
             owner[p] = inside if owner.get(p, inside) == inside else ""  # used by two
     units: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in ("", *blocks)}
     for name, p in model.named_parameters():
         units[owner[p]].append((name, p))
     return units
-
-
-def _inside(module: str, block: str) -> bool:
-    return module == block or module.startswith(f"{block}.")

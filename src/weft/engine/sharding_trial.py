@@ -17,14 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.core import DTYPES, EXPERTS, LocalShard, Plan, Refusal, UnsupportedModel
-from weft.nn import model_arguments
+from weft.nn import model_arguments, module_calls
 from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, VOCABULARY_AXES, Mesh, parallelize
 
 from .context_parallel.sequence import ContextParallel
 from .function_overrides import FunctionOverrides
 from .gathered_model import copy_without_weights
 from .microbatch import Batch, MicroBatch
-from .module_calls import module_calls
 from .random_projection import size_of
 from .trial_run import TrialError, TrialRecord, TrialRun
 from .whole_role import lines_that_leave_whole

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from weft._torch.tensors import version_of
 from weft.core import Plan, UnsupportedModel
 from weft.nn import BatchNorm, GateBias
 from weft.parallel import TOKEN_AXES, Mesh
@@ -65,7 +66,7 @@ class StateWatch:
         self._before = {n: (t, t.detach().clone()) for n, t in _buffers(self._model)}
         for name, p in self._model.named_parameters():
             if not isinstance(p, (DTensor, PlaceholderTensor)):
-                self._before[name] = p, p._version
+                self._before[name] = p, version_of(p)
 
     def digest(self) -> int:
         """40 bits of what the forwards of this step changed; 0 if nothing. Raises UnsupportedModel
@@ -107,7 +108,7 @@ class StateWatch:
             if name in before:
                 tensor, was = before[name]
                 same = (
-                    now._version == was
+                    version_of(now) == was
                     if isinstance(was, int)
                     else now.shape == was.shape and torch.equal(now.detach(), was)
                 )
@@ -127,11 +128,11 @@ class StateWatch:
 
     def _enter(self, unit: str, module: nn.Module, *_: Any) -> None:
         gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
-        self._gathered[unit] = [(n, p, p._version) for n, p in gathered]
+        self._gathered[unit] = [(n, p, version_of(p)) for n, p in gathered]
 
     def _leave(self, unit: str, *_: Any) -> None:
         for name, p, version in self._gathered.pop(unit, ()):
-            if p._version != version and not isinstance(p, PlaceholderTensor):
+            if version_of(p) != version and not isinstance(p, PlaceholderTensor):
                 raise UnsupportedModel(
                     "layout",
                     str(self._plan.layout),

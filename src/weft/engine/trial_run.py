@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from weft._torch.autograd import in_backward
 from weft._torch.tensors import without_function_modes
 from weft.core import COPY, DTYPES, EXPERTS, SUM, DtypeRule, LocalShard, Plan, Refusal, Weight
+from weft.nn import module_calls
 from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, Mesh
 
 from .context_parallel.sequence import ContextParallel
@@ -23,7 +24,6 @@ from .float64_mode import Float64Mode
 from .function_overrides import FunctionOverrides
 from .gathered_model import GatheredModel
 from .microbatch import MicroBatch
-from .module_calls import module_calls
 from .random_projection import RandomProjection
 
 Call = tuple[str, int]  # a module, and which call of it
@@ -242,7 +242,6 @@ class TrialRun:
         model, record = self._run.model, self._record
         self._length, device = length, self._mesh.device
         self._positions = self._own_positions(length)
-        dispatched = self._sequence is not None
         if self._sequence is not None:
             self._sequence.begin(micro)
         inside: list[str] = []
@@ -268,8 +267,7 @@ class TrialRun:
         except Exception as problem:
             raise TrialError(inside[-1] if inside else "") from problem
         finally:
-            if dispatched:
-                assert self._sequence is not None
+            if self._sequence is not None:
                 self._sequence.end()
         if self._whole is not None:
             self._sum(record, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from weft.core import Plan
+from weft.core import Plan, is_inside
 from weft.parallel import FEATURE_AXES, VOCABULARY_AXES
 
 
@@ -18,17 +18,17 @@ def lines_that_leave_whole(plan: Plan, module: str) -> str:
         if params:
             cut[step.module] = cut.get(step.module, set()) | params
     above = module.rpartition(".")[0]
-    if module in cut and any(_inside(above, block) for block in plan.blocks):
+    if module in cut and any(is_inside(above, block) for block in plan.blocks):
         module = above  # one linear of a chain: the others cannot be cut without it
-    found = [name for name in cut if _inside(name, module)]
+    found = [name for name in cut if is_inside(name, module)]
     while not found and module:
         module = module.rpartition(".")[0]
-        found = [name for name in cut if _inside(name, module)]
+        found = [name for name in cut if is_inside(name, module)]
     if module in (*plan.blocks, ""):  # its own linears, if any; else all that is cut in it
         found = [name for name in found if name.rpartition(".")[0] == module] or found
     elif found:
         held = {param for name in found for param in cut[name]}
-        tied = [name for name in cut if cut[name] & held and not _inside(name, module)]
+        tied = [name for name in cut if cut[name] & held and not is_inside(name, module)]
         found = [module, *tied]
     globs = dict.fromkeys(map(_of_all_blocks, found))
     left = [c for c in cut if not any(fnmatchcase(c, g) or fnmatchcase(c, f"{g}.*") for g in globs)]
@@ -37,7 +37,3 @@ def lines_that_leave_whole(plan: Plan, module: str) -> str:
 
 def _of_all_blocks(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _inside(module: str, outer: str) -> bool:
-    return not outer or module == outer or module.startswith(outer + ".")

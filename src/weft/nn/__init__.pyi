@@ -56,6 +56,7 @@ from .losses import (
     widened as widened,
 )
 from .models import convnet as convnet, decoder as decoder
+from .module_calls import module_calls as module_calls
 from .module_roles import find_roles as find_roles
 from .moe_routing import (
     AddLoss as AddLoss,

@@ -278,6 +278,7 @@ class InitRecording(TorchDispatchMode):
         self._flat.clear()
         self._numbers.clear()
         self._kept.clear()
+        self._before.clear()
 
     # ---- replaying -------------------------------------------------------------------------------
 

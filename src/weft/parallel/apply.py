@@ -49,10 +49,7 @@ from .mesh import Mesh
 
 
 def parallelize(
-    plan: Plan,
-    model: nn.Module,
-    mesh: Mesh,
-    randomness: Randomness,
+    plan: Plan, model: nn.Module, mesh: Mesh, randomness: Randomness
 ) -> ExpertCommStats:
     """Make a plan true on a model, in place: parameters become this rank's, and the forward its
     part.

@@ -150,8 +150,9 @@ def _make_key(randomness: Randomness) -> None:
 
 
 class _RecomputeContext:
-    """A further forward of a module: in backward, where function modes are off, they are on again;
-    running statistics were updated by the first one. A backward in two parts enters it twice."""
+    """A further forward of a module: in backward, where function modes are off, they are on again,
+    each once, as some are still on in a backward in two parts; running statistics were updated by
+    the first one. A backward in two parts enters it twice."""
 
     def __init__(self, module: nn.Module, modes: list[TorchFunctionMode], randomness: Randomness):
         self._norms, self._modes = [m for m in module.modules() if isinstance(m, _BatchNorm)], modes
@@ -161,8 +162,10 @@ class _RecomputeContext:
     def __enter__(self) -> None:
         before = [(buffer, buffer.clone()) for norm in self._norms for buffer in norm.buffers()]
         self._stack.callback(lambda: [buffer.copy_(value) for buffer, value in before])
+        active = function_modes()
         for mode in self._modes:
-            self._stack.enter_context(mode)
+            if mode not in active:
+                self._stack.enter_context(mode)
         self._randomness.repeated = True
 
     def __exit__(self, *error: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from weft.nn import (
     chain_module,
     local_attributes,
     model_arguments,
+    module_calls,
     named_inputs,
     set_attribute,
     unknown_forward,
@@ -40,7 +42,8 @@ def runnable_roles(request: PlanRequest, roles: Roles) -> Roles:
         return roles
     model = request.model
     for chain in roles.chains:
-        if reason := unknown_forward(model, chain, size):
+        # another of its kind may have gone with those of its class
+        if chain in roles.chains and (reason := unknown_forward(model, chain, size)):
             roles = _without(model, roles, chain_module(chain), reason, request)
     while roles.chains:
         found = _first_failure(request, roles, size)
@@ -56,7 +59,8 @@ def _without(
     """The roles without the chains of modules of this one's class."""
     kind = type(model.get_submodule(module))
     gone = [c for c in roles.chains if type(model.get_submodule(chain_module(c))) is kind]
-    if roles.source == "declared":
+    linears = [name for chain in gone for name in (*chain.columns, chain.row)]
+    if any(fnmatchcase(name, pattern) for pattern in request.roles or () for name in linears):
         problem = f"it does not run on its part ({reason})"
         raise UnsupportedModel(
             f"roles.{module}", kind.__name__, problem, 'declare its linears "whole"'
@@ -72,20 +76,22 @@ def _first_failure(request: PlanRequest, roles: Roles, size: int) -> tuple[str, 
     names = request.inputs if request.inputs is not None else named_inputs(request.model)
     mode = fake_mode()
     model = _cut_copy(request.model, roles, size, mode)
-    running: list[str] = []
-    for name in dict.fromkeys(map(chain_module, roles.chains)):
-        module = model.get_submodule(name)
-        module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
-        module.register_forward_hook(lambda *_: running.pop() and None)
+    with_chain = {chain_module(chain) for chain in roles.chains}
+    inside: list[str] = []
     arguments = model_arguments(names, dict(request.sample or {}))
     try:
-        with torch.random.fork_rng([]), quiet_fake_tensors(), mode, torch.no_grad():
+        with (
+            module_calls(model) as inside,
+            torch.random.fork_rng([]),
+            quiet_fake_tensors(),
+            mode,
+            torch.no_grad(),
+        ):
             model(**arguments)
     except _FAILS as problem:
-        if running:
-            return running[-1], str(problem).splitlines()[0] if str(problem) else type(
-                problem
-            ).__name__
+        within = [name for name in inside if name in with_chain]
+        if within:
+            return within[-1], (str(problem).splitlines() or [type(problem).__name__])[0]
     return None
 
 

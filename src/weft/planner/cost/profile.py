@@ -43,9 +43,8 @@ def profile_model(
     keys, and so is RMSNorm. Experts are called with choices that divide tokens evenly.
     `model_flops` are three forwards of all matmuls and of attention counted in full, as Megatron-LM
     counts them (Narayanan et al. 2021), two where a weight is frozen; of experts those that a token
-    uses. Logits and what the
-    loss keeps of them are `vocab`'s, and no block's. Raises UnsupportedModel for a forward that
-    reads elements of a tensor into Python.
+    uses. Logits and what the loss keeps of them are `vocab`'s, and no block's. Raises
+    UnsupportedModel for a forward that reads elements of a tensor into Python.
     """
     found = find_roles(model, roles)
     called = tuple(inputs) if inputs is not None else named_inputs(model)
