@@ -3,17 +3,16 @@ Each side alone on the devices, in turn."""
 
 from __future__ import annotations
 
-from functools import partial
 from statistics import median
 from typing import Any
 
 from ours import Ours
+from rounds import Ranks, in_rounds, slowest, timed
 from setting import EIGHT, ONE, Setting, Size
-from speed import NEAR, STEPS, WARMUP, with_room
+from speed import NEAR
 
 from weft.core import RECIPES, Refusal
 from weft.launch import Pool
-from weft.train import peak_memory_bytes
 
 SIDES = ("off", *RECIPES)
 ROUNDS = (SIDES, SIDES[::-1], SIDES)
@@ -26,12 +25,7 @@ def steps(setting: Setting, size: Size, recipe: str) -> dict[str, Any]:
         trainer = Ours(setting, size, setting.compiled(), float8=recipe)
     except Refusal as refusal:
         return {"refused": str(refusal)}
-    losses = [float(trainer.step()) for _ in range(WARMUP)]
-    count = 2 if setting.small else STEPS
-    times = [setting.seconds(trainer.step) for _ in range(count)]
-    losses.append(float(trainer.step()))
-    peak = peak_memory_bytes(setting.device)
-    return {"times": times, "losses": losses, "peak": peak, "graphs": graphs(trainer)}
+    return {**timed(setting, trainer.step), "graphs": graphs(trainer)}
 
 
 def graphs(trainer: Ours) -> list[int]:
@@ -40,26 +34,19 @@ def graphs(trainer: Ours) -> list[int]:
     return [counts.graphs, counts.breaks, counts.recompilations]
 
 
-def one_round(pool: Pool, setting: Setting, sides: tuple[str, ...], size: Size) -> dict[str, Any]:
-    return {side: pool.run(steps, setting, size, side, timeout=1500) for side in sides}
-
-
 def measure(setting: Setting) -> list[dict[str, Any]]:
+    def run(pool: Pool, size: Size, side: str) -> Ranks:
+        return pool.run(steps, setting, size, side, timeout=1500)
+
     rows = []
     for asked in (ONE,) if setting.small else (ONE, EIGHT):
-        size, rounds = setting.sized(asked), list[dict[str, Any]]()
-        with setting.pool() as pool:
-            for sides in ROUNDS[:1] if setting.small else ROUNDS:
-                used, found = with_room(pool, size, partial(one_round, pool, setting, sides))
-                if used != size:
-                    rounds, size = [], used
-                rounds.append(found)
+        size, rounds = in_rounds(setting, setting.sized(asked), ROUNDS, run)
         rows += [row_of(size, side, rounds) for side in SIDES]
         print(*rows[-len(SIDES) :], sep="\n", flush=True)
     return rows
 
 
-def row_of(size: Size, side: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def row_of(size: Size, side: str, rounds: list[dict[Any, Ranks]]) -> dict[str, Any]:
     """Of one side: a step lasts until the slowest rank is done."""
     row: dict[str, Any] = {"size": vars(size), "side": side}
     first, bf16 = rounds[0][side][0], rounds[0]["off"][0]
@@ -75,10 +62,6 @@ def row_of(size: Size, side: str, rounds: list[dict[str, Any]]) -> dict[str, Any
         "bf16_losses": bf16["losses"],
         "graphs": first["graphs"],
     }
-
-
-def slowest(ranks: list[dict[str, Any]]) -> list[float]:
-    return [max(times) for times in zip(*(rank["times"] for rank in ranks))]
 
 
 def passed(row: dict[str, Any]) -> bool:

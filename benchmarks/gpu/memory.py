@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from ours import Ours
+from rounds import with_room
 from setting import ONE, Setting, Size
-from speed import with_room
 from torch import Tensor
 
 from weft.core import RunConfig, load_run
@@ -96,7 +96,6 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
         case = (layout, recompute, compiled)
         with setting.pool() as pool:
             size, ranks = with_room(
-                pool,
                 setting.sized(ONE),
                 lambda each, pool=pool, case=case: pool.run(
                     held, setting, each, *case, timeout=900

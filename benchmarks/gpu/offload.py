@@ -7,13 +7,12 @@ from typing import Any
 
 from memory import predicted, run_of
 from ours import Ours
+from rounds import Ranks, in_rounds, slowest, timed
 from setting import ONE, Setting, Size
-from speed import with_room
 
-from weft.train import peak_memory_bytes
+from weft.launch import Pool
 
 ROUNDS = ((False, True), (True, False), (False, True))  # offloaded or not: in turn
-WARMUP, STEPS = 4, 12
 NEAR = 1e-6  # of losses: copies change no bit, but sums over ranks may come in another order
 
 
@@ -31,38 +30,24 @@ def steps(
     layout, how = f"fsdp{setting.world}", setting.compiled() if compiled else "off"
     # on the CPU there is no host beside the device: all of it runs, but for the copies
     trainer = Ours(setting, size, how, layout, recompute, away and not setting.small)
-    losses = [float(trainer.step()) for _ in range(WARMUP)]
-    count = 2 if setting.small else STEPS
-    times = [setting.seconds(trainer.step) for _ in range(count)]
-    losses.append(float(trainer.step()))
-    return {"times": times, "losses": losses, "peak": peak_memory_bytes(setting.device)}
+    return timed(setting, trainer.step)
 
 
 def measure(setting: Setting) -> list[dict[str, Any]]:
     rows = []
     for recompute, compiled in cases(setting):
-        size, rounds = setting.sized(ONE), list[dict[bool, Any]]()
-        with setting.pool() as pool:
-            for sides in ROUNDS[:1] if setting.small else ROUNDS:
 
-                def one_round(each: Size, pool: Any = pool, sides: Any = sides) -> dict[bool, Any]:
-                    case = setting, each, recompute, compiled  # noqa: B023
-                    return {away: pool.run(steps, *case, away, timeout=900) for away in sides}
+        def run(pool: Pool, each: Size, away: bool, how: Any = (recompute, compiled)) -> Ranks:
+            return pool.run(steps, setting, each, *how, away, timeout=900)
 
-                used, found = with_room(pool, size, one_round)
-                if used != size:
-                    rounds, size = [], used
-                rounds.append(found)
+        size, rounds = in_rounds(setting, setting.sized(ONE), ROUNDS, run)
         row: dict[str, Any] = {"size": vars(size), "recompute": recompute, "compiled": compiled}
         for away, side in ((False, "device"), (True, "host")):
             said = predicted(
                 run_of(setting, size, f"fsdp{setting.world}", recompute, away), setting, compiled
             )
             row[side] = {
-                "rounds_s": [
-                    median(max(times) for times in zip(*(rank["times"] for rank in found[away])))
-                    for found in rounds
-                ],
+                "rounds_s": [median(slowest(found[away])) for found in rounds],
                 "peak_bytes": max(rank["peak"] for found in rounds for rank in found[away]),
                 "predicted_bytes": said["peak"] if said else None,
                 "losses": rounds[0][away][0]["losses"],

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from ours import Ours
+from rounds import slowest, timed
 from setting import ONE, Setting, Size
 
 from weft.core import Refusal
-from weft.train import peak_memory_bytes
 
 SIDES = ("waiting", "overlapped")
 ROUNDS = (SIDES, SIDES[::-1], SIDES)
-WARMUP, STEPS = 4, 12
 NEAR = 0.01  # losses from the same weights in bf16, relative
 
 
@@ -24,19 +23,13 @@ def steps(setting: Setting, size: Size, side: str) -> dict[str, Any]:
     setting.fresh()
     how = setting.compiled(async_tp=side == "overlapped")
     trainer = Ours(setting, size, how, layout=f"tp{setting.world}+sequence")
-    losses = [float(trainer.step()) for _ in range(WARMUP)]
-    times = [setting.seconds(trainer.step) for _ in range(2 if setting.small else STEPS)]
+    found = timed(setting, trainer.step)
     with torch.profiler.profile() as seen:
         trainer.step()
         setting.wait()
     fused = sum(e.count for e in seen.key_averages() if e.key.startswith("symm_mem::fused"))
     trainer.engine.close()
-    return {
-        "times": times,
-        "losses": losses,
-        "fused": fused,
-        "peak": peak_memory_bytes(setting.device),
-    }
+    return {**found, "fused": fused}
 
 
 def measure(setting: Setting) -> list[dict[str, Any]]:
@@ -53,9 +46,7 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
                 except Refusal as refusal:
                     rows[side]["refused"] = str(refusal)
                     continue
-                # a step lasts until the slowest rank is done
-                times = [max(each) for each in zip(*(rank["times"] for rank in ranks))]
-                medians[side].append(median(times))
+                medians[side].append(median(slowest(ranks)))
                 found = {"step_s": median(medians[side]), "rounds_s": medians[side]}
                 peak = max(rank["peak"] for rank in ranks)
                 same = {name: ranks[0][name] for name in ("losses", "fused")}

@@ -3,23 +3,19 @@ on the devices, in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
 from ours import Ours
 from plain import Plain
+from rounds import Ranks, in_rounds, slowest, timed
 from setting import EIGHT, ONE, Setting, Size
 
-from weft.core import WorkerDied
 from weft.launch import Pool
-from weft.train import peak_memory_bytes
 
 ROUNDS = (("plain", "weft"), ("weft", "plain"), ("plain", "weft"))
-WARMUP, STEPS = 4, 12
 NEAR = 0.05  # losses of other draws of the same weights, relative
-NO_ROOM = ("OutOfMemoryError", "out of memory")
 
 
 def steps(setting: Setting, size: Size, side: str) -> dict[str, Any]:
@@ -33,13 +29,8 @@ def steps(setting: Setting, size: Size, side: str) -> dict[str, Any]:
     rows = size.rows(setting.world, setting.device)
     mine = {key: value.chunk(setting.world)[rank].clone() for key, value in rows.items()}
     del rows
-    losses = [float(trainer.step(mine)) for _ in range(WARMUP)]
-    count = 2 if setting.small else STEPS
-    times = [setting.seconds(lambda: trainer.step(mine)) for _ in range(count)]
-    losses.append(float(trainer.step(mine)))
-    peak = peak_memory_bytes(setting.device)
     params = sum(p.numel() for p in size_on_meta(size).parameters())
-    return {"times": times, "losses": losses, "peak": peak, "params": params}
+    return {**timed(setting, lambda: trainer.step(mine)), "params": params}
 
 
 def size_on_meta(size: Size) -> torch.nn.Module:
@@ -52,52 +43,26 @@ def flops_of_token(size: Size, params: int) -> float:
     return 6 * (params - size.vocab * size.dim) + 12 * size.layers * size.dim * size.seq_len
 
 
-def with_room(pool: Pool, size: Size, run: Callable[[Size], Any]) -> tuple[Size, Any]:
-    """What `run` gives of the size, or of the next smaller one that has room."""
-    tried: Size | None = size
-    while tried is not None:
-        try:
-            return tried, run(tried)
-        except WorkerDied as problem:
-            if not any(word in str(problem) for word in NO_ROOM):
-                raise
-            print(f"no room for {tried}", flush=True)
-            tried = tried.smaller()
-    raise RuntimeError(f"no room for any of {size}")
-
-
-def one_round(pool: Pool, setting: Setting, size: Size, sides: Any) -> dict[str, Any]:
-    return {side: pool.run(steps, setting, size, side, timeout=1500) for side in sides}
-
-
 def measure(setting: Setting) -> list[dict[str, Any]]:
+    def run(pool: Pool, size: Size, side: str) -> Ranks:
+        return pool.run(steps, setting, size, side, timeout=1500)
+
     rows = []
     for asked in (ONE,) if setting.small else (ONE, EIGHT):
-        size, rounds = setting.sized(asked), list[dict[str, Any]]()
-        with setting.pool() as pool:
-            for sides in ROUNDS[:1] if setting.small else ROUNDS:
-                used, found = with_room(
-                    pool, size, lambda each, sides=sides: one_round(pool, setting, each, sides)
-                )
-                if used != size:
-                    rounds, size = [], used
-                rounds.append(found)
+        size, rounds = in_rounds(setting, setting.sized(asked), ROUNDS, run)
         rows.append(row_of(setting, size, rounds))
         print(rows[-1], flush=True)
     return rows
 
 
-def row_of(setting: Setting, size: Size, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def row_of(setting: Setting, size: Size, rounds: list[dict[Any, Ranks]]) -> dict[str, Any]:
     """Of both sides: a step lasts until the slowest rank is done."""
     row: dict[str, Any] = {"size": vars(size), "world": setting.world}
     tokens = size.batch * size.seq_len
     peak = setting.sheet.peak("bf16") if setting.sheet is not None else None
     medians: dict[str, list[float]] = {}
     for side in ("plain", "weft"):
-        per_round = [
-            [max(times) for times in zip(*(rank["times"] for rank in found[side]))]
-            for found in rounds
-        ]
+        per_round = [slowest(found[side]) for found in rounds]
         medians[side] = [median(times) for times in per_round]
         step_s, first = median(t for times in per_round for t in times), rounds[0][side][0]
         flops = tokens * flops_of_token(size, first["params"])
