@@ -19,6 +19,7 @@ from tests.verification.test_parity import run
 from weft.core.errors import ConfigError
 from weft.nn.losses import next_token
 from weft.nn.models import decoder
+from weft.verification.case import Batch
 
 DEEP = Subject(partial(decoder, VOCAB, 16, 6, 2, 2, seq_len=LENGTH), tokens, next_token)
 
@@ -58,9 +59,8 @@ class RecordedGather:
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
-def events_of(subject: Subject, layout: str) -> list[tuple[str, str]]:
-    """What happens to the blocks of this rank in the second step, which has one microbatch: gather,
-    forward, backward."""
+def stepped(subject: Subject, layout: str) -> tuple[weft.Engine, Batch]:
+    """An engine after its first step, and the batch of it."""
     case = subject.case()
     model = case.model()
     engine = weft.Engine(
@@ -68,6 +68,13 @@ def events_of(subject: Subject, layout: str) -> list[tuple[str, str]]:
     )
     data = batch_of(subject, 0, 0, 1)
     engine.step(engine.local(data))
+    return engine, data
+
+
+def events_of(subject: Subject, layout: str) -> list[tuple[str, str]]:
+    """What happens to the blocks of this rank in the second step, which has one microbatch: gather,
+    forward, backward."""
+    engine, data = stepped(subject, layout)
     events: list[tuple[str, str]] = []
     for unit in engine.units:
         if not unit.name:
@@ -144,13 +151,7 @@ def test_a_stage_gathers_its_own_units_ahead(pool: Any) -> None:
 
 def staged_events(subject: Subject, layout: str) -> list[tuple[list[str], list[str]]]:
     """Of each stage of this rank: its blocks, and those gathered before the first of them ran."""
-    case = subject.case()
-    model = case.model()
-    engine = weft.Engine(
-        model, case.plan(model, layout), optimizer=case.optimizer, loss=case.loss, device="cpu"
-    )
-    data = batch_of(subject, 0, 0, 1)
-    engine.step(engine.local(data))
+    engine, data = stepped(subject, layout)
     events: list[tuple[str, str]] = []
     stages: dict[int | None, list[str]] = {}
     for unit in engine.units:
