@@ -229,7 +229,7 @@ def test_dropout_around_experts(pool: Pool, layout: str) -> None:
 
 def test_dropout_within_experts_is_refused(pool: Pool) -> None:
     within = Subject(partial(Called, 0.0, 0.2), tokens, next_token)
-    with pytest.raises(Refusal, match="drops within experts"):
+    with pytest.raises(Refusal, match="drawn within experts"):
         holds(pool, within, "dp2")
 
 

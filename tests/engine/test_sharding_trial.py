@@ -92,15 +92,17 @@ def begin(
     precision: str = "fp32",
     sample: bool = True,
     deferred: bool = False,
+    planned: bool = True,
     **arguments: Any,
 ) -> float:
-    """The first loss, by an engine whose trial has a sample."""
+    """The first loss. `planned`: the plan has a sample; `sample`: the trial, before the step."""
     model = weft.deferred_init(build, seed=0) if deferred else seeded(build)
     generator = torch.Generator().manual_seed(1)
     batch = {"input_ids": torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)}
     two = {key: value[:2] for key, value in batch.items()}
+    seen = two if planned else None
     plan = weft.plan(
-        model, layout, batch=BATCH, loss=next_token, precision=precision, sample=two, **arguments
+        model, layout, batch=BATCH, loss=next_token, precision=precision, sample=seen, **arguments
     )
     sgd = partial(torch.optim.SGD, lr=0.1)
     given = two if sample else None
@@ -148,11 +150,11 @@ def test_a_small_mixture_of_positions_is_refused(pool: Pool, layout: str, sample
     assert "blocks.0.short" in str(found.value) and "cp" in str(found.value)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2+sequence", "pp2.tp2"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2+sequence"])
 def test_a_cut_model_that_raises_is_refused_with_the_line_to_write(pool: Pool, layout: str) -> None:
     world = weft.Layout.parse(layout).world
     with pytest.raises(UnsupportedModel, match="the sharded model does not run: shape") as found:
-        pool.run(begin, fixed_heads, layout, world=world)
+        pool.run(partial(begin, fixed_heads, layout, planned=False), world=world)
     assert "in blocks.0.attention" in str(found.value)
     lines = line_of(found.value)
     assert lines == {"blocks.*.attention": "whole"}
@@ -162,6 +164,18 @@ def test_a_cut_model_that_raises_is_refused_with_the_line_to_write(pool: Pool, l
         layout = "tp2"
     got = pool.run(partial(begin, fixed_heads, layout, roles=lines), world=world)[0]
     assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2.tp2"])
+def test_a_plan_that_has_a_sample_leaves_it_whole(pool: Pool, layout: str) -> None:
+    world = weft.Layout.parse(layout).world
+    got = pool.run(partial(begin, fixed_heads, layout), world=world)[0]
+    assert got == pytest.approx(pool.run(begin, fixed_heads, "dp1", world=1)[0], rel=1e-5)
+
+
+def test_an_attention_that_stays_whole_is_refused_under_sequence() -> None:
+    with pytest.raises(UnsupportedModel, match=r"blocks\.0\.attention does not run on its part"):
+        begin(fixed_heads, "tp2+sequence")
 
 
 RIGHT: dict[str, Callable[[], nn.Module]] = {

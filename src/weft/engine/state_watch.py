@@ -126,10 +126,12 @@ class StateWatch:
                 "make it in __init__, or run the model once in the function that builds it",
             )
 
+    @torch.compiler.disable  # what its user compiled has it inside; versions would be guarded
     def _enter(self, unit: str, module: nn.Module, *_: Any) -> None:
         gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
         self._gathered[unit] = [(n, p, version_of(p)) for n, p in gathered]
 
+    @torch.compiler.disable
     def _leave(self, unit: str, *_: Any) -> None:
         for name, p, version in self._gathered.pop(unit, ()):
             if version_of(p) != version and not isinstance(p, PlaceholderTensor):

@@ -35,7 +35,7 @@ def runnable_roles(request: PlanRequest, roles: Roles) -> Roles:
     """The roles without chains whose module does not run as it is cut; a note says which, and why.
 
     Without a sample nothing is known: then the roles stay as they are. Raises UnsupportedModel if
-    such a chain is declared in [roles].
+    such a chain is declared in [roles], or is an attention's under `+sequence`.
     """
     size = request.layout.size(*FEATURE_AXES)
     if size == 1 or request.sample is None:
@@ -65,6 +65,10 @@ def _without(
         raise UnsupportedModel(
             f"roles.{module}", kind.__name__, problem, 'declare its linears "whole"'
         )
+    if request.layout.has_option("sequence") and any(chain.heads for chain in gone):
+        problem = f"{module} does not run on its part of the heads ({reason}), and whole it would"
+        problem += " have a part of the positions"
+        raise UnsupportedModel("layout", str(request.layout), problem, "use tp without sequence")
     note = f"{kind.__name__} does not run on its part ({reason}): left whole under tp"
     rest = tuple(chain for chain in roles.chains if chain not in gone)
     return replace(roles, chains=rest, notes=(*roles.notes, note))

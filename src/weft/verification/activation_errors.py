@@ -9,7 +9,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from weft.core import COPY, EXPERTS, Plan
+from weft.core import COPY, EXPERTS, Plan, is_inside
 from weft.engine import TrainingEngine
 from weft.parallel import DATA_AXES, FEATURE_AXES
 
@@ -124,6 +124,12 @@ def _differs(
     return compared
 
 
+def _in_sequence_region(plan: Plan, name: str) -> bool:
+    """Whether a module stands in a block between whose chains the sequence is cut."""
+    blocks = (step.module for step in plan.steps if step.activation_sharding == "sequence")
+    return any(name != block and is_inside(name, block) for block in blocks)
+
+
 def _own_positions(engine: TrainingEngine, value: Tensor, want: Tensor) -> Tensor:
     """Of a whole activation, the positions that this rank has, where ranks share the sequence."""
     length, size = engine.sequence.now.length, engine.plan.sequence_size
@@ -158,7 +164,7 @@ def _local_part(engine: TrainingEngine, name: str, value: Tensor, want: Tensor) 
         rows = want.unflatten(0, (samples, -1))  # samples and positions in one dim, positions cut
         return rows.narrow(1, index * (rows.shape[1] // size), rows.shape[1] // size).flatten(0, 1)
     # samples and positions in one dim, which ranks have gathered in an order of their own
-    flat = value.ndim == 2 and engine.plan.sliced(name)
+    flat = value.ndim == 2 and _in_sequence_region(engine.plan, name)
     for step in engine.plan.steps if not flat else ():
         for p in step.params:
             if (

@@ -25,13 +25,13 @@ class ActivationRecorder:
 
     `forward` and `backward` name the modules in the order in which these came, one entry per
     tensor. `cores`: calls of attention. `calls`: how often each module was called;
-    `sizes`: how many elements entered and left each time.
+    `shapes`: of what entered and left each time.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
     crossings: dict[str, BoundaryShape] = field(default_factory=dict)
-    sizes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    shapes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     forward: list[str] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
@@ -106,8 +106,8 @@ def record_activations(
             return  # received from another stage, which records it
         keep(trace.outputs, trace.forward, name, out)
         entered = first_tensor((*args, *kwargs.values()))
-        numels = 0 if entered is None else entered.numel(), out.numel()
-        trace.sizes.setdefault(name, []).append(numels)
+        shape = (0,) if entered is None else tuple(entered.shape)
+        trace.shapes.setdefault(name, []).append((shape, tuple(out.shape)))
         if name in experts:
             tokens, index, weights = routing_arguments(experts[name].names, args, kwargs)
             made = tokens.requires_grad or any(

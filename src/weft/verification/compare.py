@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -254,15 +254,16 @@ def _module_calls(
     """How often each module is called; and with how much, on this rank, where one device's shapes
     do not tell: a Python loop over experts calls each with the tokens that chose it."""
     found = {name: CallSizes(count) for name, count in whole.calls.items()}
-    for name, sizes in whole.sizes.items():
-        crossing, mine = whole.crossings[name], trace.sizes.get(name, [])
-        rows = crossing.entered[0] if crossing.entered and len(crossing.entered) == 2 else 0
-        one = sizes[0][0]
-        usual = {one, one * plan.microbatch // crossing.samples}
-        chosen = rows and not crossing.batched and any(entered not in usual for entered, _ in mine)
-        known = chosen and plan.sequence_size == 1 and not plan.sliced(name)
-        if known:
-            found[name] = CallSizes(len(sizes), tuple(mine))
+    for name, shapes in whole.shapes.items():
+        crossing, mine = whole.crossings[name], trace.shapes.get(name, [])
+        if crossing.batched or crossing.entered is None or len(crossing.entered) != 2:
+            continue
+        rows = shapes[0][0][0]
+        usual = {rows, rows * plan.microbatch // crossing.samples}
+        chosen = any(entered[0] not in usual for entered, _ in mine)
+        if chosen and plan.sequence_size == 1 and not plan.sliced(name):
+            sizes = tuple((prod(entered), prod(left)) for entered, left in mine)
+            found[name] = CallSizes(len(shapes), sizes)
     return found
 
 

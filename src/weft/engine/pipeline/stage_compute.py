@@ -162,9 +162,9 @@ class TrainingCompute:
             torch.zeros(6, dtype=torch.float64, device=self.stages.device),
             None,
         )
-        self.state.begin()
         if self.stages.low is not None:
             self.stages.low.begin()
+        self.state.begin()  # after what writes the weights
         self.reducer.begin()
         if self.versions is not None:
             self.versions.begin()
