@@ -19,7 +19,7 @@ from weft.core.data_order import zigzag_spans
 from weft.core.errors import Refusal, WorkerDied
 from weft.engine.context_parallel import ring_attention
 from weft.engine.context_parallel.ring_attention import KeyBlocks, attend_blocks
-from weft.engine.context_parallel.transformers_masks import mask_rules
+from weft.engine.context_parallel.transformers_interfaces import eager_attention_by, mask_rules
 from weft.launch.local_workers import Pool
 from weft.nn.attention_masks import AttentionPattern, causal_mask, documents_of, window_rule
 from weft.nn.losses import causal_lm, cross_entropy, next_token, positionwise
@@ -81,9 +81,34 @@ def hugging_face(kind: str, **more: Any) -> nn.Module:
     if kind == "gpt2":
         config: Any = t.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, **common)
     else:
-        configs = {"llama": t.LlamaConfig, "qwen3": t.Qwen3Config, "mistral": t.MistralConfig}
+        configs = {
+            "llama": t.LlamaConfig,
+            "qwen3": t.Qwen3Config,
+            "mistral": t.MistralConfig,
+            "gemma2": t.Gemma2Config,  # capped scores
+            "gpt_oss": t.GptOssConfig,  # sinks
+        }
         config = configs[kind](**small, **common, num_key_value_heads=2, head_dim=8, **more)
-    model: nn.Module = t.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    kernel = "eager" if kind in ("gemma2", "gpt_oss") else "sdpa"
+    model: nn.Module = t.AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
+    for name, p in model.named_parameters():
+        if "sinks" in name:  # transformers leaves them as they lie in memory
+            nn.init.normal_(p)
+    return model
+
+
+def bart() -> nn.Module:
+    """A decoder whose attention could attend to an encoder, and does not."""
+    t = pytest.importorskip("transformers")
+    config = t.BartConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        max_position_embeddings=LENGTH,
+    )
+    model: nn.Module = t.BartForCausalLM(config)
     return model
 
 
@@ -187,6 +212,14 @@ SUBJECTS |= {
     "padded gpt2": subject(partial(hugging_face, "gpt2"), padded=True),
     "named": subject(Named, packed=True, named=True, features=True, labels=False),
     "frozen": subject(frozen, 2),
+    "bart": subject(bart, 2),
+}
+_dropped = partial(hugging_face, attention_dropout=0.2)
+EAGER = {
+    "capped": subject(partial(_dropped, "gemma2", sliding_window=5, attn_logit_softcapping=2.0), 2),
+    "padded capped": subject(partial(_dropped, "gemma2", sliding_window=5), padded=True),
+    "packed capped": subject(partial(_dropped, "gemma2"), 2, "full", packed=True),
+    "sinks": subject(partial(_dropped, "gpt_oss", num_local_experts=4, sliding_window=5), 2),
 }
 METHODS = [
     "cp2",
@@ -303,7 +336,7 @@ def test_only_named_inputs_reach_the_model(pool: Pool) -> None:
 
 
 def mask_of(pattern: AttentionPattern, length: int) -> Tensor:
-    return pattern._mask((0, length), (0, length), torch.device("cpu"))
+    return pattern.rows(torch.arange(length), length)
 
 
 PATTERNS = {
@@ -415,14 +448,30 @@ def test_refused_before_a_process_starts(layout: str, says: str, change: dict[st
         )
 
 
-def test_eager_attention_is_refused() -> None:
+@pytest.mark.parametrize("layout", ["cp2", "cp4+gather", "dp2.cp2", "cp2.tp2", "pp2.cp2"])
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_attention_as_one_device(pool: Pool, name: str, layout: str) -> None:
+    """Its keys are gathered, and it runs as it is."""
+    holds(pool, EAGER[name], layout)
+
+
+@pytest.mark.parametrize(("layout", "method"), [("cp2", "gather"), ("cp2+gather", "gather")])
+def test_eager_attention_gathers_keys(layout: str, method: str) -> None:
+    plan = weft.plan(hugging_face("gemma2"), layout, batch=8, loss=next_token)
+    assert [step.sequence.method for step in plan.steps if step.sequence] == [method]
+
+
+@pytest.mark.parametrize("layout", ["cp2+ring", "cp2+ulysses", "cp2.ulysses2"])
+def test_eager_attention_by_another_method_is_refused(layout: str) -> None:
+    with pytest.raises(Refusal, match=r"needs all keys at once.*\+gather"):
+        weft.plan(hugging_face("gemma2"), layout, batch=8, loss=next_token)
+
+
+def test_attention_outside_the_interface_is_refused() -> None:
     t = pytest.importorskip("transformers")
-    config = t.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
-    )
-    model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with pytest.raises(Refusal, match="attention by 'eager'"):
-        weft.plan(model, "cp2", batch=8, loss=next_token)
+    bloom = t.BloomForCausalLM(t.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4))
+    with pytest.raises(Refusal, match="neither scaled_dot_product_attention nor transformers'"):
+        weft.plan(bloom, "cp2", batch=8, loss=next_token)
 
 
 class Masked(nn.Module):
@@ -495,3 +544,10 @@ def test_masks_of_transformers_are_its_own_again_after_a_forward() -> None:
     with pytest.raises(ZeroDivisionError), mask_rules(sequence):  # type: ignore[arg-type]
         raise ZeroDivisionError
     assert interface["sdpa"] is own
+
+
+def test_attention_of_transformers_is_its_own_again_after_a_forward() -> None:
+    interface = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    with eager_attention_by(own := lambda *_, **__: None):
+        assert interface.get_interface("eager", None) is own
+    assert interface.get_interface("eager", None) is None and "eager" not in interface

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -36,6 +36,7 @@ from weft.nn import (
     Randomness,
     causal_mask,
     count_choices,
+    eager_attention,
     expert_shares,
     with_loss,
     within_capacity,
@@ -49,8 +50,9 @@ from weft.parallel import (
     split_dim,
 )
 
+from .context_parallel.eager_attention import attend_eagerly
 from .context_parallel.sequence import ContextParallel
-from .context_parallel.transformers_masks import mask_rules
+from .context_parallel.transformers_interfaces import eager_attention_by, mask_rules
 from .expert_load import ExpertLoad
 
 _SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
@@ -84,7 +86,7 @@ class FunctionOverrides(TorchFunctionMode):
         randomness: Randomness,
         selective: bool,
         sequence: ContextParallel | None = None,
-        seen: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+        seen: Callable[..., None] | None = None,
         mesh: Mesh | None = None,
         asked: Callable[[str, int], None] | None = None,
         loads: ExpertLoad | None = None,
@@ -111,6 +113,8 @@ class FunctionOverrides(TorchFunctionMode):
         if self._shared():
             assert self.sequence is not None
             stack.enter_context(mask_rules(self.sequence))
+        if self.seen is not None or self._shared():
+            stack.enter_context(eager_attention_by(self._eager_attention))
         self._entered.append(stack)
         super().__enter__()
         return self
@@ -238,6 +242,26 @@ class FunctionOverrides(TorchFunctionMode):
             site, activation_sharding = self.randomness.site(), self.randomness.activation_sharding
             core = partial(plain_attention, self.randomness, activation_sharding, site)
         return self._attend(core, args, kwargs)
+
+    @torch.compiler.disable
+    def _eager_attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
+        """transformers' attention interface, for what a model attends by itself."""
+        attend = eager_attention(module)
+        assert attend is not None
+        if self.seen is not None:
+            self.seen(query, key, value, True)
+        if self._shared():
+            assert self.sequence is not None
+            attend = partial(attend_eagerly, self.sequence, attend)
+        return attend(module, query, key, value, *args, **options)
 
     @torch.compiler.disable  # one break: messages between ranks overlap with blocks of keys
     def _attention_in_parts(self, dropout: float, args: tuple, kwargs: dict) -> Tensor:

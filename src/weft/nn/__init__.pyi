@@ -33,6 +33,12 @@ from .dropout_rng import (
     Randomness as Randomness,
     mix_key as mix_key,
 )
+from .eager_attention import (
+    EagerAttention as EagerAttention,
+    attends_eagerly as attends_eagerly,
+    attention_kind as attention_kind,
+    eager_attention as eager_attention,
+)
 from .expert_roles import (
     expert_count as expert_count,
     find_experts as find_experts,

@@ -49,28 +49,24 @@ class AttentionPattern:
         if self.plain and (not self.causal or keys[1] <= queries[0] + 1):
             return True
         if (queries, keys) not in self.seen:
-            mask = self._mask(queries, keys, device)
+            mask = self._mask(*(torch.arange(*span, device=device) for span in (queries, keys)))
             self.seen[queries, keys] = bool(mask.any()) if mask.all() or not mask.any() else mask
         return self.seen[queries, keys]
 
-    def _mask(
-        self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device
-    ) -> Tensor:
-        q, k = (
-            torch.arange(*queries, device=device)[:, None],
-            torch.arange(*keys, device=device)[None, :],
-        )
+    def rows(self, queries: Tensor, length: int) -> Tensor:
+        """The mask [b or 1, 1, q, length] of queries at these positions, and all keys."""
+        return self._mask(queries, torch.arange(length, device=queries.device))
+
+    def _mask(self, queries: Tensor, keys: Tensor) -> Tensor:
+        q, k = queries[:, None], keys[None, :]
         mask = (k <= q if self.causal else torch.ones_like(k <= q))[None, None]
         if self.rule is not None:
             mask = mask & self.rule(q, k)
         if self.documents is not None:
-            mine, theirs = (
-                self.documents[:, None, slice(*queries), None],
-                self.documents[:, None, None, slice(*keys)],
-            )
-            mask = mask & (mine == theirs)
+            mine = self.documents[:, None].index_select(2, queries)[..., None]
+            mask = mask & (mine == self.documents[:, None, None].index_select(3, keys))
         if self.valid is not None:
-            mask = mask & self.valid[:, None, None, slice(*keys)]
+            mask = mask & self.valid[:, None, None].index_select(3, keys)
         return mask
 
 
@@ -97,7 +93,7 @@ def causal_mask(position_ids: Tensor, window: int | None = None) -> Tensor | Non
     pattern = AttentionPattern(True, window_rule(window), documents)
     if pattern.plain:
         return None
-    mask = pattern._mask((0, length), (0, length), position_ids.device)
+    mask = pattern.rows(torch.arange(length, device=position_ids.device), length)
     return mask.expand(position_ids.shape[0], 1, length, length)
 
 

@@ -125,6 +125,8 @@ class Randomness:
         """The dim that counts this rank's positions, where ranks share the sequence."""
         if self.rows is None or len(shape) < 2:
             return None
+        if len(shape) == 4 and shape[2:] == (len(self.rows), self.length):
+            return 2  # weights of attention
         dim = 2 if self.activation_sharding == "heads" and len(shape) == 4 else 1
         return dim if shape[dim] * (self.size if sharded == dim else 1) == len(self.rows) else None
 

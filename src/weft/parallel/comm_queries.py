@@ -43,13 +43,14 @@ class CallSizes:
 @dataclass(frozen=True)
 class AttentionCall:
     """A call of `scaled_dot_product_attention` on one device: shapes [b, heads, s, width], of all
-    samples, and whose it is."""
+    samples, and whose it is. `eager`: of a function of the model's own instead."""
 
     module: str
     query: tuple[int, ...]
     key: tuple[int, ...]
     value: tuple[int, ...]
     needs_grad: bool = True
+    eager: bool = False
 
 
 @dataclass(frozen=True)

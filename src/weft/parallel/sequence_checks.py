@@ -9,7 +9,14 @@ from weft.core import (
     Step,
     UnsupportedModel,
 )
-from weft.nn import Roles, check_padding, is_positionwise, named_inputs
+from weft.nn import (
+    Roles,
+    attends_eagerly,
+    attention_kind,
+    check_padding,
+    is_positionwise,
+    named_inputs,
+)
 
 from .axes import (
     FEATURE_AXES,
@@ -43,20 +50,23 @@ def check_shared_sequence(
             f"the loss is not known to be a sum over positions, and {axis} parts them",
             "mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token",
         )
-    kind = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
-    if kind != "sdpa":
-        problem = f"the model computes attention by {kind!r}, of the positions that a rank has"
-        if getattr(model, "_supports_sdpa", True):
-            refuse(problem, 'build it with attn_implementation="sdpa"')
-        refuse(f"{problem}, and transformers has no other for its class", "use dp, fsdp, tp or pp")
-    crossing = next((chain.row for chain in roles.chains if chain.cross), None)
-    if crossing is not None:
-        refuse(f"{crossing} attends to another sequence, which is not cut", "use dp, fsdp or tp")
     methods = {
         step.sequence.method: layout.size(step.sequence.axis)
         for step in steps
         if step.sequence is not None
     }
+    kind, core = attention_kind(model), "scaled_dot_product_attention"
+    if attends_eagerly(model):
+        if set(methods) - {"gather"}:
+            problem = "the model's own attention needs all keys at once, and all heads"
+            refuse(problem, f"write {axis}+gather, or give the model attn_implementation 'sdpa'")
+    elif kind != "sdpa" and getattr(model, "_supports_sdpa", True):
+        problem = f"the model computes attention by {kind!r}, of the positions that a rank has"
+        refuse(problem, 'build it with attn_implementation="sdpa"')
+    elif kind != "sdpa":
+        problem = "modules of the model mix positions by themselves, of those that a rank has:"
+        problem += f" they call neither {core} nor transformers' attention interface"
+        refuse(problem, "use dp, fsdp, tp or pp")
     parts = layout.size(*SEQUENCE_AXES)
     parts *= 1 if [*methods] == ["ulysses"] else 2  # from both ends
     names = inputs if inputs is not None else named_inputs(model)

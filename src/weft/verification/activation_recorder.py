@@ -44,8 +44,8 @@ class ActivationRecorder:
         """A gate asks this of all tokens."""
         self.asked.append(GateQuery(self.inside[-1], what, size))
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """`scaled_dot_product_attention` is called with these."""
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, eager: bool = False) -> None:
+        """`scaled_dot_product_attention` is called with these, or `eager` attention."""
         needs_grad = any(x.requires_grad for x in (query, key, value))
         self.cores.append(
             AttentionCall(
@@ -54,6 +54,7 @@ class ActivationRecorder:
                 tuple(key.shape),
                 tuple(value.shape),
                 needs_grad,
+                eager,
             )
         )
 

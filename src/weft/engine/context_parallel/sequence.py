@@ -163,8 +163,11 @@ class ContextParallel:
         for axis in (*self.heads, *self.keys):
             group = self.mesh.group(axis)
             x = all_gather(x, dim, group, None) if group is not None else x
-        order = torch.cat([torch.arange(*s) for spans in self._spans(x.shape[dim]) for s in spans])
-        return x.index_select(dim, torch.argsort(order).to(x.device))
+        return x.index_select(dim, torch.argsort(self.order(x.shape[dim])).to(x.device))
+
+    def order(self, length: int) -> Tensor:
+        """The positions of a sequence as all ranks have them, one after the other."""
+        return torch.cat([torch.arange(*s) for spans in self._spans(length) for s in spans])
 
     # ---- attention -------------------------------------------------------------------------------
 
@@ -186,7 +189,7 @@ class ContextParallel:
         how many are here, how many the ranks that share the sequence have; queries; keys; device)
         -> factors of the weights."""
         self.calls += 1
-        pattern = self._pattern(query, key, attn_mask, is_causal)
+        pattern = self.pattern(query, key, attn_mask, is_causal)
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
             query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
@@ -222,9 +225,11 @@ class ContextParallel:
         assert out.shape[1] == heads
         return out
 
-    def _pattern(
+    def pattern(
         self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
     ) -> AttentionPattern:
+        """Which keys are seen. Raises UnsupportedModel if the mask says nothing of other ranks'."""
+
         def refuse(problem: str, fix: str) -> UnsupportedModel:
             return UnsupportedModel("layout", str(self.layout), problem, fix)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from weft.core import AxisTraits, Divides, LayoutError, Step, sequence_step
+from weft.nn import attends_eagerly
 
 from ._request import StepsRequest
 
@@ -22,7 +23,7 @@ TRAITS = AxisTraits(
 )
 OPTIONS: Mapping[str, str] = {
     "ring": "keys and values travel around the ranks (the default)",
-    "gather": "keys and values are gathered",
+    "gather": "keys and values are gathered (the default where a model attends eagerly)",
     "ulysses": "the sequence is whole for a part of the heads, by all-to-all there and back",
 }
 
@@ -30,7 +31,8 @@ OPTIONS: Mapping[str, str] = {
 def steps(request: StepsRequest) -> Iterator[Step]:
     """One Step on the whole model."""
     layout = request.layout
-    methods = tuple(option for option in layout.options_of(AXIS) if option != "ep") or ("ring",)
+    usual = "gather" if attends_eagerly(request.model) else "ring"
+    methods = tuple(option for option in layout.options_of(AXIS) if option != "ep") or (usual,)
     if len(methods) > 1:
         fix = "choose one; ulysses beside cp divides within each rank of the ring"
         raise LayoutError("layout", str(layout), f"{' and '.join(methods)} at once", fix)

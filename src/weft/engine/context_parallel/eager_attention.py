@@ -1,0 +1,59 @@
+"""Attention that is a model's own, of this rank's queries with the keys of all ranks.
+
+Its scores are whatever the model makes of them (capped, with sinks, biased), so that blocks of keys
+cannot be merged: keys and values are gathered first, and the model's function runs as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from weft.core import COPY, Boundary
+from weft.nn import EagerAttention
+from weft.parallel import Crossing
+
+from .sequence import ContextParallel
+
+
+def attend_eagerly(
+    sequence: ContextParallel,
+    attend: EagerAttention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """What `attend` gives for this rank's positions.
+
+    Args:
+        sequence: which positions ranks have.
+        attend: the model's function.
+        module: whose attention it is.
+        query: [b, heads, positions here, d].
+        key: [b, kv heads, positions here, d], as `value`.
+        mask: what stands for one, or None.
+        options: what else the function is given.
+
+    Raises:
+        UnsupportedModel: The mask says nothing of other ranks' keys.
+    """
+    length = sequence.now.length
+    pattern = sequence.pattern(query, key, mask, False)
+    sequence.calls += 1
+    for axis in sequence.keys:
+        there = Crossing(Boundary({axis: Shard(2)}, {axis: COPY}), True, sequence.mesh)
+        key, value = there(key), there(value)
+    order = torch.argsort(sequence.order(length)).to(key.device)
+    key, value = key.index_select(2, order), value.index_select(2, order)
+    if mask is not None:
+        seen = pattern.rows(sequence.positions(length, query.device), length)
+        least = torch.finfo(query.dtype).min
+        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
+        mask = mask.masked_fill_(~seen, least).expand(query.shape[0], -1, -1, -1)
+    return attend(module, query, key, value, mask, **options)
