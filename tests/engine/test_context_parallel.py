@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
-from tests.cases import Fused, Subject, in_turn, reference
+from tests.cases import Fused, FusedAttention, Subject, in_turn, reference
 from weft.core.data_order import zigzag_spans
 from weft.core.errors import Refusal, WorkerDied
 from weft.engine.context_parallel import ring_attention
@@ -213,6 +214,90 @@ SUBJECTS |= {
     "named": subject(Named, packed=True, named=True, features=True, labels=False),
     "frozen": subject(frozen, 2),
     "bart": subject(bart, 2),
+}
+
+
+class Recurrent(nn.Module):
+    """Blocks of attention and, by turns, an LSTM or a convolution, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.blocks = nn.ModuleList(RecurrentBlock(i % 2 == 0) for i in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class RecurrentBlock(nn.Module):
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.attention = FusedAttention(32, 4)
+        self.mixer = nn.LSTM(32, 32, batch_first=True) if recurrent else Convolution()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        mixed = self.mixer(x)
+        return x + F.dropout(mixed[0] if isinstance(mixed, tuple) else mixed, 0.2, self.training)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(32, 32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(F.dropout(x, 0.1).transpose(1, 2), (2, 0))).transpose(1, 2)
+
+
+class Shifted(nn.Module):
+    """Mixes neighbours in a way that no structure tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def shifted() -> nn.Module:
+    model: Any = Recurrent()
+    model.blocks = nn.ModuleList(nn.Sequential(FusedAttention(32, 4), Shifted()) for _ in range(2))
+    return model
+
+
+def mixing(kind: str) -> nn.Module:
+    t = pytest.importorskip("transformers")
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4}
+    if kind == "mamba":
+        config = t.MambaConfig(**small, state_size=4)
+    elif kind == "gpt_neo":  # attention that goes through no interface
+        config = t.GPTNeoConfig(
+            **small,
+            attention_types=[[["global", "local"], 1]],
+            window_size=5,
+            max_position_embeddings=LENGTH,
+            attention_dropout=0.2,
+        )
+    else:
+        config = t.Lfm2Config(
+            **small,
+            intermediate_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            layer_types=["conv", "full_attention"],
+        )
+    model: nn.Module = t.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+MIXERS = {
+    "recurrent": subject(Recurrent, 2),
+    "recomputed": subject(Recurrent, 2, "full"),
+    "mamba": subject(partial(mixing, "mamba")),
+    "gpt_neo": subject(partial(mixing, "gpt_neo"), 2),
+    "padded gpt_neo": subject(partial(mixing, "gpt_neo"), padded=True),
+    "lfm2": subject(partial(mixing, "lfm2")),
 }
 _dropped = partial(hugging_face, attention_dropout=0.2)
 EAGER = {
@@ -455,6 +540,35 @@ def test_eager_attention_as_one_device(pool: Pool, name: str, layout: str) -> No
     holds(pool, EAGER[name], layout)
 
 
+@pytest.mark.parametrize(
+    "layout", ["cp2", "ulysses2", "cp2.ulysses2", "dp2.cp2+gather", "cp2.tp2", "pp2.cp2"]
+)
+@pytest.mark.parametrize("name", MIXERS)
+def test_what_mixes_positions_has_whole_sequences(pool: Pool, name: str, layout: str) -> None:
+    holds(pool, MIXERS[name], layout)
+
+
+def test_a_module_is_declared_to_need_whole_sequences(pool: Pool) -> None:
+    with pytest.raises(Refusal, match="splitting the sequence changes") as found:
+        pool.run(engine_of, shifted, "cp2", True, world=2)
+    lines = dict(re.findall(r'"([^"]+)" = "(whole_sequence)"', str(found.value)))
+    assert lines == {"blocks.*.1": "whole_sequence"}
+    want = pool.run(engine_of, shifted, "dp1", False, world=1)[0]
+    got = pool.run(engine_of, shifted, "cp2", True, lines, world=2)[0]
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_padding_that_a_module_of_whole_sequences_is_told_of_is_refused(pool: Pool) -> None:
+    padded = subject(partial(mixing, "lfm2"), padded=True)
+    with pytest.raises((Refusal, WorkerDied), match="told of the padding in a part"):
+        holds(pool, padded, "cp2")
+
+
+def test_whole_sequences_beside_tp_sequence_are_refused() -> None:
+    with pytest.raises(Refusal, match=r"blocks\.0\.mixer needs whole sequences"):
+        weft.plan(Recurrent(), "cp2.tp2+sequence", batch=8, loss=next_token)
+
+
 @pytest.mark.parametrize(("layout", "method"), [("cp2", "gather"), ("cp2+gather", "gather")])
 def test_eager_attention_gathers_keys(layout: str, method: str) -> None:
     plan = weft.plan(hugging_face("gemma2"), layout, batch=8, loss=next_token)
@@ -469,9 +583,15 @@ def test_eager_attention_by_another_method_is_refused(layout: str) -> None:
 
 def test_attention_outside_the_interface_is_refused() -> None:
     t = pytest.importorskip("transformers")
-    bloom = t.BloomForCausalLM(t.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4))
+    config = t.xLSTMConfig(vocab_size=VOCAB, hidden_size=32, num_heads=4, num_hidden_layers=2)
+    model = t.xLSTMForCausalLM(config)
     with pytest.raises(Refusal, match="neither scaled_dot_product_attention nor transformers'"):
-        weft.plan(bloom, "cp2", batch=8, loss=next_token)
+        weft.plan(model, "cp2", batch=8, loss=next_token)
+    declared = {"backbone.blocks.*.mlstm_layer": "whole_sequence"}
+    plan = weft.plan(model, "cp2", batch=8, loss=next_token, roles=declared)
+    assert [step.module for step in plan.steps if step.whole_sequence] == [
+        f"backbone.blocks.{i}.mlstm_layer" for i in range(2)
+    ]
 
 
 class Masked(nn.Module):
@@ -499,13 +619,18 @@ class Masked(nn.Module):
         return self.head(x)
 
 
-def engine_of(what: str, layout: str, tried: bool) -> None:
+def engine_of(
+    what: str | Callable[[], nn.Module], layout: str, tried: bool, roles: dict | None = None
+) -> float:
+    """The second loss."""
+    torch.manual_seed(0)
     batch = tokens()
-    model = Masked(what)
-    plan = weft.plan(model, layout, batch=8, loss=next_token)
+    model = Masked(what) if isinstance(what, str) else what()
+    plan = weft.plan(model, layout, batch=8, loss=next_token, roles=roles)
     sample = {key: value[:2] for key, value in batch.items()} if tried else None
     engine = weft.Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu", sample=sample)
     engine.step(engine.local(batch))
+    return float(engine.step(engine.local(batch)).loss)
 
 
 def sgd(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -143,7 +143,7 @@ def sends(name: str, plan: Plan) -> dict[str, float]:
         trace_.crossings,
         4,
         values=values,
-        cores=trace_.cores,
+        sequence_calls=trace_.cores,
         routings=trace_.routings,
         asked=trace_.asked,
     )

@@ -127,6 +127,7 @@ from .step import (
     Step as Step,
     Weight as Weight,
     collective as collective,
+    computes_whole_sequences as computes_whole_sequences,
     sequence_step as sequence_step,
 )
 from .sync import (

@@ -100,14 +100,7 @@ class Plan:
         kept = [
             s
             for s in steps
-            if s.params
-            or s.input
-            or s.output
-            or s.activation_sharding
-            or s.attributes
-            or s.gather
-            or s.sequence
-            or s.dispatch
+            if s != Step(s.module, s.by)  # something is left of it
         ]
         return replace(
             self,

@@ -61,6 +61,8 @@ def step_row(step: Step) -> tuple[str, str, str, str, str]:
         params += f", {step.dispatch.experts} experts{beside}"
     if step.sequence is not None:
         params += f", sequence by {step.sequence.method}"
+    if step.whole_sequence:
+        params += "whole sequences, on every rank"
     return (
         step.by,
         step.module or "(model)",

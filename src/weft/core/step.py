@@ -21,6 +21,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from .module_names import is_inside
+
 Spec = Mapping[str, Placement]  # axis -> placement; an axis left out is Replicate
 
 
@@ -162,7 +164,8 @@ class Step:
     the input boundary is passed.
 
     `attributes` are the module's own numbers that become local (a stored head count). `sequence`:
-    of the whole model.
+    of the whole model. `whole_sequence`: the module computes on all positions, on every rank of the
+    axes that divide them.
     """
 
     module: str
@@ -175,6 +178,12 @@ class Step:
     gather: FSDPUnit | None = None
     sequence: SequenceShard | None = None
     dispatch: ExpertDispatch | None = None
+    whole_sequence: bool = False
+
+
+def computes_whole_sequences(steps: Iterable[Step], module: str) -> bool:
+    """Whether a module is one that has all positions on every rank, or in one."""
+    return any(step.whole_sequence and is_inside(module, step.module) for step in steps)
 
 
 @dataclass(frozen=True)

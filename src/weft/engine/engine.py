@@ -37,6 +37,7 @@ from .checkpoint_state import CheckpointState
 from .compile_blocks import CompiledBlocks, plan_compilation
 from .compute_copies import ComputeCopies
 from .context_parallel.sequence import ContextParallel
+from .context_parallel.whole_sequence import run_on_whole_sequences
 from .expert_load import ExpertLoad
 from .forward_overrides import ForwardOverrides
 from .fsdp_units import FSDPUnits
@@ -189,6 +190,7 @@ class Engine:
             staged = StageForward(model, plan.staging, stages, device, skip, plan.dtypes)
         self.loads = loads = ExpertLoad(model, find_experts(model), self.mesh)
         self.dispatch = parallelize(self.rank_plan, model, self.mesh, self.randomness)
+        run_on_whole_sequences(model, self.rank_plan, self.sequence)
         self.compiled = CompiledBlocks(model, self.rank_plan, self.mesh, options, loads.modules)
         allocate(model, self.rank_plan, device)
         held = {w.name for w in self.rank_plan.weights}

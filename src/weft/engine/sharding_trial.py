@@ -21,12 +21,13 @@ from weft.nn import model_arguments, module_calls
 from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, VOCABULARY_AXES, Mesh, parallelize
 
 from .context_parallel.sequence import ContextParallel
+from .context_parallel.whole_sequence import run_on_whole_sequences
 from .function_overrides import FunctionOverrides
 from .gathered_model import copy_without_weights
 from .microbatch import Batch, MicroBatch
 from .random_projection import size_of
 from .trial_run import TrialError, TrialRecord, TrialRun
-from .whole_role import lines_that_leave_whole
+from .whole_role import line_of_whole_sequences, lines_that_leave_whole
 
 POSITIONS = 256  # of a trial: few enough for float64
 SHARE = 0.25  # of a GPU's free memory, which the weights of a trial may take in more than they need
@@ -171,6 +172,8 @@ class ShardingTrial:
         plan = replace(plan, precision=way.precision, reduce="fp32", float8=None)
         model, mesh = copy_without_weights(self._model), self._mesh
         parallelize(plan, model, mesh, self._sequence.randomness)
+        if sequence is not None:
+            run_on_whole_sequences(model, plan, sequence)
         run = TrialRun(model, plan, mesh, way.precision, held, sequence, whole)
         inputs = self._sequence.inputs
         micro = MicroBatch(way.sample, model_arguments(inputs, way.sample))
@@ -240,6 +243,8 @@ class ShardingTrial:
         if sequence is not None:
             problem += ": it mixes or counts positions outside attention and position_ids"
             fix = "use dp, fsdp or tp, or let its forward take position_ids, and use them"
+            if line := line_of_whole_sequences(self._model, self._plan, module):
+                fix += f"; or, if that module mixes positions, write {line} under [roles]"
             return UnsupportedModel("layout", layout, problem, fix)
         return UnsupportedModel("layout", layout, problem, advice(self._plan, module))
 

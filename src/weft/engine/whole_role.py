@@ -1,8 +1,11 @@
-"""Which line of [roles] leaves whole what a layout cuts around a module."""
+"""Which line of [roles] leaves a module whole, or its sequences."""
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
+
+from torch import nn
 
 from weft.core import Plan, is_inside
 from weft.parallel import FEATURE_AXES, VOCABULARY_AXES
@@ -30,10 +33,21 @@ def lines_that_leave_whole(plan: Plan, module: str) -> str:
         held = {param for name in found for param in cut[name]}
         tied = [name for name in cut if cut[name] & held and not is_inside(name, module)]
         found = [module, *tied]
-    globs = dict.fromkeys(map(_of_all_blocks, found))
+    globs = dict.fromkeys(_of_all_blocks(plan, name) for name in found)
     left = [c for c in cut if not any(fnmatchcase(c, g) or fnmatchcase(c, f"{g}.*") for g in globs)]
     return ", ".join(f'"{glob}" = "whole"' for glob in globs) if left else ""
 
 
-def _of_all_blocks(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def line_of_whole_sequences(model: nn.Module, plan: Plan, module: str) -> str:
+    """A line such as `"layers.*.mixer" = "whole_sequence"` for the innermost module around this one
+    that is not torch's own; empty outside of the blocks."""
+    while module and type(model.get_submodule(module)).__module__.startswith("torch.nn"):
+        module = module.rpartition(".")[0]
+    if not any(is_inside(module, block) for block in plan.blocks):
+        return ""
+    return f'"{_of_all_blocks(plan, module)}" = "whole_sequence"'
+
+
+def _of_all_blocks(plan: Plan, name: str) -> str:
+    block = next((block for block in plan.blocks if is_inside(name, block)), name)
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", block) + name.removeprefix(block)

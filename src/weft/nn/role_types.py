@@ -76,6 +76,7 @@ class Roles:
     source: str
     notes: tuple[str, ...] = ()
     experts: tuple[ExpertsRole, ...] = ()
+    mixers: tuple[str, ...] = ()  # modules that mix positions, other than by attention weft divides
 
     def of_experts(self, name: str) -> bool:
         """Whether a parameter has a part for each expert."""

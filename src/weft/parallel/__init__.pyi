@@ -45,6 +45,7 @@ from .predict_comms import (
     Collective as Collective,
     GateQuery as GateQuery,
     RoutingCall as RoutingCall,
+    SequenceInput as SequenceInput,
     collective_totals as collective_totals,
     predict_collectives as predict_collectives,
 )

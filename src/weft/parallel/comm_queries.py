@@ -54,6 +54,17 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
+class SequenceInput:
+    """A tensor that enters a module which needs whole sequences, on one device: its shape, of all
+    samples, and bytes of an element."""
+
+    module: str
+    shape: tuple[int, ...]
+    itemsize: int
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
 class GateQuery:
     """What is asked of all tokens: by a gate "shares" of `size` experts, "capacity" for `size`
     choices of a sample, or once a step the "bias" of `size` experts; for a mask `size` "positions"

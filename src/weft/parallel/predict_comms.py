@@ -21,6 +21,7 @@ from weft.core import (
     Step,
     bucket_gradients,
     collective,
+    computes_whole_sequences,
 )
 from weft.nn import reduced_numels
 
@@ -32,6 +33,7 @@ from .comm_queries import (
     Collective,
     GateQuery,
     RoutingCall,
+    SequenceInput,
 )
 from .predict_grad_comms import (
     bucket_bytes,
@@ -56,7 +58,7 @@ def predict_collectives(
     buffers: Iterable[int] = (),
     rank: int = 0,
     values: Mapping[int, int] | None = None,
-    cores: Iterable[AttentionCall] = (),
+    sequence_calls: Iterable[AttentionCall | SequenceInput] = (),
     routings: Iterable[RoutingCall] = (),
     asked: Iterable[GateQuery] = (),
     updated_whole: Collection[str] = (),
@@ -72,7 +74,8 @@ def predict_collectives(
         buffers: bytes of each buffer that is broadcast at the start of a step.
         rank: whose collectives.
         values: bytes of each value that crosses stages, for one microbatch on one rank.
-        cores: the calls of the model's attention.
+        sequence_calls: the calls of the model's attention, and what enters the modules that compute
+            on whole sequences.
         routings: which experts the tokens of each mixture choose.
         asked: what the gates compute over all tokens.
         updated_whole: parameters that one rank updates for all that hold a part of them.
@@ -92,9 +95,13 @@ def predict_collectives(
         for each in asked:
             if plan.staging is None or plan.stage_of(each.module) in whole.stages(rank):
                 comms += _of_all_tokens(plan, each, microbatch)
-        for core in cores if plan.sequence_size > 1 else ():
-            if plan.staging is None or plan.stage_of(core.module) in whole.stages(rank):
-                comms += _attention(plan, core, microbatch, itemsize)
+        for call in sequence_calls if plan.sequence_size > 1 else ():
+            if plan.staging is not None and plan.stage_of(call.module) not in whole.stages(rank):
+                continue
+            if isinstance(call, AttentionCall):
+                comms += _attention(plan, call, microbatch, itemsize)
+            else:
+                comms += _gathered(plan, call, microbatch)
     comms += gather_comms(plan, plan.layout.coords(rank), crossings, unreached, calls)
     drops_unused = bool(unreached) and _in_a_bucket(whole, unreached)
     for bucket in bucket_gradients(plan):
@@ -168,6 +175,7 @@ def _boundaries(
     if crossing is None or (called.sizes and microbatch):  # not reached, or known of all at once
         return
     again = _recomputations(plan, step.module, microbatch)
+    parts = 1 if computes_whole_sequences(plan.steps, step.module) else plan.sequence_size
     for boundary, shape, entry in (
         (step.input, crossing.entered, True),
         (step.output, crossing.left, False),
@@ -184,7 +192,7 @@ def _boundaries(
             whole = list(shape)
             if boundary.inside.get(axis) == Shard(-1):
                 whole[-1] = -(-whole[-1] // size) * size  # an uneven vocabulary travels padded
-            nbytes = round(rows * prod(whole)) // plan.sequence_size * itemsize
+            nbytes = round(rows * prod(whole)) // parts * itemsize
             each = [nbytes] * called.count
             if called.sizes:
                 each = [sizes[0 if entry else 1] * itemsize for sizes in called.sizes]
@@ -200,7 +208,7 @@ def _boundaries(
                     for _ in range(again if when == "forward" else 0):
                         yield Collective(kind, axis, nbytes, "recompute", step.module)
             if boundary.typed:
-                for count in reduced_numels(round(rows * prod(shape[:-1])) // plan.sequence_size):
+                for count in reduced_numels(round(rows * prod(shape[:-1])) // parts):
                     yield Collective(
                         "all_reduce", axis, count * max(4, itemsize), "forward", "(loss)"
                     )
@@ -282,6 +290,25 @@ def _attention(
             for n in sums
             for _ in range(size)
         )
+
+
+def _gathering_order(plan: Plan) -> list[str]:
+    """The axes that divide sequences, as they are gathered: ulysses within the ranks of cp."""
+    cuts = [step.sequence for step in plan.steps if step.sequence is not None]
+    return [cut.axis for cut in sorted(cuts, key=lambda cut: cut.method != "ulysses")]
+
+
+def _gathered(plan: Plan, entering: SequenceInput, microbatch: int) -> Iterator[Collective]:
+    """By which a module gets whole sequences: over ulysses first, then over what it stands in."""
+    again = _recomputations(plan, entering.module, microbatch)
+    samples = plan.microbatch / plan.batch
+    nbytes = round(prod(entering.shape) * samples) * entering.itemsize // plan.sequence_size
+    for axis in _gathering_order(plan):
+        nbytes *= plan.layout.size(axis)
+        for when in ("forward", *["recompute"] * again):
+            yield Collective("all_gather", axis, nbytes, when, entering.module)
+        if entering.needs_grad:
+            yield Collective("reduce_scatter", axis, nbytes, "backward", entering.module)
 
 
 def _inside(
@@ -383,13 +410,9 @@ def _of_all_tokens(plan: Plan, asked: GateQuery, microbatch: int) -> Iterator[Co
     if asked.what not in ("capacity", "positions"):
         return
     sliced &= asked.what == "capacity"  # masks are of what tp has gathered
-    cuts = sorted(
-        (s.sequence for s in plan.steps if s.sequence is not None),
-        key=lambda c: c.method != "ulysses",
-    )
     axes = [
         axis
-        for axis in (*(FEATURE_AXES if sliced else ()), *(c.axis for c in cuts))
+        for axis in (*(FEATURE_AXES if sliced else ()), *_gathering_order(plan))
         if plan.layout.size(axis) > 1
     ]
     nbytes = plan.microbatch * asked.size * 8 // prod(map(plan.layout.size, axes))

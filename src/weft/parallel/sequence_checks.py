@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from weft.core import (
     Layout,
     Step,
@@ -60,13 +62,17 @@ def check_shared_sequence(
         if set(methods) - {"gather"}:
             problem = "the model's own attention needs all keys at once, and all heads"
             refuse(problem, f"write {axis}+gather, or give the model attn_implementation 'sdpa'")
-    elif kind != "sdpa" and getattr(model, "_supports_sdpa", True):
+    elif kind != "sdpa" and (kind != "eager" or not roles.mixers) and _has_sdpa(model):
         problem = f"the model computes attention by {kind!r}, of the positions that a rank has"
         refuse(problem, 'build it with attn_implementation="sdpa"')
-    elif kind != "sdpa":
+    elif kind != "sdpa" and not roles.mixers:
         problem = "modules of the model mix positions by themselves, of those that a rank has:"
         problem += f" they call neither {core} nor transformers' attention interface"
-        refuse(problem, "use dp, fsdp, tp or pp")
+        fix = 'declare them "whole_sequence" under [roles]: all ranks then compute all positions'
+        refuse(problem, f"{fix}; or use dp, fsdp, tp or pp")
+    if roles.mixers and layout.has_option("sequence"):
+        problem = f"{roles.mixers[0]} needs whole sequences, and tp's ranks part them once more"
+        refuse(problem, "use tp without sequence")
     parts = layout.size(*SEQUENCE_AXES)
     parts *= 1 if [*methods] == ["ulysses"] else 2  # from both ends
     names = inputs if inputs is not None else named_inputs(model)
@@ -90,3 +96,7 @@ def check_shared_sequence(
                 f" {size} ranks",
                 "use cp, whose keys travel, or a size that divides them",
             )
+
+
+def _has_sdpa(model: nn.Module) -> bool:
+    return getattr(model, "_supports_sdpa", True)

@@ -9,7 +9,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from weft.core import COPY, EXPERTS, Plan, is_inside
+from weft.core import COPY, EXPERTS, Plan, computes_whole_sequences, is_inside
 from weft.engine import TrainingEngine
 from weft.parallel import DATA_AXES, FEATURE_AXES
 
@@ -35,7 +35,7 @@ def first_activation(
     agreed = ""
     factor = 1.0 if engine.plan.schedule.versions else engine.plan.batch / engine.loss_scale
     for place, (name, call) in enumerate(_calls(references[0].backward)):
-        if _partial(engine.plan, name):
+        if _partial(engine.plan, name) or computes_whole_sequences(engine.plan.steps, name):
             continue
         differs = _differs(
             engine, name, call, trace.gradients, [r.gradients for r in references], factor, bound

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from weft._torch.autograd import in_backward
 from weft._torch.tensors import without_function_modes
+from weft._torch.trees import tree_leaves
 from weft.nn import GateBias, find_experts, routing_arguments
-from weft.parallel import AttentionCall, BoundaryShape, GateQuery, RoutingCall
+from weft.parallel import AttentionCall, BoundaryShape, GateQuery, RoutingCall, SequenceInput
 from weft.pipeline import PlaceholderTensor
 
 
@@ -25,13 +26,14 @@ class ActivationRecorder:
 
     `forward` and `backward` name the modules in the order in which these came, one entry per
     tensor. `cores`: calls of attention. `calls`: how often each module was called;
-    `shapes`: of what entered and left each time.
+    `shapes`: of what entered and left each time; `entered`: every tensor that did.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
     crossings: dict[str, BoundaryShape] = field(default_factory=dict)
     shapes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
+    entered: dict[str, list[SequenceInput]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     forward: list[str] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
@@ -109,6 +111,9 @@ def record_activations(
         entered = first_tensor((*args, *kwargs.values()))
         shape = (0,) if entered is None else tuple(entered.shape)
         trace.shapes.setdefault(name, []).append((shape, tuple(out.shape)))
+        for x in tree_leaves((args, kwargs), Tensor):
+            found = SequenceInput(name, tuple(x.shape), x.itemsize, x.requires_grad)
+            trace.entered.setdefault(name, []).append(found)
         if name in experts:
             tokens, index, weights = routing_arguments(experts[name].names, args, kwargs)
             made = tokens.requires_grad or any(

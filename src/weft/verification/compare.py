@@ -37,6 +37,7 @@ from weft.parallel import (
     CallSizes,
     Collective,
     RoutingCall,
+    SequenceInput,
     collective_totals,
     predict_collectives,
 )
@@ -240,12 +241,22 @@ def _predict_collectives_of(
         engine.buffers.nbytes,
         engine.mesh.rank,
         values,
-        reference.traces[0].cores,
+        [*reference.traces[0].cores, *_sequence_inputs(engine, reference)],
         _routings(reference.traces),
         reference.traces[0].asked,
         engine.updated_whole,
         _module_calls(engine.plan, reference.traces[0], trace),
     )
+
+
+def _sequence_inputs(engine: Engine, reference: Reference) -> list[SequenceInput]:
+    """What enters the modules that compute on whole sequences."""
+    modules = [step.module for step in engine.global_plan.steps if step.whole_sequence]
+    if not modules or not engine.sequence:
+        return []
+    length = engine.sequence.length(reference.batches[0])
+    every = (x for name in modules for x in reference.traces[0].entered.get(name, ()))
+    return [x for x in every if len(x.shape) > 1 and x.shape[1] == length]
 
 
 def _module_calls(

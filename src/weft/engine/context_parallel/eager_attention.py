@@ -16,7 +16,7 @@ from weft.core import COPY, Boundary
 from weft.nn import EagerAttention
 from weft.parallel import Crossing
 
-from .sequence import ContextParallel
+from .sequence import ContextParallel, whole_mask
 
 
 def attend_eagerly(
@@ -44,7 +44,7 @@ def attend_eagerly(
         UnsupportedModel: The mask says nothing of other ranks' keys.
     """
     length = sequence.now.length
-    pattern = sequence.pattern(query, key, mask, False)
+    sequence.pattern(query, key, mask, False)  # refuses what says nothing of other keys
     sequence.calls += 1
     for axis in sequence.keys:
         there = Crossing(Boundary({axis: Shard(2)}, {axis: COPY}), True, sequence.mesh)
@@ -52,8 +52,5 @@ def attend_eagerly(
     order = torch.argsort(sequence.order(length)).to(key.device)
     key, value = key.index_select(2, order), value.index_select(2, order)
     if mask is not None:
-        seen = pattern.rows(sequence.positions(length, query.device), length)
-        least = torch.finfo(query.dtype).min
-        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
-        mask = mask.masked_fill_(~seen, least).expand(query.shape[0], -1, -1, -1)
+        mask = whole_mask(mask, sequence.positions(length, query.device), length)
     return attend(module, query, key, value, mask, **options)

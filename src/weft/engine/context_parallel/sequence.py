@@ -100,7 +100,7 @@ class ContextParallel:
         documents = None
         if padding is not None:
             check_padding(padding)
-        elif "attention_mask" in self.names:
+        elif {"attention_mask", "position_ids"} <= {*self.names}:
             # transformers would else take a jump of position_ids for the beginning of a document
             arguments["attention_mask"] = torch.ones(
                 samples, length, dtype=torch.long, device=device
@@ -167,7 +167,8 @@ class ContextParallel:
 
     def order(self, length: int) -> Tensor:
         """The positions of a sequence as all ranks have them, one after the other."""
-        return torch.cat([torch.arange(*s) for spans in self._spans(length) for s in spans])
+        held = [i for spans in self._spans(length) for span in spans for i in range(*span)]
+        return torch.tensor(held)  # torch.arange may be own_arange
 
     # ---- attention -------------------------------------------------------------------------------
 
@@ -290,10 +291,11 @@ class ContextParallel:
         allow_is_causal_skip: bool = True,
         allow_is_bidirectional_skip: bool = False,
         local_size: int | None = None,
+        added: torch.dtype = torch.bool,
         **rest: Any,
     ) -> Tensor | None:
         """What transformers' mask is here; None where it would have none, with all positions at
-        hand."""
+        hand. `added`: the dtype of one that is added to scores."""
         now, zero = self.now, torch.zeros((), dtype=torch.long)
         plain = (
             now.valid is None
@@ -316,9 +318,8 @@ class ContextParallel:
                 ) from problem
             return found
 
-        return mask_placeholder(
-            AttentionPattern(False, seen, now.documents, now.valid), samples, here
-        )
+        pattern = AttentionPattern(False, seen, now.documents, now.valid)
+        return mask_placeholder(pattern, samples, here, added)
 
     def mask(self, position_ids: Tensor, window: int | None) -> Tensor | None:
         """What `masks.causal_mask` is here."""
@@ -335,13 +336,41 @@ class ContextParallel:
         return None if pattern.plain else mask_placeholder(pattern, position_ids.shape[0], here)
 
 
+class WholeSequence:
+    """What runs between `begin` and `end` has whole sequences. `length`: of those that are parted
+    outside; 0: none are."""
+
+    def __init__(self, sequence: ContextParallel):
+        self._sequence, self._outside = sequence, (sequence.now, sequence.randomness.rows)
+        self.length = sequence.now.length
+
+    def begin(self) -> None:
+        self._sequence.end()
+
+    def end(self) -> None:
+        self._sequence.now, self._sequence.randomness.rows = self._outside
+
+
 def _around_attention(axis: str) -> Boundary:
     """Outside each rank has some positions of all heads, inside all positions of some heads."""
     return Boundary({axis: Shard(2)}, {axis: Shard(1)})
 
 
-def mask_placeholder(pattern: AttentionPattern, samples: int, length: int) -> Tensor:
+def mask_placeholder(
+    pattern: AttentionPattern, samples: int, length: int, dtype: torch.dtype = torch.bool
+) -> Tensor:
     """What a model hands on in place of a mask: no memory, and the rule with it."""
-    mask = torch.empty(samples, 1, length, length, dtype=torch.bool, device="meta")
+    mask = torch.empty(samples, 1, length, length, dtype=dtype, device="meta")
     mask.weft_pattern = pattern  # type: ignore[attr-defined]
     return mask
+
+
+def whole_mask(placeholder: Tensor, queries: Tensor, length: int) -> Tensor:
+    """The mask [b, 1, q, length] that is stood for, of queries at these positions: bool, or added
+    to the scores."""
+    pattern: AttentionPattern = placeholder.weft_pattern  # type: ignore[attr-defined]
+    seen, dtype = pattern.rows(queries, length), placeholder.dtype
+    if dtype != torch.bool:
+        added = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        seen = added.masked_fill_(~seen, torch.finfo(dtype).min)
+    return seen.expand(placeholder.shape[0], *seen.shape[1:])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .sequence import ContextParallel
@@ -23,13 +24,14 @@ def mask_rules(sequence: ContextParallel) -> Iterator[None]:
     def rule(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
         return sequence.rule(batch_size, q_length, **kwargs)
 
-    def whole_rule(*args: Any, **kwargs: Any) -> Tensor | None:
-        return rule(*args, **{**kwargs, "allow_is_causal_skip": False})  # a mask says all
+    def added_rule(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor | None:
+        kwargs |= {"allow_is_causal_skip": False, "added": dtype}  # the mask says all
+        return rule(*args, **kwargs)
 
     interface = "masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"
     with ExitStack() as stack:
         stack.enter_context(_overridden(*interface, "sdpa", rule))
-        stack.enter_context(_overridden(*interface, "eager", whole_rule))
+        stack.enter_context(_overridden(*interface, "eager", added_rule))
         yield
 
 

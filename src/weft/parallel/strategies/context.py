@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from weft.core import AxisTraits, Divides, LayoutError, Step, sequence_step
 from weft.nn import attends_eagerly
 
+from ._mixers import mixer_steps
 from ._request import StepsRequest
 
 AXIS = "cp"
@@ -29,7 +30,7 @@ OPTIONS: Mapping[str, str] = {
 
 
 def steps(request: StepsRequest) -> Iterator[Step]:
-    """One Step on the whole model."""
+    """One Step on the whole model, and one on each module that needs whole sequences."""
     layout = request.layout
     usual = "gather" if attends_eagerly(request.model) else "ring"
     methods = tuple(option for option in layout.options_of(AXIS) if option != "ep") or (usual,)
@@ -43,4 +44,5 @@ def steps(request: StepsRequest) -> Iterator[Step]:
             "the axis ulysses does the same",
             "write one axis, or cp+ring or cp+gather",
         )
+    yield from mixer_steps(request)
     yield sequence_step(AXIS, methods[0], request.roles.alike(request.weights, layout, AXIS))

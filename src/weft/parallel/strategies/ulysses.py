@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from weft.core import AxisTraits, Divides, Step, sequence_step
 
+from ._mixers import mixer_steps
 from ._request import StepsRequest
 
 AXIS = "ulysses"
@@ -23,6 +24,8 @@ OPTIONS: Mapping[str, str] = {}
 
 
 def steps(request: StepsRequest) -> Iterator[Step]:
-    """One Step on the whole model."""
+    """One Step on the whole model; what needs whole sequences is named by `cp`, where it is."""
+    if not request.layout.active_axes("cp"):
+        yield from mixer_steps(request)
     alike = request.roles.alike(request.weights, request.layout, AXIS)
     yield sequence_step(AXIS, "ulysses", alike)
