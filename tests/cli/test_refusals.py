@@ -212,7 +212,15 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "train small.toml --set optimizer.name=rprop --set optimizer.decay_min_dims=2",
             "optimizer.decay_min_dims = 2: rprop has no weight decay. Leave it out.",
         ),
-        ("train small.toml --set optimizer.lr=-1.0", "adamw refuses: Invalid learning rate: -1.0"),
+        (
+            "train small.toml --set optimizer.lr=-1.0",
+            "optimizer.lr = -1.0: adamw refuses: Invalid learning rate: -1.0",
+        ),
+        (
+            "train small.toml --set optimizer.betas=[0.9]",
+            "optimizer.betas = (0.9,): is no list of 2 values. Write as in [0.9, 0.999].",
+        ),
+        ("verify small.toml --set precision.reduce=bf16", "precision.reduce = 'bf16'"),
         ("train small.toml --output small.toml/x", "output = 'small.toml/x': cannot be written to"),
         ("train small.toml --resume", "no complete checkpoint is here"),
         ("train torn.toml --layout tp2", "tensor parallelism finds no"),
@@ -365,6 +373,16 @@ def test_verify_takes_every_layout_of_two_ranks(asked: list[str]) -> None:
     assert "pp2+zb-h1" in asked  # stages of equal time are measured by the ranks
     assert "pp2+pipedream" not in asked  # which cannot clip, and leaves the others be
     assert "tp4" not in asked
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float8"])
+def test_settings_that_need_the_precision_of_verify_are_checked_with_it(
+    asked: list[str], precision: str
+) -> None:
+    settings = ["--set", "precision.reduce=bf16", "--set", "precision.float8=rowwise"]
+    result = weft_("verify", "small.toml", "--precision", precision, "--layout", "dp2", *settings)
+    assert result.exit_code == 1 and "block 3 differs" in result.stdout, result.output
+    assert asked == ["dp2"]
 
 
 # ---- the command itself --------------------------------------------------------------------------
