@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class TrainLoop:
     recorder: TraceRecorder | None = None
     loss: float | None = None  # of the last step that was taken
     left_out: int = 0  # steps in a row
+    skipped: Counter[str] = field(default_factory=Counter)  # steps of this run, by the reason
     factor: float = 1.0  # of the learning rates, in the last step
     val_loss: float | None = None
     passed: int = 0  # batches that are left out for good, so that each step's is so many further on
@@ -84,6 +86,7 @@ class TrainLoop:
         recent: list[
             StepResult
         ] = []  # since the last logged step; read together, so that few wait for the device
+        unread: list[StepResult] = []
         if self.engine.replicas.caught_up and self._evaluates(self.first - 1):
             self._evaluate(self.first - 1)  # the others do so now
         while self.engine.steps_done < t.steps:
@@ -97,13 +100,14 @@ class TrainLoop:
                 self.recorder.before(step - self.first + 1)
             idle_s = self.engine.waited_s
             with self.traffic.step():
-                recent.append(self.engine.step(batch))
+                unread.append(self.engine.step(batch))
+            recent.append(unread[-1])
             self.idle_s += self.engine.waited_s - idle_s
             if self.recorder is not None:
                 self.recorder.after()
             if self.engine.steps_done != step:
                 step = self.engine.steps_done  # it has caught up with replicas that are further
-                recent = recent[-1:]
+                recent, unread = recent[-1:], unread[-1:]
             self.progress.step(step)
             self.watchdog.beat(f"step {step}")
             last = step == t.steps
@@ -111,7 +115,10 @@ class TrainLoop:
             log = stop or last or step == self.first or step % t.log_every == 0
             evaluate = self._evaluates(step) and not stop
             keep = stop or (save.every > 0 and (last or step % save.every == 0))
-            spike = self._read(step, recent) if log or evaluate or keep else None
+            spike = None
+            if log or evaluate or keep:
+                spike = self._read(step, unread)
+                unread.clear()
             if spike is not None:
                 self._go_back(step, spike)
                 recent.clear()
@@ -144,12 +151,12 @@ class TrainLoop:
             mine and self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
         )
 
-    def _read(self, step: int, recent: Sequence[StepResult]) -> str | None:
-        """Wait for this step, the last of `recent`, and go on from none whose loss or gradient is
+    def _read(self, step: int, unread: Sequence[StepResult]) -> str | None:
+        """Wait for this step, the last of `unread`, and go on from none whose loss or gradient is
         not finite, unless it was left out. What is said of a step that is to be undone."""
-        losses: list[float] = torch.stack([result.loss for result in recent]).tolist()
+        losses: list[float] = torch.stack([result.loss for result in unread]).tolist()
         for number, (loss, result) in enumerate(
-            zip(losses, recent, strict=True), step - len(recent) + 1
+            zip(losses, unread, strict=True), step - len(unread) + 1
         ):
             norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
             scaled = self.run.precision.compute == "fp16" and not math.isfinite(
@@ -157,6 +164,9 @@ class TrainLoop:
             )  # a matter of the loss scale
             left_out = result.skipped and self.run.train.skip is not None and not scaled
             self.left_out = self.left_out + 1 if left_out else 0
+            if result.skipped:
+                why = "left out by train.skip" if left_out else "whose gradients overflowed in fp16"
+                self.skipped[why] += 1
             if left_out:
                 self.progress.say(
                     f"step {number}/{self.run.train.steps}  left out: a gradient of norm {norm:.3g}"
@@ -167,7 +177,7 @@ class TrainLoop:
                     " were left out"
                 )
                 raise WeftError(
-                    f"{problem} (train.skip = {self.run.train.skip:g}). {self._advice()}"
+                    f"{problem} (train.skip = {self.run.train.skip:g}). {_advice(self.run)}"
                 )
             if left_out:
                 continue
@@ -175,7 +185,7 @@ class TrainLoop:
             if spike is not None:
                 return f"the loss of step {number} {spike}"
             if not math.isfinite(loss):
-                raise WeftError(f"the loss of step {number} is {loss}. {self._advice()}")
+                raise WeftError(f"the loss of step {number} is {loss}. {_advice(self.run)}")
             if (
                 result.grad_norm is not None
                 and not result.skipped
@@ -183,7 +193,7 @@ class TrainLoop:
             ):
                 raise WeftError(
                     f"the norm of step {number}'s gradient is {float(result.grad_norm)}."
-                    f" {self._advice()}"
+                    f" {_advice(self.run)}"
                 )
             self.loss = loss
         return None
@@ -194,11 +204,11 @@ class TrainLoop:
         folder = checkpoint_folder(self.run)
         kept = latest_step(folder)
         if kept is None:
-            raise WeftError(f"{why}. {self._advice()}")
+            raise WeftError(f"{why}. {_advice(self.run)}")
         self.back = kept, (self.back[1] if self.back[0] == kept else 0) + 1
         if self.back[1] > MOST_BACK:
             raise WeftError(
-                f"{why}, after going back to step {kept} {MOST_BACK} times. {self._advice()}"
+                f"{why}, after going back to step {kept} {MOST_BACK} times. {_advice(self.run)}"
             )
         self.engine.optimizer.state.clear()  # it is made anew, as of the checkpoint
         scalars = restore_engine(self.engine, folder, kept)
@@ -270,7 +280,7 @@ class TrainLoop:
         )
         if not math.isfinite(self.val_loss):
             raise WeftError(
-                f"the validation loss after step {step} is {self.val_loss}. {self._advice()}"
+                f"the validation loss after step {step} is {self.val_loss}. {_advice(self.run)}"
             )
         if self.metrics is not None and self.engine.replicas.leads:
             self.metrics.write({"step": step, "val_loss": self.val_loss})
@@ -292,7 +302,7 @@ class TrainLoop:
             weights = (p.tensor for p in pieces if p.name in names and not p.tensor.is_meta)
             if all(bool(weight.isfinite().all()) for weight in weights):
                 return None
-            return f"a weight after step {step} is not finite. {self._advice()}"
+            return f"a weight after step {step} is not finite. {_advice(self.run)}"
 
         with self._of_this_replica():
             self.saver.save(
@@ -328,14 +338,15 @@ class TrainLoop:
                 raise
             raise WeftError(str(error)) from error
 
-    def _advice(self) -> str:
-        kept = latest_step(Path(self.run.output) / CHECKPOINTS)
-        kept_text = (
-            "No checkpoint was written"
-            if kept is None
-            else f"The latest checkpoint is that of step {kept}"
-        )
-        return (
-            f"{kept_text}. Try a lower optimizer.lr, a train.clip, a longer train.warmup, or"
-            " train.skip."
-        )
+
+def _advice(run: RunConfig) -> str:
+    kept = latest_step(Path(run.output) / CHECKPOINTS)
+    kept_text = (
+        "No checkpoint was written"
+        if kept is None
+        else f"The latest checkpoint is that of step {kept}"
+    )
+    return (
+        f"{kept_text}. Try a lower optimizer.lr, a train.clip, a longer train.warmup, or"
+        " train.skip."
+    )
