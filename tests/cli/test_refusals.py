@@ -64,6 +64,32 @@ class Rows:
 def model():
     return torch.nn.Linear(3, 2)
 
+class Tokens:
+    # sample `at` has a token, `odd`, that the model does not know
+    def __init__(self, at=99, odd=35, seq_len=8):
+        self.at, self.odd, self.seq_len = at, odd, seq_len
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        ids = (torch.arange(self.seq_len + 1) + i) % 32
+        if i == self.at:
+            ids[3] = self.odd
+        return {"input_ids": ids[:-1], "labels": ids[1:]}
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(32, 8)
+        self.places = torch.nn.Embedding(16, 8)
+        self.head = torch.nn.Linear(8, 32)
+    def forward(self, input_ids):
+        x = self.tokens(input_ids)
+        x = x + self.places(torch.arange(input_ids.shape[1], device=x.device))
+        return self.head(x)
+
+def mean(output, batch):
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
 def broken():
     raise AttributeError("a fault of the model itself")
 """
@@ -82,6 +108,18 @@ loss = "weft.losses:classification"
 """
 
 
+TOKENS = """
+[model]
+build = "mine_of_refusals_test:Small"
+[data]
+build = "mine_of_refusals_test:Tokens"
+[train]
+batch = 8
+steps = 8
+threads = 1
+"""
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with two run files; started by no launcher."""
@@ -97,6 +135,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "small.toml").write_text(RUN)
     (tmp_path / "torn.toml").write_text(TORN)
+    (tmp_path / "tokens.toml").write_text(TOKENS)
     (tmp_path / "mine_of_refusals_test.py").write_text(MINE)
     monkeypatch.delitem(sys.modules, "mine_of_refusals_test", raising=False)
     return tmp_path
@@ -233,6 +272,24 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "trian = {'steps': 3}: is no key of a run file. Did you mean \"train\"?",
         ),
         ("verify small.toml --world 521", "left out tp521"),
+        (
+            "train tokens.toml --set data.at=0",
+            "batch['input_ids'] = 35: tokens has 32 rows, for tokens from 0 to 31. Give the model"
+            " a vocabulary of at least 36, or correct the data.",
+        ),
+        ("verify tokens.toml --layout tp2 --set data.at=0", "['input_ids'] = 35: tokens has 32"),
+        (
+            "train tokens.toml --set data.seq_len=20",
+            "the model looks up position 19 in places, which has 16 rows. Give the data a shorter",
+        ),
+        (
+            "train small.toml --set data.seq_len=32",
+            "seq_len = 32: the model takes at most 16 tokens (its seq_len). Give the data a",
+        ),
+        (
+            "train tokens.toml --set train.loss=mine_of_refusals_test:mean",
+            "loss = 'mean': returns one tensor of shape [], not (sum, weight). Return (sum",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_any_process_starts(
@@ -311,6 +368,19 @@ def test_a_run_trains_and_a_second_one_does_not_overwrite_it(folder: Path) -> No
         for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()
     ]
     assert max(steps) == 3
+
+
+@pytest.mark.parametrize("layout", ["dp1", "vp2"])
+@pytest.mark.parametrize(("odd", "cannot"), [(35, "Give the model"), (-3, "Correct the data")])
+def test_a_token_that_the_model_does_not_know_is_refused_where_it_comes(
+    layout: str, odd: int, cannot: str
+) -> None:
+    settings = ["--set", "data.at=40", "--set", f"data.odd={odd}"]
+    result = weft_("train", "tokens.toml", "--layout", layout, *settings)
+    assert result.exit_code == 2, result.output
+    says = f"batch['input_ids'] = {odd}: tokens has 32 rows, for tokens from 0 to 31. {cannot}"
+    assert says in result.stderr
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from .restore_run import LEFT_OUT, LOSSES, restore_engine
 from .run_folder import checkpoint_folder, data_position
 from .source_version import source_version
 from .stop_request import StopRequest
+from .token_rows import refuse_unknown_tokens
 from .trace_recorder import TraceRecorder
 from .watchdog import Watchdog
 
@@ -99,7 +100,7 @@ class TrainLoop:
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
             idle_s = self.engine.waited_s
-            with self.traffic.step():
+            with self.traffic.step(), refuse_unknown_tokens(self.engine, batch):
                 unread.append(self.engine.step(batch))
             recent.append(unread[-1])
             self.idle_s += self.engine.waited_s - idle_s
@@ -272,7 +273,9 @@ class TrainLoop:
         loader.step = 0
         results = []
         for number in range(min(self.run.train.eval_batches * self.shares, loader.steps_per_epoch)):
-            results.append(self.engine.evaluate(build.cast_batch(self.run, next(loader))))
+            batch = build.cast_batch(self.run, next(loader))
+            with refuse_unknown_tokens(self.engine, batch):
+                results.append(self.engine.evaluate(batch))
             self.watchdog.beat(f"batch {number + 1} of the validation after step {step}")
         weights = torch.stack([r.weight for r in results])
         self.val_loss = float(
