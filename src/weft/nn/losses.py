@@ -109,7 +109,7 @@ def widened(loss: Callable[..., Any], output: Any) -> Any:
     return wide(output) if isinstance(output, Tensor) else tree_map(wide, output)
 
 
-def weighed_loss(loss: Loss, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def weighed_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """What a loss returns, (sum, weight). The output is `widened`.
 
     Raises:
