@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import weft
 from tests.cases import LENGTH, VOCAB, Subject
-from weft.checkpoint import Retention, save_checkpoint
+from weft.checkpoint import Retention, fill_engine, save_checkpoint
 from weft.core.errors import ConfigError
 from weft.engine.adamw8bit import _load, _store
 from weft.engine.optimizer_factory import make_optimizer
@@ -21,7 +21,6 @@ from weft.engine.optimizers import elementwise
 from weft.nn.losses import next_token
 from weft.nn.models import decoder
 from weft.sync import make_sync
-from weft.train.restore_run import restore_engine
 from weft.verification.case import Case
 from weft.verification.compare import LayoutResult, check_layout
 from weft.verification.delayed_reference import run_delayed
@@ -385,7 +384,7 @@ def trained(name: str, layout: str, begin: int, folder: Path) -> list[float]:
         model, plan, optimizer=case.optimizer, loss=case.loss, clip=case.clip, device="cpu"
     )
     if begin:
-        restore_engine(e, folder, begin)
+        fill_engine(e, folder, begin)
     found = []
     for step in range(begin, begin + 2):
         found.append(float(e.step(case.batch(step, e.data_rank, e.data_size)).loss))

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint import CHECKPOINTS, AsyncCheckpointer, Retention, latest_step
+from weft.checkpoint import (
+    CHECKPOINTS,
+    AsyncCheckpointer,
+    Retention,
+    describe_origin,
+    fill_engine,
+    latest_step,
+)
 from weft.core import CheckpointError, LocalShard, OutlierFilter, RunConfig, WeftError
 from weft.engine import StepResult, TrainingEngine
 
@@ -22,9 +29,7 @@ from .data import Loader
 from .expert_metrics import ExpertMetrics
 from .metrics import Metrics, StepTimer, highest_over_ranks, peak_memory_bytes
 from .progress import Progress
-from .restore_run import LEFT_OUT, LOSSES, restore_engine
-from .run_folder import checkpoint_folder, data_position
-from .source_version import source_version
+from .run_folder import LEFT_OUT, LOSSES, checkpoint_folder, data_position
 from .stop_request import StopRequest
 from .token_rows import refuse_unknown_tokens
 from .trace_recorder import TraceRecorder
@@ -212,7 +217,7 @@ class TrainLoop:
                 f"{why}, after going back to step {kept} {MOST_BACK} times. {_advice(self.run)}"
             )
         self.engine.optimizer.state.clear()  # it is made anew, as of the checkpoint
-        scalars = restore_engine(self.engine, folder, kept)
+        scalars = fill_engine(self.engine, folder, kept)
         self.passed += step - kept
         self.spikes.restore(scalars.get(LOSSES, ()))
         if self.metrics is not None:
@@ -318,11 +323,7 @@ class TrainLoop:
                     LEFT_OUT: self.passed,
                     LOSSES: [*self.spikes.recent],
                 },
-                {
-                    "layout": str(self.engine.global_plan.layout),
-                    "weft": source_version(),
-                    "torch": torch.__version__,
-                },
+                describe_origin(self.engine.global_plan),
                 Retention(c.keep, c.keep_every),
                 useless,
             )
