@@ -284,7 +284,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "train small.toml --set data.seq_len=32",
-            "seq_len = 32: the model takes at most 16 tokens (its seq_len). Give the data a",
+            "data = 'a sample': the model refuses it: 32 tokens are more than seq_len = 16. Give",
         ),
         (
             "train tokens.toml --set train.loss=mine_of_refusals_test:mean",

@@ -84,7 +84,7 @@ def load(engine: Saved, folder: str | Path, step: int | None = None) -> dict[str
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, lacks a tensor of the model, or has
-            weights that the model lacks. The engine is then as it was.
+            weights that the model lacks. No weight is then changed.
 
     Example:
         weft.checkpoint.load(engine, "runs/mine")

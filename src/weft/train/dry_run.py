@@ -33,18 +33,25 @@ def dry_run(
         sample: a batch with values.
 
     Raises:
-        DataError: the model looks up a row that a table does not have.
+        DataError: the model looks up a row that a table does not have, or raises a ValueError
+            before it computes with a weight.
         ConfigError: the loss does not return (sum, weight).
     """
     if not all(p.is_meta for p in model.parameters()):
         return
     names = named_inputs(model) if inputs is None else inputs
-    with suppress(_Unknown), torch.random.fork_rng([]), torch.no_grad(), KeptValues(model, sample):
+    values = KeptValues(model, sample)
+    with suppress(_Unknown), torch.random.fork_rng([]), torch.no_grad(), values:
         try:
             output = model(**model_arguments(names, dict(sample)))
             weighed_loss(loss, output, dict(sample))
         except Refusal:
             raise
+        except ValueError as error:
+            if values.lost:
+                raise _Unknown from error
+            fix = "give other samples, or another model"
+            raise DataError("data", "a sample", f"the model refuses it: {error}", fix) from error
         except Exception as error:  # without values a model may fail in any way
             raise _Unknown from error
 
@@ -61,6 +68,7 @@ class KeptValues(TorchFunctionMode):
     def __init__(self, model: nn.Module, batch: Mapping[str, Tensor]):
         super().__init__()
         self._names = {id(p): name for name, p in model.named_parameters()}
+        self.lost = False  # whether what comes may come of missing values
         self._entries = {t.untyped_storage().data_ptr(): key for key, t in batch.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,11 +78,14 @@ class KeptValues(TorchFunctionMode):
         found: list[Tensor] = []
         tree_map(lambda t: found.append(t) if isinstance(t, Tensor) else None, (args, kwargs))
         bare = [t for t in found if t.is_meta]
+        self.lost |= bool(bare)
         if bare and len(bare) < len(found):
             if func is F.embedding:
                 self._check_rows(*found[:2])
             args, kwargs = tree_map(_without_values, (args, kwargs))
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        self.lost |= isinstance(made, Tensor) and made.is_meta
+        return made
 
     def _check_rows(self, index: Tensor, table: Tensor) -> None:
         """Raises DataError."""

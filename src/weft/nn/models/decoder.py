@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.core import DataError
-
 from ..attention_masks import causal_mask
 from .moe import Mixture
 
@@ -147,9 +145,7 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if input_ids.size(1) > self.seq_len:
-            problem = f"the model takes at most {self.seq_len} tokens (its seq_len)"
-            fix = "give the data a shorter seq_len, or the model a longer one"
-            raise DataError("seq_len", input_ids.size(1), problem, fix)
+            raise ValueError(f"{input_ids.size(1)} tokens are more than seq_len = {self.seq_len}")
         x = self.dropout(self.embedding(input_ids))
         mask = None if position_ids is None else causal_mask(position_ids)
         # not of x: so each stage of a pipeline makes the table itself, and none is sent
