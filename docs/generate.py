@@ -46,6 +46,7 @@ FACES: dict[str, tuple[str, ...] | None] = {
     "weft.models": None,
     "weft.data": None,
     "weft.optimizers": None,
+    "weft.checkpoint": ("save", "load"),
     "weft.sync": ("make_sync", "registry"),
     "weft.nn": (
         "causal_mask",

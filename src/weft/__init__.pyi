@@ -1,4 +1,11 @@
-from . import sync as sync
+from . import (
+    checkpoint as checkpoint,
+    data as data,
+    losses as losses,
+    models as models,
+    optimizers as optimizers,
+    sync as sync,
+)
 from .core import Layout as Layout, Plan as Plan, __version__ as __version__
 from .engine import Engine as Engine, Remote as Remote, StepResult as StepResult
 from .nn import deferred_init as deferred_init

@@ -64,6 +64,32 @@ class Rows:
 def model():
     return torch.nn.Linear(3, 2)
 
+class Tokens:
+    # sample `at` has a token, `odd`, that the model does not know
+    def __init__(self, at=99, odd=35, seq_len=8):
+        self.at, self.odd, self.seq_len = at, odd, seq_len
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        ids = (torch.arange(self.seq_len + 1) + i) % 32
+        if i == self.at:
+            ids[3] = self.odd
+        return {"input_ids": ids[:-1], "labels": ids[1:]}
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(32, 8)
+        self.places = torch.nn.Embedding(16, 8)
+        self.head = torch.nn.Linear(8, 32)
+    def forward(self, input_ids):
+        x = self.tokens(input_ids)
+        x = x + self.places(torch.arange(input_ids.shape[1], device=x.device))
+        return self.head(x)
+
+def mean(output, batch):
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
 def broken():
     raise AttributeError("a fault of the model itself")
 """
@@ -82,6 +108,18 @@ loss = "weft.losses:classification"
 """
 
 
+TOKENS = """
+[model]
+build = "mine_of_refusals_test:Small"
+[data]
+build = "mine_of_refusals_test:Tokens"
+[train]
+batch = 8
+steps = 8
+threads = 1
+"""
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with two run files; started by no launcher."""
@@ -97,6 +135,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "small.toml").write_text(RUN)
     (tmp_path / "torn.toml").write_text(TORN)
+    (tmp_path / "tokens.toml").write_text(TOKENS)
     (tmp_path / "mine_of_refusals_test.py").write_text(MINE)
     monkeypatch.delitem(sys.modules, "mine_of_refusals_test", raising=False)
     return tmp_path
@@ -212,7 +251,15 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "train small.toml --set optimizer.name=rprop --set optimizer.decay_min_dims=2",
             "optimizer.decay_min_dims = 2: rprop has no weight decay. Leave it out.",
         ),
-        ("train small.toml --set optimizer.lr=-1.0", "adamw refuses: Invalid learning rate: -1.0"),
+        (
+            "train small.toml --set optimizer.lr=-1.0",
+            "optimizer.lr = -1.0: adamw refuses: Invalid learning rate: -1.0",
+        ),
+        (
+            "train small.toml --set optimizer.betas=[0.9]",
+            "optimizer.betas = (0.9,): is no list of 2 values. Write as in [0.9, 0.999].",
+        ),
+        ("verify small.toml --set precision.reduce=bf16", "precision.reduce = 'bf16'"),
         ("train small.toml --output small.toml/x", "output = 'small.toml/x': cannot be written to"),
         ("train small.toml --resume", "no complete checkpoint is here"),
         ("train torn.toml --layout tp2", "tensor parallelism finds no"),
@@ -225,6 +272,24 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "trian = {'steps': 3}: is no key of a run file. Did you mean \"train\"?",
         ),
         ("verify small.toml --world 521", "left out tp521"),
+        (
+            "train tokens.toml --set data.at=0",
+            "batch['input_ids'] = 35: tokens has 32 rows, for tokens from 0 to 31. Give the model"
+            " a vocabulary of at least 36, or correct the data.",
+        ),
+        ("verify tokens.toml --layout tp2 --set data.at=0", "['input_ids'] = 35: tokens has 32"),
+        (
+            "train tokens.toml --set data.seq_len=20",
+            "the model looks up position 19 in places, which has 16 rows. Give the data a shorter",
+        ),
+        (
+            "train small.toml --set data.seq_len=32",
+            "data = 'a sample': the model refuses it: 32 tokens are more than seq_len = 16. Give",
+        ),
+        (
+            "train tokens.toml --set train.loss=mine_of_refusals_test:mean",
+            "loss = 'mean': returns one tensor of shape [], not (sum, weight). Return (sum",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_any_process_starts(
@@ -305,6 +370,19 @@ def test_a_run_trains_and_a_second_one_does_not_overwrite_it(folder: Path) -> No
     assert max(steps) == 3
 
 
+@pytest.mark.parametrize("layout", ["dp1", "vp2"])
+@pytest.mark.parametrize(("odd", "cannot"), [(35, "Give the model"), (-3, "Correct the data")])
+def test_a_token_that_the_model_does_not_know_is_refused_where_it_comes(
+    layout: str, odd: int, cannot: str
+) -> None:
+    settings = ["--set", "data.at=40", "--set", f"data.odd={odd}"]
+    result = weft_("train", "tokens.toml", "--layout", layout, *settings)
+    assert result.exit_code == 2, result.output
+    says = f"batch['input_ids'] = {odd}: tokens has 32 rows, for tokens from 0 to 31. {cannot}"
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+
+
 @pytest.mark.parametrize(
     ("what", "says"), [("raise", "ValueError: the row is torn"), ("kill", "killed by SIGKILL")]
 )
@@ -365,6 +443,16 @@ def test_verify_takes_every_layout_of_two_ranks(asked: list[str]) -> None:
     assert "pp2+zb-h1" in asked  # stages of equal time are measured by the ranks
     assert "pp2+pipedream" not in asked  # which cannot clip, and leaves the others be
     assert "tp4" not in asked
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float8"])
+def test_settings_that_need_the_precision_of_verify_are_checked_with_it(
+    asked: list[str], precision: str
+) -> None:
+    settings = ["--set", "precision.reduce=bf16", "--set", "precision.float8=rowwise"]
+    result = weft_("verify", "small.toml", "--precision", precision, "--layout", "dp2", *settings)
+    assert result.exit_code == 1 and "block 3 differs" in result.stdout, result.output
+    assert asked == ["dp2"]
 
 
 # ---- the command itself --------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import weft
 from tests.cases import LENGTH, VOCAB, Subject
-from weft.checkpoint import Retention, save_checkpoint
+from weft.checkpoint import Retention, fill_engine, save_checkpoint
 from weft.core.errors import ConfigError
 from weft.engine.adamw8bit import _load, _store
 from weft.engine.optimizer_factory import make_optimizer
@@ -21,7 +21,6 @@ from weft.engine.optimizers import elementwise
 from weft.nn.losses import next_token
 from weft.nn.models import decoder
 from weft.sync import make_sync
-from weft.train.restore_run import restore_engine
 from weft.verification.case import Case
 from weft.verification.compare import LayoutResult, check_layout
 from weft.verification.delayed_reference import run_delayed
@@ -304,7 +303,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("no_decay", {"no_decay": ["*nrom*"]}, "matches no parameter"),
     ("groups", {"groups": {"hiden.*": {"lr": 1.0}}}, 'Did you mean "hidden.bias"?'),
     ("no_decay", {"no_decay": ["head.weight"]}, 'tied parameter.*Write "embedding.weight"'),
-    ("groups", {"groups": {"frozen.*": {"lr": 1.0}}}, "not trained alone"),
+    ("groups", {"groups": {"frozen.*": {"lr": 1.0}}}, "all parameters that it matches are frozen"),
     ("adamw", {"kind": "muon"}, "perhaps embedding.weight, hidden.weight"),
     ("adamw", {"kind": "muon", "adamw": ["embed.*"]}, "matches no parameter"),
 ]
@@ -319,6 +318,13 @@ def test_patterns_that_match_nothing_are_refused(
         weft.Engine(Net(), plan_of("dp1"), optimizer=made, loss=next_token, device="cpu")
 
 
+class Careless(torch.optim.SGD):
+    """An optimizer that does not check its arguments."""
+
+    def __init__(self, params: Any, lr: float = 1.0, betas: tuple[float, float] = (0.9, 0.99)):
+        super().__init__(params, lr=lr, momentum=betas[1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -326,7 +332,29 @@ def test_patterns_that_match_nothing_are_refused(
         ({"kind": "sparseadam"}, "'sparseadam': it takes sparse gradients alone"),
         ({"kind": "adamq"}, "is no known optimizer. Did you mean"),
         ({"groups": {"*": {"rate": 1.0}}}, r"groups.\*.rate = 1.0: is no setting"),
-        ({"groups": {"*": {"lr": -1.0}}}, "adamw refuses: Invalid learning rate: -1.0"),
+        (
+            {"groups": {"*": {"lr": -1.0}}},
+            r"groups.\*.lr = -1.0: adamw refuses: Invalid learning rate: -1.0",
+        ),
+        ({"lr": -1.0, "eps": 0.0}, "optimizer.lr = -1.0: adamw refuses: Invalid learning rate"),
+        ({"lr": 1.0, "eps": -1.0}, "optimizer.eps = -1.0: adamw refuses: Invalid epsilon"),
+        ({"lr": 1.0, "betas": [0.9, 1.5]}, r"betas = \(0.9, 1.5\): adamw refuses: Invalid beta"),
+        ({"betas": [0.9]}, r"betas = \(0.9,\): is no list of 2 values. Write as in \[0.9, 0.999\]"),
+        ({"betas": [0.9, 0.99, 0.999]}, "optimizer.betas = .*: is no list of 2 values"),
+        ({"betas": 0.9}, "optimizer.betas = 0.9: is no list of 2 values"),
+        (
+            {"groups": {"*": {"betas": [0.9]}}},
+            r"groups.\*.betas = \(0.9,\): is no list of 2 values",
+        ),
+        (
+            {"kind": "muon", "adamw": [], "groups": {"*": {"betas": [0.9]}}},
+            r"groups.\*.betas = \(0.9,\): is no list of 2 values",
+        ),
+        ({"kind": "sgd", "lr": float("inf")}, "optimizer.lr = inf: is not finite"),
+        ({"eps": float("nan")}, "optimizer.eps = nan: is not finite"),
+        ({"weight_decay": True}, "weight_decay = True: is not a number. Write as in 0.01"),
+        ({"kind": Careless, "lr": float("nan")}, "optimizer.lr = nan: is not finite"),
+        ({"kind": Careless, "betas": (0.9,)}, r"betas = \(0.9,\): Careless refuses: tuple index"),
         ({"groups": {"*": {"fused": True}}}, "is one for all parameters"),
         ({"kind": "rprop", "no_decay": ["*"]}, "rprop has no weight decay"),
         ({"kind": "lion", "betas": [0.9, 1.0]}, "lion refuses: betas are two numbers"),
@@ -356,7 +384,7 @@ def trained(name: str, layout: str, begin: int, folder: Path) -> list[float]:
         model, plan, optimizer=case.optimizer, loss=case.loss, clip=case.clip, device="cpu"
     )
     if begin:
-        restore_engine(e, folder, begin)
+        fill_engine(e, folder, begin)
     found = []
     for step in range(begin, begin + 2):
         found.append(float(e.step(case.batch(step, e.data_rank, e.data_size)).loss))

@@ -6,6 +6,7 @@ import multiprocessing
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import weft
 from weft._torch import functional_collectives
+from weft.core.errors import ConfigError
 from weft.nn import chunked_softmax, losses
 
 IGNORED = losses.IGNORED
@@ -402,3 +405,39 @@ def test_vocabulary_parallel_compiled(pool):
 
 def test_vocabulary_parallel_beside_data_parallel(tmp_path):
     spawn(4, check_two_axes, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (torch.zeros(()), "returns one tensor of shape \\[\\], not \\(sum, weight\\). Return"),
+        (torch.zeros(2), "returns one tensor of shape \\[2\\]"),
+        ((torch.zeros(3), 3), "returns \\(one tensor of shape \\[3\\], int\\)"),
+        ((0.5, 3), "returns \\(float, int\\)"),
+        ((torch.zeros(()),) * 3, "not \\(sum, weight\\)"),
+        (None, "returns NoneType"),
+    ],
+)
+def test_a_loss_that_returns_no_sum_and_weight_is_refused(found: Any, says: str) -> None:
+    def mine(output: Any, batch: Any) -> Any:
+        return found
+
+    with pytest.raises(ConfigError, match=f"loss = 'mine': .*{says}"):
+        losses.weighed_loss(mine, torch.zeros(2), {})
+    total = torch.zeros(())
+    for weight in (3, 3.0, torch.ones(())):
+        assert losses.weighed_loss(lambda *_: (total, weight), None, {}) == (total, weight)  # noqa: B023
+
+
+def test_an_engine_refuses_such_a_loss() -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def mean(output: Any, batch: Any) -> Any:
+        return output.mean()
+
+    plan = weft.plan(model, "dp1", batch=4)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    engine = weft.Engine(model, plan, optimizer=sgd, loss=mean, device="cpu")
+    for call in (engine.step, engine.evaluate):
+        with pytest.raises(ConfigError, match="loss = 'mean': returns one tensor"):
+            call({"input": torch.zeros(4, 2)})

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -251,6 +252,18 @@ def test_rates_are_over_the_steps_since_the_last_line(
     run = make(tmp_path, train__log_every=2)
     train(run, False)
     assert curve(run, "step_s") == [(1, 6), (2, 6), (4, 3), (6, 3)]
+
+
+def test_the_speed_is_without_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    laps = iter((1000.0, 2.0, 2.0, 2.0, 500.0, 2.0, 1000.0))  # first what compiles
+    monkeypatch.setattr(StepTimer, "lap", lambda clock: next(laps))
+    train(make(tmp_path), False)
+    out = capfd.readouterr().out
+    assert re.search(r"speed +32 tokens/s \(median without the first step\)", out)
+    train(make(tmp_path / "one", train__steps=1, train__warmup=0), False)
+    assert re.search(r"speed .* tokens/s \(of the first step\)", capfd.readouterr().out)
 
 
 def test_time_to_save_is_no_time_of_training(
@@ -574,6 +587,33 @@ def test_steps_that_are_left_out_are_counted_and_said(
     ):
         train(rest, False)
     assert capfd.readouterr().out.count("left out: a gradient of norm nan") == 10
+
+
+def steep(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """`next_token`, with gradients that are too large for the first scale in fp16."""
+    loss, weight = next_token(output, batch)
+    return loss * 1e5, weight
+
+
+def test_the_summary_counts_skipped_steps_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"train__loss": "tests.train.test_trainer:weighed", "train__skip": 10.0}
+    settings |= {"train__steps": 16, "train__batch": 2, "train__accumulate": 1}
+    # each step is saved, and every eighth logged
+    run = make(tmp_path, **settings, checkpoint__every=1, train__log_every=8)
+    train(run, False)
+    left_out, out = int(sum(line.get("skipped", 0) for line in lines(run))), capfd.readouterr().out
+    assert left_out and out.count("left out: a gradient of norm nan") == left_out
+    assert re.search(rf"skipped +{left_out} steps?, left out by train.skip", out)
+    steep = {"precision__compute": "fp16", "train__loss": "tests.train.test_trainer:steep"}
+    train(make(tmp_path / "low", **steep, train__steps=3), False)
+    skipped = re.search(
+        r"skipped +(\d) steps?, whose gradients overflowed in fp16", capfd.readouterr().out
+    )
+    assert skipped is not None and int(skipped[1]) >= 1
+    train(make(tmp_path / "plain"), False)
+    assert "skipped" not in capfd.readouterr().out
 
 
 class Bad(Ramps):

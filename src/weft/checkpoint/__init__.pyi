@@ -1,4 +1,11 @@
 from .async_save import AsyncCheckpointer as AsyncCheckpointer
+from .engine_files import (
+    describe_origin as describe_origin,
+    fill_engine as fill_engine,
+    load as load,
+    order_scalars as order_scalars,
+    save as save,
+)
 from .index import (
     CHECKPOINTS as CHECKPOINTS,
     CheckpointIndex as CheckpointIndex,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,11 +72,13 @@ def load(
     settings: list[str] | None = None,
     layout: str | None = None,
     output: str | None = None,
+    further: Mapping[str, str] | None = None,
 ) -> RunConfig:
-    """Read the run file, with the keys that the command line overrides. Raises Refusal."""
+    """Read the run file, with the keys that the command line overrides: `settings`, and after them
+    those of other options. `further`: key -> TOML value. Raises Refusal."""
     from weft.core import load_run
 
-    overrides = key_values(settings, "train.steps=20")
+    overrides = key_values(settings, "train.steps=20") | dict(further or {})
     for key, text in (("layout.axes", layout), ("output", output)):
         if text is not None:
             overrides[key] = json.dumps(text)  # a string, even if it reads like a number

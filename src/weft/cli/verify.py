@@ -34,7 +34,9 @@ def verify(
     """Verify that loss, gradients and weights equal those of one device, and that the collectives
     are the predicted ones."""
     with exit_codes():
-        run = load(path, settings)
+        # checked as it is verified: what else is set may need that
+        low = {"precision.compute": '"bf16"'} if precision in ("bf16", "float8") else {}
+        run = load(path, settings, further=low)
 
         from weft.core import Refusal
         from weft.train import check_run

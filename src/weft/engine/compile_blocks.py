@@ -178,6 +178,7 @@ class CompiledBlocks:
         while isinstance(marked, partial):
             marked = marked.func
         vars(run).update(vars(marked))  # as @vocab_parallel marks it
+        run.__name__ = getattr(marked, "__name__", run.__name__)
         return run
 
     @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from weft.core import STAGE_AXIS
-from weft.nn import computed, model_arguments, widened
+from weft.nn import computed, model_arguments, weighed_loss
 from weft.parallel import TOKEN_AXES, Mesh
 
 from .compile_blocks import CompiledBlocks
@@ -55,7 +55,7 @@ class Inference:
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
 
         def add(output: Any, micro: Batch) -> None:
-            value, weight = loss(widened(loss, output), micro)
+            value, weight = weighed_loss(loss, output, micro)
             total.add_(torch.stack([value, torch.as_tensor(weight, device=value.device)]).double())
 
         plan = self.stages.plan

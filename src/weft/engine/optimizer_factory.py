@@ -4,7 +4,10 @@ which the one-device run and every rank of a layout call alike."""
 from __future__ import annotations
 
 import inspect
+import math
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -112,9 +115,9 @@ def check_pattern(field_name: str, pattern: str, weights: Sequence[Weight]) -> N
         problem = f"matches another name of a tied parameter, which counts as {tied.name}"
         raise ConfigError(field_name, pattern, problem, f'write "{tied.name}"')
     if any(fnmatchcase(w.name, pattern) for w in weights):
-        raise ConfigError(
-            field_name, pattern, "matches parameters that are not trained alone", "leave it out"
-        )
+        problem = "all parameters that it matches are frozen, and no optimizer updates those"
+        fix = "leave it out, or set requires_grad = True on those that are to be trained"
+        raise ConfigError(field_name, pattern, problem, fix)
     fix = nearest(pattern, [w.name for w in trained])
     raise ConfigError(field_name, pattern, "matches no parameter", fix)
 
@@ -195,6 +198,8 @@ def _check_arguments(made: OptimizerFactory, name: str) -> None:
     if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
         known = list(parameters)[1:]
         require_known("optimizer", made.arguments, known, f"argument of {name}")
+    defaults = {key: p.default for key, p in parameters.items()}
+    _check_values("optimizer", made, made.arguments, defaults)
     whole = _try(made, name, {}, "optimizer")
     allowed = {key for group in whole.param_groups for key in group} - {"params", "param_names"}
     if "weight_decay" not in allowed:
@@ -210,21 +215,55 @@ def _check_arguments(made: OptimizerFactory, name: str) -> None:
                 problem, fix = "is one for all parameters", f"write {key} in [optimizer]"
                 raise ConfigError(f"{table}.{key}", settings[key], problem, fix)
         require_known(table, settings, allowed - {*NOT_BY_GROUP}, f"setting of a group of {name}")
+        _check_values(table, made, settings, dict(ChainMap(*whole.param_groups)))
         _try(made, name, settings, table)
+
+
+def _check_values(
+    table: str, made: OptimizerFactory, given: Mapping[str, Any], like: Mapping[str, Any]
+) -> None:
+    """Refuse values on which an optimizer fails or diverges at its first step only. `like`: values
+    that it takes. What an optimizer of the user's own means by a value it says itself, but for the
+    rate. Raises ConfigError."""
+    known = made.kind in known_optimizers().values()
+    for key, value in given.items():
+        usual, field_name = like.get(key), f"{table}.{key}"
+        numbers = value if isinstance(value, tuple) else (value,)
+        if (known or key == "lr") and any(
+            isinstance(number, float) and not math.isfinite(number) for number in numbers
+        ):
+            raise ConfigError(field_name, value, "is not finite", "write a finite number")
+        if not known:
+            continue
+        if isinstance(usual, tuple) and usual and len(numbers) != len(usual):
+            problem, fix = f"is no list of {len(usual)} values", f"write as in {[*usual]}"
+            raise ConfigError(field_name, value, problem, fix)
+        if isinstance(value, bool) and isinstance(usual, float):
+            raise ConfigError(field_name, value, "is not a number", f"write as in {usual}")
 
 
 def _try(
     made: OptimizerFactory, name: str, settings: Mapping[str, Any], table: str
 ) -> torch.optim.Optimizer:
-    """The optimizer of a matrix and a vector, as its constructor checks its arguments."""
-    tried = [("weight", nn.Parameter(torch.zeros(2, 2))), ("bias", nn.Parameter(torch.zeros(2)))]
-    arguments = {**made.arguments, **settings}
+    """The optimizer of a matrix and a vector, as its constructor checks its arguments. An argument
+    without which it takes all others is named as the one that it refuses."""
+
+    def construct(settings: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+        shapes = {"weight": (2, 2), "bias": (2,)}
+        tried = [(n, nn.Parameter(torch.zeros(shape))) for n, shape in shapes.items()]
+        return made.kind(tried, **arguments, **settings)
+
+    given = dict(settings or made.arguments)
+    others = {k: v for k, v in made.arguments.items() if k not in given}
     try:
-        return made.kind(tried, **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            table,
-            dict(settings or made.arguments),
-            f"{name} refuses: {error}",
-            "correct that argument",
-        ) from error
+        return construct(given, others)
+    except Exception as error:  # an optimizer of the user's own may fail in any way
+        field_name: str = table
+        value: Any = given
+        for key in given:
+            with suppress(Exception):
+                construct({k: v for k, v in given.items() if k != key}, others)
+                field_name, value = f"{table}.{key}", given[key]
+                break
+        problem, fix = f"{name} refuses: {error}", "correct that argument"
+        raise ConfigError(field_name, value, problem, fix) from error

@@ -5,7 +5,7 @@ from .attention_masks import (
     documents_of as documents_of,
     window_rule as window_rule,
 )
-from .batch_labels import check_labels as check_labels
+from .batch_labels import IGNORED as IGNORED, check_labels as check_labels
 from .batchnorm import BatchNorm as BatchNorm
 from .block_lists import block_lists as block_lists, callable_blocks as callable_blocks
 from .chain_parts import (
@@ -59,6 +59,7 @@ from .losses import (
     reduced_numels as reduced_numels,
     split_loss as split_loss,
     vocab_parallel as vocab_parallel,
+    weighed_loss as weighed_loss,
     widened as widened,
 )
 from .models import convnet as convnet, decoder as decoder

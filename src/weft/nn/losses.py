@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft._torch.functional_collectives import all_reduce
 from weft._torch.trees import tree_map
+from weft.core import ConfigError
 
 from .batch_labels import IGNORED, shift_labels
 from .chunked_softmax import chunk_rows, softmax_parts, token_losses, wide
@@ -106,6 +107,43 @@ def widened(loss: Callable[..., Any], output: Any) -> Any:
         return leaf.float() if low else leaf
 
     return wide(output) if isinstance(output, Tensor) else tree_map(wide, output)
+
+
+def weighed_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What a loss returns, (sum, weight). The output is `widened`.
+
+    Raises:
+        ConfigError: it returns anything else, such as a mean.
+
+    Example:
+        >>> total, weight = weighed_loss(mse, torch.ones(2, 3), {"target": torch.zeros(2, 3)})
+        >>> float(total / weight)
+        1.0
+    """
+    found: Any = loss(widened(loss, output), batch)
+    pair = found if isinstance(found, tuple | list) and len(found) == 2 else (None, None)
+    total, weight = pair
+    scalar = isinstance(weight, Tensor) and weight.ndim == 0
+    if (
+        isinstance(total, Tensor)
+        and total.ndim == 0
+        and (scalar or isinstance(weight, int | float))
+    ):
+        return total, weight
+    name = getattr(loss, "__name__", type(loss).__name__)
+    fix = (
+        "return (sum, weight): the sum over what counts as a tensor without dims, and how many"
+        " count, as in return losses.sum(), losses.numel()"
+    )
+    raise ConfigError("loss", name, f"returns {_described(found)}, not (sum, weight)", fix)
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, Tensor):
+        return f"one tensor of shape {list(found.shape)}"
+    if isinstance(found, tuple | list):
+        return f"({', '.join(map(_described, found))})"
+    return type(found).__name__
 
 
 def logits_of(output: Any) -> Tensor:

@@ -176,10 +176,13 @@ def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
         module.padding_idx = (
             module.padding_idx - start if start <= module.padding_idx < stop else None
         )  # type: ignore[assignment]
-    absent: list[Tensor] = []
+    (rows,), absent = param.cut.parts, list[Tensor]()
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, *rest = args
+        # a whole table fails on a token without a row; a GPU is not made to wait for that
+        if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < rows:
+            raise IndexError(f"a token is out of range of the {rows} rows of {param.name}")
         absent.append((ids < start) | (ids >= stop))
         return ((ids - start).masked_fill(absent[-1], 0), *rest)
 

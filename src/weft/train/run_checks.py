@@ -49,6 +49,7 @@ from .build import (
     sample_batch,
     with_layout,
 )
+from .dry_run import dry_run
 
 
 def check_run(
@@ -104,8 +105,10 @@ def check_run(
             raise DataError(
                 "train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data"
             )
-    check_inputs(bare, model_inputs(run, bare), train[0])
-    check_labels(build_loss(run), sample_batch(run, train))
+    inputs, loss, sample = model_inputs(run, bare), build_loss(run), sample_batch(run, train)
+    check_inputs(bare, inputs, train[0])
+    check_labels(loss, sample)
+    dry_run(bare, loss, inputs, sample)
     return plans
 
 

@@ -11,12 +11,21 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from weft.checkpoint import CHECKPOINTS, CheckpointIndex, latest_step, read_index
+from weft.checkpoint import (
+    CHECKPOINTS,
+    CheckpointIndex,
+    latest_step,
+    order_scalars,
+    read_index,
+)
 from weft.core import ConfigError, RunConfig
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 SAMPLE = "sample.txt"
+
+# scalars of a checkpoint
+LEFT_OUT, LOSSES = "batches_left_out", "losses"
 
 
 def check_output(run: RunConfig, resume: bool) -> None:
@@ -92,5 +101,5 @@ def _check_resume(run: RunConfig, contents: CheckpointIndex) -> None:
 
 
 def data_position(run: RunConfig) -> dict[str, int]:
-    """What the order of samples depends on beside the number of steps done."""
-    return {"batch": run.train.batch, "seed": run.train.seed}
+    """What the run's order of samples depends on beside the number of steps done."""
+    return order_scalars(run.train.batch, run.train.seed)

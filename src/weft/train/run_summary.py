@@ -51,7 +51,6 @@ def run_summary(
     compare: Compare | None,
 ) -> dict[str, str]:
     engine, (name, count) = loop.engine, loop.counted
-    taken = engine.steps_done - loop.first + 1
     rows = {"steps": f"{engine.steps_done}/{run.train.steps}"}
     if interrupted:
         again = (
@@ -64,8 +63,16 @@ def run_summary(
         rows["loss"] = f"{loop.loss:.4f}"
     if loop.val_loss is not None:
         rows["validation"] = f"{loop.val_loss:.4f}"
-    if taken:
-        rows["speed"] = f"{short_number(taken * count / loop.clock.total_s)} {name}/s"
+    if loop.skipped:
+        counts = loop.skipped.items()
+        rows["skipped"] = "; ".join(
+            f"{n} {'step' if n == 1 else 'steps'}, {why}" for why, n in counts
+        )
+    # the first step has a line of its own, and its time is that of setting up and compiling
+    pace_s = median(loop.paces[1:] or loop.paces or [0.0])
+    if pace_s:
+        which = "median without the first step" if len(loop.paces) > 1 else "of the first step"
+        rows["speed"] = f"{short_number(count / pace_s)} {name}/s ({which})"
     if wire := loop.traffic.summary():
         rows["sent"] = wire
     if engine.global_plan.layout.stage_ranks > 1 and loop.idle_s:
@@ -83,7 +90,6 @@ def run_summary(
             " rank"
         ),
     }
-    if compare and speaks and not interrupted and isinstance(engine, Engine) and loop.paces:
-        # the first step is slower
-        rows |= compare(run, engine.mesh.device, median(loop.paces[1:] or loop.paces))
+    if compare and speaks and not interrupted and isinstance(engine, Engine) and pace_s:
+        rows |= compare(run, engine.mesh.device, pace_s)
     return rows | {"folder": run.output}

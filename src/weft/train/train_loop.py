@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,14 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint import CHECKPOINTS, AsyncCheckpointer, Retention, latest_step
+from weft.checkpoint import (
+    CHECKPOINTS,
+    AsyncCheckpointer,
+    Retention,
+    describe_origin,
+    fill_engine,
+    latest_step,
+)
 from weft.core import CheckpointError, LocalShard, OutlierFilter, RunConfig, WeftError
 from weft.engine import StepResult, TrainingEngine
 
@@ -21,10 +29,9 @@ from .data import Loader
 from .expert_metrics import ExpertMetrics
 from .metrics import Metrics, StepTimer, highest_over_ranks, peak_memory_bytes
 from .progress import Progress
-from .restore_run import LEFT_OUT, LOSSES, restore_engine
-from .run_folder import checkpoint_folder, data_position
-from .source_version import source_version
+from .run_folder import LEFT_OUT, LOSSES, checkpoint_folder, data_position
 from .stop_request import StopRequest
+from .token_rows import refuse_unknown_tokens
 from .trace_recorder import TraceRecorder
 from .watchdog import Watchdog
 
@@ -53,6 +60,7 @@ class TrainLoop:
     recorder: TraceRecorder | None = None
     loss: float | None = None  # of the last step that was taken
     left_out: int = 0  # steps in a row
+    skipped: Counter[str] = field(default_factory=Counter)  # steps of this run, by the reason
     factor: float = 1.0  # of the learning rates, in the last step
     val_loss: float | None = None
     passed: int = 0  # batches that are left out for good, so that each step's is so many further on
@@ -84,6 +92,7 @@ class TrainLoop:
         recent: list[
             StepResult
         ] = []  # since the last logged step; read together, so that few wait for the device
+        unread: list[StepResult] = []
         if self.engine.replicas.caught_up and self._evaluates(self.first - 1):
             self._evaluate(self.first - 1)  # the others do so now
         while self.engine.steps_done < t.steps:
@@ -96,14 +105,15 @@ class TrainLoop:
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
             idle_s = self.engine.waited_s
-            with self.traffic.step():
-                recent.append(self.engine.step(batch))
+            with self.traffic.step(), refuse_unknown_tokens(self.engine, batch):
+                unread.append(self.engine.step(batch))
+            recent.append(unread[-1])
             self.idle_s += self.engine.waited_s - idle_s
             if self.recorder is not None:
                 self.recorder.after()
             if self.engine.steps_done != step:
                 step = self.engine.steps_done  # it has caught up with replicas that are further
-                recent = recent[-1:]
+                recent, unread = recent[-1:], unread[-1:]
             self.progress.step(step)
             self.watchdog.beat(f"step {step}")
             last = step == t.steps
@@ -111,7 +121,10 @@ class TrainLoop:
             log = stop or last or step == self.first or step % t.log_every == 0
             evaluate = self._evaluates(step) and not stop
             keep = stop or (save.every > 0 and (last or step % save.every == 0))
-            spike = self._read(step, recent) if log or evaluate or keep else None
+            spike = None
+            if log or evaluate or keep:
+                spike = self._read(step, unread)
+                unread.clear()
             if spike is not None:
                 self._go_back(step, spike)
                 recent.clear()
@@ -144,12 +157,12 @@ class TrainLoop:
             mine and self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
         )
 
-    def _read(self, step: int, recent: Sequence[StepResult]) -> str | None:
-        """Wait for this step, the last of `recent`, and go on from none whose loss or gradient is
+    def _read(self, step: int, unread: Sequence[StepResult]) -> str | None:
+        """Wait for this step, the last of `unread`, and go on from none whose loss or gradient is
         not finite, unless it was left out. What is said of a step that is to be undone."""
-        losses: list[float] = torch.stack([result.loss for result in recent]).tolist()
+        losses: list[float] = torch.stack([result.loss for result in unread]).tolist()
         for number, (loss, result) in enumerate(
-            zip(losses, recent, strict=True), step - len(recent) + 1
+            zip(losses, unread, strict=True), step - len(unread) + 1
         ):
             norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
             scaled = self.run.precision.compute == "fp16" and not math.isfinite(
@@ -157,6 +170,9 @@ class TrainLoop:
             )  # a matter of the loss scale
             left_out = result.skipped and self.run.train.skip is not None and not scaled
             self.left_out = self.left_out + 1 if left_out else 0
+            if result.skipped:
+                why = "left out by train.skip" if left_out else "whose gradients overflowed in fp16"
+                self.skipped[why] += 1
             if left_out:
                 self.progress.say(
                     f"step {number}/{self.run.train.steps}  left out: a gradient of norm {norm:.3g}"
@@ -167,7 +183,7 @@ class TrainLoop:
                     " were left out"
                 )
                 raise WeftError(
-                    f"{problem} (train.skip = {self.run.train.skip:g}). {self._advice()}"
+                    f"{problem} (train.skip = {self.run.train.skip:g}). {_advice(self.run)}"
                 )
             if left_out:
                 continue
@@ -175,7 +191,7 @@ class TrainLoop:
             if spike is not None:
                 return f"the loss of step {number} {spike}"
             if not math.isfinite(loss):
-                raise WeftError(f"the loss of step {number} is {loss}. {self._advice()}")
+                raise WeftError(f"the loss of step {number} is {loss}. {_advice(self.run)}")
             if (
                 result.grad_norm is not None
                 and not result.skipped
@@ -183,7 +199,7 @@ class TrainLoop:
             ):
                 raise WeftError(
                     f"the norm of step {number}'s gradient is {float(result.grad_norm)}."
-                    f" {self._advice()}"
+                    f" {_advice(self.run)}"
                 )
             self.loss = loss
         return None
@@ -194,14 +210,14 @@ class TrainLoop:
         folder = checkpoint_folder(self.run)
         kept = latest_step(folder)
         if kept is None:
-            raise WeftError(f"{why}. {self._advice()}")
+            raise WeftError(f"{why}. {_advice(self.run)}")
         self.back = kept, (self.back[1] if self.back[0] == kept else 0) + 1
         if self.back[1] > MOST_BACK:
             raise WeftError(
-                f"{why}, after going back to step {kept} {MOST_BACK} times. {self._advice()}"
+                f"{why}, after going back to step {kept} {MOST_BACK} times. {_advice(self.run)}"
             )
         self.engine.optimizer.state.clear()  # it is made anew, as of the checkpoint
-        scalars = restore_engine(self.engine, folder, kept)
+        scalars = fill_engine(self.engine, folder, kept)
         self.passed += step - kept
         self.spikes.restore(scalars.get(LOSSES, ()))
         if self.metrics is not None:
@@ -262,7 +278,9 @@ class TrainLoop:
         loader.step = 0
         results = []
         for number in range(min(self.run.train.eval_batches * self.shares, loader.steps_per_epoch)):
-            results.append(self.engine.evaluate(build.cast_batch(self.run, next(loader))))
+            batch = build.cast_batch(self.run, next(loader))
+            with refuse_unknown_tokens(self.engine, batch):
+                results.append(self.engine.evaluate(batch))
             self.watchdog.beat(f"batch {number + 1} of the validation after step {step}")
         weights = torch.stack([r.weight for r in results])
         self.val_loss = float(
@@ -270,7 +288,7 @@ class TrainLoop:
         )
         if not math.isfinite(self.val_loss):
             raise WeftError(
-                f"the validation loss after step {step} is {self.val_loss}. {self._advice()}"
+                f"the validation loss after step {step} is {self.val_loss}. {_advice(self.run)}"
             )
         if self.metrics is not None and self.engine.replicas.leads:
             self.metrics.write({"step": step, "val_loss": self.val_loss})
@@ -292,7 +310,7 @@ class TrainLoop:
             weights = (p.tensor for p in pieces if p.name in names and not p.tensor.is_meta)
             if all(bool(weight.isfinite().all()) for weight in weights):
                 return None
-            return f"a weight after step {step} is not finite. {self._advice()}"
+            return f"a weight after step {step} is not finite. {_advice(self.run)}"
 
         with self._of_this_replica():
             self.saver.save(
@@ -305,11 +323,7 @@ class TrainLoop:
                     LEFT_OUT: self.passed,
                     LOSSES: [*self.spikes.recent],
                 },
-                {
-                    "layout": str(self.engine.global_plan.layout),
-                    "weft": source_version(),
-                    "torch": torch.__version__,
-                },
+                describe_origin(self.engine.global_plan),
                 Retention(c.keep, c.keep_every),
                 useless,
             )
@@ -328,14 +342,15 @@ class TrainLoop:
                 raise
             raise WeftError(str(error)) from error
 
-    def _advice(self) -> str:
-        kept = latest_step(Path(self.run.output) / CHECKPOINTS)
-        kept_text = (
-            "No checkpoint was written"
-            if kept is None
-            else f"The latest checkpoint is that of step {kept}"
-        )
-        return (
-            f"{kept_text}. Try a lower optimizer.lr, a train.clip, a longer train.warmup, or"
-            " train.skip."
-        )
+
+def _advice(run: RunConfig) -> str:
+    kept = latest_step(Path(run.output) / CHECKPOINTS)
+    kept_text = (
+        "No checkpoint was written"
+        if kept is None
+        else f"The latest checkpoint is that of step {kept}"
+    )
+    return (
+        f"{kept_text}. Try a lower optimizer.lr, a train.clip, a longer train.warmup, or"
+        " train.skip."
+    )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from weft.checkpoint import fill_engine
 from weft.core import (
     DRIVER,
     ConfigError,
@@ -29,8 +30,9 @@ from .data import Dataset, Loader, NoDataset
 from .generate import sample_text, text_coder
 from .metrics import Metrics, rate_unit
 from .progress import Progress
-from .restore_run import LEFT_OUT, LOSSES, restore_engine
 from .run_folder import (
+    LEFT_OUT,
+    LOSSES,
     SAMPLE,
     check_output,
     put_file,
@@ -104,7 +106,7 @@ def _train(
     notes = [*engine.global_plan.notes]
     if resume and not engine.replicas.caught_up:
         found = resume_folder(run, engine.replicas.index)
-        scalars = restore_engine(engine, found, None)
+        scalars = fill_engine(engine, found, None)
     engine.connect()
     done = engine.steps_done
     if engine.codec_state_lost:

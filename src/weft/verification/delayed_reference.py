@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.engine import FunctionOverrides
-from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates
+from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates, weighed_loss
 from weft.parallel import Mesh, parallelize, wrap_blocks
 from weft.pipeline import update_shares, versions_used, weight_updates
 
@@ -68,7 +68,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
                 output = torch.func.functional_call(
                     model, weights, (), model_arguments(inputs, micro)
                 )
-                part, count = case.loss(output, micro)
+                part, count = weighed_loss(case.loss, output, micro)
                 (part * (1.0 / (torch.as_tensor(count).double() * shared[m]))).backward()
             if step == 0:
                 found.traces.append(trace)

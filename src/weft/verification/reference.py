@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import Plan
 from weft.engine import FunctionOverrides
-from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates, widened
+from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates, weighed_loss
 from weft.parallel import Mesh, cast_arguments, parallelize, wrap_blocks
 
 from .activation_recorder import ActivationRecorder, record_activations
@@ -83,7 +83,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                     randomness, False, seen=seen, asked=asked, known=known_positions(inputs, micro)
                 ):
                     given = cast_arguments(plan.dtypes, model_arguments(inputs, micro))
-                    part, count = case.loss(widened(case.loss, model(**given)), micro)
+                    part, count = weighed_loss(case.loss, model(**given), micro)
             if before is not None and not _same_state(before, model):
                 return run_reference(case, steps, in_microbatches=True)
             part.backward()

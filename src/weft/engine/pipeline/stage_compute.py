@@ -16,7 +16,7 @@ from weft.core import (
     Action,
     Plan,
 )
-from weft.nn import Randomness, mix_key, widened
+from weft.nn import Randomness, mix_key, weighed_loss
 from weft.parallel import (
     DATA_AXES,
     ActivationOffload,
@@ -215,7 +215,7 @@ class TrainingCompute:
                 values, output = self.stages(stage, micro, received)
             if not self.stages.is_last(stage):
                 return values, None
-            return values, self.loss(widened(self.loss, output), micro.batch)
+            return values, weighed_loss(self.loss, output, micro.batch)
 
     def before(self, action: Action) -> None:
         self.action = action

@@ -31,7 +31,7 @@ from weft.core import (
     WorkerPlacement,
     place_modules,
 )
-from weft.nn import Randomness, mix_key, named_inputs, rebalance_gates, widened
+from weft.nn import Randomness, mix_key, named_inputs, rebalance_gates, weighed_loss
 from weft.parallel import Mesh, parallelize, wrap_blocks
 from weft.pipeline import tensors_in
 
@@ -182,7 +182,7 @@ class Remote(RemoteState):
         with autograd.context() as context:
             with self.functions:
                 _, output = self.stages(0, micro, {})
-                loss, weight = self.loss(widened(self.loss, output), micro.batch)
+                loss, weight = weighed_loss(self.loss, output, micro.batch)
             root = self.calls.root(loss * self.functions.scale)
             try:
                 autograd.backward(context, [root])
@@ -259,7 +259,7 @@ class Remote(RemoteState):
             plan, batch = self.plan, self._prepared(batch)
             for micro in self.sequence.cut(batch).split(plan.microbatch, plan.accumulate):
                 output = self._forward(micro)
-                found = self.loss(widened(self.loss, output), micro.batch)
+                found = weighed_loss(self.loss, output, micro.batch)
                 total += torch.stack([torch.as_tensor(each).double() for each in found])
             loss, weight = total[0] / total[1], total[1]
         return StepResult(loss, weight)

@@ -14,7 +14,7 @@ from weft.nn import (
     Roles,
     accepts_sharded_logits,
     model_arguments,
-    widened,
+    weighed_loss,
 )
 from weft.parallel import cast_arguments, low_precision
 from weft.pipeline import (
@@ -63,7 +63,7 @@ def record_forward(
         try:
             output = traced(**cast_arguments(rule, model_arguments(inputs, batch)))
             forward.in_loss = True
-            loss(widened(loss, output), batch)
+            weighed_loss(loss, output, batch)
         except NEEDS_ELEMENTS as problem:
             raise UnsupportedModel(
                 "model",
