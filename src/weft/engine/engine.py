@@ -163,7 +163,7 @@ class Engine:
             seed = mix_key(seed, self.replicas.index)  # its samples have numbers of their own
         feature_part = self.mesh.index(*FEATURE_AXES), self.mesh.size(*FEATURE_AXES)
         self.randomness = Randomness(seed, *feature_part)
-        self.sequence = ContextParallel(plan, self.mesh, self.randomness, named, self.inputs)
+        self.sequence = ContextParallel(plan, self.mesh, self.randomness, model, self.inputs)
         if self.sequence:
             require_positionwise(self._prepared.loss)
         modes = {n: m.training or not model.training for n, m in model.named_modules()}

@@ -192,7 +192,7 @@ class ShardingTrial:
             found = self._run(way, held, whole, sequence)
         except TrialError as problem:
             cause = problem.__cause__ or problem
-            raise does_not_run(self._plan, problem.module, cause) from cause
+            raise does_not_run(self._model, self._plan, problem.module, cause) from cause
         bound, floor = bounds(way.precision)
         assert whole.output is not None
         if found.output is None:
@@ -249,14 +249,21 @@ class ShardingTrial:
         return UnsupportedModel("layout", layout, problem, advice(self._plan, module))
 
 
-def does_not_run(plan: Plan, module: str, cause: BaseException) -> UnsupportedModel:
+def does_not_run(
+    model: nn.Module, plan: Plan, module: str, cause: BaseException
+) -> UnsupportedModel:
     """The refusal of a model that raises in this module where it is cut."""
     line = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+    shared = plan.layout.active_axes(*SEQUENCE_AXES)
+    if shared and "meta" in line and (whole := line_of_whole_sequences(model, plan, module)):
+        problem = f"{module} computes with the attention mask, which is of other ranks' keys too"
+        fix = f"use dp, fsdp or tp, or write {whole} under [roles]"
+        return UnsupportedModel("layout", str(plan.layout), problem, fix)
     problem = f"the sharded model does not run: {line}, in {module or 'the model'}"
     fix = "use dp, fsdp or tp"
     if plan.layout.active_axes(*_CUTTING):
         fix = advice(plan, module)
-        if shared := plan.layout.active_axes(*SEQUENCE_AXES):
+        if shared:
             fix += f", or leave {' and '.join(shared)} out of the layout"
     return UnsupportedModel("layout", str(plan.layout), problem, fix)
 
@@ -273,7 +280,7 @@ def refuse_what_does_not_run(model: nn.Module, plan: Plan) -> Iterator[None]:
         except Exception as problem:
             if not inside or not plan.layout.active_axes(*_CUTTING, *SEQUENCE_AXES):
                 raise
-            raise does_not_run(plan, inside[-1], problem) from problem
+            raise does_not_run(model, plan, inside[-1], problem) from problem
 
 
 def advice(plan: Plan, module: str) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from .eager_attention import attends_eagerly, attention_kind
+from .eager_attention import attends_eagerly, attention_kind, eager_attention
 from .role_types import Chain, chain_module
+from .signature import named_inputs
 
 WHOLE_SEQUENCE = "whole_sequence"
 
@@ -31,10 +32,12 @@ def sequence_mixers(
     """
     found = {*declared}
     for name, module in modules.items():
-        if isinstance(module, nn.RNNBase) or any(map(_mixes, module.children())):
+        mixes = isinstance(module, nn.RNNBase) or any(map(_mixes, module.children()))
+        if mixes or _chooses_keys(module):
             found.add(name)
     if attention_kind(model) == "eager" and not attends_eagerly(model):
-        found |= {chain_module(chain) for chain in chains if chain.heads}
+        attending = {type(modules[chain_module(chain)]) for chain in chains if chain.heads}
+        found |= {name for name, module in modules.items() if type(module) in attending}
     around = {outer for each in blocks for block in each for outer in _and_outer(block)[1:]}
     found -= {"", *around}
     return tuple(name for name in modules if name in found and not {*_and_outer(name)[1:]} & found)
@@ -45,6 +48,12 @@ def _mixes(module: nn.Module) -> bool:
     if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
         return module.kernel_size[0] > 1
     return isinstance(module, (nn.ZeroPad1d, nn.ZeroPad2d, nn.ConstantPad1d))
+
+
+def _chooses_keys(module: nn.Module) -> bool:
+    """An attention in which another module reads the mask: it chooses the keys (DeepSeek-V3.2)."""
+    inner = [*module.modules()][1:] if eager_attention(module) is not None else []
+    return any("attention_mask" in named_inputs(other) for other in inner)
 
 
 def _and_outer(name: str) -> list[str]:

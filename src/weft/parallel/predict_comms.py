@@ -98,10 +98,10 @@ def predict_collectives(
         for call in sequence_calls if plan.sequence_size > 1 else ():
             if plan.staging is not None and plan.stage_of(call.module) not in whole.stages(rank):
                 continue
-            if isinstance(call, AttentionCall):
-                comms += _attention(plan, call, microbatch, itemsize)
-            else:
+            if isinstance(call, SequenceInput):
                 comms += _gathered(plan, call, microbatch)
+            elif not computes_whole_sequences(plan.steps, call.module):
+                comms += _attention(plan, call, microbatch, itemsize)
     comms += gather_comms(plan, plan.layout.coords(rank), crossings, unreached, calls)
     drops_unused = bool(unreached) and _in_a_bucket(whole, unreached)
     for bucket in bucket_gradients(plan):
@@ -301,8 +301,7 @@ def _gathering_order(plan: Plan) -> list[str]:
 def _gathered(plan: Plan, entering: SequenceInput, microbatch: int) -> Iterator[Collective]:
     """By which a module gets whole sequences: over ulysses first, then over what it stands in."""
     again = _recomputations(plan, entering.module, microbatch)
-    samples = plan.microbatch / plan.batch
-    nbytes = round(prod(entering.shape) * samples) * entering.itemsize // plan.sequence_size
+    nbytes = prod(entering.shape) * entering.itemsize // plan.sequence_size
     for axis in _gathering_order(plan):
         nbytes *= plan.layout.size(axis)
         for when in ("forward", *["recompute"] * again):

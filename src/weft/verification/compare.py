@@ -7,6 +7,7 @@ nothing is gathered but errors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from math import inf, prod
@@ -241,7 +242,7 @@ def _predict_collectives_of(
         engine.buffers.nbytes,
         engine.mesh.rank,
         values,
-        [*reference.traces[0].cores, *_sequence_inputs(engine, reference)],
+        [*reference.traces[0].cores, *_sequence_inputs(engine, reference.batches[0], trace)],
         _routings(reference.traces),
         reference.traces[0].asked,
         engine.updated_whole,
@@ -249,14 +250,16 @@ def _predict_collectives_of(
     )
 
 
-def _sequence_inputs(engine: Engine, reference: Reference) -> list[SequenceInput]:
-    """What enters the modules that compute on whole sequences."""
-    modules = [step.module for step in engine.global_plan.steps if step.whole_sequence]
-    if not modules or not engine.sequence:
-        return []
-    length = engine.sequence.length(reference.batches[0])
-    every = (x for name in modules for x in reference.traces[0].entered.get(name, ()))
-    return [x for x in every if len(x.shape) > 1 and x.shape[1] == length]
+def _sequence_inputs(
+    engine: Engine, batch: dict[str, Tensor], trace: ActivationRecorder
+) -> Iterator[SequenceInput]:
+    """What enters the modules that compute on whole sequences, in one microbatch."""
+    modules = [step.module for step in engine.rank_plan.steps if step.whole_sequence]
+    for name in modules if engine.sequence else ():
+        entered, length = trace.entered.get(name, []), engine.sequence.length(batch)
+        for each in entered[: len(entered) // engine.plan.accumulate]:
+            if len(each.shape) > 1 and each.shape[1] == length:
+                yield each
 
 
 def _module_calls(

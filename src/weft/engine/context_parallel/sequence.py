@@ -18,16 +18,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from weft.core import Boundary, Plan, UnsupportedModel, zigzag_spans
 from weft.nn import (
     AttentionPattern,
+    PositionNumbers,
     Randomness,
     check_padding,
     documents_of,
     model_arguments,
+    named_inputs,
     window_rule,
 )
 from weft.parallel import Crossing, Mesh, all_gather
@@ -37,15 +39,14 @@ from .ring_attention import KeyBlocks, Span, attend_blocks
 
 
 class ContextParallel:
-    """One rank's part. `names`: the arguments that the model's forward takes; `inputs`: what it
-    gets of a batch."""
+    """One rank's part. `inputs`: what the model gets of a batch."""
 
     def __init__(
         self,
         plan: Plan,
         mesh: Mesh,
         randomness: Randomness,
-        names: tuple[str, ...],
+        model: nn.Module,
         inputs: tuple[str, ...],
     ):
         methods = {
@@ -53,13 +54,8 @@ class ContextParallel:
             for step in plan.steps
             if step.sequence is not None
         }
-        self.layout, self.mesh, self.randomness, self.names, self.inputs = (
-            plan.layout,
-            mesh,
-            randomness,
-            names,
-            inputs,
-        )
+        self.layout, self.mesh, self.randomness, self.inputs = plan.layout, mesh, randomness, inputs
+        self.names, self._numbers = named_inputs(model), PositionNumbers(model)
         self._plan = plan
         self._positions: dict[int, Tensor] = {}  # by length
         self.heads = tuple(axis for axis, method in methods.items() if method == "ulysses")
@@ -109,7 +105,7 @@ class ContextParallel:
             if documents is not None:
                 documents = documents.expand(samples, length)
         if positions is None and "position_ids" in self.names:
-            counted = torch.arange(length, device=device).expand(samples, length)
+            counted = self._numbers(samples, length, device, given.get("input_ids"))
             arguments["position_ids"] = given["position_ids"] = counted
         wholes = tuple(
             value

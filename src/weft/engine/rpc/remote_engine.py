@@ -95,7 +95,7 @@ class Remote(RemoteState):
         self.randomness = Randomness(seed)
         named = named_inputs(model)
         self.inputs = tuple(inputs) if inputs is not None else named
-        self.sequence = ContextParallel(plan, self.mesh, self.randomness, named, self.inputs)
+        self.sequence = ContextParallel(plan, self.mesh, self.randomness, model, self.inputs)
         self.stages = StageModel(model, plan, CPU, None, self.sequence)
         selective = plan.recompute == "selective"
         self.functions = FunctionOverrides(self.randomness, selective, mesh=self.mesh)
