@@ -113,6 +113,22 @@ def bart() -> nn.Module:
     return model
 
 
+def roberta() -> nn.Module:
+    """Numbers its positions from the tokens that are not padding."""
+    t = pytest.importorskip("transformers")
+    config = t.RobertaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=LENGTH + 2,
+        type_vocab_size=1,
+    )
+    model: nn.Module = t.RobertaForMaskedLM(config)
+    return model
+
+
 class Counts(Fused):
     """Learned positions, which it counts by itself, and attention dropout."""
 
@@ -214,6 +230,7 @@ SUBJECTS |= {
     "named": subject(Named, packed=True, named=True, features=True, labels=False),
     "frozen": subject(frozen, 2),
     "bart": subject(bart, 2),
+    "roberta": subject(roberta, 2),
 }
 
 
@@ -266,6 +283,32 @@ def shifted() -> nn.Module:
     return model
 
 
+class ByHand(nn.Module):
+    """Attention of one's own, without torch's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.num_heads = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (self.num_heads, 32 // 4)
+        q, k, v = (
+            y(x).unflatten(-1, (-1, heads[1])).transpose(1, 2)
+            for y in (self.query, self.key, self.value)
+        )
+        scores = q @ k.transpose(-2, -1) / 8**0.5
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        weights = F.dropout(scores.masked_fill(~seen, -1e9).softmax(-1), 0.1)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def by_hand() -> nn.Module:
+    model: Any = Recurrent()
+    model.blocks = nn.ModuleList(ByHand() for _ in range(2))
+    return model
+
+
 def mixing(kind: str) -> nn.Module:
     t = pytest.importorskip("transformers")
     small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4}
@@ -294,6 +337,7 @@ def mixing(kind: str) -> nn.Module:
 MIXERS = {
     "recurrent": subject(Recurrent, 2),
     "recomputed": subject(Recurrent, 2, "full"),
+    "by hand": subject(by_hand, 2),
     "mamba": subject(partial(mixing, "mamba")),
     "gpt_neo": subject(partial(mixing, "gpt_neo"), 2),
     "padded gpt_neo": subject(partial(mixing, "gpt_neo"), padded=True),

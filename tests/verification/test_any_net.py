@@ -37,7 +37,10 @@ NOTHING_TO_CUT = (
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
     # which of the two, the tokens of the sample decide
-    ("loop-experts", "pp2"): "crosses between stages, and was int64|follows from elements of another",
+    (
+        "loop-experts",
+        "pp2",
+    ): "crosses between stages, and was int64|follows from elements of another",
     ("max-norm", "dp2"): "embedding.weight is changed by the model's forward, and ranks",
     ("max-norm", "fsdp2"): "embedding.weight is changed by the model's forward, and what",
     **{("max-norm", at): "need the whole table" for at in TP},

@@ -255,9 +255,10 @@ def does_not_run(
     """The refusal of a model that raises in this module where it is cut."""
     line = next(iter(str(cause).splitlines()), "") or type(cause).__name__
     shared = plan.layout.active_axes(*SEQUENCE_AXES)
-    if shared and "meta" in line and (whole := line_of_whole_sequences(model, plan, module)):
+    if shared and "meta" in line:  # what stands for a mask
         problem = f"{module} computes with the attention mask, which is of other ranks' keys too"
-        fix = f"use dp, fsdp or tp, or write {whole} under [roles]"
+        whole = line_of_whole_sequences(model, plan, module)
+        fix = "use dp, fsdp or tp" + (f", or write {whole} under [roles]" if whole else "")
         return UnsupportedModel("layout", str(plan.layout), problem, fix)
     problem = f"the sharded model does not run: {line}, in {module or 'the model'}"
     fix = "use dp, fsdp or tp"

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from weft.core import Plan, is_inside
+from weft.core import Plan, computes_whole_sequences, is_inside
 from weft.parallel import FEATURE_AXES, VOCABULARY_AXES
 
 
@@ -40,10 +40,11 @@ def lines_that_leave_whole(plan: Plan, module: str) -> str:
 
 def line_of_whole_sequences(model: nn.Module, plan: Plan, module: str) -> str:
     """A line such as `"layers.*.mixer" = "whole_sequence"` for the innermost module around this one
-    that is not torch's own; empty outside of the blocks."""
+    that is not torch's own; empty outside of the blocks, and where it is written."""
     while module and type(model.get_submodule(module)).__module__.startswith("torch.nn"):
         module = module.rpartition(".")[0]
-    if not any(is_inside(module, block) for block in plan.blocks):
+    whole = computes_whole_sequences(plan.steps, module)
+    if whole or not any(is_inside(module, block) for block in plan.blocks):
         return ""
     return f'"{_of_all_blocks(plan, module)}" = "whole_sequence"'
 

@@ -96,7 +96,7 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
     ]
     notes = list(dict.fromkeys(notes))
     mixing = [name for name, role in table.items() if role["role"] == WHOLE_SEQUENCE]
-    mixers = sequence_mixers(model, modules, lists, chains, mixing)
+    mixers = sequence_mixers(modules, lists, chains, mixing)
     return Roles(tuple(chains), embeddings, heads, lists, source, tuple(notes), experts, mixers)
 
 

@@ -79,7 +79,7 @@ class _AroundModule:
         """All positions, in their order, of what has this rank's in dim 1."""
         if not isinstance(x, Tensor):
             return x
-        if x.is_meta:
+        if x.is_meta and hasattr(x, "weft_pattern"):  # else the model has computed with it
             return whole_mask(x, torch.arange(length), length)
         if x.ndim < 2 or x.shape[1] * self._sequence.size != length:
             return x
