@@ -608,6 +608,107 @@ def test_padding_that_a_module_of_whole_sequences_is_told_of_is_refused(pool: Po
         holds(pool, padded, "cp2")
 
 
+class Styled(nn.Module):
+    """A mixer that also gets a vector of each sample, as wide as a rank's part of the sequence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.style = nn.Parameter(torch.randn(1, width))
+        self.blocks = nn.ModuleList(StyledMixer() for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = x + block(x, self.style.expand(len(x), -1))
+        return self.head(x)
+
+
+class StyledMixer(Convolution):
+    def forward(self, x: Tensor, style: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * style.norm(dim=1)[:, None, None]
+
+
+def test_a_vector_as_wide_as_a_part_of_the_sequence_is_refused(pool: Pool) -> None:
+    with pytest.raises(Refusal, match=r"enters as \[2, 8\] may be of positions or not"):
+        pool.run(engine_of, partial(Styled, 8), "cp2", False, world=2)
+    holds(pool, subject(partial(Styled, 5)), "cp2")
+
+
+def test_what_enters_without_positions_is_refused(pool: Pool) -> None:
+    with pytest.raises(Refusal, match=r"no tensor \[samples, positions, features\] enters it"):
+        pool.run(engine_of, unbatched, "cp2", False, world=2)
+
+
+def unbatched() -> nn.Module:
+    model: Any = Recurrent()
+    model.blocks = nn.ModuleList(Flat() for _ in range(2))
+    return model
+
+
+class Flat(nn.Module):
+    """A recurrence over all tokens of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rnn(x.flatten(0, 1))[0].view_as(x)
+
+
+class ConvolvingBlock(nn.Module):
+    """A block that is whole itself, with attention inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.conv = FusedAttention(32, 4), nn.Conv1d(32, 32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + F.dropout(self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2), 0.1)
+
+
+def convolving() -> nn.Module:
+    model: Any = Recurrent()
+    model.blocks = nn.ModuleList(ConvolvingBlock() for _ in range(2))
+    return model
+
+
+def shared() -> nn.Module:
+    """The blocks of both stages hold the same mixer."""
+    model: Any = Recurrent()
+    model.blocks[1].mixer = model.blocks[0].mixer
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_block_that_has_whole_sequences_runs_again_in_backward(
+    pool: Pool, recompute: str
+) -> None:
+    holds(pool, subject(convolving, 2, recompute), "cp2")
+
+
+@pytest.mark.parametrize("build", [convolving, Recurrent])
+def test_the_trial_passes_what_has_whole_sequences(pool: Pool, build: Any) -> None:
+    """Dropout that is drawn in evaluation too is no difference."""
+    want = pool.run(engine_of, build, "dp1", False, world=1)[0]
+    assert pool.run(engine_of, build, "cp2", True, world=2)[0] == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["pp2.cp2", "cp2"])
+def test_a_shared_mixer(pool: Pool, layout: str) -> None:
+    holds(pool, subject(shared, 2), layout)
+
+
+def test_roles_along_the_sequence_are_honoured() -> None:
+    plan = partial(weft.plan, Recurrent(), "cp2", batch=8, loss=next_token)
+    found = plan(roles={"blocks.*.mixer": "positionwise"})
+    assert not [step for step in found.steps if step.whole_sequence]
+    with pytest.raises(Refusal, match="it holds the blocks"):
+        plan(roles={"blocks": "whole_sequence"})
+
+
 def test_whole_sequences_beside_tp_sequence_are_refused() -> None:
     with pytest.raises(Refusal, match=r"blocks\.0\.mixer needs whole sequences"):
         weft.plan(Recurrent(), "cp2.tp2+sequence", batch=8, loss=next_token)
@@ -701,7 +802,10 @@ def test_masks_of_transformers_are_its_own_again_after_a_forward() -> None:
     masks = pytest.importorskip("transformers.masking_utils")
     interface = masks.ALL_MASK_ATTENTION_FUNCTIONS
     own, asked = interface["sdpa"], []
-    sequence = SimpleNamespace(rule=lambda samples, here, **_: asked.append((samples, here)))
+    sequence = SimpleNamespace(
+        rule=lambda samples, here, **_: asked.append((samples, here)),
+        now=SimpleNamespace(length=8),
+    )
     with mask_rules(sequence):  # type: ignore[arg-type]
         with mask_rules(sequence):  # type: ignore[arg-type]
             interface["sdpa"](batch_size=2, q_length=4, kv_length=4, mask_function=None)
@@ -717,6 +821,9 @@ def test_masks_of_transformers_are_its_own_again_after_a_forward() -> None:
 
 def test_attention_of_transformers_is_its_own_again_after_a_forward() -> None:
     interface = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-    with eager_attention_by(own := lambda *_, **__: None):
-        assert interface.get_interface("eager", None) is own
-    assert interface.get_interface("eager", None) is None and "eager" not in interface
+    default, sdpa = len, interface.get_interface("sdpa", None)
+    with eager_attention_by(lambda attend, *rest: (attend, *rest)):
+        assert interface.get_interface("eager", default)(1, 2) == (default, 1, 2)
+        assert interface.get_interface("sdpa", None) is sdpa
+    assert interface.get_interface("eager", default) is default
+    assert "get_interface" not in vars(interface)

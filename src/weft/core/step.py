@@ -182,7 +182,8 @@ class Step:
 
 
 def computes_whole_sequences(steps: Iterable[Step], module: str) -> bool:
-    """Whether a module is one that has all positions on every rank, or in one."""
+    """Whether a module is in one that has all positions on every rank, or is that one: what enters
+    and leaves it is of the rank's own."""
     return any(step.whole_sequence and is_inside(module, step.module) for step in steps)
 
 

@@ -33,10 +33,10 @@ from weft.nn import (
     DROPOUTS_OF_CHANNELS,
     AddLoss,
     Draws,
+    EagerAttention,
     Randomness,
     causal_mask,
     count_choices,
-    eager_attention,
     expert_shares,
     with_loss,
     within_capacity,
@@ -246,6 +246,7 @@ class FunctionOverrides(TorchFunctionMode):
     @torch.compiler.disable
     def _eager_attention(
         self,
+        attend: EagerAttention,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -254,8 +255,6 @@ class FunctionOverrides(TorchFunctionMode):
         **options: Any,
     ) -> tuple[Tensor, Any]:
         """transformers' attention interface, for what a model attends by itself."""
-        attend = eager_attention(module)
-        assert attend is not None
         if self.seen is not None:
             self.seen(query, key, value, True)
         if self._shared():

@@ -37,7 +37,7 @@ from .eager_attention import (
     EagerAttention as EagerAttention,
     attends_eagerly as attends_eagerly,
     attention_kind as attention_kind,
-    eager_attention as eager_attention,
+    calls_interface as calls_interface,
 )
 from .expert_roles import (
     expert_count as expert_count,

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 # (module, query [b, heads, q, d], key and value [b, kv heads, k, d], mask, options) -> (output,
 # weights)
 EagerAttention = Callable[..., tuple[Tensor, Any]]
-_NAME = "eager_attention_forward"
 
 
 def attention_kind(model: nn.Module) -> str:
@@ -21,13 +20,12 @@ def attention_kind(model: nn.Module) -> str:
     return getattr(config, "_attn_implementation", None) or "sdpa"
 
 
-def eager_attention(module: nn.Module) -> EagerAttention | None:
-    """What a module hands to the interface as its own. None: it does not call the interface."""
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    return forward.__globals__.get(_NAME) if code and _NAME in code.co_names else None
+def calls_interface(module: nn.Module) -> bool:
+    """Whether a module's forward asks transformers' interface for its attention."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "get_interface" in code.co_names
 
 
 def attends_eagerly(model: nn.Module) -> bool:
     """Whether the attention of a model is its own, behind the interface."""
-    return attention_kind(model) == "eager" and any(map(eager_attention, model.modules()))
+    return attention_kind(model) == "eager" and any(map(calls_interface, model.modules()))

@@ -24,9 +24,10 @@ from .block_lists import block_lists
 from .expert_roles import find_experts
 from .linear_chains import find_chains, modules_below
 from .role_types import Chain, Roles, is_conv1d, is_linear, linear_features
-from .sequence_mixers import WHOLE_SEQUENCE, sequence_mixers
+from .sequence_mixers import POSITIONWISE, WHOLE_SEQUENCE, sequence_mixers
 
-KINDS = ("column", "row", "embedding", "head", "whole", "attention", WHOLE_SEQUENCE)
+ALONG_SEQUENCES = (WHOLE_SEQUENCE, POSITIONWISE)
+KINDS = ("column", "row", "embedding", "head", "whole", "attention", *ALONG_SEQUENCES)
 
 _COLUMN = re.compile(
     r"(w?[qkv]|[qkv]_proj|(q|kv)_b_proj|to_[qkv]+|query|key|value|w?qkv|qkv_proj|in_proj|c_attn|"
@@ -57,7 +58,7 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
     modules = dict(model.named_modules())
     table = _check_declared(modules, declared or {})
     # to leave something whole says nothing of the rest
-    only_whole = all(role["role"] in ("whole", WHOLE_SEQUENCE) for role in table.values())
+    only_whole = all(role["role"] in ("whole", *ALONG_SEQUENCES) for role in table.values())
     hf = _hf_plan(model, modules) if only_whole else {}
     lists = block_lists(model)
     notes: list[str] = []
@@ -95,8 +96,7 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
         for name in unknown
     ]
     notes = list(dict.fromkeys(notes))
-    mixing = [name for name, role in table.items() if role["role"] == WHOLE_SEQUENCE]
-    mixers = sequence_mixers(modules, lists, chains, mixing)
+    mixers = sequence_mixers(model, lists, chains, {n: role["role"] for n, role in table.items()})
     return Roles(tuple(chains), embeddings, heads, lists, source, tuple(notes), experts, mixers)
 
 

@@ -4,35 +4,41 @@ along the sequence, recurrences, state spaces, attention written out by hand."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from inspect import isfunction
 from types import CodeType, FunctionType
 
 from torch import nn
 
-from .eager_attention import eager_attention
+from weft.core import UnsupportedModel
+
+from .eager_attention import calls_interface
 from .role_types import Chain, chain_module
 from .signature import named_inputs
 
-WHOLE_SEQUENCE = "whole_sequence"
-_CORE = "scaled_dot_product_attention"
+WHOLE_SEQUENCE, POSITIONWISE = "whole_sequence", "positionwise"
+_CORE = ("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS")
 
 
 def sequence_mixers(
-    modules: Mapping[str, nn.Module],
+    model: nn.Module,
     blocks: Iterable[Iterable[str]],
     chains: Iterable[Chain],
-    declared: Iterable[str],
+    declared: Mapping[str, str],
 ) -> tuple[str, ...]:
     """Names of the modules that need whole sequences, without those inside of others.
 
     Args:
-        modules: by name.
+        model: the model.
         blocks: the lists of repeated blocks.
         chains: what was found of attention and feed-forward.
-        declared: names for which [roles] says so.
+        declared: module -> its role in [roles].
+
+    Raises:
+        UnsupportedModel: A module is declared that holds the blocks.
     """
-    found = {*declared}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {name for name, role in declared.items() if role == WHOLE_SEQUENCE}
     for name, module in modules.items():
         if isinstance(module, nn.RNNBase) or any(map(_mixes, module.children())):
             found.add(name)
@@ -41,7 +47,14 @@ def sequence_mixers(
     whole |= {type(module) for module in modules.values() if _chooses_keys(module)}
     found |= {name for name, module in modules.items() if type(module) in whole}
     around = {outer for each in blocks for block in each for outer in _and_outer(block)[1:]}
-    found -= {"", *around}
+    for name in sorted(found & around & declared.keys()):
+        raise UnsupportedModel(
+            f'roles."{name}"',
+            WHOLE_SEQUENCE,
+            "it holds the blocks, so every rank would compute all positions of the whole model",
+            "name modules inside of the blocks",
+        )
+    found -= {"", *around, *(name for name, role in declared.items() if role == POSITIONWISE)}
     return tuple(name for name in modules if name in found and not {*_and_outer(name)[1:]} & found)
 
 
@@ -54,7 +67,7 @@ def _mixes(module: nn.Module) -> bool:
 
 def _chooses_keys(module: nn.Module) -> bool:
     """An attention in which another module reads the mask: it chooses the keys (DeepSeek-V3.2)."""
-    inner = [*module.modules()][1:] if eager_attention(module) is not None else []
+    inner = [*module.modules()][1:] if calls_interface(module) else []
     return any("attention_mask" in named_inputs(other) for other in inner)
 
 
@@ -62,8 +75,8 @@ def _attends_by_hand(module: nn.Module) -> bool:
     """Whether nothing in an attention goes through torch's function or transformers' interface."""
     return not any(
         isinstance(each, nn.MultiheadAttention)
-        or eager_attention(each) is not None
-        or any(_mentions(code, _CORE, 3) for code in _functions_of(type(each)))
+        or calls_interface(each)
+        or any(_mentions(function, _CORE, 3) for function in _functions_of(type(each)))
         for each in module.modules()
     )
 
@@ -75,11 +88,11 @@ def _functions_of(cls: type) -> Iterator[FunctionType]:
             yield from (f for f in map(inspect.unwrap, vars(base).values()) if isfunction(f))
 
 
-def _mentions(function: FunctionType, name: str, depth: int) -> bool:
-    """Whether a function has this name in its code, or calls one by name that has."""
+def _mentions(function: FunctionType, name: Collection[str], depth: int) -> bool:
+    """Whether a function has one of these names in its code, or calls one by name that has."""
     names = set(_names(function.__code__))
-    if name in names or not depth:
-        return name in names
+    if not depth or not names.isdisjoint(name):
+        return not names.isdisjoint(name)
     called = (function.__globals__.get(each) for each in names)
     return any(_mentions(each, name, depth - 1) for each in called if isfunction(each))
 

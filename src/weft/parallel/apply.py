@@ -63,7 +63,7 @@ def parallelize(
     Returns:
         What counts the exchanges for experts.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     cuts: dict[
         str, dict[str, Param]
     ] = {}  # by name and axis: of an expert's features, also by experts

@@ -55,8 +55,8 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """A tensor that enters a module which needs whole sequences: its shape, of one microbatch on a
-    rank, once it is whole, and bytes of an element."""
+    """A tensor that enters a module which needs whole sequences: the shape of this rank's part, of
+    one microbatch, and bytes of an element."""
 
     module: str
     shape: tuple[int, ...]

@@ -96,11 +96,11 @@ def predict_collectives(
             if plan.staging is None or plan.stage_of(each.module) in whole.stages(rank):
                 comms += _of_all_tokens(plan, each, microbatch)
         for call in sequence_calls if plan.sequence_size > 1 else ():
-            if plan.staging is not None and plan.stage_of(call.module) not in whole.stages(rank):
-                continue
             if isinstance(call, SequenceInput):
                 comms += _gathered(plan, call, microbatch)
-            elif not computes_whole_sequences(plan.steps, call.module):
+            elif computes_whole_sequences(plan.steps, call.module):
+                continue
+            elif plan.staging is None or plan.stage_of(call.module) in whole.stages(rank):
                 comms += _attention(plan, call, microbatch, itemsize)
     comms += gather_comms(plan, plan.layout.coords(rank), crossings, unreached, calls)
     drops_unused = bool(unreached) and _in_a_bucket(whole, unreached)
@@ -175,7 +175,8 @@ def _boundaries(
     if crossing is None or (called.sizes and microbatch):  # not reached, or known of all at once
         return
     again = _recomputations(plan, step.module, microbatch)
-    parts = 1 if computes_whole_sequences(plan.steps, step.module) else plan.sequence_size
+    whole_inside = computes_whole_sequences(plan.steps, step.module.rpartition(".")[0])
+    parts = 1 if whole_inside else plan.sequence_size
     for boundary, shape, entry in (
         (step.input, crossing.entered, True),
         (step.output, crossing.left, False),
@@ -300,8 +301,8 @@ def _gathering_order(plan: Plan) -> list[str]:
 
 def _gathered(plan: Plan, entering: SequenceInput, microbatch: int) -> Iterator[Collective]:
     """By which a module gets whole sequences: over ulysses first, then over what it stands in."""
-    again = _recomputations(plan, entering.module, microbatch)
-    nbytes = prod(entering.shape) * entering.itemsize // plan.sequence_size
+    again = _recomputations(plan, entering.module + ".", microbatch)
+    nbytes = prod(entering.shape) * entering.itemsize
     for axis in _gathering_order(plan):
         nbytes *= plan.layout.size(axis)
         for when in ("forward", *["recompute"] * again):
@@ -407,6 +408,8 @@ def _of_all_tokens(plan: Plan, asked: GateQuery, microbatch: int) -> Iterator[Co
             Collective("all_reduce", axis, asked.size * 8, when, asked.module) for when in times
         )
     if asked.what not in ("capacity", "positions"):
+        return
+    if computes_whole_sequences(plan.steps, asked.module):
         return
     sliced &= asked.what == "capacity"  # masks are of what tp has gathered
     axes = [

@@ -72,7 +72,8 @@ def check_shared_sequence(
         refuse(problem, f"{fix}; or use dp, fsdp, tp or pp")
     if roles.mixers and layout.has_option("sequence"):
         problem = f"{roles.mixers[0]} needs whole sequences, and tp's ranks part them once more"
-        refuse(problem, "use tp without sequence")
+        fix = 'or, if it takes each position by itself, declare it "positionwise" under [roles]'
+        refuse(problem, f"use tp without sequence, {fix}")
     parts = layout.size(*SEQUENCE_AXES)
     parts *= 1 if [*methods] == ["ulysses"] else 2  # from both ends
     names = inputs if inputs is not None else named_inputs(model)

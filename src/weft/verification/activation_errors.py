@@ -35,7 +35,8 @@ def first_activation(
     agreed = ""
     factor = 1.0 if engine.plan.schedule.versions else engine.plan.batch / engine.loss_scale
     for place, (name, call) in enumerate(_calls(references[0].backward)):
-        if _partial(engine.plan, name) or computes_whole_sequences(engine.plan.steps, name):
+        around = name.rpartition(".")[0]
+        if _partial(engine.plan, name) or computes_whole_sequences(engine.plan.steps, around):
             continue
         differs = _differs(
             engine, name, call, trace.gradients, [r.gradients for r in references], factor, bound

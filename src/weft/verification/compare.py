@@ -253,12 +253,16 @@ def _predict_collectives_of(
 def _sequence_inputs(
     engine: Engine, batch: dict[str, Tensor], trace: ActivationRecorder
 ) -> Iterator[SequenceInput]:
-    """What enters the modules that compute on whole sequences, in one microbatch."""
-    modules = [step.module for step in engine.rank_plan.steps if step.whole_sequence]
-    for name in modules if engine.sequence else ():
-        entered, length = trace.entered.get(name, []), engine.sequence.length(batch)
+    """What enters the modules that compute on whole sequences, in one microbatch on this rank."""
+    names = [step.module for step in engine.rank_plan.steps if step.whole_sequence]
+    whole = {engine.model.get_submodule(name) for name in names}
+    if not whole or not engine.sequence:
+        return
+    here = engine.sequence.length(batch) // engine.plan.sequence_size
+    for name, module in engine.model.named_modules():
+        entered = trace.entered.get(name, []) if module in whole else []
         for each in entered[: len(entered) // engine.plan.accumulate]:
-            if len(each.shape) > 1 and each.shape[1] == length:
+            if len(each.shape) == 3 and each.shape[1] == here:
                 yield each
 
 

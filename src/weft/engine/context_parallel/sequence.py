@@ -98,9 +98,8 @@ class ContextParallel:
             check_padding(padding)
         elif {"attention_mask", "position_ids"} <= {*self.names}:
             # transformers would else take a jump of position_ids for the beginning of a document
-            arguments["attention_mask"] = torch.ones(
-                samples, length, dtype=torch.long, device=device
-            )
+            ones = torch.ones(samples, length, dtype=torch.long, device=device)
+            arguments["attention_mask"] = given["attention_mask"] = ones
             documents = documents_of(positions) if positions is not None else None
             if documents is not None:
                 documents = documents.expand(samples, length)

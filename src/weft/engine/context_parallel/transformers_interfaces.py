@@ -1,14 +1,15 @@
 """The interfaces by which models of transformers ask for a mask and for attention, in the hands of
 weft: the rule of a mask instead of its matrix, and eager attention over parts of the sequence.
 
-Both are transformers' own, local overrides, taken back at the end.
+Both are taken back at the end.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,43 +20,63 @@ from .sequence import ContextParallel
 
 @contextmanager
 def mask_rules(sequence: ContextParallel) -> Iterator[None]:
-    """Within this context transformers asks `sequence` for each mask of attention."""
+    """Within this context transformers asks `sequence` for each mask of attention, where ranks have
+    parts of what runs. By the local override of transformers' mask interface."""
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None:  # no model of transformers can be running
+        yield
+        return
+    interface = masks.ALL_MASK_ATTENTION_FUNCTIONS
+    shared = type(interface)()  # a new one has no overrides
+    before = {kind: interface[kind] for kind in ("sdpa", "eager")}
 
     def rule(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
+        if not sequence.now.length:
+            found: Tensor | None = before["sdpa"](
+                batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs
+            )
+            return found
         return sequence.rule(batch_size, q_length, **kwargs)
 
     def added_rule(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor | None:
-        kwargs |= {"allow_is_causal_skip": False, "added": dtype}  # the mask says all
-        return rule(*args, **kwargs)
+        if not sequence.now.length:
+            found: Tensor | None = before["eager"](*args, dtype=dtype, **kwargs)
+            return found
+        return rule(*args, **kwargs | {"allow_is_causal_skip": False, "added": dtype})
 
-    interface = "masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"
-    with ExitStack() as stack:
-        stack.enter_context(_overridden(*interface, "sdpa", rule))
-        stack.enter_context(_overridden(*interface, "eager", added_rule))
+    interface["sdpa"], interface["eager"] = rule, added_rule
+    try:
         yield
+    finally:
+        for kind, function in before.items():
+            if function is shared[kind]:
+                del interface[kind]
+            else:
+                interface[kind] = function
 
 
 @contextmanager
 def eager_attention_by(attend: Callable[..., Any]) -> Iterator[None]:
-    """Within this context transformers calls `attend` for attention that is a module's own."""
-    with _overridden("modeling_utils", "ALL_ATTENTION_FUNCTIONS", "eager", attend):
-        yield
-
-
-@contextmanager
-def _overridden(module: str, interface: str, name: str, function: Callable) -> Iterator[None]:
-    loaded = sys.modules.get(f"transformers.{module}")
-    if loaded is None:  # no model of transformers can be running
+    """Within this context a module that asks for "eager" attention gets `attend`, with its own
+    function as the first argument."""
+    models = sys.modules.get("transformers.modeling_utils")
+    if models is None:
         yield
         return
-    functions = getattr(loaded, interface)
-    shared = type(functions)()  # a new one has no overrides
-    before = functions.get(name)
-    functions[name] = function
+    interface = models.ALL_ATTENTION_FUNCTIONS
+    before, own = vars(interface).get("get_interface"), interface.get_interface
+
+    def get_interface(attn_implementation: str, default: Callable) -> Callable:
+        if attn_implementation == "eager":
+            return partial(attend, default)
+        found: Callable = own(attn_implementation, default)
+        return found
+
+    interface.get_interface = get_interface
     try:
         yield
     finally:
-        if before is shared.get(name):
-            del functions[name]
+        if before is None:
+            del interface.get_interface
         else:
-            functions[name] = before
+            interface.get_interface = before

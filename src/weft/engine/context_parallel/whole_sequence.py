@@ -6,6 +6,8 @@ The gradient of what enters is a part of the sum on each rank, as that of the we
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,59 +23,87 @@ from .sequence import ContextParallel, WholeSequence, whole_mask
 
 
 def run_on_whole_sequences(model: nn.Module, plan: Plan, sequence: ContextParallel) -> None:
-    """Make the modules that `plan` names compute so, from now on."""
-    for step in plan.steps:
-        if step.whole_sequence and sequence:
-            module = model.get_submodule(step.module)
-            around = _AroundModule(step.module, named_inputs(module), sequence)
-            # outermost: boundaries of other axes take whole sequences over
-            module.register_forward_pre_hook(around.enter, with_kwargs=True, prepend=True)
-            module.register_forward_hook(around.leave)
+    """Make the modules that `plan` names compute so, from now on. Inside of what runs a block again
+    in backward."""
+    names = [step.module for step in plan.steps if step.whole_sequence] if sequence else []
+    modules = {model.get_submodule(name): name for name in reversed(names)}
+    for module, name in modules.items():
+        around = _AroundForward(name, "attention_mask" in named_inputs(module), sequence)
+        module.forward = _whole_sequence_forward(around, module.forward)  # type: ignore[method-assign]
 
 
-class _AroundModule:
-    def __init__(self, name: str, inputs: tuple[str, ...], sequence: ContextParallel):
-        self._name, self._masked = name, "attention_mask" in inputs
-        self._sequence, self._outside = sequence, list[WholeSequence]()
+def _whole_sequence_forward(around: _AroundForward, forward: Callable[..., Any]) -> Any:
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outside, args, kwargs = around.enter(args, kwargs)
+        return around.leave(outside, forward(*args, **kwargs))
+
+    return call
+
+
+class _AroundForward:
+    def __init__(self, name: str, masked: bool, sequence: ContextParallel):
+        self._name, self._masked, self._sequence = name, masked, sequence
         self._gathers = [
             Crossing(Boundary({axis: Shard(1)}, {axis: COPY}), True, sequence.mesh)
             for axis in (*sequence.heads, *sequence.keys)
         ]
 
     @torch.compiler.disable
-    def enter(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def enter(self, args: tuple, kwargs: dict) -> tuple[WholeSequence, tuple, dict]:
+        """Raises UnsupportedModel for what does not tell which positions it is of."""
         outside = WholeSequence(self._sequence)
-        self._outside.append(outside)
         if outside.length:
-            self._sequence.calls += 1
-            if self._masked and self._sequence.now.valid is not None:
-                self._check_mask(args, kwargs)
+            self._check(tree_leaves((args, kwargs), Tensor), outside)
             args, kwargs = tree_map(lambda x: self._gathered(x, outside.length), (args, kwargs))
+            self._sequence.calls += 1
         outside.begin()
-        return args, kwargs
+        return outside, args, kwargs
 
     @torch.compiler.disable
-    def leave(self, _: nn.Module, __: tuple, out: Any) -> Any:
-        outside = self._outside.pop()
+    def leave(self, outside: WholeSequence, out: Any) -> Any:
         outside.end()
         length = outside.length
 
         def own(x: Any) -> Any:
-            if not (isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == length):
+            if not (isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == length):
                 return x
             return x.index_select(1, self._sequence.positions(length, x.device))
 
         return tree_map(own, out) if length else out
 
-    def _check_mask(self, *arguments: Any) -> None:
-        """A mask of its own part would be left out where that part has no padding."""
-        if not any(x.is_meta for x in tree_leaves(arguments, Tensor)):
-            raise UnsupportedModel(
-                "batch['attention_mask']",
-                "with padding",
-                f"{self._name} needs whole sequences, and is told of the padding in a part of one",
+    def _check(self, entering: list[Tensor], outside: WholeSequence) -> None:
+        here = outside.length // self._sequence.size
+        if not any(x.ndim == 3 and x.shape[1] == here for x in entering):
+            raise self._error(
+                "and no tensor [samples, positions, features] enters it",
+                "lay its input batch first, or use dp, fsdp, tp or pp",
+            )
+        for x in entering:
+            if x.ndim == 2 and x.shape[1] == here and self._whole_entry(x) is None:
+                raise self._error(
+                    f"and what enters as {list(x.shape)} may be of positions or not",
+                    "give it another length of sequence, or use dp, fsdp, tp or pp",
+                )
+        padded = self._masked and self._sequence.now.valid is not None
+        # a mask of its own part would be left out where that part has no padding
+        if padded and not any(x.is_meta for x in entering):
+            raise self._error(
+                "and is told of the padding in a part of one",
                 "leave attention_mask out of the model's inputs, or use dp, fsdp, tp or pp",
             )
+
+    def _error(self, problem: str, fix: str) -> UnsupportedModel:
+        layout = str(self._sequence.layout)
+        return UnsupportedModel(
+            "layout", layout, f"{self._name} needs whole sequences, {problem}", fix
+        )
+
+    def _whole_entry(self, x: Tensor) -> Tensor | None:
+        """The entry [b, s] of the batch of which this is a part."""
+        now = self._sequence.now
+        mine = self._sequence.positions(now.length, x.device)
+        return next((e for e in now.wholes if torch.equal(e[:, mine], x)), None)
 
     def _gathered(self, x: Any, length: int) -> Any:
         """All positions, in their order, of what has this rank's in dim 1."""
@@ -81,8 +111,10 @@ class _AroundModule:
             return x
         if x.is_meta and hasattr(x, "weft_pattern"):  # else the model has computed with it
             return whole_mask(x, torch.arange(length), length)
-        if x.ndim < 2 or x.shape[1] * self._sequence.size != length:
+        if x.ndim not in (2, 3) or x.shape[1] * self._sequence.size != length:
             return x
+        if x.ndim == 2:
+            return self._whole_entry(x)
         for gather in self._gathers:
             x = gather(x)
         return x.index_select(1, torch.argsort(self._sequence.order(length)).to(x.device))
