@@ -10,6 +10,7 @@ one mesh axis. The full logits then never exist on a rank: see `cross_entropy`.
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
@@ -123,19 +124,23 @@ def weighed_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> tuple[T
     found: Any = loss(widened(loss, output), batch)
     pair = found if isinstance(found, tuple | list) and len(found) == 2 else (None, None)
     total, weight = pair
-    scalar = isinstance(weight, Tensor) and weight.ndim == 0
-    if (
-        isinstance(total, Tensor)
-        and total.ndim == 0
-        and (scalar or isinstance(weight, int | float))
-    ):
-        return total, weight
+    total, weight = _without_dims(total), _without_dims(weight)
+    if isinstance(weight, numbers.Real) and not isinstance(weight, int | float):
+        weight = float(weight)  # of numpy
+    if isinstance(total, Tensor) and total.ndim == 0:
+        if isinstance(weight, int | float) or (isinstance(weight, Tensor) and weight.ndim == 0):
+            return total, weight
     name = getattr(loss, "__name__", type(loss).__name__)
     fix = (
         "return (sum, weight): the sum over what counts as a tensor without dims, and how many"
         " count, as in return losses.sum(), losses.numel()"
     )
     raise ConfigError("loss", name, f"returns {_described(found)}, not (sum, weight)", fix)
+
+
+def _without_dims(found: Any) -> Any:
+    one = isinstance(found, Tensor) and found.ndim and found.numel() == 1
+    return found.reshape(()) if one else found
 
 
 def _described(found: Any) -> str:
