@@ -127,9 +127,13 @@ def weighed_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> tuple[T
     total, weight = _without_dims(total), _without_dims(weight)
     if isinstance(weight, numbers.Real) and not isinstance(weight, int | float):
         weight = float(weight)  # of numpy
-    if isinstance(total, Tensor) and total.ndim == 0:
-        if isinstance(weight, int | float) or (isinstance(weight, Tensor) and weight.ndim == 0):
-            return total, weight
+    scalar = isinstance(weight, Tensor) and weight.ndim == 0
+    if (
+        isinstance(total, Tensor)
+        and total.ndim == 0
+        and (scalar or isinstance(weight, int | float))
+    ):
+        return total, weight
     name = getattr(loss, "__name__", type(loss).__name__)
     fix = (
         "return (sum, weight): the sum over what counts as a tensor without dims, and how many"
