@@ -14,8 +14,8 @@ from weft.nn import IGNORED, model_arguments
 
 @contextmanager
 def refuse_unknown_tokens(engine: TrainingEngine, batch: Mapping[str, Tensor]) -> Iterator[None]:
-    """Around a step. A lookup that fails is a DataError if the model is called with a token for which
-    its largest table has no row."""
+    """Around a step. A lookup that fails is a DataError if the model is called with a token for
+    which its largest table has no row."""
     try:
         yield
     except (IndexError, RuntimeError) as error:
@@ -27,7 +27,7 @@ def refuse_unknown_tokens(engine: TrainingEngine, batch: Mapping[str, Tensor]) -
             for name, module in engine.model.named_modules()
             if isinstance(module, nn.Embedding) and f"{name}.weight" in whole
         ]
-        given = model_arguments(engine.sequence.names, dict(batch))
+        given = model_arguments(engine.sequence.inputs, dict(batch))
         given = {key: entry for key, entry in given.items() if isinstance(entry, Tensor)}
         for key, entry in given.items() if tables else ():
             tokens = next(iter(given.values()))  # others of its shape may be tokens too
