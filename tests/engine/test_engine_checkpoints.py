@@ -98,6 +98,17 @@ def test_weft_train_and_a_loop_go_on_from_each_other(tmp_path: Path) -> None:
         weft.checkpoint.load(engine_of("dp1"), tmp_path / "mine", step=3)
 
 
+def test_a_folder_without_a_complete_checkpoint_has_no_latest_step(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert weft.checkpoint.latest_step(folder) is None
+    (folder / "step-000001").mkdir(parents=True)  # of a run that was killed in its first save
+    assert weft.checkpoint.latest_step(folder) is None
+    with pytest.raises(CheckpointError, match="no complete checkpoint is here"):
+        weft.checkpoint.load(engine_of("dp1"), tmp_path)
+    weft.checkpoint.save(engine_of("dp1"), tmp_path)
+    assert weft.checkpoint.latest_step(folder) == 0
+
+
 def test_an_engine_is_not_filled_by_halves(tmp_path: Path) -> None:
     weft.checkpoint.save(engine_of("dp1", layers=2), tmp_path)
     small = engine_of("dp1")

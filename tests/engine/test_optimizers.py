@@ -351,7 +351,7 @@ class Careless(torch.optim.SGD):
             r"groups.\*.betas = \(0.9,\): is no list of 2 values",
         ),
         ({"kind": "sgd", "lr": float("inf")}, "optimizer.lr = inf: is not finite"),
-        ({"eps": float("nan")}, "optimizer.eps = nan: is not finite"),
+        ({"eps": float("nan")}, "optimizer.eps = nan: is no number"),
         ({"weight_decay": True}, "weight_decay = True: is not a number. Write as in 0.01"),
         ({"kind": Careless, "lr": float("nan")}, "optimizer.lr = nan: is not finite"),
         ({"kind": Careless, "betas": (0.9,)}, r"betas = \(0.9,\): Careless refuses: tuple index"),
@@ -364,6 +364,10 @@ class Careless(torch.optim.SGD):
 def test_what_an_optimizer_cannot_do_is_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make_optimizer(**{"kind": "adamw", **arguments})
+
+
+def test_an_infinite_bound_is_no_bound() -> None:
+    assert make_optimizer("adafactor", d=float("inf")).arguments == {"d": float("inf")}
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])

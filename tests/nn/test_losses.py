@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -427,6 +428,10 @@ def test_a_loss_that_returns_no_sum_and_weight_is_refused(found: Any, says: str)
     total = torch.zeros(())
     for weight in (3, 3.0, torch.ones(())):
         assert losses.weighed_loss(lambda *_: (total, weight), None, {}) == (total, weight)  # noqa: B023
+    for weight in (np.float32(3), np.int64(3), torch.full((1,), 3.0)):
+        found = losses.weighed_loss(lambda *_: (torch.ones(1), weight), None, {})  # noqa: B023
+        assert (found[0].shape, float(found[1])) == ((), 3.0)
+        assert not isinstance(found[1], np.generic)
 
 
 def test_an_engine_refuses_such_a_loss() -> None:

@@ -229,10 +229,11 @@ def _check_values(
     for key, value in given.items():
         usual, field_name = like.get(key), f"{table}.{key}"
         numbers = value if isinstance(value, tuple) else (value,)
-        if (known or key == "lr") and any(
-            isinstance(number, float) and not math.isfinite(number) for number in numbers
-        ):
+        floats = [number for number in numbers if isinstance(number, float)]
+        if key == "lr" and not all(map(math.isfinite, floats)):
             raise ConfigError(field_name, value, "is not finite", "write a finite number")
+        if known and any(map(math.isnan, floats)):  # an infinite bound is none: Adafactor's d
+            raise ConfigError(field_name, value, "is no number", "write a number")
         if not known:
             continue
         if isinstance(usual, tuple) and usual and len(numbers) != len(usual):

@@ -10,6 +10,7 @@ one mesh axis. The full logits then never exist on a rank: see `cross_entropy`.
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
@@ -123,6 +124,9 @@ def weighed_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> tuple[T
     found: Any = loss(widened(loss, output), batch)
     pair = found if isinstance(found, tuple | list) and len(found) == 2 else (None, None)
     total, weight = pair
+    total, weight = _without_dims(total), _without_dims(weight)
+    if isinstance(weight, numbers.Real) and not isinstance(weight, int | float):
+        weight = float(weight)  # of numpy
     scalar = isinstance(weight, Tensor) and weight.ndim == 0
     if (
         isinstance(total, Tensor)
@@ -136,6 +140,11 @@ def weighed_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> tuple[T
         " count, as in return losses.sum(), losses.numel()"
     )
     raise ConfigError("loss", name, f"returns {_described(found)}, not (sum, weight)", fix)
+
+
+def _without_dims(found: Any) -> Any:
+    one = isinstance(found, Tensor) and found.ndim and found.numel() == 1
+    return found.reshape(()) if one else found
 
 
 def _described(found: Any) -> str:

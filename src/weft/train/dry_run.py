@@ -3,6 +3,8 @@ of the model has, and a loss that does not return what weft needs."""
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,9 +20,22 @@ from weft.nn import Loss, model_arguments, named_inputs, weighed_loss
 
 from .token_rows import unknown_token
 
+# The run takes about a second at most: masks that a model makes of positions have values, and their
+# number of elements is the square of that of the positions.
+POSITIONS, POSITIONS_WITHOUT_CONFIG = 256, 2048  # only a model of transformers has a config
+CALLS = 15_000  # of torch's functions
+NOT_SAID_OF_DATA = (os.path.dirname(torch.__file__) + os.sep, __file__)
+# Positions that these have met may be others beyond the part of the sequence that is run.
+BOUNDS = {"clamp", "clamp_", "clip", "minimum", "min", "remainder", "fmod", "where", "__mod__"}
+
 
 def dry_run(
-    model: nn.Module, loss: Loss, inputs: Sequence[str] | None, sample: Mapping[str, Tensor]
+    model: nn.Module,
+    loss: Loss,
+    inputs: Sequence[str] | None,
+    sample: Mapping[str, Tensor],
+    *,
+    counted: bool = False,
 ) -> None:
     """Run a model and its loss on a sample, as far as shapes and the sample's values take them:
     other errors than refusals end it, and are left to the ranks. It takes no memory: a model with
@@ -30,7 +45,9 @@ def dry_run(
         model: the model, on the meta device.
         loss: its loss.
         inputs: the entries that the model is called with. Default: those that its forward names.
-        sample: a batch with values.
+        sample: a batch with values. Of a long one, the run takes the first `POSITIONS`.
+        counted: whether the model is given `position_ids` where its forward names them and the
+            sample has none, as under cp.
 
     Raises:
         DataError: the model looks up a row that a table does not have, or raises a ValueError
@@ -40,15 +57,22 @@ def dry_run(
     if not all(p.is_meta for p in model.parameters()):
         return
     names = named_inputs(model) if inputs is None else inputs
-    values = KeptValues(model, sample)
+    batch, length = _first_positions(model, names, sample)
+    whole = all(batch[key] is entry for key, entry in sample.items())
+    if counted and "position_ids" in names and "position_ids" not in batch:
+        first = next((batch[key] for key in names if key in batch), None)
+        if first is not None and first.ndim > 1:
+            batch["position_ids"] = torch.arange(first.shape[1]).expand(*first.shape[:2])
+    values = KeptValues(model, sample, length, length if whole else POSITIONS)
     with suppress(_Unknown), torch.random.fork_rng([]), torch.no_grad(), values:
         try:
-            output = model(**model_arguments(names, dict(sample)))
-            weighed_loss(loss, output, dict(sample))
+            output = model(**model_arguments(names, batch))
+            weighed_loss(loss, output, batch)
         except Refusal:
             raise
         except ValueError as error:
-            if values.lost:
+            raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+            if values.lost or not whole or raised_in.startswith(NOT_SAID_OF_DATA):
                 raise _Unknown from error
             fix = "give other samples, or another model"
             raise DataError("data", "a sample", f"the model refuses it: {error}", fix) from error
@@ -60,24 +84,53 @@ class _Unknown(Exception):
     """What the dry run cannot say."""
 
 
+def _first_positions(
+    model: nn.Module, names: Sequence[str], sample: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], int]:
+    """(the sample with as many positions as are run, the number of positions that it has)."""
+    first = next((sample[key] for key in names or sample if key in sample), None)
+    length = first.shape[1] if first is not None and first.ndim > 1 else 0
+    most = POSITIONS if hasattr(model, "config") else POSITIONS_WITHOUT_CONFIG
+    if length <= most:
+        return dict(sample), length
+    cut = {
+        key: t[:, :POSITIONS] if t.ndim > 1 and t.shape[1] == length else t
+        for key, t in sample.items()
+    }
+    return cut, length
+
+
 class KeptValues(TorchFunctionMode):
     """Tensors of the batch, and positions that a forward counts, keep their values on the CPU, so
     that what is looked up in a table is known. Where they meet a tensor without values, such as a
-    weight, the result has none."""
+    weight, the result has none.
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, Tensor]):
+    Args:
+        batch: as the data has it.
+        length: how many positions it has.
+        run: how many of them the model is run on, the first ones.
+    """
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Tensor], length: int, run: int):
         super().__init__()
+        self._batch, self._length, self._run = batch, length, run
+        self._calls, self._bounded = 0, False
         self._names = {id(p): name for name, p in model.named_parameters()}
         self.lost = False  # whether what comes may come of missing values
         self._entries = {t.untyped_storage().data_ptr(): key for key, t in batch.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        self._calls += 1
+        if self._calls > CALLS:
+            raise _Unknown
         if func is torch.arange:
             kwargs["device"] = "cpu"
         found: list[Tensor] = []
         tree_map(lambda t: found.append(t) if isinstance(t, Tensor) else None, (args, kwargs))
         bare = [t for t in found if t.is_meta]
+        if not bare and getattr(func, "__name__", "") in BOUNDS:
+            self._bounded |= any(t.dtype in (torch.int64, torch.int32) for t in found)
         self.lost |= bool(bare)
         if bare and len(bare) < len(found):
             if func is F.embedding:
@@ -92,17 +145,30 @@ class KeptValues(TorchFunctionMode):
         if index.is_meta or not index.numel():
             return
         name = self._names.get(id(table), "a table").removesuffix(".weight")
+        entry = self._entries.get(index.untyped_storage().data_ptr())
+        along = entry is None and index.ndim > 0 and index.shape[-1] == self._run
+        counts = along and bool((index.diff(dim=-1) == 1).all()) and int(index.min()) >= 0
+        if entry is not None and self._length > self._run and index.ndim > 1:
+            given = self._batch[entry]
+            if index.shape == given[:, : self._run].shape:
+                index = given  # the rest of the sequence too
         rows, low, high = table.shape[0], int(index.min()), int(index.max())
+        if counts and not self._bounded:
+            high += self._length - self._run
         if low >= 0 and high < rows:
             return
-        entry = self._entries.get(index.untyped_storage().data_ptr())
+        odd = low if low < 0 else high
         if entry is not None:
-            raise unknown_token(entry, low if low < 0 else high, name, rows)
+            raise unknown_token(entry, odd, name, rows)
+        fix = f"give {name} at least {odd + 1} rows, or the model other data"
+        if counts:
+            fix = f"give the data a shorter seq_len, or the model {odd + 1} positions"
         raise DataError(
             "data",
-            f"samples of shape {list(index.shape)}",
-            f"the model looks up position {high} in {name}, which has {rows} rows",
-            f"give the data a shorter seq_len, or the model {high + 1} positions",
+            "a sample",
+            f"the model looks up {'position' if counts else 'row'} {odd} in {name}, which has"
+            f" {rows} rows",
+            fix if odd >= 0 else "correct the data, or what the model makes of it",
         )
 
 

@@ -108,7 +108,8 @@ def check_run(
     inputs, loss, sample = model_inputs(run, bare), build_loss(run), sample_batch(run, train)
     check_inputs(bare, inputs, train[0])
     check_labels(loss, sample)
-    dry_run(bare, loss, inputs, sample)
+    counted = any(laid.layout.size(*SEQUENCE_AXES) > 1 for laid in plans)
+    dry_run(bare, loss, inputs, sample, counted=counted)
     return plans
 
 

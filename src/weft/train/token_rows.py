@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from weft.core import DataError
 from weft.engine import TrainingEngine
-from weft.nn import IGNORED
+from weft.nn import IGNORED, model_arguments
 
 
 @contextmanager
 def refuse_unknown_tokens(engine: TrainingEngine, batch: Mapping[str, Tensor]) -> Iterator[None]:
-    """Around a step. A lookup that fails is a DataError if the batch holds a token, or a label, for
-    which the model's largest table has no row."""
+    """Around a step. A lookup that fails is a DataError if the model is called with a token for
+    which its largest table has no row."""
     try:
         yield
     except (IndexError, RuntimeError) as error:
@@ -27,8 +27,11 @@ def refuse_unknown_tokens(engine: TrainingEngine, batch: Mapping[str, Tensor]) -
             for name, module in engine.model.named_modules()
             if isinstance(module, nn.Embedding) and f"{name}.weight" in whole
         ]
-        for key, entry in batch.items() if tables else ():
-            if entry.is_floating_point() or not entry.numel():
+        given = model_arguments(engine.sequence.inputs, dict(batch))
+        given = {key: entry for key, entry in given.items() if isinstance(entry, Tensor)}
+        for key, entry in given.items() if tables else ():
+            tokens = next(iter(given.values()))  # others of its shape may be tokens too
+            if entry.is_floating_point() or not entry.numel() or entry.shape != tokens.shape:
                 continue
             rows, name = max(tables)
             odd = entry[((entry < 0) & (entry != IGNORED)) | (entry >= rows)]
