@@ -88,13 +88,13 @@ def _functions_of(cls: type) -> Iterator[FunctionType]:
             yield from (f for f in map(inspect.unwrap, vars(base).values()) if isfunction(f))
 
 
-def _mentions(function: FunctionType, name: Collection[str], depth: int) -> bool:
+def _mentions(function: FunctionType, wanted: Collection[str], depth: int) -> bool:
     """Whether a function has one of these names in its code, or calls one by name that has."""
     names = set(_names(function.__code__))
-    if not depth or not names.isdisjoint(name):
-        return not names.isdisjoint(name)
-    called = (function.__globals__.get(each) for each in names)
-    return any(_mentions(each, name, depth - 1) for each in called if isfunction(each))
+    if not names.isdisjoint(wanted):
+        return True
+    called = (function.__globals__.get(each) for each in names) if depth else ()
+    return any(_mentions(each, wanted, depth - 1) for each in called if isfunction(each))
 
 
 def _names(code: CodeType) -> Iterator[str]:
