@@ -88,6 +88,23 @@ def fixed_heads() -> nn.Module:
     return model
 
 
+class Mixed(nn.Module):
+    """A block that multiplies with what all blocks share."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.shared = FusedAttention(DIM, 4), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shared(self.attention(x))
+
+
+def sharing() -> nn.Module:
+    model, shared = Fused(dim=DIM), nn.Linear(DIM, DIM)
+    model.blocks = nn.ModuleList(Mixed(shared) for _ in range(2))
+    return model
+
+
 def begin(
     build: Callable[[], nn.Module],
     layout: str,
@@ -178,6 +195,12 @@ def test_a_plan_that_has_a_sample_leaves_it_whole(pool: Pool, layout: str) -> No
 def test_an_attention_that_stays_whole_is_refused_under_sequence() -> None:
     with pytest.raises(UnsupportedModel, match=r"blocks\.0\.attention does not run on its part"):
         begin(fixed_heads, "tp2+sequence")
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+def test_a_module_that_blocks_share_is_tried(pool: Pool, layout: str) -> None:
+    want = pool.run(begin, sharing, "dp1", world=1)[0]
+    assert pool.run(begin, sharing, layout, world=2)[0] == pytest.approx(want, rel=1e-5)
 
 
 RIGHT: dict[str, Callable[[], nn.Module]] = {

@@ -208,7 +208,7 @@ def _units(
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
     """Block, or "" for all else, -> the names and parameters that it alone holds."""
     owner: dict[Tensor, str] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):  # one may be in two blocks
         inside = max((b for b in blocks if is_inside(name, b)), key=len, default="")
         for p in module.parameters(recurse=False):
             owner[p] = inside if owner.get(p, inside) == inside else ""  # used by two
