@@ -302,7 +302,7 @@ def test_building_a_model_leaves_the_random_state_alone(tmp_path: Path) -> None:
         ("optimizer.name", "adamv", "optimizer.name", 'did you mean "adam'),
         ("optimizer.name", "lbfgs", "optimizer.name", "computes the loss several times"),
         ("optimizer.weigth_decay", "0.1", "optimizer.weigth_decay", 'did you mean "weight_decay"?'),
-        ("optimizer.lr", "-1.0", "optimizer", "adamw refuses: Invalid learning rate"),
+        ("optimizer.lr", "-1.0", "optimizer.lr", "adamw refuses: Invalid learning rate"),
         ("model.inputs", '["input_id"]', "model.inputs", 'did you mean "input_ids"?'),
         ("layout.axes", "dp3", "train.batch", "such as 9"),
         ("layout.axes", "dp2.xp2", "layout", "there is no axis 'xp'"),
