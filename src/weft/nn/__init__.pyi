@@ -1,3 +1,9 @@
+from .attention_interface import (
+    EagerAttention as EagerAttention,
+    attends_eagerly as attends_eagerly,
+    attention_kind as attention_kind,
+    calls_interface as calls_interface,
+)
 from .attention_masks import (
     AttentionPattern as AttentionPattern,
     causal_mask as causal_mask,
@@ -32,12 +38,6 @@ from .dropout_rng import (
     DROPOUTS_OF_CHANNELS as DROPOUTS_OF_CHANNELS,
     Randomness as Randomness,
     mix_key as mix_key,
-)
-from .eager_attention import (
-    EagerAttention as EagerAttention,
-    attends_eagerly as attends_eagerly,
-    attention_kind as attention_kind,
-    calls_interface as calls_interface,
 )
 from .expert_roles import (
     expert_count as expert_count,

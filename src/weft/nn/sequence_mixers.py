@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.core import UnsupportedModel
 
-from .eager_attention import calls_interface
+from .attention_interface import calls_interface
 from .role_types import Chain, chain_module
 from .signature import named_inputs
 

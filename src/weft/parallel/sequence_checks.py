@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
 from weft.core import (
     Layout,
     Step,
@@ -58,14 +56,15 @@ def check_shared_sequence(
         if step.sequence is not None
     }
     kind, core = attention_kind(model), "scaled_dot_product_attention"
+    whole = kind == "eager" and bool(roles.mixers)
     if attends_eagerly(model):
         if set(methods) - {"gather"}:
             problem = "the model's own attention needs all keys at once, and all heads"
             refuse(problem, f"write {axis}+gather, or give the model attn_implementation 'sdpa'")
-    elif kind != "sdpa" and (kind != "eager" or not roles.mixers) and _has_sdpa(model):
+    elif kind != "sdpa" and not whole and getattr(model, "_supports_sdpa", True):
         problem = f"the model computes attention by {kind!r}, of the positions that a rank has"
         refuse(problem, 'build it with attn_implementation="sdpa"')
-    elif kind != "sdpa" and not roles.mixers:
+    elif kind != "sdpa" and not whole:
         problem = "modules of the model mix positions by themselves, of those that a rank has:"
         problem += f" they call neither {core} nor transformers' attention interface"
         fix = 'declare them "whole_sequence" under [roles]: all ranks then compute all positions'
@@ -97,7 +96,3 @@ def check_shared_sequence(
                 f" {size} ranks",
                 "use cp, whose keys travel, or a size that divides them",
             )
-
-
-def _has_sdpa(model: nn.Module) -> bool:
-    return getattr(model, "_supports_sdpa", True)

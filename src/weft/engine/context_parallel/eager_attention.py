@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 
-from weft.core import COPY, Boundary
 from weft.nn import EagerAttention
-from weft.parallel import Crossing
 
 from .sequence import ContextParallel, whole_mask
 
@@ -46,11 +42,7 @@ def attend_eagerly(
     length = sequence.now.length
     sequence.pattern(query, key, mask, False)  # refuses what says nothing of other keys
     sequence.calls += 1
-    for axis in sequence.keys:
-        there = Crossing(Boundary({axis: Shard(2)}, {axis: COPY}), True, sequence.mesh)
-        key, value = there(key), there(value)
-    order = torch.argsort(sequence.order(length)).to(key.device)
-    key, value = key.index_select(2, order), value.index_select(2, order)
+    key, value = sequence.gathered(key, 2), sequence.gathered(value, 2)
     if mask is not None:
         mask = whole_mask(mask, sequence.positions(length, query.device), length)
     return attend(module, query, key, value, mask, **options)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from weft.core import Boundary, Plan, UnsupportedModel, zigzag_spans
+from weft.core import COPY, Boundary, Plan, UnsupportedModel, zigzag_spans
 from weft.nn import (
     AttentionPattern,
     PositionNumbers,
@@ -158,12 +158,19 @@ class ContextParallel:
         for axis in (*self.heads, *self.keys):
             group = self.mesh.group(axis)
             x = all_gather(x, dim, group, None) if group is not None else x
-        return x.index_select(dim, torch.argsort(self.order(x.shape[dim])).to(x.device))
+        return self._ordered(x, dim)
 
-    def order(self, length: int) -> Tensor:
-        """The positions of a sequence as all ranks have them, one after the other."""
-        held = [i for spans in self._spans(length) for span in spans for i in range(*span)]
-        return torch.tensor(held)  # torch.arange may be own_arange
+    def gathered(self, x: Tensor, dim: int) -> Tensor:
+        """`whole` with a gradient, of whose sum each rank has a part."""
+        for axis in (*self.heads, *self.keys):
+            x = Crossing(Boundary({axis: Shard(dim)}, {axis: COPY}), True, self.mesh)(x)
+        return self._ordered(x, dim)
+
+    def _ordered(self, x: Tensor, dim: int) -> Tensor:
+        """What all ranks have, one after the other, in the order of positions."""
+        spans = (span for each in self._spans(x.shape[dim]) for span in each)
+        held = torch.tensor([i for span in spans for i in range(*span)])  # arange may be own_arange
+        return x.index_select(dim, torch.argsort(held).to(x.device))
 
     # ---- attention -------------------------------------------------------------------------------
 

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 
 from weft._torch.trees import tree_leaves, tree_map
-from weft.core import COPY, Boundary, Plan, UnsupportedModel
+from weft.core import Plan, UnsupportedModel
 from weft.nn import named_inputs
-from weft.parallel import Crossing
 
 from .sequence import ContextParallel, WholeSequence, whole_mask
 
@@ -44,10 +42,6 @@ def _whole_sequence_forward(around: _AroundForward, forward: Callable[..., Any])
 class _AroundForward:
     def __init__(self, name: str, masked: bool, sequence: ContextParallel):
         self._name, self._masked, self._sequence = name, masked, sequence
-        self._gathers = [
-            Crossing(Boundary({axis: Shard(1)}, {axis: COPY}), True, sequence.mesh)
-            for axis in (*sequence.heads, *sequence.keys)
-        ]
 
     @torch.compiler.disable
     def enter(self, args: tuple, kwargs: dict) -> tuple[WholeSequence, tuple, dict]:
@@ -113,8 +107,4 @@ class _AroundForward:
             return whole_mask(x, torch.arange(length), length)
         if x.ndim not in (2, 3) or x.shape[1] * self._sequence.size != length:
             return x
-        if x.ndim == 2:
-            return self._whole_entry(x)
-        for gather in self._gathers:
-            x = gather(x)
-        return x.index_select(1, torch.argsort(self._sequence.order(length)).to(x.device))
+        return self._whole_entry(x) if x.ndim == 2 else self._sequence.gathered(x, 1)

@@ -1,5 +1,5 @@
-"""Attention in Python, "eager", of the models of transformers: with capped scores, sinks or biases,
-which no kernel of torch has. They call it through transformers' attention interface."""
+"""How a model of transformers attends: by a kernel, or "eagerly", by a function of its own that it
+hands to transformers' attention interface (capped scores, sinks, biases)."""
 
 from __future__ import annotations
 
