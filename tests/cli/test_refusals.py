@@ -19,26 +19,8 @@ import weft.launch.local_workers
 
 # so that it is not first imported while a test has replaced what it imports
 import weft.verification.verify_model
+from tests.run_files import TINY
 from weft.cli.app import app
-
-RUN = """
-[model]
-build = "weft.models:decoder"
-dim = 16
-heads = 2
-layers = 1
-seq_len = 16
-[data]
-build = "weft.data:stdlib"
-seq_len = 16
-max_bytes = 100000
-[train]
-batch = 8
-steps = 2
-threads = 1
-[optimizer]
-lr = 1e-3
-"""
 
 MINE = """
 import os, signal, time
@@ -133,7 +115,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "small.toml").write_text(RUN)
+    (tmp_path / "small.toml").write_text(TINY)
     (tmp_path / "torn.toml").write_text(TORN)
     (tmp_path / "tokens.toml").write_text(TOKENS)
     (tmp_path / "mine_of_refusals_test.py").write_text(MINE)
@@ -307,7 +289,7 @@ def test_what_cannot_be_done_is_refused_before_any_process_starts(
 @pytest.mark.usefixtures("no_process")
 def test_missing_data_is_refused(folder: Path) -> None:
     (folder / "words.toml").write_text(
-        RUN.replace('build = "weft.data:stdlib"\n', 'text = ["no/*.txt"]\n').replace(
+        TINY.replace('build = "weft.data:stdlib"\n', 'text = ["no/*.txt"]\n').replace(
             "max_bytes = 100000", ""
         )
     )

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import weft
+from tests.run_files import TINY
 from weft.cli.app import app
 from weft.core.errors import CheckpointError
 from weft.core.run_config import load_run
@@ -20,25 +21,7 @@ from weft.losses import next_token
 from weft.models import decoder
 from weft.train.trainer import train
 
-RUN = """
-[model]
-build = "weft.models:decoder"
-dim = 16
-heads = 2
-layers = 1
-seq_len = 16
-[data]
-build = "weft.data:stdlib"
-seq_len = 16
-max_bytes = 100000
-[train]
-batch = 8
-steps = 4
-threads = 1
-log_every = 1
-[optimizer]
-lr = 1e-3
-"""
+RUN = TINY.replace("steps = 2", "steps = 4\nlog_every = 1")
 
 
 def engine_of(layout: str, **options: Any) -> weft.Engine:
