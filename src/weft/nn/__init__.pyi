@@ -19,6 +19,7 @@ from .chain_parts import (
     set_attribute as set_attribute,
     unknown_forward as unknown_forward,
 )
+from .config_values import config_value as config_value
 from .deferred_logits import (
     FEW_LOGITS as FEW_LOGITS,
     FEWEST_ROWS as FEWEST_ROWS,

@@ -6,23 +6,18 @@ import copy
 
 from torch import nn
 
-from .linear_chains import GROUPS, HEADS, KV_HEADS, WIDTHS
+from .linear_chains import GROUPS
 from .role_types import Chain, is_conv1d
 
 
 def local_attributes(chain: Chain, size: int) -> dict[str, tuple[tuple[str, int], ...]]:
     """Module -> its own numbers of heads and features, as a rank of `size` has them."""
-    local = {
-        **dict.fromkeys(HEADS, max(1, chain.heads // size)),
-        **dict.fromkeys(KV_HEADS, max(1, chain.kv_heads // size)),
-    }
-    if chain.heads:
-        local |= dict.fromkeys(GROUPS, local[HEADS[0]] // local[KV_HEADS[0]])
+    heads, kv_heads = max(1, chain.heads // size), max(1, chain.kv_heads // size)
     found = {}
     for module, attributes in chain.attributes.items():
-        leaves = [(key, key.rpartition(".")[2], old) for key, old in attributes]
         found[module] = tuple(
-            (key, old // size if leaf in WIDTHS else local[leaf]) for key, leaf, old in leaves
+            (key, heads // kv_heads if key.rpartition(".")[2] in GROUPS else max(1, old // size))
+            for key, old in attributes
         )
     return found
 

@@ -3,17 +3,15 @@ does not run on its part of the heads or features is left whole."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from weft._torch.tensors import FakeTensorMode, fake_mode, make_fake, quiet_fake_tensors
-from weft.core import DimShard, UnsupportedModel
+from weft._torch.tensors import fake_mode, quiet_fake_tensors
+from weft.core import UnsupportedModel
 from weft.nn import (
-    Chain,
     Roles,
     chain_module,
     local_attributes,
@@ -23,12 +21,10 @@ from weft.nn import (
     set_attribute,
     unknown_forward,
 )
-from weft.pipeline import copy_with_tensors, is_parameter
 
 from .axes import FEATURE_AXES
+from .cut_copy import FAILS, cut_copy
 from .plan_request import PlanRequest
-
-_FAILS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError)
 
 
 def runnable_roles(request: PlanRequest, roles: Roles) -> Roles:
@@ -79,7 +75,11 @@ def _first_failure(request: PlanRequest, roles: Roles, size: int) -> tuple[str, 
     it runs, or fails elsewhere."""
     names = request.inputs if request.inputs is not None else named_inputs(request.model)
     mode = fake_mode()
-    model = _cut_copy(request.model, roles, size, mode)
+    model = cut_copy(request.model, request.model, roles.chains, size, mode)
+    for chain in roles.chains:
+        for name, attributes in local_attributes(chain, size).items():
+            for key, value in attributes:
+                set_attribute(model.get_submodule(name), key, value)
     with_chain = {chain_module(chain) for chain in roles.chains}
     inside: list[str] = []
     arguments = model_arguments(names, dict(request.sample or {}))
@@ -92,44 +92,8 @@ def _first_failure(request: PlanRequest, roles: Roles, size: int) -> tuple[str, 
             torch.no_grad(),
         ):
             model(**arguments)
-    except _FAILS as problem:
+    except FAILS as problem:
         within = [name for name in inside if name in with_chain]
         if within:
             return within[-1], (str(problem).splitlines() or [type(problem).__name__])[0]
     return None
-
-
-def _cut_copy(model: nn.Module, roles: Roles, size: int, mode: FakeTensorMode) -> nn.Module:
-    """What the first rank of `tp` computes with, without elements."""
-    cuts: dict[int, DimShard] = {}
-    for chain in roles.chains:
-        cuts |= _cuts(model, chain)
-    cpu = torch.device("cpu")
-
-    def local(t: Tensor) -> Tensor:
-        if not (t.is_meta or is_parameter(t)):
-            return t.clone()
-        shape = list(t.shape)
-        if (cut := cuts.get(id(t))) is not None:
-            shape[cut.dim] = sum(stop - start for start, stop in cut.intervals(0, size))
-        bare = torch.empty(shape, dtype=t.dtype, device="meta")
-        return make_fake(mode, nn.Parameter(bare, False) if is_parameter(t) else bare, cpu)
-
-    copied = copy_with_tensors(model, local)
-    for chain in roles.chains:
-        for name, attributes in local_attributes(chain, size).items():
-            for key, value in attributes:
-                set_attribute(copied.get_submodule(name), key, value)
-    return copied
-
-
-def _cuts(model: nn.Module, chain: Chain) -> Mapping[int, DimShard]:
-    """id of a parameter -> how the chain divides it."""
-    named = {name: model.get_parameter(name) for name in chain.parameters}
-    found = {id(p): chain.parameters[name] for name, p in named.items()}
-    for linear, cut in chain.cuts.items():
-        module = model.get_submodule(linear)
-        found[id(module.weight)] = cut
-        if linear != chain.row and getattr(module, "bias", None) is not None:
-            found[id(module.bias)] = DimShard(0, cut.parts, cut.units)
-    return found

@@ -1,0 +1,50 @@
+"""A copy of a model, or of a part of it, as the first of its ranks has it, without elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from weft._torch.tensors import FakeTensorMode, make_fake
+from weft.core import DimShard
+from weft.nn import Chain
+from weft.pipeline import copy_with_tensors, is_parameter
+
+# What a forward may raise that runs on a part of its features.
+FAILS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError)
+
+
+def cut_copy(
+    module: nn.Module, model: nn.Module, chains: Iterable[Chain], size: int, mode: FakeTensorMode
+) -> nn.Module:
+    """A module of `model`, or the model itself, with the first of `size` ranks' part of each weight
+    that a chain divides. Its numbers of heads and features stay as they are."""
+    cuts: dict[int, DimShard] = {}
+    for chain in chains:
+        cuts |= _cuts(model, chain)
+    cpu = torch.device("cpu")
+
+    def local(t: Tensor) -> Tensor:
+        if not (t.is_meta or is_parameter(t)):
+            return t.clone()
+        shape = list(t.shape)
+        if (cut := cuts.get(id(t))) is not None:
+            shape[cut.dim] = sum(stop - start for start, stop in cut.intervals(0, size))
+        bare = torch.empty(shape, dtype=t.dtype, device="meta")
+        return make_fake(mode, nn.Parameter(bare, False) if is_parameter(t) else bare, cpu)
+
+    return copy_with_tensors(module, local)
+
+
+def _cuts(model: nn.Module, chain: Chain) -> Mapping[int, DimShard]:
+    """id of a parameter -> how the chain divides it."""
+    named = {name: model.get_parameter(name) for name in chain.parameters}
+    found = {id(p): chain.parameters[name] for name, p in named.items()}
+    for linear, cut in chain.cuts.items():
+        module = model.get_submodule(linear)
+        found[id(module.weight)] = cut
+        if linear != chain.row and getattr(module, "bias", None) is not None:
+            found[id(module.bias)] = DimShard(0, cut.parts, cut.units)
+    return found

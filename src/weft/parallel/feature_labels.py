@@ -1,0 +1,77 @@
+"""Labels of the output features of linears, in classes of those that must stay on one rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class LabelClasses:
+    """Labels 1, 2, ... in classes (union-find). Label 0 is no feature's.
+
+    A dead class is one that cannot be divided: each rank needs all of it.
+    """
+
+    def __init__(self) -> None:
+        self.columns: dict[str, tuple[int, int]] = {}  # linear -> (first label, features)
+        self._parent = np.zeros(1, dtype=np.int64)
+        self._dead = np.zeros(1, dtype=bool)
+
+    def of_column(self, name: str, features: int) -> Tensor:
+        """The labels [features] of a linear's output features; new at the first call."""
+        if name not in self.columns:
+            first = len(self._parent)
+            self.columns[name] = first, features
+            self._parent = np.append(self._parent, np.arange(first, first + features))
+            self._dead = np.append(self._dead, np.zeros(features, dtype=bool))
+        first, features = self.columns[name]
+        return torch.arange(first, first + features)
+
+    def classes(self, labels: Tensor) -> Tensor:
+        """The class of each label; 0 where it is dead."""
+        roots = self._find(labels.numpy())
+        return torch.from_numpy(np.where(self._dead[roots], 0, roots))
+
+    def join(self, one: Tensor, other: Tensor) -> Tensor:
+        """The labels of what combines two tensors, broadcast; where both have one, they become one
+        class."""
+        a, b = (t.numpy() for t in torch.broadcast_tensors(one, other))
+        both = (a != 0) & (b != 0)
+        pairs = np.stack([self._find(a[both]), self._find(b[both])])
+        pairs = np.unique(pairs[:, pairs[0] != pairs[1]], axis=1)
+        while pairs.size:
+            np.minimum.at(self._parent, pairs.max(axis=0), pairs.min(axis=0))
+            pairs = self._find(pairs)
+            pairs = pairs[:, pairs[0] != pairs[1]]
+        self._settle()
+        return self.classes(torch.from_numpy(np.where(a == 0, b, a)))
+
+    def join_along(self, labels: Tensor, dim: int) -> Tensor:
+        """Labels with this dim of size 1: what combines all elements along it."""
+        first = labels.narrow(dim, 0, 1)
+        if labels.shape[dim] == 1 or labels.stride(dim) == 0:
+            return self.classes(first)
+        filled = torch.where(labels == 0, labels.amax(dim, keepdim=True), labels)
+        count = filled.shape[dim] - 1
+        self.join(filled.narrow(dim, 0, count), filled.narrow(dim, 1, count))
+        return self.classes(filled.narrow(dim, 0, 1))
+
+    def kill(self, labels: Tensor) -> None:
+        """Make the classes of these labels dead."""
+        self._dead[np.unique(self._find(labels.numpy()))] = True
+        self._dead[0] = False
+
+    def _settle(self) -> None:
+        """A class with all features of a column is dead, and so is one that has joined such."""
+        self._dead[self._find(np.flatnonzero(self._dead))] = True
+        for first, features in self.columns.values():
+            roots = self._find(np.arange(first, first + features))
+            if (roots == roots[0]).all():
+                self._dead[roots[0]] = True
+
+    def _find(self, labels: np.ndarray) -> np.ndarray:
+        roots = self._parent[labels]
+        while not np.array_equal(deeper := self._parent[roots], roots):
+            roots = deeper
+        return roots
