@@ -21,6 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from weft._torch.modes import TorchDispatchMode, without_dispatch_modes
 from weft._torch.trees import tree_leaves, tree_map
 
+from weft.pipeline import run_op_without_data
+
 from .feature_labels import LabelClasses
 
 # Operators that move elements: labels move as they do.
@@ -37,6 +39,11 @@ _SUMS = frozenset(
 )
 _NORMS = frozenset(["native_layer_norm", "_fused_rms_norm", "rms_norm"])
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm"])
+_MATRICES = frozenset(["linalg_solve_triangular", "triangular_solve", "_linalg_solve_ex"])
+_NEW = frozenset(
+    "empty zeros ones full new_empty new_zeros new_ones new_full empty_strided new_empty_strided"
+    .split()
+)
 # Those that leave each where it is, or make a tensor like another.
 _SAME_PLACE = frozenset(
     "_to_copy lift_fresh clone contiguous tril triu native_dropout empty_like zeros_like ones_like"
@@ -51,16 +58,39 @@ class _Mark:
 
     labels: of its shape, mostly expanded; None: it has none.
     params: the parameters that it is made of, if it is made of nothing else.
+    places: [its shape], of the one parameter that it is made of, the number of each element; None:
+        not known.
     active: whether it has a gradient, by way of activations.
+    made: the module that made it.
+    entered: whether it depends on what entered the module that is tried, other than by its row.
+    view: whether it may be a view of another.
+    uniform: whether all elements are the same number, so that its size is no difference.
     """
 
     labels: Tensor | None = None
     params: frozenset[str] = frozenset()
+    places: Tensor | None = None
     active: bool = False
+    made: str = ""
+    entered: bool = False
     view: bool = False
+    uniform: bool = False
 
 
 _NOTHING = _Mark()
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Labels combined with a tensor that has none. shape: of that tensor, right-aligned with the
+    labels, with 1 where it does not matter; now: the module where they met; allowed: whether it may
+    have a gradient."""
+
+    labels: Tensor
+    shape: tuple[int, ...]
+    mark: _Mark
+    now: str
+    allowed: bool = True
 
 
 @dataclass
@@ -68,36 +98,75 @@ class FeatureTrace:
     """What a forward has shown.
 
     rows: linear -> the labels [features] of its input, for each call.
-    inner: parameters that cut activations met -> labels of these.
-    used_whole: parameters that were used otherwise.
-    met: labels that a tensor without any combined with, and its shape.
+    inner: parameters that are the same for all classes they met -> labels of these.
+    parts: parameter -> of each element the class that it met, 0: none.
+    before: parameters that made something which depends on what entered; after: the other ones.
+    used_whole: parameters that something without labels was made of.
     """
 
     classes: LabelClasses = field(default_factory=LabelClasses)
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
     inner: dict[str, list[Tensor]] = field(default_factory=dict)
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    before: set[str] = field(default_factory=set)
+    after: set[str] = field(default_factory=set)
     used_whole: set[str] = field(default_factory=set)
-    met: list[tuple[Tensor, tuple[int, ...]]] = field(default_factory=list)
+    meetings: list[Meeting] = field(default_factory=list)
 
-    def settle(self) -> None:
-        """At the end: kill the classes that met a tensor which differs from one to the other."""
-        for labels, shape in self.met:
-            found = self.classes.classes(labels)
-            backs = range(1, min(len(shape), found.ndim) + 1)
-            if any(shape[-b] > 1 and _varies(found, found.ndim - b) for b in backs):
-                self.classes.kill(labels)
+    def settle(self, shapes: Mapping[str, torch.Size]) -> None:
+        """At the end: kill the classes that met a tensor which differs from one to the other,
+        unless it is a parameter that can be divided with them.
+
+        Args:
+            shapes: of the parameters.
+        """
+        for met in self.meetings:
+            found = self.classes.classes(met.labels)
+            if met.mark.active and not met.allowed:
+                self.classes.kill(met.labels)
+            backs = range(1, min(len(met.shape), found.ndim) + 1)
+            if not any(met.shape[-b] > 1 and _varies(found, found.ndim - b) for b in backs):
+                for name in met.mark.params:
+                    self.inner.setdefault(name, []).append(found.amax().reshape(1))
+            elif met.mark.places is None or not self._divide(met, found, shapes):
+                self.classes.kill(met.labels)
+
+    def _divide(self, met: Meeting, found: Tensor, shapes: Mapping[str, torch.Size]) -> bool:
+        """Note which class each element of a parameter met. False: one met two."""
+        (name,) = met.mark.params
+        assert met.mark.places is not None
+        if name not in self.parts:
+            self.parts[name] = torch.zeros(shapes[name].numel(), dtype=torch.int64)
+        parts = self.parts[name]
+        places, classes = torch.broadcast_tensors(_narrow(met.mark.places), found)
+        places, classes = places.reshape(-1), classes.reshape(-1)
+        places, classes = places[classes != 0], classes[classes != 0]
+        before = self.classes.classes(parts[places])
+        parts[places] = classes
+        return bool(((before == 0) | (before == classes)).all() and (parts[places] == classes).all())
 
 
 class FeatureMode(TorchDispatchMode):
     """Follows labels through operators.
 
     Args:
-        params: id of a parameter -> its name.
+        model: what runs.
+        inside: the modules that run, the innermost last (`module_calls`).
+        tolerated: (the module that made an activation without labels, the one in which it meets
+            labels) -> whether it may. Its gradient is a part of a sum on each rank.
     """
 
-    def __init__(self, trace: FeatureTrace, params: Mapping[int, str]):
+    def __init__(
+        self,
+        trace: FeatureTrace,
+        model: nn.Module,
+        inside: list[str],
+        tolerated: Callable[[str, str], bool],
+    ):
         super().__init__()
-        self.trace, self._params = trace, params
+        self.trace, self._inside, self._tolerated = trace, inside, tolerated
+        self._params = {id(p): name for name, p in model.named_parameters()}
+        self._sizes = {name: p.shape for name, p in model.named_parameters()}
         self._marks: Any = WeakTensorKeyDictionary()
         self._linear = 0  # depth of linears that run
 
@@ -105,9 +174,11 @@ class FeatureMode(TorchDispatchMode):
 
     @contextmanager
     def around(
-        self, linears: Mapping[str, nn.Module], labels: Callable[[str, int], Tensor | None]
+        self,
+        linears: Mapping[str, nn.Module],
+        labels: Callable[[str, int], Tensor | None],
     ) -> Iterator[None]:
-        """Inside this context, outputs of these linears have new labels, and their inputs are
+        """This mode, in which outputs of these linears have new labels, and their inputs are
         taken down.
 
         Args:
@@ -125,10 +196,26 @@ class FeatureMode(TorchDispatchMode):
                 )
             )
         try:
-            yield
+            with self:
+                yield
         finally:
             for handle in handles:
                 handle.remove()
+            with without_dispatch_modes():
+                self.trace.settle(self._sizes)
+
+    def enter(self, tensors: Iterable[Tensor]) -> None:
+        """Mark these as what enters the module that is tried."""
+        for t in tensors:
+            self._marks[t] = _Mark(active=True, entered=True)
+
+    def is_active(self, t: Tensor) -> bool:
+        """Whether a tensor has a gradient, by way of activations."""
+        return self._mark(t).active
+
+    def has_entered(self, t: Tensor) -> bool:
+        """Whether a tensor depends on what entered, other than by a row."""
+        return self._mark(t).entered
 
     def _enter(self, name: str, args: tuple[Any, ...]) -> None:
         self._linear += 1
@@ -143,8 +230,11 @@ class FeatureMode(TorchDispatchMode):
         self._linear -= 1
         with without_dispatch_modes():
             found = self._live(args[0]) if args else None
-            new = None
+            new, entered = None, False
             if found is None:
+                entered = bool(args) and self._mark(args[0]).entered
+                used = self.trace.before if entered else self.trace.after
+                used |= {f"{name}.weight", f"{name}.bias"} & {*self._sizes}
                 features = labels(name, out.shape[-1])
                 new = None if features is None else features.expand(out.shape)
             else:
@@ -152,13 +242,17 @@ class FeatureMode(TorchDispatchMode):
                 if bool((vector != vector[:1]).any()) or bool((vector[0] == 0).any()):
                     self.trace.classes.kill(found)
                 self.trace.rows.setdefault(name, []).append(vector[0].clone())
-            self._marks[out] = _Mark(new, active=True)
+            self._marks[out] = _Mark(new, active=True, made=self._now, entered=entered)
+
+    @property
+    def _now(self) -> str:
+        return self._inside[-1] if self._inside else ""
 
     # ---- operators ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = run_op_without_data(func, args, kwargs)
         if self._linear == 0:
             with without_dispatch_modes():
                 self._follow(func, args, kwargs, out)
@@ -168,7 +262,8 @@ class FeatureMode(TorchDispatchMode):
         name = func._overloadpacket.__name__
         given = tree_leaves((args, kwargs), Tensor)
         made = tree_leaves(out, Tensor)
-        live = {id(t): labels for t in given if (labels := self._live(t)) is not None}
+        read = [] if name in _NEW else given
+        live = {id(t): labels for t in read if (labels := self._live(t)) is not None}
         origin = self._origin(given, bool(live))
         moved = name in _MOVES
         found: list[Tensor] | None = None
@@ -177,9 +272,17 @@ class FeatureMode(TorchDispatchMode):
             if found is None:
                 for labels in live.values():
                     self.trace.classes.kill(labels)
-                origin = _Mark(active=True)
+                origin = replace(origin, active=True)
+        elif origin.params and made:
+            origin = replace(origin, places=self._places(func, name, args, kwargs, made[0]))
+        if not live and moved:
+            found = self._moved_blank(func, name, args, kwargs)
+        if not live:
+            origin = replace(origin, uniform=self._is_uniform(func, name, read))
         for i, t in enumerate(made):
             labels = found[i] if found is not None and i < len(found) else None
+            if name in _NEW and t.ndim > 1 and t.is_floating_point():
+                labels = torch.zeros(t.shape, dtype=torch.int64)  # others write into it
             if any(t is other for other in given):
                 self._write(t, labels, origin)
             else:
@@ -215,8 +318,18 @@ class FeatureMode(TorchDispatchMode):
             for other in (t for t in args[1:] if isinstance(t, Tensor)):
                 self._meet(other, labels)
             return [_shaped(labels, dims, t.shape) for t in made]
+        if name in _MATRICES:
+            both = []
+            for t in args[:2]:
+                labels = live.get(id(t))
+                for back in (1, 2) if labels is not None else ():
+                    labels = self.trace.classes.join_along(labels, t.ndim - back)
+                both.append((t, labels))
+            return [self._combined(both, shape)] * len(made)
         if "scaled_dot_product" in name:
             return self._attended(args[:3], live, made)
+        if name == "convolution":
+            return self._convolved(args, live, shape)
         if torch.Tag.pointwise in func.tags or name == "copy_":
             operands = args[1:] if name == "copy_" else args
             tensors = tree_leaves(operands, Tensor)
@@ -233,8 +346,14 @@ class FeatureMode(TorchDispatchMode):
     ) -> list[Tensor] | None:
         """The labels, moved by the operator itself."""
         others = [t for t in tree_leaves(args, Tensor) if id(t) not in live]
-        if any(self._mark(t).active or self._mark(t).params for t in others):
-            return None  # each rank would know a part of the gradient of what it has whole
+        dim = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
+        for t in others:  # beside labels in one tensor
+            if name != "cat":
+                return None
+            labels = next(iter(live.values())).narrow(dim, 0, 1).expand(t.shape)
+            if self._mark(t).params:
+                live = {**live, id(t): labels}
+            self._meet(t, _narrow(labels))
         args = tree_map(
             lambda t: (
                 live.get(id(t), _ZERO.expand(t.shape)) if isinstance(t, Tensor) else t
@@ -244,6 +363,22 @@ class FeatureMode(TorchDispatchMode):
         if name in ("view", "_unsafe_view"):
             return [args[0].reshape(args[1])]
         return tree_leaves(func(*args, **kwargs), Tensor)
+
+    def _moved_blank(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
+        """A view of labels that nothing has been written into."""
+        first = args[0] if args else None
+        labels = self._mark(first).labels if isinstance(first, Tensor) else None
+        if labels is None or len(tree_leaves((args, kwargs), Tensor)) > 1:
+            return None
+        if name in ("view", "_unsafe_view"):
+            return [labels.reshape(args[1])]
+        return tree_leaves(func(labels, *args[1:]), Tensor)
+
+    def _is_uniform(self, func: Any, name: str, given: list[Tensor]) -> bool:
+        if name in _NEW and not name.endswith(("empty", "empty_strided")):
+            return True
+        moved = name in _MOVES or name == "_to_copy" or torch.Tag.pointwise in func.tags
+        return bool(given) and moved and all(self._mark(t).uniform or not t.ndim for t in given)
 
     def _combined(
         self, operands: list[tuple[Tensor | None, Tensor | None]], shape: torch.Size
@@ -266,11 +401,15 @@ class FeatureMode(TorchDispatchMode):
         (`settle`), and have no gradient, of which each rank would know a part, unless it is a
         parameter's."""
         mark = self._mark(other)
-        self.trace.met.append((labels, tuple(other.shape) if shape is None else shape))
-        if mark.active:
+        sizes = _sizes(other) if shape is None else shape
+        if mark.uniform:
+            sizes = ()
+        if shape is not None:
+            mark = replace(mark, places=None)
+        allowed = self._tolerated(mark.made, self._now)
+        self.trace.meetings.append(Meeting(labels, sizes, mark, self._now, allowed))
+        if mark.active and not allowed:
             self.trace.classes.kill(labels)
-        for name in mark.params:
-            self.trace.inner.setdefault(name, []).append(labels.amax().reshape(1))
 
     def _product(
         self, left: Tensor, right: Tensor, live: Mapping[int, Tensor], shape: torch.Size
@@ -285,7 +424,7 @@ class FeatureMode(TorchDispatchMode):
             return classes.join(rows, columns).expand(shape)
         labels, other = (rows, right) if rows is not None else (columns, left)
         assert labels is not None
-        self._meet(other, labels, (*other.shape[:-2], 1, 1))
+        self._meet(other, labels, (*_sizes(other)[:-2], 1, 1))
         return classes.classes(labels).expand(shape)
 
     def _attended(
@@ -303,14 +442,51 @@ class FeatureMode(TorchDispatchMode):
         joined = self.trace.classes.join(self.trace.classes.join(heads[0], heads[1]), heads[2])
         return [joined.expand(made[0].shape)]
 
+    def _convolved(
+        self, args: Any, live: Mapping[int, Tensor], shape: torch.Size
+    ) -> list[Tensor] | None:
+        """Each channel by itself [b, channels, ...]."""
+        x, weight, bias = args[:3]
+        channels = x.shape[1]
+        if id(x) not in live or args[6] or args[8] != channels or shape[1] != channels:
+            return None
+        labels = live[id(x)]
+        for dim in (0, *range(2, labels.ndim)):
+            labels = self.trace.classes.join_along(labels, dim)
+        self._meet(weight, labels.reshape(channels, *[1] * (weight.ndim - 1)))
+        if bias is not None:
+            self._meet(bias, labels.reshape(channels))
+        return [self.trace.classes.classes(labels).expand(shape)]
+
     # ---- marks ----
 
     def _mark(self, t: Tensor) -> _Mark:
         found = self._marks.get(t)
         if found is None:
             name = self._params.get(id(t))
-            found = _Mark(params=frozenset([name])) if name is not None else _NOTHING
+            if name is None:
+                return _NOTHING
+            places = torch.arange(t.numel()).reshape(t.shape)
+            found = self._marks[t] = _Mark(params=frozenset([name]), places=places)
         return found
+
+    def _places(self, func: Any, name: str, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
+        """Of what is made of one parameter alone, which of its elements each is made of."""
+        given = tree_leaves((args, kwargs), Tensor)
+        known = [t for t in given if t.ndim and self._mark(t).params]
+        if len(known) != 1 or (places := self._mark(known[0]).places) is None:
+            return None
+        if name in _SAME_PLACE:
+            return places
+        if name in ("view", "_unsafe_view"):
+            return places.reshape(args[1])
+        if name in _MOVES:
+            own = {key: value for key, value in kwargs.items() if key not in _LAYOUT_KEYS}
+            moved = func(*tree_map(lambda t: places if t is known[0] else t, args), **own)
+            return moved if isinstance(moved, Tensor) else None
+        if name == "embedding":  # a row for each, and each has all columns
+            return places[:1].expand(out.shape)
+        return places.expand(out.shape) if torch.Tag.pointwise in func.tags else None
 
     def _live(self, t: Tensor) -> Tensor | None:
         """Its labels, as classes. None: it has none, or all are dead."""
@@ -323,23 +499,47 @@ class FeatureMode(TorchDispatchMode):
         """What an operator makes of these, without its labels."""
         marks = [(t, self._mark(t)) for t in given]
         names = frozenset(name for _, mark in marks for name in mark.params)
-        mixed = any(not mark.params and t.ndim for t, mark in marks)
-        if names and (mixed or live):
+        entered = any(mark.entered for _, mark in marks)
+        mixed = live or any(not m.params and t.ndim and t.is_floating_point() for t, m in marks)
+        if names and mixed:
+            used = self.trace.before if entered else self.trace.after
+            used |= names
             if not live:
                 self.trace.used_whole |= names
-            return _Mark(active=True)
-        return _Mark(params=names, active=any(mark.active for _, mark in marks))
+            return _Mark(active=True, made=self._now, entered=entered)
+        active = any(mark.active for _, mark in marks)
+        return _Mark(params=names, active=active, made=self._now, entered=entered)
 
     def _write(self, t: Tensor, labels: Tensor | None, origin: _Mark) -> None:
         """What an operator has written into a tensor. Of a view, other tensors would have to know."""
         before = self._mark(t)
+        held = before.labels
+        if before.view and held is not None and 0 not in held.stride():
+            if labels is not None:
+                held.copy_(labels)
+            elif origin.active or origin.params:  # beside labels that come before or after
+                allowed = not origin.params and self._tolerated(origin.made, self._now)
+                base = held if held._base is None else held._base
+                mark = replace(origin, active=True)
+                self.trace.meetings.append(Meeting(base, (1,), mark, self._now, allowed))
+            return
         if before.view and labels is not None:
             old = self._live(t)
             if old is None or not torch.equal(old, labels):
                 self.trace.classes.kill(labels)
         self._marks[t] = replace(
-            before, labels=labels, active=before.active or origin.active, params=origin.params
+            before,
+            labels=labels,
+            active=before.active or origin.active,
+            params=origin.params,
+            places=None,
+            entered=before.entered or origin.entered,
         )
+
+
+def _sizes(t: Tensor) -> tuple[int, ...]:
+    """Its shape, with 1 along the dims along which it is expanded."""
+    return tuple(1 if step == 0 else n for n, step in zip(t.shape, t.stride(), strict=True))
 
 
 def _narrow(labels: Tensor) -> Tensor:

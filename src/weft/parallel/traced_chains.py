@@ -27,26 +27,40 @@ from weft.nn import (
     config_value,
     is_conv1d,
     is_linear,
+    linear_features,
     local_attributes,
     model_arguments,
+    module_calls,
     named_inputs,
     set_attribute,
 )
 
 from .axes import FEATURE_AXES
 from .cut_copy import FAILS, cut_copy
-from .feature_trace import FeatureMode, FeatureTrace
+from .feature_trace import FeatureMode, FeatureTrace, Meeting
 from .plan_request import PlanRequest
 
-PASSES, RUNS = 8, 100  # at most: forwards of the model, and of one module
+PASSES, RUNS = 12, 512  # at most: forwards of the model, and of one module
+BOTTLENECK = 4  # times narrower than what it reads and makes, linears are left whole
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a module: what it was given, the shapes of what it gave, and the tensors given that
+    have a gradient."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: list[torch.Size]
+    active: list[Tensor]
 
 
 @dataclass
 class _Followed:
-    """A forward that was followed. calls: module -> (args, kwargs, shapes of its output)."""
+    """A forward that was followed, and the first call of each module."""
 
     trace: FeatureTrace
-    calls: dict[str, tuple[Any, Any, list[torch.Size]]] = field(default_factory=dict)
+    calls: dict[str, _Call] = field(default_factory=dict)
 
 
 def traced_roles(request: PlanRequest, roles: Roles) -> Roles:
@@ -82,14 +96,9 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
     arguments = model_arguments(names, dict(request.sample))
     left: set[str] = set()
     for _ in range(PASSES):
-        followed = _follow(whole, arguments, mode, traced, left)
+        followed = _follow(whole, arguments, mode, traced, left, roles.blocks)
         found = {row: _columns(followed.trace, row) for row in followed.trace.rows}
-        used = [column for columns in found.values() for column in columns]
-        again = {
-            name
-            for name in followed.trace.classes.columns
-            if used.count(name) != 1 and name not in left
-        }
+        again = _undividable(followed.trace, found) - left
         if not again:
             break
         left |= again
@@ -106,6 +115,22 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
             others = [c for c, first in copies.items() if first == inside]
             chains += [_renamed(chain, f"{inside}.", f"{other}.") for other in others]
     return tuple(chains)
+
+
+def _undividable(trace: FeatureTrace, found: Mapping[str, tuple[str, ...]]) -> set[str]:
+    """The columns that cannot be divided: first those of dead classes, without which others may be;
+    then those that enter a row in part; then those that enter none, or more than one."""
+    classes = trace.classes
+    own = {name: classes.classes(classes.of_column(name, 0)) for name in classes.columns}
+    if dead := {name for name, labels in own.items() if not bool(labels.all())}:
+        return dead
+    wrong = [classes.classes(torch.cat(trace.rows[row])) for row, cols in found.items() if not cols]
+    if wrong:
+        ids = torch.cat(wrong)
+        if partly := {name for name, labels in own.items() if bool(torch.isin(labels, ids).any())}:
+            return partly
+    used = [column for columns in found.values() for column in columns]
+    return {name for name in own if used.count(name) != 1}
 
 
 def _free_linears(
@@ -164,35 +189,61 @@ def _follow(
     mode: FakeTensorMode,
     linears: Iterable[str],
     left: set[str],
+    lists: tuple[tuple[str, ...], ...],
 ) -> _Followed:
     """One forward, with labels on what these linears make, but for those that are left whole. An
     error ends it: what it has shown by then counts."""
     followed = _Followed(FeatureTrace())
     classes = followed.trace.classes
-    features = FeatureMode(followed.trace, {id(p): n for n, p in whole.named_parameters()})
     modules = {name: whole.get_submodule(name) for name in linears}
+    holders = [n for n in dict(whole.named_modules()) if any(_within(each, n) for each in modules)]
+    blocks = {block for blocks in lists for block in blocks}
 
     def labels(name: str, count: int) -> Tensor | None:
         return None if name in left else classes.of_column(name, count)
 
-    def took(name: str, args: Any, kwargs: Any, output: Any) -> None:
-        shapes = [t.shape for t in tree_leaves(output, Tensor)]
-        followed.calls.setdefault(name, (args, kwargs, shapes))
+    def tolerated(made: str, now: str) -> bool:
+        """Both in one module, which is inside of a block: its input may be where ranks part."""
+        both = _common(made, now)
+        return any(both.startswith(f"{block}.") for block in blocks)
 
-    handles = [
-        module.register_forward_hook(
-            lambda _, args, kwargs, output, n=name: took(n, args, kwargs, output), with_kwargs=True
-        )
-        for name, module in whole.named_modules()
-        if any(linear.startswith(f"{name}." if name else "") for linear in modules)
-    ]
-    with suppress(*FAILS):
-        with _without_elements(mode), features, features.around(modules, labels):
-            whole(**arguments)
+    with module_calls(whole) as inside:
+        features = FeatureMode(followed.trace, whole, inside, tolerated)
+
+        def took(name: str, args: Any, kwargs: Any, output: Any) -> None:
+            given = tree_leaves((args, kwargs), Tensor)
+            active = [t for t in given if features.is_active(t)]
+            shapes = [t.shape for t in tree_leaves(output, Tensor)]
+            followed.calls.setdefault(name, _Call(args, kwargs, shapes, active))
+
+        handles = [
+            whole.get_submodule(name).register_forward_hook(
+                lambda _, args, kwargs, output, n=name: took(n, args, kwargs, output),
+                with_kwargs=True,
+            )
+            for name in holders
+        ]
+        with suppress(*FAILS):
+            with _without_elements(mode), features.around(modules, labels):
+                whole(**arguments)
     for handle in handles:
         handle.remove()
-    followed.trace.settle()
     return followed
+
+
+def _within(name: str, module: str) -> bool:
+    """Whether a module is inside of another, or the other itself."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def _common(one: str, other: str) -> str:
+    """The innermost module that holds both."""
+    same = []
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
+            break
+        same.append(a)
+    return ".".join(same)
 
 
 @contextmanager
@@ -234,9 +285,8 @@ class _Builder:
         self.row, self.columns = row, tuple(sorted(columns, key=order.index))
         classes = followed.trace.classes
         vector = classes.classes(followed.trace.rows[row][0])
-        found = dict.fromkeys(vector.tolist())
-        self.count = len(found)
-        place = {label: i for i, label in enumerate(found)}
+        self.place = place = {each: i for i, each in enumerate(dict.fromkeys(vector.tolist()))}
+        self.count = len(place)
         self.features = {row: np.array([place[label] for label in vector.tolist()])}
         for name in self.columns:
             own = classes.classes(classes.of_column(name, 0)).tolist()
@@ -253,41 +303,95 @@ class _Builder:
             if not scope:
                 return None
             scope = scope.rpartition(".")[0]
-        inner = self._inner(scope)
-        if inner is None:
+        width = len(self.features[self.row])
+        if width * BOTTLENECK <= min(self._widths()):
+            return None  # a rank would save little, and sum more than that
+        parameters = self._parameters(scope)
+        if parameters is None:
             return None
-        heads = self.count if len(self.features[self.row]) > self.count else 0
+        inner, divided = parameters
+        entry = self._entry(scope)
+        if entry is None:
+            return None
+        heads = self.count if width > self.count else 0
+        chain = Chain(
+            self.columns, self.row, {}, entry or None, inner, heads, heads, flat=bool(heads)
+        )
         for groups in range(1, self.count // self.size + 1):
             if self.count % groups or (self.count // groups) % self.size:
                 continue
-            cuts = self._cuts(self.count // groups)
+            cuts = self._cuts({**self.features, **divided}, self.count // groups)
             if cuts is None:
                 continue
-            chain = Chain(
-                self.columns, self.row, cuts, None, inner, heads, heads, flat=bool(heads)
-            )
+            own = {name: cuts.pop(name) for name in divided}
+            tried = replace(chain, cuts=cuts, parameters=own)
+            module = self.model.get_submodule(scope)
+            part = cut_copy(module, self.model, (tried,), self.size, self.mode)
             for attributes in self._attributes(scope):
-                tried = replace(chain, attributes=attributes)
-                if self._runs(tried, scope):
-                    return tried
+                tried = replace(tried, attributes=attributes)
+                with self._numbers(part, tried, scope):
+                    if (made := self._tried(part, tried, scope)) is not None:
+                        return made
         return None
 
-    def _inner(self, scope: str) -> tuple[str, ...] | None:
-        """Parameters that are used on cut activations. None: one is used otherwise too."""
-        trace = self.followed.trace
-        found = []
-        for name, labels in trace.inner.items():
-            if bool(torch.isin(trace.classes.classes(torch.cat(labels)), self.labels).any()):
-                if name in trace.used_whole or not name.startswith(f"{scope}." if scope else ""):
-                    return None
-                found.append(name)
-        return tuple(found)
+    def _widths(self) -> Iterator[int]:
+        for name in (*self.columns, self.row):
+            yield linear_features(self.model.get_submodule(name))[name == self.row]
 
-    def _cuts(self, each: int) -> dict[str, DimShard] | None:
-        """How every linear is divided, where `each` classes in a row are divided among all ranks.
-        None: the classes do not lie so."""
+    def _parameters(self, scope: str) -> tuple[tuple[str, ...], dict[str, np.ndarray]] | None:
+        """Parameters that are used whole on cut activations, and those that are divided: the class
+        of each of their elements. None: one is used otherwise too."""
+        trace = self.followed.trace
+        inner = [
+            name
+            for name, labels in trace.inner.items()
+            if bool(torch.isin(trace.classes.classes(torch.cat(labels)), self.labels).any())
+        ]
+        divided = {}
+        for name, found in trace.parts.items():
+            classes = trace.classes.classes(found)
+            if bool(torch.isin(classes, self.labels).any()):
+                if not bool((torch.isin(classes, self.labels) | (classes == 0)).all()):
+                    return None
+                divided[name] = np.array([self.place.get(each, -1) for each in classes.tolist()])
+        for name in (*inner, *divided):
+            if name in trace.used_whole or not _within(name, scope):
+                return None
+        return None if {*inner} & {*divided} else (tuple(inner), divided)
+
+    def _entry(self, scope: str) -> str | None:
+        """The module in which activations that each rank has whole meet cut ones: its input is
+        where ranks part. "": they meet none. None: it cannot be that module."""
+        met = [
+            meeting
+            for meeting in self.followed.trace.meetings
+            if meeting.mark.active and bool(torch.isin(self._classes(meeting), self.labels).any())
+        ]
+        if not met:
+            return ""
+        call = self.followed.calls[scope]
+        first = next(iter(tree_leaves((call.args, call.kwargs), Tensor)), None)
+        inside = all(_within(m.mark.made, scope) and _within(m.now, scope) for m in met)
+        alone = len(call.active) == 1 and call.active[0] is first
+        return scope if scope and inside and alone else None
+
+    def _classes(self, meeting: Meeting) -> Tensor:
+        return self.followed.trace.classes.classes(meeting.labels)
+
+    def _cuts(self, features: Mapping[str, np.ndarray], each: int) -> dict[str, DimShard] | None:
+        """How each linear and parameter is divided, where `each` classes in a row are divided among
+        all ranks. None: the classes do not lie so.
+
+        Args:
+            features: linear -> the class of each feature that is cut; parameter -> of each element.
+        """
         cuts = {}
-        for name, places in self.features.items():
+        for name, found in features.items():
+            dim, places = 0, found
+            if name not in self.features:
+                dim, places = along(found.reshape(self.model.get_parameter(name).shape))
+                if dim < 0:
+                    return None
             group = places // each
             ends = np.flatnonzero((np.diff(places) < 0) | (np.diff(group) != 0)) + 1
             parts = np.split(places, ends)
@@ -297,8 +401,9 @@ class _Builder:
                     part, np.repeat(np.arange(first, first + each), len(part) // each)
                 ):
                     return None
-            out = 1 if is_conv1d(self.model.get_submodule(name)) else 0
-            dim = 1 - out if name == self.row else out
+            if name in self.features:
+                out = 1 if is_conv1d(self.model.get_submodule(name)) else 0
+                dim = 1 - out if name == self.row else out
             cuts[name] = DimShard(dim, tuple(len(part) for part in parts), (each,) * len(parts))
         return cuts
 
@@ -322,45 +427,85 @@ class _Builder:
                 table.setdefault(name, []).append((key, value))
             yield {name: tuple(numbers) for name, numbers in table.items()}
 
-    def _runs(self, chain: Chain, scope: str) -> bool:
-        """Whether the first rank's part of the module runs, and features meet as in the whole."""
-        args, kwargs, shapes = self.followed.calls[scope]
-        prefix = f"{scope}." if scope else ""
-        part = cut_copy(self.model.get_submodule(scope), self.model, (chain,), self.size, self.mode)
+    @contextmanager
+    def _numbers(self, part: nn.Module, chain: Chain, scope: str) -> Iterator[None]:
+        """In this context, modules of the part have the rank's numbers of heads and features."""
+        before = []
         for name, numbers in local_attributes(chain, self.size).items():
+            module = part.get_submodule(_inside(name, scope))
+            before.append((module, {key: vars(module).get(key) for key, _ in numbers}))
+            before[-1][1].update({"config": vars(module).get("config")})
             for key, value in numbers:
-                inside = "" if name == scope else name.removeprefix(prefix)
-                set_attribute(part.get_submodule(inside), key, value)
-        held = {name: _kept(chain.cuts[name], self.size) for name in self.features}
+                set_attribute(module, key, value)
+        yield
+        for module, held in before:
+            vars(module).update({key: value for key, value in held.items() if key in vars(module)})
+
+    def _tried(self, part: nn.Module, chain: Chain, scope: str) -> Chain | None:
+        """The chain, with all parameters that each rank has whole and uses on its part, if the
+        first rank's part of the module runs, and features meet in it as in the whole."""
+        call = self.followed.calls[scope]
+
+        def inside(name: str) -> str:
+            return _inside(name, scope)
+
+        held = {name: torch.from_numpy(_kept(chain.cuts[name], self.size)) for name in self.features}
+        names = {inside(n): n for n in self.features}
         trace = FeatureTrace()
-        names = {n.removeprefix(prefix): n for n in self.features}
-        own = {n: part.get_submodule(n) for n in names}
 
         def labels(name: str, count: int) -> Tensor | None:
-            if names[name] not in self.columns:
+            column = names[name]
+            if column == self.row:
                 return None
-            everything = trace.classes.of_column(name, len(self.features[names[name]]))
-            return everything[torch.from_numpy(held[names[name]])]
+            return trace.classes.of_column(name, len(self.features[column]))[held[column]]
 
-        mode = FeatureMode(trace, {})
+        mode = FeatureMode(trace, part, [], lambda made, now: True)
         try:
-            with _without_elements(self.mode), mode, mode.around(own, labels):
-                output = part(*args, **kwargs)
+            own = {name: part.get_submodule(name) for name in names}
+            with _without_elements(self.mode), mode.around(own, labels):
+                mode.enter(call.active)
+                output = part(*call.args, **call.kwargs)
+                outputs = tree_leaves(output, Tensor)
         except FAILS:
-            return False
-        row = trace.rows.get(self.row.removeprefix(prefix))
-        if row is None or [t.shape for t in tree_leaves(output, Tensor)] != shapes:
-            return False
-        trace.settle()
+            return None
+        row = trace.rows.get(inside(self.row))
+        # others may be weights of attention, which nobody reads
+        if row is None or [t.shape for t in outputs[:1]] != call.shapes[:1]:
+            return None
         here = [trace.classes.classes(row[0])]
         there = [self.features[self.row][held[self.row]]]
         for column in self.columns:
-            every = trace.classes.of_column(column.removeprefix(prefix), 0)
-            here.append(trace.classes.classes(every[torch.from_numpy(held[column])]))
+            every = trace.classes.of_column(inside(column), 0)
+            here.append(trace.classes.classes(every[held[column]]))
             there.append(self.features[column][held[column]])
-        pairs = set(zip(torch.cat(here).tolist(), np.concatenate(there).tolist(), strict=False))
+        pairs = set(zip(torch.cat(here).tolist(), np.concatenate(there).tolist(), strict=True))
         local, whole = ({pair[i] for pair in pairs} for i in (0, 1))
-        return 0 not in local and len(pairs) == len(local) == len(whole)
+        if 0 in local or not len(pairs) == len(local) == len(whole):
+            return None
+        if chain.entry is None:
+            return chain
+        if trace.before & trace.after or any(mode.has_entered(t) for t in outputs):
+            return None  # gradients of a part of the sum, and of the sum, would be added
+        ways = {f"{name}.{key}" for name in self.features for key in ("weight", "bias")}
+        whole_there = [f"{scope}.{name}" for name in sorted(trace.before)]
+        more = [n for n in whole_there if n not in chain.parameters and n not in ways]
+        return replace(chain, inner=tuple(dict.fromkeys((*chain.inner, *more))))
+
+
+def along(classes: np.ndarray) -> tuple[int, np.ndarray]:
+    """(the dim along which the class of a parameter's elements changes, the classes along it). Dim
+    -1: more than one does. -1 is no class."""
+    for dim in range(classes.ndim):
+        rows = np.moveaxis(classes, dim, 0).reshape(classes.shape[dim], -1)
+        most = rows.max(axis=1)
+        if ((rows == most[:, None]) | (rows == -1)).all() and (most >= 0).all():
+            return dim, most
+    return -1, classes
+
+
+def _inside(name: str, scope: str) -> str:
+    """The name of a module of the scope in it."""
+    return "" if name == scope else name.removeprefix(f"{scope}." if scope else "")
 
 
 def numbers_read(module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -411,6 +556,8 @@ def _renamed(chain: Chain, old: str, new: str) -> Chain:
         columns=tuple(map(name, chain.columns)),
         row=name(chain.row),
         cuts={name(linear): cut for linear, cut in chain.cuts.items()},
+        entry=name(f"{chain.entry}.")[:-1] if chain.entry is not None else None,
         inner=tuple(map(name, chain.inner)),
+        parameters={name(each): cut for each, cut in chain.parameters.items()},
         attributes={name(f"{module}.")[:-1]: numbers for module, numbers in chain.attributes.items()},
     )
