@@ -116,6 +116,8 @@ class Randomness:
                 own, total = torch.arange(rows, device=device), rows
                 if self.rows is not None and rows == len(self.rows):
                     own, total = self.rows.to(device), self.length
+                if sharded == 0:
+                    own, total = own + self.index * rows, rows * self.size
                 coords = (base[:, None] * total + own).flatten()
         elif dim == sharded:
             coords += self.index * length
@@ -130,17 +132,20 @@ class Randomness:
         dim = 2 if self.activation_sharding == "heads" and len(shape) == 4 else 1
         return dim if shape[dim] * (self.size if sharded == dim else 1) == len(self.rows) else None
 
-    def sharded_dim(self, ndim: int) -> int | None:
-        """The dim of an activation that is cut at this place of the program."""
+    def sharded_dim(self, shape: torch.Size) -> int | None:
+        """The dim of an activation of this shape that is cut at this place of the program."""
+        ndim = len(shape)
         if self.size == 1 or self.activation_sharding == "whole":
             return None
         if self.activation_sharding == "sequence":
             return 1 if ndim > 2 else 0
+        if self.activation_sharding == "heads" and ndim == 3 and shape[0] > self.samples.shape[0]:
+            return 0  # weights of attention, with samples and heads in one dim
         return 1 if self.activation_sharding == "heads" and ndim == 4 else ndim - 1
 
     def keep(self, shape: torch.Size, p: float, site: Tensor, device: torch.device) -> Tensor:
         """A bool mask of this shape, each element true with probability 1 - p."""
-        places = self._places(shape, self.sharded_dim(len(shape)), device)
+        places = self._places(shape, self.sharded_dim(shape), device)
         return self._draw_mask(places, p, site, device)
 
     def _places(
@@ -216,7 +221,7 @@ class Randomness:
             places = [(torch.arange(n, device=device), n) for n in shape]
         else:
             spread = any(n > 1 for n in shape[1:])  # one number per sample is one on all ranks
-            places = self._places(shape, self.sharded_dim(len(shape)) if spread else None, device)
+            places = self._places(shape, self.sharded_dim(shape) if spread else None, device)
         words = self._words(places, site + _to_signed(part * _NEXT_PART), device)
         # the low bits: the shifts above fill with the sign, and leave the highest bit 0
         return words.bitwise_and_(2**53 - 1).double() * 2.0**-53

@@ -102,6 +102,9 @@ class FeatureTrace:
     parts: parameter -> of each element the class that it met, 0: none.
     before: parameters that made something which depends on what entered; after: the other ones.
     used_whole: parameters that something without labels was made of.
+    seen: labels of everything that has some.
+    dropped: labels of what dropout was applied to.
+    operators: how many were run.
     """
 
     classes: LabelClasses = field(default_factory=LabelClasses)
@@ -112,6 +115,9 @@ class FeatureTrace:
     after: set[str] = field(default_factory=set)
     used_whole: set[str] = field(default_factory=set)
     meetings: list[Meeting] = field(default_factory=list)
+    seen: list[Tensor] = field(default_factory=list)
+    dropped: list[Tensor] = field(default_factory=list)
+    operators: int = 0
 
     def settle(self, shapes: Mapping[str, torch.Size]) -> None:
         """At the end: kill the classes that met a tensor which differs from one to the other,
@@ -125,7 +131,7 @@ class FeatureTrace:
             if met.mark.active and not met.allowed:
                 self.classes.kill(met.labels)
             backs = range(1, min(len(met.shape), found.ndim) + 1)
-            if not any(met.shape[-b] > 1 and _varies(found, found.ndim - b) for b in backs):
+            if not any(met.shape[-b] > 1 and varies(found, found.ndim - b) for b in backs):
                 for name in met.mark.params:
                     self.inner.setdefault(name, []).append(found.amax().reshape(1))
             elif met.mark.places is None or not self._divide(met, found, shapes):
@@ -209,9 +215,9 @@ class FeatureMode(TorchDispatchMode):
         for t in tensors:
             self._marks[t] = _Mark(active=True, entered=True)
 
-    def is_active(self, t: Tensor) -> bool:
-        """Whether a tensor has a gradient, by way of activations."""
-        return self._mark(t).active
+    def has_gradient(self, t: Tensor) -> bool:
+        """Whether a tensor depends on parameters."""
+        return self._mark(t).active or bool(self._mark(t).params)
 
     def has_entered(self, t: Tensor) -> bool:
         """Whether a tensor depends on what entered, other than by a row."""
@@ -253,6 +259,7 @@ class FeatureMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = run_op_without_data(func, args, kwargs)
+        self.trace.operators += 1
         if self._linear == 0:
             with without_dispatch_modes():
                 self._follow(func, args, kwargs, out)
@@ -283,6 +290,10 @@ class FeatureMode(TorchDispatchMode):
             labels = found[i] if found is not None and i < len(found) else None
             if name in _NEW and t.ndim > 1 and t.is_floating_point():
                 labels = torch.zeros(t.shape, dtype=torch.int64)  # others write into it
+            if labels is not None and live:
+                self.trace.seen.append(_narrow(labels))
+                if name in ("bernoulli_", "bernoulli", "native_dropout"):
+                    self.trace.dropped.append(labels)
             if any(t is other for other in given):
                 self._write(t, labels, origin)
             else:
@@ -550,7 +561,8 @@ def _narrow(labels: Tensor) -> Tensor:
     return labels
 
 
-def _varies(labels: Tensor, dim: int) -> bool:
+def varies(labels: Tensor, dim: int) -> bool:
+    """Whether labels change along a dim."""
     return labels.shape[dim] > 1 and bool((labels != labels.narrow(dim, 0, 1)).any())
 
 

@@ -37,10 +37,10 @@ from weft.nn import (
 
 from .axes import FEATURE_AXES
 from .cut_copy import FAILS, cut_copy
-from .feature_trace import FeatureMode, FeatureTrace, Meeting
+from .feature_trace import FeatureMode, FeatureTrace, Meeting, varies
 from .plan_request import PlanRequest
 
-PASSES, RUNS = 12, 512  # at most: forwards of the model, and of one module
+PASSES, OPERATORS = 12, 100_000  # at most: forwards of the model; of the runs of one module
 BOTTLENECK = 4  # times narrower than what it reads and makes, linears are left whole
 
 
@@ -118,17 +118,17 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
 
 
 def _undividable(trace: FeatureTrace, found: Mapping[str, tuple[str, ...]]) -> set[str]:
-    """The columns that cannot be divided: first those of dead classes, without which others may be;
-    then those that enter a row in part; then those that enter none, or more than one."""
+    """The columns that cannot be divided: first those that enter a row in part, without which
+    others may be; then those of dead classes; then those that enter no row, or more than one."""
     classes = trace.classes
     own = {name: classes.classes(classes.of_column(name, 0)) for name in classes.columns}
+    for row in (row for row, columns in found.items() if not columns):
+        labels = classes.classes(torch.cat(trace.rows[row]))
+        entering = {n for n, mine in own.items() if bool(torch.isin(mine, labels).any())}
+        if bool(labels.all()) and entering:
+            return entering
     if dead := {name for name, labels in own.items() if not bool(labels.all())}:
         return dead
-    wrong = [classes.classes(torch.cat(trace.rows[row])) for row, cols in found.items() if not cols]
-    if wrong:
-        ids = torch.cat(wrong)
-        if partly := {name for name, labels in own.items() if bool(torch.isin(labels, ids).any())}:
-            return partly
     used = [column for columns in found.values() for column in columns]
     return {name for name in own if used.count(name) != 1}
 
@@ -212,7 +212,7 @@ def _follow(
 
         def took(name: str, args: Any, kwargs: Any, output: Any) -> None:
             given = tree_leaves((args, kwargs), Tensor)
-            active = [t for t in given if features.is_active(t)]
+            active = [t for t in given if features.has_gradient(t)]
             shapes = [t.shape for t in tree_leaves(output, Tensor)]
             followed.calls.setdefault(name, _Call(args, kwargs, shapes, active))
 
@@ -292,6 +292,7 @@ class _Builder:
             own = classes.classes(classes.of_column(name, 0)).tolist()
             self.features[name] = np.array([place[label] for label in own])
         self.labels = vector.unique()
+        self.operators = 0
 
     def chain(self) -> Chain | None:
         """None: it does not run, or computes something else, on a part."""
@@ -323,11 +324,15 @@ class _Builder:
             cuts = self._cuts({**self.features, **divided}, self.count // groups)
             if cuts is None:
                 continue
+            if not self._drops_well(groups == 1):
+                return None
             own = {name: cuts.pop(name) for name in divided}
             tried = replace(chain, cuts=cuts, parameters=own)
             module = self.model.get_submodule(scope)
             part = cut_copy(module, self.model, (tried,), self.size, self.mode)
             for attributes in self._attributes(scope):
+                if self.operators > OPERATORS:
+                    return None
                 tried = replace(tried, attributes=attributes)
                 with self._numbers(part, tried, scope):
                     if (made := self._tried(part, tried, scope)) is not None:
@@ -408,24 +413,48 @@ class _Builder:
         return cuts
 
     def _attributes(self, scope: str) -> Iterator[dict[str, tuple[tuple[str, int], ...]]]:
-        """Numbers of the modules inside that a rank may have a part of: none, all, all but some."""
-        wide = {len(places) for places in self.features.values()}
-        width = len(self.features[self.row])
+        """Numbers of the modules inside that a rank may have a part of: none, all, all but some.
+        Sizes along which classes change, and those of linears, are such numbers."""
+        sizes = {len(places) for places in self.features.values()} | self._sizes()
         found = []
         for name, module in self.model.get_submodule(scope).named_modules(prefix=scope):
-            if name in self.features:
+            if name not in self.features:
+                numbers = [(k, v) for k, v in numbers_read(module) if v > 0 and v % self.size == 0]
+                found += [(name, key, value) for key, value in numbers if value in sizes]
+        yield {}
+        for count in range(len(found), 0, -1):
+            for chosen in combinations(found, count):
+                table: dict[str, list[tuple[str, int]]] = {}
+                for name, key, value in chosen:
+                    table.setdefault(name, []).append((key, value))
+                yield {name: tuple(numbers) for name, numbers in table.items()}
+
+    def _sizes(self) -> set[int]:
+        """Of the dims along which these classes change."""
+        sizes = set()
+        for labels in self.followed.trace.seen:
+            found = self.followed.trace.classes.classes(labels)
+            if bool(torch.isin(found, self.labels).any()):
+                sizes |= {n for dim, n in enumerate(found.shape) if varies(found, dim)}
+        return sizes
+
+    def _drops_well(self, one_run: bool) -> bool:
+        """Whether the masks of dropout can be those of one device: heads in dim 1 of 4, or beside
+        samples in dim 0 of 3; features in the last dim.
+
+        Args:
+            one_run: whether each rank has neighbouring classes.
+        """
+        for labels in self.followed.trace.dropped:
+            found = self.followed.trace.classes.classes(labels)
+            if not bool(torch.isin(found, self.labels).any()):
                 continue
-            for key, value in numbers_read(module):
-                if value <= 0 or value % self.size:
-                    continue
-                if (value % self.count == 0 and width % value == 0) or value in wide:
-                    found.append((name, key, value))
-        subsets = [(), *(c for n in range(len(found), 0, -1) for c in combinations(found, n))]
-        for chosen in subsets[:RUNS]:
-            table: dict[str, list[tuple[str, int]]] = {}
-            for name, key, value in chosen:
-                table.setdefault(name, []).append((key, value))
-            yield {name: tuple(numbers) for name, numbers in table.items()}
+            dims = [dim for dim in range(found.ndim) if varies(found, dim)]
+            heads = len(self.features[self.row]) > self.count
+            want = {4: 1, 3: 0}.get(found.ndim, found.ndim - 1) if heads else found.ndim - 1
+            if not one_run or dims not in ([], [want], [found.ndim - 1] if found.ndim < 4 else []):
+                return False
+        return True
 
     @contextmanager
     def _numbers(self, part: nn.Module, chain: Chain, scope: str) -> Iterator[None]:
@@ -468,6 +497,8 @@ class _Builder:
                 outputs = tree_leaves(output, Tensor)
         except FAILS:
             return None
+        finally:
+            self.operators += trace.operators
         row = trace.rows.get(inside(self.row))
         # others may be weights of attention, which nobody reads
         if row is None or [t.shape for t in outputs[:1]] != call.shapes[:1]:
@@ -522,6 +553,9 @@ def numbers_read(module: nn.Module) -> Iterator[tuple[str, int]]:
                 yield f"config.{key}", value
 
 
+_NOT_FORWARD = ("__init__", "__repr__", "extra_repr", "reset_parameters")
+
+
 @lru_cache(maxsize=4096)
 def _names_read(kind: type[nn.Module]) -> frozenset[str]:
     """The names that the code of a module's methods has, but for that which makes the module."""
@@ -535,7 +569,7 @@ def _names_read(kind: type[nn.Module]) -> frozenset[str]:
 
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, method in vars(base).items():
-            if isinstance(method, FunctionType) and name != "__init__":
+            if isinstance(method, FunctionType) and name not in _NOT_FORWARD:
                 gather(inspect.unwrap(method).__code__)
     return frozenset(names)
 

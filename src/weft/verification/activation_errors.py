@@ -149,7 +149,7 @@ def _own_positions(engine: TrainingEngine, value: Tensor, want: Tensor) -> Tenso
 
 def _local_part(engine: TrainingEngine, name: str, value: Tensor, want: Tensor) -> Tensor | None:
     """The part of a whole activation that this rank holds; None where it cannot be told from the
-    plan."""
+    plan, as of rows that are samples, positions and heads in one dim."""
     want = _own_positions(engine, value, want)
     if value.shape == want.shape:
         return want
@@ -179,6 +179,6 @@ def _local_part(engine: TrainingEngine, name: str, value: Tensor, want: Tensor) 
                 pieces = [want.narrow(dim, a, b - a) for a, b in p.cut.intervals(*here)]
                 part = torch.cat(pieces, dim)
                 return part if part.shape == value.shape else None
-    if value.shape[dim] * size == want.shape[dim] and not flat:
+    if dim and value.shape[dim] * size == want.shape[dim] and not flat:
         return want.narrow(dim, index * value.shape[dim], value.shape[dim])
     return None
