@@ -15,6 +15,7 @@ from torch import nn
 
 from weft.core import DimShard, UnsupportedModel
 
+from .config_values import config_value
 from .role_types import Chain, is_conv1d, is_linear, linear_features
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
@@ -301,10 +302,7 @@ def _number(modules: list[nn.Module], names: tuple[str, ...]) -> int:
     for holder in modules:
         for source in (holder, getattr(holder, "config", None)):
             for name in names:
-                try:
-                    value = getattr(source, name, None)
-                except Exception:  # transformers: layers differ, and its error is no AttributeError
-                    continue
+                value = config_value(source, name)
                 if isinstance(value, int) and value > 0:
                     return value
     return 0
@@ -318,7 +316,7 @@ def _read_off_config(module: nn.Module, expected: Mapping[str, int]) -> list[tup
     if config is None or code is None or "config" not in code.co_names:
         return []
     named = [(key, v) for key, v in expected.items() if key in code.co_names and key not in own]
-    return [(f"config.{key}", v) for key, v in named if getattr(config, key, None) == v]
+    return [(f"config.{key}", v) for key, v in named if config_value(config, key) == v]
 
 
 def _ancestors(name: str, scope: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from .config_values import config_value
 from .dropout_rng import DROPOUTS
 from .random_draws import DRAWS, DRAWS_INSIDE
 
@@ -48,7 +49,7 @@ def may_drop(model: nn.Module) -> bool:
         named = _names_in_code(type(module))  # type: ignore[arg-type]
         config = getattr(module, "config", None)
         if any(_is_probability(*item) for item in vars(module).items()) or any(
-            _is_probability(name, getattr(config, name, None)) for name in named
+            _is_probability(name, config_value(config, name)) for name in named
         ):
             return True
         if any(not hasattr(module, name) for name in named & (_DROPOUT_NAMES | _RANDOM_NAMES)):
