@@ -38,3 +38,4 @@ from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import check_offload_device as check_offload_device, own_device as own_device
 from .sharding_trial import refuse_what_does_not_run as refuse_what_does_not_run
+from .whole_batch import LazyBatch as LazyBatch

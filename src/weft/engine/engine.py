@@ -30,6 +30,7 @@ from weft.parallel import (
     DATA_AXES,
     FEATURE_AXES,
     parallelize,
+    plan_whole_batch,
 )
 
 from .batch_preparation import BatchPreparation
@@ -144,6 +145,7 @@ class Engine:
     ):
         sample, company = _sample_and_company(**further)
         device = torch.device(device) if device is not None else own_device()
+        plan = plan_whole_batch(plan, loss)
         check_request(plan, clip, device)
         options, plan = plan_compilation(compile, plan, model, device)
         self.global_plan, self.plan = plan, plan.replica()
@@ -219,7 +221,9 @@ class Engine:
         self.param_update, self.reducer = update, GradReducer(self.rank_plan, self.low.filled, mesh)
         self.state.scatters = codec_scatters(plan, self.units)
         self.state.update, self.state.reducer = self.param_update, self.reducer
-        versions, loss = None, self.compiled.loss(self._prepared.loss)
+        versions, loss = None, self._prepared.loss
+        if not plan.whole_batch:  # whose gradients are taken apart from the graph
+            loss = self.compiled.loss(loss)
         if plan.schedule.versions:
             versions = WeightStash(model, plan, self.mesh, self.low, self.param_update.step)
         units, offload = self.units, make_offload(plan, mesh.device)
@@ -329,8 +333,7 @@ class Engine:
 
     def now(self) -> tuple[str, int]:
         """The kind of the action that runs, and its microbatch."""
-        action = self._training.action
-        return ("", 0) if action is None else (action.kind, action.microbatch)
+        return self._training.now()
 
     def updates(self, name: str) -> bool:
         """Whether this rank updates a parameter; otherwise the replica that owns it sends it."""
