@@ -63,6 +63,7 @@ from .replica_sync.bucket_exchange import codec_scatters
 from .replica_sync.choose import make_replica_sync
 from .replica_sync.membership import ReplicaGroup
 from .replicated_buffers import ReplicatedBuffers
+from .sample_trial import Trials
 from .setup import (
     check_request,
     deferring_heads,
@@ -73,7 +74,7 @@ from .setup import (
     require_positionwise,
     sum_over_ranks,
 )
-from .sharding_trial import ShardingTrial, check_attention
+from .sharding_trial import check_attention
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -169,11 +170,10 @@ class Engine:
         if self.sequence:
             require_positionwise(self._prepared.loss)
         modes = {n: m.training or not model.training for n, m in model.named_modules()}
-        # None once the sharded model has been compared with the whole one
-        self.trial = ShardingTrial.of(model, plan, self.mesh, self.sequence, sample)
+        self.trial: Trials | None = Trials.of(model, plan, self.mesh, self.sequence, sample, loss)
         self._shard(options)
         if sample is not None:
-            self._try(sample)
+            self.trial.check(sample, self.state.weights, last=False)
         # kept: a step does not walk through the model again
         self._modes = [(m, modes.get(n, True)) for n, m in model.named_modules()]
         self._has_gates = any(isinstance(m, GateBias) for m, _ in self._modes)
@@ -266,8 +266,9 @@ class Engine:
     def _step(self, batch: Batch) -> StepResult:
         self.connect()
         batch = self._on_device(batch)
-        if self.trial is not None:
-            self._try({key: value[:2] for key, value in batch.items()})
+        trial, self.trial = self.trial, None
+        if trial is not None:
+            trial.check(batch, self.state.weights, last=True)
         for module, mode in self._modes:
             if module.training is not mode:
                 module.training = mode
@@ -313,11 +314,6 @@ class Engine:
         """The model's output in evaluation mode, logits whole on every rank. All ranks call it
         together."""
         return self._inference.output(batch)
-
-    def _try(self, sample: Batch) -> None:
-        trial, self.trial = self.trial, None
-        if trial is not None:
-            trial.check(sample, self.state.weights())
 
     # ---- what is known of a step -----------------------------------------------------------------
 
