@@ -12,6 +12,7 @@ from .float64_mode import Float64Mode as Float64Mode
 from .function_overrides import FunctionOverrides as FunctionOverrides
 from .grad_buckets import local_tensor as local_tensor
 from .lion import Lion as Lion
+from .mixed_samples import SamplePair as SamplePair, mixing_error as mixing_error
 from .muon import MuonWithAdamW as MuonWithAdamW
 from .optimizer_factory import (
     OptimizerFactory as OptimizerFactory,
