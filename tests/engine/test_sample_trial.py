@@ -100,10 +100,10 @@ class BatchStatistics(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(12, DIM), nn.Linear(DIM, 5)
-        self.norm = nn.BatchNorm1d(DIM, track_running_stats=False)
+        self.norm = nn.BatchNorm1d(4, track_running_stats=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)))
+        return self.last(self.norm(self.first(x).unflatten(1, (4, 4))).flatten(1))
 
 
 class WithUnused(nn.Module):
@@ -115,7 +115,8 @@ class WithUnused(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         found = self.last(self.first(x))
-        return {"scores": found @ found.T, "logits": found, "mean": found.mean()}
+        apart = found - found.mean(0)
+        return {"scores": found @ found.T, "apart": apart, "logits": found, "mean": found.mean()}
 
 
 class Views(nn.Module):
@@ -211,17 +212,17 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict], Any, type, 
         pairs,
         local_clip,
         ConfigError,
-        r"loss = 'local_clip': mixes samples, .* Mark it @weft\.losses\.whole_batch",
+        r"loss = 'local_clip': changes with how .* divides .* Mark it @weft\.losses\.whole_batch",
     ),
-    "penalty": (Straight, features, spread, ConfigError, "'spread': mixes"),
+    "penalty": (Straight, features, spread, ConfigError, "'spread': changes"),
     "uneven-mean": (
         partial(Recurrent, True),
         words,
         mean_of_tokens,
         ConfigError,
-        "if it is a mean, return its sum",
+        "one by one.* return a sum over what",
     ),
-    "own-mean": (Averaged, words, as_returned, ConfigError, "if it is a mean, return its sum"),
+    "own-mean": (Averaged, words, as_returned, ConfigError, "one by one.* return a sum over what"),
     "views": (Views, pairs, views_compared, ConfigError, "tensor 0 of the output, .* no row for"),
 }
 SOUND: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict], Any]] = {

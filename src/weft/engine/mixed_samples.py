@@ -138,7 +138,7 @@ class SamplePair:
         large = max(abs(mean), abs(apart))
         if not (SMALL < large < float("inf") and abs(mean - apart) > self._bound * large):
             return None
-        problem = f"the mean of two samples is {mean:.6g} together and {apart:.6g} one by one"
+        problem = f"the mean loss of two samples is {mean:.6g} together and {apart:.6g} one by one"
         return Mixing(problem, of_loss=True)
 
     def _ungathered(
@@ -203,10 +203,10 @@ def mixing_error(found: Mixing, model: nn.Module, loss: Callable[..., Any], layo
         return ConfigError("loss", name, found.problem, fix)
     if found.of_loss:
         fix = (
-            "mark it @weft.losses.whole_batch if it compares samples; if it is a mean, return its"
-            " sum, and what that is divided by"
+            "mark it @weft.losses.whole_batch if it compares samples; else return a sum over what"
+            " counts, and how many count"
         )
-        problem = f"mixes samples, which {layout} divides: {found.problem}"
+        problem = f"changes with how {layout} divides the batch: {found.problem}"
         return ConfigError("loss", name, problem, fix)
     module = model.get_submodule(found.module) if found.module else model
     if getattr(module, "batch_first", None) is False:
