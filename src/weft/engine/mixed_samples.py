@@ -193,7 +193,14 @@ class SamplePair:
 
 
 def mixing_error(found: Mixing, model: nn.Module, loss: Callable[..., Any], layout: str) -> Refusal:
-    """The refusal of what mixes samples. `layout`: what divides the batch."""
+    """The refusal of what mixes samples.
+
+    Args:
+        found: what does.
+        model: whose module is named.
+        loss: its loss.
+        layout: what divides the batch, in words.
+    """
     name = getattr(loss, "__name__", type(loss).__name__)
     if found.of_loss and is_whole_batch(loss):
         fix = (

@@ -88,11 +88,13 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
     plain: Reference | None = None
     found: list[Reference | Refusal] = []
     parted: dict[bool, Refusal | None] = {False: None}
-    several = bool(layouts) and case.lay(case.model(), "dp1").accumulate > 1  # microbatches
+    with torch.random.fork_rng([]):  # a build may draw from where the process is
+        several = bool(layouts) and case.lay(case.model(), "dp1").accumulate > 1  # microbatches
     for layout in layouts:
         parts = several or Layout.parse(layout).size(*DATA_AXES) > 1
         if parts not in parted:
-            parted[parts] = mixed_samples(case, layout)
+            with torch.random.fork_rng([]):
+                parted[parts] = mixed_samples(case, layout)
         if (mixed := parted[parts]) is not None:
             found.append(mixed)
         elif (
