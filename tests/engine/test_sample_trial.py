@@ -106,6 +106,21 @@ class BatchStatistics(nn.Module):
         return self.last(self.norm(self.first(x).unflatten(1, (4, 4))).flatten(1))
 
 
+class Remembering(nn.Module):
+    """Each forward moves a mean of what came, which the next one subtracts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, DIM), nn.Linear(DIM, 5)
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out = self.last(x - self.mean)
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return out
+
+
 class WithUnused(nn.Module):
     """Returns scores between samples, as transformers' CLIP does, that no loss reads."""
 
@@ -296,3 +311,17 @@ def test_what_does_not_is_trained(pool: Pool, name: str, layout: str) -> None:
         partial(begin, build, data, loss, layout, sampled=layout == "dp2"), world=2
     )
     assert first == second
+
+
+def test_microbatches_of_what_keeps_state_are_trained() -> None:
+    """As on one device, they come one after the other."""
+    assert begin(Remembering, features, mse, "dp1", accumulate=2) > 0.0
+
+
+def test_microbatches_are_parts_of_the_batch_too() -> None:
+    with pytest.raises(ConfigError, match="changes with how accumulate = 2 divides the batch"):
+        begin(TwoTowers, pairs, local_clip, "dp1", accumulate=2)
+
+
+def test_what_divides_no_batch_trains_what_mixes() -> None:
+    assert begin(TwoTowers, pairs, local_clip, "dp1") > 0.0

@@ -2,8 +2,8 @@
 of two: what differs depends on how a layout divides the batch.
 
 Only what the loss uses is looked at, in evaluation mode, without dropout. What draws random numbers
-is left out, and so are batch norms that have no running statistics: neither is the same for one
-sample and for two.
+is left out, and so are batch norms that have no running statistics, and models whose state a
+forward changes: none is the same for one sample and for two.
 """
 
 from __future__ import annotations
@@ -85,6 +85,12 @@ class SamplePair:
                 drew = any(watch.end())
         return None if drew else found
 
+    def _repeats(self, alone: list[Any]) -> bool:
+        """Whether a sample alone gives again what it gave. What keeps state says nothing."""
+        again, _ = self._leaves(_sample(self._pair, 0))
+        both = zip(alone, again, strict=True)
+        return not any(isinstance(x, Tensor) and self._differ(x, y) for x, y in both)
+
     def _find(self) -> Mixing | None:
         together, join = self._leaves(self._pair)
         singles = [self._leaves(_sample(self._pair, place))[0] for place in (0, 1)]
@@ -96,13 +102,16 @@ class SamplePair:
             dim = dims[leaf]
             for place in (0, 1) if dim is not None else ():  # a recurrence knows what came before
                 if self._differ(singles[place][leaf], _row(together[leaf], dim, place)):
+                    if not self._repeats(singles[0]):
+                        return None
                     module = self._first_module()
                     what = f"the output of {module or 'the model'} for a sample"
                     problem = f"{what} depends on the other samples of its batch"
                     return Mixing(problem, module=module)
         if is_whole_batch(self._loss):
             return self._ungathered(used, together, singles[0], dims)
-        return self._of_loss(join(together), *map(join, singles))
+        mixing = self._of_loss(join(together), *map(join, singles))
+        return mixing if mixing is None or self._repeats(singles[0]) else None
 
     def _leaves(self, batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         return tree_flatten(widened(self._loss, self._forward(batch)))
