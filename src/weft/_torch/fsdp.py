@@ -40,6 +40,13 @@ def mark_idle(module: FSDPModule) -> None:
         group._training_state = TrainingState.IDLE
 
 
+def forget_forwards(module: FSDPModule) -> None:
+    """No backward follows the forwards so far: the next one gathers ahead what others ran."""
+    for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
+
+
 def end_backward(root: FSDPModule) -> None:
     """Reduce what is due, as FSDP2 does when a backward of the root module ends."""
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]

@@ -61,6 +61,7 @@ class Plan:
     offload_activations: bool = False  # what blocks save for backward rests in host memory
     fsdp_prefetch: int | None = None  # units gathered ahead of the one that runs; None: FSDP2's way
     float8: Float8Linears | None = None  # which linears multiply in float8; None: no one does
+    whole_batch: bool = False  # the loss is one of all samples, of all microbatches and data ranks
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property
@@ -228,6 +229,11 @@ class Plan:
         ]
         innermost = max(around, key=lambda step: len(step.module), default=None)
         return innermost is not None and innermost.activation_sharding == "sequence"
+
+    @property
+    def runs_forward_twice(self) -> bool:
+        """Whether a forward runs first for its output alone. In a pipeline outputs wait."""
+        return self.whole_batch and self.accumulate > 1 and self.staging is None
 
     @property
     def sequence_size(self) -> int:

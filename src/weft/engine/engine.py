@@ -30,6 +30,7 @@ from weft.parallel import (
     DATA_AXES,
     FEATURE_AXES,
     parallelize,
+    plan_whole_batch,
 )
 
 from .batch_preparation import BatchPreparation
@@ -62,6 +63,7 @@ from .replica_sync.bucket_exchange import codec_scatters
 from .replica_sync.choose import make_replica_sync
 from .replica_sync.membership import ReplicaGroup
 from .replicated_buffers import ReplicatedBuffers
+from .sample_trial import Trials
 from .setup import (
     check_request,
     deferring_heads,
@@ -72,7 +74,7 @@ from .setup import (
     require_positionwise,
     sum_over_ranks,
 )
-from .sharding_trial import ShardingTrial, check_attention
+from .sharding_trial import check_attention
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -144,6 +146,7 @@ class Engine:
     ):
         sample, company = _sample_and_company(**further)
         device = torch.device(device) if device is not None else own_device()
+        plan = plan_whole_batch(plan, loss)
         check_request(plan, clip, device)
         options, plan = plan_compilation(compile, plan, model, device)
         self.global_plan, self.plan = plan, plan.replica()
@@ -167,11 +170,10 @@ class Engine:
         if self.sequence:
             require_positionwise(self._prepared.loss)
         modes = {n: m.training or not model.training for n, m in model.named_modules()}
-        # None once the sharded model has been compared with the whole one
-        self.trial = ShardingTrial.of(model, plan, self.mesh, self.sequence, sample)
+        self.trial: Trials | None = Trials.of(model, plan, self.mesh, self.sequence, sample, loss)
         self._shard(options)
         if sample is not None:
-            self._try(sample)
+            self.trial.check(sample, self.state.weights, last=False)
         # kept: a step does not walk through the model again
         self._modes = [(m, modes.get(n, True)) for n, m in model.named_modules()]
         self._has_gates = any(isinstance(m, GateBias) for m, _ in self._modes)
@@ -219,7 +221,9 @@ class Engine:
         self.param_update, self.reducer = update, GradReducer(self.rank_plan, self.low.filled, mesh)
         self.state.scatters = codec_scatters(plan, self.units)
         self.state.update, self.state.reducer = self.param_update, self.reducer
-        versions, loss = None, self.compiled.loss(self._prepared.loss)
+        versions, loss = None, self._prepared.loss
+        if not plan.whole_batch:  # whose gradients are taken apart from the graph
+            loss = self.compiled.loss(loss)
         if plan.schedule.versions:
             versions = WeightStash(model, plan, self.mesh, self.low, self.param_update.step)
         units, offload = self.units, make_offload(plan, mesh.device)
@@ -262,8 +266,9 @@ class Engine:
     def _step(self, batch: Batch) -> StepResult:
         self.connect()
         batch = self._on_device(batch)
-        if self.trial is not None:
-            self._try({key: value[:2] for key, value in batch.items()})
+        trial, self.trial = self.trial, None
+        if trial is not None:
+            trial.check(batch, self.state.weights, last=True)
         for module, mode in self._modes:
             if module.training is not mode:
                 module.training = mode
@@ -310,11 +315,6 @@ class Engine:
         together."""
         return self._inference.output(batch)
 
-    def _try(self, sample: Batch) -> None:
-        trial, self.trial = self.trial, None
-        if trial is not None:
-            trial.check(sample, self.state.weights())
-
     # ---- what is known of a step -----------------------------------------------------------------
 
     @property
@@ -329,8 +329,7 @@ class Engine:
 
     def now(self) -> tuple[str, int]:
         """The kind of the action that runs, and its microbatch."""
-        action = self._training.action
-        return ("", 0) if action is None else (action.kind, action.microbatch)
+        return self._training.now()
 
     def updates(self, name: str) -> bool:
         """Whether this rank updates a parameter; otherwise the replica that owns it sends it."""

@@ -143,7 +143,7 @@ class FunctionOverrides(TorchFunctionMode):
             self.routed = True
             compiled = torch.compiler.is_compiling()
             again = self.randomness.repeated if compiled else in_backward()
-            if self.loads is not None and not again:
+            if self.loads is not None and torch.is_grad_enabled() and not again:
                 self.loads.add(args[1])
             return AddLoss.apply(*args, self.scale)
         if func is torch.arange and self._shared():

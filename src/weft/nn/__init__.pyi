@@ -52,6 +52,7 @@ from .losses import (
     classification as classification,
     cross_entropy as cross_entropy,
     is_positionwise as is_positionwise,
+    is_whole_batch as is_whole_batch,
     logits_of as logits_of,
     mse as mse,
     next_token as next_token,
@@ -60,6 +61,7 @@ from .losses import (
     split_loss as split_loss,
     vocab_parallel as vocab_parallel,
     weighed_loss as weighed_loss,
+    whole_batch as whole_batch,
     widened as widened,
 )
 from .models import convnet as convnet, decoder as decoder

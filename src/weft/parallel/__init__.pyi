@@ -55,6 +55,10 @@ from .strategies import (
     axis_with_option as axis_with_option,
     registry as registry,
 )
+from .whole_batch import (
+    plan_whole_batch as plan_whole_batch,
+    whole_batch_comms as whole_batch_comms,
+)
 from .wire_sizes import (
     CHUNK_BYTES as CHUNK_BYTES,
     HEADER_BYTES as HEADER_BYTES,

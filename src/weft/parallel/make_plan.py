@@ -45,6 +45,7 @@ from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
+from .whole_batch import plan_whole_batch
 
 LOGITS = ("auto", "whole", "chunks")
 LAZY = nn.parameter.UninitializedParameter
@@ -242,6 +243,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         offload_activations=request.offload_activations,
         fsdp_prefetch=request.fsdp_prefetch,
     )
+    made = plan_whole_batch(made, loss)
     return made if request.float8 == OFF else choose_float8(made, model, found, request.float8)
 
 

@@ -102,6 +102,8 @@ def predict_collectives(
                 continue
             elif plan.staging is None or plan.stage_of(call.module) in whole.stages(rank):
                 comms += _attention(plan, call, microbatch, itemsize)
+    if plan.runs_forward_twice:
+        comms += [comm for comm in comms if comm.when == "forward"]
     comms += gather_comms(plan, plan.layout.coords(rank), crossings, unreached, calls)
     drops_unused = bool(unreached) and _in_a_bucket(whole, unreached)
     for bucket in bucket_gradients(plan):
@@ -436,7 +438,8 @@ def _statistics(
     if crossing is None or crossing.entered is None:
         return
     axis = ".".join(plan.layout.active_axes(*TOKEN_AXES))
-    nbytes = crossing.entered[0] * max(4, itemsize)
+    # [samples, channels, ...], of which a shape per sample lacks the first
+    nbytes = crossing.entered[0 if crossing.batched else 1] * max(4, itemsize)
     recomputed = ("recompute", "recompute") * _recomputations(plan, name, microbatch)
     back = ("backward", "backward") if crossing.needs_grad else ()
     for when in ("forward", "forward", *back, *recomputed):

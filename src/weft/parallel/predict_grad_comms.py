@@ -124,7 +124,8 @@ def gather_comms(
         uses = {
             "step": 1,
             "microbatch": plan.accumulate,
-            "use": plan.accumulate * _count(step.module, calls) + used.get(step.module, 0),
+            "use": plan.accumulate * _count(step.module, calls) * (1 + plan.runs_forward_twice)
+            + used.get(step.module, 0),
         }
         for _ in range(uses[gather.gathered]):
             yield Collective("all_gather", gather.axis, gathered, "gather", step.module)

@@ -105,6 +105,8 @@ def record_activations(
         out = first_tensor(output)
         if out is None or isinstance(out, PlaceholderTensor) or in_backward():
             return  # another stage's, or a forward inside a backward: recomputation
+        if now()[0] == "ahead":
+            return  # runs again
         if out.is_leaf and out.requires_grad:
             return  # received from another stage, which records it
         keep(trace.outputs, trace.forward, name, out)
@@ -139,7 +141,7 @@ def record_activations(
 
     def enter(name: str) -> None:
         trace.inside.append(name)
-        if not in_backward():
+        if not in_backward() and now()[0] != "ahead":
             trace.calls[name] += 1
 
     def leave() -> None:

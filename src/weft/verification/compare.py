@@ -41,6 +41,7 @@ from weft.parallel import (
     SequenceInput,
     collective_totals,
     predict_collectives,
+    whole_batch_comms,
 )
 
 from .activation_errors import first_activation
@@ -234,7 +235,8 @@ def _predict_collectives_of(
 ) -> list[Collective]:
     """The collectives of a step on this rank."""
     values = stage_value_bytes(case, engine.plan, reference.batches[0])
-    return predict_collectives(
+    loss = whole_batch_comms(engine.plan, engine.mesh.rank, reference.loss_bytes)
+    comms = predict_collectives(
         engine.plan,
         reference.traces[0].crossings,
         engine.plan.dtypes.computed(case.dtype).itemsize,
@@ -248,6 +250,7 @@ def _predict_collectives_of(
         engine.updated_whole,
         _module_calls(engine.plan, reference.traces[0], trace),
     )
+    return [*comms, *loss]
 
 
 def _sequence_inputs(
