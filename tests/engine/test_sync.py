@@ -84,6 +84,7 @@ def trained(codec: Codec | str, route: str, layout: str, options: dict, steps: i
     plan = laid(subject, model, layout)
     optimizer = partial(torch.optim.SGD, lr=0.1)
     engine = weft.Engine(model, plan, optimizer=optimizer, loss=subject.loss, device="cpu")
+    engine.trial = None  # its collectives come once, before the first step
     losses, seen, wanted = [], {}, {}
     torch.manual_seed(3)
     batch = subject.data()
