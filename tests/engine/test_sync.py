@@ -456,10 +456,11 @@ def test_what_is_refused_before_any_process(
 def test_an_engine_that_is_done_with_leaves_no_thread(pool: Pool) -> None:
     """Its process groups, and its own thread, end with it."""
     threads = []
-    for _ in range(3):
+    for _ in range(4):
         pool.run(trained, "int4", "ring", "dp2", {}, 1, world=2)
         threads.append(pool.run(living_threads, world=2))
-    assert threads[0] == threads[1] == threads[2]
+    # threads of earlier tests may end during the first run
+    assert threads[1] == threads[2] == threads[3]
 
 
 def living_threads() -> int:
