@@ -88,7 +88,8 @@ def predict_collectives(
         for step in plan.steps:
             comms += _boundaries(plan, step, microbatch, crossings, itemsize, calls or {})
         for name in plan.batchnorms:
-            comms += _statistics(plan, name, microbatch, crossings, itemsize)
+            count = (calls or {}).get(name, CallSizes()).count
+            comms += _statistics(plan, name, microbatch, crossings, itemsize, count)
         for routing in routings:
             comms += _inside(plan, routing, microbatch, itemsize)
             comms += _dispatch(plan, whole, routing, microbatch, rank, itemsize)
@@ -204,7 +205,9 @@ def _boundaries(
                     and not (crossing.needs_grad if entry else crossing.gives_grad)
                 ):
                     continue
-                for nbytes in each:
+                counted = crossing.needing if entry else crossing.giving
+                partly = when == "backward" and counted is not None and not called.sizes
+                for nbytes in each[:counted] if partly else each:
                     yield Collective(kind, axis, nbytes, when, step.module)
                     for _ in range(again if when == "forward" else 0):
                         yield Collective(kind, axis, nbytes, "recompute", step.module)
@@ -430,16 +433,23 @@ def _recomputations(plan: Plan, module: str, microbatch: int) -> int:
 
 
 def _statistics(
-    plan: Plan, name: str, microbatch: int, crossings: Mapping[str, BoundaryShape], itemsize: int
+    plan: Plan,
+    name: str,
+    microbatch: int,
+    crossings: Mapping[str, BoundaryShape],
+    itemsize: int,
+    count: int,
 ) -> Iterator[Collective]:
+    """Of a batch norm that is called so many times."""
     crossing = crossings.get(name)
     if crossing is None or crossing.entered is None:
         return
     axis = ".".join(plan.layout.active_axes(*TOKEN_AXES))
     nbytes = crossing.entered[0] * max(4, itemsize)
     recomputed = ("recompute", "recompute") * _recomputations(plan, name, microbatch)
-    back = ("backward", "backward") if crossing.needs_grad else ()
-    for when in ("forward", "forward", *back, *recomputed):
+    needing = crossing.needs_grad if crossing.needing is None else crossing.needing
+    back = ("backward", "backward") * min(needing, count)
+    for when in (*("forward", "forward") * count, *back, *recomputed * count):
         yield Collective("all_reduce", axis, nbytes, when, name)
 
 

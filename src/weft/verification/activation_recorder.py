@@ -122,13 +122,17 @@ def record_activations(
             needs_grad = tokens.requires_grad, weights.requires_grad, made
             trace.routings.append(RoutingCall(name, index.clone(), tokens.shape[1], needs_grad))
         batched = out.shape[:1] == (samples,)
+        before, needs = trace.crossings.get(name), entered is not None and entered.requires_grad
+        needing, giving = (before.needing or 0, before.giving or 0) if before else (0, 0)
         trace.crossings[name] = BoundaryShape(
             None if entered is None else _per_sample(entered, samples),
             _per_sample(out, samples),
-            entered is not None and entered.requires_grad,
+            needs or bool(needing),
             batched or (entered is not None and entered.shape[:1] == (samples,)),
             samples,
-            out.requires_grad,
+            out.requires_grad or bool(giving),
+            needing + needs,
+            giving + out.requires_grad,
         )
         if out.requires_grad:
             out.register_hook(lambda grad: keep(trace.gradients, trace.backward, name, grad))
