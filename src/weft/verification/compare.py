@@ -191,7 +191,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         )
         if step == 0:
             errors["weight"] = updated = weight_errors(
-                engine, reference.updated, "after step 0", case.bounds
+                engine, reference.updated, "after step 0", reference, case.bounds
             )
             found += _first_of(updated, (step, "weight"), case.bounds.weight)
     last, problem = state_errors(engine, reference, case.bounds)
