@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from weft.core import (
+    ParamRef,
     PathNode,
     Stage,
     Staging,
@@ -141,6 +142,9 @@ class _StageSplitter:
             )
         modules = tuple(dict.fromkeys(e.name for e in inside if e.call))
         used = {name for e in inside for name in e.weights}
+        if stage == self.path.last:  # what the model returns of its weights, the loss may read
+            returned = tensors_in(events[0].output)
+            used |= {at.name for at in returned if isinstance(at, ParamRef)} & {*self.graph.weights}
         # a weight that the sample did not reach (an expert that no token chose) is where its module
         # is
         reached = {name for i in self.path.nodes for name in events[i].weights}
