@@ -45,6 +45,7 @@ from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
+from .weight_reads import without_weights_read_elsewhere
 
 LOGITS = ("auto", "whole", "chunks")
 LAZY = nn.parameter.UninitializedParameter
@@ -169,7 +170,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
     _check_precision(request.precision, request.reduce, sync)
     check_recipe(request.float8, request.precision)
     _check_logits(request.logits)
-    found = runnable_roles(request, find_roles(model, request.roles))
+    found = without_weights_read_elsewhere(request, find_roles(model, request.roles))
+    found = runnable_roles(request, found)
     weights = weights_of(model)
     steps: list[Step] = []
     typed = loss is not None and accepts_sharded_logits(loss)
