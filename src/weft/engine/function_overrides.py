@@ -207,7 +207,7 @@ class FunctionOverrides(TorchFunctionMode):
         site, samples, part = self._site(func.__name__), len(self.randomness.samples), count()
 
         def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
-            length = shape[0] if shape else 0
+            length = shape[self.randomness.sample_dim(shape) if alike else 0] if shape else 0
             whole = not length or bool(length % max(1, samples) if alike else length != samples)
             unclear = not alike and samples and length and length % samples == 0
             if unclear and (length > samples or shape == (1,)) and self._several():

@@ -121,14 +121,14 @@ def record_activations(
             )
             needs_grad = tokens.requires_grad, weights.requires_grad, made
             trace.routings.append(RoutingCall(name, index.clone(), tokens.shape[1], needs_grad))
-        batched = out.shape[:1] == (samples,)
+        batched = _sample_dim(out, samples) is not None
         before, needs = trace.crossings.get(name), entered is not None and entered.requires_grad
         needing, giving = (before.needing or 0, before.giving or 0) if before else (0, 0)
         trace.crossings[name] = BoundaryShape(
             None if entered is None else _per_sample(entered, samples),
             _per_sample(out, samples),
             needs or bool(needing),
-            batched or (entered is not None and entered.shape[:1] == (samples,)),
+            batched or (entered is not None and _sample_dim(entered, samples) is not None),
             samples,
             out.requires_grad or bool(giving),
             needing + needs,
@@ -172,5 +172,14 @@ def record_activations(
                 tensors.sort(key=lambda tensor: places[id(tensor)])
 
 
+def _sample_dim(tensor: Tensor, samples: int) -> int | None:
+    """The dim that counts samples: the first, or the second of [positions, samples, features]."""
+    if tensor.shape[:1] == (samples,):
+        return 0
+    later = tensor.ndim == 3 and tensor.shape[1] == samples and tensor.shape[2] != samples
+    return 1 if later else None
+
+
 def _per_sample(tensor: Tensor, samples: int) -> tuple[int, ...]:
-    return tuple(tensor.shape[1:]) if tensor.shape[:1] == (samples,) else tuple(tensor.shape)
+    dim = _sample_dim(tensor, samples)
+    return tuple(n for i, n in enumerate(tensor.shape) if i != dim)
