@@ -239,7 +239,7 @@ class FunctionOverrides(TorchFunctionMode):
         core: Callable = F.scaled_dot_product_attention
         if dropout > 0.0:
             # the mask is drawn for this site, so a recomputed core draws the same one
-            site, activation_sharding = self.randomness.site(), self.randomness.activation_sharding
+            site, activation_sharding = self._site(dropout), self.randomness.activation_sharding
             core = partial(plain_attention, self.randomness, activation_sharding, site)
         return self._attend(core, args, kwargs)
 
