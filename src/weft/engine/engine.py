@@ -34,6 +34,7 @@ from weft.parallel import (
 
 from .batch_preparation import BatchPreparation
 from .checkpoint_state import CheckpointState
+from .chosen_gradients import ChosenGradients
 from .compile_blocks import CompiledBlocks, plan_compilation
 from .compute_copies import ComputeCopies
 from .context_parallel.sequence import ContextParallel
@@ -225,7 +226,8 @@ class Engine:
         units, offload = self.units, make_offload(plan, mesh.device)
         order = self.randomness, self.reducer, units, versions, offload
         self._training = TrainingCompute(self.stages, mesh, loss, *order)
-        self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks)
+        self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks, plan.chosen)
+        self._chosen = ChosenGradients(self.rank_plan, self.low.filled, units, mesh)
         self._update = GradUpdate(
             plan,
             self.mesh,
@@ -234,7 +236,7 @@ class Engine:
             self._training,
             self.reducer,
             self._trail,
-            bool(self.units.units),
+            self._chosen if self.units.units else None,
             self.replicas,
             self.state.copies(),
             self.updates,
@@ -285,6 +287,7 @@ class Engine:
         plan, training = self.plan, self._training
         micros = self.sequence.cut(batch).split(plan.microbatch, plan.accumulate)
         self._trail.clear()
+        self._chosen.clear()
         # a constant divisor keeps fp16 in range; the true mean is taken at the end
         training.begin(self.steps_done, micros, self.loss_scale / plan.batch)
         self._runner.run(training, [micros[0].signature] * len(micros), trace=self.trace)

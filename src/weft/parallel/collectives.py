@@ -124,6 +124,14 @@ class _Cross(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # to be differentiated again, which this is not made for
+            raise UnsupportedModel(
+                "layout",
+                "tp",
+                "the model differentiates within its forward (create_graph=True), through modules"
+                " that are cut",
+                'use dp, fsdp or pp, or declare these modules "whole" in [roles]',
+            )
         return grads[0] if ctx.back is None else ctx.back(grads[0]), None
 
 

@@ -32,6 +32,7 @@ from weft.nn import (
     callable_blocks,
     chain_module,
     check_inputs,
+    chosen_modules,
     find_roles,
 )
 from weft.pipeline import make_stages
@@ -239,6 +240,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         dynamic_shapes=request.pipeline.dynamic_shapes,
         sync=sync,
         counted=counted,
+        chosen=chosen_modules(model),
         logits=request.logits,
         heads=found.heads if typed and _in_chunks(request.logits, staged) else (),
         offload_activations=request.offload_activations,

@@ -37,6 +37,7 @@ from .comm_queries import (
 )
 from .predict_grad_comms import (
     bucket_bytes,
+    chosen_weights,
     gather_comms,
     replica_comms,
     update_comms,
@@ -104,7 +105,7 @@ def predict_collectives(
             elif plan.staging is None or plan.stage_of(call.module) in whole.stages(rank):
                 comms += _attention(plan, call, microbatch, itemsize)
     comms += gather_comms(plan, plan.layout.coords(rank), crossings, unreached, calls)
-    drops_unused = bool(unreached) and _in_a_bucket(whole, unreached)
+    drops_unused = bool(plan.chosen) or (bool(unreached) and _in_a_bucket(whole, unreached))
     for bucket in bucket_gradients(plan):
         axis, names = ".".join(plan.layout.active_axes(*bucket.axes)), bucket.names
         apart = plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes
@@ -129,6 +130,9 @@ def predict_collectives(
     comms += whole_update_comms(plan, rank, updated_whole)
     data = plan.layout.active_axes(*DATA_AXES)
     if tokens := plan.layout.active_axes(*TOKEN_AXES):
+        if zeros := chosen_weights(plan):
+            group = ".".join(tokens)
+            comms.append(Collective("all_reduce", group, 4 * len(zeros), "reduce", zeros[0]))
         comms += [
             Collective("broadcast", ".".join(tokens), nbytes, "step", "") for nbytes in buffers
         ]

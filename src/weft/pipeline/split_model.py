@@ -191,10 +191,12 @@ class _StageSplitter:
         born, name = self.path.makers.get(number), self.path.tensor_name(number)
         if t.home or born is None:
             why = t.home or WRITTEN_BY_EVERY_STAGE
-            where = self.graph.events[self.path.writers.get(number, [t.birth])[0]]
+            at = self.path.writers.get(number, [t.birth])[0]
+            where = self.graph.events[at]
+            line = f" ({where.line}: `{where.text}`)" if at else ""
             raise self.path.refusal(
                 stage,
-                f"{name} {why} ({where.line}: `{where.text}`), and is {use}",
+                f"{name} {why}{line}, and is {use}",
                 "make a new tensor with a PyTorch function instead, or cut after its last use",
             )
         maker = self.graph.events[born]

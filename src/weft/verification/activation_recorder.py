@@ -135,7 +135,12 @@ def record_activations(
             giving + out.requires_grad,
         )
         if out.requires_grad:
-            out.register_hook(lambda grad: keep(trace.gradients, trace.backward, name, grad))
+            # a gradient that comes while modules run is one that the forward itself asks for
+            out.register_hook(
+                lambda grad: (
+                    None if trace.inside else keep(trace.gradients, trace.backward, name, grad)
+                )
+            )
 
     def seen(name: str, args: tuple, kwargs: dict, output: Any) -> None:
         with without_function_modes():  # what records is no part of the forward

@@ -22,6 +22,7 @@ from weft.core import (
     Plan,
     Refusal,
     data_rank_indices,
+    is_inside,
 )
 from weft.engine import (
     Audit,
@@ -274,14 +275,16 @@ def _module_calls(
     found = {name: CallSizes(count) for name, count in whole.calls.items()}
     for name, shapes in whole.shapes.items():
         crossing, mine = whole.crossings[name], trace.shapes.get(name, [])
-        if crossing.batched or crossing.entered is None or len(crossing.entered) != 2:
+        chosen = any(name == each or is_inside(name, each) for each in plan.chosen)
+        flat = len(shapes[0][0]) == 2 and not crossing.batched
+        if crossing.entered is None or not (chosen or flat):
             continue
         rows = shapes[0][0][0]
         usual = {rows, rows * plan.microbatch // crossing.samples}
-        chosen = any(entered[0] not in usual for entered, _ in mine)
+        chosen = chosen or any(entered[0] not in usual for entered, _ in mine)
         if chosen and plan.sequence_size == 1 and not plan.sliced(name):
             sizes = tuple((prod(entered), prod(left)) for entered, left in mine)
-            found[name] = CallSizes(len(shapes), sizes)
+            found[name] = CallSizes(len(shapes) if sizes else 0, sizes)
     return found
 
 

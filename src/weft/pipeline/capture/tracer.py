@@ -391,7 +391,8 @@ class _ForwardTracer(TorchFunctionMode):
     def _number(self, t: Tensor, index: int, home: str = "") -> int:
         number = self.numbers[id(t)] = len(self.tensors)
         event = self.events[index]
-        name = f"`{event.text}` at {event.line}"
+        # what is met in the model's own forward first has no line where it was made
+        name = f"`{event.text}` at {event.line}" if index else "a tensor"
         self.tensors.append(
             TensorInfo(name, index, tuple(t.shape), t.dtype, t.requires_grad, storage_id(t), home)
         )
