@@ -41,12 +41,12 @@ def called_by_data(model: nn.Module, name: str) -> bool:
         if "expert" in leaf.lower():
             return True
         owner = model.get_submodule(around)
-    return _chosen_in(type(owner), leaf)
+    return _chosen_in(type(owner), leaf)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
 def _chosen_in(kind: type[nn.Module], leaf: str) -> bool:
-    return any(_is_conditional(call) for call in _calls(_source(kind), leaf))
+    return any(_is_conditional(call) for call in _calls(_source(kind), leaf))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=512)

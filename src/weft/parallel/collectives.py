@@ -126,11 +126,11 @@ class _Cross(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():  # to be differentiated again, which this is not made for
             raise UnsupportedModel(
-                "layout",
-                "tp",
-                "the model differentiates within its forward (create_graph=True), through modules"
-                " that are cut",
-                'use dp, fsdp or pp, or declare these modules "whole" in [roles]',
+                "model",
+                "create_graph=True",
+                "the forward differentiates through modules of which ranks have parts, and these"
+                " gradients cannot be differentiated again",
+                'use dp or fsdp, or declare these modules "whole" in [roles]',
             )
         return grads[0] if ctx.back is None else ctx.back(grads[0]), None
 

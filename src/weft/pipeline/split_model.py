@@ -269,12 +269,16 @@ class _StageSplitter:
     def _check_buffers(self, stages: Sequence[Stage]) -> None:
         seen: dict[str, int] = {}
         for stage in stages:
-            for name in stage.buffers:
+            changed = (name for name in stage.weights if name in self.graph.changed)
+            for name in (*stage.buffers, *changed):
                 if name in seen:
+                    weight = name in self.graph.weights
+                    kind = "weight" if weight else "buffer"
+                    instead = "change it outside" if weight else "give each use its own buffer"
                     raise self.path.refusal(
                         stage.index,
-                        f"the buffer {name} is changed by the forward, and stages {seen[name]} and "
+                        f"the {kind} {name} is changed by the forward, and stages {seen[name]} and "
                         f"{stage.index} use it",
-                        "cut elsewhere, or give each use its own buffer",
+                        f"cut elsewhere, or {instead}",
                     )
                 seen[name] = stage.index

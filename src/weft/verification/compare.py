@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from weft.core import (
     DRIVER,
+    STAGE_AXIS,
     Plan,
     Refusal,
     data_rank_indices,
@@ -203,12 +204,17 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         if isinstance(engine, Engine)
         else []
     )
+    totals, ran = collective_totals(predicted), collective_totals(seen)
+    if plan.dynamic_shapes:  # how much crosses stages, the data say
+        totals |= {
+            key: ran[key]
+            for key, (count, _) in totals.items()
+            if key[1] == STAGE_AXIS and key in ran and ran[key][0] == count
+        }
     first = min(found, key=_order_of, default=None)
     if compiled is not None:
         problem = problem or _compiled_problem(compiled, predicted, compiled_seen)
-    together = _merge_ranks(
-        layout, (errors, first, problem, collective_totals(predicted), collective_totals(seen))
-    )
+    together = _merge_ranks(layout, (errors, first, problem, totals, ran))
     counts = None if compiled is None or len(reference.losses) < 2 else compiled.counts
     together = replace(together, compiled=counts)
     delayed, workers = reference.plan is not None, tuple(case.workers)
