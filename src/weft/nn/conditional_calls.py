@@ -108,6 +108,8 @@ def _is_attribute(node: ast.AST, leaf: str) -> bool:
 
 
 def _is_conditional(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Subscript) and _of_data(call.func.slice):
+        return True
     for around, way in _ancestors(call):
         branch = isinstance(around, (ast.If, ast.IfExp, ast.While)) and way is not around.test
         if branch and _of_data(around.test):  # type: ignore[attr-defined]

@@ -222,8 +222,8 @@ def _points(
         raise UnsupportedModel(
             "pipeline.schedule",
             made.name,
-            f"has {made.stages} stages, and the model {len(atoms)} modules that are called once, to begin"
-            " a stage with",
+            f"has {made.stages} stages, and the model {len(atoms)} modules that are called once, to"
+            " begin a stage with",
             "use fewer stages, or name modules that are called once in [pipeline] cut"
             if len(atoms) > 1
             else "use dp or fsdp",
