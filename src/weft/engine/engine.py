@@ -21,6 +21,7 @@ from weft.core import (
 from weft.nn import (
     GateBias,
     Randomness,
+    check_entries,
     find_experts,
     mix_key,
     named_inputs,
@@ -252,6 +253,7 @@ class Engine:
     def local(self, batch: Batch) -> Batch:
         """This rank's part of a global batch (every tensor's dim 0 counts the plan's `batch`
         samples)."""
+        check_entries(batch)
         plan = self.global_plan
         index = data_rank_indices(plan.batch, plan.accumulate, self.data_rank, self.data_size)
         return {key: value[torch.tensor(index)] for key, value in batch.items()}
@@ -295,6 +297,7 @@ class Engine:
         return self.reducer.finish()
 
     def _on_device(self, batch: Batch) -> Batch:
+        check_entries(batch)
         check_batch(batch, self.plan.batch // self.plan.data_size, self.global_plan.batch)
         device, batch = self.mesh.device, self._prepared(batch)
         return {key: value.to(device, non_blocking=True) for key, value in batch.items()}

@@ -98,6 +98,7 @@ from .role_types import (
     linear_features as linear_features,
 )
 from .signature import (
+    check_entries as check_entries,
     check_inputs as check_inputs,
     model_arguments as model_arguments,
     named_inputs as named_inputs,
