@@ -251,12 +251,11 @@ class Engine:
     # ---- one step --------------------------------------------------------------------------------
 
     def local(self, batch: Batch) -> Batch:
-        """This rank's part of a global batch (every tensor's dim 0 counts the plan's `batch`
-        samples)."""
+        """This rank's part of a global batch, whose tensors [batch, ...] have all samples."""
         check_entries(batch)
-        plan = self.global_plan
-        index = data_rank_indices(plan.batch, plan.accumulate, self.data_rank, self.data_size)
-        return {key: value[torch.tensor(index)] for key, value in batch.items()}
+        order = self.global_plan.batch, self.global_plan.accumulate
+        index = torch.tensor(data_rank_indices(*order, self.data_rank, self.data_size))
+        return {key: value[index] for key, value in batch.items()}
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step on this rank's part of a batch: tensors [batch / data ranks, ...]."""
@@ -297,9 +296,8 @@ class Engine:
         return self.reducer.finish()
 
     def _on_device(self, batch: Batch) -> Batch:
-        check_entries(batch)
-        check_batch(batch, self.plan.batch // self.plan.data_size, self.global_plan.batch)
         device, batch = self.mesh.device, self._prepared(batch)
+        check_batch(batch, self.plan.batch // self.plan.data_size, self.global_plan.batch)
         return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
     # ---- forward alone ---------------------------------------------------------------------------
