@@ -102,6 +102,16 @@ class Counting(Block):
         return x + self.down(torch.tanh(self.up(self.norm(x))).view(*x.shape[:-1], 18))
 
 
+RECOMPUTED = {
+    "train.recompute": '"full"',
+    "train.batch": "4",
+    "model.dim": "32",
+    "model.layers": "1",
+    "model.seq_len": "16",
+    "data.seq_len": "16",
+}
+
+
 def counting() -> nn.Module:
     model = Stack(6, 1)
     model.layers[0] = Counting(6)
@@ -143,3 +153,10 @@ def test_a_layout_that_cannot_be_planned_does_not_end_the_others() -> None:
     assert '"refused": "train.batch = 4' in report.json()
     with pytest.raises(Refusal, match="over 5"):
         run_checks.check_run(run, ["dp3", "dp5"], refused.__setitem__)
+
+
+def test_a_run_with_full_recomputation_is_verified() -> None:
+    """On one device, too, attention then runs again in backward."""
+    run = run_config.load_run(EXAMPLES / "quickstart.toml", RECOMPUTED)
+    report = verify_layouts(run, ["dp2"], 1, lambda result: None)
+    assert report.passed, report.verdict()

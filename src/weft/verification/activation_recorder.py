@@ -44,10 +44,14 @@ class ActivationRecorder:
 
     def ask(self, what: str, size: int) -> None:
         """A gate asks this of all tokens."""
+        if in_backward():
+            return  # a recomputed forward
         self.asked.append(GateQuery(self.inside[-1], what, size))
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, eager: bool = False) -> None:
         """`scaled_dot_product_attention` is called with these, or `eager` attention."""
+        if in_backward():
+            return  # a recomputed forward
         needs_grad = any(x.requires_grad for x in (query, key, value))
         self.cores.append(
             AttentionCall(
@@ -135,12 +139,14 @@ def record_activations(
             giving + out.requires_grad,
         )
         if out.requires_grad:
-            # a gradient that comes while modules run is one that the forward itself asks for
-            out.register_hook(
-                lambda grad: (
-                    None if trace.inside else keep(trace.gradients, trace.backward, name, grad)
-                )
-            )
+            out.register_hook(lambda grad: back(name, grad))
+
+    def back(name: str, grad: Tensor) -> None:
+        kind, _ = now()
+        # a stage's forward is left before the modules around it end
+        in_forward = kind == "F" or (not kind and bool(trace.inside))
+        if not in_forward:  # else the forward itself asks for it
+            keep(trace.gradients, trace.backward, name, grad)
 
     def seen(name: str, args: tuple, kwargs: dict, output: Any) -> None:
         with without_function_modes():  # what records is no part of the forward
