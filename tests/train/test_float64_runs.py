@@ -28,15 +28,17 @@ compute = "fp64"
 
 
 class Filter(nn.Module):
-    """A filter in frequency space, then an MLP."""
+    """A filter in frequency space, a convolution, then an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
         self.filter = nn.Parameter(torch.randn(5, dtype=torch.cfloat))
+        self.smooth = nn.Conv1d(1, 1, 3, padding=1)
         self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=8)
+        x = self.smooth(x[:, None])[:, 0]
         return self.second(torch.tanh(self.first(x)))
 
 

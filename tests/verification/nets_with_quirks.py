@@ -185,6 +185,8 @@ class RootExperts(nn.Module):
         self.experts = nn.ModuleList(
             [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(n)]
         )
+        with torch.no_grad():
+            self.gate.bias[-1] = -100.0  # nobody chooses it
 
     def forward(self, x):
         w, idx = torch.topk(self.gate(x).softmax(-1), self.k, dim=-1)

@@ -14,6 +14,8 @@ from weft.core import Layout, Refusal, run_config
 from weft.train import build, run_checks
 from weft.train.data import Loader
 from weft.verification.case import Case
+from weft.verification.difference import Bounds
+from weft.verification.tensor_errors import tensor_error
 from weft.verification.verify_model import verify_case
 from weft.verification.verify_run import verify_layouts
 
@@ -160,3 +162,10 @@ def test_a_run_with_full_recomputation_is_verified() -> None:
     run = run_config.load_run(EXAMPLES / "quickstart.toml", RECOMPUTED)
     report = verify_layouts(run, ["dp2"], 1, lambda result: None)
     assert report.passed, report.verdict()
+
+
+def test_what_rounding_leaves_of_a_gradient_of_zero_is_no_difference() -> None:
+    bounds, whole = Bounds(), ((slice(0, 4), slice(0, 4)),)
+    noise, zero = torch.full((4,), 2e-15), torch.zeros(4)  # beside gradients of norm 1
+    assert tensor_error(noise, whole, zero, bounds.small) < bounds.gradient  # type: ignore[arg-type]
+    assert tensor_error(noise * 1e3, whole, zero, bounds.small) > bounds.gradient  # type: ignore[arg-type]
