@@ -131,13 +131,14 @@ class StateWatch:
 
     @torch.compiler.disable  # what its user compiled has it inside; versions would be guarded
     def _enter(self, unit: str, module: nn.Module, *_: Any) -> None:
-        gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
+        absent = (DTensor, PlaceholderTensor)
+        gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, absent)]
         self._gathered[unit] = [(n, p, _state_of(p)) for n, p in gathered]
 
     @torch.compiler.disable
     def _leave(self, unit: str, *_: Any) -> None:
         for name, p, state in self._gathered.pop(unit, ()):
-            if not isinstance(p, PlaceholderTensor) and _state_of(p) != state:
+            if _state_of(p) != state:
                 raise UnsupportedModel(
                     "layout",
                     str(self._plan.layout),
