@@ -56,6 +56,7 @@ class Plan:
     dynamic_shapes: bool = False  # of what crosses stages: the batch's shapes do not tell them
     sync: Sync | None = None  # how replicas agree; None: the backend sums their gradients
     counted: tuple[str, ...] = ()  # modules beside `blocks` that count their dropout masks
+    chosen: tuple[str, ...] = ()  # modules that a forward calls only where its data say so
     logits: str = "auto"  # whole, chunks (made by the loss, of some tokens at a time), or auto
     heads: tuple[str, ...] = ()  # modules whose output the loss can make in chunks
     offload_activations: bool = False  # what blocks save for backward rests in host memory

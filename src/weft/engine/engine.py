@@ -21,6 +21,7 @@ from weft.core import (
 from weft.nn import (
     GateBias,
     Randomness,
+    check_entries,
     find_experts,
     mix_key,
     named_inputs,
@@ -35,6 +36,7 @@ from weft.parallel import (
 
 from .batch_preparation import BatchPreparation
 from .checkpoint_state import CheckpointState
+from .chosen_gradients import ChosenGradients
 from .compile_blocks import CompiledBlocks, plan_compilation
 from .compute_copies import ComputeCopies
 from .context_parallel.sequence import ContextParallel
@@ -229,7 +231,8 @@ class Engine:
         units, offload = self.units, make_offload(plan, mesh.device)
         order = self.randomness, self.reducer, units, versions, offload
         self._training = TrainingCompute(self.stages, mesh, loss, *order)
-        self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks)
+        self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks, plan.chosen)
+        self._chosen = ChosenGradients(self.rank_plan, self.low.filled, units, mesh)
         self._update = GradUpdate(
             plan,
             self.mesh,
@@ -238,7 +241,7 @@ class Engine:
             self._training,
             self.reducer,
             self._trail,
-            bool(self.units.units),
+            self._chosen if self.units.units else None,
             self.replicas,
             self.state.copies(),
             self.updates,
@@ -252,11 +255,11 @@ class Engine:
     # ---- one step --------------------------------------------------------------------------------
 
     def local(self, batch: Batch) -> Batch:
-        """This rank's part of a global batch (every tensor's dim 0 counts the plan's `batch`
-        samples)."""
-        plan = self.global_plan
-        index = data_rank_indices(plan.batch, plan.accumulate, self.data_rank, self.data_size)
-        return {key: value[torch.tensor(index)] for key, value in batch.items()}
+        """This rank's part of a global batch, whose tensors [batch, ...] have all samples."""
+        check_entries(batch)
+        order = self.global_plan.batch, self.global_plan.accumulate
+        index = torch.tensor(data_rank_indices(*order, self.data_rank, self.data_size))
+        return {key: value[index] for key, value in batch.items()}
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step on this rank's part of a batch: tensors [batch / data ranks, ...]."""
@@ -290,6 +293,7 @@ class Engine:
         plan, training = self.plan, self._training
         micros = self.sequence.cut(batch).split(plan.microbatch, plan.accumulate)
         self._trail.clear()
+        self._chosen.clear()
         # a constant divisor keeps fp16 in range; the true mean is taken at the end
         training.begin(self.steps_done, micros, self.loss_scale / plan.batch)
         self._runner.run(training, [micros[0].signature] * len(micros), trace=self.trace)
@@ -297,8 +301,8 @@ class Engine:
         return self.reducer.finish()
 
     def _on_device(self, batch: Batch) -> Batch:
-        check_batch(batch, self.plan.batch // self.plan.data_size, self.global_plan.batch)
         device, batch = self.mesh.device, self._prepared(batch)
+        check_batch(batch, self.plan.batch // self.plan.data_size, self.global_plan.batch)
         return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
     # ---- forward alone ---------------------------------------------------------------------------

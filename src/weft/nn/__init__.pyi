@@ -19,6 +19,10 @@ from .chain_parts import (
     set_attribute as set_attribute,
     unknown_forward as unknown_forward,
 )
+from .conditional_calls import (
+    called_by_data as called_by_data,
+    chosen_modules as chosen_modules,
+)
 from .deferred_logits import (
     FEW_LOGITS as FEW_LOGITS,
     FEWEST_ROWS as FEWEST_ROWS,
@@ -96,6 +100,7 @@ from .role_types import (
     linear_features as linear_features,
 )
 from .signature import (
+    check_entries as check_entries,
     check_inputs as check_inputs,
     model_arguments as model_arguments,
     named_inputs as named_inputs,

@@ -49,6 +49,7 @@ from .predict_comms import (
     collective_totals as collective_totals,
     predict_collectives as predict_collectives,
 )
+from .predict_grad_comms import chosen_weights as chosen_weights
 from .strategies import (
     allowed_options as allowed_options,
     axis_table as axis_table,

@@ -94,6 +94,9 @@ def _differs(
         return None
     if any(not w[call].ndim for w in wholes):
         return None  # a sum over all samples, of which each microbatch has its own
+    if _time_major(plan, [w[call] for w in wholes], got[call]):
+        wholes = [[t.transpose(0, 1) if t.ndim == 3 else t for t in w] for w in wholes]
+        got = [t.transpose(0, 1) if t.ndim == 3 else t for t in got]
     whole = torch.cat([w[call] for w in wholes]) if len(wholes) > 1 else wholes[0][call]
     positions = (
         plan.sequence_size > 1 and whole.shape[0] == engine.sequence.now.length
@@ -130,6 +133,15 @@ def _differs(
         if not error_ratio(error, max(size, 1e-300)) <= bound and not error <= 1e-14:
             return True
     return compared
+
+
+def _time_major(plan: Plan, wholes: list[Tensor], mine: Tensor) -> bool:
+    """Whether positions come before samples: [positions, samples, features]."""
+    return (
+        all(t.ndim == 3 and t.shape[0] == mine.shape[0] for t in (*wholes, mine))
+        and sum(t.shape[1] for t in wholes) == plan.batch
+        and mine.shape[1] == plan.microbatch
+    )
 
 
 def _in_sequence_region(plan: Plan, name: str) -> bool:

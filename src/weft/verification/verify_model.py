@@ -23,6 +23,7 @@ from weft.core import (
 )
 from weft.engine import Loss, Optimizers
 from weft.launch import run_workers
+from weft.nn import check_entries
 from weft.parallel import DATA_AXES, plan as lay
 
 from .case import Batch, Case
@@ -160,6 +161,7 @@ def verify(
         report = weft.verify(build_model, "dp2.tp2", batch, loss=weft.losses.next_token)
         assert report.passed, report.text()
     """
+    check_entries(batch)
     if isinstance(plan, str):
         sample = {key: value[:2] for key, value in batch.items()}
         size = next(iter(batch.values())).shape[0]
