@@ -1,5 +1,5 @@
-"""Gradients of weights that a rank's samples may leave out, as those of experts, where FSDP2 shards
-them: ranks reduce zeros in their place, and agree upon which no rank has reached."""
+"""Gradients of weights that no sample of a rank may use, as those of experts, where FSDP2 shards
+them: the rank reduces zeros in their place, and an all-reduce finds those that no rank used."""
 
 from __future__ import annotations
 
