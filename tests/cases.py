@@ -16,7 +16,8 @@ import weft
 from weft.core.data_order import data_rank_indices
 from weft.nn.losses import classification, cross_entropy, next_token
 from weft.nn.models import convnet, decoder
-from weft.verification.case import Batch, Case, in_dtype, to_float64
+from weft.train import in_dtype
+from weft.verification.case import Batch, Case, to_float64
 from weft.verification.reference import Reference, run_reference
 
 A, B = TypeVar("A"), TypeVar("B")

@@ -10,8 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft._torch.fsdp import ReduceScatter, adopt_parameters, end_backward, mark_idle, reduced_like
+from weft._torch.fsdp import (
+    ReduceScatter,
+    adopt_parameters,
+    end_backward,
+    forget_forwards,
+    mark_idle,
+    reduced_like,
+)
 from weft._torch.modules import replace_parameters
 from weft._torch.tensors import local_part
 
@@ -112,3 +120,33 @@ def replaced() -> tuple[list[float], list[float]]:
 def test_a_unit_takes_other_tensors_for_its_shards(pool: Any) -> None:
     for found, expected in pool.run(replaced, world=2):
         assert found == expected
+
+
+class GatherCount(TorchDispatchMode):
+    seen = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.seen += "allgather" in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_of_backward(forget: bool) -> int:
+    """After a forward that no backward follows, and one that it does."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    units: list[FSDPModule] = [fully_shard(each, mesh=mesh) for each in (*model, model)]
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    for unit in units if forget else ():
+        forget_forwards(unit)
+    total = model(torch.ones(2, 4, requires_grad=True)).sum()
+    with GatherCount() as count:
+        total.backward()
+    return count.seen
+
+
+def test_a_forward_without_a_backward_is_forgotten(pool: Any) -> None:
+    assert pool.run(gathers_of_backward, True, world=2) == [2, 2]
+    assert pool.run(gathers_of_backward, False, world=2) == [3, 3]  # else it were not needed

@@ -331,3 +331,18 @@ def test_a_step_that_is_not_to_be_trusted_is_left_out(pool: Any, layout: str) ->
     assert all(torch.equal(once[name], other[name]) for name in once)
     _, taken, _ = with_factors("dp1", [*usual, 1e4], None)
     assert not all(torch.equal(once[name], taken[name]) for name in once)
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ((torch.zeros(BATCH, LENGTH),), "batch = 'tuple': weft calls a model with entries"),
+        ({"input_ids": [0] * BATCH}, "batch.'input_ids'. = 'list': is no tensor"),
+        ({"input_ids": torch.tensor(0)}, "is no tensor whose first dim counts samples"),
+    ],
+)
+def test_a_batch_that_is_no_dict_of_tensors_is_refused(given: Any, reason: str) -> None:
+    made = engine("dp1")
+    for take in (made.local, made.step, made.evaluate):
+        with pytest.raises(ConfigError, match=reason):
+            take(given)

@@ -458,6 +458,7 @@ def order(kind: str, recompute: str) -> list[str]:
             module.register_forward_hook(lambda _, __, out: Said.apply(out))
     plan = weft.plan(model, "ep2", batch=4, loss=next_token, recompute=recompute)
     engine = Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu")
+    engine.trial = None  # whose forwards have the model's hooks too
     with pytest.MonkeyPatch.context() as patch:
         start, wait = expert_dispatch._AsyncAllToAll.start, expert_dispatch._AsyncAllToAll.wait
         patch.setattr(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import weft
 from tests.cases import BATCH, LENGTH, VOCAB, Fused, FusedAttention
 from weft.core.errors import UnsupportedModel
-from weft.engine.sharding_trial import ShardingTrial
+from weft.engine import trial_ways
 from weft.launch import Pool
 from weft.losses import next_token
 from weft.models import decoder
@@ -251,5 +251,5 @@ def test_what_is_right_passes_where_float64_does_not_fit(
 def _passes_in_its_own(name: str, layout: str, precision: str) -> None:
     models = {**RIGHT, "normed": normed_embedding}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardingTrial, "_affordable", lambda self, precision: False)
+        patch.setattr(trial_ways, "affordable", lambda plan, mesh, precision: False)
         begin(models[name], layout, precision)

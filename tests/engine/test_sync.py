@@ -84,6 +84,7 @@ def trained(codec: Codec | str, route: str, layout: str, options: dict, steps: i
     plan = laid(subject, model, layout)
     optimizer = partial(torch.optim.SGD, lr=0.1)
     engine = weft.Engine(model, plan, optimizer=optimizer, loss=subject.loss, device="cpu")
+    engine.trial = None  # its collectives come once, before the first step
     losses, seen, wanted = [], {}, {}
     torch.manual_seed(3)
     batch = subject.data()
@@ -455,10 +456,11 @@ def test_what_is_refused_before_any_process(
 def test_an_engine_that_is_done_with_leaves_no_thread(pool: Pool) -> None:
     """Its process groups, and its own thread, end with it."""
     threads = []
-    for _ in range(3):
+    for _ in range(4):
         pool.run(trained, "int4", "ring", "dp2", {}, 1, world=2)
         threads.append(pool.run(living_threads, world=2))
-    assert threads[0] == threads[1] == threads[2]
+    # threads of earlier tests may end during the first run
+    assert threads[1] == threads[2] == threads[3]
 
 
 def living_threads() -> int:

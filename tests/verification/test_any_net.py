@@ -1,4 +1,4 @@
-"""Models as people write them (`nets.py`), on every axis: equal to one device, or refused before
+"""Models as people write them (`nets*.py`), on every axis: equal to one device, or refused before
 the first update."""
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ import pytest
 
 import weft
 from tests.cases import reference, seeded
-from tests.verification.nets import NETS
+from tests.verification.nets import NETS as FIRST
+from tests.verification.nets_of_papers import PAPERS
+from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
 
+NETS = FIRST | PAPERS | QUIRKS
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -33,6 +36,10 @@ NOTHING_TO_CUT = (
     "own-loss",
     "scalar-first",
     "unet",
+    "siamese",
+    "vq-vae",
+    "multi-task",
+    "binary-dann",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
@@ -53,7 +60,16 @@ REFUSED: dict[tuple[str, str], str] = {
         for kind in ("lstm", "gru")
         for at in ("dp2", "fsdp2", "pp2")
     },
-    ("time-loop", "pp2"): "the model 1 parts to cut into",
+    ("siamese", "pp2"): "the model 0 modules that are called once",
+    ("skip-gram", "pp2"): "the model 1 modules that are called once",
+    ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and what",
+    ("byol", "pp2"): "is changed by the forward, and stages 0 and 1 use it",
+    **{("glow", at): "flows.0.* is changed by the model's forward, and" for at in SAMPLES},
+    ("glow", "dp2"): "flows.0.initialized is changed by the model's forward, as",
+    ("glow", "dp2.tp2"): "flows.0.initialized is changed by the model's forward, as",
+    ("root-experts", "pp2"): "into Python: `if rows.any",
+    **{("hamiltonian", at): "differentiates through modules of which ranks" for at in TP},
+    ("hamiltonian", "pp2"): "made by something that is no PyTorch function",
     ("stochastic-depth", "pp2"): "into Python",
     **{("lazy", at): "no shape before the first forward" for at in LAYOUTS},
     **{("made-later", at): "is made by the first forward" for at in LAYOUTS},

@@ -132,6 +132,18 @@ class Routed(nn.Module):
         return self.experts[int(x.sum() > 0)](x)
 
 
+class Hidden(Routed):
+    """The same, in a way that its source does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = self.experts
+        del self.experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._modules["parts"][int(x.sum() > 0)](x)  # type: ignore[index]
+
+
 class Shared(nn.Module):
     """Two blocks that hold one weight between them."""
 
@@ -333,8 +345,19 @@ def test_ranks_that_run_different_modules_are_refused_under_fsdp(pool: Any) -> N
     data = {key: value.double() for key, value in vectors().items()}
     data["x"] = data["x"].abs() * torch.tensor([1.0] * 4 + [-1.0] * 4).view(-1, 1, 1)
     with pytest.raises(Refusal, match="ran different modules"):
-        pool.run(steps, Routed, "fsdp2", data, mse, False, world=2)
-    pool.run(steps, Routed, "dp2", data, mse, False, world=2)
+        pool.run(steps, Hidden, "fsdp2", data, mse, False, world=2)
+    pool.run(steps, Hidden, "dp2", data, mse, False, world=2)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "fsdp2+zero1"])
+def test_ranks_may_choose_different_experts(pool: Any, layout: str) -> None:
+    """Whose weights then have no gradient on one of them."""
+    torch.manual_seed(0)
+    data = {key: value.double() for key, value in vectors().items()}
+    data["x"] = data["x"].abs() * torch.tensor([1.0] * 4 + [-1.0] * 4).view(-1, 1, 1)
+    want, *_ = steps(Routed, "dp1", data, mse, False, accumulate=2)  # of one kind each
+    found, *_ = pool.run(partial(steps, Routed, layout, data, mse, False), world=2)[0]
+    assert found == pytest.approx(want, rel=1e-12)
 
 
 def tokens() -> dict[str, Tensor]:
@@ -381,6 +404,12 @@ def test_a_weight_that_several_modules_hold(pool: Any, layout: str) -> None:
     assert result.passed, result
 
 
+def test_a_table_that_the_models_own_forward_reads_is_left_whole() -> None:
+    plan = laid(Subject(partial(Scored)), Scored(), "tp2")
+    assert "encoder.weight" not in {param.name for step in plan.steps for param in step.params}
+    assert any("encoder: its weight is read by Scored" in note for note in plan.notes)
+
+
 def test_a_bias_that_its_holder_uses_is_found_by_the_trial(pool: Any) -> None:
     torch.manual_seed(0)
     with pytest.raises(UnsupportedModel, match="the sharded model does not run"):
@@ -399,7 +428,7 @@ def test_a_head_of_zeros_is_no_difference(pool: Any) -> None:
 
 def test_what_cannot_be_laid_is_refused_before_anything_runs() -> None:
     with pytest.raises(UnsupportedModel, match="shared with scores"):
-        laid(Subject(Scored), Scored(), "tp2")
+        weft.plan(Scored(), "tp2", batch=BATCH)  # a sample would tell that `scores` is no module
     table = small()
     table.embedding.max_norm = 1.0
     with pytest.raises(UnsupportedModel, match="max_norm"):
@@ -470,6 +499,37 @@ class Again(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+class AttendsAgain(nn.Module):
+    """Recomputes by itself an attention that drops weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.inner, self.outer = 0.5, nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
+            heads = self.inner(x)[:, None]
+            return nn.functional.scaled_dot_product_attention(
+                heads, heads, heads, dropout_p=self.p
+            )[:, 0]
+
+        return self.outer(checkpoint(attend, x, use_reentrant=False))
+
+
+def test_dropout_of_attention_that_a_model_recomputes_by_itself_is_refused() -> None:
+    model = AttendsAgain()
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return output.square().sum(), torch.tensor(float(len(output)))
+
+    laid = weft.plan(model, "dp1", batch=4, loss=loss)
+    engine = weft.Engine(model, laid, optimizer=partial(torch.optim.SGD, lr=0.1), loss=loss)
+    with pytest.raises(UnsupportedModel, match="another mask"):
+        engine.step({"x": torch.randn(4, 3, 4)})
+    model.p = 0.0
+    engine.step({"x": torch.randn(4, 3, 4)})
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -3,6 +3,9 @@ backward comes in parts, and FSDP2 has no public way to be told."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -24,6 +27,33 @@ def reduced_like(module: FSDPModule) -> Tensor | None:
     return like.new_zeros(rows * group.mesh_info.shard_mesh_size)
 
 
+def reduce_unused(module: FSDPModule, prefix: str, reached: Callable[[str], object]) -> None:
+    """Reduce zeros for parameters of a unit that no gradient reached, as
+    `set_reduce_scatter_unused_params` does, and tell which ones a gradient did reach, by their
+    names after `prefix` (the unit's). FSDP2 lets one set that, and not ask."""
+    module.set_reduce_scatter_unused_params(True, recurse=False)
+    names = {id(p): prefix + name for name, p in module.named_parameters()}  # type: ignore[attr-defined]
+    for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+        group.post_backward = _telling(group, names, reached)
+
+
+def _telling(
+    group: Any, names: dict[int, str], reached: Callable[[str], object]
+) -> Callable[..., None]:
+    after = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        for param in group.fsdp_params:
+            whole = getattr(param, "_unsharded_param", None)
+            if whole is None:
+                continue
+            if whole.grad is not None or param.unsharded_accumulated_grad is not None:
+                reached(names[id(param.sharded_param)])
+        after(*unused)
+
+    return post_backward
+
+
 def adopt_parameters(module: FSDPModule) -> None:
     """Tell a unit that other tensors lie in the place of its sharded parameters.
 
@@ -38,6 +68,13 @@ def mark_idle(module: FSDPModule) -> None:
     """A unit's forward or backward is over, though its module did not say so by ending."""
     for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
         group._training_state = TrainingState.IDLE
+
+
+def forget_forwards(module: FSDPModule) -> None:
+    """No backward follows the forwards so far: the next one gathers ahead what others ran."""
+    for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
 
 
 def end_backward(root: FSDPModule) -> None:

@@ -56,11 +56,13 @@ class Plan:
     dynamic_shapes: bool = False  # of what crosses stages: the batch's shapes do not tell them
     sync: Sync | None = None  # how replicas agree; None: the backend sums their gradients
     counted: tuple[str, ...] = ()  # modules beside `blocks` that count their dropout masks
+    chosen: tuple[str, ...] = ()  # modules that a forward calls only where its data say so
     logits: str = "auto"  # whole, chunks (made by the loss, of some tokens at a time), or auto
     heads: tuple[str, ...] = ()  # modules whose output the loss can make in chunks
     offload_activations: bool = False  # what blocks save for backward rests in host memory
     fsdp_prefetch: int | None = None  # units gathered ahead of the one that runs; None: FSDP2's way
     float8: Float8Linears | None = None  # which linears multiply in float8; None: no one does
+    whole_batch: bool = False  # the loss is one of all samples, of all microbatches and data ranks
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property
@@ -228,6 +230,11 @@ class Plan:
         ]
         innermost = max(around, key=lambda step: len(step.module), default=None)
         return innermost is not None and innermost.activation_sharding == "sequence"
+
+    @property
+    def runs_forward_twice(self) -> bool:
+        """Whether a forward runs first for its output alone. In a pipeline outputs wait."""
+        return self.whole_batch and self.accumulate > 1 and self.staging is None
 
     @property
     def sequence_size(self) -> int:

@@ -96,6 +96,12 @@ class DataConfig(CallableTable):
     hf: str | None = Field(
         default=None, description="a directory written by datasets' save_to_disk"
     )
+    entries: Strings | None = Field(
+        default=None,
+        description=(
+            'names of the items of a sample that is a tuple or a single value, as in ["x", "label"]'
+        ),
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Self:

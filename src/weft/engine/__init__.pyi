@@ -12,6 +12,7 @@ from .float64_mode import Float64Mode as Float64Mode
 from .function_overrides import FunctionOverrides as FunctionOverrides
 from .grad_buckets import local_tensor as local_tensor
 from .lion import Lion as Lion
+from .mixed_samples import SamplePair as SamplePair, mixing_error as mixing_error
 from .muon import MuonWithAdamW as MuonWithAdamW
 from .optimizer_factory import (
     OptimizerFactory as OptimizerFactory,
@@ -38,3 +39,4 @@ from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import check_offload_device as check_offload_device, own_device as own_device
 from .sharding_trial import refuse_what_does_not_run as refuse_what_does_not_run
+from .whole_batch import LazyBatch as LazyBatch

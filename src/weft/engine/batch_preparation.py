@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.nn import check_labels, split_loss
+from weft.nn import check_entries, check_labels, split_loss
 
 from .microbatch import Batch
 from .pipeline.stage_compute import Loss
@@ -21,8 +21,10 @@ class BatchPreparation:
         """The batch with the labels that `loss` takes; the first one's labels are checked.
 
         Raises:
+            ConfigError: it is no dict of tensors.
             DataError: its labels are shifted where the loss shifts them, or not where it does not.
         """
+        check_entries(batch)
         if not self._checked:
             check_labels(self._given, batch)
             self._checked = True

@@ -21,6 +21,7 @@ from weft.core import (
 from weft.nn import (
     GateBias,
     Randomness,
+    check_entries,
     find_experts,
     mix_key,
     named_inputs,
@@ -30,10 +31,12 @@ from weft.parallel import (
     DATA_AXES,
     FEATURE_AXES,
     parallelize,
+    plan_whole_batch,
 )
 
 from .batch_preparation import BatchPreparation
 from .checkpoint_state import CheckpointState
+from .chosen_gradients import ChosenGradients
 from .compile_blocks import CompiledBlocks, plan_compilation
 from .compute_copies import ComputeCopies
 from .context_parallel.sequence import ContextParallel
@@ -62,6 +65,7 @@ from .replica_sync.bucket_exchange import codec_scatters
 from .replica_sync.choose import make_replica_sync
 from .replica_sync.membership import ReplicaGroup
 from .replicated_buffers import ReplicatedBuffers
+from .sample_trial import Trials
 from .setup import (
     check_request,
     deferring_heads,
@@ -72,7 +76,7 @@ from .setup import (
     require_positionwise,
     sum_over_ranks,
 )
-from .sharding_trial import ShardingTrial, check_attention
+from .sharding_trial import check_attention
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -144,6 +148,7 @@ class Engine:
     ):
         sample, company = _sample_and_company(**further)
         device = torch.device(device) if device is not None else own_device()
+        plan = plan_whole_batch(plan, loss)
         check_request(plan, clip, device)
         options, plan = plan_compilation(compile, plan, model, device)
         self.global_plan, self.plan = plan, plan.replica()
@@ -167,11 +172,10 @@ class Engine:
         if self.sequence:
             require_positionwise(self._prepared.loss)
         modes = {n: m.training or not model.training for n, m in model.named_modules()}
-        # None once the sharded model has been compared with the whole one
-        self.trial = ShardingTrial.of(model, plan, self.mesh, self.sequence, sample)
+        self.trial: Trials | None = Trials.of(model, plan, self.mesh, self.sequence, sample, loss)
         self._shard(options)
         if sample is not None:
-            self._try(sample)
+            self.trial.check(sample, self.state.weights, last=False)
         # kept: a step does not walk through the model again
         self._modes = [(m, modes.get(n, True)) for n, m in model.named_modules()]
         self._has_gates = any(isinstance(m, GateBias) for m, _ in self._modes)
@@ -219,13 +223,16 @@ class Engine:
         self.param_update, self.reducer = update, GradReducer(self.rank_plan, self.low.filled, mesh)
         self.state.scatters = codec_scatters(plan, self.units)
         self.state.update, self.state.reducer = self.param_update, self.reducer
-        versions, loss = None, self.compiled.loss(self._prepared.loss)
+        versions, loss = None, self._prepared.loss
+        if not plan.whole_batch:  # whose gradients are taken apart from the graph
+            loss = self.compiled.loss(loss)
         if plan.schedule.versions:
             versions = WeightStash(model, plan, self.mesh, self.low, self.param_update.step)
         units, offload = self.units, make_offload(plan, mesh.device)
         order = self.randomness, self.reducer, units, versions, offload
         self._training = TrainingCompute(self.stages, mesh, loss, *order)
-        self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks)
+        self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks, plan.chosen)
+        self._chosen = ChosenGradients(self.rank_plan, self.low.filled, units, mesh)
         self._update = GradUpdate(
             plan,
             self.mesh,
@@ -234,7 +241,7 @@ class Engine:
             self._training,
             self.reducer,
             self._trail,
-            bool(self.units.units),
+            self._chosen if self.units.units else None,
             self.replicas,
             self.state.copies(),
             self.updates,
@@ -248,11 +255,11 @@ class Engine:
     # ---- one step --------------------------------------------------------------------------------
 
     def local(self, batch: Batch) -> Batch:
-        """This rank's part of a global batch (every tensor's dim 0 counts the plan's `batch`
-        samples)."""
-        plan = self.global_plan
-        index = data_rank_indices(plan.batch, plan.accumulate, self.data_rank, self.data_size)
-        return {key: value[torch.tensor(index)] for key, value in batch.items()}
+        """This rank's part of a global batch, whose tensors [batch, ...] have all samples."""
+        check_entries(batch)
+        order = self.global_plan.batch, self.global_plan.accumulate
+        index = torch.tensor(data_rank_indices(*order, self.data_rank, self.data_size))
+        return {key: value[index] for key, value in batch.items()}
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step on this rank's part of a batch: tensors [batch / data ranks, ...]."""
@@ -262,8 +269,9 @@ class Engine:
     def _step(self, batch: Batch) -> StepResult:
         self.connect()
         batch = self._on_device(batch)
-        if self.trial is not None:
-            self._try({key: value[:2] for key, value in batch.items()})
+        trial, self.trial = self.trial, None
+        if trial is not None:
+            trial.check(batch, self.state.weights, last=True)
         for module, mode in self._modes:
             if module.training is not mode:
                 module.training = mode
@@ -285,6 +293,7 @@ class Engine:
         plan, training = self.plan, self._training
         micros = self.sequence.cut(batch).split(plan.microbatch, plan.accumulate)
         self._trail.clear()
+        self._chosen.clear()
         # a constant divisor keeps fp16 in range; the true mean is taken at the end
         training.begin(self.steps_done, micros, self.loss_scale / plan.batch)
         self._runner.run(training, [micros[0].signature] * len(micros), trace=self.trace)
@@ -292,8 +301,8 @@ class Engine:
         return self.reducer.finish()
 
     def _on_device(self, batch: Batch) -> Batch:
-        check_batch(batch, self.plan.batch // self.plan.data_size, self.global_plan.batch)
         device, batch = self.mesh.device, self._prepared(batch)
+        check_batch(batch, self.plan.batch // self.plan.data_size, self.global_plan.batch)
         return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
     # ---- forward alone ---------------------------------------------------------------------------
@@ -310,11 +319,6 @@ class Engine:
         together."""
         return self._inference.output(batch)
 
-    def _try(self, sample: Batch) -> None:
-        trial, self.trial = self.trial, None
-        if trial is not None:
-            trial.check(sample, self.state.weights())
-
     # ---- what is known of a step -----------------------------------------------------------------
 
     @property
@@ -329,8 +333,7 @@ class Engine:
 
     def now(self) -> tuple[str, int]:
         """The kind of the action that runs, and its microbatch."""
-        action = self._training.action
-        return ("", 0) if action is None else (action.kind, action.microbatch)
+        return self._training.now()
 
     def updates(self, name: str) -> bool:
         """Whether this rank updates a parameter; otherwise the replica that owns it sends it."""

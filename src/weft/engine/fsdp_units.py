@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from weft._torch.fsdp import end_backward, mark_idle, reduced_like
+from weft._torch.fsdp import end_backward, forget_forwards, mark_idle, reduced_like
 from weft.core import Action, FSDPUnit, Plan
 
 
@@ -85,6 +85,11 @@ class FSDPUnits:
         for unit in self.units:
             mark_idle(unit.module)  # a stage's forward is left before the root's ends
             unit.module.reshard()
+
+    def forget_forwards(self) -> None:
+        """No backward follows the forwards so far, before others that one follows."""
+        for unit in self.units:
+            forget_forwards(unit.module)
 
     def _keep(self) -> None:
         """No backward of another stage is to reduce a unit, or to let go of one that is gathered

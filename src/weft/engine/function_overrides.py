@@ -143,7 +143,7 @@ class FunctionOverrides(TorchFunctionMode):
             self.routed = True
             compiled = torch.compiler.is_compiling()
             again = self.randomness.repeated if compiled else in_backward()
-            if self.loads is not None and not again:
+            if self.loads is not None and torch.is_grad_enabled() and not again:
                 self.loads.add(args[1])
             return AddLoss.apply(*args, self.scale)
         if func is torch.arange and self._shared():
@@ -207,7 +207,7 @@ class FunctionOverrides(TorchFunctionMode):
         site, samples, part = self._site(func.__name__), len(self.randomness.samples), count()
 
         def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
-            length = shape[0] if shape else 0
+            length = shape[self.randomness.sample_dim(shape) if alike else 0] if shape else 0
             whole = not length or bool(length % max(1, samples) if alike else length != samples)
             unclear = not alike and samples and length and length % samples == 0
             if unclear and (length > samples or shape == (1,)) and self._several():
@@ -239,7 +239,7 @@ class FunctionOverrides(TorchFunctionMode):
         core: Callable = F.scaled_dot_product_attention
         if dropout > 0.0:
             # the mask is drawn for this site, so a recomputed core draws the same one
-            site, activation_sharding = self.randomness.site(), self.randomness.activation_sharding
+            site, activation_sharding = self._site(dropout), self.randomness.activation_sharding
             core = partial(plain_attention, self.randomness, activation_sharding, site)
         return self._attend(core, args, kwargs)
 

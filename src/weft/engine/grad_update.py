@@ -22,6 +22,7 @@ from weft.parallel import (
     Mesh,
 )
 
+from .chosen_gradients import ChosenGradients
 from .compute_copies import ComputeCopies
 from .grad_buckets import GradReducer, local_tensor
 from .module_trail import ModuleTrail, diverged_error, zero_if_equal
@@ -71,7 +72,7 @@ class GradUpdate:
     training: TrainingCompute
     reducer: GradReducer
     trail: ModuleTrail
-    sharded: bool  # whether FSDP2 units gather and reduce
+    chosen: ChosenGradients | None  # of FSDP2's units, which gather and reduce; None: it has none
     replicas: ReplicaSync
     copies: Mapping[str, int]
     updates: Callable[[str], bool]
@@ -110,8 +111,10 @@ class GradUpdate:
         if self.wants_norm and grads:
             self._add_squares(total, grads)
         self._sum_over_ranks(total, missing, step)
-        if total[3] > 0:
+        if total[3] > 0 or self.plan.chosen:
             self.reducer.drop_unused(missing, self.mesh)
+            if self.chosen is not None:
+                self.chosen.drop_unused()
             self.low.hand_over()
             grads = self.gradients()
         if total[4] != 0:
@@ -138,7 +141,7 @@ class GradUpdate:
     def gradients(self) -> dict[str, Tensor]:
         """The gradients that this rank has the sum of."""
         found = {name: p.grad for name, p in self._own.items() if p.grad is not None}
-        if self.sharded:
+        if self.chosen is not None:
             return {name: local_tensor(grad) for name, grad in found.items()}
         return found
 
@@ -157,7 +160,7 @@ class GradUpdate:
         changed: one all-reduce."""
         plan, state = self.plan, self.training.state
         changed = state.digest()
-        if plan.staging is not None and self.sharded:
+        if plan.staging is not None and self.chosen is not None:
             error = diverged_error(plan.layout, step)
             self.trail.check_over(self.mesh, DATA_AXES, plan.data_size, error)
         if self.training.agreed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .pipeline.stage_compute import (
     Loss,
     StageModel,
 )
+from .whole_batch import WholeBatchLoss
 
 
 @dataclass
@@ -52,13 +54,17 @@ class Inference:
         """Loss and weight [2], float64, of this rank's part of a batch, summed over the ranks of
         its replica."""
         self._begin()
-        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        total, plan = torch.zeros(2, dtype=torch.float64, device=self.mesh.device), self.stages.plan
+        whole = WholeBatchLoss(loss, plan, self.mesh) if plan.whole_batch else None
+        number = count()  # outputs come in the order of microbatches
 
         def add(output: Any, micro: Batch) -> None:
-            value, weight = weighed_loss(loss, output, micro)
+            if whole is not None:
+                value, weight = whole(next(number), output, micro)
+            else:
+                value, weight = weighed_loss(loss, output, micro)
             total.add_(torch.stack([value, torch.as_tensor(weight, device=value.device)]).double())
 
-        plan = self.stages.plan
         micros = self.sequence.cut(batch).split(plan.microbatch, plan.accumulate)
         work = InferenceCompute(self.stages, micros, add, self.parts)
         self.runner.run(work, [micros[0].signature] * len(micros), forward_only=True)

@@ -3,7 +3,8 @@ depend."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,21 @@ class ModuleTrail:
         watch: whether they are.
         compiled: names of modules that a compiler follows, which are watched as a whole: in a
             graph, what runs does not depend on data. So are modules that their user compiled.
+        chosen: names of modules that run only where data say so, whatever FSDP2 does.
     """
 
-    def __init__(self, model: nn.Module, watch: bool, compiled: Collection[str] = ()):
+    def __init__(
+        self,
+        model: nn.Module,
+        watch: bool,
+        compiled: Collection[str] = (),
+        chosen: Collection[str] = (),
+    ):
         self.hash = 0
         wholes = {model.get_submodule(name) for name in compiled}
         by_user = {m for m in model.modules() if compiled_by_user(m)}
         inside = {m for whole in wholes | by_user for m in [*whole.modules()][1:]}
+        inside |= {m for name in chosen for m in _modules_of(model, name)}
         for index, module in enumerate(model.modules() if watch else ()):
             if module in inside:
                 continue
@@ -54,6 +63,12 @@ class ModuleTrail:
         dist.all_reduce(seen, group=mesh.group(*axes))
         if seen[1] * size != seen[0] ** 2:
             raise error
+
+
+def _modules_of(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """Of a module that may be another stage's."""
+    with suppress(AttributeError):
+        yield from model.get_submodule(name).modules()
 
 
 def zero_if_equal(value: int, index: int, size: int) -> int:

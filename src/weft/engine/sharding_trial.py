@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from math import inf, isfinite, prod, sqrt
+from dataclasses import replace
+from math import inf, isfinite, sqrt
 
 import torch
 import torch.distributed as dist
@@ -27,19 +27,10 @@ from .gathered_model import copy_without_weights
 from .microbatch import Batch, MicroBatch
 from .random_projection import size_of
 from .trial_run import TrialError, TrialRecord, TrialRun
+from .trial_ways import TrialWay, positions_of, trial_ways
 from .whole_role import line_of_whole_sequences, lines_that_leave_whole
 
-POSITIONS = 256  # of a trial: few enough for float64
-SHARE = 0.25  # of a GPU's free memory, which the weights of a trial may take in more than they need
 _CUTTING = (*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How a trial computes."""
-
-    precision: str
-    sample: Batch
 
 
 class ShardingTrial:
@@ -95,9 +86,9 @@ class ShardingTrial:
         if self._sequence:
             self._compare(way, held, whole, self._sequence)
 
-    def _whole(self, sample: Batch, held: dict[str, LocalShard]) -> tuple[_Way, TrialRecord]:
+    def _whole(self, sample: Batch, held: dict[str, LocalShard]) -> tuple[TrialWay, TrialRecord]:
         """What the whole model computes, in the first way in which it runs."""
-        *others, last = self._ways(sample)
+        *others, last = trial_ways(self._plan, self._mesh, self._sequence, sample)
         for way in others:
             try:
                 return way, self._run(way, held, None, None)
@@ -108,57 +99,9 @@ class ShardingTrial:
         except TrialError as problem:
             raise problem.__cause__ or problem from None
 
-    def _ways(self, sample: Batch) -> Iterator[_Way]:
-        own = self._plan.precision
-        short = self._shortened(sample)
-        for precision in dict.fromkeys(("fp64", "fp32", own)):
-            if precision != own and (DTYPES[precision].itemsize < 8 and own == "fp64"):
-                continue
-            if precision == own or self._affordable(precision):
-                yield _Way(precision, short)
-        if short is not sample:
-            yield _Way(own, sample)
-
-    def _shortened(self, sample: Batch) -> Batch:
-        """The sample's first positions, where it has many."""
-        length = self._length(sample)
-        unit = 2 * prod(size for _, size in self._plan.layout.sizes)
-        if length <= max(POSITIONS, unit):
-            return sample
-        short = max(unit, POSITIONS // unit * unit)
-        return {
-            key: value[:, :short] if value.ndim > 1 and value.shape[1] == length else value
-            for key, value in sample.items()
-        }
-
-    def _length(self, sample: Batch) -> int:
-        """Positions of a sequence; 0 if the model is given none."""
-        try:
-            return self._sequence.length(sample)
-        except UnsupportedModel:
-            return 0
-
-    def _affordable(self, precision: str) -> bool:
-        """Whether every rank has memory for these weights, and the gradients of one block."""
-        if self._mesh.device.type != "cuda":
-            return True
-        blocks: dict[str, int] = {}
-        for weight in self._plan.weights:
-            inside = [b for b in self._plan.blocks if weight.name.startswith(f"{b}.")]
-            unit = max(inside, key=len, default="")
-            blocks[unit] = blocks.get(unit, 0) + prod(weight.shape)
-        root = blocks.pop("", 0)
-        needed = DTYPES[precision].itemsize * 2 * (root + max(blocks.values(), default=0))
-        free = torch.tensor(float(torch.cuda.mem_get_info(self._mesh.device)[0]))
-        free = free.to(self._mesh.device)
-        group = self._mesh.group(*self._mesh.layout.active_axes())
-        if group is not None:
-            dist.all_reduce(free, dist.ReduceOp.MIN, group=group)
-        return needed < SHARE * float(free)
-
     def _run(
         self,
-        way: _Way,
+        way: TrialWay,
         held: dict[str, LocalShard],
         whole: TrialRecord | None,
         sequence: ContextParallel | None,
@@ -179,11 +122,11 @@ class ShardingTrial:
         micro = MicroBatch(way.sample, model_arguments(inputs, way.sample))
         if sequence is not None:
             micro = sequence.cut(way.sample)
-        return run(micro, self._length(way.sample))
+        return run(micro, positions_of(self._sequence, way.sample))
 
     def _compare(
         self,
-        way: _Way,
+        way: TrialWay,
         held: dict[str, LocalShard],
         whole: TrialRecord,
         sequence: ContextParallel | None,

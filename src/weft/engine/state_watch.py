@@ -27,6 +27,9 @@ _FIX = (
 )
 
 
+State = tuple[int, ...]  # torch's count of changes in place, and sums of the elements
+
+
 class StateWatch:
     """Over the forwards of a step. What the first step does not change is not looked at again.
 
@@ -41,7 +44,7 @@ class StateWatch:
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, units: FSDPUnits):
         self._model, self._plan = model, plan
         self.index, self.size = mesh.index(*TOKEN_AXES), mesh.size(*TOKEN_AXES)
-        self._before: dict[str, tuple[Tensor, Tensor | int]] | None = {}
+        self._before: dict[str, tuple[Tensor, Tensor | State]] | None = {}
         self._changed: list[str] = []
         self._names: set[str] = set()
         self._handles = []
@@ -51,7 +54,7 @@ class StateWatch:
                 module.register_forward_pre_hook(partial(self._enter, unit.name)),
                 module.register_forward_hook(partial(self._leave, unit.name), prepend=True),
             ]
-        self._gathered: dict[str, list[tuple[str, Tensor, int]]] = {}
+        self._gathered: dict[str, list[tuple[str, Tensor, State]]] = {}
 
     @property
     def watches(self) -> bool:
@@ -66,7 +69,7 @@ class StateWatch:
         self._before = {n: (t, t.detach().clone()) for n, t in _buffers(self._model)}
         for name, p in self._model.named_parameters():
             if not isinstance(p, (DTensor, PlaceholderTensor)):
-                self._before[name] = p, version_of(p)
+                self._before[name] = p, _state_of(p)
 
     def digest(self) -> int:
         """40 bits of what the forwards of this step changed; 0 if nothing. Raises UnsupportedModel
@@ -103,13 +106,13 @@ class StateWatch:
         yield from _buffers(self._model)
         yield from self._model.named_parameters()
 
-    def _find(self, before: dict[str, tuple[Tensor, Tensor | int]]) -> Iterator[str]:
+    def _find(self, before: dict[str, tuple[Tensor, Tensor | State]]) -> Iterator[str]:
         for name, now in self._named():
             if name in before:
                 tensor, was = before[name]
                 same = (
-                    version_of(now) == was
-                    if isinstance(was, int)
+                    _state_of(now) == was
+                    if isinstance(was, tuple)
                     else now.shape == was.shape and torch.equal(now.detach(), was)
                 )
                 if tensor is not now or not same:
@@ -128,13 +131,14 @@ class StateWatch:
 
     @torch.compiler.disable  # what its user compiled has it inside; versions would be guarded
     def _enter(self, unit: str, module: nn.Module, *_: Any) -> None:
-        gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
-        self._gathered[unit] = [(n, p, version_of(p)) for n, p in gathered]
+        absent = (DTensor, PlaceholderTensor)
+        gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, absent)]
+        self._gathered[unit] = [(n, p, _state_of(p)) for n, p in gathered]
 
     @torch.compiler.disable
     def _leave(self, unit: str, *_: Any) -> None:
-        for name, p, version in self._gathered.pop(unit, ()):
-            if version_of(p) != version and not isinstance(p, PlaceholderTensor):
+        for name, p, state in self._gathered.pop(unit, ()):
+            if _state_of(p) != state:
                 raise UnsupportedModel(
                     "layout",
                     str(self._plan.layout),
@@ -142,6 +146,15 @@ class StateWatch:
                     " what ranks have gathered of it is not kept",
                     _FIX,
                 )
+
+
+def _state_of(p: Tensor) -> State:
+    """What a change in place changes: torch's count of them, or, through `.data`, the elements."""
+    values = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
+    if values.is_meta or not (values.numel() and values.is_floating_point()):
+        return (version_of(p),)
+    sums = values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64)
+    return (version_of(p), *torch.stack(sums).view(torch.int64).tolist())  # bits: nan is nan
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

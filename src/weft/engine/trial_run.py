@@ -114,7 +114,7 @@ class TrialRun:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and not self._rule.low:
                     setattr(module, name, buffer.to(self._dtype))
-        self._around = around
+        self.around = around  # what is active where the model runs
         self._run = GatheredModel(model, plan.blocks, self._make, around, self._take)
 
     # ---- weights ---------------------------------------------------------------------------------
@@ -291,6 +291,20 @@ class TrialRun:
         if self._whole is not None:
             self._sum(record, device)
         return record
+
+    def output(
+        self, arguments: dict[str, Any], seen: Callable[[str, Any], None] | None = None
+    ) -> Any:
+        """What the model returns, without a record. All ranks call it together.
+
+        Args:
+            arguments: what it is called with.
+            seen: gets name and output of each module that has run, but for those of a backward.
+        """
+        arguments = {key: self._computed(value) for key, value in arguments.items()}
+        after = seen or (lambda name, output: None)
+        with module_calls(self._run.model, after), self._run.weights():
+            return self._run.forward(arguments)
 
     def _backward(
         self, output: Tensor, rows: Sequence[Tensor | None], shape: Sequence[int]

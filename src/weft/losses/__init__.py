@@ -11,11 +11,13 @@ NAMES = [
     "classification",
     "cross_entropy",
     "is_positionwise",
+    "is_whole_batch",
     "logits_of",
     "mse",
     "next_token",
     "positionwise",
     "vocab_parallel",
+    "whole_batch",
 ]
 
 __getattr__, __dir__, __all__ = attach("weft.nn", submod_attrs={"losses": NAMES})

@@ -19,6 +19,10 @@ from .chain_parts import (
     set_attribute as set_attribute,
     unknown_forward as unknown_forward,
 )
+from .conditional_calls import (
+    called_by_data as called_by_data,
+    chosen_modules as chosen_modules,
+)
 from .config_values import config_value as config_value
 from .deferred_logits import (
     FEW_LOGITS as FEW_LOGITS,
@@ -53,6 +57,7 @@ from .losses import (
     classification as classification,
     cross_entropy as cross_entropy,
     is_positionwise as is_positionwise,
+    is_whole_batch as is_whole_batch,
     logits_of as logits_of,
     mse as mse,
     next_token as next_token,
@@ -61,6 +66,7 @@ from .losses import (
     split_loss as split_loss,
     vocab_parallel as vocab_parallel,
     weighed_loss as weighed_loss,
+    whole_batch as whole_batch,
     widened as widened,
 )
 from .models import convnet as convnet, decoder as decoder
@@ -95,7 +101,9 @@ from .role_types import (
     linear_features as linear_features,
 )
 from .signature import (
+    check_entries as check_entries,
     check_inputs as check_inputs,
     model_arguments as model_arguments,
     named_inputs as named_inputs,
 )
+from .size_attributes import numbers_read as numbers_read

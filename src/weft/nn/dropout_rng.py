@@ -28,6 +28,7 @@ DROPOUTS = DROPOUTS_OF_CHANNELS | {
 }
 
 _BITS = 31
+_SAMPLES = 2**24  # more than any batch has, so that it does not depend on how many a rank has
 _NEXT_CALL = 0xD1B54A32D192ED03  # between the keys of two calls: no tensor has as many elements
 _NEXT_PART = 0x8CB92BA72F3D8DD7  # between those of two tensors of one call
 
@@ -72,6 +73,7 @@ class Randomness:
         False  # whether weft's own recomputation runs a block, which repeats its masks
     )
     repeated: bool = False  # whether that runs it in backward
+    time_major: bool = False  # whether the model has modules that take positions before samples
     in_use: bool = True  # whether dropout draws its masks here
     drawn: bool = False  # whether anything has been drawn since the engine was made
     _key: Tensor | None = None  # of the place, int64 []
@@ -103,12 +105,24 @@ class Randomness:
         """As many calls were another rank's to make."""
         self.calls += calls
 
+    def sample_dim(self, shape: torch.Size) -> int:
+        """The dim that counts samples: 0, or 1 where positions come first."""
+        samples = self.samples.shape[0]
+        if len(shape) != 3 or shape[1] != samples or shape[2] == samples:  # weights of attention
+            return 0
+        return 1 if self.time_major or shape[0] % max(1, samples) else 0
+
     def _coordinates(
         self, shape: torch.Size, dim: int, sharded: int | None, device: torch.device
     ) -> Tensor:
         length = shape[dim]
         coords = torch.arange(length, device=device, dtype=torch.int64)
-        if dim == 0:
+        if dim != self.sample_dim(shape):
+            if dim == sharded:
+                coords += self.index * length
+        elif dim:
+            coords = self.samples.to(device)
+        else:
             samples = self.samples.shape[0]
             rows = max(1, length // max(1, samples))  # samples may be flattened with tokens
             if length == rows * samples:
@@ -119,8 +133,6 @@ class Randomness:
                 if sharded == 0:
                     own, total = own + self.index * rows, rows * self.size
                 coords = (base[:, None] * total + own).flatten()
-        elif dim == sharded:
-            coords += self.index * length
         return coords
 
     def _sequence_dim(self, shape: torch.Size, sharded: int | None) -> int | None:
@@ -157,6 +169,8 @@ class Randomness:
         for dim in range(len(shape)):
             total = shape[dim] * (self.size if dim == sharded else 1)
             coords = self._coordinates(shape, dim, sharded, device)
+            if dim and dim == self.sample_dim(shape):
+                total = _SAMPLES
             if dim == sequence and dim and self.rows is not None:
                 coords, total = self.rows.to(device)[coords], self.length
             places.append((coords, total))

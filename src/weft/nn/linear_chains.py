@@ -26,6 +26,7 @@ WIDTHS = ("split_size", "all_head_size", "inner_dim")
 
 _PROJECTION = re.compile(r"w?[qkv]|[qkv]_proj|query|key|value|.*qkv.*|c_attn")
 _KEYS = re.compile(r"w?[kv]|[kv]_proj|key|value")
+_KEYS_VALUES = re.compile(r"(to_|w_?|fc_?)?kv(_proj|_linear)?", re.IGNORECASE)
 _CROSS = re.compile(r"encoder_hidden|cross|context|memory|kv|key_value_states")
 
 
@@ -171,8 +172,12 @@ class _Cut:
             leaf, alone = name.rpartition(".")[2], len(self.columns) == 1
             # of each head its query, key and value, as GPT-NeoX has them
             by_head = leaf == "query_key_value" and out == 3 * width
-            if out == width or by_head or (out == heads and not _KEYS.fullmatch(leaf)):
-                parts: tuple[tuple[int, int], ...] = ((out, heads),)
+            if _KEYS_VALUES.fullmatch(leaf) and not alone and out % (2 * head_dim) == 0:
+                self.kv_heads = out // 2 // head_dim  # all keys, then all values
+                keys = out // 2, self.kv_heads
+                parts: tuple[tuple[int, int], ...] = (keys, keys)
+            elif out == width or by_head or (out == heads and not _KEYS.fullmatch(leaf)):
+                parts = ((out, heads),)
             elif alone and out > width and (out - width) % (2 * head_dim) == 0:
                 self.kv_heads = (out - width) // 2 // head_dim
                 keys = self.kv_heads * head_dim, self.kv_heads

@@ -81,6 +81,42 @@ def is_positionwise(loss: Callable[..., Any]) -> bool:
     return bool(getattr(loss, "positionwise", False))
 
 
+def whole_batch(loss: Loss) -> Loss:
+    """Mark a loss that compares samples with one another: contrastive losses, triplets mined in the
+    batch. It gets the output and the batch of all microbatches and data ranks, and is the same on
+    every layout.
+
+    Of the output, each tensor whose dim 0 counts samples comes whole, [batch, ...], in the order of
+    the global batch; so do the entries of the batch that the loss reads. Every other tensor of the
+    output, such as a temperature, comes as it is. With `accumulate` above 1 outputs are made first,
+    without a graph, and each microbatch's forward runs again for its backward (GradCache, Gao et
+    al. 2021, arXiv:2101.06983), or, under `pp`, all forwards come before the first backward.
+
+    Example:
+        @weft.losses.whole_batch
+        def clip(output, batch):  # image, text [batch, dim]; scale []
+            logits = output["scale"].exp() * output["image"] @ output["text"].T
+            own = torch.arange(len(logits), device=logits.device)
+            there = F.cross_entropy(logits, own, reduction="sum")
+            back = F.cross_entropy(logits.T, own, reduction="sum")
+            return (there + back) / 2, len(logits)
+    """
+    loss.__dict__["whole_batch"] = True
+    return loss
+
+
+def is_whole_batch(loss: Callable[..., Any]) -> bool:
+    """Whether `loss`, or the function in a functools.partial, is marked `@whole_batch`.
+
+    Example:
+        >>> is_whole_batch(whole_batch(lambda output, batch: (output.sum(), 1)))
+        True
+    """
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return bool(getattr(loss, "whole_batch", False))
+
+
 def split_loss(
     loss: Callable[..., Any],
 ) -> tuple[Callable[[Batch], Batch], Callable[..., Any]]:

@@ -192,7 +192,13 @@ def _guess(
     parent_name, _, leaf = name.rpartition(".")
     parent = modules[parent_name]
     if isinstance(parent, nn.Sequential):
-        return _guess_in_sequential(name, parent_name, modules)
+        alone = sum(is_linear(child) for child in parent.children()) == 1
+        # `to_out = Sequential(Linear, Dropout)` is named as the linear alone would be
+        leaf = parent_name.rpartition(".")[2]
+        if not (
+            alone and parent_name != scope and (_ROW.fullmatch(leaf) or _COLUMN.fullmatch(leaf))
+        ):
+            return _guess_in_sequential(name, parent_name, modules)
     wide, tall = linear_features(modules[name])
     if _COLUMN.fullmatch(leaf):
         return "column"

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from weft.core import ConfigError, nearest
 
@@ -19,6 +19,20 @@ def named_inputs(model: nn.Module) -> tuple[str, ...]:
         for p in parameters
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and not p.name.startswith("label")
     )
+
+
+def check_entries(batch: Any) -> None:
+    """Refuse a batch that is no dict of tensors, as a DataLoader over tuples gives. Raises
+    ConfigError."""
+    fix = 'give a dict, such as {"x": x, "target": target}: names of forward\'s arguments, and what'
+    fix += " the loss reads"
+    if not isinstance(batch, Mapping):
+        problem = "weft calls a model with entries of the batch, by name"
+        raise ConfigError("batch", type(batch).__name__, problem, fix)
+    for key, value in batch.items():
+        if not isinstance(value, Tensor) or not value.ndim:
+            problem = "is no tensor whose first dim counts samples"
+            raise ConfigError(f"batch[{key!r}]", type(value).__name__, problem, fix)
 
 
 def check_inputs(model: nn.Module, inputs: Sequence[str] | None, sample: Mapping[str, Any]) -> None:

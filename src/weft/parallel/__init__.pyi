@@ -49,11 +49,16 @@ from .predict_comms import (
     collective_totals as collective_totals,
     predict_collectives as predict_collectives,
 )
+from .predict_grad_comms import chosen_weights as chosen_weights
 from .strategies import (
     allowed_options as allowed_options,
     axis_table as axis_table,
     axis_with_option as axis_with_option,
     registry as registry,
+)
+from .whole_batch import (
+    plan_whole_batch as plan_whole_batch,
+    whole_batch_comms as whole_batch_comms,
 )
 from .wire_sizes import (
     CHUNK_BYTES as CHUNK_BYTES,

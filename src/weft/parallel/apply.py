@@ -73,6 +73,7 @@ def parallelize(
     traffic = ExpertCommStats(mesh.group(EXPERTS))
     products = LinearProducts(plan.float8)
     products.install(model)
+    _make_gradients_dense(model)
     _cut_parameters(plan, model, cuts, mesh)
     for step in plan.steps:
         module = modules[step.module]
@@ -99,6 +100,13 @@ def parallelize(
     prepare_low_precision(model, plan.dtypes, plan.blocks)
     _gather(plan, modules, mesh)
     return traffic
+
+
+def _make_gradients_dense(model: nn.Module) -> None:
+    """Sums over ranks and optimizers take dense gradients, which have the same numbers."""
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

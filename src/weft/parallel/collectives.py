@@ -124,6 +124,14 @@ class _Cross(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # to be differentiated again, which this is not made for
+            raise UnsupportedModel(
+                "model",
+                "create_graph=True",
+                "the forward differentiates through modules of which ranks have parts, and these"
+                " gradients cannot be differentiated again",
+                'use dp or fsdp, or declare these modules "whole" in [roles]',
+            )
         return grads[0] if ctx.back is None else ctx.back(grads[0]), None
 
 

@@ -29,6 +29,9 @@ class BoundaryShape:
     batched: bool = True  # dim 0 counts samples
     samples: int = 1  # how many there are
     gives_grad: bool = True  # whether what leaves needs a gradient
+    # of several calls, those where what enters needs one, and those where what leaves does
+    needing: int | None = None
+    giving: int | None = None
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from weft.nn import (
     callable_blocks,
     chain_module,
     check_inputs,
+    chosen_modules,
     find_roles,
 )
 from weft.pipeline import make_stages
@@ -45,7 +46,9 @@ from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
-from .traced_chains import traced_roles
+from .traced_chains.find_chains import traced_roles
+from .weight_reads import without_weights_read_elsewhere
+from .whole_batch import plan_whole_batch
 
 LOGITS = ("auto", "whole", "chunks")
 LAZY = nn.parameter.UninitializedParameter
@@ -170,7 +173,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
     _check_precision(request.precision, request.reduce, sync)
     check_recipe(request.float8, request.precision)
     _check_logits(request.logits)
-    found = runnable_roles(request, find_roles(model, request.roles))
+    found = without_weights_read_elsewhere(request, find_roles(model, request.roles))
+    found = runnable_roles(request, found)
     found = traced_roles(request, found)
     weights = weights_of(model)
     steps: list[Step] = []
@@ -239,11 +243,13 @@ def plan_from_request(request: PlanRequest) -> Plan:
         dynamic_shapes=request.pipeline.dynamic_shapes,
         sync=sync,
         counted=counted,
+        chosen=chosen_modules(model),
         logits=request.logits,
         heads=found.heads if typed and _in_chunks(request.logits, staged) else (),
         offload_activations=request.offload_activations,
         fsdp_prefetch=request.fsdp_prefetch,
     )
+    made = plan_whole_batch(made, loss)
     return made if request.float8 == OFF else choose_float8(made, model, found, request.float8)
 
 

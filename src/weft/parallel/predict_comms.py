@@ -37,6 +37,7 @@ from .comm_queries import (
 )
 from .predict_grad_comms import (
     bucket_bytes,
+    chosen_weights,
     gather_comms,
     replica_comms,
     update_comms,
@@ -88,7 +89,8 @@ def predict_collectives(
         for step in plan.steps:
             comms += _boundaries(plan, step, microbatch, crossings, itemsize, calls or {})
         for name in plan.batchnorms:
-            comms += _statistics(plan, name, microbatch, crossings, itemsize)
+            count = (calls or {}).get(name, CallSizes()).count
+            comms += _statistics(plan, name, microbatch, crossings, itemsize, count)
         for routing in routings:
             comms += _inside(plan, routing, microbatch, itemsize)
             comms += _dispatch(plan, whole, routing, microbatch, rank, itemsize)
@@ -102,8 +104,10 @@ def predict_collectives(
                 continue
             elif plan.staging is None or plan.stage_of(call.module) in whole.stages(rank):
                 comms += _attention(plan, call, microbatch, itemsize)
+    if plan.runs_forward_twice:
+        comms += [comm for comm in comms if comm.when == "forward"]
     comms += gather_comms(plan, plan.layout.coords(rank), crossings, unreached, calls)
-    drops_unused = bool(unreached) and _in_a_bucket(whole, unreached)
+    drops_unused = bool(plan.chosen) or (bool(unreached) and _in_a_bucket(whole, unreached))
     for bucket in bucket_gradients(plan):
         axis, names = ".".join(plan.layout.active_axes(*bucket.axes)), bucket.names
         apart = plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes
@@ -128,6 +132,9 @@ def predict_collectives(
     comms += whole_update_comms(plan, rank, updated_whole)
     data = plan.layout.active_axes(*DATA_AXES)
     if tokens := plan.layout.active_axes(*TOKEN_AXES):
+        if zeros := chosen_weights(plan):
+            group = ".".join(tokens)
+            comms.append(Collective("all_reduce", group, 4 * len(zeros), "reduce", zeros[0]))
         comms += [
             Collective("broadcast", ".".join(tokens), nbytes, "step", "") for nbytes in buffers
         ]
@@ -204,7 +211,9 @@ def _boundaries(
                     and not (crossing.needs_grad if entry else crossing.gives_grad)
                 ):
                     continue
-                for nbytes in each:
+                counted = crossing.needing if entry else crossing.giving
+                partly = when == "backward" and counted is not None and not called.sizes
+                for nbytes in each[:counted] if partly else each:
                     yield Collective(kind, axis, nbytes, when, step.module)
                     for _ in range(again if when == "forward" else 0):
                         yield Collective(kind, axis, nbytes, "recompute", step.module)
@@ -430,16 +439,24 @@ def _recomputations(plan: Plan, module: str, microbatch: int) -> int:
 
 
 def _statistics(
-    plan: Plan, name: str, microbatch: int, crossings: Mapping[str, BoundaryShape], itemsize: int
+    plan: Plan,
+    name: str,
+    microbatch: int,
+    crossings: Mapping[str, BoundaryShape],
+    itemsize: int,
+    count: int,
 ) -> Iterator[Collective]:
+    """Of a batch norm that is called so many times."""
     crossing = crossings.get(name)
     if crossing is None or crossing.entered is None:
         return
     axis = ".".join(plan.layout.active_axes(*TOKEN_AXES))
-    nbytes = crossing.entered[0] * max(4, itemsize)
+    # [samples, channels, ...], of which a shape per sample lacks the first
+    nbytes = crossing.entered[0 if crossing.batched else 1] * max(4, itemsize)
     recomputed = ("recompute", "recompute") * _recomputations(plan, name, microbatch)
-    back = ("backward", "backward") if crossing.needs_grad else ()
-    for when in ("forward", "forward", *back, *recomputed):
+    needing = crossing.needs_grad if crossing.needing is None else crossing.needing
+    back = ("backward", "backward") * min(needing, count)
+    for when in (*("forward", "forward") * count, *back, *recomputed * count):
         yield Collective("all_reduce", axis, nbytes, when, name)
 
 

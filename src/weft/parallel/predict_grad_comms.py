@@ -94,6 +94,20 @@ def replica_comms(plan: Plan, bucket: GradBucket, rank: int) -> Iterator[Collect
             yield Collective("send", REPLICA_AXIS, nbytes, "step", bucket.names[0])
 
 
+def chosen_weights(plan: Plan) -> tuple[str, ...]:
+    """Trainable weights of FSDP2's units that hold a weight whose module runs only where data say
+    so: there ranks reduce zeros for what they did not reach."""
+    trainable = {w.name for w in plan.weights if w.trainable}
+    chosen = tuple(f"{name}." for name in plan.chosen)
+    return tuple(
+        param.name
+        for step in plan.steps
+        if step.gather is not None and any(p.name.startswith(chosen) for p in step.params)
+        for param in step.params
+        if param.name in trainable
+    )
+
+
 def gather_comms(
     plan: Plan,
     coords: Mapping[str, int],
@@ -104,6 +118,7 @@ def gather_comms(
     table = plan.params()
     used = _gathered_in_backward(plan, crossings, unreached, calls)
     weights, rule = {w.name: w for w in plan.weights}, plan.dtypes
+    zeros = set(chosen_weights(plan))
     for step in plan.steps:
         gather = step.gather
         if gather is None or not step.params:
@@ -119,12 +134,13 @@ def gather_comms(
         reduced = sum(
             n * rule.reduced(weights[name].dtype).itemsize
             for name, n in padded.items()
-            if weights[name].trainable and name not in unreached
+            if weights[name].trainable and (name not in unreached or name in zeros)
         )
         uses = {
             "step": 1,
             "microbatch": plan.accumulate,
-            "use": plan.accumulate * _count(step.module, calls) + used.get(step.module, 0),
+            "use": plan.accumulate * _count(step.module, calls) * (1 + plan.runs_forward_twice)
+            + used.get(step.module, 0),
         }
         for _ in range(uses[gather.gathered]):
             yield Collective("all_gather", gather.axis, gathered, "gather", step.module)

@@ -26,7 +26,7 @@ from weft.nn import model_arguments, named_inputs, with_loss
 from . import schedules
 from .balance import partition
 from .capture.graph import ForwardGraph
-from .capture.split_points import split_points
+from .capture.split_points import SplitPoint, split_points
 from .capture.tracer import trace_forward
 from .split_model import split_stages
 
@@ -200,6 +200,14 @@ def check_split_points(where: str | Sequence[str], stages: int, who: str) -> Non
         raise ConfigError("pipeline.cut", where, "not a way to cut", fix)
 
 
+def _has_work_before(recorded: ForwardGraph, atoms: Sequence[SplitPoint]) -> bool:
+    """Whether the forward computes with weights before the first of these modules is called."""
+    if not atoms:
+        return False
+    first = next(i for i in recorded.calls() if recorded.events[i].name == atoms[0].module)
+    return any(event.weights and not event.call for event in recorded.events[:first])
+
+
 def _points(
     recorded: ForwardGraph, made: Schedule, where: str | Sequence[str], blocks: Sequence[str]
 ) -> tuple[str, ...]:
@@ -208,12 +216,17 @@ def _points(
     atoms = split_points(recorded, blocks)
     if len(atoms) < made.stages:  # then blocks are cut too
         atoms = split_points(recorded)
+    if len(atoms) == made.stages - 1 and _has_work_before(recorded, atoms):
+        return tuple(atom.module for atom in atoms)  # what is called several times comes first
     if len(atoms) < made.stages:
         raise UnsupportedModel(
             "pipeline.schedule",
             made.name,
-            f"has {made.stages} stages, and the model {len(atoms)} parts to cut into",
-            "use fewer stages, or name the modules with which stages begin in [pipeline] cut",
+            f"has {made.stages} stages, and the model {len(atoms)} modules that are called once, to"
+            " begin a stage with",
+            "use fewer stages, or name modules that are called once in [pipeline] cut"
+            if len(atoms) > 1
+            else "use dp or fsdp",
         )
     costs = [float(getattr(atom, where)) for atom in atoms]
     starts = partition(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from weft.core import (
+    ParamRef,
     PathNode,
     Stage,
     Staging,
@@ -141,6 +142,9 @@ class _StageSplitter:
             )
         modules = tuple(dict.fromkeys(e.name for e in inside if e.call))
         used = {name for e in inside for name in e.weights}
+        if stage == self.path.last:  # what the model returns of its weights, the loss may read
+            returned = tensors_in(events[0].output)
+            used |= {at.name for at in returned if isinstance(at, ParamRef)} & {*self.graph.weights}
         # a weight that the sample did not reach (an expert that no token chose) is where its module
         # is
         reached = {name for i in self.path.nodes for name in events[i].weights}
@@ -187,10 +191,12 @@ class _StageSplitter:
         born, name = self.path.makers.get(number), self.path.tensor_name(number)
         if t.home or born is None:
             why = t.home or WRITTEN_BY_EVERY_STAGE
-            where = self.graph.events[self.path.writers.get(number, [t.birth])[0]]
+            at = self.path.writers.get(number, [t.birth])[0]
+            where = self.graph.events[at]
+            line = f" ({where.line}: `{where.text}`)" if at else ""
             raise self.path.refusal(
                 stage,
-                f"{name} {why} ({where.line}: `{where.text}`), and is {use}",
+                f"{name} {why}{line}, and is {use}",
                 "make a new tensor with a PyTorch function instead, or cut after its last use",
             )
         maker = self.graph.events[born]
@@ -263,12 +269,16 @@ class _StageSplitter:
     def _check_buffers(self, stages: Sequence[Stage]) -> None:
         seen: dict[str, int] = {}
         for stage in stages:
-            for name in stage.buffers:
+            changed = (name for name in stage.weights if name in self.graph.changed)
+            for name in (*stage.buffers, *changed):
                 if name in seen:
+                    weight = name in self.graph.weights
+                    kind = "weight" if weight else "buffer"
+                    instead = "change it outside" if weight else "give each use its own buffer"
                     raise self.path.refusal(
                         stage.index,
-                        f"the buffer {name} is changed by the forward, and stages {seen[name]} and "
+                        f"the {kind} {name} is changed by the forward, and stages {seen[name]} and "
                         f"{stage.index} use it",
-                        "cut elsewhere, or give each use its own buffer",
+                        f"cut elsewhere, or {instead}",
                     )
                 seen[name] = stage.index

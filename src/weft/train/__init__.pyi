@@ -7,6 +7,7 @@ from .build import (
     build_plan as build_plan,
     build_skeleton as build_skeleton,
     build_sync as build_sync,
+    in_dtype as in_dtype,
     model_inputs as model_inputs,
     on_own_layout as on_own_layout,
     replica_ranks as replica_ranks,

@@ -40,6 +40,7 @@ from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
 from weft.sync import make_sync
 
 from . import data, lr_schedule
+from .samples import named_samples
 
 
 def resolve_callable(
@@ -132,10 +133,20 @@ def build_model(
             "model.build", run.model.build, f"returns {type(built).__name__}", "return an nn.Module"
         )
     if dtype is not None:
-        built._apply(
-            lambda t: t.to(dtype) if t.is_floating_point() else t
-        )  # complex tables stay complex
+        in_dtype(built, dtype)
     return built.to(device=device).train()
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model in a dtype of real numbers, in place; its complex tensors stay complex."""
+    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def cast(t: Tensor) -> Tensor:
+        if t.is_complex():
+            return t.to(wide)
+        return t.to(dtype) if t.is_floating_point() else t
+
+    return model._apply(cast)
 
 
 def build_deferred(run: RunConfig, dtype: torch.dtype | None = None) -> nn.Module:
@@ -189,6 +200,11 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def planned_dtype(run: RunConfig) -> torch.dtype | None:
+    """What a model is cast to that is planned with batches of `sample_batch`."""
+    return torch.float64 if run.precision.compute == "fp64" else None
+
+
 def replica_ranks(run: RunConfig) -> list[list[int]]:
     """The ranks of each replica, if each replica is a process group of its own; else nothing."""
     layout, made = run.layout.axes, build_sync(run)
@@ -209,10 +225,11 @@ def build_sync(run: RunConfig) -> Sync:
 def build_skeleton(run: RunConfig) -> nn.Module:
     """The model without weights, on the meta device; with them if it computes with them while it is
     made."""
+    dtype = planned_dtype(run)
     try:
-        return build_model(run, device="meta")
+        return build_model(run, device="meta", dtype=dtype)
     except ConfigError:
-        return build_model(run)
+        return build_model(run, dtype=dtype)
 
 
 def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:
@@ -244,7 +261,7 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:
         if method not in dir(made):
             problem = f"returns {type(made).__name__}, which has no {method}"
             raise ConfigError("data.build", name, problem, "return a map-style dataset")
-    return made
+    return named_samples(made, table.entries)
 
 
 def build_loss(run: RunConfig) -> Loss:

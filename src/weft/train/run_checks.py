@@ -46,6 +46,7 @@ from .build import (
     build_plan,
     build_skeleton,
     model_inputs,
+    planned_dtype,
     sample_batch,
     with_layout,
 )
@@ -173,7 +174,7 @@ def plan_without_weights(
             load and run.layout.axes.stage_ranks > 1 and any(p.is_meta for p in bare.parameters())
         ):
             raise
-        made = build_plan(run, build_model(run), sample)
+        made = build_plan(run, build_model(run, dtype=planned_dtype(run)), sample)
     if run.train.rollback is not None:
         _check_rollback(run, made)
     for field, value in (("train.clip", run.train.clip), ("train.skip", run.train.skip)):

@@ -44,10 +44,14 @@ class ActivationRecorder:
 
     def ask(self, what: str, size: int) -> None:
         """A gate asks this of all tokens."""
+        if in_backward():
+            return  # a recomputed forward
         self.asked.append(GateQuery(self.inside[-1], what, size))
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, eager: bool = False) -> None:
         """`scaled_dot_product_attention` is called with these, or `eager` attention."""
+        if in_backward():
+            return  # a recomputed forward
         needs_grad = any(x.requires_grad for x in (query, key, value))
         self.cores.append(
             AttentionCall(
@@ -105,6 +109,8 @@ def record_activations(
         out = first_tensor(output)
         if out is None or isinstance(out, PlaceholderTensor) or in_backward():
             return  # another stage's, or a forward inside a backward: recomputation
+        if now()[0] == "ahead":
+            return  # runs again
         if out.is_leaf and out.requires_grad:
             return  # received from another stage, which records it
         keep(trace.outputs, trace.forward, name, out)
@@ -121,17 +127,28 @@ def record_activations(
             )
             needs_grad = tokens.requires_grad, weights.requires_grad, made
             trace.routings.append(RoutingCall(name, index.clone(), tokens.shape[1], needs_grad))
-        batched = out.shape[:1] == (samples,)
+        batched = _sample_dim(out, samples) is not None
+        before, needs = trace.crossings.get(name), entered is not None and entered.requires_grad
+        needing, giving = (before.needing or 0, before.giving or 0) if before else (0, 0)
         trace.crossings[name] = BoundaryShape(
             None if entered is None else _per_sample(entered, samples),
             _per_sample(out, samples),
-            entered is not None and entered.requires_grad,
-            batched or (entered is not None and entered.shape[:1] == (samples,)),
+            needs or bool(needing),
+            batched or (entered is not None and _sample_dim(entered, samples) is not None),
             samples,
-            out.requires_grad,
+            out.requires_grad or bool(giving),
+            needing + needs,
+            giving + out.requires_grad,
         )
         if out.requires_grad:
-            out.register_hook(lambda grad: keep(trace.gradients, trace.backward, name, grad))
+            out.register_hook(lambda grad: back(name, grad))
+
+    def back(name: str, grad: Tensor) -> None:
+        kind, _ = now()
+        # a stage's forward is left before the modules around it end
+        in_forward = kind == "F" or (not kind and bool(trace.inside))
+        if not in_forward:  # else the forward itself asks for it
+            keep(trace.gradients, trace.backward, name, grad)
 
     def seen(name: str, args: tuple, kwargs: dict, output: Any) -> None:
         with without_function_modes():  # what records is no part of the forward
@@ -139,7 +156,7 @@ def record_activations(
 
     def enter(name: str) -> None:
         trace.inside.append(name)
-        if not in_backward():
+        if not in_backward() and now()[0] != "ahead":
             trace.calls[name] += 1
 
     def leave() -> None:
@@ -168,5 +185,14 @@ def record_activations(
                 tensors.sort(key=lambda tensor: places[id(tensor)])
 
 
+def _sample_dim(tensor: Tensor, samples: int) -> int | None:
+    """The dim that counts samples: the first, or the second of [positions, samples, features]."""
+    if tensor.shape[:1] == (samples,):
+        return 0
+    later = tensor.ndim == 3 and tensor.shape[1] == samples and tensor.shape[2] != samples
+    return 1 if later else None
+
+
 def _per_sample(tensor: Tensor, samples: int) -> tuple[int, ...]:
-    return tuple(tensor.shape[1:]) if tensor.shape[:1] == (samples,) else tuple(tensor.shape)
+    dim = _sample_dim(tensor, samples)
+    return tuple(n for i, n in enumerate(tensor.shape) if i != dim)

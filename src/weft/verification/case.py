@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from weft.core import CompileChoice, CompileOptions, Plan
 from weft.engine import Float64Mode, Loss, Optimizers
 from weft.nn import deferred_init
+from weft.train import in_dtype
 
 from .difference import BOUNDS, Bounds
 
@@ -76,18 +77,6 @@ class Case:
         """`batch`, in the dtype that is verified."""
         found = self.batch(step, data_rank, data_size)
         return to_float64(found) if self.precision == "fp64" else found
-
-
-def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model in a dtype of real numbers, in place; its complex tensors stay complex."""
-    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
-
-    def cast(t: Tensor) -> Tensor:
-        if t.is_complex():
-            return t.to(wide)
-        return t.to(dtype) if t.is_floating_point() else t
-
-    return model._apply(cast)
 
 
 def to_float64(batch: Mapping[str, Any]) -> Batch:

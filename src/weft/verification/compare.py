@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from weft.core import (
     DRIVER,
+    STAGE_AXIS,
     Plan,
     Refusal,
     data_rank_indices,
+    is_inside,
 )
 from weft.engine import (
     Audit,
@@ -41,6 +43,7 @@ from weft.parallel import (
     SequenceInput,
     collective_totals,
     predict_collectives,
+    whole_batch_comms,
 )
 
 from .activation_errors import first_activation
@@ -191,7 +194,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         )
         if step == 0:
             errors["weight"] = updated = weight_errors(
-                engine, reference.updated, "after step 0", case.bounds
+                engine, reference.updated, "after step 0", reference, case.bounds
             )
             found += _first_of(updated, (step, "weight"), case.bounds.weight)
     last, problem = state_errors(engine, reference, case.bounds)
@@ -202,12 +205,17 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         if isinstance(engine, Engine)
         else []
     )
+    totals, ran = collective_totals(predicted), collective_totals(seen)
+    if plan.dynamic_shapes:  # how much crosses stages, the data say
+        totals |= {
+            key: ran[key]
+            for key, (count, _) in totals.items()
+            if key[1] == STAGE_AXIS and key in ran and ran[key][0] == count
+        }
     first = min(found, key=_order_of, default=None)
     if compiled is not None:
         problem = problem or _compiled_problem(compiled, predicted, compiled_seen)
-    together = _merge_ranks(
-        layout, (errors, first, problem, collective_totals(predicted), collective_totals(seen))
-    )
+    together = _merge_ranks(layout, (errors, first, problem, totals, ran))
     counts = None if compiled is None or len(reference.losses) < 2 else compiled.counts
     together = replace(together, compiled=counts)
     delayed, workers = reference.plan is not None, tuple(case.workers)
@@ -234,7 +242,8 @@ def _predict_collectives_of(
 ) -> list[Collective]:
     """The collectives of a step on this rank."""
     values = stage_value_bytes(case, engine.plan, reference.batches[0])
-    return predict_collectives(
+    loss = whole_batch_comms(engine.plan, engine.mesh.rank, reference.loss_bytes)
+    comms = predict_collectives(
         engine.plan,
         reference.traces[0].crossings,
         engine.plan.dtypes.computed(case.dtype).itemsize,
@@ -248,6 +257,7 @@ def _predict_collectives_of(
         engine.updated_whole,
         _module_calls(engine.plan, reference.traces[0], trace),
     )
+    return [*comms, *loss]
 
 
 def _sequence_inputs(
@@ -274,14 +284,16 @@ def _module_calls(
     found = {name: CallSizes(count) for name, count in whole.calls.items()}
     for name, shapes in whole.shapes.items():
         crossing, mine = whole.crossings[name], trace.shapes.get(name, [])
-        if crossing.batched or crossing.entered is None or len(crossing.entered) != 2:
+        chosen = any(name == each or is_inside(name, each) for each in plan.chosen)
+        flat = len(shapes[0][0]) == 2 and not crossing.batched
+        if crossing.entered is None or not (chosen or flat):
             continue
         rows = shapes[0][0][0]
         usual = {rows, rows * plan.microbatch // crossing.samples}
-        chosen = any(entered[0] not in usual for entered, _ in mine)
+        chosen = chosen or any(entered[0] not in usual for entered, _ in mine)
         if chosen and plan.sequence_size == 1 and not plan.sliced(name):
             sizes = tuple((prod(entered), prod(left)) for entered, left in mine)
-            found[name] = CallSizes(len(shapes), sizes)
+            found[name] = CallSizes(len(shapes) if sizes else 0, sizes)
     return found
 
 

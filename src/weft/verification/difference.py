@@ -26,7 +26,7 @@ class Bounds:
     gradient: float = TOLERANCE
     weight: float = TOLERANCE
     activation: float = TOLERANCE
-    small: float = 1e-6
+    small: float = 1e-4
     typical: float = 1e-2
     precision: str = "float64"
 

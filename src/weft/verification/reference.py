@@ -6,14 +6,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from weft._torch.trees import tree_flatten
 from weft.core import Plan
-from weft.engine import FunctionOverrides
-from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates, weighed_loss
+from weft.engine import FunctionOverrides, LazyBatch
+from weft.nn import (
+    Randomness,
+    is_whole_batch,
+    model_arguments,
+    named_inputs,
+    rebalance_gates,
+    weighed_loss,
+)
 from weft.parallel import Mesh, cast_arguments, parallelize, wrap_blocks
 
 from .activation_recorder import ActivationRecorder, record_activations
@@ -41,6 +50,8 @@ class Reference:
     batches: list[Batch] = field(default_factory=list)
     traces: list[ActivationRecorder] = field(default_factory=list)  # of step 0: one per microbatch
     unreached: frozenset[str] = frozenset()  # parameters that get no gradient in step 0
+    # of each tensor of all samples that a loss over the whole batch gets in step 0: its bytes
+    loss_bytes: tuple[int, ...] = ()
 
 
 def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Reference:
@@ -59,6 +70,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     optimizer = case.optimizer([(n, p) for n, p in masters.named.items() if p.requires_grad])
     in_microbatches |= any(isinstance(m, _BatchNorm) for m in model.modules())
     pieces = plan.accumulate if in_microbatches else 1
+    whole = is_whole_batch(case.loss)
     found = Reference(tuple(name for name, _ in model.named_parameters()))
     for step in range(steps):
         batch = case.batch_of(step, 0, 1)
@@ -70,6 +82,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
             torch.zeros((), dtype=torch.float64),
             torch.zeros((), dtype=torch.float64),
         )
+        outputs: list[Any] = []  # of a loss over the whole batch
         for piece in range(pieces):
             micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
@@ -83,18 +96,33 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                     randomness, False, seen=seen, asked=asked, known=known_positions(inputs, micro)
                 ):
                     given = cast_arguments(plan.dtypes, model_arguments(inputs, micro))
-                    part, count = weighed_loss(case.loss, model(**given), micro)
+                    output = model(**given)
+                    if not whole:
+                        part, count = weighed_loss(case.loss, output, micro)
+                    elif piece == pieces - 1:
+                        together, nbytes = _together([*outputs, output], size)
+                        read = LazyBatch(batch, batch.__getitem__)
+                        part, count = weighed_loss(case.loss, together, read)
+                        nbytes += [entry.nbytes for entry in read.read.values()]
+                        found.loss_bytes = found.loss_bytes or tuple(nbytes)
             if before is not None and not _same_state(before, model):
                 return run_reference(case, steps, in_microbatches=True)
-            part.backward()
-            masters.add()
+            outputs.append(output)
+            if not whole:
+                part.backward()
+                masters.add()
             if trace is not None:
                 found.traces.append(trace)
                 shares = any(each.what == "shares" for each in trace.asked)
                 if shares and not in_microbatches and plan.accumulate > 1:
                     return run_reference(case, steps, in_microbatches=True)
-            loss_sum += part.detach()
-            weight += torch.as_tensor(count).detach()
+            if not whole:
+                loss_sum += part.detach()
+                weight += torch.as_tensor(count).detach()
+        if whole:
+            part.backward()
+            masters.add()
+            loss_sum, weight = part.detach().double(), torch.as_tensor(count).detach().double()
         for p in masters.named.values():
             if p.grad is not None:
                 p.grad /= weight
@@ -116,6 +144,20 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     masters.restore()
     keep_final_state(found, model, [optimizer], masters.named)
     return found
+
+
+def _together(outputs: Sequence[Any], size: int) -> tuple[Any, list[int]]:
+    """(the output of all samples, bytes of each tensor with a row for each). `outputs`: of `size`
+    samples each. What has no rows is the first one's."""
+    flat = [tree_flatten(output) for output in outputs]
+    leaves, nbytes = [], []
+    for parts in zip(*(leaves for leaves, _ in flat), strict=True):
+        leaf = parts[0]
+        if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,):
+            leaf = torch.cat(parts)
+            nbytes.append(leaf.nbytes)
+        leaves.append(leaf)
+    return flat[0][1](leaves), nbytes
 
 
 def _state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:

@@ -114,19 +114,40 @@ def common_factor(
     return r if same else None
 
 
+# below this part of all gradients in float64, a gradient is what rounding left of zero
+NOISE = 1e-12
+# an optimizer that divides by the size of a gradient makes more of that
+OF_NOISE = 1e-3
+
+
 def weight_errors(
-    engine: TrainingEngine, wants: dict[str, Tensor], when: str, bounds: Bounds
+    engine: TrainingEngine,
+    wants: dict[str, Tensor],
+    when: str,
+    reference: Reference,
+    bounds: Bounds,
 ) -> dict[str, float]:
+    """Errors of weights, by name and `when`. Those of weights whose gradient is rounding alone, as
+    of a bias before a norm, count for less."""
     _, typical = norms_of(wants)
-    errors = {}
+    errors, noise = {}, _of_rounding(reference) if bounds == Bounds() else frozenset()
     for name, p in engine.params.items():
         if name in wants:
             # elements far below the typical size are measured against that
             floor = bounds.typical * typical * sqrt(wants[name].numel())
-            errors[f"{name} {when}"] = tensor_error(
+            error = tensor_error(
                 local_tensor(p.detach()), chunks_of(engine.segments(name)), wants[name], floor
             )
+            errors[f"{name} {when}"] = error * (OF_NOISE if name in noise else 1.0)
     return errors
+
+
+def _of_rounding(reference: Reference) -> frozenset[str]:
+    """Weights that got a gradient, and in no step more than rounding leaves."""
+    found = frozenset(reference.gradients[0]) if reference.gradients else frozenset[str]()
+    for gradients, norm in zip(reference.gradients, reference.norms, strict=True):
+        found &= {n for n, g in gradients.items() if float(g.abs().norm()) < NOISE * norm}
+    return found
 
 
 def state_errors(
@@ -135,7 +156,7 @@ def state_errors(
     """Weights, buffers and optimizer state after the last step, and whether each lies, once, where
     the plan says."""
     weights = {k: v for k, v in reference.final.items() if k in engine.params}
-    errors = weight_errors(engine, weights, "after the last step", bounds)
+    errors = weight_errors(engine, weights, "after the last step", reference, bounds)
     held: dict[str, list] = {}
     problem = None
     try:

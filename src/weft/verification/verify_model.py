@@ -23,12 +23,14 @@ from weft.core import (
 )
 from weft.engine import Loss, Optimizers
 from weft.launch import run_workers
-from weft.parallel import plan as lay
+from weft.nn import check_entries
+from weft.parallel import DATA_AXES, plan as lay
 
 from .case import Batch, Case
 from .compare import LayoutResult, check_layout, failed_result, refused_result
 from .delayed_reference import run_delayed
 from .difference import BOUNDS
+from .mixing import mixed_samples
 from .reference import Reference, run_reference
 from .report import VerifyReport
 
@@ -63,6 +65,8 @@ def verify_case(
             if layout in refused:
                 raise refused[layout]
             reference = references[layout]
+            if isinstance(reference, Refusal):
+                raise reference
             results.append(_under(case, layout, reference))
         except Refusal as error:
             if len(layouts) == 1:
@@ -79,13 +83,22 @@ def verify_case(
     return VerifyReport(tuple(results), steps)
 
 
-def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Reference]:
+def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Reference | Refusal]:
     """What each layout is held to: the one-device run, or its schedule's own definition where
-    weights are delayed."""
+    weights are delayed. A refusal where it parts samples that the model or the loss mixes."""
     plain: Reference | None = None
-    found = []
+    found: list[Reference | Refusal] = []
+    parted: dict[bool, Refusal | None] = {False: None}
+    with torch.random.fork_rng([]):  # a build may draw from where the process is
+        several = bool(layouts) and case.lay(case.model(), "dp1").accumulate > 1  # microbatches
     for layout in layouts:
-        if (
+        parts = several or Layout.parse(layout).size(*DATA_AXES) > 1
+        if parts not in parted:
+            with torch.random.fork_rng([]):
+                parted[parts] = mixed_samples(case, layout)
+        if (mixed := parted[parts]) is not None:
+            found.append(mixed)
+        elif (
             Layout.parse(layout).stage_ranks > 1
             and case.lay(case.model(), layout).schedule.versions
         ):
@@ -148,6 +161,7 @@ def verify(
         report = weft.verify(build_model, "dp2.tp2", batch, loss=weft.losses.next_token)
         assert report.passed, report.text()
     """
+    check_entries(batch)
     if isinstance(plan, str):
         sample = {key: value[:2] for key, value in batch.items()}
         size = next(iter(batch.values())).shape[0]

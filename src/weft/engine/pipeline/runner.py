@@ -8,7 +8,7 @@ receives ahead, compute, send.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -31,14 +31,18 @@ class ValueRoute:
     name: str
 
 
+# tensors that backward starts from and their gradients, asked for when it starts
+Roots = Callable[[], list[tuple[Tensor, Tensor]]]
+
+
 class StageCompute(Protocol):
     """What one rank does for each action."""
 
     def forward(
         self, stage: int, microbatch: int, received: dict[int, Tensor]
-    ) -> tuple[dict[int, Tensor], Tensor | None]:
-        """({value: tensor} made for other stages, on the last stage the loss: the scalar that
-        backward starts from).
+    ) -> tuple[dict[int, Tensor], Tensor | Roots | None]:
+        """({value: tensor} made for other stages, on the last stage what backward starts from: the
+        loss, a scalar, or roots).
 
         `received`: {value: leaf} for this stage, which require gradients where the sender's did.
         """
@@ -155,7 +159,7 @@ class _PipelineRun:
         self.grads: dict[tuple[int, int], list[Tensor | None]] = {}
         # (stage, microbatch) -> what it made, its loss, what it got
         self.live: dict[
-            tuple[int, int], tuple[dict[int, Tensor], Tensor | None, dict[int, Tensor]]
+            tuple[int, int], tuple[dict[int, Tensor], Tensor | Roots | None, dict[int, Tensor]]
         ] = {}
         self.deferred: dict[tuple[int, int], DeferredWeightGrad] = {}
         self.absent: dict[
@@ -249,9 +253,14 @@ class _PipelineRun:
             if grad is not None:
                 roots.append(root)
                 grads.append(grad)
-        if loss is not None and loss.requires_grad:
-            roots.append(loss)
-            grads.append(None)
+        if isinstance(loss, Tensor):
+            if loss.requires_grad:
+                roots.append(loss)
+                grads.append(None)
+        elif loss is not None:
+            for root, known in loss():
+                roots.append(root)
+                grads.append(known)
         needing = {value: leaf for value, leaf in received.items() if leaf.requires_grad}
         if (stage, microbatch) in pipeline._split:
             found, self.deferred[stage, microbatch] = backward_inputs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from ..function_overrides import FunctionOverrides
 from ..grad_buckets import GradReducer
 from ..microbatch import Batch, MicroBatch
 from ..state_watch import StateWatch
+from ..whole_batch import WholeBatchLoss
+from .runner import Roots
 from .stage_forward import StageForward
 from .weight_stash import WeightStash
 
@@ -133,8 +136,12 @@ class TrainingCompute:
     agreed: dist.Work | None = None
     state: StateWatch = field(init=False)
     action: Action | None = None  # what runs
+    ahead: bool = False  # whether forwards run for their outputs alone
+    _whole: WholeBatchLoss | None = None
 
     def __post_init__(self) -> None:
+        if self.stages.plan.whole_batch:
+            self._whole = WholeBatchLoss(self.loss, self.stages.plan, self.mesh)
         schedule, rank = self.stages.plan.schedule, self.mesh.coords.get(STAGE_AXIS, 0)
         self._data = self.mesh.index(*DATA_AXES)
         plan, size = self.stages.plan, self.stages.plan.microbatch
@@ -168,28 +175,56 @@ class TrainingCompute:
         self.reducer.begin()
         if self.versions is not None:
             self.versions.begin()
+        if self._whole is not None:
+            self._whole.begin()
+            if self.stages.plan.runs_forward_twice:
+                self._forwards_ahead()
+
+    def _forwards_ahead(self) -> None:
+        """The first of two forwards of each microbatch, for its output alone: the loss is of all
+        outputs. What it changes in buffers, such as running statistics, is undone."""
+        model = self.stages.model
+        buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        forward, self.ahead = self._watched if self.watching else self._forward, True
+        for microbatch in range(len(self.micros)):
+            self.before(Action("F", 0, microbatch))
+            forward(0, microbatch, {})
+        self.ahead = False
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                setattr(module, name, buffer)
+                buffer.copy_(before)
+        self.units.forget_forwards()
+        assert self._whole is not None
+        self._whole.again = True
 
     def forward(
         self, stage: int, microbatch: int, received: dict[int, Tensor]
-    ) -> tuple[dict[int, Tensor], Tensor | None]:
+    ) -> tuple[dict[int, Tensor], Tensor | Roots | None]:
         if self.watching:
             values, found = self._watched(stage, microbatch, received)
         else:
             values, found = self._forward(stage, microbatch, received)
         if found is None:
             return values, None
-        loss, weight = found
+        loss, weight, output = found
         counted = torch.as_tensor(weight, device=self.total.device).detach().double()
         self.total[1:3] += torch.stack([loss.detach().double(), counted])
         if (
             self.versions is not None
         ):  # an update for every microbatch: the mean is that microbatch's own
             return values, loss * self.versions.divisor(counted, microbatch)
+        if self._whole is not None:
+            return values, partial(self._whole.roots, microbatch, output, self.scale)
         return values, loss * self.scale
 
     def _watched(
         self, stage: int, microbatch: int, received: dict[int, Tensor]
-    ) -> tuple[dict[int, Tensor], tuple[Tensor, Tensor] | None]:
+    ) -> tuple[dict[int, Tensor], tuple[Tensor, Tensor, Any] | None]:
         """A forward of the first step. One that draws without `functions` runs again with them."""
         seed, layout = mix_key(self.randomness.seed, self.step), self.stages.plan.layout
         while True:
@@ -207,15 +242,26 @@ class TrainingCompute:
 
     def _forward(
         self, stage: int, microbatch: int, received: dict[int, Tensor]
-    ) -> tuple[dict[int, Tensor], tuple[Tensor, Tensor] | None]:
-        """({value: tensor} for other stages, what the loss returns after the last stage)."""
+    ) -> tuple[dict[int, Tensor], tuple[Tensor, Tensor, Any] | None]:
+        """({value: tensor} for other stages, after the last stage what the loss returns, and of
+        what output)."""
         micro, nothing = self.micros[microbatch], contextlib.nullcontext()
         with self.functions or nothing:
-            with self.versions.of(stage, microbatch) if self.versions is not None else nothing:
+            weights = self.versions.of(stage, microbatch) if self.versions is not None else nothing
+            with weights, torch.set_grad_enabled(not self.ahead):
                 values, output = self.stages(stage, micro, received)
             if not self.stages.is_last(stage):
                 return values, None
-            return values, weighed_loss(self.loss, output, micro.batch)
+            if self._whole is not None:
+                return values, (*self._whole(microbatch, output, micro.batch), output)
+            return values, (*weighed_loss(self.loss, output, micro.batch), None)
+
+    def now(self) -> tuple[str, int]:
+        """The kind of the action that runs, or "ahead" for the first of two forwards, and its
+        microbatch."""
+        if self.action is None:
+            return "", 0
+        return "ahead" if self.ahead else self.action.kind, self.action.microbatch
 
     def before(self, action: Action) -> None:
         self.action = action

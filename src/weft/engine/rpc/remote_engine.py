@@ -32,7 +32,7 @@ from weft.core import (
     place_modules,
 )
 from weft.nn import Randomness, mix_key, named_inputs, rebalance_gates, weighed_loss
-from weft.parallel import Mesh, parallelize, wrap_blocks
+from weft.parallel import Mesh, parallelize, plan_whole_batch, wrap_blocks
 from weft.pipeline import tensors_in
 
 from ..batch_preparation import BatchPreparation
@@ -83,7 +83,7 @@ class Remote(RemoteState):
         seed: int = 0,
     ):
         self.places = place_modules(model, workers)
-        check_worker_plan(plan, self.places)
+        check_worker_plan(plan := plan_whole_batch(plan, loss), self.places)
         rank = _rank(self.places)
         self.here = self.places.names[rank]
         self.plan = self.global_plan = replace(plan, notes=(*plan.notes, str(self.places)))
@@ -399,6 +399,9 @@ def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
             "layout.axes", str(plan.layout), problem, "leave it dp1, or leave [workers] out"
         )
     check_offload_device(plan, CPU)
+    if plan.runs_forward_twice:
+        problem = "the loss is of the whole batch, and workers run each microbatch by itself"
+        raise ConfigError("train.accumulate", plan.accumulate, problem, "use accumulate = 1")
     if plan.precision == "fp16":
         problem = "no worker scales the loss, and says where a gradient has overflowed"
         raise ConfigError("precision.compute", plan.precision, problem, "use bf16, fp32 or fp64")

@@ -25,12 +25,12 @@ def vocabulary_steps(request: StepsRequest, axis: str, by: str) -> Iterator[Step
         vocab = request.shapes[name][0]
         table = request.model.get_submodule(module)
         if isinstance(table, nn.Embedding) and (
-            table.max_norm is not None or table.scale_grad_by_freq or table.sparse
+            table.max_norm is not None or table.scale_grad_by_freq
         ):
             raise UnsupportedModel(
                 f"roles.{module}",
                 "embedding",
-                "max_norm, scale_grad_by_freq and sparse need the whole table",
+                "max_norm and scale_grad_by_freq need the whole table",
                 'declare it "whole" in [roles]',
             )
         if vocab < layout.size(axis):

@@ -25,7 +25,7 @@ from weft.core import (
     Step,
     Weight,
 )
-from weft.nn import callable_blocks
+from weft.nn import callable_blocks, called_by_data
 
 from ._request import StepsRequest
 
@@ -72,6 +72,8 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         yield Step("", "fsdp", params=tuple(kept))
     listed = (b for blocks in roles.blocks for b in blocks)
     for block in callable_blocks(request.model, listed):
+        if called_by_data(request.model, block):
+            continue  # ranks with other samples may call others: gathered with the rest
         touched = [
             w for w in left.values() if any(n.startswith(block + ".") for n in (w.name, *w.aliases))
         ]

@@ -49,7 +49,8 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         raise UnsupportedModel(
             "layout",
             str(layout),
-            "tensor parallelism finds no attention, feed-forward or embedding to cut in this model",
+            "tensor parallelism finds no attention, feed-forward or embedding to cut in this model"
+            + (f" ({'; '.join(roles.notes)})" if roles.notes else ""),
             'use dp or fsdp, or declare [roles] such as "blocks.*.up" = "column"',
         )
     sequence = "sequence" in layout.options_of(AXIS)

@@ -48,6 +48,7 @@ METADATA_FUNCTIONS: frozenset[Any] = frozenset(
         Tensor,
     )
     | _named("is_pinned get_device __len__ __hash__ _is_view _nnz", Tensor)
+    | {torch.ops.prim.device.default}  # how a FakeTensor is asked for its device
 )
 # functions that make a tensor after the shape, type or device of another
 FACTORY_FUNCTIONS: frozenset[Any] = frozenset(

@@ -24,6 +24,7 @@ from weft._torch.autograd import forwards_of_functions
 from weft._torch.modules import intercept_calls, original_call
 from weft._torch.tensors import (
     NEEDS_ELEMENTS,
+    FakeTensor,
     fake_mode,
     make_fake,
     quiet_fake_tensors,
@@ -310,7 +311,10 @@ class _ForwardTracer(TorchFunctionMode):
             self.events[index].buffers[name] = None
 
     def _is_tracked(self, t: Tensor) -> bool:
-        if id(t) in self.numbers or id(t) in self.state or t.requires_grad or type(t) is not Tensor:
+        # a FakeTensor that no tracked function made is what an ordinary tensor is with data
+        if id(t) in self.numbers or id(t) in self.state or t.requires_grad:
+            return True
+        if type(t) not in (Tensor, FakeTensor):
             return True
         return bool(self.dirty) and storage_id(t) in self.dirty
 
@@ -387,7 +391,8 @@ class _ForwardTracer(TorchFunctionMode):
     def _number(self, t: Tensor, index: int, home: str = "") -> int:
         number = self.numbers[id(t)] = len(self.tensors)
         event = self.events[index]
-        name = f"`{event.text}` at {event.line}"
+        # what is met in the model's own forward first has no line where it was made
+        name = f"`{event.text}` at {event.line}" if index else "a tensor"
         self.tensors.append(
             TensorInfo(name, index, tuple(t.shape), t.dtype, t.requires_grad, storage_id(t), home)
         )

@@ -75,3 +75,16 @@ class LabelClasses:
         while not np.array_equal(deeper := self._parent[roots], roots):
             roots = deeper
         return roots
+
+
+def narrow(labels: Tensor) -> Tensor:
+    """With size 1 along the dims along which it is expanded."""
+    for dim in range(labels.ndim):
+        if labels.stride(dim) == 0 and labels.shape[dim] > 1:
+            labels = labels.narrow(dim, 0, 1)
+    return labels
+
+
+def varies(labels: Tensor, dim: int) -> bool:
+    """Whether labels change along a dim."""
+    return labels.shape[dim] > 1 and bool((labels != labels.narrow(dim, 0, 1)).any())

@@ -1,0 +1,171 @@
+"""The trial before the first step: does the model, or its loss, mix samples that a layout parts?
+
+Every rank runs the whole model on the same two samples, together and one by one, with the weights
+of one block at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from weft.core import DTYPES, LocalShard, Plan
+from weft.nn import find_experts, model_arguments
+from weft.parallel import Mesh, parallelize
+
+from .context_parallel.sequence import ContextParallel
+from .gathered_model import copy_without_weights
+from .microbatch import Batch
+from .mixed_samples import Mixing, SamplePair, Seen, mixing_error
+from .sharding_trial import ShardingTrial
+from .trial_run import TrialRun
+from .trial_ways import TrialWay, trial_ways
+
+BOUNDS = {"fp64": 1e-3, "fp32": 1e-2}  # relative; what computes with fewer digits is not looked at
+
+
+class SampleTrial:
+    """Compares samples alone with the same samples in a batch. Make it before the model is sharded.
+
+    Args:
+        model: the whole model; it may be on the meta device.
+        plan: what it is trained by.
+        mesh: where this rank computes.
+        sequence: what the model is called with.
+        loss: its loss, as the user gave it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        sequence: ContextParallel,
+        loss: Callable[..., Any],
+    ):
+        self._plan, self._mesh, self._sequence, self._loss = plan, mesh, sequence, loss
+        self._model = copy_without_weights(model)
+        self._routes = bool(find_experts(model))
+
+    def check(self, sample: Batch, shards: Iterable[LocalShard]) -> None:
+        """All ranks call it together.
+
+        Args:
+            sample: a batch of at least one sample, which the first rank's is taken of.
+            shards: this rank's part of each weight.
+
+        Raises:
+            Refusal: the model or the loss mixes samples.
+        """
+        held = {shard.name: shard for shard in shards}
+        group, device = self._mesh.group(*self._mesh.layout.active_axes()), self._mesh.device
+        given = [{key: value[[0, -1]].cpu() for key, value in sample.items()}]
+        if group is not None:
+            dist.broadcast_object_list(given, group_src=0, group=group, device=device)
+        sample = {key: value.to(device) for key, value in given[0].items()}
+        found = None
+        for way in trial_ways(self._plan, self._mesh, self._sequence, sample):
+            if way.precision not in BOUNDS or (self._routes and way.precision != "fp64"):
+                continue
+            try:
+                found = self._find(way, held)
+            except Exception:  # a kernel without this dtype, a loss that takes no single sample
+                continue
+            break
+        if found is not None:
+            raise mixing_error(found, self._model, self._loss, _divided(self._plan))
+
+    def _find(self, way: TrialWay, held: dict[str, LocalShard]) -> Mixing | None:
+        plan, model = self._plan, copy_without_weights(self._model)
+        alone = replace(
+            plan,
+            steps=(),
+            heads=(),
+            batchnorms=(),
+            staging=None,
+            staged=None,
+            sync=None,
+            precision=way.precision,
+            reduce="fp32",
+            float8=None,
+        )
+        parallelize(alone, model, self._mesh, self._sequence.randomness)
+        run = TrialRun(model, alone, self._mesh, way.precision, held)
+        dtype = DTYPES[way.precision]
+
+        def forward(batch: Batch, seen: Seen | None = None) -> Any:
+            return run.output(model_arguments(self._sequence.inputs, batch), seen)
+
+        pair = {
+            key: value.to(dtype) if value.is_floating_point() else value
+            for key, value in way.sample.items()
+        }
+        with run.around():
+            return SamplePair(model, forward, self._loss, pair, BOUNDS[way.precision]).find()
+
+
+class Trials:
+    """What is tried before the first step: each once, with the first samples that it can take.
+
+    Args:
+        sharding: compares the whole with the sharded model; None: nothing is cut.
+        samples: compares samples alone with the same in a batch; None: no layout parts them.
+    """
+
+    def __init__(self, sharding: ShardingTrial | None, samples: SampleTrial | None):
+        self._sharding, self._samples = sharding, samples
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        sequence: ContextParallel,
+        sample: Batch | None,
+        loss: Callable[..., Any],
+    ) -> Trials:
+        """The trials of a model that is not sharded yet.
+
+        Args:
+            model: the whole model.
+            plan: what it is to be sharded by.
+            mesh: where this rank computes.
+            sequence: what divides the sequence, if ranks share it.
+            sample: a batch of a sample or two; None: trials take the first batch.
+            loss: as the user gave it.
+        """
+        samples = None
+        if plan.data_size > 1 or plan.accumulate > 1:
+            with suppress(Exception):  # a model that cannot be copied is trained untried
+                samples = SampleTrial(model, plan, mesh, sequence, loss)
+        return cls(ShardingTrial.of(model, plan, mesh, sequence, sample), samples)
+
+    def check(self, sample: Batch, shards: Callable[[], Iterable[LocalShard]], last: bool) -> None:
+        """All ranks call it together.
+
+        Args:
+            sample: a batch of at least one sample.
+            shards: this rank's part of each weight.
+            last: whether no other sample comes.
+
+        Raises:
+            Refusal: sharding changes what the model computes, or samples are mixed.
+        """
+        sample = {key: value[:2] for key, value in sample.items()}
+        sharding, self._sharding = self._sharding, None
+        if sharding is not None:
+            sharding.check(sample, shards())
+        if self._samples is not None and (last or len(next(iter(sample.values()))) > 1):
+            samples, self._samples = self._samples, None
+            samples.check(sample, shards())
+
+
+def _divided(plan: Plan) -> str:
+    data = plan.layout.active_axes(*plan.token_axes)
+    return ".".join(data) if data else f"accumulate = {plan.accumulate}"

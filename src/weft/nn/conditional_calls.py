@@ -1,0 +1,150 @@
+"""Modules of a list that a forward calls only where its data say so, as experts whom no token
+chose are left out: ranks with other samples then call others. Read off the forward's source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import lru_cache
+
+from torch import nn
+
+# what a condition calls that asks a tensor for its values or its size
+_OF_VALUES = frozenset(
+    ("any", "all", "sum", "item", "numel", "nonzero", "max", "min", "size", "tolist", "unique")
+)
+_OF_SIZES = frozenset(("len", "bool", "int", "float"))
+
+
+def chosen_modules(model: nn.Module) -> tuple[str, ...]:
+    """The modules with parameters that are called only where data say so, without those inside of
+    them."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if next(module.parameters(), None) is None:
+            continue
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inside and called_by_data(model, name):
+            found.append(name)
+    return tuple(found)
+
+
+def called_by_data(model: nn.Module, name: str) -> bool:
+    """Whether a module is called only where data say so, as far as its list's name and the source
+    of its owner's class tell."""
+    around, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(around)
+    if isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
+        around, _, leaf = around.rpartition(".")
+        if "expert" in leaf.lower():
+            return True
+        owner = model.get_submodule(around)
+    return _chosen_in(type(owner), leaf)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _chosen_in(kind: type[nn.Module], leaf: str) -> bool:
+    return any(_is_conditional(call) for call in _calls(_source(kind), leaf))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=512)
+def _source(kind: type[nn.Module]) -> ast.AST:
+    if kind.__module__.startswith("torch."):
+        return ast.Module([], [])
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):  # made by exec, or in an interpreter
+        return ast.Module([], [])
+    return _with_parents(tree)
+
+
+def _with_parents(tree: ast.AST) -> ast.AST:
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            child.parent = node  # type: ignore[attr-defined]
+    return tree
+
+
+def _ancestors(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """(ancestor, its child on the way), innermost first, within the function."""
+    while (parent := getattr(node, "parent", None)) is not None:
+        if isinstance(parent, ast.FunctionDef):
+            return
+        yield parent, node
+        node = parent
+
+
+def _mentions(node: ast.AST, leaf: str) -> bool:
+    return any(isinstance(n, ast.Attribute) and n.attr == leaf for n in ast.walk(node))
+
+
+def _calls(tree: ast.AST, leaf: str) -> Iterator[ast.Call]:
+    """The calls of `self.leaf`, or of what that list holds."""
+    names = set[str]()
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.For) and _mentions(node.iter, leaf):
+            targets = [node.target]
+        elif isinstance(node, ast.Assign) and _is_item(node.value, leaf):
+            targets = node.targets
+        names |= {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = node.func
+            named = isinstance(called, ast.Name) and called.id in names
+            if named or _is_item(called, leaf) or _is_attribute(called, leaf):
+                yield node
+
+
+def _is_item(node: ast.AST, leaf: str) -> bool:
+    return isinstance(node, ast.Subscript) and _mentions(node.value, leaf)
+
+
+def _is_attribute(node: ast.AST, leaf: str) -> bool:
+    own = isinstance(node, ast.Attribute) and node.attr == leaf
+    return own and isinstance(node.value, ast.Name) and node.value.id == "self"  # type: ignore[attr-defined]
+
+
+def _is_conditional(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Subscript) and _of_data(call.func.slice):
+        return True
+    for around, way in _ancestors(call):
+        branch = isinstance(around, (ast.If, ast.IfExp, ast.While)) and way is not around.test
+        if branch and _of_data(around.test):  # type: ignore[attr-defined]
+            return True
+        if isinstance(around, ast.For) and _of_data(around.iter):
+            return True
+        if isinstance(around, (ast.For, ast.While)) and any(map(_leaves, around.body)):
+            return True
+    return False
+
+
+def _leaves(statement: ast.AST) -> bool:
+    """Whether it goes on with the next of a loop, or ends it, where data say so."""
+    return any(
+        isinstance(node, ast.If)
+        and _of_data(node.test)
+        and any(isinstance(n, (ast.Continue, ast.Break)) for n in ast.walk(node))
+        for node in ast.walk(statement)
+    )
+
+
+def _of_data(test: ast.AST) -> bool:
+    """Whether an expression asks a tensor for its values or its size."""
+    for node in ast.walk(test):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        if isinstance(called, ast.Attribute) and called.attr in _OF_VALUES:
+            return True
+        sized = isinstance(called, ast.Name) and called.id in _OF_SIZES
+        if sized and not any(_is_of_self(argument) for argument in node.args):
+            return True
+    return False
+
+
+def _is_of_self(node: ast.AST) -> bool:
+    """Whether an expression is of the module's own attributes, as `len(self.layers)`."""
+    return any(isinstance(n, ast.Name) and n.id == "self" for n in ast.walk(node))

@@ -1,0 +1,1 @@
+"""Chains of linears that tensor parallel can cut, found along a forward."""

@@ -1,0 +1,141 @@
+"""A trial of a chain on a copy without elements: does the first rank's part of the module run, and
+do the same features meet in it as in the whole?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from weft._torch.tensors import FakeTensorMode
+from weft._torch.trees import tree_leaves
+from weft.core import DimShard
+from weft.nn import Chain, local_attributes, set_attribute
+
+from ..cut_copy import FAILS, cut_copy
+from .feature_marks import FeatureTrace
+from .feature_mode import FeatureMode
+from .followed_forward import Call, without_elements
+
+
+class ChainTrial:
+    """Tries numbers of heads and features on the first rank's part of a module.
+
+    Args:
+        model: holds the module, whole.
+        chain: what is cut.
+        scope: the module that runs.
+        call: what it is called with.
+        classes: column or row -> the class of each of its features [features].
+        size: how many ranks share it.
+        mode: that of the tensors in `call`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chain: Chain,
+        scope: str,
+        call: Call,
+        classes: Mapping[str, np.ndarray],
+        size: int,
+        mode: FakeTensorMode,
+    ):
+        self._chain, self._scope, self._call, self._size = chain, scope, call, size
+        self._classes, self._mode = classes, mode
+        self._part = cut_copy(model.get_submodule(scope), model, (chain,), size, mode)
+        self._held = {n: torch.from_numpy(_kept(chain.cuts[n], size)) for n in classes}
+        self.operators = 0  # how many were run
+
+    def run(self, attributes: dict[str, tuple[tuple[str, int], ...]]) -> Chain | None:
+        """The chain with these attributes, and with all parameters that each rank has whole and
+        uses on its part. None: it does not run so, or computes something else."""
+        chain, names = replace(self._chain, attributes=attributes), self._names()
+        trace = FeatureTrace()
+
+        def labels(name: str, count: int) -> Tensor | None:
+            column = names[name]
+            if column == chain.row:
+                return None
+            return trace.classes.of_column(name, len(self._classes[column]))[self._held[column]]
+
+        mode = FeatureMode(trace, self._part, [], lambda made, now: True)
+        try:
+            own = {name: self._part.get_submodule(name) for name in names}
+            with (
+                self._numbers(chain),
+                without_elements(self._mode),
+                mode.around(own, labels),
+            ):
+                mode.enter(self._call.active)
+                output = self._part(*self._call.args, **self._call.kwargs)
+                outputs = tree_leaves(output, Tensor)
+        except FAILS:
+            return None
+        finally:
+            self.operators += trace.operators
+        # others may be weights of attention, which nobody reads
+        shapes = [t.shape for t in outputs[:1]]
+        if shapes != self._call.shapes[:1] or not self._meets_as_whole(trace):
+            return None
+        if chain.entry is None:
+            return chain
+        if trace.before & trace.after or any(mode.has_entered(t) for t in outputs):
+            return None  # gradients of a part of the sum, and of the sum, would be added
+        ways = {f"{name}.{key}" for name in self._classes for key in ("weight", "bias")}
+        before = [f"{self._scope}.{name}" for name in sorted(trace.before)]
+        whole = [name for name in before if name not in chain.parameters and name not in ways]
+        return replace(chain, inner=tuple(dict.fromkeys((*chain.inner, *whole))))
+
+    def _meets_as_whole(self, trace: FeatureTrace) -> bool:
+        """Whether the classes of the part are those of the whole, one for one."""
+        inside = {name: own for own, name in self._names().items()}
+        rows = trace.rows.get(inside[self._chain.row])
+        if rows is None:
+            return False
+        here, there = [], []
+        for name, held in self._held.items():
+            found = (
+                rows[0]
+                if name == self._chain.row
+                else trace.classes.of_column(inside[name], 0)[held]
+            )
+            here.append(trace.classes.classes(found))
+            there.append(self._classes[name][held])
+        pairs = set(zip(torch.cat(here).tolist(), np.concatenate(there).tolist(), strict=True))
+        local, whole = ({pair[i] for pair in pairs} for i in (0, 1))
+        return 0 not in local and len(pairs) == len(local) == len(whole)
+
+    def _names(self) -> dict[str, str]:
+        """Name of a linear inside of the module -> in the model."""
+        return {_inside(name, self._scope): name for name in self._classes}
+
+    @contextmanager
+    def _numbers(self, chain: Chain) -> Iterator[None]:
+        """In this context, modules of the part have the rank's numbers of heads and features."""
+        before = []
+        for name, numbers in local_attributes(chain, self._size).items():
+            module = self._part.get_submodule(_inside(name, self._scope))
+            keys = {*(key for key, _ in numbers), "config"} & {*vars(module)}
+            before.append((module, {key: vars(module)[key] for key in keys}))
+            for key, value in numbers:
+                set_attribute(module, key, value)
+        try:
+            yield
+        finally:
+            for module, held in before:
+                vars(module).update(held)
+
+
+def _inside(name: str, scope: str) -> str:
+    """The name of a module of the scope in it."""
+    return "" if name == scope else name.removeprefix(f"{scope}." if scope else "")
+
+
+def _kept(cut: DimShard, size: int) -> np.ndarray:
+    """The features of the first rank."""
+    return np.concatenate([np.arange(*interval) for interval in cut.intervals(0, size)])

@@ -1,0 +1,285 @@
+"""Follows the output features of linears through a forward on tensors without elements: which of
+them meet before the next linear.
+
+Each output feature of a column has a label (`feature_labels.py`). What an operator combines, by a
+sum over features or a product of two, is one class from there on: a head of an attention, a hidden
+feature of a feed-forward. A linear that takes features of several classes is a row: the columns
+before it can be divided by these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from weft._torch.modes import TorchDispatchMode, without_dispatch_modes
+from weft._torch.trees import tree_leaves, tree_map
+from weft.pipeline import run_op_without_data
+
+from .feature_labels import narrow
+from .feature_marks import NOTHING, FeatureTrace, Mark, Meeting
+from .feature_rules import MOVES, NEW, SAME_PLACE, FeatureRules, sizes
+
+
+class FeatureMode(TorchDispatchMode):
+    """Follows labels through operators.
+
+    Args:
+        model: what runs.
+        inside: the modules that run, the innermost last (`module_calls`).
+        tolerated: (the module that made an activation without labels, the one in which it meets
+            labels) -> whether it may. Its gradient is a part of a sum on each rank.
+    """
+
+    def __init__(
+        self,
+        trace: FeatureTrace,
+        model: nn.Module,
+        inside: list[str],
+        tolerated: Callable[[str, str], bool],
+    ):
+        super().__init__()
+        self.trace, self._inside, self._tolerated = trace, inside, tolerated
+        self._params = {id(p): name for name, p in model.named_parameters()}
+        self._sizes = {name: p.shape for name, p in model.named_parameters()}
+        self._marks: Any = WeakTensorKeyDictionary()
+        self._linear = 0  # depth of linears that run
+        self._rules = FeatureRules(trace.classes, self._meet, lambda t: bool(self._mark(t).params))
+
+    # ---- linears ----
+
+    @contextmanager
+    def around(
+        self,
+        linears: Mapping[str, nn.Module],
+        labels: Callable[[str, int], Tensor | None],
+    ) -> Iterator[None]:
+        """This mode, in which outputs of these linears have new labels, and their inputs are
+        taken down.
+
+        Args:
+            labels: (linear, its number of output features) -> the labels of these. None: it has no
+                labels, and is whole.
+        """
+        handles = []
+        for name, module in linears.items():
+            handles.append(
+                module.register_forward_pre_hook(lambda _, args, n=name: self._enter(n, args))
+            )
+            handles.append(
+                module.register_forward_hook(
+                    lambda _, args, out, n=name: self._leave(n, args, out, labels)
+                )
+            )
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            with without_dispatch_modes():
+                self.trace.settle(self._sizes)
+
+    def enter(self, tensors: Iterable[Tensor]) -> None:
+        """Mark these as what enters the module that is tried."""
+        for t in tensors:
+            self._marks[t] = Mark(active=True, entered=True)
+
+    def has_gradient(self, t: Tensor) -> bool:
+        """Whether a tensor depends on parameters."""
+        return self._mark(t).active or bool(self._mark(t).params)
+
+    def has_entered(self, t: Tensor) -> bool:
+        """Whether a tensor depends on what entered, other than by a row."""
+        return self._mark(t).entered
+
+    def _enter(self, name: str, args: tuple[Any, ...]) -> None:
+        self._linear += 1
+
+    def _leave(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        out: Tensor,
+        labels: Callable[[str, int], Tensor | None],
+    ) -> None:
+        self._linear -= 1
+        with without_dispatch_modes():
+            found = self._live(args[0]) if args else None
+            new, entered = None, False
+            if found is None:
+                entered = bool(args) and self._mark(args[0]).entered
+                used = self.trace.before if entered else self.trace.after
+                used |= {f"{name}.weight", f"{name}.bias"} & {*self._sizes}
+                features = labels(name, out.shape[-1])
+                new = None if features is None else features.expand(out.shape)
+            else:
+                vector = found.reshape(-1, found.shape[-1])
+                if bool((vector != vector[:1]).any()) or bool((vector[0] == 0).any()):
+                    self.trace.classes.kill(found)
+                self.trace.rows.setdefault(name, []).append(vector[0].clone())
+            self._marks[out] = Mark(new, active=True, made=self._now, entered=entered)
+
+    @property
+    def _now(self) -> str:
+        return self._inside[-1] if self._inside else ""
+
+    # ---- operators ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = run_op_without_data(func, args, kwargs)
+        self.trace.operators += 1
+        if self._linear == 0:
+            with without_dispatch_modes():
+                self._follow(func, args, kwargs, out)
+        return out
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func._overloadpacket.__name__
+        given = tree_leaves((args, kwargs), Tensor)
+        made = tree_leaves(out, Tensor)
+        read = [] if name in NEW else given
+        live = {id(t): labels for t in read if (labels := self._live(t)) is not None}
+        origin = self._origin(given, bool(live))
+        moved = name in MOVES
+        found: list[Tensor] | None = None
+        if live and made:
+            found = self._rules.labels(func, name, args, kwargs, live, made)
+            if found is None:
+                for labels in live.values():
+                    self.trace.classes.kill(labels)
+                origin = replace(origin, active=True)
+        elif origin.params and made:
+            origin = replace(origin, places=self._places(func, name, args, kwargs, made[0]))
+        if not live and moved:
+            found = self._moved_blank(func, name, args, kwargs)
+        if not live:
+            origin = replace(origin, uniform=self._is_uniform(func, name, read))
+        for i, t in enumerate(made):
+            labels = found[i] if found is not None and i < len(found) else None
+            if name in NEW and t.ndim > 1 and t.is_floating_point():
+                labels = torch.zeros(t.shape, dtype=torch.int64)  # others write into it
+            if labels is not None and live:
+                self.trace.seen.append(narrow(labels))
+                if name in ("bernoulli_", "bernoulli", "native_dropout"):
+                    self.trace.dropped.append(labels)
+            if any(t is other for other in given):
+                self._write(t, labels, origin)
+            else:
+                self._marks[t] = replace(origin, labels=labels, view=moved)
+
+    def _moved_blank(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
+        """A view of labels that nothing has been written into."""
+        first = args[0] if args else None
+        labels = self._mark(first).labels if isinstance(first, Tensor) else None
+        if labels is None or len(tree_leaves((args, kwargs), Tensor)) > 1:
+            return None
+        if name in ("view", "_unsafe_view"):
+            return [labels.reshape(args[1])]
+        return tree_leaves(func(labels, *args[1:]), Tensor)
+
+    def _is_uniform(self, func: Any, name: str, given: list[Tensor]) -> bool:
+        if name in NEW and not name.endswith(("empty", "empty_strided")):
+            return True
+        moved = name in MOVES or name == "_to_copy" or torch.Tag.pointwise in func.tags
+        return bool(given) and moved and all(self._mark(t).uniform or not t.ndim for t in given)
+
+    def _meet(self, other: Tensor, labels: Tensor, shape: tuple[int, ...] | None = None) -> None:
+        """A tensor without labels combines with labels. It must be the same for all classes
+        (`settle`), and have no gradient, of which each rank would know a part, unless it is a
+        parameter's."""
+        mark = self._mark(other)
+        shown = sizes(other) if shape is None else shape
+        if mark.uniform:
+            shown = ()
+        if shape is not None:
+            mark = replace(mark, places=None)
+        allowed = self._tolerated(mark.made, self._now)
+        self.trace.meetings.append(Meeting(labels, shown, mark, self._now, allowed))
+        if mark.active and not allowed:
+            self.trace.classes.kill(labels)
+
+    # ---- marks ----
+
+    def _mark(self, t: Tensor) -> Mark:
+        found = self._marks.get(t)
+        if found is None:
+            name = self._params.get(id(t))
+            if name is None:
+                return NOTHING
+            places = torch.arange(t.numel()).reshape(t.shape)
+            found = self._marks[t] = Mark(params=frozenset([name]), places=places)
+        return found
+
+    def _places(self, func: Any, name: str, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
+        """Of what is made of one parameter alone, which of its elements each is made of."""
+        given = tree_leaves((args, kwargs), Tensor)
+        known = [t for t in given if t.ndim and self._mark(t).params]
+        if len(known) != 1 or (places := self._mark(known[0]).places) is None:
+            return None
+        if name in SAME_PLACE:
+            return places
+        if name in ("view", "_unsafe_view"):
+            return places.reshape(args[1])
+        if name in MOVES:
+            moved = func(*tree_map(lambda t: places if t is known[0] else t, args), **kwargs)
+            return moved if isinstance(moved, Tensor) else None
+        if name == "embedding":  # a row for each, and each has all columns
+            return places[:1].expand(out.shape)
+        return places.expand(out.shape) if torch.Tag.pointwise in func.tags else None
+
+    def _live(self, t: Tensor) -> Tensor | None:
+        """Its labels, as classes. None: it has none, or all are dead."""
+        if (labels := self._mark(t).labels) is None:
+            return None
+        small = self.trace.classes.classes(narrow(labels))
+        return small.expand(t.shape) if bool(small.any()) else None
+
+    def _origin(self, given: list[Tensor], live: bool) -> Mark:
+        """What an operator makes of these, without its labels."""
+        marks = [(t, self._mark(t)) for t in given]
+        names = frozenset(name for _, mark in marks for name in mark.params)
+        self.trace.read |= names
+        entered = any(mark.entered for _, mark in marks)
+        mixed = live or any(not m.params and t.ndim and t.is_floating_point() for t, m in marks)
+        if names and mixed:
+            used = self.trace.before if entered else self.trace.after
+            used |= names
+            if not live:
+                self.trace.used_whole |= names
+            return Mark(active=True, made=self._now, entered=entered)
+        active = any(mark.active for _, mark in marks)
+        return Mark(params=names, active=active, made=self._now, entered=entered)
+
+    def _write(self, t: Tensor, labels: Tensor | None, origin: Mark) -> None:
+        """What an operator has written into a tensor, of which others may be views."""
+        before = self._mark(t)
+        held = before.labels
+        if before.view and held is not None and 0 not in held.stride():
+            if labels is not None:
+                held.copy_(labels)
+            elif origin.active or origin.params:  # beside labels that come before or after
+                allowed = not origin.params and self._tolerated(origin.made, self._now)
+                base = held if held._base is None else held._base
+                mark = replace(origin, active=True)
+                self.trace.meetings.append(Meeting(base, (1,), mark, self._now, allowed))
+            return
+        if before.view and labels is not None:
+            old = self._live(t)
+            if old is None or not torch.equal(old, labels):
+                self.trace.classes.kill(labels)
+        self._marks[t] = replace(
+            before,
+            labels=labels,
+            active=before.active or origin.active,
+            params=origin.params,
+            places=None,
+            entered=before.entered or origin.entered,
+        )

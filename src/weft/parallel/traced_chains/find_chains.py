@@ -1,0 +1,192 @@
+"""Chains of linears that a forward shows, whatever their modules are called: columns whose output
+features stay in classes of their own up to the row, and so can be divided by these classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft._torch.tensors import fake_mode
+from weft.nn import (
+    Chain,
+    Roles,
+    chain_module,
+    is_conv1d,
+    is_linear,
+    model_arguments,
+    named_inputs,
+)
+
+from ..axes import FEATURE_AXES
+from ..cut_copy import cut_copy
+from ..plan_request import PlanRequest
+from .chain_builder import ChainBuilder
+from .feature_marks import FeatureTrace
+from .followed_forward import follow
+
+PASSES = 12  # forwards of the model, at most
+
+
+def traced_roles(request: PlanRequest, roles: Roles) -> Roles:
+    """The roles, and the chains that a forward shows of linears that have none."""
+    size = request.layout.size(*FEATURE_AXES)
+    if size == 1 or request.sample is None:
+        return roles
+    chains = traced_chains(request, roles, size)
+    cut = {name for chain in chains for name in (*chain.columns, chain.row)}
+    kinds = {type(request.model.get_submodule(chain_module(c))).__name__ for c in chains}
+    notes = [
+        note
+        for note in roles.notes
+        if note.partition(":")[0] not in cut and note.partition(" ")[0] not in kinds
+    ]
+    if chains:
+        notes.append(f"{len(chains)} chains of linears are found along the forward")
+    return replace(roles, chains=(*roles.chains, *chains), notes=tuple(notes))
+
+
+def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain, ...]:
+    """Chains of linears that are in none of `roles`, for `size` ranks. Without a sample, or where
+    the forward depends on the elements of tensors, there may be none."""
+    model = request.model
+    linears = _free_linears(model, roles, request.roles or {})
+    copies = _alike(model, roles.blocks)
+    traced = {n: m for n, m in linears.items() if not any(n.startswith(b + ".") for b in copies)}
+    if len(traced) < 2 or request.sample is None:
+        return ()
+    mode = fake_mode()
+    names = request.inputs if request.inputs is not None else named_inputs(model)
+    whole = cut_copy(model, model, (), size, mode)
+    arguments = model_arguments(names, dict(request.sample))
+    left: set[str] = set()
+    for _ in range(PASSES):
+        followed = follow(whole, arguments, mode, traced, left, roles.blocks)
+        elsewhere = {n for n in traced if f"{n}.weight" in followed.trace.read}
+        if elsewhere:  # an operator would meet a rank's part
+            traced = {n: m for n, m in traced.items() if n not in elsewhere}
+            continue
+        found = {row: _columns(followed.trace, row) for row in followed.trace.rows}
+        again = _undividable(followed.trace, found) - left
+        if not again:
+            break
+        left |= again
+    else:
+        return ()
+    chains = []
+    for row, columns in found.items():
+        if not columns:
+            continue
+        chain = ChainBuilder(model, followed, mode, row, columns, size).chain()
+        if chain is not None:
+            chains.append(chain)
+            inside = next((b for bs in roles.blocks for b in bs if row.startswith(b + ".")), None)
+            others = [c for c, first in copies.items() if first == inside]
+            chains += [_renamed(chain, f"{inside}.", f"{other}.") for other in others]
+    return tuple(chains)
+
+
+def _undividable(trace: FeatureTrace, found: Mapping[str, tuple[str, ...]]) -> set[str]:
+    """The columns that cannot be divided: first those that enter a row in part, without which
+    others may be; then those of dead classes; then those that enter no row, or more than one."""
+    classes = trace.classes
+    own = {name: classes.classes(classes.of_column(name, 0)) for name in classes.columns}
+    for row in (row for row, columns in found.items() if not columns):
+        labels = classes.classes(torch.cat(trace.rows[row]))
+        entering = {n for n, mine in own.items() if bool(torch.isin(mine, labels).any())}
+        if bool(labels.all()) and entering:
+            return entering
+    if dead := {name for name, labels in own.items() if not bool(labels.all())}:
+        return dead
+    used = [column for columns in found.values() for column in columns]
+    return {name for name in own if used.count(name) != 1}
+
+
+def _free_linears(
+    model: nn.Module, roles: Roles, declared: Mapping[str, object]
+) -> dict[str, nn.Module]:
+    """The linears that may be cut: in order, plain, no other module's weight, of no role."""
+    used = {name for chain in roles.chains for name in (*chain.columns, chain.row)}
+    used |= {*roles.heads}
+    modules = dict(model.named_modules())
+    owned = [n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention)]
+    owned += [each.module for each in roles.experts]
+    weights = [id(p) for m in modules.values() for p in m.parameters(recurse=False)]
+    found = {}
+    for name, module in modules.items():
+        above = [name[:i] for i in range(len(name)) if name[i] == "."] + [name]
+        if (
+            is_linear(module)
+            and (type(module).forward is nn.Linear.forward or is_conv1d(module))
+            and name not in used
+            and not any(a in owned for a in above)
+            and not any(fnmatchcase(a, pattern) for a in above for pattern in declared)
+            and weights.count(id(module.weight)) == 1
+        ):
+            found[name] = module
+    return found
+
+
+def _alike(model: nn.Module, lists: Iterable[tuple[str, ...]]) -> dict[str, str]:
+    """Block -> the first block of its list that is like it: same modules, shapes and numbers."""
+    found = {}
+    for blocks in lists:
+        first: dict[Any, str] = {}
+        for block in blocks:
+            module = model.get_submodule(block)
+            kind = tuple(
+                (
+                    name,
+                    type(m),
+                    tuple((n, p.shape) for n, p in m.named_parameters(recurse=False)),
+                    tuple((k, v) for k, v in vars(m).items() if type(v) in (int, float, bool)),
+                )
+                for name, m in module.named_modules()
+            )
+            # the number of a layer is no difference
+            kind = tuple((*k[:3], tuple(i for i in k[3] if "layer" not in i[0])) for k in kind)
+            if kind in first:
+                found[block] = first[kind]
+            else:
+                first[kind] = block
+    return found
+
+
+def _columns(trace: FeatureTrace, row: str) -> tuple[str, ...]:
+    """The columns all features of which meet in this row; none if it cannot be divided."""
+    first, *rest = (trace.classes.classes(labels) for labels in trace.rows[row])
+    if not bool(first.all()) or any(not torch.equal(first, other) for other in rest):
+        return ()
+    known = first.unique()
+    found = []
+    for name in trace.classes.columns:
+        inside = torch.isin(trace.classes.classes(trace.classes.of_column(name, 0)), known)
+        if bool(inside.all()):
+            found.append(name)
+        elif bool(inside.any()):
+            return ()
+    return tuple(found)
+
+
+def _renamed(chain: Chain, old: str, new: str) -> Chain:
+    """The same chain of another block."""
+
+    def name(text: str) -> str:
+        return new + text.removeprefix(old) if text.startswith(old) else text
+
+    return replace(
+        chain,
+        columns=tuple(map(name, chain.columns)),
+        row=name(chain.row),
+        cuts={name(linear): cut for linear, cut in chain.cuts.items()},
+        entry=name(f"{chain.entry}.")[:-1] if chain.entry is not None else None,
+        inner=tuple(map(name, chain.inner)),
+        parameters={name(each): cut for each, cut in chain.parameters.items()},
+        attributes={
+            name(f"{module}.")[:-1]: numbers for module, numbers in chain.attributes.items()
+        },
+    )

@@ -1,0 +1,106 @@
+"""A forward of a whole model on tensors without elements, with labels on what its linears make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft._torch.tensors import FakeTensorMode, quiet_fake_tensors
+from weft._torch.trees import tree_leaves
+from weft.nn import module_calls
+
+from ..cut_copy import FAILS
+from .feature_marks import FeatureTrace
+from .feature_mode import FeatureMode
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a module: what it was given, the shapes of what it gave, and the tensors given that
+    have a gradient."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: list[torch.Size]
+    active: list[Tensor]
+
+
+@dataclass
+class Followed:
+    """A forward that was followed, and the first call of each module."""
+
+    trace: FeatureTrace
+    calls: dict[str, Call] = field(default_factory=dict)
+
+
+def follow(
+    whole: nn.Module,
+    arguments: Mapping[str, Any],
+    mode: FakeTensorMode,
+    linears: Iterable[str],
+    left: set[str],
+    lists: tuple[tuple[str, ...], ...],
+) -> Followed:
+    """One forward, with labels on what these linears make, but for those that are left whole. An
+    error ends it: what it has shown by then counts."""
+    followed = Followed(FeatureTrace())
+    classes = followed.trace.classes
+    modules = {name: whole.get_submodule(name) for name in linears}
+    holders = [n for n in dict(whole.named_modules()) if any(within(each, n) for each in modules)]
+    blocks = {block for blocks in lists for block in blocks}
+
+    def labels(name: str, count: int) -> Tensor | None:
+        return None if name in left else classes.of_column(name, count)
+
+    def tolerated(made: str, now: str) -> bool:
+        """Both in one module, which is inside of a block: its input may be where ranks part."""
+        both = _common(made, now)
+        return any(both.startswith(f"{block}.") for block in blocks)
+
+    with module_calls(whole) as inside:
+        features = FeatureMode(followed.trace, whole, inside, tolerated)
+
+        def took(name: str, args: Any, kwargs: Any, output: Any) -> None:
+            given = tree_leaves((args, kwargs), Tensor)
+            active = [t for t in given if features.has_gradient(t)]
+            shapes = [t.shape for t in tree_leaves(output, Tensor)]
+            followed.calls.setdefault(name, Call(args, kwargs, shapes, active))
+
+        handles = [
+            whole.get_submodule(name).register_forward_hook(
+                lambda _, args, kwargs, output, n=name: took(n, args, kwargs, output),
+                with_kwargs=True,
+            )
+            for name in holders
+        ]
+        with suppress(*FAILS), without_elements(mode), features.around(modules, labels):
+            whole(**arguments)
+    for handle in handles:
+        handle.remove()
+    return followed
+
+
+def within(name: str, module: str) -> bool:
+    """Whether a module is inside of another, or the other itself."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def _common(one: str, other: str) -> str:
+    """The innermost module that holds both."""
+    same = []
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
+            break
+        same.append(a)
+    return ".".join(same)
+
+
+@contextmanager
+def without_elements(mode: FakeTensorMode) -> Iterator[None]:
+    with torch.random.fork_rng([]), quiet_fake_tensors(), mode, torch.no_grad():
+        yield

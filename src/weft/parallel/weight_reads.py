@@ -1,0 +1,100 @@
+"""Weights that a forward reads elsewhere than in the module that holds them, as in
+`F.linear(x, self.embedding.weight)`: there it would meet a rank's part of them. Found by a run on
+tensors without elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from weft._torch.tensors import fake_mode, make_fake, quiet_fake_tensors
+from weft.core import UnsupportedModel
+from weft.nn import Roles, chain_module, model_arguments, module_calls, named_inputs
+from weft.pipeline import copy_with_tensors, is_parameter, tensors_read
+
+from .axes import FEATURE_AXES, VOCABULARY_AXES
+from .plan_request import PlanRequest
+
+
+def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
+    """The roles without modules whose weight something else reads; a note says which. Raises
+    UnsupportedModel if such a module is declared in [roles]."""
+    axes = dict.fromkeys((*FEATURE_AXES, *VOCABULARY_AXES))
+    if request.sample is None or request.layout.size(*axes) == 1:
+        return roles
+    linears = {n for chain in roles.chains for n in (*chain.columns, chain.row)}
+    read = _read_elsewhere(request, [*linears, *roles.embeddings, *roles.heads])
+    if not read:
+        return roles
+    declared = [n for n in read if any(fnmatchcase(n, p) for p in request.roles or ())]
+    for name in declared:
+        problem = f"its weight is read by {read[name]}, which would have a part of it"
+        raise UnsupportedModel(f"roles.{name}", "cut", problem, 'declare it "whole"')
+    chains = tuple(c for c in roles.chains if not {*c.columns, c.row} & read.keys())
+    gone = [chain_module(c) for c in roles.chains if c not in chains]
+    notes = [f"{name}: its weight is read by {read[name]}: left whole under tp" for name in read]
+    notes += [f"{module}: left whole under tp with it" for module in dict.fromkeys(gone) if module]
+    return replace(
+        roles,
+        chains=chains,
+        embeddings=tuple(n for n in roles.embeddings if n not in read),
+        heads=tuple(n for n in roles.heads if n not in read),
+        notes=(*roles.notes, *notes),
+    )
+
+
+def _read_elsewhere(request: PlanRequest, modules: Iterable[str]) -> dict[str, str]:
+    """Those of the modules whose weight is read by another -> which one. Nothing where the forward
+    does not run without elements."""
+    names = request.inputs if request.inputs is not None else named_inputs(request.model)
+    mode, cpu = fake_mode(), torch.device("cpu")
+    model = copy_with_tensors(
+        request.model,
+        lambda t: make_fake(mode, t, cpu) if t.is_meta or is_parameter(t) else t.clone(),
+    )
+    holders: dict[int, list[str]] = {}
+    for name in modules:
+        weight = getattr(model.get_submodule(name), "weight", None)
+        if isinstance(weight, nn.Parameter):
+            holders.setdefault(id(weight), []).append(name)
+    reads = _Reads(holders, model)
+    try:
+        with (
+            module_calls(model) as reads.inside,
+            torch.random.fork_rng([]),
+            quiet_fake_tensors(),
+            mode,
+            torch.no_grad(),
+            reads,
+        ):
+            model(**model_arguments(names, dict(request.sample or {})))
+    except Exception:  # the rest of it is not seen; a trial compares the numbers
+        pass
+    return reads.found
+
+
+class _Reads(TorchFunctionMode):
+    """Which weights, by id, are read where no module that holds them runs."""
+
+    def __init__(self, holders: Mapping[int, list[str]], model: nn.Module):
+        super().__init__()
+        self._holders, self._model = holders, model
+        self.inside: list[str] = []
+        self.found: dict[str, str] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        for tensor in tensors_read(func, args, kwargs or {}):
+            holders = self._holders.get(id(tensor), [])
+            if holders and not any(name in self.inside for name in holders):
+                reader = self.inside[-1] if self.inside else ""
+                by = reader or type(self._model).__name__
+                self.found |= {name: by for name in holders if name not in self.found}
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,84 @@
+"""Modules that a forward calls only where data say so, read off its source."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft.nn.conditional_calls import chosen_modules
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.aid, self.checkpointing = nn.Linear(4, 4), False
+
+
+class IfAny(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for i, part in enumerate(self.parts):
+            rows = x[:, i] > 0
+            if rows.any():
+                x = x.index_add(0, rows.nonzero()[:, 0], part(x[rows]))
+        return x
+
+
+class Continue(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(len(self.parts)):
+            rows = (x[:, i] > 0).nonzero()[:, 0]
+            if len(rows) == 0:
+                continue
+            part = self.parts[i]
+            x = x.index_add(0, rows, part(x[rows]))
+        return x
+
+
+class OverChosen(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for i in x.argmax(1).unique():
+            x = self.parts[i](x)
+        return x
+
+
+class ByIndex(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[int(x.sum() > 0)](x)
+
+
+class OneModule(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.aid(x) if x.sum() > 0 else x
+
+
+class Always(Base):
+    """Conditions that are the same on every rank."""
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        for part in self.parts:
+            x = torch.relu(part(x)) if self.checkpointing and self.training else part(x)
+        if twice and len(self.parts) > 1:
+            x = self.aid(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "kind, chosen",
+    [
+        (IfAny, ("parts",)),
+        (Continue, ("parts",)),
+        (OverChosen, ("parts",)),
+        (ByIndex, ("parts",)),
+        (OneModule, ("aid",)),
+        (Always, ()),
+    ],
+)
+def test_what_data_choose(kind: type[Base], chosen: tuple[str, ...]) -> None:
+    assert chosen_modules(kind()) == chosen
+
+
+def test_a_list_of_experts_is_chosen_from() -> None:
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])})
+    assert chosen_modules(model) == ("experts.0",)
