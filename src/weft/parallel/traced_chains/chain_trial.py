@@ -48,7 +48,7 @@ class ChainTrial:
         self._chain, self._scope, self._call, self._size = chain, scope, call, size
         self._classes, self._mode = classes, mode
         self._part = cut_copy(model.get_submodule(scope), model, (chain,), size, mode)
-        self._held = {n: torch.from_numpy(_kept(chain.cuts[n], size)) for n in classes}
+        self._held = {n: _kept(chain.cuts[n], size) for n in classes}
         self.operators = 0  # how many were run
 
     def run(self, attributes: dict[str, tuple[tuple[str, int], ...]]) -> Chain | None:
@@ -61,7 +61,8 @@ class ChainTrial:
             column = names[name]
             if column == chain.row:
                 return None
-            return trace.classes.of_column(name, len(self._classes[column]))[self._held[column]]
+            every = trace.classes.of_column(name, len(self._classes[column]))
+            return every[torch.from_numpy(self._held[column])]
 
         mode = FeatureMode(trace, self._part, [], lambda made, now: True)
         try:
@@ -99,11 +100,9 @@ class ChainTrial:
             return False
         here, there = [], []
         for name, held in self._held.items():
-            found = (
-                rows[0]
-                if name == self._chain.row
-                else trace.classes.of_column(inside[name], 0)[held]
-            )
+            found = rows[0]
+            if name != self._chain.row:
+                found = trace.classes.of_column(inside[name], 0)[torch.from_numpy(held)]
             here.append(trace.classes.classes(found))
             there.append(self._classes[name][held])
         pairs = set(zip(torch.cat(here).tolist(), np.concatenate(there).tolist(), strict=True))

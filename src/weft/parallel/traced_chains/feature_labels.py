@@ -42,6 +42,8 @@ class LabelClasses:
         pairs = np.unique(pairs[:, pairs[0] != pairs[1]], axis=1)
         while pairs.size:
             np.minimum.at(self._parent, pairs.max(axis=0), pairs.min(axis=0))
+            while not np.array_equal(deeper := self._parent[self._parent], self._parent):
+                self._parent = deeper  # every label has its root for a parent
             pairs = self._find(pairs)
             pairs = pairs[:, pairs[0] != pairs[1]]
         self._settle()
@@ -52,7 +54,7 @@ class LabelClasses:
         first = labels.narrow(dim, 0, 1)
         if labels.shape[dim] == 1 or labels.stride(dim) == 0:
             return self.classes(first)
-        filled = torch.where(labels == 0, labels.amax(dim, keepdim=True), labels)
+        filled = _filled(labels, dim)
         count = filled.shape[dim] - 1
         self.join(filled.narrow(dim, 0, count), filled.narrow(dim, 1, count))
         return self.classes(filled.narrow(dim, 0, 1))
@@ -71,10 +73,7 @@ class LabelClasses:
                 self._dead[roots[0]] = True
 
     def _find(self, labels: np.ndarray) -> np.ndarray:
-        roots = self._parent[labels]
-        while not np.array_equal(deeper := self._parent[roots], roots):
-            roots = deeper
-        return roots
+        return self._parent[labels]
 
 
 def narrow(labels: Tensor) -> Tensor:
@@ -86,5 +85,13 @@ def narrow(labels: Tensor) -> Tensor:
 
 
 def varies(labels: Tensor, dim: int) -> bool:
-    """Whether labels change along a dim."""
-    return labels.shape[dim] > 1 and bool((labels != labels.narrow(dim, 0, 1)).any())
+    """Whether labels change along a dim, not counting 0."""
+    if labels.shape[dim] == 1:
+        return False
+    filled = _filled(labels, dim)
+    return bool((filled != filled.narrow(dim, 0, 1)).any())
+
+
+def _filled(labels: Tensor, dim: int) -> Tensor:
+    """Labels with another of the same dim in the place of 0."""
+    return torch.where(labels == 0, labels.amax(dim, keepdim=True), labels)

@@ -82,22 +82,30 @@ class FeatureTrace:
     operators: int = 0
 
     def settle(self, shapes: Mapping[str, torch.Size]) -> None:
-        """At the end: kill the classes that met a tensor which differs from one to the other,
-        unless it is a parameter that can be divided with them.
+        """At the end: make one class of those that met a tensor which differs from one to the
+        other, unless it is a parameter that can be divided with them.
 
         Args:
             shapes: of the parameters.
         """
-        for met in self.meetings:
-            found = self.classes.classes(met.labels)
-            if met.mark.active and not met.allowed:
-                self.classes.kill(met.labels)
-            backs = range(1, min(len(met.shape), found.ndim) + 1)
-            if not any(met.shape[-b] > 1 and varies(found, found.ndim - b) for b in backs):
-                for name in met.mark.params:
-                    self.inner.setdefault(name, []).append(found.amax().reshape(1))
-            elif met.mark.places is None or not self._divide(met, found, shapes):
-                self.classes.kill(met.labels)
+        settled = False
+        while not settled:
+            settled = True
+            self.inner.clear()
+            self.parts.clear()
+            for met in self.meetings:
+                found = self.classes.classes(met.labels)
+                if met.mark.active and not met.allowed:
+                    self.classes.kill(met.labels)
+                dims = [found.ndim - back - 1 for back in range(min(len(met.shape), found.ndim))]
+                apart = [d for d in dims if met.shape[d - found.ndim] > 1 and varies(found, d)]
+                if not apart:
+                    for name in met.mark.params:
+                        self.inner.setdefault(name, []).append(found.amax().reshape(1))
+                elif met.mark.places is None or not self._divide(met, found, shapes):
+                    for dim in apart:
+                        self.classes.join_along(self.classes.classes(met.labels), dim)
+                    settled = False
 
     def _divide(self, met: Meeting, found: Tensor, shapes: Mapping[str, torch.Size]) -> bool:
         """Note which class each element of a parameter met. False: one met two."""

@@ -26,6 +26,8 @@ from .feature_labels import narrow
 from .feature_marks import NOTHING, FeatureTrace, Mark, Meeting
 from .feature_rules import MOVES, NEW, SAME_PLACE, FeatureRules, sizes
 
+ELEMENTS = 10_000_000  # labels to look at between two linears; what takes more is left whole
+
 
 class FeatureMode(TorchDispatchMode):
     """Follows labels through operators.
@@ -50,6 +52,7 @@ class FeatureMode(TorchDispatchMode):
         self._sizes = {name: p.shape for name, p in model.named_parameters()}
         self._marks: Any = WeakTensorKeyDictionary()
         self._linear = 0  # depth of linears that run
+        self._looked_at = 0  # labels, since the last linear
         self._rules = FeatureRules(trace.classes, self._meet, lambda t: bool(self._mark(t).params))
 
     # ---- linears ----
@@ -110,6 +113,7 @@ class FeatureMode(TorchDispatchMode):
         labels: Callable[[str, int], Tensor | None],
     ) -> None:
         self._linear -= 1
+        self._looked_at = 0
         with without_dispatch_modes():
             found = self._live(args[0]) if args else None
             new, entered = None, False
@@ -151,7 +155,8 @@ class FeatureMode(TorchDispatchMode):
         moved = name in MOVES
         found: list[Tensor] | None = None
         if live and made:
-            found = self._rules.labels(func, name, args, kwargs, live, made)
+            if self._looked_at < ELEMENTS:
+                found = self._rules.labels(func, name, args, kwargs, live, made)
             if found is None:
                 for labels in live.values():
                     self.trace.classes.kill(labels)
@@ -240,6 +245,7 @@ class FeatureMode(TorchDispatchMode):
         if (labels := self._mark(t).labels) is None:
             return None
         small = self.trace.classes.classes(narrow(labels))
+        self._looked_at += small.numel()
         return small.expand(t.shape) if bool(small.any()) else None
 
     def _origin(self, given: list[Tensor], live: bool) -> Mark:

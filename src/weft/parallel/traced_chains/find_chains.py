@@ -18,6 +18,7 @@ from weft.nn import (
     chain_module,
     is_conv1d,
     is_linear,
+    linear_features,
     model_arguments,
     named_inputs,
 )
@@ -64,6 +65,7 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
     whole = cut_copy(model, model, (), size, mode)
     arguments = model_arguments(names, dict(request.sample))
     left: set[str] = set()
+    built: dict[str, Chain | None] = {}
     for _ in range(PASSES):
         followed = follow(whole, arguments, mode, traced, left, roles.blocks)
         elsewhere = {n for n in traced if f"{n}.weight" in followed.trace.read}
@@ -72,22 +74,33 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
             continue
         found = {row: _columns(followed.trace, row) for row in followed.trace.rows}
         again = _undividable(followed.trace, found) - left
+        if again:
+            left |= again
+            continue
+        for row, columns in found.items():
+            if columns and (row not in built or built[row] is None):
+                built[row] = ChainBuilder(model, followed, mode, row, columns, size).chain()
+        failed = [columns for row, columns in found.items() if columns and built[row] is None]
+        again = {name for columns in failed for name in _narrower(model, columns)}
         if not again:
             break
         left |= again
-    else:
-        return ()
     chains = []
-    for row, columns in found.items():
-        if not columns:
-            continue
-        chain = ChainBuilder(model, followed, mode, row, columns, size).chain()
+    for chain in built.values():
         if chain is not None:
             chains.append(chain)
+            row = chain.row
             inside = next((b for bs in roles.blocks for b in bs if row.startswith(b + ".")), None)
             others = [c for c, first in copies.items() if first == inside]
             chains += [_renamed(chain, f"{inside}.", f"{other}.") for other in others]
     return tuple(chains)
+
+
+def _narrower(model: nn.Module, columns: tuple[str, ...]) -> list[str]:
+    """The columns with the fewest features, where others have more: heads may share these."""
+    widths = {name: linear_features(model.get_submodule(name))[1] for name in columns}
+    fewest = min(widths.values())
+    return [name for name in columns if widths[name] == fewest != max(widths.values())]
 
 
 def _undividable(trace: FeatureTrace, found: Mapping[str, tuple[str, ...]]) -> set[str]:

@@ -1,0 +1,255 @@
+"""Mixers whose names say nothing of what they compute: what tensor parallel cuts of them, their
+forward shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.cases import VOCAB
+
+DIM, HEADS, SIZE = 16, 4, 4
+
+
+class Around(nn.Module):
+    """A block: a mixer after a norm, and a residual."""
+
+    def __init__(self, mixer: nn.Module):
+        super().__init__()
+        self.before, self.own = nn.LayerNorm(DIM), mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.own(self.before(x))
+
+
+class Net(nn.Module):
+    """Token ids [b, s] -> logits [b, s, vocab], by two blocks."""
+
+    def __init__(self, mixer: Callable[[], nn.Module]):
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, DIM)
+        self.parts = nn.ModuleList(Around(mixer()) for _ in range(2))
+        self.last = nn.LayerNorm(DIM)
+        self.out = nn.Linear(DIM, VOCAB)
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(p, std=0.1)  # a bias of zero hides how often it is added
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.table(input_ids)
+        for part in self.parts:
+            x = part(x)
+        return self.out(self.last(x))
+
+
+def weigh(scores: Tensor) -> Tensor:
+    """Causal weights of scores [..., s, s]."""
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+class ByHand(nn.Module):
+    """Four linears, and an attention written as products."""
+
+    def __init__(self, drop: float = 0.0):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(DIM, HEADS * SIZE) for _ in range(3))
+        self.d, self.drop = nn.Linear(HEADS * SIZE, DIM), nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = (each(x).unflatten(-1, (-1, SIZE)) for each in (self.a, self.b, self.c))
+        scores = torch.einsum("bihd,bjhd->bhij", a, b) * SIZE**-0.5
+        mixed = torch.einsum("bhij,bjhd->bihd", self.drop(weigh(scores)), c)
+        return self.d(mixed.flatten(-2))
+
+
+class Interleaved(nn.Module):
+    """One linear, whose features are query, key and value of each head in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(DIM, 3 * HEADS * SIZE), nn.Linear(HEADS * SIZE, DIM)
+        self.many = HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.one(x).view(b, s, self.many, 3, SIZE).permute(3, 0, 2, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.two(mixed.transpose(1, 2).reshape(b, s, self.many * SIZE))
+
+
+class InThirds(nn.Module):
+    """One linear, whose features are all queries, all keys, all values, with a norm of each head
+    and a weight of each head that takes no part in the sum (a sink)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(DIM, 3 * HEADS * SIZE), nn.Linear(HEADS * SIZE, DIM)
+        self.scale, self.drain = nn.RMSNorm(SIZE), nn.Parameter(torch.randn(HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, -1, SIZE).transpose(1, 2) for t in self.one(x).chunk(3, -1))
+        scores = self.scale(q) @ self.scale(k).mT
+        drain = self.drain.reshape(1, -1, 1, 1).expand(b, -1, s, 1)
+        weights = torch.cat([torch.where(torch.ones(s, s).tril() > 0, scores, -1e9), drain], -1)
+        mixed = weights.softmax(-1)[..., :-1] @ v
+        return self.two(mixed.transpose(1, 2).reshape(b, s, -1))
+
+
+class Grouped(nn.Module):
+    """Two queries share a key and a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, HEADS * SIZE), nn.Linear(DIM, HEADS * SIZE // 2)
+        self.c, self.d = nn.Linear(DIM, HEADS * SIZE // 2), nn.Linear(HEADS * SIZE, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = (t(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for t in (self.a, self.b, self.c))
+        b, c = b.repeat_interleave(2, 1), c.repeat_interleave(2, 1)
+        return self.d((weigh(a @ b.mT) @ c).transpose(1, 2).flatten(-2))
+
+
+class Gated(nn.Module):
+    """A gated feed-forward of one linear, with a weight of each hidden feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(DIM, 4 * DIM), nn.Linear(2 * DIM, DIM)
+        self.each = nn.Parameter(torch.rand(2 * DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.wide(x).chunk(2, -1)
+        return self.narrow(torch.tanh(left * self.each) * right)
+
+
+class Convolved(nn.Module):
+    """A causal convolution of each feature between two linears, as in Mamba's mixers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.along = nn.Conv1d(2 * DIM, 2 * DIM, 3, groups=2 * DIM, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.silu(self.along(self.a(x).mT)[..., : x.shape[1]]).mT)
+
+
+class SharedGate(nn.Module):
+    """Heads share what a linear makes of the input beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, HEADS * SIZE), nn.Linear(HEADS * SIZE, DIM)
+        self.gate = nn.Linear(DIM, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.a(x).unflatten(-1, (-1, SIZE)) * self.gate(x).unsqueeze(-2)
+        return self.b(heads.flatten(-2))
+
+
+class NormedWhole(nn.Module):
+    """A norm over the features of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.over = nn.LayerNorm(2 * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.over(self.a(x)))
+
+
+class Talking(ByHand):
+    """Scores of all heads are mixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(HEADS, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = (each(x).unflatten(-1, (HEADS, SIZE)) for each in (self.a, self.b, self.c))
+        scores = self.mix(torch.einsum("bihd,bjhd->bijh", a, b)).permute(0, 3, 1, 2)
+        mixed = torch.einsum("bhij,bjhd->bihd", weigh(scores), c)
+        return self.d(mixed.flatten(-2))
+
+
+class Constant(nn.Module):
+    """The number of heads is a constant, of which no rank can have a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, HEADS * SIZE), nn.Linear(HEADS * SIZE, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).unflatten(-1, (HEADS, SIZE)).softmax(-1).flatten(-2))
+
+
+class Mirrored(nn.Module):
+    """Each feature of the hidden layer meets that of the same number from the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        return self.b(hidden * hidden.flip(-1))
+
+
+class Penalized(nn.Module):
+    """A weight is also read outside of its linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.a(x))) * self.a.weight.square().mean()
+
+
+class Numbered(nn.Module):
+    """Hidden features are multiplied by their numbers, which no parameter holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        return self.b(F.gelu(hidden * torch.arange(hidden.shape[-1]).to(x.dtype)))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A mixer, and which of its parameters tensor parallel divides."""
+
+    mixer: Callable[[], nn.Module]
+    cut: tuple[str, ...] = ()
+
+
+LINEARS = ("a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias", "d.weight")
+TO_TRACE = {
+    "by-hand": Expected(ByHand, LINEARS),
+    "by-hand-dropout": Expected(partial(ByHand, 0.2), LINEARS),
+    "interleaved": Expected(Interleaved, ("one.weight", "one.bias", "two.weight")),
+    "in-thirds": Expected(InThirds, ("drain", "one.weight", "one.bias", "two.weight")),
+    "grouped": Expected(Grouped, LINEARS),
+    "gated": Expected(Gated, ("each", "wide.weight", "wide.bias", "narrow.weight")),
+    "convolved": Expected(
+        Convolved, ("a.weight", "a.bias", "b.weight", "along.weight", "along.bias")
+    ),
+    "shared-gate": Expected(SharedGate, ("a.weight", "a.bias", "b.weight")),
+    "normed-whole": Expected(NormedWhole),
+    "talking": Expected(Talking),
+    "constant": Expected(Constant),
+    "mirrored": Expected(Mirrored),
+    "penalized": Expected(Penalized),
+    "numbered": Expected(Numbered),
+}
