@@ -9,7 +9,7 @@ import pytest
 
 from tests.cases import Subject, laid, reference, seeded, tokens
 from tests.verification.nets_to_trace import TO_TRACE, Net
-from weft.core import COPY, SUM
+from weft.core import COPY
 from weft.nn.losses import next_token
 from weft.verification.compare import check_layout
 

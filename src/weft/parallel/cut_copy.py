@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from weft._torch.tensors import FakeTensorMode, make_fake
 from weft.core import DimShard
-from weft.nn import Chain
+from weft.nn import Chain, is_conv1d
 from weft.pipeline import copy_with_tensors, is_parameter
 
 # What a forward may raise that runs on a part of its features.
@@ -35,7 +35,11 @@ def cut_copy(
         bare = torch.empty(shape, dtype=t.dtype, device="meta")
         return make_fake(mode, nn.Parameter(bare, False) if is_parameter(t) else bare, cpu)
 
-    return copy_with_tensors(module, local)
+    copied = copy_with_tensors(module, local)
+    for each in copied.modules():
+        if is_conv1d(each):
+            each.nf = each.weight.shape[1]  # type: ignore[assignment, union-attr]
+    return copied
 
 
 def _cuts(model: nn.Module, chain: Chain) -> Mapping[int, DimShard]:

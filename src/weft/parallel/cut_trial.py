@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
-from weft._torch.tensors import fake_mode, quiet_fake_tensors
+from weft._torch.tensors import fake_mode
 from weft.core import UnsupportedModel
 from weft.nn import (
     Roles,
@@ -25,6 +24,7 @@ from weft.nn import (
 from .axes import FEATURE_AXES
 from .cut_copy import FAILS, cut_copy
 from .plan_request import PlanRequest
+from .without_elements import without_elements
 
 
 def runnable_roles(request: PlanRequest, roles: Roles) -> Roles:
@@ -86,10 +86,7 @@ def _first_failure(request: PlanRequest, roles: Roles, size: int) -> tuple[str, 
     try:
         with (
             module_calls(model) as inside,
-            torch.random.fork_rng([]),
-            quiet_fake_tensors(),
-            mode,
-            torch.no_grad(),
+            without_elements(mode),
         ):
             model(**arguments)
     except FAILS as problem:

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from weft._torch.tensors import fake_mode, make_fake, quiet_fake_tensors
+from weft._torch.tensors import fake_mode, make_fake
 from weft.core import UnsupportedModel
 from weft.nn import Roles, chain_module, model_arguments, module_calls, named_inputs
 from weft.pipeline import copy_with_tensors, is_parameter, tensors_read
 
 from .axes import FEATURE_AXES, VOCABULARY_AXES
 from .plan_request import PlanRequest
+from .without_elements import without_elements
 
 
 def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
@@ -67,10 +68,7 @@ def _read_elsewhere(request: PlanRequest, modules: Iterable[str]) -> dict[str, s
     try:
         with (
             module_calls(model) as reads.inside,
-            torch.random.fork_rng([]),
-            quiet_fake_tensors(),
-            mode,
-            torch.no_grad(),
+            without_elements(mode),
             reads,
         ):
             model(**model_arguments(names, dict(request.sample or {})))

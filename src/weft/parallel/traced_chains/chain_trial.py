@@ -17,9 +17,10 @@ from weft.core import DimShard
 from weft.nn import Chain, local_attributes, set_attribute
 
 from ..cut_copy import FAILS, cut_copy
+from ..without_elements import without_elements
 from .feature_marks import FeatureTrace
 from .feature_mode import FeatureMode
-from .followed_forward import Call, without_elements
+from .followed_forward import Call
 
 
 class ChainTrial:

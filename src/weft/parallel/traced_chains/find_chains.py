@@ -34,10 +34,13 @@ PASSES = 12  # forwards of the model, at most
 
 
 def traced_roles(request: PlanRequest, roles: Roles) -> Roles:
-    """The roles, and the chains that a forward shows of linears that have none."""
+    """The roles without chains that the forward contradicts, and with the chains that it shows of
+    linears that have none."""
     size = request.layout.size(*FEATURE_AXES)
     if size == 1 or request.sample is None:
         return roles
+    misread = misread_chains(request, roles, size)
+    roles = replace(roles, chains=tuple(c for c in roles.chains if c not in misread))
     chains = traced_chains(request, roles, size)
     cut = {name for chain in chains for name in (*chain.columns, chain.row)}
     kinds = {type(request.model.get_submodule(chain_module(c))).__name__ for c in chains}
@@ -48,7 +51,50 @@ def traced_roles(request: PlanRequest, roles: Roles) -> Roles:
     ]
     if chains:
         notes.append(f"{len(chains)} chains of linears are found along the forward")
+    for module in dict.fromkeys(chain_module(c) for c in misread if c.row not in cut):
+        notes.append(f"{module}: its heads are not where the names of its linears say: left whole")
     return replace(roles, chains=(*roles.chains, *chains), notes=tuple(notes))
+
+
+def misread_chains(request: PlanRequest, roles: Roles, size: int) -> list[Chain]:
+    """The chains, found by names and shapes, whose ranks would part features that meet in the
+    forward, as heads that lie otherwise in a fused projection."""
+    model = request.model
+    copies = _alike(model, roles.blocks)
+    guessed = [c for c in roles.chains if not _declared(c.row, request.roles or {})]
+    linears = {n for c in guessed for n in (*c.columns, c.row) if not _within_any(n, copies)}
+    if not linears:
+        return []
+    mode = fake_mode()
+    names = request.inputs if request.inputs is not None else named_inputs(model)
+    whole = cut_copy(model, model, (), size, mode)
+    arguments = model_arguments(names, dict(request.sample or {}))
+    trace = follow(whole, arguments, mode, linears, set(), roles.blocks).trace
+    rows = {c.row for c in guessed if c.row in trace.rows and _parts_classes(c, trace, size)}
+    for block, first in copies.items():
+        rows |= {block + row.removeprefix(first) for row in rows if row.startswith(f"{first}.")}
+    return [c for c in guessed if c.row in rows]
+
+
+def _parts_classes(chain: Chain, trace: FeatureTrace, size: int) -> bool:
+    """Whether a chain divides a class among ranks; False where that is not known."""
+    labels = {chain.row: trace.rows[chain.row][0]}
+    labels |= {
+        n: trace.classes.of_column(n, 0) for n in chain.columns if n in trace.classes.columns
+    }
+    classes = {name: trace.classes.classes(found).numpy() for name, found in labels.items()}
+    known = [n for n, found in classes.items() if found.all() and not chain.cuts[n].shared(size)]
+    if chain.row not in known:
+        return False
+    entering = {*classes[chain.row].tolist()}
+    rank_of: dict[int, int] = {}
+    for name in known:
+        for rank in range(size):
+            for interval in chain.cuts[name].intervals(rank, size):
+                held = {*classes[name][slice(*interval)].tolist()} & entering
+                if any(rank_of.setdefault(each, rank) != rank for each in held):
+                    return True
+    return False
 
 
 def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain, ...]:
@@ -57,7 +103,7 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
     model = request.model
     linears = _free_linears(model, roles, request.roles or {})
     copies = _alike(model, roles.blocks)
-    traced = {n: m for n, m in linears.items() if not any(n.startswith(b + ".") for b in copies)}
+    traced = {n: m for n, m in linears.items() if not _within_any(n, copies)}
     if len(traced) < 2 or request.sample is None:
         return ()
     mode = fake_mode()
@@ -131,17 +177,30 @@ def _free_linears(
     weights = [id(p) for m in modules.values() for p in m.parameters(recurse=False)]
     found = {}
     for name, module in modules.items():
-        above = [name[:i] for i in range(len(name)) if name[i] == "."] + [name]
         if (
             is_linear(module)
             and (type(module).forward is nn.Linear.forward or is_conv1d(module))
             and name not in used
-            and not any(a in owned for a in above)
-            and not any(fnmatchcase(a, pattern) for a in above for pattern in declared)
+            and not any(each in owned for each in _above(name))
+            and not _declared(name, declared)
             and weights.count(id(module.weight)) == 1
         ):
             found[name] = module
     return found
+
+
+def _declared(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern of [roles] means a module, or one that holds it."""
+    return any(fnmatchcase(each, pattern) for each in _above(name) for pattern in patterns)
+
+
+def _above(name: str) -> list[str]:
+    """A module, and those that hold it."""
+    return [name[:i] for i in range(len(name)) if name[i] == "."] + [name]
+
+
+def _within_any(name: str, blocks: Iterable[str]) -> bool:
+    return any(name.startswith(f"{block}.") for block in blocks)
 
 
 def _alike(model: nn.Module, lists: Iterable[tuple[str, ...]]) -> dict[str, str]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft._torch.tensors import FakeTensorMode, quiet_fake_tensors
+from weft._torch.tensors import FakeTensorMode
 from weft._torch.trees import tree_leaves
 from weft.nn import module_calls
 
 from ..cut_copy import FAILS
+from ..without_elements import without_elements
 from .feature_marks import FeatureTrace
 from .feature_mode import FeatureMode
 
@@ -98,9 +99,3 @@ def _common(one: str, other: str) -> str:
             break
         same.append(a)
     return ".".join(same)
-
-
-@contextmanager
-def without_elements(mode: FakeTensorMode) -> Iterator[None]:
-    with torch.random.fork_rng([]), quiet_fake_tensors(), mode, torch.no_grad():
-        yield
