@@ -38,9 +38,10 @@ from weft.nn import (
 from weft.pipeline import make_stages
 from weft.sync import check_gate_biases, check_sync, make_sync
 
-from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES
+from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES, VOCABULARY_AXES
 from .cut_trial import runnable_roles
 from .float8_choice import check_recipe, choose_float8
+from .logits_uses import combines_logits
 from .memory_checks import check_offload, check_prefetch
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
@@ -179,6 +180,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
     weights = weights_of(model)
     steps: list[Step] = []
     typed = loss is not None and accepts_sharded_logits(loss)
+    if typed and layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES):
+        typed = not combines_logits(request, found.heads)
     asked = StepsRequest(model, weights, found, layout, typed)
     spread = axis_table().dividing(Divides.EXPERTS) if layout.active_axes(EXPERTS) else ()
     for axis in dict.fromkeys((*layout.active_axes(), *spread)):
