@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,14 @@ def overlapping_options(mode: str) -> dict[str, Any]:
     import torch._inductor
 
     return {**torch._inductor.list_mode_options(mode), "_micro_pipeline_tp": True}
+
+
+def forget_compile_threads() -> None:
+    """In a forked process, let inductor make new threads to compile in: those of the parent, which
+    it would wait for without end, are not in this process. Torch does so for its processes alone."""
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is not None:
+        inductor.AsyncCompile.pool.cache_clear()
 
 
 def cpp_compiler_missing() -> bool:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from weft._torch.compiler import forget_compile_threads
 from weft.core import Refusal, WeftError, WorkerDied
 from weft.engine import ReplicaGroup
 
@@ -211,6 +212,7 @@ def serve_tasks(connection: Connection, parent: int, task: RankTask | None) -> N
     # the parent's garbage is not this process's to collect: destructors may join threads or delete
     # files
     gc.freeze()
+    forget_compile_threads()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole group; the parent decides
