@@ -149,20 +149,18 @@ def test_ranks_compute_on_many_threads_though_the_parent_did() -> None:
 # ---- the end of the parent -----------------------------------------------------------------------
 
 
-def compiled_sum(factor: float) -> float:
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return (x.sin() * factor).sum()  # what is cached of another factor does not do
-
-    return float(torch.compile(scaled)(torch.ones(64)))
+def compiled_sum(size: int) -> float:
+    return float(torch.compile(lambda x: x.sin().sum(), dynamic=False)(torch.ones(size)))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_ranks_compile_though_the_parent_did() -> None:
     """The threads that inductor compiles in do not come along into a forked process."""
-    compiled_sum(time.time())
+    size = 10**5 + time.time_ns() % 10**5  # what a run has cached does not do for the next
+    compiled_sum(size)
     with Pool(1) as pool:
-        found = pool.run(compiled_sum, factor := time.time(), timeout=120)
-    assert found == [pytest.approx(64 * math.sin(1) * factor, rel=1e-4)]
+        found = pool.run(compiled_sum, size + 1, timeout=120)
+    assert found == [pytest.approx((size + 1) * math.sin(1), rel=1e-4)]
 
 
 def note_pid_and_sleep(folder: Path) -> None:
