@@ -92,8 +92,8 @@ def overlapping_options(mode: str) -> dict[str, Any]:
 
 
 def forget_compile_threads() -> None:
-    """In a forked process, let inductor make new threads to compile in: those of the parent, which
-    it would wait for without end, are not in this process. Torch does so for its processes alone."""
+    """In a forked process, let inductor make new threads to compile in: it would wait without end
+    for those of the parent. Torch itself forgets its processes there, and not its threads."""
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is not None:
         inductor.AsyncCompile.pool.cache_clear()
