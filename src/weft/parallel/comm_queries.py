@@ -37,10 +37,12 @@ class BoundaryShape:
 @dataclass(frozen=True)
 class CallSizes:
     """How often the forward of a batch calls a module. `sizes`: where that depends on data, how
-    many elements enter and leave in each call on this rank, over all microbatches."""
+    many elements enter and leave in each call on this rank, over all microbatches. `regathered`:
+    how often the backward of a microbatch gathers a unit of FSDP2."""
 
     count: int = 1
     sizes: tuple[tuple[int, int], ...] = ()
+    regathered: int = 0
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,11 @@ def _gathered_in_backward(
             split = plan.backwards(stage, microbatch) == 2
             comes = [below if split else learns or below for _, learns, below in units]
             for i, (name, learns, _) in enumerate(units):
-                found[name] += (comes[i] or any(comes[i + 1 : i + 2])) * _count(name, calls)
+                count = _count(name, calls)
+                if calls is not None and count > 1:
+                    found[name] += calls[name].regathered
+                else:
+                    found[name] += (comes[i] or any(comes[i + 1 : i + 2])) * count
                 found[name] += split and learns
     return found
 

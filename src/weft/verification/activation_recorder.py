@@ -25,8 +25,9 @@ class ActivationRecorder:
     microbatch by microbatch.
 
     `forward` and `backward` name the modules in the order in which these came, one entry per
-    tensor. `cores`: calls of attention. `calls`: how often each module was called;
-    `shapes`: of what entered and left each time; `entered`: every tensor that did.
+    tensor; `gave`: whether such an output has a gradient. `cores`: calls of attention. `calls`: how
+    often each module was called; `shapes`: of what entered and left each time; `entered`: every
+    tensor that did.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class ActivationRecorder:
     entered: dict[str, list[SequenceInput]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     forward: list[str] = field(default_factory=list)
+    gave: list[bool] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
     cores: list[AttentionCall] = field(default_factory=list)
     routings: list[RoutingCall] = field(default_factory=list)
@@ -114,6 +116,7 @@ def record_activations(
         if out.is_leaf and out.requires_grad:
             return  # received from another stage, which records it
         keep(trace.outputs, trace.forward, name, out)
+        trace.gave.append(out.requires_grad)
         entered = first_tensor((*args, *kwargs.values()))
         shape = (0,) if entered is None else tuple(entered.shape)
         trace.shapes.setdefault(name, []).append((shape, tuple(out.shape)))

@@ -7,6 +7,7 @@ nothing is gathered but errors.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -281,7 +282,10 @@ def _module_calls(
 ) -> dict[str, CallSizes]:
     """How often each module is called; and with how much, on this rank, where one device's shapes
     do not tell: a Python loop over experts calls each with the tokens that chose it."""
-    found = {name: CallSizes(count) for name, count in whole.calls.items()}
+    gathered = {step.module for step in plan.steps if step.gather is not None}
+    order = [each for each in zip(whole.forward, whole.gave, strict=True) if each[0] in gathered]
+    again = _regathered(order)
+    found = {name: CallSizes(count, (), again[name]) for name, count in whole.calls.items()}
     for name, shapes in whole.shapes.items():
         crossing, mine = whole.crossings[name], trace.shapes.get(name, [])
         chosen = any(name == each or is_inside(name, each) for each in plan.chosen)
@@ -293,8 +297,27 @@ def _module_calls(
         chosen = chosen or any(entered[0] not in usual for entered, _ in mine)
         if chosen and plan.sequence_size == 1 and not plan.sliced(name):
             sizes = tuple((prod(entered), prod(left)) for entered, left in mine)
-            found[name] = CallSizes(len(shapes) if sizes else 0, sizes)
+            found[name] = CallSizes(len(shapes) if sizes else 0, sizes, again[name])
     return found
+
+
+def _regathered(order: list[tuple[str, bool]]) -> Counter[str]:
+    """How often backward gathers each unit. FSDP2 gathers the one of the call before, too, when it
+    comes to a unit, also if that call has no gradient (`FSDPParamGroup._backward_prefetch`).
+
+    Args:
+        order: (unit, whether it has a gradient) of the calls of a forward.
+    """
+    count: Counter[str] = Counter()
+    gathered: set[str] = set()
+    for place in reversed(range(len(order))):
+        name, gave = order[place]
+        if gave:
+            for unit in (name, *(before for before, _ in order[max(0, place - 1) : place])):
+                count[unit] += unit not in gathered
+                gathered.add(unit)
+            gathered.discard(name)
+    return count
 
 
 # ---- the order of a run: what differs first explains the rest ------------------------------------
