@@ -28,18 +28,10 @@ NOTHING_TO_CUT = (
     "gru-dropout",
     "time-loop",
     "gumbel",
-    "masked-tokens",
-    "non-contiguous",
-    "two-linears",
-    "linears-in-dict",
-    "dataclass",
-    "own-loss",
-    "scalar-first",
     "unet",
     "siamese",
     "vq-vae",
     "multi-task",
-    "binary-dann",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
 
@@ -25,7 +25,17 @@ BOTTLENECK = 4  # times narrower than what it reads and makes, linears are left 
 
 
 class ChainBuilder:
-    """Makes a chain of what a forward has shown, and tries it."""
+    """Makes a chain of what a forward has shown, and tries it.
+
+    Args:
+        model: holds the linears.
+        followed: its forward.
+        mode: that of the tensors in it.
+        row: the linear that ends the chain.
+        columns: the linears before it.
+        size: how many ranks share them.
+        others: ids of the parameters that have another role.
+    """
 
     def __init__(
         self,
@@ -35,7 +45,9 @@ class ChainBuilder:
         row: str,
         columns: tuple[str, ...],
         size: int,
+        others: Collection[int],
     ):
+        self.others = others
         self.model, self.followed, self.mode, self.size = model, followed, mode, size
         order = [name for name, _ in model.named_modules()]
         self.row, self.columns = row, tuple(sorted(columns, key=order.index))
@@ -115,7 +127,8 @@ class ChainBuilder:
                     return None
                 divided[name] = np.array([self.place.get(each, -1) for each in classes.tolist()])
         for name in (*inner, *divided):
-            if name in trace.used_whole or not within(name, scope):
+            taken = id(self.model.get_parameter(name)) in self.others
+            if taken or name in trace.used_whole or not within(name, scope):
                 return None
         return None if {*inner} & {*divided} else (tuple(inner), divided)
 

@@ -77,13 +77,16 @@ def misread_chains(request: PlanRequest, roles: Roles, size: int) -> list[Chain]
 
 
 def _parts_classes(chain: Chain, trace: FeatureTrace, size: int) -> bool:
-    """Whether a chain divides a class among ranks; False where that is not known."""
+    """Whether a chain divides a class among ranks; False where that is not known, or meant: ranks
+    that share a key head each have some of its query heads."""
+    if any(cut.shared(size) for cut in chain.cuts.values()):
+        return False
     labels = {chain.row: trace.rows[chain.row][0]}
     labels |= {
         n: trace.classes.of_column(n, 0) for n in chain.columns if n in trace.classes.columns
     }
     classes = {name: trace.classes.classes(found).numpy() for name, found in labels.items()}
-    known = [n for n, found in classes.items() if found.all() and not chain.cuts[n].shared(size)]
+    known = [name for name, found in classes.items() if found.all()]
     if chain.row not in known:
         return False
     entering = {*classes[chain.row].tolist()}
@@ -110,6 +113,8 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
     names = request.inputs if request.inputs is not None else named_inputs(model)
     whole = cut_copy(model, model, (), size, mode)
     arguments = model_arguments(names, dict(request.sample))
+    tables = [model.get_submodule(name) for name in (*roles.embeddings, *roles.heads)]
+    others = {id(p) for module in tables for p in module.parameters()}
     left: set[str] = set()
     built: dict[str, Chain | None] = {}
     for _ in range(PASSES):
@@ -125,7 +130,7 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
             continue
         for row, columns in found.items():
             if columns and (row not in built or built[row] is None):
-                built[row] = ChainBuilder(model, followed, mode, row, columns, size).chain()
+                built[row] = ChainBuilder(model, followed, mode, row, columns, size, others).chain()
         failed = [columns for row, columns in found.items() if columns and built[row] is None]
         again = {name for columns in failed for name in _narrower(model, columns)}
         if not again:
