@@ -86,7 +86,7 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
                 "it is part of no chain of columns that ends in a row",
                 "declare the columns and the row that follows them in one block",
             )
-    embeddings, heads = _vocabulary(modules, lists, table)
+    embeddings, heads = _vocabulary(modules, lists, table, notes)
     source = "declared" if declared else "the model's own plan" if hf else "guessed"
     whole = {name for name, role in table.items() if role["role"] == "whole"}
     experts = tuple(replace(e, cuts={}) if e.module in whole else e for e in find_experts(model))
@@ -229,10 +229,14 @@ def _guess_in_sequential(
 
 
 def _vocabulary(
-    modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...], table: Mapping[str, dict]
+    modules: Mapping[str, nn.Module],
+    lists: tuple[tuple[str, ...], ...],
+    table: Mapping[str, dict],
+    notes: list[str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The token embedding (the largest that is no table of positions), the linear outside of the
-    blocks that scores the same vocabulary, and all that hold the weight of one of the two."""
+    blocks that scores the same vocabulary, and all that hold the weight of one of the two; but for
+    those whose rows cannot be divided."""
     whole = {name for name, role in table.items() if role["role"] == "whole"}
     declared = {role["role"]: name for name, role in table.items()}
     inside = tuple(block + "." for blocks in lists for block in blocks)
@@ -257,4 +261,22 @@ def _vocabulary(
         named = (*([first] if first is not None else []), *tied)
         return tuple(name for name in named if name not in whole)
 
-    return those(tables, embedding), those(linears, head)
+    embeddings, heads = those(tables, embedding), those(linears, head)
+    beside = {n: more for n in (*embeddings, *heads) if (more := _not_of_tokens(modules[n]))}
+    notes += [f"{n} has {more} beside its rows: left whole under tp" for n, more in beside.items()]
+    kept = {id(modules[name].weight) for name in beside}
+    embeddings, heads = (
+        tuple(n for n in names if id(modules[n].weight) not in kept)
+        for names in (embeddings, heads)
+    )
+    return embeddings, heads
+
+
+def _not_of_tokens(module: nn.Module) -> str:
+    """A parameter of an embedding beside its table, or of a head that has not one number per
+    token; empty if there is none."""
+    for name, p in module.named_parameters():
+        per_token = "." not in name and p.shape[:1] == module.weight.shape[:1]  # type: ignore[index, union-attr]
+        if name != "weight" and (isinstance(module, nn.Embedding) or not per_token):
+            return name
+    return ""

@@ -41,10 +41,10 @@ def vocabulary_steps(request: StepsRequest, axis: str, by: str) -> Iterator[Step
                 f"use a {axis} size of at most that",
             )
         cut = DimShard(0, (vocab,), (vocab,))
-        params = [Param(name, axis, Shard(0), Shard(0), Shard(0), cut)]
-        if f"{module}.bias" in names:
-            bias = names[f"{module}.bias"]
-            params.append(Param(bias, axis, Shard(0), Shard(0), Shard(0), cut))
+        params = [
+            Param(names[f"{module}.{leaf}"], axis, Shard(0), Shard(0), Shard(0), cut)
+            for leaf, _ in table.named_parameters(recurse=False)  # biases and scales of tokens too
+        ]
         if module in roles.embeddings:
             yield Step(module, by, tuple(params), output=Boundary({axis: COPY}, {axis: SUM}))
         else:

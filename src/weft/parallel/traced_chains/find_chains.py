@@ -142,8 +142,8 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
             chains.append(chain)
             row = chain.row
             inside = next((b for bs in roles.blocks for b in bs if row.startswith(b + ".")), None)
-            others = [c for c, first in copies.items() if first == inside]
-            chains += [_renamed(chain, f"{inside}.", f"{other}.") for other in others]
+            alike = [c for c, first in copies.items() if first == inside]
+            chains += [_renamed(chain, f"{inside}.", f"{other}.") for other in alike]
     return tuple(chains)
 
 
