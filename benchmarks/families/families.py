@@ -53,14 +53,34 @@ OWN: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8, "mp_num": 4},
     "cpmant": {"prompt_types": 4, "prompt_length": 4, "segment_types": 4, "dim_head": 16},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "blt_local_decoder": {"hidden_size_global": 64},
+    "blt_local_encoder": {"hidden_size_global": 64},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+            for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "deit": {"architectures": ["DeiTForImageClassification"]},
+    "convnext": {"hidden_sizes": [16, 32], "depths": [2, 2], "num_hidden_layers": 2, "patch_size": 4},
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": None,
+        "laurel_rank": 8,
+    },
+    "gptj": {"rotary_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
@@ -75,14 +95,40 @@ OWN: dict[str, dict[str, Any]] = {
         "local_attn_chunk_length": 8,
         "num_buckets": 4,
     },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "ple_embed_dim": 16,
+        "ngram_vocab_size_base": 256,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 8,
+        "hc_lowrank": 8,
+    },
     "roc_bert": {
         "pronunciation_vocab_size": VOCABULARY,
         "shape_vocab_size": VOCABULARY,
         "pronunciation_embed_dim": 16,
         "shape_embed_dim": 16,
     },
+    "swin": {
+        **dict.fromkeys(("num_heads", "num_attention_heads"), [2, 4]),
+        **{"embed_dim": 16, "depths": [2, 2], "window_size": 2},
+    },
+    "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
+    "zamba2": {
+        "attention_hidden_size": 128,
+        "head_dim": 32,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    },
 }
 
 # task of a run file -> families beside those of causal language models

@@ -10,12 +10,13 @@ import pytest
 import weft
 from tests.cases import reference, seeded
 from tests.verification.nets import NETS as FIRST
+from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_papers import PAPERS
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
 
-NETS = FIRST | PAPERS | QUIRKS
+NETS = FIRST | PAPERS | QUIRKS | FAMILIES
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples

@@ -130,7 +130,14 @@ def _differs(
         others = (_local_part(engine, name, value, other) for other in candidates)
         if any(equals(other) for other in others if other is not None):
             continue
-        if not (batched and want.shape[0] < whole.shape[0] and _same_rows(value, whole, equals)):
+        if not batched or want.shape[0] == whole.shape[0]:
+            return True
+        elsewhere = (s for s in range(0, plan.batch, plan.microbatch) if s != sample)
+        swapped = (next(_arranged(plan, whole, len(wholes), s)) for s in elsewhere)
+        others = (_local_part(engine, name, value, other) for other in swapped)
+        if any(equals(other) for other in others if other is not None):
+            return True  # another microbatch's
+        if not _same_rows(value, whole, equals):
             return True
     return compared
 

@@ -25,9 +25,9 @@ class ActivationRecorder:
     microbatch by microbatch.
 
     `forward` and `backward` name the modules in the order in which these came, one entry per
-    tensor; `gave`: whether such an output has a gradient. `cores`: calls of attention. `calls`: how
-    often each module was called; `shapes`: of what entered and left each time; `entered`: every
-    tensor that did.
+    tensor; `reached`: whether backward came to such an output. `cores`: calls of attention.
+    `calls`: how often each module was called; `shapes`: of what entered and left each time;
+    `entered`: every tensor that did.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class ActivationRecorder:
     entered: dict[str, list[SequenceInput]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     forward: list[str] = field(default_factory=list)
-    gave: list[bool] = field(default_factory=list)
+    reached: list[bool] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
     cores: list[AttentionCall] = field(default_factory=list)
     routings: list[RoutingCall] = field(default_factory=list)
@@ -116,7 +116,7 @@ def record_activations(
         if out.is_leaf and out.requires_grad:
             return  # received from another stage, which records it
         keep(trace.outputs, trace.forward, name, out)
-        trace.gave.append(out.requires_grad)
+        trace.reached.append(False)
         entered = first_tensor((*args, *kwargs.values()))
         shape = (0,) if entered is None else tuple(entered.shape)
         trace.shapes.setdefault(name, []).append((shape, tuple(out.shape)))
@@ -144,9 +144,10 @@ def record_activations(
             giving + out.requires_grad,
         )
         if out.requires_grad:
-            out.register_hook(lambda grad: back(name, grad))
+            out.register_hook(lambda grad, place=len(trace.reached) - 1: back(name, place, grad))
 
-    def back(name: str, grad: Tensor) -> None:
+    def back(name: str, place: int, grad: Tensor) -> None:
+        trace.reached[place] = True
         kind, _ = now()
         # a stage's forward is left before the modules around it end
         in_forward = kind == "F" or (not kind and bool(trace.inside))

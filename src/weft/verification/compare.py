@@ -283,7 +283,7 @@ def _module_calls(
     """How often each module is called; and with how much, on this rank, where one device's shapes
     do not tell: a Python loop over experts calls each with the tokens that chose it."""
     gathered = {step.module for step in plan.steps if step.gather is not None}
-    order = [each for each in zip(whole.forward, whole.gave, strict=True) if each[0] in gathered]
+    order = [each for each in zip(whole.forward, whole.reached, strict=True) if each[0] in gathered]
     again = _regathered(order)
     found = {name: CallSizes(count, (), again[name]) for name, count in whole.calls.items()}
     for name, shapes in whole.shapes.items():
@@ -302,17 +302,17 @@ def _module_calls(
 
 
 def _regathered(order: list[tuple[str, bool]]) -> Counter[str]:
-    """How often backward gathers each unit. FSDP2 gathers the one of the call before, too, when it
-    comes to a unit, also if that call has no gradient (`FSDPParamGroup._backward_prefetch`).
+    """How often backward gathers each unit. When FSDP2 comes to a unit, it gathers that of the call
+    before, too, also if backward does not come there (`FSDPParamGroup._backward_prefetch`).
 
     Args:
-        order: (unit, whether it has a gradient) of the calls of a forward.
+        order: (unit, whether backward comes to it) of the calls of a forward.
     """
     count: Counter[str] = Counter()
     gathered: set[str] = set()
     for place in reversed(range(len(order))):
-        name, gave = order[place]
-        if gave:
+        name, reached = order[place]
+        if reached:
             for unit in (name, *(before for before, _ in order[max(0, place - 1) : place])):
                 count[unit] += unit not in gathered
                 gathered.add(unit)
