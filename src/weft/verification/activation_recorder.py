@@ -144,7 +144,8 @@ def record_activations(
             giving + out.requires_grad,
         )
         if out.requires_grad:
-            out.register_hook(lambda grad, place=len(trace.reached) - 1: back(name, place, grad))
+            place = len(trace.reached) - 1
+            out.register_hook(lambda grad: back(name, place, grad))
 
     def back(name: str, place: int, grad: Tensor) -> None:
         trace.reached[place] = True
