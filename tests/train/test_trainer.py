@@ -434,10 +434,10 @@ def test_a_run_is_resumed_under_another_layout(
 def test_sigterm_at_one_rank_saves_and_stops_all(tmp_path: Path, pool: Pool) -> None:
     whole_run = make(tmp_path / "whole", "dp2", train__steps=9)
     pool.run(train, whole_run, False, world=2)
-    # rank 1 reads three samples before the first step, then takes 4 samples a step: the signal
+    # rank 1 reads four samples before the first step, then takes 4 samples a step: the signal
     # comes in step 3
     settings = {"train__steps": 9, "checkpoint__every": 0}
-    run = make(tmp_path / "stopped", "dp2", data__interrupt=12, data__rank=1, **settings)
+    run = make(tmp_path / "stopped", "dp2", data__interrupt=13, data__rank=1, **settings)
     assert pool.run(train, run, False, world=2) == [True, True]
     stopped = checkpoint.latest_step(Path(run.output) / "checkpoints")
     assert stopped == 4  # the ranks hear of it while the next step runs
