@@ -331,6 +331,7 @@ def stepped(build: Any, loss: Any, layout: str, batch: dict[str, Tensor], **plan
     engine = weft.Engine(
         model, laid_out, optimizer=partial(torch.optim.SGD, lr=0.1), loss=loss, device="cpu"
     )
+    engine.trial = None  # what a step itself does; by chance a trial sees that samples are mixed
     engine.step(engine.local(batch))
 
 
@@ -481,17 +482,16 @@ def of_its_size(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
     return output.square().sum(), torch.tensor(float(output.numel()))
 
 
-def test_shards_of_a_stage_that_run_different_modules_are_refused(pool: Pool) -> None:
+def test_shards_of_a_stage_may_run_different_modules(pool: Pool) -> None:
+    """What data choose is gathered with the rest of its stage: no rank waits for another."""
     rows = torch.tensor(
         [1.0, 1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0]
     )  # of each microbatch, the second half is rank 1's
-    batch = {"input": torch.rand(BATCH, 6).double() * rows[:, None]}
-    with pytest.raises(Refusal, match="depends on the other samples"):
+    for factor in (rows, rows.abs()):
+        batch = {"input": torch.rand(BATCH, 6).double() * factor[:, None]}
         pool.run(
             partial(stepped, cut=("leave.0",)), Routed, of_its_size, "pp2.fsdp2", batch, world=4
         )
-    batch = {"input": torch.rand(BATCH, 6).double()}
-    pool.run(partial(stepped, cut=("leave.0",)), Routed, of_its_size, "pp2.fsdp2", batch, world=4)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
