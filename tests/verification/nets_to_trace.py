@@ -154,6 +154,23 @@ class SharedGate(nn.Module):
         return self.b(heads.flatten(-2))
 
 
+class WrittenBeside(nn.Module):
+    """Keys are what each head has and what all heads share, written into one tensor, as in
+    LongCat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, 2 * HEADS * SIZE), nn.Linear(DIM, 2 * HEADS * SIZE)
+        self.c, self.d = nn.Linear(DIM, SIZE), nn.Linear(HEADS * SIZE, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = (t(x).unflatten(-1, (-1, 2 * SIZE)).transpose(1, 2) for t in (self.a, self.b))
+        keys = x.new_empty(b.shape)
+        keys[..., :SIZE] = b[..., :SIZE]
+        keys[..., SIZE:] = self.c(x).unsqueeze(1)
+        return self.d((weigh(a @ keys.mT) @ b[..., SIZE:]).transpose(1, 2).flatten(-2))
+
+
 class NormedWhole(nn.Module):
     """A norm over the features of all heads."""
 
@@ -246,6 +263,7 @@ TO_TRACE = {
         Convolved, ("a.weight", "a.bias", "b.weight", "along.weight", "along.bias")
     ),
     "shared-gate": Expected(SharedGate, ("a.weight", "a.bias", "b.weight")),
+    "written-beside": Expected(WrittenBeside),
     "normed-whole": Expected(NormedWhole),
     "talking": Expected(Talking),
     "constant": Expected(Constant),

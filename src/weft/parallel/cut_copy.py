@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from weft._torch.tensors import FakeTensorMode, make_fake
+from weft._torch.tensors import FakeTensorMode
 from weft.core import DimShard
 from weft.nn import Chain, is_conv1d
-from weft.pipeline import copy_with_tensors, is_parameter
+
+from .without_elements import copy_without_elements
 
 # What a forward may raise that runs on a part of its features.
 FAILS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError)
@@ -24,18 +24,14 @@ def cut_copy(
     cuts: dict[int, DimShard] = {}
     for chain in chains:
         cuts |= _cuts(model, chain)
-    cpu = torch.device("cpu")
 
-    def local(t: Tensor) -> Tensor:
-        if not (t.is_meta or is_parameter(t)):
-            return t.clone()
+    def local(t: Tensor) -> tuple[int, ...]:
         shape = list(t.shape)
         if (cut := cuts.get(id(t))) is not None:
             shape[cut.dim] = sum(stop - start for start, stop in cut.intervals(0, size))
-        bare = torch.empty(shape, dtype=t.dtype, device="meta")
-        return make_fake(mode, nn.Parameter(bare, False) if is_parameter(t) else bare, cpu)
+        return tuple(shape)
 
-    copied = copy_with_tensors(module, local)
+    copied = copy_without_elements(module, mode, local)
     for each in copied.modules():
         if is_conv1d(each):
             each.nf = each.weight.shape[1]  # type: ignore[assignment, union-attr]

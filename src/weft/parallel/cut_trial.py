@@ -14,9 +14,7 @@ from weft.nn import (
     Roles,
     chain_module,
     local_attributes,
-    model_arguments,
     module_calls,
-    named_inputs,
     set_attribute,
     unknown_forward,
 )
@@ -73,7 +71,6 @@ def _without(
 def _first_failure(request: PlanRequest, roles: Roles, size: int) -> tuple[str, str] | None:
     """The innermost module with a chain in which a forward of the cut model fails, and why. None:
     it runs, or fails elsewhere."""
-    names = request.inputs if request.inputs is not None else named_inputs(request.model)
     mode = fake_mode()
     model = cut_copy(request.model, request.model, roles.chains, size, mode)
     for chain in roles.chains:
@@ -82,13 +79,9 @@ def _first_failure(request: PlanRequest, roles: Roles, size: int) -> tuple[str, 
                 set_attribute(model.get_submodule(name), key, value)
     with_chain = {chain_module(chain) for chain in roles.chains}
     inside: list[str] = []
-    arguments = model_arguments(names, dict(request.sample or {}))
     try:
-        with (
-            module_calls(model) as inside,
-            without_elements(mode),
-        ):
-            model(**arguments)
+        with module_calls(model) as inside, without_elements(mode):
+            model(**request.arguments())
     except FAILS as problem:
         within = [name for name in inside if name in with_chain]
         if within:

@@ -12,11 +12,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft._torch.tensors import fake_mode
 from weft._torch.trees import tree_leaves
-from weft.nn import model_arguments, named_inputs
 
-from .cut_copy import cut_copy
 from .plan_request import PlanRequest
-from .without_elements import without_elements
+from .without_elements import copy_without_elements, without_elements
 
 
 def combines_logits(request: PlanRequest, heads: Iterable[str]) -> bool:
@@ -24,15 +22,14 @@ def combines_logits(request: PlanRequest, heads: Iterable[str]) -> bool:
     forward does not run so far."""
     if request.sample is None:
         return False
-    names = request.inputs if request.inputs is not None else named_inputs(request.model)
     mode = fake_mode()
-    model = cut_copy(request.model, request.model, (), 1, mode)
+    model = copy_without_elements(request.model, mode)
     uses = _Uses()
     for name in heads:
         model.get_submodule(name).register_forward_hook(lambda _, args, out: uses.add(out))
     try:
         with without_elements(mode), uses:
-            model(**model_arguments(names, dict(request.sample)))
+            model(**request.arguments())
     except Exception:  # the rest of it is not seen; a trial compares the numbers
         pass
     return uses.combined

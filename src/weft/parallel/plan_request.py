@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
 from weft.core import Layout, PipelineRequest, Sync
+from weft.nn import model_arguments, named_inputs
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,8 @@ class PlanRequest:
     fsdp_prefetch: int | None = None
     offload_activations: bool = False
     float8: str = "off"
+
+    def arguments(self) -> dict[str, Any]:
+        """What the model's forward is called with for the sample."""
+        names = self.inputs if self.inputs is not None else named_inputs(self.model)
+        return model_arguments(names, dict(self.sample or {}))

@@ -9,18 +9,17 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from weft._torch.tensors import fake_mode, make_fake
+from weft._torch.tensors import fake_mode
 from weft.core import UnsupportedModel
-from weft.nn import Roles, chain_module, model_arguments, module_calls, named_inputs
-from weft.pipeline import copy_with_tensors, is_parameter, tensors_read
+from weft.nn import Roles, chain_module, module_calls
+from weft.pipeline import tensors_read
 
 from .axes import FEATURE_AXES, VOCABULARY_AXES
 from .plan_request import PlanRequest
-from .without_elements import without_elements
+from .without_elements import copy_without_elements, without_elements
 
 
 def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
@@ -53,12 +52,8 @@ def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
 def _read_elsewhere(request: PlanRequest, modules: Iterable[str]) -> dict[str, str]:
     """Those of the modules whose weight is read by another -> which one. Nothing where the forward
     does not run without elements."""
-    names = request.inputs if request.inputs is not None else named_inputs(request.model)
-    mode, cpu = fake_mode(), torch.device("cpu")
-    model = copy_with_tensors(
-        request.model,
-        lambda t: make_fake(mode, t, cpu) if t.is_meta or is_parameter(t) else t.clone(),
-    )
+    mode = fake_mode()
+    model = copy_without_elements(request.model, mode)
     holders: dict[int, list[str]] = {}
     for name in modules:
         weight = getattr(model.get_submodule(name), "weight", None)
@@ -66,12 +61,8 @@ def _read_elsewhere(request: PlanRequest, modules: Iterable[str]) -> dict[str, s
             holders.setdefault(id(weight), []).append(name)
     reads = _Reads(holders, model)
     try:
-        with (
-            module_calls(model) as reads.inside,
-            without_elements(mode),
-            reads,
-        ):
-            model(**model_arguments(names, dict(request.sample or {})))
+        with module_calls(model) as reads.inside, without_elements(mode), reads:
+            model(**request.arguments())
     except Exception:  # the rest of it is not seen; a trial compares the numbers
         pass
     return reads.found

@@ -3,16 +3,40 @@ forward may look at tokens (`if pad in input_ids`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft._torch.modes import TorchDispatchMode, without_dispatch_modes
-from weft._torch.tensors import FakeTensor, FakeTensorMode, quiet_fake_tensors
+from weft._torch.tensors import FakeTensor, FakeTensorMode, make_fake, quiet_fake_tensors
 from weft._torch.trees import tree_leaves
+from weft.pipeline import copy_with_tensors, is_parameter
+
+
+def copy_without_elements(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    shape: Callable[[Tensor], tuple[int, ...]] = lambda t: tuple(t.shape),
+) -> nn.Module:
+    """A copy whose parameters have no elements. Raises UnsupportedModel.
+
+    Args:
+        model: any module.
+        mode: that of its tensors.
+        shape: of a parameter, or of a buffer on the meta device -> what it has in the copy.
+    """
+    cpu = torch.device("cpu")
+
+    def bare(t: Tensor) -> Tensor:
+        if not (t.is_meta or is_parameter(t)):
+            return t.clone()
+        empty = torch.empty(shape(t), dtype=t.dtype, device="meta")
+        return make_fake(mode, nn.Parameter(empty, False) if is_parameter(t) else empty, cpu)
+
+    return copy_with_tensors(model, bare)
 
 
 @contextmanager

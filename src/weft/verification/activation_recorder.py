@@ -25,7 +25,7 @@ class ActivationRecorder:
     microbatch by microbatch.
 
     `forward` and `backward` name the modules in the order in which these came, one entry per
-    tensor; `reached`: whether backward came to such an output. `cores`: calls of attention.
+    tensor; `reached`: the places in `forward` to which backward came. `cores`: calls of attention.
     `calls`: how often each module was called; `shapes`: of what entered and left each time;
     `entered`: every tensor that did.
     """
@@ -37,7 +37,7 @@ class ActivationRecorder:
     entered: dict[str, list[SequenceInput]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     forward: list[str] = field(default_factory=list)
-    reached: list[bool] = field(default_factory=list)
+    reached: set[int] = field(default_factory=set)
     backward: list[str] = field(default_factory=list)
     cores: list[AttentionCall] = field(default_factory=list)
     routings: list[RoutingCall] = field(default_factory=list)
@@ -116,7 +116,6 @@ def record_activations(
         if out.is_leaf and out.requires_grad:
             return  # received from another stage, which records it
         keep(trace.outputs, trace.forward, name, out)
-        trace.reached.append(False)
         entered = first_tensor((*args, *kwargs.values()))
         shape = (0,) if entered is None else tuple(entered.shape)
         trace.shapes.setdefault(name, []).append((shape, tuple(out.shape)))
@@ -144,11 +143,11 @@ def record_activations(
             giving + out.requires_grad,
         )
         if out.requires_grad:
-            place = len(trace.reached) - 1
+            place = len(trace.forward) - 1
             out.register_hook(lambda grad: back(name, place, grad))
 
     def back(name: str, place: int, grad: Tensor) -> None:
-        trace.reached[place] = True
+        trace.reached.add(place)
         kind, _ = now()
         # a stage's forward is left before the modules around it end
         in_forward = kind == "F" or (not kind and bool(trace.inside))

@@ -283,7 +283,7 @@ def _module_calls(
     """How often each module is called; and with how much, on this rank, where one device's shapes
     do not tell: a Python loop over experts calls each with the tokens that chose it."""
     gathered = {step.module for step in plan.steps if step.gather is not None}
-    order = [each for each in zip(whole.forward, whole.reached, strict=True) if each[0] in gathered]
+    order = [(n, i in whole.reached) for i, n in enumerate(whole.forward) if n in gathered]
     again = _regathered(order)
     found = {name: CallSizes(count, (), again[name]) for name, count in whole.calls.items()}
     for name, shapes in whole.shapes.items():

@@ -153,18 +153,16 @@ class FeatureMode(TorchDispatchMode):
         live = {id(t): labels for t in read if (labels := self._live(t)) is not None}
         origin = self._origin(given, bool(live))
         moved = name in MOVES
-        found: list[Tensor] | None = None
-        if live and made:
+        found = self._moved_alone(func, name, args, kwargs) if moved else None
+        if live and made and found is None:
             if self._looked_at < ELEMENTS:
                 found = self._rules.labels(func, name, args, kwargs, live, made)
             if found is None:
                 for labels in live.values():
                     self.trace.classes.kill(labels)
                 origin = replace(origin, active=True)
-        elif origin.params and made:
+        elif origin.params and made and not live:
             origin = replace(origin, places=self._places(func, name, args, kwargs, made[0]))
-        if not live and moved:
-            found = self._moved_blank(func, name, args, kwargs)
         if not live:
             origin = replace(origin, uniform=self._is_uniform(func, name, read))
         for i, t in enumerate(made):
@@ -180,14 +178,17 @@ class FeatureMode(TorchDispatchMode):
             else:
                 self._marks[t] = replace(origin, labels=labels, view=moved)
 
-    def _moved_blank(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
-        """A view of labels that nothing has been written into."""
+    def _moved_alone(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
+        """The labels of one tensor, moved by the operator itself: views of them where it makes
+        views, so that what is written into one is in all."""
         first = args[0] if args else None
         labels = self._mark(first).labels if isinstance(first, Tensor) else None
         if labels is None or len(tree_leaves((args, kwargs), Tensor)) > 1:
             return None
         if name in ("view", "_unsafe_view"):
             return [labels.reshape(args[1])]
+        if name == "constant_pad_nd":  # what it fills with has no label
+            args = args[:2]
         return tree_leaves(func(labels, *args[1:]), Tensor)
 
     def _is_uniform(self, func: Any, name: str, given: list[Tensor]) -> bool:
@@ -273,7 +274,8 @@ class FeatureMode(TorchDispatchMode):
                 held.copy_(labels)
             elif origin.active or origin.params:  # beside labels that come before or after
                 allowed = not origin.params and self._tolerated(origin.made, self._now)
-                base = held if held._base is None else held._base
+                count = held.untyped_storage().nbytes() // held.itemsize
+                base = held.as_strided((count,), (1,), 0)
                 mark = replace(origin, active=True)
                 self.trace.meetings.append(Meeting(base, (1,), mark, self._now, allowed))
             return

@@ -156,7 +156,7 @@ class FeatureRules:
         if name in SAME_PLACE:
             return [live[id(args[0])]] * len(made)
         if name in MOVES:
-            return self._moved(func, name, args, kwargs, live)
+            return self._put_together(func, name, args, kwargs, live)
         if name in _PRODUCTS:
             labels = self._product(args[-2], args[-1], live, shape)
             if len(args) == 3:
@@ -190,7 +190,7 @@ class FeatureRules:
             return [self._combined([(t, live.get(id(t))) for t in tensors], shape)]
         return None
 
-    def _moved(
+    def _put_together(
         self,
         func: Any,
         name: str,
@@ -198,7 +198,7 @@ class FeatureRules:
         kwargs: Any,
         live: Mapping[int, Tensor],
     ) -> list[Tensor] | None:
-        """The labels, moved by the operator itself."""
+        """The labels of several tensors, put together by the operator itself."""
         others = [t for t in tree_leaves(args, Tensor) if id(t) not in live]
         dim = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
         for t in others:  # beside labels in one tensor
@@ -212,8 +212,6 @@ class FeatureRules:
             lambda t: live.get(id(t), _ZERO.expand(t.shape)) if isinstance(t, Tensor) else t,
             args,
         )
-        if name in ("view", "_unsafe_view"):
-            return [args[0].reshape(args[1])]
         return tree_leaves(func(*args, **kwargs), Tensor)
 
     def _combined(

@@ -19,13 +19,11 @@ from weft.nn import (
     is_conv1d,
     is_linear,
     linear_features,
-    model_arguments,
-    named_inputs,
 )
 
 from ..axes import FEATURE_AXES
-from ..cut_copy import cut_copy
 from ..plan_request import PlanRequest
+from ..without_elements import copy_without_elements
 from .chain_builder import ChainBuilder
 from .feature_marks import FeatureTrace
 from .followed_forward import follow
@@ -66,9 +64,8 @@ def misread_chains(request: PlanRequest, roles: Roles, size: int) -> list[Chain]
     if not linears:
         return []
     mode = fake_mode()
-    names = request.inputs if request.inputs is not None else named_inputs(model)
-    whole = cut_copy(model, model, (), size, mode)
-    arguments = model_arguments(names, dict(request.sample or {}))
+    whole = copy_without_elements(model, mode)
+    arguments = request.arguments()
     trace = follow(whole, arguments, mode, linears, set(), roles.blocks).trace
     rows = {c.row for c in guessed if c.row in trace.rows and _parts_classes(c, trace, size)}
     for block, first in copies.items():
@@ -110,9 +107,8 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
     if len(traced) < 2 or request.sample is None:
         return ()
     mode = fake_mode()
-    names = request.inputs if request.inputs is not None else named_inputs(model)
-    whole = cut_copy(model, model, (), size, mode)
-    arguments = model_arguments(names, dict(request.sample))
+    whole = copy_without_elements(model, mode)
+    arguments = request.arguments()
     tables = [model.get_submodule(name) for name in (*roles.embeddings, *roles.heads)]
     others = {id(p) for module in tables for p in module.parameters()}
     left: set[str] = set()
