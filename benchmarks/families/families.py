@@ -56,6 +56,7 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "blt": {"encoder_hash_byte_group_vocab": 50},
     "blt_local_decoder": {"hidden_size_global": 64},
     "blt_local_encoder": {"hidden_size_global": 64},
     "cohere_compass_text": {
