@@ -24,16 +24,26 @@ from weft.models import decoder
 DIM = 16
 
 
-class NormedEmbedding(nn.Embedding):
-    """Its forward ends in a norm with weights (inkling), which a cut by rows gives a part of the
-    gradient."""
+class NormedTable(nn.Embedding):
+    """Its forward ends in a norm that it holds without registering it: shards by rows give the
+    norm's weight a part of its gradient."""
 
-    def __init__(self, rows: int, dim: int):
+    def __init__(self, rows: int, dim: int, norm: nn.Module):
         super().__init__(rows, dim)
-        self.norm = nn.RMSNorm(dim)
+        self.norms = [norm]
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.norm(super().forward(input))
+        return self.norms[0](super().forward(input))
+
+
+class NormedEmbedding(nn.Module):
+    def __init__(self, rows: int, dim: int):
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.table = NormedTable(rows, dim, self.norm)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.table(input)
 
 
 class ShortConvolution(nn.Module):
