@@ -177,7 +177,7 @@ def test_declared_roles_that_do_not_fit(roles: dict, error: type[Refusal], says:
         find_roles(Odd(), roles)
 
 
-def test_multihead_attention_is_left_whole_and_said() -> None:
+def test_multihead_attention_is_a_chain_by_heads() -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -186,8 +186,12 @@ def test_multihead_attention_is_left_whole_and_said() -> None:
             )
 
     found = find_roles(Encoder())
-    assert any("MultiheadAttention" in note for note in found.notes)
-    assert {chain.row for chain in found.chains} == {"layers.0.linear2", "layers.1.linear2"}
+    assert {chain.row: chain.heads for chain in found.chains} == {
+        **{f"layers.{i}.self_attn.out_proj": 4 for i in (0, 1)},
+        **{f"layers.{i}.linear2": 0 for i in (0, 1)},
+    }
+    declared = find_roles(Encoder(), {"layers.0.self_attn": "whole"})
+    assert "layers.0.self_attn.out_proj" not in {chain.row for chain in declared.chains}
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ from .expert_roles import (
     why_no_experts as why_no_experts,
 )
 from .hf_model import build_hf_model as build_hf_model, hf_weight_files as hf_weight_files
+from .local_multihead_attention import LocalMultiheadAttention as LocalMultiheadAttention
 from .losses import (
     Loss as Loss,
     accepts_sharded_logits as accepts_sharded_logits,

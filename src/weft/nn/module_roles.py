@@ -23,6 +23,7 @@ from weft.core import ConfigError, UnsupportedModel, nearest
 from .block_lists import block_lists
 from .expert_roles import find_experts
 from .linear_chains import find_chains, modules_below
+from .multihead_roles import multihead_chains
 from .role_types import Chain, Roles, is_conv1d, is_linear, linear_features
 from .sequence_mixers import POSITIONWISE, WHOLE_SEQUENCE, sequence_mixers
 
@@ -63,12 +64,9 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
     lists = block_lists(model)
     notes: list[str] = []
     chains: list[Chain] = []
+    whole = {name for name, role in table.items() if role["role"] == "whole"}
+    chains += multihead_chains(modules, whole, notes)
     fused = {n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
-    if fused:
-        notes.append(
-            "nn.MultiheadAttention keeps its projections in one tensor of its own: left whole"
-            " under tp"
-        )
     for scope, linears in _scopes(modules, lists, fused):
         kinds: dict[str, str] = {}
         for name in linears:
@@ -88,7 +86,6 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
             )
     embeddings, heads = _vocabulary(modules, lists, table, notes)
     source = "declared" if declared else "the model's own plan" if hf else "guessed"
-    whole = {name for name, role in table.items() if role["role"] == "whole"}
     experts = tuple(replace(e, cuts={}) if e.module in whole else e for e in find_experts(model))
     unknown = [each.module for each in experts if not each.cuts]
     notes += [

@@ -35,6 +35,9 @@ class Chain:
     # an attention in the block's own forward, which may count positions before a boundary
     flat: bool = False
     parameters: Mapping[str, DimShard] = field(default_factory=dict)
+    # the entry's own forward multiplies by the weights of all (nn.MultiheadAttention): no linear is
+    # called, and what leaves the entry is the sum
+    by_entry: bool = False
 
 
 def chain_module(chain: Chain) -> str:

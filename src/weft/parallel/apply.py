@@ -34,7 +34,14 @@ from weft.core import (
     Step,
     UnsupportedModel,
 )
-from weft.nn import BatchNorm, Randomness, is_conv1d, is_linear, set_attribute
+from weft.nn import (
+    BatchNorm,
+    LocalMultiheadAttention,
+    Randomness,
+    is_conv1d,
+    is_linear,
+    set_attribute,
+)
 from weft.pipeline import PlaceholderTensor
 
 from .axes import (
@@ -208,30 +215,28 @@ def _entry(
     step: Step, mesh: Mesh, randomness: Randomness
 ) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
     """A hook that takes the first floating-point tensor among the arguments over the boundary, or
-    all tensors."""
+    all tensors; each once, wherever it stands."""
     assert step.input is not None
     every, cross = step.input.every, _crossing(step, step.input, True, mesh)
-
-    def crossed(value: Any) -> Any:
-        return cross(value) if isinstance(value, Tensor) else value
 
     def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if step.activation_sharding is not None:
             randomness.activation_sharding = step.activation_sharding
-        if every:
-            return tuple(map(crossed, args)), {key: crossed(v) for key, v in kwargs.items()}
-        check_single_gradient(step.module, args, kwargs)
-        for i, value in enumerate(args):
-            if isinstance(value, Tensor) and value.is_floating_point():
-                return (*args[:i], cross(value), *args[i + 1 :]), kwargs
-        for key, value in kwargs.items():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                return args, {**kwargs, key: cross(value)}
-        raise UnsupportedModel(
-            "layout",
-            step.module,
-            "no floating-point tensor enters it",
-            "declare the roles of this module",
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        if not every:
+            check_single_gradient(step.module, args, kwargs)
+            tensors = [v for v in tensors if v.is_floating_point()][:1]
+            if not tensors:
+                raise UnsupportedModel(
+                    "layout",
+                    step.module,
+                    "no floating-point tensor enters it",
+                    "declare the roles of this module",
+                )
+        moved = {key: cross(value) for key, value in {id(v): v for v in tensors}.items()}
+        return (
+            tuple(moved.get(id(v), v) for v in args),
+            {key: moved.get(id(v), v) for key, v in kwargs.items()},
         )
 
     return enter
@@ -284,6 +289,10 @@ def _leave(
         randomness.activation_sharding = outside
         return _as_dtensor(y, boundary, mesh, total) if boundary.typed else y
 
+    if isinstance(module, nn.MultiheadAttention) and SUM in boundary.inside.values():
+        (axis,) = boundary.inside
+        LocalMultiheadAttention.take_over(module, mesh.index(axis), outwards)
+        return
     if (
         is_linear(module)
         and SUM in boundary.inside.values()

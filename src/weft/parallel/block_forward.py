@@ -224,11 +224,12 @@ def _forward_with_own_count(module: nn.Module, name: str, randomness: Randomness
 def check_single_gradient(module: str, args: tuple, kwargs: dict) -> None:
     """Refuse a second tensor that needs a gradient: used on a part of activations, it would get a
     part of the sum. Raises UnsupportedModel."""
-    found = 0
+    found = set[int]()
     for value in (*args, *kwargs.values()):
         for each in value if isinstance(value, (tuple, list)) else (value,):
-            found += isinstance(each, Tensor) and each.requires_grad
-    if found > 1:
+            if isinstance(each, Tensor) and each.requires_grad:
+                found.add(id(each))  # a tensor may enter as queries, keys and values
+    if len(found) > 1:
         raise UnsupportedModel(
             "layout",
             module,

@@ -32,6 +32,7 @@ class BoundaryShape:
     # of several calls, those where what enters needs one, and those where what leaves does
     needing: int | None = None
     giving: int | None = None
+    further: tuple[BoundaryShape, ...] = ()  # other tensors that enter and need a gradient
 
 
 @dataclass(frozen=True)

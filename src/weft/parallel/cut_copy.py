@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from weft._torch.tensors import FakeTensorMode
 from weft.core import DimShard
-from weft.nn import Chain, is_conv1d
+from weft.nn import Chain, LocalMultiheadAttention, is_conv1d
 
 from .without_elements import copy_without_elements
 
@@ -35,7 +35,13 @@ def cut_copy(
     for each in copied.modules():
         if is_conv1d(each):
             each.nf = each.weight.shape[1]  # type: ignore[assignment, union-attr]
+        if isinstance(each, nn.MultiheadAttention) and _has_part(each):
+            LocalMultiheadAttention.take_over(each, 0, lambda part: part)
     return copied
+
+
+def _has_part(attention: nn.MultiheadAttention) -> bool:
+    return attention.out_proj.weight.shape[1] < attention.embed_dim
 
 
 def _cuts(model: nn.Module, chain: Chain) -> Mapping[int, DimShard]:

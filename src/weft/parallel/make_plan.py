@@ -43,6 +43,7 @@ from .cut_trial import runnable_roles
 from .float8_choice import check_recipe, choose_float8
 from .logits_uses import combines_logits
 from .memory_checks import check_offload, check_prefetch
+from .multihead_calls import called_attentions
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
 from .sequence_checks import check_shared_sequence
@@ -174,7 +175,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
     _check_precision(request.precision, request.reduce, sync)
     check_recipe(request.float8, request.precision)
     _check_logits(request.logits)
-    found = without_weights_read_elsewhere(request, find_roles(model, request.roles))
+    found = called_attentions(request, find_roles(model, request.roles))
+    found = without_weights_read_elsewhere(request, found)
     found = runnable_roles(request, found)
     found = traced_roles(request, found)
     weights = weights_of(model)

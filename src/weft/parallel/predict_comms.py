@@ -85,9 +85,12 @@ def predict_collectives(
     """
     whole, plan = plan, plan.of(rank)
     comms: list[Collective] = []
+    routed = {each.module for each in routings}
     for microbatch in range(plan.accumulate):
         for step in plan.steps:
-            comms += _boundaries(plan, step, microbatch, crossings, itemsize, calls or {})
+            every = step.input is not None and step.input.every
+            if not (every and step.module in routed):
+                comms += _boundaries(plan, step, microbatch, crossings, itemsize, calls or {})
         for name in plan.batchnorms:
             count = (calls or {}).get(name, CallSizes()).count
             comms += _statistics(plan, name, microbatch, crossings, itemsize, count)
@@ -181,6 +184,19 @@ def _boundaries(
     crossing, called = crossings.get(step.module), calls.get(step.module, CallSizes())
     if crossing is None or (called.sizes and microbatch):  # not reached, or known of all at once
         return
+    every = step.input is not None and step.input.every
+    for each in (crossing, *(crossing.further if every else ())):
+        yield from _crossing(plan, step, microbatch, each, itemsize, called)
+
+
+def _crossing(
+    plan: Plan,
+    step: Step,
+    microbatch: int,
+    crossing: BoundaryShape,
+    itemsize: int,
+    called: CallSizes,
+) -> Iterator[Collective]:
     again = _recomputations(plan, step.module, microbatch)
     whole_inside = computes_whole_sequences(plan.steps, step.module.rpartition(".")[0])
     parts = 1 if whole_inside else plan.sequence_size
@@ -188,7 +204,7 @@ def _boundaries(
         (step.input, crossing.entered, True),
         (step.output, crossing.left, False),
     ):
-        if boundary is None or shape is None or (step.input is not None and step.input.every):
+        if boundary is None or shape is None:
             continue
         rows: float = plan.microbatch if crossing.batched else 1
         if len(shape) == 2 and not crossing.batched and shape[0] % crossing.samples == 0:

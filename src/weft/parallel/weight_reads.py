@@ -1,4 +1,4 @@
-"""Weights that a forward reads elsewhere than in the module that holds them, as in
+"""Weights that a forward reads elsewhere than in the module they belong to, as in
 `F.linear(x, self.embedding.weight)`: there it would meet a rank's part of them. Found by a run on
 tensors without elements."""
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft._torch.tensors import fake_mode
 from weft.core import UnsupportedModel
-from weft.nn import Roles, chain_module, module_calls
+from weft.nn import Chain, Roles, chain_module, module_calls
 from weft.pipeline import tensors_read
 
 from .axes import FEATURE_AXES, VOCABULARY_AXES
@@ -28,15 +28,16 @@ def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
     axes = dict.fromkeys((*FEATURE_AXES, *VOCABULARY_AXES))
     if request.sample is None or request.layout.size(*axes) == 1:
         return roles
-    linears = {n for chain in roles.chains for n in (*chain.columns, chain.row)}
-    read = _read_elsewhere(request, [*linears, *roles.embeddings, *roles.heads])
+    owned = {w for chain in roles.chains for w in _weights(chain)}
+    owned |= {(f"{name}.weight", name) for name in (*roles.embeddings, *roles.heads)}
+    read = _read_elsewhere(request, owned)
     if not read:
         return roles
     declared = [n for n in read if any(fnmatchcase(n, p) for p in request.roles or ())]
     for name in declared:
         problem = f"its weight is read by {read[name]}, which would have a part of it"
         raise UnsupportedModel(f"roles.{name}", "cut", problem, 'declare it "whole"')
-    chains = tuple(c for c in roles.chains if not {*c.columns, c.row} & read.keys())
+    chains = tuple(c for c in roles.chains if not {owner for _, owner in _weights(c)} & read.keys())
     gone = [chain_module(c) for c in roles.chains if c not in chains]
     notes = [f"{name}: its weight is read by {read[name]}: left whole under tp" for name in read]
     notes += [f"{module}: left whole under tp with it" for module in dict.fromkeys(gone) if module]
@@ -49,16 +50,25 @@ def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
     )
 
 
-def _read_elsewhere(request: PlanRequest, modules: Iterable[str]) -> dict[str, str]:
-    """Those of the modules whose weight is read by another -> which one. Nothing where the forward
-    does not run without elements."""
+def _weights(chain: Chain) -> set[tuple[str, str]]:
+    """Its weights, each with the module that is to read it."""
+    linears = (*chain.columns, chain.row)
+    if not chain.by_entry:
+        return {(f"{name}.weight", name) for name in linears}
+    return {(name, chain.entry or "") for name in (f"{chain.row}.weight", *chain.parameters)}
+
+
+def _read_elsewhere(request: PlanRequest, owned: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Those of the modules a weight of which is read by another -> which one. Nothing where the
+    forward does not run without elements. `owned`: each weight with its module."""
     mode = fake_mode()
     model = copy_without_elements(request.model, mode)
     holders: dict[int, list[str]] = {}
-    for name in modules:
-        weight = getattr(model.get_submodule(name), "weight", None)
+    for name, owner in owned:
+        module, _, leaf = name.rpartition(".")
+        weight = getattr(model.get_submodule(module), leaf, None)
         if isinstance(weight, nn.Parameter):
-            holders.setdefault(id(weight), []).append(name)
+            holders.setdefault(id(weight), []).append(owner)
     reads = _Reads(holders, model)
     try:
         with module_calls(model) as reads.inside, without_elements(mode), reads:

@@ -141,6 +141,7 @@ def record_activations(
             out.requires_grad or bool(giving),
             needing + needs,
             giving + out.requires_grad,
+            _further((*args, *kwargs.values()), entered, samples),
         )
         if out.requires_grad:
             place = len(trace.forward) - 1
@@ -187,6 +188,20 @@ def record_activations(
         ):  # a schedule takes microbatches in an order of its own
             for tensors in record.values():
                 tensors.sort(key=lambda tensor: places[id(tensor)])
+
+
+def _further(
+    given: tuple[Any, ...], first: Tensor | None, samples: int
+) -> tuple[BoundaryShape, ...]:
+    """Of the tensors given, each once, those beside the first that need a gradient."""
+    tensors = {id(x): x for x in given if isinstance(x, Tensor) and x.requires_grad}
+    return tuple(
+        BoundaryShape(
+            _per_sample(x, samples), None, True, _sample_dim(x, samples) is not None, samples
+        )
+        for x in tensors.values()
+        if x is not first
+    )
 
 
 def _sample_dim(tensor: Tensor, samples: int) -> int | None:

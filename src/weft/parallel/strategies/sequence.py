@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from torch import nn
 from torch.distributed.tensor import Shard
 
 from weft.core import COPY, SUM, Boundary, Param, Step, UnsupportedModel
@@ -35,7 +36,9 @@ def steps(request: StepsRequest) -> Iterator[Step]:
             f"sequence parallelism finds no list of blocks that each have a chain to cut{why}",
             "use tp without it",
         )
-    crossing = [chain.row for chain in roles.chains if chain.cross]
+    within = tuple(f"{block}." for blocks in stacks for block in blocks)
+    _check_attentions(request, within)
+    crossing = [c.row for c in roles.chains if c.cross and c.row.startswith(within)]
     if crossing:
         raise UnsupportedModel(
             "layout",
@@ -58,7 +61,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         for linear in (*c.columns, c.row)
         for leaf in ("weight", "bias")
     }
-    cut |= {name for chain in roles.chains for name in chain.inner}
+    cut |= {name for chain in roles.chains for name in (*chain.inner, *chain.parameters)}
     cut |= {name for experts in roles.experts for name in experts.cuts}
     alike = roles.alike(request.weights, layout, AXIS)
     for blocks in stacks:
@@ -70,3 +73,22 @@ def steps(request: StepsRequest) -> Iterator[Step]:
             ]
             params = tuple(Param(name, AXIS, COPY, COPY, SUM) for name in partial)
             yield Step(block, "sequence", params=params, activation_sharding="sequence")
+
+
+def _check_attentions(request: StepsRequest, within: tuple[str, ...]) -> None:
+    """Refuse nn.MultiheadAttention that does not gather the positions that it attends to."""
+    divided = {chain.entry for chain in request.roles.chains if chain.by_entry}
+    for name, module in request.model.named_modules():
+        if not (isinstance(module, nn.MultiheadAttention) and name.startswith(within)):
+            continue
+        if name not in divided:
+            notes = [note for note in request.roles.notes if note.startswith(f"{name}:")]
+            problem = f"{name} is left whole, and would attend to a part of the positions"
+            problem += f" ({notes[0]})" if notes else ""
+        elif not module.batch_first:
+            problem = f"{name} takes positions before samples (batch_first is false), and the"
+            problem += " second dim is cut"
+        else:
+            continue
+        fix = "use tp without sequence"
+        raise UnsupportedModel("layout", str(request.layout), problem, fix)

@@ -7,7 +7,7 @@ reduce-scatter, and an all-gather stands at the next one's start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -25,6 +25,7 @@ from weft.core import (
     Param,
     Step,
     UnsupportedModel,
+    is_inside,
 )
 from weft.nn import Chain, ExpertsRole, local_attributes, unknown_forward
 
@@ -60,6 +61,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         in_stack = any(chain.row.startswith(block + ".") for block in blocks)
         _check_modules(model, chain, size)
         yield from _chain(chain, size, layout, residual if in_stack else COPY, names)
+    yield from _padded(model, roles.chains)
     for experts in roles.experts if "ep" not in layout.options_of(AXIS) else ():
         in_stack = any(experts.module.startswith(block + ".") for block in blocks)
         yield from _expert_steps(experts, size, layout, Shard(0) if sequence and in_stack else COPY)
@@ -71,9 +73,18 @@ def _chain(
 ) -> Iterator[Step]:
     _check(chain, size, layout)
     activation_sharding: ActivationSharding = "heads" if chain.heads else "features"
-    entry = Boundary({AXIS: outside}, {AXIS: COPY})
+    # keys may be of another sequence, a mask may be learned; of a divided sequence there is one
+    every = chain.by_entry and outside == COPY
+    entry = Boundary({AXIS: outside}, {AXIS: COPY}, every=every)
+    left = Boundary({AXIS: outside}, {AXIS: SUM})
     if chain.entry is not None:
-        yield Step(chain.entry, "tensor", input=entry, activation_sharding=activation_sharding)
+        yield Step(
+            chain.entry,
+            "tensor",
+            input=entry,
+            output=left if chain.by_entry else None,
+            activation_sharding=activation_sharding,
+        )
     for module, attributes in local_attributes(chain, size).items():
         yield Step(module, "tensor", attributes=attributes)
     for column in chain.columns:
@@ -97,7 +108,7 @@ def _chain(
         params.append(
             Param(names[f"{chain.row}.bias"], AXIS, COPY, COPY, SUM if outside != COPY else COPY)
         )
-    yield Step(chain.row, "tensor", tuple(params), output=Boundary({AXIS: outside}, {AXIS: SUM}))
+    yield Step(chain.row, "tensor", tuple(params), output=None if chain.by_entry else left)
     for table in chain.tables:
         yield Step(
             table,
@@ -110,6 +121,16 @@ def _chain(
     for name in chain.inner:
         # used whole on this rank's heads alone
         yield Step(name.rpartition(".")[0], "tensor", (Param(names[name], AXIS, COPY, COPY, SUM),))
+
+
+def _padded(model: nn.Module, chains: Iterable[Chain]) -> Iterator[Step]:
+    """In evaluation nn.TransformerEncoder takes padding out of its input, by tensors without one
+    length that only torch's own attention takes: it is to keep padding, as in training."""
+    entries = [chain.entry or "" for chain in chains if chain.by_entry]
+    for name, module in model.named_modules():
+        within = any(is_inside(entry, name) for entry in entries)
+        if within and isinstance(module, nn.TransformerEncoder):
+            yield Step(name, "tensor", attributes=(("use_nested_tensor", False),))
 
 
 def _expert_steps(

@@ -217,12 +217,16 @@ class OpRecorder(TorchDispatchMode):
         self.columns = {c for chain in roles.chains for c in (*chain.columns, *chain.tables)}
         self.columns |= {*roles.heads} if sharded_logits else set()
         self.rows = {chain.row for chain in roles.chains}
+        own = [chain for chain in roles.chains if chain.by_entry]
+        self.summed = (self.rows - {c.row for c in own}) | {c.entry or "" for c in own}
         self.experts = {e.module: e for e in roles.experts}
         self.inside = {
             n: role
             for e in roles.experts
             for n, role in zip(e.cuts, ("column", "row"), strict=False)
         }
+        self.inside |= {name: "column" for chain in own for name in chain.parameters}
+        self.inside |= {f"{chain.row}.weight": "row" for chain in own}
         self.cuts = parameter_cuts(model, roles)
         heads = [m for h in roles.heads if isinstance(m := self.modules.get(h), nn.Module)]
         self.vocab = linear_features(heads[0])[1] if heads else 0
@@ -276,7 +280,7 @@ class OpRecorder(TorchDispatchMode):
         storages = {storage_id(t): t for t in tensors_in(out)}
         part.bytes["output_bytes"] = float(sum(read_bytes(t) for t in storages.values()))
         cut_inside = name in self.experts and self.experts[name].cuts
-        if name in self.rows or cut_inside or name in self.roles.embeddings:
+        if name in self.summed or cut_inside or name in self.roles.embeddings:
             part.bytes["reduced_bytes"] += part.bytes["output_bytes"]
             part.counts["reductions"] += 1
         return out
@@ -400,10 +404,10 @@ class OpRecorder(TorchDispatchMode):
         role = "column" if module in self.columns else "row" if module in self.rows else ""
         cut_by: Cut = "features"
         for weight in weights:
-            if self.cuts[id(self._parameter(weight))] == "vocabulary":
-                cut_by = "vocabulary"
-            if weight in self.inside:
-                role, cut_by = self.inside[weight], "expert"
+            divided_by = self.cuts[id(self._parameter(weight))]
+            if divided_by in ("vocabulary", "expert"):
+                cut_by = divided_by
+            role = self.inside.get(weight, role)
         marks = [self.divided[s] for _, s in given if s in self.divided]
         mark: Cut | None = marks[0] if marks else self.drawn
         takes = kind == "matmul" and bool(weights)

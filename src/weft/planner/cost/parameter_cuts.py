@@ -17,7 +17,7 @@ def parameter_cuts(model: nn.Module, roles: Roles) -> dict[int, Cut]:
         divided = [
             f"{c}.{leaf}" for c in (*chain.columns, *chain.tables) for leaf in ("weight", "bias")
         ]
-        for name in (*divided, f"{chain.row}.weight"):
+        for name in (*divided, *chain.parameters, f"{chain.row}.weight"):
             module, _, leaf = name.rpartition(".")
             if (p := modules[module]._parameters.get(leaf)) is not None:
                 cuts[id(p)] = "features"
