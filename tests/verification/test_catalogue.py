@@ -33,7 +33,9 @@ from tests.bugs import (
     patched,
     with_weights,
 )
-from tests.cases import SUBJECTS, VOCAB, global_batch, seeded
+from tests.cases import SUBJECTS, VOCAB, Subject, global_batch, seeded, tokens
+from tests.verification.nets_of_multihead import MIXERS
+from tests.verification.nets_to_trace import Net
 from weft._torch import functional_collectives
 from weft.core.plan import Plan
 from weft.core.schedule import Action
@@ -42,14 +44,16 @@ from weft.core.step import COPY, SUM, Boundary, DimShard, Param, Step
 from weft.engine import engine, grad_buckets, grad_update, initial_weights
 from weft.engine.checkpoint_state import CheckpointState
 from weft.engine.pipeline import stage_compute
-from weft.nn import batchnorm, losses
+from weft.nn import LocalMultiheadAttention, batchnorm, losses
 from weft.nn.dropout_rng import Randomness, mix_key
 from weft.nn.losses import next_token
 from weft.parallel import apply as parallelize, collectives
 from weft.verification.case import Case
 from weft.verification.report import VerifyReport
 
-CATALOGUE = Catalogue(SUBJECTS)
+CATALOGUE = Catalogue(
+    {**SUBJECTS, "per-head": Subject(partial(Net, MIXERS["per-head"].mixer), tokens, next_token)}
+)
 bug = CATALOGUE.bug
 
 
@@ -321,6 +325,18 @@ def wrong_key_head(case: Case) -> Iterator[Case]:
         return ((index % units * width, (index % units + 1) * width),)
 
     with patched(case, (DimShard, "intervals", intervals)):
+        yield case
+
+
+@bug("per-head", "tp2", r"output of parts\.0\.own\.attn")
+def mask_of_other_heads(case: Case) -> Iterator[Case]:
+    """Of a mask for each head, every rank takes that of the first heads."""
+    right = LocalMultiheadAttention.take_over
+
+    def take_over(module: nn.MultiheadAttention, index: int, leave: Any) -> None:
+        right(module, 0, leave)
+
+    with patched(case, (LocalMultiheadAttention, "take_over", staticmethod(take_over))):
         yield case
 
 

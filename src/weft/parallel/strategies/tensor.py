@@ -124,12 +124,11 @@ def _chain(
 
 
 def _padded(model: nn.Module, chains: Iterable[Chain]) -> Iterator[Step]:
-    """In evaluation nn.TransformerEncoder takes padding out of its input, by tensors without one
-    length that only torch's own attention takes: it is to keep padding, as in training."""
-    entries = [chain.entry or "" for chain in chains if chain.by_entry]
+    """In evaluation nn.TransformerEncoder takes padding out of its input, which then has no one
+    length, and crosses no boundary: it is to keep padding, as in training."""
+    rows = [chain.row for chain in chains]
     for name, module in model.named_modules():
-        within = any(is_inside(entry, name) for entry in entries)
-        if within and isinstance(module, nn.TransformerEncoder):
+        if any(is_inside(row, name) for row in rows) and isinstance(module, nn.TransformerEncoder):
             yield Step(name, "tensor", attributes=(("use_nested_tensor", False),))
 
 
