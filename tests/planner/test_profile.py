@@ -57,7 +57,21 @@ def hf(config: str, kind: str, **options: Any) -> nn.Module:
     return getattr(transformers, kind)(settings).train()
 
 
+class Encoder(nn.Module):
+    """torch's own encoder, whose attention calls no linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        layer = nn.TransformerEncoderLayer(DIM, HEADS, HIDDEN, 0.0, "gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, LAYERS)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(input_ids)))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "encoder": Encoder,
     "decoder": partial(own, dropout=0.1),
     "tied": partial(own, tied=True),
     "mixture": partial(own, experts=4, active=2, shared=1),
@@ -289,6 +303,7 @@ def test_what_the_loss_keeps_counts_where_there_is_no_vocabulary() -> None:
     ("name", "layout"),
     [
         ("decoder", "tp2"),
+        ("encoder", "tp2"),
         ("gpt2", "tp2"),
         ("bert", "tp2"),
         ("t5", "tp2"),
@@ -330,7 +345,13 @@ def rank_keeps(name: str, layout: str) -> float:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("decoder", "tp2"), ("decoder", "tp2+sequence"), ("bert", "tp2"), ("mixture", "tp2")],
+    [
+        ("decoder", "tp2"),
+        ("decoder", "tp2+sequence"),
+        ("bert", "tp2"),
+        ("encoder", "tp2"),
+        ("mixture", "tp2"),
+    ],
 )
 def test_a_rank_of_two_keeps_its_part(pool: Pool, name: str, layout: str) -> None:
     # of the vocabulary: logits of half, the target's column, five numbers of the softmax, and two

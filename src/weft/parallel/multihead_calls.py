@@ -1,6 +1,8 @@
-"""What a run on tensors without elements shows of how a model calls nn.MultiheadAttention: one
-whose weights of attention, the second output, the model reads stays whole, as no rank has those of
-all heads; one whose keys are of another sequence is known as such."""
+"""How a model calls nn.MultiheadAttention, seen in a run on tensors without elements.
+
+One whose weights of attention, the second output, the model reads stays whole: no rank has those of
+all heads. One whose keys are of another sequence is known as such.
+"""
 
 from __future__ import annotations
 
