@@ -325,6 +325,11 @@ def test_a_ranks_parameters_are_its_plans(name: str, layout: str) -> None:
     assert mine == sum(prod(plan.local_shape(weight, table)) for weight in plan.weights)
 
 
+def test_an_attention_without_linears_is_summed_too() -> None:
+    layers = [block for block in traced("encoder").blocks if block.repeated]
+    assert {(b.reductions, b.reduced_bytes) for b in layers} == {(2, 2 * 4 * LENGTH * DIM)}
+
+
 def rank_keeps(name: str, layout: str) -> float:
     """Bytes that this rank keeps of one sample in a step."""
 
