@@ -352,6 +352,73 @@ class TiedByFunction(nn.Module):
         return F.linear(self.mlp(self.embedding(input_ids)), self.embedding.weight)
 
 
+class ZeroExperts(nn.Module):
+    """Experts in one parameter, beside some that do nothing (LongCat)."""
+
+    def __init__(self, n=2, zero=2):
+        super().__init__()
+        self.n, self.gate = n, nn.Linear(8, n + zero, bias=False)
+        self.w = nn.Parameter(torch.randn(n, 8, 8) * 0.3)
+
+    def forward(self, x):
+        p, idx = self.gate(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for e in range(self.n):
+            rows = (idx == e).nonzero().flatten()
+            if rows.numel() == 0:
+                continue
+            y[rows] += p[rows, None] * torch.tanh(x[rows] @ self.w[e])
+        return y
+
+
+class ZeroExpertsBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.moe = nn.Parameter(torch.ones(8)), ZeroExperts()
+        with torch.no_grad():  # the second half of the samples goes to those that do nothing
+            self.moe.gate.weight.zero_()
+            self.moe.gate.weight[:2, :2] = self.moe.gate.weight[2:, 2:] = 1.0
+
+    def forward(self, x):
+        x = x * self.scale
+        return x + self.moe(x)
+
+
+class ZeroExpertsNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([ZeroExpertsBlock() for _ in range(2)])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Patcher(nn.Module):
+    """A second stack, listed last and run first, to which no gradient comes (BLT)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.small = nn.Embedding(VOCAB, DIM), nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList([self.block(DIM) for _ in range(3)])
+        self.patcher = nn.ModuleList([self.block(16) for _ in range(2)])
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def block(self, d):
+        return nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d))
+
+    def forward(self, input_ids):
+        p = self.small(input_ids)
+        for layer in self.patcher:
+            p = p + layer(p)
+        x = self.embed(input_ids) * (1 + p.argmax(-1, keepdim=True) % 3)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
 def vectors(width=4):
     return {"x": torch.randn(BATCH, 8), "target": torch.randn(BATCH, width)}
 
@@ -393,5 +460,7 @@ QUIRKS = {
     "hamiltonian": Subject(HNN, partial(vectors, 8), mse),
     "binary-dann": Subject(DANN, labelled, dann_loss),
     "lucid-vit": Subject(ViT, pictures, classification),
+    "zero-experts": Subject(ZeroExpertsNet, clustered, mse),
+    "patcher": Subject(Patcher, tokens, next_token),
     "tied-by-function": Subject(TiedByFunction, tokens, next_token),
 }
