@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from tests.cases import BATCH, VOCAB, Subject, tokens
-from weft.nn.losses import classification, mse, next_token
+from weft.nn.losses import classification, cross_entropy, mse, next_token, vocab_parallel
 
 DIM = 32
 
@@ -358,7 +358,11 @@ class ZeroExperts(nn.Module):
     def __init__(self, n=2, zero=2):
         super().__init__()
         self.n, self.gate = n, nn.Linear(8, n + zero, bias=False)
-        self.w = nn.Parameter(torch.randn(n, 8, 8) * 0.3)
+        self.w = nn.Parameter(torch.empty(n, 8, 8))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.w, std=0.3)
 
     def forward(self, x):
         p, idx = self.gate(x).softmax(-1).max(-1)
@@ -419,6 +423,12 @@ class Patcher(nn.Module):
         return self.head(x)
 
 
+@vocab_parallel
+def tail_loss(logits, batch):
+    """Scores the last positions alone."""
+    return cross_entropy(logits[:, -3:], batch["input_ids"][:, -3:])
+
+
 def vectors(width=4):
     return {"x": torch.randn(BATCH, 8), "target": torch.randn(BATCH, width)}
 
@@ -462,5 +472,6 @@ QUIRKS = {
     "lucid-vit": Subject(ViT, pictures, classification),
     "zero-experts": Subject(ZeroExpertsNet, clustered, mse),
     "patcher": Subject(Patcher, tokens, next_token),
+    "tail-loss": Subject(Patcher, tokens, tail_loss),
     "tied-by-function": Subject(TiedByFunction, tokens, next_token),
 }

@@ -1,11 +1,12 @@
-"""Modules that a forward calls, and parameters that it reads, only where its data say so, as experts
-whom no token chose are left out: ranks with other samples then use others. Read off the forward's
-source."""
+"""Modules that a forward calls, and parameters that it reads, only where its data say so, as
+experts whom no token chose are left out: ranks with other samples then use others. Read off the
+forward's source."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from functools import lru_cache
@@ -20,8 +21,8 @@ _OF_SIZES = frozenset(("len", "bool", "int", "float"))
 
 
 def chosen_modules(model: nn.Module) -> tuple[str, ...]:
-    """The modules with parameters that are called, or read their own parameters, only where data say
-    so; without those inside of them."""
+    """The modules with parameters that are called, or read their own parameters, only where data
+    say so; without those inside of them."""
     found: list[str] = []
     for name, module in model.named_modules():
         if next(module.parameters(), None) is None:
@@ -53,12 +54,19 @@ def _chosen_in(kind: type[nn.Module], leaf: str) -> bool:
 def _reads_by_data(module: nn.Module) -> bool:
     """Whether a forward leaves a parameter of the module itself out where data say so."""
     leaves = tuple(name for name, p in module.named_parameters(recurse=False))
-    return any(_read_in(type(module), leaf) for leaf in leaves)
+    return any(_read_in(type(module), leaf) for leaf in leaves)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
 def _read_in(kind: type[nn.Module], leaf: str) -> bool:
-    reads = [n for n in ast.walk(_source(kind)) if _is_attribute(n, leaf) and _is_read(n)]
+    functions = [n for n in ast.walk(_source(kind)) if isinstance(n, ast.FunctionDef)]  # type: ignore[arg-type]
+    reads = [
+        node
+        for function in functions
+        if not re.search("init|reset", function.name)  # they fill it
+        for node in ast.walk(function)
+        if _is_attribute(node, leaf) and _is_read(node)
+    ]
     return bool(reads) and all(map(_is_conditional, reads))
 
 
