@@ -423,6 +423,22 @@ class Patcher(nn.Module):
         return self.head(x)
 
 
+class SeqFirst(nn.Module):
+    """Positions before samples, without a module that says so (XLNet)."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.layers = nn.ModuleList([Patcher.block(self, DIM) for _ in range(2)])
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, input_ids):
+        x = self.drop(self.emb(input_ids.t()))
+        for layer in self.layers:
+            x = x + self.drop(layer(x))
+        return self.head(x).transpose(0, 1)
+
+
 @vocab_parallel
 def tail_loss(logits, batch):
     """Scores the last positions alone."""
@@ -472,6 +488,7 @@ QUIRKS = {
     "lucid-vit": Subject(ViT, pictures, classification),
     "zero-experts": Subject(ZeroExpertsNet, clustered, mse),
     "patcher": Subject(Patcher, tokens, next_token),
+    "seq-first": Subject(SeqFirst, tokens, next_token),
     "tail-loss": Subject(Patcher, tokens, tail_loss),
     "tied-by-function": Subject(TiedByFunction, tokens, next_token),
 }
