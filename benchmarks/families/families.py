@@ -75,7 +75,21 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {"num_key_value_heads": 4},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": {
+        "num_key_value_heads": 4,
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_topk": 8,
+        "shared_experts_intermediate_size": 32,
+        "per_layer_config": {
+            layer: {
+                **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+                **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim", "head_dim"), 16),
+                **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), 8),
+            }
+            for layer in (2, 3)
+        },
+    },
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
     "gemma3n_text": {
@@ -113,6 +127,8 @@ OWN: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 8,
         "hc_lowrank": 8,
     },
+    # its last map has 4 x 4 places: of one, batch norm leaves gradients that are rounding alone
+    "resnet": {"hidden_sizes": [16, 32], "depths": [2, 2], "embedding_size": 16},
     "roc_bert": {
         "pronunciation_vocab_size": VOCABULARY,
         "shape_vocab_size": VOCABULARY,

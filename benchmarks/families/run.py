@@ -29,11 +29,11 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import parts  # noqa: E402
 from families import Family, all_families, has_experts, write_run  # noqa: E402
 
-from weft.core import Layout, Refusal, WorkerDied, load_run  # noqa: E402
+from weft.core import Layout, Refusal, RunConfig, WorkerDied, load_run  # noqa: E402
 from weft.launch import Pool  # noqa: E402
 from weft.train import check_run  # noqa: E402
 from weft.verification.compare import LayoutResult, check_layout  # noqa: E402
-from weft.verification.reference import run_reference  # noqa: E402
+from weft.verification.reference import Reference, run_reference  # noqa: E402
 from weft.verification.verify_run import make_case  # noqa: E402
 
 RESULTS, README = HERE / "results" / "families.json", HERE / "README.md"
@@ -72,40 +72,48 @@ def measure(family: Family, layouts: list[str], pool: Pool) -> Iterator[Cell]:
             yield from (Cell(family.name, layout, "not built", why) for layout in layouts)
             return
         fixed = {"folder": str(HERE), "precision.compute": "fp64"}
-        base = load_run(path, fixed)
-        try:
-            reference = pool.run(run_reference, make_case(base), STEPS, world=1, timeout=TIMEOUT_S)
-        except (Refusal, WorkerDied) as problem:
-            state = "refused" if isinstance(problem, Refusal) else "crashed"
-            yield from (Cell(family.name, layout, state, last_line(problem)) for layout in layouts)
-            return
-        for layout in layouts:
-            begin = time.perf_counter()
-            run = load_run(path, {**fixed, "layout.axes": layout, **options(layout)})
-            cell, cut = Cell(family.name, layout, "equal"), None
+        for options, several in by_options(layouts):
+            base = make_case(load_run(path, {**fixed, **options}))
             try:
-                [plan] = check_run(run)
-                cut = cut_share(plan)
-                results = pool.run(
-                    check_layout,
-                    make_case(run),
-                    layout,
-                    reference[0],
-                    world=Layout.parse(layout).world,
-                    timeout=TIMEOUT_S,
+                reference = pool.run(run_reference, base, STEPS, world=1, timeout=TIMEOUT_S)[0]
+            except (Refusal, WorkerDied) as problem:
+                state, why = (
+                    "refused" if isinstance(problem, Refusal) else "crashed",
+                    last_line(problem),
                 )
-                cell = judge(cell, results[0])
-            except Refusal as problem:
-                cell = replace(cell, state="refused", why=str(problem))
-            except WorkerDied as problem:
-                cell = replace(cell, state="crashed", why=last_line(problem))
-            except Exception as problem:  # a traceback, which weft should not show
-                cell = replace(cell, state="crashed", why=f"{type(problem).__name__}: {problem}")
-            yield replace(cell, cut=cut, seconds=round(time.perf_counter() - begin, 1))
+                yield from (Cell(family.name, layout, state, why) for layout in several)
+                continue
+            for layout in several:
+                run = load_run(path, {**fixed, "layout.axes": layout, **options})
+                yield compared(Cell(family.name, layout, "equal"), run, reference, pool)
 
 
-def options(layout: str) -> dict[str, str]:
-    return {"train.accumulate": "2"} if layout.startswith("pp") else {}
+def compared(cell: Cell, run: RunConfig, reference: Reference, pool: Pool) -> Cell:
+    """The cell after its layout ran beside the reference."""
+    begin, cut = time.perf_counter(), None
+    try:
+        [plan] = check_run(run)
+        cut = cut_share(plan)
+        case, world = make_case(run), Layout.parse(cell.layout).world
+        results = pool.run(
+            check_layout, case, cell.layout, reference, world=world, timeout=TIMEOUT_S
+        )
+        cell = judge(cell, results[0])
+    except Refusal as problem:
+        cell = replace(cell, state="refused", why=str(problem))
+    except WorkerDied as problem:
+        cell = replace(cell, state="crashed", why=last_line(problem))
+    except Exception as problem:  # a traceback, which weft should not show
+        cell = replace(cell, state="crashed", why=f"{type(problem).__name__}: {problem}")
+    return replace(cell, cut=cut, seconds=round(time.perf_counter() - begin, 1))
+
+
+def by_options(layouts: list[str]) -> list[tuple[dict[str, str], list[str]]]:
+    """The layouts that have the same settings, and so one reference."""
+    staged = [layout for layout in layouts if layout.startswith("pp")]
+    others = [layout for layout in layouts if layout not in staged]
+    both = [({}, others), ({"train.accumulate": "2"}, staged)]
+    return [(options, several) for options, several in both if several]
 
 
 def cut_share(plan: object) -> float:

@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from tests.cases import BATCH, VOCAB, Subject, tokens
-from weft.nn.losses import classification, mse, next_token
+from weft.nn.losses import classification, cross_entropy, mse, next_token, vocab_parallel
 
 DIM = 32
 
@@ -352,6 +352,99 @@ class TiedByFunction(nn.Module):
         return F.linear(self.mlp(self.embedding(input_ids)), self.embedding.weight)
 
 
+class ZeroExperts(nn.Module):
+    """Experts in one parameter, beside some that do nothing (LongCat)."""
+
+    def __init__(self, n=2, zero=2):
+        super().__init__()
+        self.n, self.gate = n, nn.Linear(8, n + zero, bias=False)
+        self.w = nn.Parameter(torch.empty(n, 8, 8))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.w, std=0.3)
+
+    def forward(self, x):
+        p, idx = self.gate(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for e in range(self.n):
+            rows = (idx == e).nonzero().flatten()
+            if rows.numel() == 0:
+                continue
+            y[rows] += p[rows, None] * torch.tanh(x[rows] @ self.w[e])
+        return y
+
+
+class ZeroExpertsBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.moe = nn.Parameter(torch.ones(8)), ZeroExperts()
+        with torch.no_grad():  # the second half of the samples goes to those that do nothing
+            self.moe.gate.weight.zero_()
+            self.moe.gate.weight[:2, :2] = self.moe.gate.weight[2:, 2:] = 1.0
+
+    def forward(self, x):
+        x = x * self.scale
+        return x + self.moe(x)
+
+
+class ZeroExpertsNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([ZeroExpertsBlock() for _ in range(2)])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Patcher(nn.Module):
+    """A second stack, listed last and run first, to which no gradient comes (BLT)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.small = nn.Embedding(VOCAB, DIM), nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList([self.block(DIM) for _ in range(3)])
+        self.patcher = nn.ModuleList([self.block(16) for _ in range(2)])
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def block(self, d):
+        return nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d))
+
+    def forward(self, input_ids):
+        p = self.small(input_ids)
+        for layer in self.patcher:
+            p = p + layer(p)
+        x = self.embed(input_ids) * (1 + p.argmax(-1, keepdim=True) % 3)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class SeqFirst(nn.Module):
+    """Positions before samples, without a module that says so (XLNet)."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.layers = nn.ModuleList([Patcher.block(self, DIM) for _ in range(2)])
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, input_ids):
+        x = self.drop(self.emb(input_ids.t()))
+        for layer in self.layers:
+            x = x + self.drop(layer(x))
+        return self.head(x).transpose(0, 1)
+
+
+@vocab_parallel
+def tail_loss(logits, batch):
+    """Scores the last positions alone."""
+    return cross_entropy(logits[:, -3:], batch["input_ids"][:, -3:])
+
+
 def vectors(width=4):
     return {"x": torch.randn(BATCH, 8), "target": torch.randn(BATCH, width)}
 
@@ -393,5 +486,9 @@ QUIRKS = {
     "hamiltonian": Subject(HNN, partial(vectors, 8), mse),
     "binary-dann": Subject(DANN, labelled, dann_loss),
     "lucid-vit": Subject(ViT, pictures, classification),
+    "zero-experts": Subject(ZeroExpertsNet, clustered, mse),
+    "patcher": Subject(Patcher, tokens, next_token),
+    "seq-first": Subject(SeqFirst, tokens, next_token),
+    "tail-loss": Subject(Patcher, tokens, tail_loss),
     "tied-by-function": Subject(TiedByFunction, tokens, next_token),
 }

@@ -33,6 +33,7 @@ NOTHING_TO_CUT = (
     "siamese",
     "vq-vae",
     "multi-task",
+    "zero-experts",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},

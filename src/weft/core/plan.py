@@ -62,6 +62,7 @@ class Plan:
     offload_activations: bool = False  # what blocks save for backward rests in host memory
     fsdp_prefetch: int | None = None  # units gathered ahead of the one that runs; None: FSDP2's way
     float8: Float8Linears | None = None  # which linears multiply in float8; None: no one does
+    positions_first: bool = False  # dropout gets [positions, samples, features] somewhere
     whole_batch: bool = False  # the loss is one of all samples, of all microbatches and data ranks
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 

@@ -56,6 +56,7 @@ from .losses import (
     accepts_sharded_logits as accepts_sharded_logits,
     causal_lm as causal_lm,
     classification as classification,
+    count_labels as count_labels,
     cross_entropy as cross_entropy,
     is_positionwise as is_positionwise,
     is_whole_batch as is_whole_batch,

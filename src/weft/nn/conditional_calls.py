@@ -1,10 +1,12 @@
-"""Modules of a list that a forward calls only where its data say so, as experts whom no token
-chose are left out: ranks with other samples then call others. Read off the forward's source."""
+"""Modules that a forward calls, and parameters that it reads, only where its data say so, as
+experts whom no token chose are left out: ranks with other samples then use others. Read off the
+forward's source."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from functools import lru_cache
@@ -19,14 +21,14 @@ _OF_SIZES = frozenset(("len", "bool", "int", "float"))
 
 
 def chosen_modules(model: nn.Module) -> tuple[str, ...]:
-    """The modules with parameters that are called only where data say so, without those inside of
-    them."""
+    """The modules with parameters that are called, or read their own parameters, only where data
+    say so; without those inside of them."""
     found: list[str] = []
     for name, module in model.named_modules():
         if next(module.parameters(), None) is None:
             continue
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not inside and called_by_data(model, name):
+        if name and not inside and (called_by_data(model, name) or _reads_by_data(module)):
             found.append(name)
     return tuple(found)
 
@@ -47,6 +49,31 @@ def called_by_data(model: nn.Module, name: str) -> bool:
 @lru_cache(maxsize=4096)
 def _chosen_in(kind: type[nn.Module], leaf: str) -> bool:
     return any(_is_conditional(call) for call in _calls(_source(kind), leaf))  # type: ignore[arg-type]
+
+
+def _reads_by_data(module: nn.Module) -> bool:
+    """Whether a forward leaves a parameter of the module itself out where data say so."""
+    leaves = tuple(name for name, p in module.named_parameters(recurse=False))
+    return any(_read_in(type(module), leaf) for leaf in leaves)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _read_in(kind: type[nn.Module], leaf: str) -> bool:
+    functions = [n for n in ast.walk(_source(kind)) if isinstance(n, ast.FunctionDef)]  # type: ignore[arg-type]
+    reads = [
+        node
+        for function in functions
+        if not re.search("init|reset", function.name)  # they fill it
+        for node in ast.walk(function)
+        if _is_attribute(node, leaf) and _is_read(node)
+    ]
+    return bool(reads) and all(map(_is_conditional, reads))
+
+
+def _is_read(node: ast.AST) -> bool:
+    """Whether an attribute's elements are read, rather than that it is set, or compared with
+    None."""
+    return isinstance(node.ctx, ast.Load) and not isinstance(node.parent, ast.Compare)  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=512)
@@ -107,10 +134,12 @@ def _is_attribute(node: ast.AST, leaf: str) -> bool:
     return own and isinstance(node.value, ast.Name) and node.value.id == "self"  # type: ignore[attr-defined]
 
 
-def _is_conditional(call: ast.Call) -> bool:
-    if isinstance(call.func, ast.Subscript) and _of_data(call.func.slice):
+def _is_conditional(use: ast.AST) -> bool:
+    """Whether data decide if a call, or a read, happens."""
+    called = use.func if isinstance(use, ast.Call) else None
+    if isinstance(called, ast.Subscript) and _of_data(called.slice):
         return True
-    for around, way in _ancestors(call):
+    for around, way in _ancestors(use):
         branch = isinstance(around, (ast.If, ast.IfExp, ast.While)) and way is not around.test
         if branch and _of_data(around.test):  # type: ignore[attr-defined]
             return True

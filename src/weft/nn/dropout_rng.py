@@ -73,7 +73,7 @@ class Randomness:
         False  # whether weft's own recomputation runs a block, which repeats its masks
     )
     repeated: bool = False  # whether that runs it in backward
-    time_major: bool = False  # whether the model has modules that take positions before samples
+    positions_first: bool = False  # whether dropout gets positions before samples somewhere
     in_use: bool = True  # whether dropout draws its masks here
     drawn: bool = False  # whether anything has been drawn since the engine was made
     _key: Tensor | None = None  # of the place, int64 []
@@ -110,7 +110,7 @@ class Randomness:
         samples = self.samples.shape[0]
         if len(shape) != 3 or shape[1] != samples or shape[2] == samples:  # weights of attention
             return 0
-        return 1 if self.time_major or shape[0] % max(1, samples) else 0
+        return 1 if self.positions_first or shape[0] % max(1, samples) else 0
 
     def _coordinates(
         self, shape: torch.Size, dim: int, sharded: int | None, device: torch.device

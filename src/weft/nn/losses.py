@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import torch
@@ -30,6 +32,8 @@ from .deferred_logits import DeferredLogits
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor]]
+
+_label_counts: ContextVar[list[int] | None] = ContextVar("label_counts", default=None)
 
 
 def vocab_parallel(loss: Loss) -> Loss:
@@ -301,6 +305,9 @@ def cross_entropy(
         >>> round(float(total), 3), int(count)  # 2 log 4
         (2.773, 2)
     """
+    counts = _label_counts.get()
+    if counts is not None:
+        counts.append(labels.numel())
     counted = labels != ignore_index
     if isinstance(logits, DTensor):
         cut = _vocabulary_axis(logits)
@@ -320,6 +327,17 @@ def cross_entropy(
         rows.to(wide(rows.dtype)), labels.reshape(-1), ignore_index=ignore_index, reduction="sum"
     )
     return total, counted.sum().to(total.dtype)
+
+
+@contextmanager
+def count_labels() -> Iterator[list[int]]:
+    """In this context, how many labels each call of `cross_entropy` got."""
+    counts: list[int] = []
+    token = _label_counts.set(counts)
+    try:
+        yield counts
+    finally:
+        _label_counts.reset(token)
 
 
 def _rows(logits: Tensor, labels: Tensor) -> Tensor:

@@ -190,10 +190,7 @@ def wrap_blocks(
         for step in plan.steps
         if step.activation_sharding is not None
     }
-    randomness.time_major = any(
-        isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first
-        for module in model.modules()
-    )
+    randomness.positions_first = plan.positions_first
     recomputed = set(plan.recomputed())
     for name in plan.blocks:
         module, sharding = model.get_submodule(name), interiors.get(name) or "whole"

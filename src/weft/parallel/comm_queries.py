@@ -32,6 +32,9 @@ class BoundaryShape:
     # of several calls, those where what enters needs one, and those where what leaves does
     needing: int | None = None
     giving: int | None = None
+    # of logits: labels of each cross-entropy that reads them, for one sample; None: one, which has
+    # a label for each row
+    labels: tuple[float, ...] | None = None
     further: tuple[BoundaryShape, ...] = ()  # other tensors that enter and need a gradient
 
 

@@ -46,6 +46,7 @@ from .memory_checks import check_offload, check_prefetch
 from .multihead_calls import called_attentions
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
+from .sample_dims import positions_come_first
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
 from .traced_chains.find_chains import traced_roles
@@ -253,6 +254,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         heads=found.heads if typed and _in_chunks(request.logits, staged) else (),
         offload_activations=request.offload_activations,
         fsdp_prefetch=request.fsdp_prefetch,
+        positions_first=positions_come_first(request),
     )
     made = plan_whole_batch(made, loss)
     return made if request.float8 == OFF else choose_float8(made, model, found, request.float8)

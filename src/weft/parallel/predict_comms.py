@@ -233,8 +233,10 @@ def _crossing(
                     yield Collective(kind, axis, nbytes, when, step.module)
                     for _ in range(again if when == "forward" else 0):
                         yield Collective(kind, axis, nbytes, "recompute", step.module)
-            if boundary.typed:
-                for count in reduced_numels(round(rows * prod(shape[:-1])) // parts):
+            each_row = (rows * prod(shape[:-1]) / plan.microbatch,)
+            labels = each_row if crossing.labels is None else crossing.labels
+            for scored in labels if boundary.typed else ():
+                for count in reduced_numels(round(scored * plan.microbatch) // parts):
                     yield Collective(
                         "all_reduce", axis, count * max(4, itemsize), "forward", "(loss)"
                     )

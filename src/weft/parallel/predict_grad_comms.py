@@ -192,8 +192,8 @@ def _gathered_in_backward(
             comes = [below if split else learns or below for _, learns, below in units]
             for i, (name, learns, _) in enumerate(units):
                 count = _count(name, calls)
-                if calls is not None and count > 1:
-                    found[name] += calls[name].regathered
+                if calls is not None and count and (count > 1 or plan.staging is None):
+                    found[name] += calls[name].regathered  # their order is known
                 else:
                     found[name] += (comes[i] or any(comes[i + 1 : i + 2])) * count
                 found[name] += split and learns

@@ -102,6 +102,7 @@ def _differs(
         plan.sequence_size > 1 and whole.shape[0] == engine.sequence.now.length
     )  # no samples in it
     batched = whole.shape[0] % plan.batch == 0 and not positions
+    chosen = len({t.shape[0] for w in wholes for t in w}) > 1  # rows as data choose: of experts
     if not batched and factor != 1.0:
         return None  # made once for all samples: each microbatch's gradient is a part of the sum
     data = engine.mesh.index(*DATA_AXES)
@@ -130,7 +131,8 @@ def _differs(
         others = (_local_part(engine, name, value, other) for other in candidates)
         if any(equals(other) for other in others if other is not None):
             continue
-        if not batched or want.shape[0] == whole.shape[0]:
+        complete = want.shape[0] == whole.shape[0] and plan.sequence_size == 1
+        if not (batched or chosen) or complete:
             return True
         elsewhere = (s for s in range(0, plan.batch, plan.microbatch) if s != sample)
         swapped = (next(_arranged(plan, whole, len(wholes), s)) for s in elsewhere)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -135,20 +136,37 @@ def record_activations(
         trace.crossings[name] = BoundaryShape(
             None if entered is None else _per_sample(entered, samples),
             _per_sample(out, samples),
-            needs or bool(needing),
+            bool(needing),
             batched or (entered is not None and _sample_dim(entered, samples) is not None),
             samples,
-            out.requires_grad or bool(giving),
-            needing + needs,
-            giving + out.requires_grad,
-            _further((*args, *kwargs.values()), entered, samples),
+            bool(giving),
+            needing,
+            giving,
+            further=_further((*args, *kwargs.values()), entered, samples),
         )
+        place = len(trace.forward) - 1
+        for tensor in tree_leaves(output, Tensor):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: come(name, place, needs))
         if out.requires_grad:
-            place = len(trace.forward) - 1
-            out.register_hook(lambda grad: back(name, place, grad))
+            out.register_hook(partial(back, name))
 
-    def back(name: str, place: int, grad: Tensor) -> None:
+    def come(name: str, place: int, needs: bool) -> None:
+        """Backward comes to a call."""
+        if place in trace.reached:
+            return
         trace.reached.add(place)
+        crossing = trace.crossings[name]
+        needing, giving = (crossing.needing or 0) + needs, (crossing.giving or 0) + 1
+        trace.crossings[name] = replace(
+            crossing,
+            needs_grad=bool(needing),
+            gives_grad=True,
+            needing=needing,
+            giving=giving,
+        )
+
+    def back(name: str, grad: Tensor) -> None:
         kind, _ = now()
         # a stage's forward is left before the modules around it end
         in_forward = kind == "F" or (not kind and bool(trace.inside))

@@ -38,6 +38,7 @@ from weft.engine import (
 from weft.launch import rpc_session
 from weft.parallel import (
     DATA_AXES,
+    BoundaryShape,
     CallSizes,
     Collective,
     RoutingCall,
@@ -246,7 +247,7 @@ def _predict_collectives_of(
     loss = whole_batch_comms(engine.plan, engine.mesh.rank, reference.loss_bytes)
     comms = predict_collectives(
         engine.plan,
-        reference.traces[0].crossings,
+        _crossings_with_labels(engine.plan, reference),
         engine.plan.dtypes.computed(case.dtype).itemsize,
         reference.unreached,
         engine.buffers.nbytes,
@@ -259,6 +260,17 @@ def _predict_collectives_of(
         _module_calls(engine.plan, reference.traces[0], trace),
     )
     return [*comms, *loss]
+
+
+def _crossings_with_labels(plan: Plan, reference: Reference) -> dict[str, BoundaryShape]:
+    """What crosses the boundaries of modules. Of several heads, the first has all labels."""
+    crossings = dict(reference.traces[0].crossings)
+    heads = [s.module for s in plan.steps if s.output is not None and s.output.typed]
+    labels = reference.labels
+    for head in heads if labels else ():
+        if head in crossings:
+            crossings[head], labels = replace(crossings[head], labels=labels), ()
+    return crossings
 
 
 def _sequence_inputs(

@@ -17,6 +17,7 @@ from weft.core import Plan
 from weft.engine import FunctionOverrides, LazyBatch
 from weft.nn import (
     Randomness,
+    count_labels,
     is_whole_batch,
     model_arguments,
     named_inputs,
@@ -52,6 +53,8 @@ class Reference:
     unreached: frozenset[str] = frozenset()  # parameters that get no gradient in step 0
     # of each tensor of all samples that a loss over the whole batch gets in step 0: its bytes
     loss_bytes: tuple[int, ...] = ()
+    # labels of each cross-entropy of step 0, for one sample
+    labels: tuple[float, ...] = ()
 
 
 def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Reference:
@@ -98,7 +101,9 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                     given = cast_arguments(plan.dtypes, model_arguments(inputs, micro))
                     output = model(**given)
                     if not whole:
-                        part, count = weighed_loss(case.loss, output, micro)
+                        with count_labels() as labels:
+                            part, count = weighed_loss(case.loss, output, micro)
+                        found.labels = found.labels or tuple(n / size for n in labels)
                     elif piece == pieces - 1:
                         together, nbytes = _together([*outputs, output], size)
                         read = LazyBatch(batch, batch.__getitem__)

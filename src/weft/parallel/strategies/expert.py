@@ -45,7 +45,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         near = (
             (name, why_no_experts(module))
             for name, module in model.named_modules()
-            if expert_count(module)
+            if name and expert_count(module)
         )
         why = next(
             (f": {name} is none, as {reason}" for name, reason in near if reason is not None), ""
