@@ -35,8 +35,7 @@ def _accumulation(microbatches: int) -> Schedule:
 class Plan:
     """Everything that is decided before a process starts. `print(plan)` is a table a person reads.
 
-    `accumulate` counts microbatches. `pipeline`: how the model is cut into stages; None for one
-    stage.
+    `accumulate` counts microbatches.
     """
 
     layout: Layout
@@ -54,7 +53,7 @@ class Plan:
     staging: Staging | None = None  # how the model is cut into stages; None: it is one
     staged: Schedule | None = None  # order of the stages; None: gradient accumulation on one rank
     dynamic_shapes: bool = False  # of what crosses stages: the batch's shapes do not tell them
-    sync: Sync | None = None  # how replicas agree; None: the backend sums their gradients
+    sync: Sync | None = None  # how replicas synchronise; None: the backend sums their gradients
     counted: tuple[str, ...] = ()  # modules beside `blocks` that count their dropout masks
     chosen: tuple[str, ...] = ()  # modules that a forward calls only where its data say so
     logits: str = "auto"  # whole, chunks (made by the loss, of some tokens at a time), or auto
