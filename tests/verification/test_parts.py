@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from tests.cases import BATCH, LENGTH, VOCAB, Fused, FusedBlock, Subject, laid, reference, seeded
-from weft.nn.losses import mse
+from tests.cases import BATCH, LENGTH, VOCAB, FusedBlock, Subject, laid, reference, seeded, tokens
+from tests.verification.test_parity import transformer
+from weft.core.errors import Refusal
+from weft.nn.losses import mse, next_token
+from weft.nn.models import decoder
+from weft.sync import make_sync
 from weft.verification.compare import LayoutResult, check_layout
 
 
@@ -88,19 +92,101 @@ def run(pool: Any, subject: Subject, layout: str) -> LayoutResult:
     return result
 
 
-VISION = {"vision": "fsdp"}
-CASES = [
-    ("fsdp2.tp2", {"vision": "fsdp"}),
-    ("fsdp2.tp2", {"vision": "fsdp", "*": "tp"}),
-    ("fsdp2.tp2", {"head": "tp", "text.embedding": "whole"}),
-    ("fsdp2", {"head": "whole"}),
-    ("fsdp2.tp2", {"text.embedding": "fsdp+tp"}),
-    ("fsdp2.tp2", {"vision": "fsdp+tp", "text.embedding": "fsdp+tp", "text": "fsdp.tp"}),
-    ("dp2.fsdp2.tp2", {"vision": "fsdp+tp", "head": "tp"}),
+def llama(**parts: str) -> Subject:
+    """A Hugging Face model built from its configuration."""
+    arguments = (("accumulate", 2), ("parts", parts))
+    return Subject(partial(transformer, "llama"), tokens, next_token, plan=arguments, clip=0.5)
+
+
+CASES: list[tuple[str, Subject]] = [
+    ("fsdp2.tp2", towers(**{"vision": "fsdp"})),
+    ("fsdp2.tp2", towers(**{"vision": "fsdp", "*": "tp"})),
+    ("fsdp2.tp2", towers(**{"head": "tp", "text.embedding": "whole"})),
+    ("fsdp2", towers(**{"head": "whole"})),
+    ("fsdp2.tp2+sequence", towers(**{"vision": "fsdp+tp", "text.embedding": "fsdp+tp"})),
+    ("fsdp2+zero1.tp2", towers(**{"text.embedding": "fsdp+tp", "vision.norm": "tp"})),
+    ("tp2.fsdp2", towers(**{"text": "fsdp.tp", "*": "fsdp"})),
+    ("pp2.fsdp2", towers(**{"vision": "whole", "head": "whole"})),
+    ("fsdp2.tp2", towers(True, **{"vision": "fsdp", "text.embedding": "fsdp+tp"})),
+    ("pp2.fsdp2", towers(True, **{"vision": "whole"})),
+    ("fsdp2.tp2", llama(**{"model.embed_tokens": "fsdp+tp", "lm_head": "fsdp"})),
+    ("fsdp2.tp2", llama(**{"model.layers.0": "whole", "*.mlp": "tp"})),
+    ("fsdp2.vp2", llama(**{"model.embed_tokens": "fsdp+vp"})),
 ]
 
 
-@pytest.mark.parametrize(("layout", "parts"), CASES)
-def test_parts_equal_one_device(pool: Any, layout: str, parts: dict[str, str]) -> None:
-    result = run(pool, towers(**parts), layout)
+@pytest.mark.parametrize(("layout", "subject"), CASES)
+def test_parts_equal_one_device(pool: Any, layout: str, subject: Subject) -> None:
+    result = run(pool, subject, layout)
     assert result.passed, result
+
+
+def test_experts_lie_as_the_axes_say(pool: Any) -> None:
+    mixture = partial(decoder, VOCAB, 32, 2, 4, 2, seq_len=LENGTH, experts=4, active=2)
+    parts = {"embedding": "fsdp+tp", "head": "fsdp"}
+    subject = Subject(mixture, plan=(("accumulate", 2), ("parts", parts)))
+    result = run(pool, subject, "fsdp2+ep.tp2")
+    assert result.passed, result
+
+
+def test_the_plan_says_where_parts_lie() -> None:
+    subject = towers(**{"vision": "fsdp", "text.embedding": "fsdp+tp", "*": "tp"})
+    text = str(laid(subject, seeded(subject.build), "fsdp2.tp2"))
+    assert "part vision: 32 weights, 4,672 elements, divided over fsdp, not over tp" in text
+    assert "weight fsdp.tp:S(0)->R grad P gathered per use" in text and "divided by 2" in text
+    assert "vision.blocks.*.mlp" not in text
+
+
+REFUSED: list[tuple[str, dict[str, str], str]] = [
+    (
+        "dp2.tp2",
+        {"vision": "fsdp"},
+        'layout dp2.tp2 has no axis fsdp.*in place of dp: "\\*" = "tp"',
+    ),
+    ("fsdp2", {"vision": "tp"}, "has no axis tp. Leave tp out"),
+    (
+        "fsdp2.tp2",
+        {"vision": "dp"},
+        'dp is no axis that a part can name. Write fsdp, tp, vp.*"whole"',
+    ),
+    ("fsdp2.tp2", {"vision": "tp+fsdp"}, "not sharded over the ranks of tp and fsdp together"),
+    ("fsdp2.tp2", {"vision": "fsdp2"}, "does not name axes"),
+    ("fsdp2.tp2", {"vision": "fsdp.fsdp"}, "names an axis twice"),
+    ("fsdp2.tp2", {"visoin": "fsdp"}, 'Did you mean "vision"'),
+    ("fsdp2.tp2", {"*": "fsdp", "vision": "tp"}, "lines above it hold all its weights"),
+    ("fsdp2.tp2", {"*": "fsdp+tp"}, "no part is left for tp to divide. Name tp in one"),
+    ("fsdp2.tp2", {"*": "tp"}, "no part is left for fsdp to divide.*write dp"),
+    ("fsdp2.tp2", {"*.k_norm": "fsdp+tp"}, "another gradient on each rank of tp"),
+    ("fsdp1.tp2", {"vision": "fsdp+tp"}, "fsdp has one rank"),
+    ("pp2.fsdp2", {"vision": "pp"}, "pp is no axis that a part can name"),
+]
+
+
+@pytest.mark.parametrize(("layout", "parts", "said"), REFUSED)
+def test_what_a_part_cannot_be_is_refused(layout: str, parts: dict[str, str], said: str) -> None:
+    subject = towers(**parts)
+    with pytest.raises(Refusal, match=said):
+        laid(subject, seeded(subject.build), layout)
+
+
+def test_a_weight_of_two_parts_is_refused() -> None:
+    tied = partial(decoder, VOCAB, 32, 2, 4, 2, seq_len=LENGTH, tied=True)
+    subject = Subject(tied, plan=(("parts", {"head": "fsdp"}),))
+    with pytest.raises(Refusal, match="are one weight"):
+        laid(subject, seeded(tied), "fsdp2.tp2")
+
+
+def test_a_role_inside_of_a_whole_part_is_refused() -> None:
+    roles = {"vision.*.qkv": "column", "vision.*.proj": "row"}
+    subject = towers(**{"vision": "fsdp"})
+    subject = replace(subject, plan=(*subject.plan, ("roles", roles)))
+    with pytest.raises(Refusal, match='it is whole, by layout.parts."vision"'):
+        laid(subject, seeded(subject.build), "fsdp2.tp2")
+
+
+def test_a_codec_is_refused_beside_parts() -> None:
+    subject = towers(**{"head": "whole"})
+    sync = make_sync("allreduce", codec="bf16")
+    subject = replace(subject, plan=(*subject.plan, ("sync", sync)))
+    with pytest.raises(Refusal, match="nor through a codec"):
+        laid(subject, seeded(subject.build), "fsdp2")

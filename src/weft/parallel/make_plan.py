@@ -180,7 +180,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     check_recipe(request.float8, request.precision)
     _check_logits(request.logits)
     weights = weights_of(model)
-    parts = parts_on(layout, find_parts(model, weights, request.parts), sync)
+    parts = parts_on(layout, find_parts(model, weights, request.parts), weights, sync)
     request = replace(request, roles=roles_with_parts(model, parts, request.roles))
     found = without_weights_read_elsewhere(request, find_roles(model, request.roles))
     found = runnable_roles(request, found)

@@ -96,11 +96,14 @@ def _outermost(owner: Mapping[str, str | None], pattern: str) -> tuple[str, ...]
     return tuple(found)
 
 
-def parts_on(layout: Layout, parts: Iterable[Part], sync: Sync | None) -> tuple[Part, ...]:
+def parts_on(
+    layout: Layout, parts: Iterable[Part], weights: Iterable[Weight], sync: Sync | None
+) -> tuple[Part, ...]:
     """The parts, less the axes that have one rank here.
 
     Raises:
-        LayoutError: A part names an axis that cannot divide it, or that the layout has not.
+        LayoutError: A part names an axis that cannot divide it, or that the layout has not; or
+            parts leave an axis nothing to divide.
         ConfigError: Gradients go through a synchroniser of their own.
     """
     found = []
@@ -108,9 +111,20 @@ def parts_on(layout: Layout, parts: Iterable[Part], sync: Sync | None) -> tuple[
         _check_axes(part, layout)
         if sync is not None and not sync.plain:
             problem = f"parts of a model are not exchanged by {sync.name}, nor through a codec"
-            fix = 'leave [sync] out, or the parts'
+            fix = "leave [sync] out, or the parts"
             raise ConfigError(field_of_part(part.pattern), str(part.placed), problem, fix)
         found.append(replace(part, placed=part.placed.within(layout)))
+    elsewhere = {name for part in found for name in part.weights}
+    if found and all(w.name in elsewhere for w in weights):
+        for axis in layout.active_axes(*DIVIDING):
+            if not any(axis in part.placed.axes for part in found):
+                value = {part.pattern: str(part.placed) for part in found}
+                fix = f"name {axis} in one, or leave it out of the layout"
+                if axis in STATE_AXES:
+                    fix = f"name {axis} in one, or write dp in its place"
+                raise LayoutError(
+                    "layout.parts", value, f"no part is left for {axis} to divide", fix
+                )
     return tuple(found)
 
 
@@ -205,6 +219,4 @@ def part_notes(parts: Iterable[Part], weights: Iterable[Weight], layout: Layout)
         others = [a for a in active if a not in (*part.placed.axes, *part.placed.beside)]
         lies = f"divided over {part.placed}" if part.placed.axes else "whole on every rank"
         lies += f", not over {' and '.join(others)}" if part.placed.axes and others else ""
-        yield (
-            f"part {part.pattern}: {len(part.weights)} weights, {count:,} elements, {lies}"
-        )
+        yield (f"part {part.pattern}: {len(part.weights)} weights, {count:,} elements, {lies}")
