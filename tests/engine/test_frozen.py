@@ -34,7 +34,7 @@ LAYOUTS: list[tuple[str, dict[str, str]]] = [
 def held_by_frozen(layout: str, parts: dict[str, str], frozen: bool) -> dict[str, float]:
     """After a step on this rank: elements of gradients and optimizer state of the vision tower, and
     elements that gradients' reductions carried."""
-    subject = towers(frozen)
+    subject = towers(parts, frozen)
     torch.manual_seed(0)
     model = subject.build()
     batch = global_batch(subject, 0)

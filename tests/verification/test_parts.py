@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
@@ -77,10 +78,13 @@ def pairs() -> dict[str, Tensor]:
     }
 
 
-def towers(frozen: bool = False, **parts: Any) -> Subject:
-    lines = tuple(parts.items())
-    arguments = (("accumulate", 2), *((("parts", dict(lines)),) if lines else ()))
-    return Subject(partial(TwoTowers, frozen), pairs, mse, plan=arguments, clip=0.5)
+BUILDS = {frozen: partial(TwoTowers, frozen) for frozen in (False, True)}  # one reference each
+LLAMA = partial(transformer, "llama")
+
+
+def towers(parts: dict[str, str], frozen: bool = False) -> Subject:
+    """The two towers, the one for images `frozen` or not."""
+    return Subject(BUILDS[frozen], pairs, mse, plan=(("accumulate", 2), ("parts", parts)), clip=0.5)
 
 
 def run(pool: Any, subject: Subject, layout: str) -> LayoutResult:
@@ -92,26 +96,25 @@ def run(pool: Any, subject: Subject, layout: str) -> LayoutResult:
     return result
 
 
-def llama(**parts: str) -> Subject:
+def llama(parts: dict[str, str]) -> Subject:
     """A Hugging Face model built from its configuration."""
-    arguments = (("accumulate", 2), ("parts", parts))
-    return Subject(partial(transformer, "llama"), tokens, next_token, plan=arguments, clip=0.5)
+    return Subject(LLAMA, tokens, next_token, plan=(("accumulate", 2), ("parts", parts)), clip=0.5)
 
 
 CASES: list[tuple[str, Subject]] = [
-    ("fsdp2.tp2", towers(**{"vision": "fsdp"})),
-    ("fsdp2.tp2", towers(**{"vision": "fsdp", "*": "tp"})),
-    ("fsdp2.tp2", towers(**{"head": "tp", "text.embedding": "whole"})),
-    ("fsdp2", towers(**{"head": "whole"})),
-    ("fsdp2.tp2+sequence", towers(**{"vision": "fsdp+tp", "text.embedding": "fsdp+tp"})),
-    ("fsdp2+zero1.tp2", towers(**{"text.embedding": "fsdp+tp", "vision.norm": "tp"})),
-    ("tp2.fsdp2", towers(**{"text": "fsdp.tp", "*": "fsdp"})),
-    ("pp2.fsdp2", towers(**{"vision": "whole", "head": "whole"})),
-    ("fsdp2.tp2", towers(True, **{"vision": "fsdp", "text.embedding": "fsdp+tp"})),
-    ("pp2.fsdp2", towers(True, **{"vision": "whole"})),
-    ("fsdp2.tp2", llama(**{"model.embed_tokens": "fsdp+tp", "lm_head": "fsdp"})),
-    ("fsdp2.tp2", llama(**{"model.layers.0": "whole", "*.mlp": "tp"})),
-    ("fsdp2.vp2", llama(**{"model.embed_tokens": "fsdp+vp"})),
+    ("fsdp2.tp2", towers({"vision": "fsdp"})),
+    ("fsdp2.tp2", towers({"vision": "fsdp", "*": "tp"})),
+    ("fsdp2.tp2", towers({"head": "tp", "text.embedding": "whole"})),
+    ("fsdp2", towers({"head": "whole"})),
+    ("fsdp2.tp2+sequence", towers({"vision": "fsdp+tp", "text.embedding": "fsdp+tp"})),
+    ("fsdp2+zero1.tp2", towers({"text.embedding": "fsdp+tp", "vision.norm": "tp"})),
+    ("tp2.fsdp2", towers({"text": "fsdp.tp", "*": "fsdp"})),
+    ("pp2.fsdp2", towers({"vision": "whole", "head": "whole"})),
+    ("fsdp2.tp2", towers({"vision": "fsdp", "text.embedding": "fsdp+tp"}, frozen=True)),
+    ("pp2.fsdp2", towers({"vision": "whole"}, frozen=True)),
+    ("fsdp2.tp2", llama({"model.embed_tokens": "fsdp+tp", "lm_head": "fsdp"})),
+    ("fsdp2.tp2", llama({"model.layers.0": "whole", "*.mlp": "tp"})),
+    ("fsdp2.vp2", llama({"model.embed_tokens": "fsdp+vp"})),
 ]
 
 
@@ -130,7 +133,7 @@ def test_experts_lie_as_the_axes_say(pool: Any) -> None:
 
 
 def test_the_plan_says_where_parts_lie() -> None:
-    subject = towers(**{"vision": "fsdp", "text.embedding": "fsdp+tp", "*": "tp"})
+    subject = towers({"vision": "fsdp", "text.embedding": "fsdp+tp", "*": "tp"})
     text = str(laid(subject, seeded(subject.build), "fsdp2.tp2"))
     assert "part vision: 32 weights, 4,672 elements, divided over fsdp, not over tp" in text
     assert "weight fsdp.tp:S(0)->R grad P gathered per use" in text and "divided by 2" in text
@@ -164,7 +167,7 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
 
 @pytest.mark.parametrize(("layout", "parts", "said"), REFUSED)
 def test_what_a_part_cannot_be_is_refused(layout: str, parts: dict[str, str], said: str) -> None:
-    subject = towers(**parts)
+    subject = towers(parts)
     with pytest.raises(Refusal, match=said):
         laid(subject, seeded(subject.build), layout)
 
@@ -178,15 +181,28 @@ def test_a_weight_of_two_parts_is_refused() -> None:
 
 def test_a_role_inside_of_a_whole_part_is_refused() -> None:
     roles = {"vision.*.qkv": "column", "vision.*.proj": "row"}
-    subject = towers(**{"vision": "fsdp"})
+    subject = towers({"vision": "fsdp"})
     subject = replace(subject, plan=(*subject.plan, ("roles", roles)))
-    with pytest.raises(Refusal, match='it is whole, by layout.parts."vision"'):
+    with pytest.raises(Refusal, match=r'it is whole, by layout\.parts\."vision"'):
         laid(subject, seeded(subject.build), "fsdp2.tp2")
 
 
 def test_a_codec_is_refused_beside_parts() -> None:
-    subject = towers(**{"head": "whole"})
+    subject = towers({"head": "whole"})
     sync = make_sync("allreduce", codec="bf16")
     subject = replace(subject, plan=(*subject.plan, ("sync", sync)))
     with pytest.raises(Refusal, match="nor through a codec"):
         laid(subject, seeded(subject.build), "fsdp2")
+
+
+class Scored(TextTower):
+    """Scores words by the table of the embedding, which its own forward reads."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        return F.linear(super().forward(input_ids, torch.zeros(())), self.embedding.weight)
+
+
+def test_a_weight_that_is_read_outside_of_its_unit_is_refused() -> None:
+    subject = Subject(Scored, plan=(("parts", {"embedding": "fsdp+tp"}),))
+    with pytest.raises(Refusal, match=r"embedding\.weight is read by Scored"):
+        laid(subject, seeded(Scored), "fsdp2.tp2")

@@ -83,7 +83,7 @@ class Part:
     Args:
         pattern: a glob over names of modules; `*` also matches dots.
         placed: which axes divide the weights.
-        modules: the modules that belong to it with all that is in them, less those inside of others.
+        modules: those that belong to it with all that is in them, outermost ones alone.
         weights: first names of its parameters.
     """
 

@@ -24,7 +24,6 @@ from weft.core import (
     COPY,
     DTYPES,
     EXPERTS,
-    REPLICA_AXIS,
     SUM,
     ActivationSharding,
     Boundary,

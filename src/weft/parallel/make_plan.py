@@ -49,7 +49,7 @@ from .plan_request import PlanRequest
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
 from .traced_chains.find_chains import traced_roles
-from .weight_reads import without_weights_read_elsewhere
+from .weight_reads import check_unit_reads, without_weights_read_elsewhere
 from .whole_batch import plan_whole_batch
 
 LOGITS = ("auto", "whole", "chunks")
@@ -195,7 +195,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
         for strategy in registry()[axis]:
             steps += strategy.steps(asked)
     _check_shared(model, weights, steps, layout)
-    check_parts(parts, steps, layout)
+    check_parts(parts, steps)
+    check_unit_reads(request, parts, steps)
     if layout.active_axes(*SEQUENCE_AXES):
         check_shared_sequence(request, layout, found, steps)
     blocks = callable_blocks(model, (b for blocks in found.blocks for b in blocks))

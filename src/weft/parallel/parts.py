@@ -183,7 +183,7 @@ def roles_with_parts(
     return {**(roles or {}), **whole}
 
 
-def check_parts(parts: Iterable[Part], steps: Iterable[Step], layout: Layout) -> None:
+def check_parts(parts: Iterable[Part], steps: Iterable[Step]) -> None:
     """Refuse a part that an axis would divide although it does not name it, and one that lies on
     ranks with other gradients.
 

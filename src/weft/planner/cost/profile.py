@@ -40,9 +40,9 @@ def profile_model(
     """The work of `model` (on any device, also meta), in training, for one sample of `batch`, which
     holds one or more.
 
-    `loss`, `precision`, `roles`, `inputs` and `parts` as of `weft.plan`. Kernels are those that torch has
-    for a CPU; with `device` "cuda" attention is one kernel too where values have another width than
-    keys, and so is RMSNorm. Experts are called with choices that divide tokens evenly.
+    `loss`, `precision`, `roles`, `inputs` and `parts` as of `weft.plan`. Kernels are those that
+    torch has for a CPU; with `device` "cuda" attention is one kernel too where values have another
+    width than keys, and so is RMSNorm. Experts are called with choices that divide tokens evenly.
     `model_flops` are three forwards of all matmuls and of attention counted in full, as Megatron-LM
     counts them (Narayanan et al. 2021), two where a weight is frozen; of experts those that a token
     uses. Logits and what the loss keeps of them are `vocab`'s, and no block's. Raises
