@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 
 import weft
 from tests.cases import BATCH, LENGTH, VOCAB, FusedBlock, Subject, laid, reference, seeded, tokens
@@ -138,6 +139,20 @@ def test_the_plan_says_where_parts_lie() -> None:
     assert "part vision: 32 weights, 4,672 elements, divided over fsdp, not over tp" in text
     assert "weight fsdp.tp:S(0)->R grad P gathered per use" in text and "divided by 2" in text
     assert "vision.blocks.*.mlp" not in text
+
+
+def test_a_part_lies_over_the_axes_that_it_names() -> None:
+    subject = towers({"vision": "fsdp", "text.embedding": "fsdp+tp", "head.0": "whole", "*": "tp"})
+    table = laid(subject, seeded(subject.build), "fsdp2.tp2").params()
+    for name, placed in table.items():
+        stored = {axis for axis, param in placed.items() if param.stored != Replicate()}
+        if name.startswith("vision."):
+            assert stored == {"fsdp"}, name
+        elif name == "text.embedding.weight":
+            assert stored == {"fsdp.tp"}
+        else:  # a norm has nothing that tp divides
+            assert stored <= ({"tp"} if not name.startswith("head.0.") else set()), name
+    assert table["text.blocks.0.mlp.0.weight"]["tp"].stored == Shard(0)
 
 
 REFUSED: list[tuple[str, dict[str, str], str]] = [
