@@ -159,7 +159,7 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     (
         "dp2.tp2",
         {"vision": "fsdp"},
-        'layout dp2.tp2 has no axis fsdp.*in place of dp: "\\*" = "tp"',
+        'layout dp2.tp2 has no axis fsdp.*in place of dp, with "\\*" = "tp"',
     ),
     ("fsdp2", {"vision": "tp"}, "has no axis tp. Leave tp out"),
     (

@@ -10,6 +10,7 @@ from math import prod
 from torch import nn
 
 from weft.core import (
+    REPLICA_AXIS,
     ConfigError,
     Layout,
     LayoutError,
@@ -121,7 +122,7 @@ def parts_on(
                 value = {part.pattern: str(part.placed) for part in found}
                 fix = f"name {axis} in one, or leave it out of the layout"
                 if axis in STATE_AXES:
-                    fix = f"name {axis} in one, or write dp in its place"
+                    fix = f"name {axis} in one, or write {REPLICA_AXIS} in its place"
                 raise LayoutError(
                     "layout.parts", value, f"no part is left for {axis} to divide", fix
                 )
@@ -142,7 +143,8 @@ def _check_axes(part: Part, layout: Layout) -> None:
             fix = f'leave {axis} out ("whole" if no axis is left), or use a layout with it'
             if axis in STATE_AXES:
                 rest = next((a for a in CUTTING if a in layout.axes), "whole")
-                fix += f', in place of dp: "*" = "{rest}" as the last line replicates the rest'
+                fix += f" in place of {REPLICA_AXIS}, with"
+                fix += f' "*" = "{rest}" as the last line for what is to be replicated'
             raise refuse(f"the layout {layout} has no axis {axis}", fix)
     for axis in placed.beside:
         first = placed.axes[0]

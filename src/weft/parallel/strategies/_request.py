@@ -42,7 +42,7 @@ class StepsRequest:
         """First name of a parameter -> its shape on one device."""
         return {w.name: w.shape for w in self.weights}
 
-    def divided(self, axis: str) -> list[Weight]:
-        """The weights that an axis divides, as far as parts say."""
-        out = {n for part in self.parts if axis not in part.placed.axes for n in part.weights}
-        return [w for w in self.weights if w.name not in out]
+    def divided(self, axis: str) -> set[str]:
+        """First names of the weights that an axis divides, as far as parts say."""
+        others = [part.weights for part in self.parts if axis not in part.placed.axes]
+        return {w.name for w in self.weights}.difference(*others)

@@ -68,13 +68,15 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         reduced="step" if levels[0] == "zero1" else "microbatch",
         offload="offload" in options,
     )
-    divided = request.divided(AXIS)
+    divided = request.divided(AXIS)  # other parts are replicated
     alike = roles.alike(weights, layout, AXIS)
     usual = Counter(w.dtype for w in alike).most_common(1)[0][0] if alike else None
-    left = {w.name: w for w in alike if w.shape and w.dtype == usual and w in divided}
+    left = {w.name: w for w in alike if w.shape and w.dtype == usual and w.name in divided}
     kept = [Param(w.name, AXIS, COPY, COPY, SUM) for w in alike if w.name not in left]
-    if kept:  # a part that is replicated; without a dim to shard, or of a dtype that FSDP2 does not
-        yield Step("", "fsdp", params=tuple(kept))  # gather with the others
+    if (
+        kept
+    ):  # so is what has no dim to shard, or a dtype that FSDP2 does not gather with the others
+        yield Step("", "fsdp", params=tuple(kept))
     listed = (b for blocks in roles.blocks for b in blocks)
     blocks = [
         block
@@ -85,14 +87,15 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         if part.placed.beside:
             yield from _together(request, part, blocks, left, gather)
     for block in blocks:
-        if inside := _take(block, left):  # what is tied to something outside is gathered with the
-            yield Step(block, "fsdp", params=_params(inside), gather=gather)  # rest
+        if inside := _take(block, left):
+            yield Step(block, "fsdp", params=_params(inside), gather=gather)
     last = replace(gather, gathered="microbatch") if gather.gathered == "use" else gather
     yield Step("", "fsdp", params=_params(list(left.values())), gather=last)
 
 
 def _take(module: str, left: dict[str, Weight]) -> list[Weight]:
-    """The weights in a module, which are no longer left; none if one has a name outside of it."""
+    """The weights in a module, which are no longer left. If one is tied to something outside, none:
+    they are gathered with the rest."""
 
     def names_inside(weight: Weight) -> list[bool]:
         return [is_inside(name, module) for name in (weight.name, *weight.aliases)]
