@@ -24,17 +24,22 @@ from weft.train.trainer import train
 RUN = TINY.replace("steps = 2", "steps = 4\nlog_every = 1")
 
 
-def engine_of(layout: str, **options: Any) -> weft.Engine:
+PARTS = {"embedding": "fsdp+tp", "*.mlp": "fsdp", "head": "tp", "norm": "whole"}
+
+
+def engine_of(layout: str, parts: dict[str, str] | None = None, **options: Any) -> weft.Engine:
     torch.manual_seed(0)
     model = decoder(**{"dim": 16, "heads": 2, "layers": 1, "seq_len": 16, **options})
-    plan = weft.plan(model, layout, batch=8, loss=next_token)
+    plan = weft.plan(model, layout, batch=8, loss=next_token, parts=parts or {})
     adamw = partial(torch.optim.AdamW, lr=1e-3)
     return weft.Engine(model, plan, optimizer=adamw, loss=next_token, device="cpu")
 
 
-def two_steps(layout: str, folder: Path, resume: bool) -> list[float]:
+def two_steps(
+    layout: str, folder: Path, resume: bool, parts: dict[str, str] | None = None
+) -> list[float]:
     """The losses of two steps; before them what is saved is loaded, and after them it is saved."""
-    engine = engine_of(layout)
+    engine = engine_of(layout, parts)
     scalars = weft.checkpoint.load(engine, folder) if resume else {"steps_done": 0}
     assert engine.steps_done == scalars["steps_done"] == 2 * resume
     part = {"data_rank": engine.data_rank, "data_size": engine.data_size}
@@ -45,7 +50,10 @@ def two_steps(layout: str, folder: Path, resume: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("first", "second"), [("dp1", "dp1"), ("fsdp2", "tp2")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("dp1", "dp1"), ("fsdp2", "tp2"), ("fsdp2.tp2", "dp2"), ("tp2", "fsdp2.tp2")],
+)
 def test_what_an_engine_saves_any_layout_loads(
     pool: Any, tmp_path: Path, first: str, second: str
 ) -> None:
@@ -54,7 +62,8 @@ def test_what_an_engine_saves_any_layout_loads(
     losses: list[float] = []
     for layout, resume in ((first, False), (second, True)):
         world = weft.Layout.parse(layout).world
-        losses += pool.run(two_steps, layout, tmp_path / "two", resume, world=world)[0]
+        parts = PARTS if layout == "fsdp2.tp2" else {}
+        losses += pool.run(two_steps, layout, tmp_path / "two", resume, parts, world=world)[0]
     assert losses == pytest.approx(expected, rel=1e-5)
     shown = CliRunner().invoke(app, ["checkpoint", "show", str(tmp_path / "two"), "--json"])
     assert shown.exit_code == 0 and json.loads(shown.stdout)["steps"] == [2, 4]

@@ -22,6 +22,7 @@ from weft._torch.tensors import storage_id
 from weft.core.errors import UnsupportedModel
 from weft.core.layout import EXPERTS
 from weft.core.precision import DtypeRule
+from weft.core.whole_updates import stored_numel, stored_segments
 from weft.engine.function_overrides import FunctionOverrides
 from weft.launch.local_workers import Pool
 from weft.nn.dropout_rng import Randomness
@@ -29,7 +30,10 @@ from weft.nn.losses import classification, next_token
 from weft.nn.models import convnet, decoder
 from weft.nn.module_roles import find_roles
 from weft.parallel.low_precision import low_precision
+from weft.planner.cost.layout_batch import LayoutBatch
+from weft.planner.cost.memory import part_params, stage_params
 from weft.planner.cost.model_work import BlockWork, ModelWork, OpWork
+from weft.planner.cost.pipeline_stages import stage_shares
 from weft.planner.cost.profile import profile_model
 
 VOCAB, LENGTH, DIM, LAYERS, HEADS, KV_HEADS, HIDDEN = 96, 32, 32, 3, 4, 2, 64
@@ -328,6 +332,34 @@ def test_a_ranks_parameters_are_its_plans(name: str, layout: str) -> None:
 def test_an_attention_without_linears_is_summed_too() -> None:
     layers = [block for block in traced("encoder").blocks if block.repeated]
     assert {(b.reductions, b.reduced_bytes) for b in layers} == {(2, 2 * 4 * LENGTH * DIM)}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"embedding": "fsdp+tp", "head": "fsdp"},
+        {"blocks.0": "tp", "*.attention": "whole"},
+        {"*.mlp": "fsdp", "*": "tp"},
+    ],
+)
+def test_what_a_rank_stores_of_parts_is_its_plans(parts: dict[str, str]) -> None:
+    work = profile_model(own(), tokens("decoder", 1), next_token, parts=parts)
+    with torch.device("meta"):
+        plan = weft.plan(own(), "fsdp2.tp2", batch=8, loss=next_token, parts=parts)
+    table = plan.params()
+    want = sum(
+        stored_numel(stored_segments(plan, w.shape, table[w.name], rank))
+        for w in plan.weights
+        for rank in range(4)
+    )
+    choices = LayoutBatch.of([plan.layout], batch=8)
+    first = stage_shares(work, choices)[0]
+    _, plain = stage_params(first, work, choices)
+    more, unsharded = part_params(first, work, choices)
+    assert (plain / 2 + more).item() == pytest.approx(want / 4)
+    kept = {n for n in table if all(p.stored == p.compute for p in table[n].values())}
+    mine = sum(prod(plan.local_shape(w, table)) for w in plan.weights if w.name in kept)
+    assert unsharded.item() == mine
 
 
 def rank_keeps(name: str, layout: str) -> float:

@@ -64,6 +64,13 @@ from .module_names import is_inside as is_inside
 from .number_format import short_number as short_number
 from .optional_imports import import_extra as import_extra
 from .outlier_filter import OutlierFilter as OutlierFilter
+from .parts import (
+    Part as Part,
+    PartAxes as PartAxes,
+    field_of_part as field_of_part,
+    line_of as line_of,
+    parts_within as parts_within,
+)
 from .pipeline_request import PipelineRequest as PipelineRequest
 from .plan import (
     Plan as Plan,

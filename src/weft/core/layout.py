@@ -88,8 +88,10 @@ class Layout:
         return prod(size for _, size in self.sizes)
 
     def expand(self, *axes: str) -> tuple[str, ...]:
-        """These axes, and in place of `experts` those over which experts are spread: `ep`, and each
-        axis that has it as an option, a second reading of the same ranks."""
+        """These axes: in place of names joined by dots each of them, as the ranks of several axes
+        together are written; and in place of `experts` those over which experts are spread: `ep`,
+        and each axis that has it as an option, a second reading of the same ranks."""
+        axes = tuple(name for axis in axes for name in axis.split("."))
         if EXPERTS not in axes:
             return axes
         return (*axes, "ep", *(axis for axis, option in self.options if option == EXPERTS_OPTION))

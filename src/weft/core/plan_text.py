@@ -51,6 +51,7 @@ def step_row(step: Step) -> tuple[str, str, str, str, str]:
     params = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in kinds.items())
     if step.gather is not None:
         params += f" gathered per {step.gather.gathered}, reduced per {step.gather.reduced}"
+        params += f", divided by {step.gather.copies}" if step.gather.copies > 1 else ""
         params += ", offloaded" if step.gather.offload else ""
     if step.dispatch is not None:
         beside = (

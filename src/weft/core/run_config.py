@@ -3,6 +3,7 @@
     [model]        build = "package.module:callable" | hf = "a configuration or model directory"
     [data]         build = "package.module:callable" | text = ["corpus/*.txt"] | hf = "a directory"
     [layout]       axes = "dp2.tp2"
+    [layout.parts] "vision" = "fsdp"
     [train]        batch, steps, loss, schedule, logging ...
     [optimizer]    name, no_decay, decay_min_dims, groups, and that optimizer's own arguments
     [precision]    compute = "fp32"
@@ -120,6 +121,14 @@ class LayoutConfig(TomlTable):
         description=(
             "continue with fewer ranks when hosts are lost: true chooses a layout; a list names"
             " layouts, best first"
+        ),
+    )
+
+    parts: dict[str, str] = Field(
+        default={},
+        description=(
+            'glob of module names -> axes that divide its weights, as in "vision" = "fsdp"'
+            " (docs/layouts.md); the first that matches holds"
         ),
     )
 

@@ -81,7 +81,7 @@ class DimShard:
 
 @dataclass(frozen=True)
 class Param:
-    """Where one parameter lies on one axis.
+    """Where one parameter lies on one axis, or on several together (`axis` "fsdp.tp").
 
     `stored` is where it rests, `compute` what a rank computes with, `grad` what backward leaves on
     a rank. stored != compute is a gather before use, and grad != stored is a reduction after
@@ -129,13 +129,16 @@ class FSDPUnit:
 
     ZeRO-1: gathered and reduced once a step. ZeRO-2: reduced every microbatch. ZeRO-3: also
     gathered at every use, in forward and again in backward (Rajbhandari et al. 2020); its last
-    unit, which backward needs first, once a microbatch.
+    unit, which backward needs first, once a microbatch. `axis` may be several, joined by dots.
+    `copies`: of the ranks that reduce, how many compute the same gradient; the sum is divided by
+    it.
     """
 
     axis: str
     gathered: Literal["step", "microbatch", "use"]
     reduced: Literal["step", "microbatch"]
     offload: bool = False
+    copies: int = 1
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from weft.core import (
     COPY,
     DTYPES,
     EXPERTS,
-    REPLICA_AXIS,
     SUM,
     ActivationSharding,
     Boundary,
@@ -347,7 +346,6 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     units = [step for step in plan.steps if step.gather is not None]
     if not units:
         return
-    assert mesh.device_mesh is not None
     sharded = {param.name for step in units for param in step.params}
     absent = {
         p for p in modules[""].parameters() if isinstance(p, PlaceholderTensor)
@@ -363,11 +361,6 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
     for step in units:
         gather = step.gather
         assert gather is not None
-        axes = (
-            (gather.axis,)
-            if plan.uses_custom_dp_sync
-            else mesh.layout.active_axes(REPLICA_AXIS, gather.axis)
-        )
         offload = (
             CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
             if gather.offload
@@ -375,13 +368,12 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
         )
         unit = fully_shard(
             modules[step.module],
-            mesh=mesh.device_mesh[axes],
+            mesh=mesh.sharding(gather.axis, across=not plan.uses_custom_dp_sync),
             reshard_after_forward=gather.gathered == "use",
             offload_policy=offload,
             mp_policy=_policy(plan),
             ignored_params=absent or None,
         )
-        unit.set_gradient_divide_factor(
-            1.0
-        )  # gradients are summed, then divided once by the global weight
+        # gradients are summed, then divided once by the global weight
+        unit.set_gradient_divide_factor(float(gather.copies))
         unit.set_force_sum_reduction_for_comms(True)

@@ -44,13 +44,14 @@ from .float8_choice import check_recipe, choose_float8
 from .logits_uses import combines_logits
 from .memory_checks import check_offload, check_prefetch
 from .multihead_calls import called_attentions
+from .parts import check_parts, find_parts, part_notes, parts_on, roles_with_parts
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
 from .sample_dims import positions_come_first
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
 from .traced_chains.find_chains import traced_roles
-from .weight_reads import without_weights_read_elsewhere
+from .weight_reads import check_unit_reads, without_weights_read_elsewhere
 from .whole_batch import plan_whole_batch
 
 LOGITS = ("auto", "whole", "chunks")
@@ -74,6 +75,7 @@ class PlanKeywords(PipelineKeywords, total=False):
     fsdp_prefetch: int | None
     offload_activations: bool
     float8: str
+    parts: Mapping[str, str]
 
 
 def plan(
@@ -125,6 +127,8 @@ def plan(
             Default: FSDP2's own way.
         offload_activations: whether what blocks save for backward rests in host memory between
             forward and backward. Needs CUDA.
+        parts: globs of module names -> the axes that divide the weights of these modules:
+            "fsdp", "tp", "fsdp.tp", "fsdp+tp" or "whole" (docs/layouts.md).
 
     Raises:
         Refusal: what the layout cannot do with this model.
@@ -136,7 +140,7 @@ def plan(
     """
     logits, reduce = further.pop("logits", "auto"), further.pop("reduce", "fp32")
     prefetch, away = further.pop("fsdp_prefetch", None), further.pop("offload_activations", False)
-    float8 = further.pop("float8", OFF)
+    float8, parts = further.pop("float8", OFF), further.pop("parts", {})
     return plan_from_request(
         PlanRequest(
             model,
@@ -157,6 +161,7 @@ def plan(
             prefetch,
             away,
             float8,
+            parts,
         )
     )
 
@@ -176,21 +181,25 @@ def plan_from_request(request: PlanRequest) -> Plan:
     _check_precision(request.precision, request.reduce, sync)
     check_recipe(request.float8, request.precision)
     _check_logits(request.logits)
+    weights = weights_of(model)
+    parts = parts_on(layout, find_parts(model, weights, request.parts), weights, sync)
+    request = replace(request, roles=roles_with_parts(model, parts, request.roles))
     found = called_attentions(request, find_roles(model, request.roles))
     found = without_weights_read_elsewhere(request, found)
     found = runnable_roles(request, found)
     found = traced_roles(request, found)
-    weights = weights_of(model)
     steps: list[Step] = []
     typed = loss is not None and accepts_sharded_logits(loss)
     if typed and layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES):
         typed = not combines_logits(request, found.heads)
-    asked = StepsRequest(model, weights, found, layout, typed)
+    asked = StepsRequest(model, weights, found, layout, typed, parts)
     spread = axis_table().dividing(Divides.EXPERTS) if layout.active_axes(EXPERTS) else ()
     for axis in dict.fromkeys((*layout.active_axes(), *spread)):
         for strategy in registry()[axis]:
             steps += strategy.steps(asked)
     _check_shared(model, weights, steps, layout)
+    check_parts(parts, steps)
+    check_unit_reads(request, parts, steps)
     if layout.active_axes(*SEQUENCE_AXES):
         check_shared_sequence(request, layout, found, steps)
     blocks = callable_blocks(model, (b for blocks in found.blocks for b in blocks))
@@ -229,6 +238,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     )
     if layout.active_axes(*FEATURE_AXES):
         notes += [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
+    notes += part_notes(parts, weights, layout)
     if staged is not None:
         notes.append(bubble_note(staged))
     made = Plan(

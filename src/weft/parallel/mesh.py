@@ -161,6 +161,25 @@ class Mesh:
             return self._among[live, among]
         return self._groups[live] if live else None
 
+    def sharding(self, axis: str, across: bool) -> DeviceMesh:
+        """What FSDP2 shards over: the ranks of an axis, or of several, joined by dots, as one; with
+        the replicas of these around them if `across`."""
+        assert self.device_mesh is not None
+        outer = self.layout.active_axes(REPLICA_AXIS) if across else ()
+        inner = self.layout.active_axes(axis)
+        if len(inner) == 1:
+            return self.device_mesh[(*outer, *inner)]
+        name, together = ".".join(inner), self._groups[inner]
+        if not outer:
+            return DeviceMesh.from_group(together, self.device.type, mesh_dim_names=(name,))
+        replicas = self.layout.group_ranks(self.rank, *outer)
+        return DeviceMesh.from_group(
+            [self._groups[outer], together],
+            self.device.type,
+            torch.tensor([self.layout.group_ranks(rank, *inner) for rank in replicas]),
+            mesh_dim_names=(*outer, name),
+        )
+
     def index(self, *axes: str) -> int:
         """This rank's position on these axes together."""
         return self.layout.index(self.rank, *axes)

@@ -37,6 +37,7 @@ class PlanRequest:
     fsdp_prefetch: int | None = None
     offload_activations: bool = False
     float8: str = "off"
+    parts: Mapping[str, str] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
         """What the model's forward is called with for the sample."""

@@ -217,6 +217,6 @@ def _stored_shape(
     shape = list(plan.local_shape(weight, table, coords))
     for axis, param in table[weight.name].items():
         if param.stored != param.compute and param.stored != COPY:
-            start, stop = fsdp_rows(shape[0], plan.layout.size(axis), coords[axis])
+            start, stop = fsdp_rows(shape[0], plan.layout.size(axis), plan.layout.index(rank, axis))
             shape[0] = stop - start
     return tuple(shape)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft._torch.tensors import fake_mode
-from weft.core import UnsupportedModel
+from weft.core import Part, Step, UnsupportedModel, field_of_part, is_inside
 from weft.nn import Chain, Roles, chain_module, module_calls
 from weft.pipeline import tensors_read
 
@@ -56,6 +56,31 @@ def _weights(chain: Chain) -> set[tuple[str, str]]:
     if not chain.by_entry:
         return {(f"{name}.weight", name) for name in linears}
     return {(name, chain.entry or "") for name in (f"{chain.row}.weight", *chain.parameters)}
+
+
+def check_unit_reads(request: PlanRequest, parts: Iterable[Part], steps: Iterable[Step]) -> None:
+    """Refuse a part that is gathered by itself, of which something outside reads a weight.
+
+    Raises:
+        UnsupportedModel: It would meet a rank's rows.
+    """
+    units = [s.module for s in steps if s.gather is not None and s.gather.copies > 1]
+    if request.sample is None or not units:
+        return
+    names = [name for name, _ in request.model.named_modules()]
+    unit_of = {n: max((u for u in units if is_inside(n, u)), key=len, default=None) for n in names}
+    inside = [(f"{n}.weight", n) for n, unit in unit_of.items() if unit is not None]
+    read = _read_elsewhere(request, inside)
+    for name, reader in read.items():
+        if not is_inside(reader, str(unit_of[name])):
+            weight = f"{name}.weight"
+            part = next(part for part in parts if weight in part.weights)
+            raise UnsupportedModel(
+                field_of_part(part.pattern),
+                str(part.placed),
+                f"{weight} is read by {reader}, which would have a rank's rows of it",
+                f"leave +{part.placed.beside[0]} out",
+            )
 
 
 def _read_elsewhere(request: PlanRequest, owned: Iterable[tuple[str, str]]) -> dict[str, str]:

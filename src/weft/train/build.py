@@ -25,13 +25,13 @@ from weft.core import (
     ActionCosts,
     ConfigError,
     Layout,
-    LayoutConfig,
     PipelineRequest,
     Plan,
     Refusal,
     RunConfig,
     Sync,
     nearest,
+    parts_within,
     require_known,
 )
 from weft.engine import OptimizerFactory, make_optimizer
@@ -353,6 +353,7 @@ def build_plan(run: RunConfig, model: nn.Module, sample: dict[str, Tensor]) -> P
             fsdp_prefetch=t.fsdp_prefetch,
             offload_activations=t.offload_activations,
             float8=run.precision.float8,
+            parts=run.layout.parts,
         )
     )
 
@@ -379,13 +380,15 @@ def _options(run: RunConfig) -> dict[str, Any]:
 def with_layout(run: RunConfig, layout: str | Layout) -> RunConfig:
     """The same run on another layout. Raises LayoutError."""
     axes = Layout.parse(layout) if isinstance(layout, str) else layout
-    return run.model_copy(update={"layout": LayoutConfig(axes=axes, elastic=run.layout.elastic)})
+    return run.model_copy(update={"layout": run.layout.model_copy(update={"axes": axes})})
 
 
 def on_own_layout(run: RunConfig, layout: str | Layout) -> RunConfig:
     """The same run on a layout that weft itself chose: less what has no effect there, which is
     refused where a user names the layout. Raises LayoutError."""
     there = with_layout(run, layout)
+    left = parts_within(run.layout.parts, there.layout.axes)
+    there = there.model_copy(update={"layout": there.layout.model_copy(update={"parts": left})})
     if there.layout.axes.active_axes(*STATE_AXES) or run.train.fsdp_prefetch is None:
         return there
     train = run.train.model_copy(update={"fsdp_prefetch": None})

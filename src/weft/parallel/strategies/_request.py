@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import nn
 
-from weft.core import Layout, Weight
+from weft.core import Layout, Part, Weight
 from weft.nn import Roles
 
 
@@ -22,6 +22,7 @@ class StepsRequest:
         roles: its chains, experts, vocabulary and repeated blocks.
         layout: all axes and their options.
         sharded_logits: whether the loss takes logits that stay sharded over the vocabulary.
+        parts: submodules whose weights some of the axes alone divide.
     """
 
     model: nn.Module
@@ -29,6 +30,7 @@ class StepsRequest:
     roles: Roles
     layout: Layout
     sharded_logits: bool
+    parts: Sequence[Part] = ()
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -39,3 +41,8 @@ class StepsRequest:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """First name of a parameter -> its shape on one device."""
         return {w.name: w.shape for w in self.weights}
+
+    def divided(self, axis: str) -> set[str]:
+        """First names of the weights that an axis divides, as far as parts say."""
+        others = [part.weights for part in self.parts if axis not in part.placed.axes]
+        return {w.name for w in self.weights}.difference(*others)

@@ -3,13 +3,13 @@ FSDP2.
 
 Parameters rest as rows of dim 0 on the ranks; each repeated block is gathered and reduced as one
 unit, what is left as the last. With `dp` beside it: hybrid sharding, gradients reduced inside and
-then summed across.
+then summed across. A part of the model may be replicated, or lie on the ranks of `tp` too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch.distributed.tensor import Shard
@@ -22,8 +22,12 @@ from weft.core import (
     FSDPUnit,
     LayoutError,
     Param,
+    Part,
     Step,
+    UnsupportedModel,
     Weight,
+    field_of_part,
+    is_inside,
 )
 from weft.nn import callable_blocks, called_by_data
 
@@ -64,30 +68,74 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         reduced="step" if levels[0] == "zero1" else "microbatch",
         offload="offload" in options,
     )
+    divided = request.divided(AXIS)  # other parts are replicated
     alike = roles.alike(weights, layout, AXIS)
     usual = Counter(w.dtype for w in alike).most_common(1)[0][0] if alike else None
-    left = {w.name: w for w in alike if w.shape and w.dtype == usual}
+    left = {w.name: w for w in alike if w.shape and w.dtype == usual and w.name in divided}
     kept = [Param(w.name, AXIS, COPY, COPY, SUM) for w in alike if w.name not in left]
-    if kept:  # without a dim to shard, or of a dtype that FSDP2 does not gather with the others
+    if (
+        kept
+    ):  # so is what has no dim to shard, or a dtype that FSDP2 does not gather with the others
         yield Step("", "fsdp", params=tuple(kept))
     listed = (b for blocks in roles.blocks for b in blocks)
-    for block in callable_blocks(request.model, listed):
-        if called_by_data(request.model, block):
-            continue  # ranks with other samples may call others: gathered with the rest
-        touched = [
-            w for w in left.values() if any(n.startswith(block + ".") for n in (w.name, *w.aliases))
-        ]
-        inside = [
-            w for w in touched if all(n.startswith(block + ".") for n in (w.name, *w.aliases))
-        ]
-        if not inside or len(inside) < len(touched):
-            continue  # tied to something outside: gathered with the rest
-        for weight in inside:
-            del left[weight.name]
-        yield Step(block, "fsdp", params=_params(inside), gather=gather)
+    blocks = [
+        block
+        for block in callable_blocks(request.model, listed)
+        if not called_by_data(request.model, block)  # ranks with other samples may call others
+    ]
+    for part in request.parts:
+        if part.placed.beside:
+            yield from _together(request, part, blocks, left, gather)
+    for block in blocks:
+        if inside := _take(block, left):
+            yield Step(block, "fsdp", params=_params(inside), gather=gather)
     last = replace(gather, gathered="microbatch") if gather.gathered == "use" else gather
     yield Step("", "fsdp", params=_params(list(left.values())), gather=last)
 
 
-def _params(weights: list[Weight]) -> tuple[Param, ...]:
-    return tuple(Param(w.name, AXIS, Shard(0), COPY, SUM) for w in weights)
+def _take(module: str, left: dict[str, Weight]) -> list[Weight]:
+    """The weights in a module, which are no longer left. If one is tied to something outside, none:
+    they are gathered with the rest."""
+
+    def names_inside(weight: Weight) -> list[bool]:
+        return [is_inside(name, module) for name in (weight.name, *weight.aliases)]
+
+    inside = [w for w in left.values() if any(names_inside(w))]
+    if not all(all(names_inside(w)) for w in inside):
+        return []
+    for weight in inside:
+        del left[weight.name]
+    return inside
+
+
+def _together(
+    request: StepsRequest,
+    part: Part,
+    blocks: Sequence[str],
+    left: dict[str, Weight],
+    gather: FSDPUnit,
+) -> Iterator[Step]:
+    """Units of a part whose rows lie on the ranks of several axes together: its blocks, then its
+    modules with the rest. The ranks of the other axes have the same samples, so the same gradient.
+
+    Raises:
+        UnsupportedModel: Some of its weights are in no module that can be gathered by itself.
+    """
+    layout, model = request.layout, request.model
+    axis = ".".join(layout.active_axes(AXIS, *part.placed.beside))
+    unit = replace(gather, axis=axis, copies=layout.size(*part.placed.beside))
+    inner = [b for b in blocks if any(is_inside(b, m) for m in part.modules)]
+    for module in dict.fromkeys((*inner, *callable_blocks(model, part.modules))):
+        if module and not called_by_data(model, module) and (inside := _take(module, left)):
+            yield Step(module, "fsdp", params=_params(inside, axis), gather=unit)
+    if rest := [name for name in left if name in part.weights]:
+        raise UnsupportedModel(
+            field_of_part(part.pattern),
+            str(part.placed),
+            f"{rest[0]} is in no module that can be gathered by itself over {axis}",
+            "name a module that is called in every forward and holds all users of its weights",
+        )
+
+
+def _params(weights: list[Weight], axis: str = AXIS) -> tuple[Param, ...]:
+    return tuple(Param(w.name, axis, Shard(0), COPY, SUM) for w in weights)

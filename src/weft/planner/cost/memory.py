@@ -56,6 +56,31 @@ def stage_params(
     return routed, plain
 
 
+def part_params(
+    stage: StageShare, work: ModelWork, choices: LayoutBatch, trained: bool = False
+) -> tuple[Array, Array]:
+    """Parameters of parts with axes of their own, or those of them that are `trained`: how many
+    more a rank of this stage stores than if they were sharded as others are, and how many it stores
+    unsharded."""
+    more, unsharded = np.zeros(len(choices)), np.zeros(len(choices))
+    few, many = shard_counts(choices)
+    for block, count in stage.holds(work):
+        second = np.where(block.tied & (stage.before * stage.after > 0), 0.0, 1.0)
+        for part in block.parts:
+            elements = second * count * (part.trained if trained else part.elements)
+            shards = many
+            if part.cut == "expert":
+                elements = elements / (choices.feature_ranks * np.maximum(choices.experts, 1))
+                shards = few
+            else:
+                elements = elements / ranks_dividing(part.cut, choices)
+            over = np.where(shards > 1, choices.size(*part.axes), 1) if part.axes else 1
+            more = more + elements * (1 / over - 1 / shards)
+            if not part.axes:
+                unsharded = unsharded + elements
+    return more, unsharded
+
+
 def tied_params(stage: StageShare, work: ModelWork, choices: LayoutBatch) -> Array:
     """Trained parameters of this stage that the last one holds too, where these are two ranks."""
     found = np.zeros(len(choices))
@@ -208,9 +233,11 @@ def _rank(
 ) -> tuple[CostPart, ...]:
     routed, plain = stage_params(stage, work, choices)
     few, many = shard_counts(choices)
-    full, sharded = routed + plain, routed / few + plain / many
+    more, unsharded = part_params(stage, work, choices)
+    full, sharded = routed + plain, routed / few + plain / many + more
     routed, plain = stage_params(stage, work, choices, trained=True)
-    full_trained, sharded_trained = routed + plain, routed / few + plain / many
+    more, _ = part_params(stage, work, choices, trained=True)
+    full_trained, sharded_trained = routed + plain, routed / few + plain / many + more
     away = {name: choices.offload & (name in practice.offloads) for name in OFFLOADED}
     zero3, zero2 = choices.zero >= 3, choices.zero >= 2
     shards = zero3 | practice.shards_weights
@@ -219,7 +246,7 @@ def _rank(
     resting = np.where(
         away[MemoryPart.WEIGHTS] & shards, 0.0, resting
     )  # else they stay here for a step as they were gathered
-    copied = np.where((many > 1) & zero3, 0.0, full)
+    copied = np.where((many > 1) & zero3, unsharded, full)
     graded = np.where(
         away[MemoryPart.GRADIENTS] & zero2, 0.0, graded
     )  # else they are added up here, and then reduced

@@ -49,6 +49,17 @@ class OpWork:
 
 
 @dataclass(frozen=True)
+class PartWork:
+    """Parameters that `cut` divides, and whose rows are stored over `axes` (none: on every rank)
+    where those of others are over `fsdp`: so many `elements`, of which so many are `trained`."""
+
+    cut: Cut
+    axes: tuple[str, ...]
+    elements: float
+    trained: float
+
+
+@dataclass(frozen=True)
 class BlockWork:
     """One module of a chain, `count` times in a row. Bytes and elements are of one sample, or of
     one block.
@@ -61,7 +72,7 @@ class BlockWork:
     of one dispatch of tokens to experts; `experts` in the block. `working_bytes`: the most that its
     backward needs beside what was saved, divided by tp. `repeated`: recomputation may be asked of
     it. `tied`: its parameters are those of a block before it. `frozen`: of `params`, the elements
-    that are not trained.
+    that are not trained. `parts`: of `params`, those that are not stored as others are.
     """
 
     name: str
@@ -81,6 +92,7 @@ class BlockWork:
     repeated: bool = False
     tied: bool = False
     frozen: tuple[tuple[Cut, float], ...] = ()
+    parts: tuple[PartWork, ...] = ()
 
     def elements(self, cut: Cut | None = None) -> float:
         """Parameters of one of these blocks: of this cut, or all."""

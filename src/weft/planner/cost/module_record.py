@@ -59,7 +59,7 @@ class OpTotals:
 @dataclass
 class ModuleRecord:
     """One module of the chain: `sums` of its ops, `bytes` by what they are, `counts`, elements of
-    its `params`, and of these the `frozen` ones."""
+    its `params`, of these the `frozen` ones, and by the axes that store them those of `parts`."""
 
     name: str
     sums: dict[OpKey, OpTotals] = field(default_factory=lambda: defaultdict(OpTotals))
@@ -67,6 +67,9 @@ class ModuleRecord:
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     params: dict[Cut, int] = field(default_factory=lambda: defaultdict(int))
     frozen: dict[Cut, int] = field(default_factory=lambda: defaultdict(int))
+    parts: dict[tuple[Cut, tuple[str, ...]], list[int]] = field(
+        default_factory=lambda: defaultdict(lambda: [0, 0])
+    )
     repeated: bool = False
     tied: bool = False
 
@@ -74,11 +77,18 @@ class ModuleRecord:
         """FLOPs of forward and backward, without what a causal kernel leaves out or does again."""
         return sum(one.full * (1 + min(2.0, key.backward)) for key, one in self.sums.items())
 
-    def hold(self, parameter: nn.Parameter, cut: Cut) -> None:
-        """Counts the elements of a parameter that `cut` divides."""
+    def hold(
+        self, parameter: nn.Parameter, cut: Cut, stored: tuple[str, ...] | None = None
+    ) -> None:
+        """Counts the elements of a parameter that `cut` divides. `stored`: the axes over which a
+        part has its rows; None: as others have them."""
         self.params[cut] += parameter.numel()
         if not parameter.requires_grad:
             self.frozen[cut] += parameter.numel()
+        if stored is not None:
+            counts = self.parts[cut, stored]
+            counts[0] += parameter.numel()
+            counts[1] += parameter.numel() * parameter.requires_grad
 
     def add(self, other: ModuleRecord) -> None:
         """Takes what was seen at another place."""

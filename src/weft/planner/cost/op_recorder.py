@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft._torch.modes import without_dispatch_modes
 from weft._torch.modules import intercept_calls, original_call
 from weft._torch.tensors import FakeTensorMode, make_fake, storage_id
+from weft.core import Part
 from weft.engine import FunctionOverrides
 from weft.nn import (
     Randomness,
@@ -44,7 +45,7 @@ from .call_signature import call_signature
 from .model_work import Cut
 from .module_record import ModuleRecord, OpKey
 from .op_work import NO_WORK, graded_operands, is_heavy, moved_bytes, read_bytes, work_of_op
-from .parameter_cuts import parameter_cuts
+from .parameter_cuts import parameter_cuts, part_storage
 
 _CALLED = (
     "query",
@@ -189,6 +190,7 @@ class OpRecorder(TorchDispatchMode):
         fake: FakeTensorMode,
         sharded_logits: bool,
         fused: bool,
+        parts: Sequence[Part] = (),
     ):
         super().__init__()
         self.model, self.roles, self.fake, self.fused = model, roles, fake, fused
@@ -227,7 +229,7 @@ class OpRecorder(TorchDispatchMode):
         }
         self.inside |= {name: "column" for chain in own for name in chain.parameters}
         self.inside |= {f"{chain.row}.weight": "row" for chain in own}
-        self.cuts = parameter_cuts(model, roles)
+        self.cuts, self.stored = parameter_cuts(model, roles), part_storage(model, parts)
         heads = [m for h in roles.heads if isinstance(m := self.modules.get(h), nn.Module)]
         self.vocab = linear_features(heads[0])[1] if heads else 0
 

@@ -1,10 +1,14 @@
-"""What divides each parameter of a model, by the roles of its modules."""
+"""What divides each parameter of a model, by the roles of its modules and the parts it lies in."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
+from weft.core import Part
 from weft.nn import Roles
+from weft.parallel import STATE_AXES
 
 from .model_work import Cut
 
@@ -26,3 +30,15 @@ def parameter_cuts(model: nn.Module, roles: Roles) -> dict[int, Cut]:
     for experts in roles.experts:
         cuts |= {id(p): "expert" for p in modules[experts.module].parameters()}
     return cuts
+
+
+def part_storage(model: nn.Module, parts: Iterable[Part]) -> dict[int, tuple[str, ...]]:
+    """The id of each parameter of a part that is not sharded as others are -> the axes over which
+    its rows are stored."""
+    found: dict[int, tuple[str, ...]] = {}
+    for part in parts:
+        sharded = [axis for axis in part.placed.axes if axis in STATE_AXES]
+        axes = (*sharded, *part.placed.beside)
+        if not sharded or part.placed.beside:
+            found |= {id(model.get_parameter(name)): axes for name in part.weights}
+    return found

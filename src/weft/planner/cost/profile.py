@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from weft.core import DTYPES
 from weft.nn import Loss, find_roles, named_inputs
+from weft.parallel import find_parts, roles_with_parts, weights_of
 
-from .model_work import BlockWork, ModelWork, OpWork
+from .model_work import BlockWork, ModelWork, OpWork, PartWork
 from .module_record import BYTES, COUNTS, ModuleRecord
 from .record_forward import chain_records, record_forward
 
@@ -33,24 +34,26 @@ def profile_model(
     device: str = "cpu",
     roles: Mapping[str, object] | None = None,
     inputs: Sequence[str] | None = None,
+    parts: Mapping[str, str] | None = None,
     name: str = "",
 ) -> ModelWork:
     """The work of `model` (on any device, also meta), in training, for one sample of `batch`, which
     holds one or more.
 
-    `loss`, `precision`, `roles` and `inputs` as of `weft.plan`. Kernels are those that torch has
-    for a CPU; with `device` "cuda" attention is one kernel too where values have another width than
-    keys, and so is RMSNorm. Experts are called with choices that divide tokens evenly.
+    `loss`, `precision`, `roles`, `inputs` and `parts` as of `weft.plan`. Kernels are those that
+    torch has for a CPU; with `device` "cuda" attention is one kernel too where values have another
+    width than keys, and so is RMSNorm. Experts are called with choices that divide tokens evenly.
     `model_flops` are three forwards of all matmuls and of attention counted in full, as Megatron-LM
     counts them (Narayanan et al. 2021), two where a weight is frozen; of experts those that a token
     uses. Logits and what the loss keeps of them are `vocab`'s, and no block's. Raises
     UnsupportedModel for a forward that reads elements of a tensor into Python.
     """
-    found = find_roles(model, roles)
+    divided = find_parts(model, weights_of(model), parts or {})
+    found = find_roles(model, roles_with_parts(model, divided, roles))
     called = tuple(inputs) if inputs is not None else named_inputs(model)
     fused = device != "cpu"
     few, many = (
-        record_forward(model, found, _rows(batch, count), loss, precision, called, fused)
+        record_forward(model, found, _rows(batch, count), loss, precision, called, fused, divided)
         for count in (FEW, MANY)
     )
     chain = list(zip(chain_records(few), chain_records(many), strict=True))
@@ -103,7 +106,8 @@ def _block(few: ModuleRecord, many: ModuleRecord) -> BlockWork:
     sizes |= {name: few.counts[name] for name in COUNTS}
     params = tuple((cut, float(count)) for cut, count in sorted(few.params.items()))
     frozen = tuple((cut, float(count)) for cut, count in sorted(few.frozen.items()))
-    sizes |= {"repeated": few.repeated, "tied": few.tied, "frozen": frozen}
+    parts = tuple(PartWork(*key, float(n), float(t)) for key, (n, t) in sorted(few.parts.items()))
+    sizes |= {"repeated": few.repeated, "tied": few.tied, "frozen": frozen, "parts": parts}
     return BlockWork(few.name, 1, tuple(ops), params, **sizes)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from weft._torch.tensors import NEEDS_ELEMENTS, fake_mode, make_fake
-from weft.core import DtypeRule, UnsupportedModel
+from weft.core import DtypeRule, Part, UnsupportedModel
 from weft.nn import (
     Loss,
     Roles,
@@ -38,9 +38,10 @@ def record_forward(
     precision: str,
     inputs: Sequence[str],
     fused: bool,
+    parts: Sequence[Part] = (),
 ) -> OpRecorder:
-    """One forward of `model` and `loss` on all of `batch`. `fused`: with the kernels of a GPU.
-    Raises UnsupportedModel."""
+    """One forward of `model` and `loss` on all of `batch`. `fused`: with the kernels of a GPU;
+    `parts`: of the model, with axes of their own. Raises UnsupportedModel."""
     fake = fake_mode()
     cpu = torch.device("cpu")
     rule = DtypeRule(precision)
@@ -56,7 +57,7 @@ def record_forward(
     traced = copy_with_tensors(model, stand_in)
     if not model.training:
         traced.train()
-    forward = OpRecorder(traced, roles, fake, accepts_sharded_logits(loss), fused)
+    forward = OpRecorder(traced, roles, fake, accepts_sharded_logits(loss), fused, parts)
     blocks = [block for found in roles.blocks for block in found]
     lowered = low_precision(traced, rule, blocks)
     with torch.random.fork_rng([]), torch.enable_grad(), lowered, forward.watching():
@@ -95,7 +96,7 @@ def chain_records(seen: OpRecorder) -> list[ModuleRecord]:
         chain.append(here)
     for p in seen.model.parameters():
         if id(p) not in used:  # the first stage holds what no module uses
-            chain[0].hold(p, seen.cuts[id(p)])
+            chain[0].hold(p, seen.cuts[id(p)], seen.stored.get(id(p)))
     found = {part.name: part for part in chain}
     for part in chain:
         if part.name in seen.like:
@@ -116,7 +117,7 @@ def _count_parameters(
     new = {key: p for key, p in found.items() if key not in used}
     used |= set(found)
     for key, p in (new or found).items():
-        here.hold(p, seen.cuts[key])
+        here.hold(p, seen.cuts[key], seen.stored.get(key))
     here.tied = bool(found) and not new
 
 

@@ -66,6 +66,7 @@ def work_of_run(run: RunConfig, bare: nn.Module, held: Dataset, device: str) -> 
         device=device,
         roles=run.roles or None,
         inputs=model_inputs(run, bare),
+        parts=run.layout.parts,
         name=run.model.build or str(run.model.hf),
     )
 
