@@ -168,7 +168,8 @@ class Step:
 
     `attributes` are the module's own numbers that become local (a stored head count). `sequence`:
     of the whole model. `whole_sequence`: the module computes on all positions, on every rank of the
-    axes that divide them.
+    axes that divide them. `mean_over`: the axis whose ranks share the features that the module
+    normalises by their root mean square.
     """
 
     module: str
@@ -182,6 +183,7 @@ class Step:
     sequence: SequenceShard | None = None
     dispatch: ExpertDispatch | None = None
     whole_sequence: bool = False
+    mean_over: str = ""
 
 
 def computes_whole_sequences(steps: Iterable[Step], module: str) -> bool:

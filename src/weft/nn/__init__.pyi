@@ -93,6 +93,7 @@ from .random_draws import (
     DRAWS_INSIDE as DRAWS_INSIDE,
     Draws as Draws,
 )
+from .rms_norms import ShardedRMSNorm as ShardedRMSNorm, rms_rule as rms_rule
 from .role_types import (
     Chain as Chain,
     ExpertsRole as ExpertsRole,

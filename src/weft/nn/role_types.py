@@ -38,6 +38,8 @@ class Chain:
     # the entry's own forward multiplies by the weights of all (nn.MultiheadAttention): no linear is
     # called, and what leaves the entry is the sum
     by_entry: bool = False
+    # norms by the root mean square of features that ranks share; their weights are `parameters`
+    norms: tuple[str, ...] = ()
 
 
 def chain_module(chain: Chain) -> str:

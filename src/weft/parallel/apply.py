@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,10 @@ from weft.nn import (
     BatchNorm,
     LocalMultiheadAttention,
     Randomness,
+    ShardedRMSNorm,
     is_conv1d,
     is_linear,
+    rms_rule,
     set_attribute,
 )
 from weft.pipeline import PlaceholderTensor
@@ -95,6 +98,8 @@ def parallelize(
         product = products.of(step.module, module)
         first = {leaf: found[0] for leaf, found in computed.items() if found}
         _cut_module(module, first, mesh, product)
+        if step.mean_over:
+            _share_norm(module, step, mesh)
         if step.dispatch is not None:
             shard_experts(model, step.module, step.dispatch, traffic)
         if step.input is not None:
@@ -180,6 +185,26 @@ def _cut_module(module: nn.Module, params: dict[str, Param], mesh: Mesh, product
         return
     if is_conv1d(module):
         module.nf = module.weight.shape[1]  # type: ignore[assignment, union-attr]
+
+
+def _share_norm(module: nn.Module, step: Step, mesh: Mesh) -> None:
+    """Make a norm of this rank's features one of all features."""
+    (param,), axis = step.params, step.mean_over
+    assert param.cut is not None
+    rule, size = rms_rule(module), mesh.size(axis)
+    assert rule is not None
+    out = Crossing(Boundary({axis: COPY}, {axis: SUM}), False, mesh)
+    back = Crossing(Boundary({axis: COPY}, {axis: COPY}), True, mesh)
+    ((width,), (units,)) = param.cut.parts, param.cut.units
+    copies = size // units if units < size else 1  # ranks that have the same features
+    take_part = partial(shard_of, cut=param.cut, index=mesh.index(axis), size=size)
+    ShardedRMSNorm.take_over(
+        module,
+        rule,
+        width * copies,
+        lambda squares: back(out(squares)),
+        *([take_part] if param.stored == COPY else []),
+    )
 
 
 def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from weft._torch.tensors import FakeTensorMode
 from weft.core import DimShard
-from weft.nn import Chain, LocalMultiheadAttention, is_conv1d
+from weft.nn import Chain, LocalMultiheadAttention, ShardedRMSNorm, is_conv1d, rms_rule
 
 from .without_elements import copy_without_elements
 
@@ -22,6 +22,7 @@ def cut_copy(
     """A module of `model`, or the model itself, with the first of `size` ranks' part of each weight
     that a chain divides. Its numbers of heads and features stay as they are."""
     cuts: dict[int, DimShard] = {}
+    chains = [*chains]
     for chain in chains:
         cuts |= _cuts(model, chain)
 
@@ -31,7 +32,13 @@ def cut_copy(
             shape[cut.dim] = sum(stop - start for start, stop in cut.intervals(0, size))
         return tuple(shape)
 
+    norms = {id(model.get_submodule(name)) for chain in chains for name in chain.norms}
+    shared = [name for name, each in module.named_modules() if id(each) in norms]
     copied = copy_without_elements(module, mode, local)
+    for name in shared:
+        norm, rule = copied.get_submodule(name), rms_rule(module.get_submodule(name))
+        assert rule is not None
+        ShardedRMSNorm.take_over(norm, rule, 1, lambda squares: squares)
     for each in copied.modules():
         if is_conv1d(each):
             each.nf = each.weight.shape[1]  # type: ignore[assignment, union-attr]

@@ -43,6 +43,7 @@ from .predict_grad_comms import (
     update_comms,
     whole_update_comms,
 )
+from .predict_norm_comms import batchnorm_comms, mean_comms
 from .wire_sizes import HEADER_BYTES
 
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
@@ -93,7 +94,8 @@ def predict_collectives(
                 comms += _boundaries(plan, step, microbatch, crossings, itemsize, calls or {})
         for name in plan.batchnorms:
             count = (calls or {}).get(name, CallSizes()).count
-            comms += _statistics(plan, name, microbatch, crossings, itemsize, count)
+            again = _recomputations(plan, name, microbatch)
+            comms += batchnorm_comms(plan, name, again, crossings, itemsize, count)
         for routing in routings:
             comms += _inside(plan, routing, microbatch, itemsize)
             comms += _dispatch(plan, whole, routing, microbatch, rank, itemsize)
@@ -184,6 +186,9 @@ def _boundaries(
     crossing, called = crossings.get(step.module), calls.get(step.module, CallSizes())
     if crossing is None or (called.sizes and microbatch):  # not reached, or known of all at once
         return
+    if step.mean_over and not called.sizes:
+        again = _recomputations(plan, step.module, microbatch)
+        yield from mean_comms(plan, step, again, crossing, itemsize, called.count)
     every = step.input is not None and step.input.every
     for each in (crossing, *(crossing.further if every else ())):
         yield from _crossing(plan, step, microbatch, each, itemsize, called)
@@ -454,28 +459,6 @@ def _recomputations(plan: Plan, module: str, microbatch: int) -> int:
     """How often the forward of a module runs again in backward."""
     recomputed = any(module.startswith(block + ".") for block in plan.recomputed())
     return plan.backwards(plan.stage_of(module), microbatch) if recomputed else 0
-
-
-def _statistics(
-    plan: Plan,
-    name: str,
-    microbatch: int,
-    crossings: Mapping[str, BoundaryShape],
-    itemsize: int,
-    count: int,
-) -> Iterator[Collective]:
-    """Of a batch norm that is called so many times."""
-    crossing = crossings.get(name)
-    if crossing is None or crossing.entered is None:
-        return
-    axis = ".".join(plan.layout.active_axes(*TOKEN_AXES))
-    # [samples, channels, ...], of which a shape per sample lacks the first
-    nbytes = crossing.entered[0 if crossing.batched else 1] * max(4, itemsize)
-    recomputed = ("recompute", "recompute") * _recomputations(plan, name, microbatch)
-    needing = crossing.needs_grad if crossing.needing is None else crossing.needing
-    back = ("backward", "backward") * min(needing, count)
-    for when in (*("forward", "forward") * count, *back, *recomputed * count):
-        yield Collective("all_reduce", axis, nbytes, when, name)
 
 
 def _messages(plan: Plan, rank: int, values: Mapping[int, int]) -> Iterator[Collective]:

@@ -117,7 +117,9 @@ def _chain(
             activation_sharding=activation_sharding,
         )
     for name, cut in chain.parameters.items():
-        yield Step(name.rpartition(".")[0], "tensor", (_weight(name, cut, size, names),))
+        module = name.rpartition(".")[0]
+        mean_over = AXIS if module in chain.norms else ""
+        yield Step(module, "tensor", (_weight(name, cut, size, names),), mean_over=mean_over)
     for name in chain.inner:
         # used whole on this rank's heads alone
         yield Step(name.rpartition(".")[0], "tensor", (Param(names[name], AXIS, COPY, COPY, SUM),))

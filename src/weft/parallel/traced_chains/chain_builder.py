@@ -83,8 +83,17 @@ class ChainBuilder:
         if entry is None:
             return None
         heads = self.count if width > self.count else 0
+        norms = tuple(name for name in self.followed.trace.norms if f"{name}.weight" in divided)
         chain = Chain(
-            self.columns, self.row, {}, entry or None, inner, heads, heads, flat=bool(heads)
+            self.columns,
+            self.row,
+            {},
+            entry or None,
+            inner,
+            heads,
+            heads,
+            flat=bool(heads),
+            norms=norms,
         )
         for groups in range(1, self.count // self.size + 1):
             if self.count % groups or (self.count // groups) % self.size:

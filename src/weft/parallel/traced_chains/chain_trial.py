@@ -68,10 +68,12 @@ class ChainTrial:
         mode = FeatureMode(trace, self._part, [], lambda made, now: True)
         try:
             own = {name: self._part.get_submodule(name) for name in names}
+            inside = [_inside(name, self._scope) for name in chain.norms]
+            norms = {name: self._part.get_submodule(name) for name in inside}
             with (
                 self._numbers(chain),
                 without_elements(self._mode),
-                mode.around(own, labels),
+                mode.around(own, norms, labels),
             ):
                 mode.enter(self._call.active)
                 output = self._part(*self._call.args, **self._call.kwargs)

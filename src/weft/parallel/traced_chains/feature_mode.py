@@ -22,7 +22,7 @@ from weft._torch.modes import TorchDispatchMode, without_dispatch_modes
 from weft._torch.trees import tree_leaves, tree_map
 from weft.pipeline import run_op_without_data
 
-from .feature_labels import narrow
+from .feature_labels import narrow, varies
 from .feature_marks import NOTHING, FeatureTrace, Mark, Meeting
 from .feature_rules import MOVES, NEW, SAME_PLACE, FeatureRules, sizes
 
@@ -51,7 +51,9 @@ class FeatureMode(TorchDispatchMode):
         self._params = {id(p): name for name, p in model.named_parameters()}
         self._sizes = {name: p.shape for name, p in model.named_parameters()}
         self._marks: Any = WeakTensorKeyDictionary()
-        self._linear = 0  # depth of linears that run
+        self._linear = 0  # depth of linears that run, and of norms that are passed over
+        self._norms: Mapping[str, Any] = {}
+        self._normed = set[str]()  # norms that are passed over now
         self._looked_at = 0  # labels, since the last linear
         self._rules = FeatureRules(trace.classes, self._meet, lambda t: bool(self._mark(t).params))
 
@@ -61,12 +63,14 @@ class FeatureMode(TorchDispatchMode):
     def around(
         self,
         linears: Mapping[str, nn.Module],
+        norms: Mapping[str, nn.Module],
         labels: Callable[[str, int], Tensor | None],
     ) -> Iterator[None]:
         """This mode, in which outputs of these linears have new labels, and their inputs are
         taken down.
 
         Args:
+            norms: of features, by the mean of their squares.
             labels: (linear, its number of output features) -> the labels of these. None: it has no
                 labels, and is whole.
         """
@@ -78,6 +82,16 @@ class FeatureMode(TorchDispatchMode):
             handles.append(
                 module.register_forward_hook(
                     lambda _, args, out, n=name: self._leave(n, args, out, labels)
+                )
+            )
+        self._norms = norms
+        for name, module in norms.items():
+            handles.append(
+                module.register_forward_pre_hook(lambda _, args, n=name: self._begin_norm(n, args))
+            )
+            handles.append(
+                module.register_forward_hook(
+                    lambda _, args, out, n=name: self._end_norm(n, args[0], out)
                 )
             )
         try:
@@ -129,6 +143,29 @@ class FeatureMode(TorchDispatchMode):
                     self.trace.classes.kill(found)
                 self.trace.rows.setdefault(name, []).append(vector[0].clone())
             self._marks[out] = Mark(new, active=True, made=self._now, entered=entered)
+
+    # ---- norms ----
+
+    def _begin_norm(self, name: str, args: tuple[Any, ...]) -> None:
+        """Pass over its operators if what it normalises is all features."""
+        with without_dispatch_modes():
+            found = self._live(args[0]) if args and self._linear == 0 else None
+            if found is not None and _lies_along(found):
+                self.trace.norms.setdefault(name, []).append(found)
+                self._normed.add(name)
+                self._linear += 1
+
+    def _end_norm(self, name: str, x: Tensor, out: Tensor) -> None:
+        if name not in self._normed:
+            return
+        self._normed.discard(name)
+        self._linear -= 1
+        with without_dispatch_modes():
+            labels, weight = self.trace.norms[name][-1], self._norms[name].weight
+            self._meet(weight, labels)
+            origin = self._origin([x, weight], live=True)
+            self.trace.seen.append(narrow(labels))
+            self._marks[out] = replace(origin, labels=labels)
 
     @property
     def _now(self) -> str:
@@ -291,3 +328,8 @@ class FeatureMode(TorchDispatchMode):
             places=None,
             entered=before.entered or origin.entered,
         )
+
+
+def _lies_along(labels: Tensor) -> bool:
+    """Whether labels change along the last dim, and along no other: it counts all features."""
+    return [d for d in range(labels.ndim) if varies(labels, d)] == [labels.ndim - 1]

@@ -19,6 +19,7 @@ from weft.nn import (
     is_conv1d,
     is_linear,
     linear_features,
+    rms_rule,
 )
 
 from ..axes import FEATURE_AXES
@@ -66,7 +67,8 @@ def misread_chains(request: PlanRequest, roles: Roles, size: int) -> list[Chain]
     mode = fake_mode()
     whole = copy_without_elements(model, mode)
     arguments = request.arguments()
-    trace = follow(whole, arguments, mode, linears, set(), roles.blocks).trace
+    norms = _norms(model)
+    trace = follow(whole, arguments, mode, linears, set(), roles.blocks, norms).trace
     rows = {c.row for c in guessed if c.row in trace.rows and _parts_classes(c, trace, size)}
     for block, first in copies.items():
         rows |= {block + row.removeprefix(first) for row in rows if row.startswith(f"{first}.")}
@@ -112,9 +114,10 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
     tables = [model.get_submodule(name) for name in (*roles.embeddings, *roles.heads)]
     others = {id(p) for module in tables for p in module.parameters()}
     left: set[str] = set()
+    norms = _norms(model)
     built: dict[str, Chain | None] = {}
     for _ in range(PASSES):
-        followed = follow(whole, arguments, mode, traced, left, roles.blocks)
+        followed = follow(whole, arguments, mode, traced, left, roles.blocks, norms)
         elsewhere = {n for n in traced if f"{n}.weight" in followed.trace.read}
         if elsewhere:  # an operator would meet a rank's part
             traced = {n: m for n, m in traced.items() if n not in elsewhere}
@@ -164,6 +167,11 @@ def _undividable(trace: FeatureTrace, found: Mapping[str, tuple[str, ...]]) -> s
         return dead
     used = [column for columns in found.values() for column in columns]
     return {name for name in own if used.count(name) != 1}
+
+
+def _norms(model: nn.Module) -> list[str]:
+    """Modules that normalise by the root mean square."""
+    return [name for name, module in model.named_modules() if rms_rule(module) is not None]
 
 
 def _free_linears(
@@ -259,6 +267,7 @@ def _renamed(chain: Chain, old: str, new: str) -> Chain:
         entry=name(f"{chain.entry}.")[:-1] if chain.entry is not None else None,
         inner=tuple(map(name, chain.inner)),
         parameters={name(each): cut for each, cut in chain.parameters.items()},
+        norms=tuple(map(name, chain.norms)),
         attributes={
             name(f"{module}.")[:-1]: numbers for module, numbers in chain.attributes.items()
         },

@@ -46,12 +46,14 @@ def follow(
     linears: Iterable[str],
     left: set[str],
     lists: tuple[tuple[str, ...], ...],
+    norms: Iterable[str],
 ) -> Followed:
     """One forward, with labels on what these linears make, but for those that are left whole. An
     error ends it: what it has shown by then counts."""
     followed = Followed(FeatureTrace())
     classes = followed.trace.classes
     modules = {name: whole.get_submodule(name) for name in linears}
+    normed = {name: whole.get_submodule(name) for name in norms}
     holders = [n for n in dict(whole.named_modules()) if any(within(each, n) for each in modules)]
     blocks = {block for blocks in lists for block in blocks}
 
@@ -79,7 +81,8 @@ def follow(
             )
             for name in holders
         ]
-        with suppress(*FAILS), without_elements(mode), features.around(modules, labels):
+        around = features.around(modules, normed, labels)
+        with suppress(*FAILS), without_elements(mode), around:
             whole(**arguments)
     for handle in handles:
         handle.remove()

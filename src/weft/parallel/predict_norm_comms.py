@@ -1,0 +1,56 @@
+"""The collectives of norms whose statistics are those of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+
+from weft.core import Plan, Step, computes_whole_sequences
+
+from .axes import TOKEN_AXES
+from .comm_queries import BoundaryShape, Collective
+
+
+def batchnorm_comms(
+    plan: Plan,
+    name: str,
+    again: int,
+    crossings: Mapping[str, BoundaryShape],
+    itemsize: int,
+    count: int,
+) -> Iterator[Collective]:
+    """Of a batch norm that is called so many times, and whose forward backward runs `again`."""
+    crossing = crossings.get(name)
+    if crossing is None or crossing.entered is None:
+        return
+    axis = ".".join(plan.layout.active_axes(*TOKEN_AXES))
+    # [samples, channels, ...], of which a shape per sample lacks the first
+    nbytes = crossing.entered[0 if crossing.batched else 1] * max(4, itemsize)
+    recomputed = ("recompute", "recompute") * again
+    needing = crossing.needs_grad if crossing.needing is None else crossing.needing
+    back = ("backward", "backward") * min(needing, count)
+    for when in (*("forward", "forward") * count, *back, *recomputed * count):
+        yield Collective("all_reduce", axis, nbytes, when, name)
+
+
+def mean_comms(
+    plan: Plan,
+    step: Step,
+    again: int,
+    crossing: BoundaryShape,
+    itemsize: int,
+    count: int,
+) -> Iterator[Collective]:
+    """Of a norm of features that ranks share: one number for each position."""
+    if crossing.entered is None or plan.layout.size(step.mean_over) == 1:
+        return
+    rows: float = plan.microbatch if crossing.batched else 1
+    if len(crossing.entered) == 2 and not crossing.batched:
+        rows = plan.microbatch / crossing.samples  # samples and positions in one dim
+    whole = computes_whole_sequences(plan.steps, step.module.rpartition(".")[0])
+    positions = round(rows * prod(crossing.entered[:-1])) // (1 if whole else plan.sequence_size)
+    needing = crossing.needs_grad if crossing.needing is None else crossing.needing
+    times = ("forward",) * count + ("backward",) * min(needing, count)
+    for when in (*times, *("recompute",) * again * count):
+        nbytes = positions * max(4, itemsize)
+        yield Collective("all_reduce", step.mean_over, nbytes, when, step.module)
