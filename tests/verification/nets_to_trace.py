@@ -243,6 +243,35 @@ class Numbered(nn.Module):
         return self.b(F.gelu(hidden * torch.arange(hidden.shape[-1]).to(x.dtype)))
 
 
+class Scaled(nn.Module):
+    """A norm by the root mean square, whose weight is added to one."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.weight, self.epsilon = nn.Parameter(torch.randn(features) * 0.3), 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.pow(2).mean(-1, keepdim=True)
+        return x / torch.sqrt(mean + self.epsilon) * (1 + self.weight)
+
+
+class NormedHeads(ByHand):
+    """Queries, keys and what enters the row are normalised over all heads."""
+
+    def __init__(self, groups: int = HEADS) -> None:
+        super().__init__()
+        self.b, self.c = (nn.Linear(DIM, groups * SIZE) for _ in range(2))
+        self.e = nn.RMSNorm(HEADS * SIZE, eps=0.1)
+        self.f, self.g = Scaled(groups * SIZE), Scaled(HEADS * SIZE)
+        nn.init.normal_(self.e.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.e(self.a(x)), self.f(self.b(x)), self.c(x)
+        a, b, c = (each.unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in (a, b, c))
+        mixed = F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True)
+        return self.d(self.g(mixed.transpose(1, 2).flatten(-2)))
+
+
 @dataclass(frozen=True)
 class Expected:
     """A mixer, and which of its parameters tensor parallel divides."""
@@ -264,6 +293,10 @@ TO_TRACE = {
     ),
     "shared-gate": Expected(SharedGate, ("a.weight", "a.bias", "b.weight")),
     "written-beside": Expected(WrittenBeside),
+    "normed-heads": Expected(NormedHeads, (*LINEARS, "e.weight", "f.weight", "g.weight")),
+    "normed-groups": Expected(
+        partial(NormedHeads, 2), (*LINEARS, "e.weight", "f.weight", "g.weight")
+    ),
     "normed-whole": Expected(NormedWhole),
     "talking": Expected(Talking),
     "constant": Expected(Constant),

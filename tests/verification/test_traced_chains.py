@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+import weft
 from tests.cases import Subject, laid, reference, seeded, tokens
-from tests.verification.nets_to_trace import TO_TRACE, Net
+from tests.verification.nets_to_trace import TO_TRACE, Net, NormedHeads
 from weft.core import COPY
 from weft.nn.losses import next_token
 from weft.verification.compare import check_layout
@@ -36,4 +37,21 @@ def test_equals_one_device(pool: Any, name: str, layout: str) -> None:
     case = subject.case()
     world = int(layout[2:])
     found = pool.run(check_layout, case, layout, reference(subject), world=world)[0]
+    assert found.passed, found
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ("tp2", "full"),
+        ("fsdp2.tp2", "none"),
+        ("pp2.tp2", "full"),
+        ("cp2.tp2", "none"),
+    ],
+)
+def test_norms_over_all_heads_on_layouts(pool: Any, layout: str, recompute: str) -> None:
+    plan = (("recompute", recompute), ("accumulate", 2))
+    subject = Subject(partial(Net, NormedHeads), tokens, next_token, plan)
+    world = weft.Layout.parse(layout).world
+    found = pool.run(check_layout, subject.case(), layout, reference(subject), world=world)[0]
     assert found.passed, found

@@ -59,36 +59,32 @@ class ShardedRMSNorm(nn.Module):
     """A norm over all features, of which the input has this rank's."""
 
     _rule: RMSRule
-    _features: float
+    _features: int
     _sum: Callable[[Tensor], Tensor]
-    _part: Callable[[Tensor], Tensor]
 
     @staticmethod
     def take_over(
         module: nn.Module,
         rule: RMSRule,
-        features: float,
+        features: int,
         sum_over_ranks: Callable[[Tensor], Tensor],
-        part: Callable[[Tensor], Tensor] = lambda weight: weight,
     ) -> None:
         """Compute with a rank's features from now on.
 
         Args:
             module: with the parameter `weight`, changed in place.
             rule: that of the module.
-            features: how many squares the ranks sum, those that several ranks have each time.
+            features: of all ranks.
             sum_over_ranks: of squares [..., 1], in forward and backward.
-            part: what of the weight is for this rank's features.
         """
         module.__class__ = ShardedRMSNorm
         module._rule, module._features = rule, features  # type: ignore[assignment]
-        module._sum, module._part = sum_over_ranks, part  # type: ignore[assignment]
+        module._sum = sum_over_ranks  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., features of this rank] -> the same shape."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = self._sum(wide.square().sum(-1, keepdim=True)) / self._features
         eps = torch.finfo(x.dtype).eps if self._rule.eps is None else self._rule.eps
-        weight = self._part(self.weight)  # type: ignore[arg-type]
-        scale = weight + self._rule.offset if self._rule.offset else weight
+        scale = self.weight + self._rule.offset if self._rule.offset else self.weight
         return (wide * (mean + eps).rsqrt()).to(x.dtype) * scale

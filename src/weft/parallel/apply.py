@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -191,20 +190,12 @@ def _share_norm(module: nn.Module, step: Step, mesh: Mesh) -> None:
     """Make a norm of this rank's features one of all features."""
     (param,), axis = step.params, step.mean_over
     assert param.cut is not None
-    rule, size = rms_rule(module), mesh.size(axis)
+    rule = rms_rule(module)
     assert rule is not None
     out = Crossing(Boundary({axis: COPY}, {axis: SUM}), False, mesh)
     back = Crossing(Boundary({axis: COPY}, {axis: COPY}), True, mesh)
-    ((width,), (units,)) = param.cut.parts, param.cut.units
-    copies = size // units if units < size else 1  # ranks that have the same features
-    take_part = partial(shard_of, cut=param.cut, index=mesh.index(axis), size=size)
-    ShardedRMSNorm.take_over(
-        module,
-        rule,
-        width * copies,
-        lambda squares: back(out(squares)),
-        *([take_part] if param.stored == COPY else []),
-    )
+    features = sum(param.cut.parts)
+    ShardedRMSNorm.take_over(module, rule, features, lambda squares: back(out(squares)))
 
 
 def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
