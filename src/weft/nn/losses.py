@@ -305,7 +305,7 @@ def cross_entropy(
         >>> round(float(total), 3), int(count)  # 2 log 4
         (2.773, 2)
     """
-    counts = _label_counts.get()
+    counts = None if torch.compiler.is_compiling() else _label_counts.get()
     if counts is not None:
         counts.append(labels.numel())
     counted = labels != ignore_index

@@ -248,11 +248,15 @@ def _entry(
                     "no floating-point tensor enters it",
                     "declare the roles of this module",
                 )
-        moved = {key: cross(value) for key, value in {id(v): v for v in tensors}.items()}
-        return (
-            tuple(moved.get(id(v), v) for v in args),
-            {key: moved.get(id(v), v) for key, v in kwargs.items()},
-        )
+        moved: list[tuple[Tensor, Tensor]] = []
+        for each in tensors:
+            if not any(each is before for before, _ in moved):
+                moved.append((each, cross(each)))
+
+        def crossed(value: Any) -> Any:
+            return next((after for before, after in moved if value is before), value)
+
+        return tuple(map(crossed, args)), {key: crossed(v) for key, v in kwargs.items()}
 
     return enter
 

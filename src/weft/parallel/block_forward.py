@@ -221,11 +221,12 @@ def _forward_with_own_count(module: nn.Module, name: str, randomness: Randomness
 def check_single_gradient(module: str, args: tuple, kwargs: dict) -> None:
     """Refuse a second tensor that needs a gradient: used on a part of activations, it would get a
     part of the sum. Raises UnsupportedModel."""
-    found = set[int]()
+    found: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(each, Tensor) and each.requires_grad:
-                found.add(id(each))  # a tensor may enter as queries, keys and values
+                if not any(each is other for other in found):  # queries may be keys and values
+                    found.append(each)
     if len(found) > 1:
         raise UnsupportedModel(
             "layout",
