@@ -224,9 +224,9 @@ def check_single_gradient(module: str, args: tuple, kwargs: dict) -> None:
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         for each in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(each, Tensor) and each.requires_grad:
-                if not any(each is other for other in found):  # queries may be keys and values
-                    found.append(each)
+            needs = isinstance(each, Tensor) and each.requires_grad
+            if needs and not any(each is other for other in found):  # queries may be keys, too
+                found.append(each)
     if len(found) > 1:
         raise UnsupportedModel(
             "layout",
