@@ -36,9 +36,10 @@ def rms_rule(module: nn.Module) -> RMSRule | None:
     if eps is None:
         return None
     draw = torch.Generator().manual_seed(0)
-    weight = torch.randn(_FEATURES, generator=draw, dtype=torch.float64)
-    x = torch.randn(3, _FEATURES, generator=draw, dtype=torch.float64)
-    x *= torch.tensor([[1.0], [10.0], [eps**0.5]])  # of the last, eps is half of what is divided by
+    options = {"generator": draw, "dtype": torch.float64, "device": "cpu"}
+    weight, x = torch.randn(_FEATURES, **options), torch.randn(3, _FEATURES, **options)
+    # of the last row, eps is half of what is divided by
+    x *= torch.tensor([[1.0], [10.0], [eps**0.5]], device="cpu")
     tried = copy.copy(module)
     tried._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
     try:
