@@ -153,7 +153,8 @@ def tables(cells: list[Cell]) -> str:
         here = Counter(c.state for c in cells if c.layout == name and c.state != "not built")
         counts = "".join(f" {here[state]} |" for state in STATES[:-1])
         lines.append(f"| `{name}` | {sum(here.values())} |{counts}")
-    missing = sorted({c.family for c in cells if c.state == "not built"})
+    built = {c.family for c in cells if c.state != "not built"}
+    missing = sorted({c.family for c in cells} - built)
     if missing:
         lines += ["", f"transformers does not build in small: {', '.join(missing)}."]
     for state in STATES[1:-1]:
