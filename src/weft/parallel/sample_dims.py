@@ -27,8 +27,9 @@ def positions_come_first(request: PlanRequest) -> bool:
         return _takes_positions_first(model)
     mode, few = fake_mode(), request.sample
     many = {key: torch.cat([t, t]) if t.ndim else t for key, t in few.items()}
-    bare, seen = copy_without_elements(model, mode).train(), []
+    seen = []
     try:
+        bare = copy_without_elements(model, mode).train()
         for batch in (few, many):
             shapes = _DroppedShapes()
             with without_elements(mode), shapes:

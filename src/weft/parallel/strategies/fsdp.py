@@ -73,9 +73,8 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     usual = Counter(w.dtype for w in alike).most_common(1)[0][0] if alike else None
     left = {w.name: w for w in alike if w.shape and w.dtype == usual and w.name in divided}
     kept = [Param(w.name, AXIS, COPY, COPY, SUM) for w in alike if w.name not in left]
-    if (
-        kept
-    ):  # so is what has no dim to shard, or a dtype that FSDP2 does not gather with the others
+    # so is what has no dim to shard, or a dtype that FSDP2 does not gather with the others
+    if kept:
         yield Step("", "fsdp", params=tuple(kept))
     listed = (b for blocks in roles.blocks for b in blocks)
     blocks = [

@@ -66,7 +66,7 @@ class FeatureTrace:
     seen: labels of everything that has some.
     dropped: labels of what dropout was applied to.
     norms: module that normalises all features by the mean of their squares, which ranks may share
-        -> the labels of these, for each call.
+        -> the labels of these, in the last call.
     operators: how many were run.
     """
 
@@ -81,7 +81,7 @@ class FeatureTrace:
     meetings: list[Meeting] = field(default_factory=list)
     seen: list[Tensor] = field(default_factory=list)
     dropped: list[Tensor] = field(default_factory=list)
-    norms: dict[str, list[Tensor]] = field(default_factory=dict)
+    norms: dict[str, Tensor] = field(default_factory=dict)
     operators: int = 0
 
     def settle(self, shapes: Mapping[str, torch.Size]) -> None:

@@ -151,7 +151,7 @@ class FeatureMode(TorchDispatchMode):
         with without_dispatch_modes():
             found = self._live(args[0]) if args and self._linear == 0 else None
             if found is not None and _lies_along(found):
-                self.trace.norms.setdefault(name, []).append(found)
+                self.trace.norms[name] = found
                 self._normed.add(name)
                 self._linear += 1
 
@@ -161,7 +161,7 @@ class FeatureMode(TorchDispatchMode):
         self._normed.discard(name)
         self._linear -= 1
         with without_dispatch_modes():
-            labels, weight = self.trace.norms[name][-1], self._norms[name].weight
+            labels, weight = self.trace.norms[name], self._norms[name].weight
             self._meet(weight, labels)
             origin = self._origin([x, weight], live=True)
             self.trace.seen.append(narrow(labels))
