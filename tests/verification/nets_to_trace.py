@@ -24,7 +24,8 @@ class Around(nn.Module):
         self.before, self.own = nn.LayerNorm(DIM), mixer
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.own(self.before(x))
+        made = self.own(self.before(x))
+        return x + (made[0] if isinstance(made, tuple) else made)
 
 
 class Net(nn.Module):
@@ -272,6 +273,63 @@ class NormedHeads(ByHand):
         return self.d(self.g(mixed.transpose(1, 2).flatten(-2)))
 
 
+class Picked(nn.Module):
+    """Queries by a latent, and an indexer that picks the keys of each position. It gives what it
+    picks and its weights too, which nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, 4), nn.Linear(4, HEADS * SIZE)
+        self.c, self.d = nn.Linear(DIM, 2 * HEADS * SIZE), nn.Linear(HEADS * SIZE, DIM)
+        self.e, self.f = nn.Linear(4, SIZE), nn.Linear(DIM, SIZE)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        latent = self.a(x)
+        q = self.b(latent).unflatten(-1, (-1, SIZE))
+        k, v = self.c(x).unflatten(-1, (-1, 2 * SIZE)).chunk(2, -1)
+        s = x.shape[1]
+        later = torch.ones(s, s, dtype=torch.bool).triu(1)
+        picks = (self.e(latent) @ self.f(x).mT).masked_fill(later, -1e9).topk(3, -1).indices
+        others = torch.ones_like(picks[..., :1].expand(-1, -1, s), dtype=torch.bool)
+        hidden = later | others.scatter(-1, picks, False)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k).masked_fill(hidden[:, None], float("-inf"))
+        weights = scores.softmax(-1)
+        mixed = torch.einsum("bhij,bjhd->bihd", weights, v)
+        return self.d(mixed.flatten(-2)), weights, picks
+
+
+class Product(nn.Linear):
+    """A linear by a forward of its own, as nn.Linear computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class OwnProducts(ByHand):
+    """The last linear of an attention has a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = Product(HEADS * SIZE, DIM)
+
+
+class Biased(ByHand):
+    """Each head has a bias for each distance, which is added to the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Parameter(torch.randn(9, HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for f in (self.a, self.b, self.c))
+        at = torch.arange(x.shape[1])
+        away = (at[:, None] - at).clamp(-4, 4) + 4
+        later = torch.zeros(away.shape).masked_fill(at > at[:, None], float("-inf"))
+        mask = self.near[away].permute(2, 0, 1)[None] + later
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
+        return self.d(mixed.transpose(1, 2).flatten(-2))
+
+
 @dataclass(frozen=True)
 class Expected:
     """A mixer, and which of its parameters tensor parallel divides."""
@@ -297,6 +355,9 @@ TO_TRACE = {
     "normed-groups": Expected(
         partial(NormedHeads, 2), (*LINEARS, "e.weight", "f.weight", "g.weight")
     ),
+    "picked": Expected(Picked, ("b.weight", "b.bias", "c.weight", "c.bias", "d.weight")),
+    "own-products": Expected(OwnProducts, LINEARS),
+    "biased": Expected(Biased, ("near", *LINEARS)),
     "normed-whole": Expected(NormedWhole),
     "talking": Expected(Talking),
     "constant": Expected(Constant),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from weft._torch import symmetric_memory
 from weft.core import CompileOptions, ConfigError, Layout
-from weft.nn import is_conv1d
+from weft.nn import is_plain_linear
 from weft.parallel import FEATURE_AXES, Mesh, plain_product
 
 WITHOUT = "leave async_tp out"
@@ -81,8 +81,7 @@ def share_memory(mesh: Mesh) -> None:
 def add_biases_apart(block: nn.Module) -> None:
     """Let linears of a block multiply, then add: inductor fuses nothing with a matmul that adds."""
     for module in block.modules():
-        known = type(module).forward is nn.Linear.forward or is_conv1d(module)
-        if known and "forward" not in vars(module) and module.bias is not None:
+        if is_plain_linear(module) and "forward" not in vars(module) and module.bias is not None:
             module.forward = _bias_apart(module)  # type: ignore[method-assign]
 
 

@@ -87,6 +87,7 @@ from .moe_routing import (
     z_loss as z_loss,
 )
 from .override_needs import may_drop as may_drop, may_route as may_route
+from .plain_linears import is_plain_linear as is_plain_linear
 from .position_ids import PositionNumbers as PositionNumbers
 from .random_draws import (
     DRAWS as DRAWS,

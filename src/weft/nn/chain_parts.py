@@ -7,7 +7,8 @@ import copy
 from torch import nn
 
 from .linear_chains import GROUPS
-from .role_types import Chain, is_conv1d
+from .plain_linears import is_plain_linear
+from .role_types import Chain
 
 
 def local_attributes(chain: Chain, size: int) -> dict[str, tuple[tuple[str, int], ...]]:
@@ -35,14 +36,14 @@ def set_attribute(module: nn.Module, key: str, value: int) -> None:
 
 
 def unknown_forward(model: nn.Module, chain: Chain, size: int) -> str:
-    """Why a linear of a chain cannot run on part of its parameters, which takes the forward of
-    nn.Linear; "" if all can."""
+    """Why a linear of a chain cannot run on part of its parameters, which takes one that computes
+    what nn.Linear does; "" if all can."""
     for name in (*chain.columns, chain.row):
         module = model.get_submodule(name)
         partly = chain.cuts[name].shared(size) or (
             name == chain.row and getattr(module, "bias", None) is not None
         )
-        if partly and not is_conv1d(module) and type(module).forward is not nn.Linear.forward:
+        if partly and not is_plain_linear(module):
             kind = type(module).__name__
             return f"{name} is a {kind}, whose forward is its own: it needs all its parameters"
     return ""

@@ -8,7 +8,8 @@ from torch import nn
 
 from weft.core import DimShard
 
-from .role_types import Chain, is_linear
+from .plain_linears import is_plain_linear
+from .role_types import Chain
 
 
 def multihead_chains(
@@ -41,7 +42,7 @@ def _undivided(module: nn.MultiheadAttention) -> str:
         return f"{type(module).__name__} is made from nn.MultiheadAttention"
     if module.bias_k is not None or module.add_zero_attn:
         return "keys are added to those of its input (add_bias_kv, add_zero_attn)"
-    if not is_linear(module.out_proj) or type(module.out_proj).forward is not nn.Linear.forward:
+    if not is_plain_linear(module.out_proj):
         return "another module stands for its output projection"
     return ""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from weft.core import MULTIPLE, OFF, RECIPES, ConfigError, Float8Linears, Param, Plan
-from weft.nn import Roles, is_conv1d, is_linear, linear_features
+from weft.nn import Roles, is_conv1d, is_linear, is_plain_linear, linear_features
 
 FIELD = "precision.float8"
 SPLIT = (
@@ -68,9 +68,7 @@ def _why_not(name: str, modules: Mapping[str, nn.Module], roles: Roles, plan: Pl
     module, parent = modules[name], name.rpartition(".")[0]
     if not is_linear(module):
         return "a parametrization makes its weight"
-    if isinstance(modules[parent], nn.MultiheadAttention) or (
-        isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
-    ):
+    if isinstance(modules[parent], nn.MultiheadAttention) or not is_plain_linear(module):
         return "it is not nn.Linear's forward that multiplies"
     if name in roles.heads:
         return "the output head"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft._torch.tensors import FakeTensorMode
 from weft._torch.trees import tree_leaves
 from weft.core import DimShard
-from weft.nn import Chain, chain_module, is_conv1d, linear_features, numbers_read
+from weft.nn import Chain, chain_module, is_conv1d, numbers_read
 
 from .chain_trial import ChainTrial
 from .feature_labels import varies
@@ -21,7 +21,6 @@ from .feature_marks import Meeting
 from .followed_forward import Followed, within
 
 OPERATORS = 100_000  # at most, of the runs of one module
-BOTTLENECK = 4  # times narrower than what it reads and makes, linears are left whole
 
 
 class ChainBuilder:
@@ -72,9 +71,6 @@ class ChainBuilder:
             if not scope:
                 return None
             scope = scope.rpartition(".")[0]
-        width = len(self.features[self.row])
-        if width * BOTTLENECK <= min(self._widths()):
-            return None  # a rank would save little, and sum more than that
         parameters = self._parameters(scope)
         if parameters is None:
             return None
@@ -82,7 +78,7 @@ class ChainBuilder:
         entry = self._entry(scope)
         if entry is None:
             return None
-        heads = self.count if width > self.count else 0
+        heads = self.count if len(self.features[self.row]) > self.count else 0
         norms = tuple(name for name in self.followed.trace.norms if f"{name}.weight" in divided)
         chain = Chain(
             self.columns,
@@ -114,10 +110,6 @@ class ChainBuilder:
                     return made
             self.operators += trial.operators
         return None
-
-    def _widths(self) -> Iterator[int]:
-        for name in (*self.columns, self.row):
-            yield linear_features(self.model.get_submodule(name))[name == self.row]
 
     def _parameters(self, scope: str) -> tuple[tuple[str, ...], dict[str, np.ndarray]] | None:
         """Parameters that are used whole on cut activations, and those that are divided: the class

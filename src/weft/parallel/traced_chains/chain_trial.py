@@ -77,14 +77,17 @@ class ChainTrial:
             ):
                 mode.enter(self._call.active)
                 output = self._part(*self._call.args, **self._call.kwargs)
-                outputs = tree_leaves(output, Tensor)
+                made = tree_leaves(output, Tensor)
         except FAILS:
             return None
         finally:
             self.operators += trace.operators
         # others may be weights of attention, which nobody reads
-        shapes = [t.shape for t in outputs[:1]]
-        if shapes != self._call.shapes[:1] or not self._meets_as_whole(trace):
+        if len(made) != len(self._call.outputs):
+            return None
+        outputs = [made[place] for place in self._call.read]
+        shapes = [self._call.outputs[place].shape for place in self._call.read]
+        if [t.shape for t in outputs] != shapes or not self._meets_as_whole(trace):
             return None
         if chain.entry is None:
             return chain

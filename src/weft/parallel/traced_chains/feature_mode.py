@@ -51,6 +51,7 @@ class FeatureMode(TorchDispatchMode):
         self._params = {id(p): name for name, p in model.named_parameters()}
         self._sizes = {name: p.shape for name, p in model.named_parameters()}
         self._marks: Any = WeakTensorKeyDictionary()
+        self._readers: Any = WeakTensorKeyDictionary()  # tensor -> modules whose operators took it
         self._linear = 0  # depth of linears that run, and of norms that are passed over
         self._norms: Mapping[str, Any] = {}
         self._normed = set[str]()  # norms that are passed over now
@@ -116,6 +117,10 @@ class FeatureMode(TorchDispatchMode):
         """Whether a tensor depends on what entered, other than by a row."""
         return self._mark(t).entered
 
+    def readers(self, t: Tensor) -> set[str]:
+        """The modules whose operators took a tensor."""
+        return self._readers.get(t, set())
+
     def _enter(self, name: str, args: tuple[Any, ...]) -> None:
         self._linear += 1
 
@@ -132,7 +137,9 @@ class FeatureMode(TorchDispatchMode):
             found = self._live(args[0]) if args else None
             new, entered = None, False
             if found is None:
-                entered = bool(args) and self._mark(args[0]).entered
+                taken = self._mark(args[0]) if args else NOTHING
+                self.trace.used_whole |= taken.params
+                entered = taken.entered
                 used = self.trace.before if entered else self.trace.after
                 used |= {f"{name}.weight", f"{name}.bias"} & {*self._sizes}
                 features = labels(name, out.shape[-1])
@@ -163,7 +170,7 @@ class FeatureMode(TorchDispatchMode):
         with without_dispatch_modes():
             labels, weight = self.trace.norms[name], self._norms[name].weight
             self._meet(weight, labels)
-            origin = self._origin([x, weight], live=True)
+            origin = self._origin([x, weight], live=True, pointwise=False)
             self.trace.seen.append(narrow(labels))
             self._marks[out] = replace(origin, labels=labels)
 
@@ -177,6 +184,8 @@ class FeatureMode(TorchDispatchMode):
         kwargs = kwargs or {}
         out = run_op_without_data(func, args, kwargs)
         self.trace.operators += 1
+        for t in tree_leaves((args, kwargs), Tensor):
+            self._readers.setdefault(t, set()).add(self._now)
         if self._linear == 0:
             with without_dispatch_modes():
                 self._follow(func, args, kwargs, out)
@@ -188,7 +197,8 @@ class FeatureMode(TorchDispatchMode):
         made = tree_leaves(out, Tensor)
         read = [] if name in NEW else given
         live = {id(t): labels for t in read if (labels := self._live(t)) is not None}
-        origin = self._origin(given, bool(live))
+        pointwise = torch.Tag.pointwise in func.tags
+        origin = self._origin(given, bool(live), pointwise)
         moved = name in MOVES
         found = self._moved_alone(func, name, args, kwargs) if moved else None
         if live and made and found is None:
@@ -212,8 +222,11 @@ class FeatureMode(TorchDispatchMode):
                     self.trace.dropped.append(labels)
             if any(t is other for other in given):
                 self._write(t, labels, origin)
-            else:
+            elif t.is_floating_point() or t.is_complex():
                 self._marks[t] = replace(origin, labels=labels, view=moved)
+            else:  # no gradient goes through it
+                bare = replace(origin, active=False, entered=False)
+                self._marks[t] = replace(bare, labels=labels, view=moved)
 
     def _moved_alone(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
         """The labels of one tensor, moved by the operator itself: views of them where it makes
@@ -274,8 +287,9 @@ class FeatureMode(TorchDispatchMode):
         if name in MOVES:
             moved = func(*tree_map(lambda t: places if t is known[0] else t, args), **kwargs)
             return moved if isinstance(moved, Tensor) else None
-        if name == "embedding":  # a row for each, and each has all columns
-            return places[:1].expand(out.shape)
+        rows = name == "index" and len(args[1]) == 1 and args[1][0] is not None
+        if name == "embedding" or (rows and out.ndim == args[1][0].ndim + places.ndim - 1):
+            return places[:1].expand(out.shape)  # a row for each, and each has all columns
         return places.expand(out.shape) if torch.Tag.pointwise in func.tags else None
 
     def _live(self, t: Tensor) -> Tensor | None:
@@ -286,13 +300,15 @@ class FeatureMode(TorchDispatchMode):
         self._looked_at += small.numel()
         return small.expand(t.shape) if bool(small.any()) else None
 
-    def _origin(self, given: list[Tensor], live: bool) -> Mark:
-        """What an operator makes of these, without its labels."""
+    def _origin(self, given: list[Tensor], live: bool, pointwise: bool) -> Mark:
+        """What an operator makes of these, without its labels. A parameter beside constants, one by
+        one, is still that parameter's: a table of biases plus a mask."""
         marks = [(t, self._mark(t)) for t in given]
         names = frozenset(name for _, mark in marks for name in mark.params)
         self.trace.read |= names
         entered = any(mark.entered for _, mark in marks)
-        mixed = live or any(not m.params and t.ndim and t.is_floating_point() for t, m in marks)
+        others = [m for t, m in marks if not m.params and t.ndim and t.is_floating_point()]
+        mixed = live or any(m.active or not pointwise for m in others)
         if names and mixed:
             used = self.trace.before if entered else self.trace.after
             used |= names

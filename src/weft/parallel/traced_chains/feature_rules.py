@@ -181,7 +181,8 @@ class FeatureRules:
                 both.append((t, labels))
             return [self._combined(both, shape)] * len(made)
         if "scaled_dot_product" in name:
-            return self._attended(args[:3], live, made)
+            mask = args[3] if len(args) > 3 and isinstance(args[3], Tensor) else None
+            return self._attended(args[:3], kwargs.get("attn_mask", mask), live, made)
         if name == "convolution":
             return self._convolved(args, live, shape)
         if torch.Tag.pointwise in func.tags or name == "copy_":
@@ -244,9 +245,9 @@ class FeatureRules:
         return classes.classes(labels).expand(shape)
 
     def _attended(
-        self, args: Any, live: Mapping[int, Tensor], made: list[Tensor]
+        self, args: Any, mask: Tensor | None, live: Mapping[int, Tensor], made: list[Tensor]
     ) -> list[Tensor] | None:
-        """Query, key and value [b, heads, s, d]: each head by itself."""
+        """Query, key and value [b, heads, s, d]: each head by itself; and a mask or bias."""
         if any(id(t) not in live for t in args):
             return None
         heads = []
@@ -256,6 +257,10 @@ class FeatureRules:
                 labels = self._classes.join_along(labels, dim)
             heads.append(labels.repeat_interleave(args[0].shape[1] // t.shape[1], dim=1))
         joined = self._classes.join(self._classes.join(heads[0], heads[1]), heads[2])
+        if mask is not None:
+            if id(mask) in live:
+                return None
+            self._meet(mask, joined)
         return [joined.expand(made[0].shape)]
 
     def _convolved(

@@ -16,8 +16,7 @@ from weft.nn import (
     Chain,
     Roles,
     chain_module,
-    is_conv1d,
-    is_linear,
+    is_plain_linear,
     linear_features,
     rms_rule,
 )
@@ -30,6 +29,7 @@ from .feature_marks import FeatureTrace
 from .followed_forward import follow
 
 PASSES = 12  # forwards of the model, at most
+BOTTLENECK = 4  # times narrower than what it reads and makes, linears are left whole
 
 
 def traced_roles(request: PlanRequest, roles: Roles) -> Roles:
@@ -123,7 +123,7 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
             traced = {n: m for n, m in traced.items() if n not in elsewhere}
             continue
         found = {row: _columns(followed.trace, row) for row in followed.trace.rows}
-        again = _undividable(followed.trace, found) - left
+        again = _bottlenecks(model, found) - left or _undividable(followed.trace, found) - left
         if again:
             left |= again
             continue
@@ -151,6 +151,18 @@ def _narrower(model: nn.Module, columns: tuple[str, ...]) -> list[str]:
     widths = {name: linear_features(model.get_submodule(name))[1] for name in columns}
     fewest = min(widths.values())
     return [name for name in columns if widths[name] == fewest != max(widths.values())]
+
+
+def _bottlenecks(model: nn.Module, found: Mapping[str, tuple[str, ...]]) -> set[str]:
+    """The columns of rows that are left whole: ranks would save little of them, and sum more than
+    that. Without them, chains that begin at these rows are seen."""
+    narrow = set[str]()
+    for row, columns in found.items():
+        width, out = linear_features(model.get_submodule(row))
+        ins = [linear_features(model.get_submodule(name))[0] for name in columns]
+        if columns and width * BOTTLENECK <= min(out, *ins):
+            narrow |= {*columns}
+    return narrow
 
 
 def _undividable(trace: FeatureTrace, found: Mapping[str, tuple[str, ...]]) -> set[str]:
@@ -187,8 +199,7 @@ def _free_linears(
     found = {}
     for name, module in modules.items():
         if (
-            is_linear(module)
-            and (type(module).forward is nn.Linear.forward or is_conv1d(module))
+            is_plain_linear(module)
             and name not in used
             and not any(each in owned for each in _above(name))
             and not _declared(name, declared)

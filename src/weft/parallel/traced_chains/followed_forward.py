@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from weft._torch.tensors import FakeTensorMode
@@ -22,13 +21,18 @@ from .feature_mode import FeatureMode
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a module: what it was given, the shapes of what it gave, and the tensors given that
-    have a gradient."""
+    """A call of a module.
+
+    active: the tensors given that have a gradient.
+    outputs: the tensors that it gave.
+    read: the places in `outputs` of the first, and of those that are read outside of the module.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    shapes: list[torch.Size]
     active: list[Tensor]
+    outputs: list[Tensor]
+    read: list[int]
 
 
 @dataclass
@@ -65,14 +69,15 @@ def follow(
         both = _common(made, now)
         return any(both.startswith(f"{block}.") for block in blocks)
 
+    last = set[int]()  # ids of what the model gives
     with module_calls(whole) as inside:
         features = FeatureMode(followed.trace, whole, inside, tolerated)
 
         def took(name: str, args: Any, kwargs: Any, output: Any) -> None:
             given = tree_leaves((args, kwargs), Tensor)
             active = [t for t in given if features.has_gradient(t)]
-            shapes = [t.shape for t in tree_leaves(output, Tensor)]
-            followed.calls.setdefault(name, Call(args, kwargs, shapes, active))
+            made = tree_leaves(output, Tensor)
+            followed.calls.setdefault(name, Call(args, kwargs, active, made, []))
 
         handles = [
             whole.get_submodule(name).register_forward_hook(
@@ -83,9 +88,14 @@ def follow(
         ]
         around = features.around(modules, normed, labels)
         with suppress(*FAILS), without_elements(mode), around:
-            whole(**arguments)
+            last = {id(t) for t in tree_leaves(whole(**arguments), Tensor)}
     for handle in handles:
         handle.remove()
+    for name, call in followed.calls.items():
+        for place, t in enumerate(call.outputs):
+            outside = any(not within(reader, name) for reader in features.readers(t))
+            if place == 0 or outside or id(t) in last:
+                call.read.append(place)
     return followed
 
 
