@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft._torch.modes import TorchDispatchMode, without_dispatch_modes
-from weft._torch.trees import tree_leaves, tree_map
+from weft._torch.trees import tree_leaves
 from weft.pipeline import run_op_without_data
 
 from .feature_labels import narrow, varies
 from .feature_marks import NOTHING, FeatureTrace, Mark, Meeting
-from .feature_rules import MOVES, NEW, SAME_PLACE, FeatureRules, sizes
+from .feature_rules import MOVES, NEW, FeatureRules, moved_places, sizes
 
 ELEMENTS = 10_000_000  # labels to look at between two linears; what takes more is left whole
 
@@ -209,7 +209,10 @@ class FeatureMode(TorchDispatchMode):
                     self.trace.classes.kill(labels)
                 origin = replace(origin, active=True)
         elif origin.params and made and not live:
-            origin = replace(origin, places=self._places(func, name, args, kwargs, made[0]))
+            known = [t for t in given if t.ndim and self._mark(t).params]
+            if len(known) == 1 and (places := self._mark(known[0]).places) is not None:
+                places = moved_places(places, known[0], func, name, args, kwargs, made[0])
+                origin = replace(origin, places=places)
         if not live:
             origin = replace(origin, uniform=self._is_uniform(func, name, read))
         for i, t in enumerate(made):
@@ -273,24 +276,6 @@ class FeatureMode(TorchDispatchMode):
             places = torch.arange(t.numel()).reshape(t.shape)
             found = self._marks[t] = Mark(params=frozenset([name]), places=places)
         return found
-
-    def _places(self, func: Any, name: str, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
-        """Of what is made of one parameter alone, which of its elements each is made of."""
-        given = tree_leaves((args, kwargs), Tensor)
-        known = [t for t in given if t.ndim and self._mark(t).params]
-        if len(known) != 1 or (places := self._mark(known[0]).places) is None:
-            return None
-        if name in SAME_PLACE:
-            return places
-        if name in ("view", "_unsafe_view"):
-            return places.reshape(args[1])
-        if name in MOVES:
-            moved = func(*tree_map(lambda t: places if t is known[0] else t, args), **kwargs)
-            return moved if isinstance(moved, Tensor) else None
-        rows = name == "index" and len(args[1]) == 1 and args[1][0] is not None
-        if name == "embedding" or (rows and out.ndim == args[1][0].ndim + places.ndim - 1):
-            return places[:1].expand(out.shape)  # a row for each, and each has all columns
-        return places.expand(out.shape) if torch.Tag.pointwise in func.tags else None
 
     def _live(self, t: Tensor) -> Tensor | None:
         """Its labels, as classes. None: it has none, or all are dead."""

@@ -280,6 +280,30 @@ class FeatureRules:
         return [self._classes.classes(labels).expand(shape)]
 
 
+def moved_places(
+    places: Tensor, t: Tensor, func: Any, name: str, args: Any, kwargs: Any, out: Tensor
+) -> Tensor | None:
+    """Where the elements of what an operator makes are in the one parameter that it takes; None:
+    not known.
+
+    Args:
+        places: of the elements of `t`.
+        t: what the operator takes, made of that parameter.
+        out: what it makes.
+    """
+    if name in SAME_PLACE:
+        return places
+    if name in ("view", "_unsafe_view"):
+        return places.reshape(args[1])
+    if name in MOVES:
+        moved = func(*tree_map(lambda each: places if each is t else each, args), **kwargs)
+        return moved if isinstance(moved, Tensor) else None
+    rows = name == "index" and len(args[1]) == 1 and args[1][0] is not None
+    if name == "embedding" or (rows and out.ndim == args[1][0].ndim + places.ndim - 1):
+        return places[:1].expand(out.shape)  # a row for each, and each has all columns
+    return places.expand(out.shape) if torch.Tag.pointwise in func.tags else None
+
+
 def sizes(t: Tensor) -> tuple[int, ...]:
     """Its shape, with 1 along the dims along which it is expanded."""
     return tuple(1 if step == 0 else n for n, step in zip(t.shape, t.stride(), strict=True))
