@@ -27,7 +27,14 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import parts  # noqa: E402
-from families import Family, all_families, has_experts, write_run  # noqa: E402
+from families import (  # noqa: E402
+    Family,
+    all_families,
+    build_alone,
+    has_experts,
+    small_config,
+    write_run,
+)
 
 from weft.core import Layout, Refusal, RunConfig, WorkerDied, load_run  # noqa: E402
 from weft.launch import Pool  # noqa: E402
@@ -46,7 +53,8 @@ STATES = ("equal", "flagged", "refused", "different", "crashed", "not built")
 class Cell:
     """One family under one layout. `state`: one of STATES; "flagged": loss, gradients and weights
     are equal, but a module, or the collectives, differ. `why` it is not equal. `cut`: share of the
-    parameters that tp or ep divides. `error`: the worst relative one."""
+    parameters that tp or ep divides. `attention`: share of the attention modules that tp divides;
+    None: the model has none. `error`: the worst relative one."""
 
     family: str
     layout: str
@@ -54,6 +62,7 @@ class Cell:
     why: str = ""
     error: float | None = None
     cut: float | None = None
+    attention: float | None = None
     seconds: float = 0.0
 
     @property
@@ -85,15 +94,18 @@ def measure(family: Family, layouts: list[str], pool: Pool) -> Iterator[Cell]:
                 continue
             for layout in several:
                 run = load_run(path, {**fixed, "layout.axes": layout, **options})
-                yield compared(Cell(family.name, layout, "equal"), run, reference, pool)
+                yield compared(family, Cell(family.name, layout, "equal"), run, reference, pool)
 
 
-def compared(cell: Cell, run: RunConfig, reference: Reference, pool: Pool) -> Cell:
+def compared(family: Family, cell: Cell, run: RunConfig, reference: Reference, pool: Pool) -> Cell:
     """The cell after its layout ran beside the reference."""
     begin, cut = time.perf_counter(), None
+    attention = 0.0 if cell.layout == "tp2" and attentions(family) else None
     try:
         [plan] = check_run(run)
         cut = cut_share(plan)
+        if attention is not None:
+            attention = attention_share(plan, attentions(family))
         case, world = make_case(run), Layout.parse(cell.layout).world
         results = pool.run(
             check_layout, case, cell.layout, reference, world=world, timeout=TIMEOUT_S
@@ -105,7 +117,8 @@ def compared(cell: Cell, run: RunConfig, reference: Reference, pool: Pool) -> Ce
         cell = replace(cell, state="crashed", why=last_line(problem))
     except Exception as problem:  # a traceback, which weft should not show
         cell = replace(cell, state="crashed", why=f"{type(problem).__name__}: {problem}")
-    return replace(cell, cut=cut, seconds=round(time.perf_counter() - begin, 1))
+    seconds = round(time.perf_counter() - begin, 1)
+    return replace(cell, cut=cut, attention=attention, seconds=seconds)
 
 
 def by_options(layouts: list[str]) -> list[tuple[dict[str, str], list[str]]]:
@@ -114,6 +127,27 @@ def by_options(layouts: list[str]) -> list[tuple[dict[str, str], list[str]]]:
     others = [layout for layout in layouts if layout not in staged]
     both = [({}, others), ({"train.accumulate": "2"}, staged)]
     return [(options, several) for options, several in both if several]
+
+
+def attentions(family: Family) -> list[list[str]]:
+    """The matrices of each attention of a family: the innermost modules that are called so and hold
+    two or more."""
+    model = build_alone(family, small_config(family))
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__.lower()
+        own = [f"{name}.{key}" for key, p in module.named_parameters() if p.ndim > 1]
+        if ("attention" in kind or "attn" in kind) and len(own) > 1:
+            found[name] = own
+    outer = {name for name in found for other in found if other.startswith(f"{name}.")}
+    return [own for name, own in found.items() if name not in outer]
+
+
+def attention_share(plan: object, found: list[list[str]]) -> float:
+    """The share of these attentions of which tp divides a matrix."""
+    table = plan.params()  # type: ignore[attr-defined]
+    divided = [own for own in found if any("tp" in table.get(name, ()) for name in own)]
+    return round(len(divided) / len(found), 3)
 
 
 def cut_share(plan: object) -> float:
@@ -153,6 +187,14 @@ def tables(cells: list[Cell]) -> str:
         here = Counter(c.state for c in cells if c.layout == name and c.state != "not built")
         counts = "".join(f" {here[state]} |" for state in STATES[:-1])
         lines.append(f"| `{name}` | {sum(here.values())} |{counts}")
+    shares = [c.attention for c in cells if c.attention is not None]
+    if shares:
+        whole = sum(share == 1 for share in shares)
+        lines += [
+            "",
+            f"Of {len(shares)} families with attention, `tp2` divides all of it in {whole}"
+            f" ({whole / len(shares):.0%}).",
+        ]
     built = {c.family for c in cells if c.state != "not built"}
     missing = sorted({c.family for c in cells} - built)
     if missing:

@@ -213,11 +213,11 @@ def test_what_is_declared_of_other_modules_refuses_none() -> None:
 
 class OwnForward(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T + self.bias
+        return (x * 0.5) @ self.weight.T + self.bias
 
 
 class OwnLinears(Interleaved):
-    """As Falcon: its row has a bias, and a forward of its own."""
+    """Its row has a bias, and a forward that computes something else than nn.Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,6 +249,9 @@ FAMILIES = {  # family -> whether its attention is cut
     "gpt_neox": True,
     "afmoe": True,
     "qwen3_next": True,
+    "deepseek_v32": True,
+    "falcon": True,
+    "gpt_bigcode": True,
     "bloom": False,  # its biases of positions come from outside, for all heads
 }
 
@@ -265,6 +268,7 @@ def family(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_equals_one_device(pool: Any, name: str) -> None:
     table = plan(family(name)).params()
-    rows = [n for n in table if n.endswith(("attn.o_proj.weight", "attention.dense.weight"))]
+    ends = ("attn.o_proj.weight", "attn.c_proj.weight", "attention.dense.weight")
+    rows = [n for n in table if n.endswith(ends)]
     assert rows and all(("tp" in table[row]) is FAMILIES[name] for row in rows)
     holds(pool, Subject(partial(family, name), tokens, next_token), "tp2")

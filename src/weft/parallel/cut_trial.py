@@ -15,6 +15,7 @@ from weft.nn import (
     chain_module,
     local_attributes,
     module_calls,
+    numbers_read,
     set_attribute,
     unknown_forward,
 )
@@ -43,8 +44,30 @@ def runnable_roles(request: PlanRequest, roles: Roles) -> Roles:
         found = _first_failure(request, roles, size)
         if found is None:
             break
-        roles = _without(model, roles, *found, request)
+        kind = type(model.get_submodule(found[0]))
+        with_widths = _with_widths(model, roles, kind)
+        again = _first_failure(request, with_widths, size) if with_widths != roles else found
+        if again is None or type(model.get_submodule(again[0])) is not kind:
+            roles = with_widths
+        else:
+            roles = _without(model, roles, *found, request)
     return roles
+
+
+def _with_widths(model: nn.Module, roles: Roles, kind: type[nn.Module]) -> Roles:
+    """The roles in which a rank has its part of every number of attention modules of a class that
+    is as large as the row, and that their forward reads: a width by a name of its own."""
+    chains = []
+    for chain in roles.chains:
+        name = chain_module(chain)
+        module = model.get_submodule(name)
+        if chain.heads and type(module) is kind:
+            own = dict(chain.attributes.get(name, ()))
+            width = sum(chain.cuts[chain.row].parts)
+            own |= {key: value for key, value in numbers_read(module) if value == width}
+            chain = replace(chain, attributes={**chain.attributes, name: tuple(own.items())})
+        chains.append(chain)
+    return replace(roles, chains=tuple(chains))
 
 
 def _without(
