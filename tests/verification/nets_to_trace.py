@@ -23,8 +23,10 @@ class Around(nn.Module):
         super().__init__()
         self.before, self.own = nn.LayerNorm(DIM), mixer
 
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.own(self.before(x))
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        own = self.before(x)
+        # one argument by its name, one by its place
+        made = self.own(own, **others) if "bias" in others else self.own(own, *others.values())
         return x + (made[0] if isinstance(made, tuple) else made)
 
 
@@ -42,9 +44,11 @@ class Net(nn.Module):
                 nn.init.normal_(p, std=0.1)  # a bias of zero hides how often it is added
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.table(input_ids)
+        x, others = self.table(input_ids), {}
+        if hasattr(self.parts[0].own, "outside"):
+            others = self.parts[0].own.outside(x)
         for part in self.parts:
-            x = part(x)
+            x = part(x, **others)
         return self.out(self.last(x))
 
 
@@ -330,6 +334,47 @@ class Biased(ByHand):
         return self.d(mixed.transpose(1, 2).flatten(-2))
 
 
+class Sloped(ByHand):
+    """The model makes biases for all heads [heads, 1, s], as MPT: those of distance (ALiBi)."""
+
+    def outside(self, x: Tensor) -> dict[str, Tensor]:
+        slopes = 0.5 ** torch.arange(HEADS, dtype=x.dtype)
+        return {"bias": slopes[:, None, None] * torch.arange(x.shape[1], dtype=x.dtype)}
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        a, b, c = (each(x).unflatten(-1, (-1, SIZE)) for each in (self.a, self.b, self.c))
+        scores = torch.einsum("bihd,bjhd->bhij", a, b) + bias
+        return self.d(torch.einsum("bhij,bjhd->bihd", weigh(scores), c).flatten(-2))
+
+
+class SlopedSamples(Sloped):
+    """The same for each sample [b * heads, 1, s], as Bloom."""
+
+    def outside(self, x: Tensor) -> dict[str, Tensor]:
+        return {"each": super().outside(x)["bias"].repeat(len(x), 1, 1)}
+
+    def forward(self, x: Tensor, each: Tensor) -> Tensor:
+        return super().forward(x, each.unflatten(0, (len(x), -1)))
+
+
+class SlopedByParameter(Sloped):
+    """The model makes them of a parameter, so that they have a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.rand(HEADS))
+
+    def outside(self, x: Tensor) -> dict[str, Tensor]:
+        return {"bias": self.slopes[:, None, None] * torch.arange(x.shape[1], dtype=x.dtype)}
+
+
+class SlopedByRow(Sloped):
+    """All heads have the same."""
+
+    def outside(self, x: Tensor) -> dict[str, Tensor]:
+        return {"bias": super().outside(x)["bias"][:1]}
+
+
 @dataclass(frozen=True)
 class Expected:
     """A mixer, and which of its parameters tensor parallel divides."""
@@ -357,6 +402,10 @@ TO_TRACE = {
     ),
     "picked": Expected(Picked, ("b.weight", "b.bias", "c.weight", "c.bias", "d.weight")),
     "own-products": Expected(OwnProducts, LINEARS),
+    "sloped": Expected(Sloped, LINEARS),
+    "sloped-samples": Expected(SlopedSamples, LINEARS),
+    "sloped-by-row": Expected(SlopedByRow, LINEARS),
+    "sloped-by-parameter": Expected(SlopedByParameter),
     "biased": Expected(Biased, ("near", *LINEARS)),
     "normed-whole": Expected(NormedWhole),
     "talking": Expected(Talking),

@@ -252,7 +252,8 @@ FAMILIES = {  # family -> whether its attention is cut
     "deepseek_v32": True,
     "falcon": True,
     "gpt_bigcode": True,
-    "bloom": False,  # its biases of positions come from outside, for all heads
+    "bloom": True,  # its biases of positions come from outside, for all heads
+    "mpt": True,
 }
 
 
@@ -268,7 +269,12 @@ def family(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_equals_one_device(pool: Any, name: str) -> None:
     table = plan(family(name)).params()
-    ends = ("attn.o_proj.weight", "attn.c_proj.weight", "attention.dense.weight")
+    ends = (
+        "attn.o_proj.weight",
+        "attn.out_proj.weight",
+        "attn.c_proj.weight",
+        "attention.dense.weight",
+    )
     rows = [n for n in table if n.endswith(ends)]
     assert rows and all(("tp" in table[row]) is FAMILIES[name] for row in rows)
     holds(pool, Subject(partial(family, name), tokens, next_token), "tp2")

@@ -169,7 +169,8 @@ class Step:
     `attributes` are the module's own numbers that become local (a stored head count). `sequence`:
     of the whole model. `whole_sequence`: the module computes on all positions, on every rank of the
     axes that divide them. `mean_over`: the axis whose ranks share the features that the module
-    normalises by their root mean square.
+    normalises by their root mean square. `arguments`: (name, axis, how it is divided) of what the
+    module is called with, and takes its part of.
     """
 
     module: str
@@ -184,6 +185,7 @@ class Step:
     dispatch: ExpertDispatch | None = None
     whole_sequence: bool = False
     mean_over: str = ""
+    arguments: tuple[tuple[str, str, DimShard], ...] = ()
 
 
 def computes_whole_sequences(steps: Iterable[Step], module: str) -> bool:

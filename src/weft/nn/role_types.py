@@ -40,6 +40,8 @@ class Chain:
     by_entry: bool = False
     # norms by the root mean square of features that ranks share; their weights are `parameters`
     norms: tuple[str, ...] = ()
+    # module -> its arguments without a gradient that are divided by heads (ALiBi's biases)
+    arguments: Mapping[str, Mapping[str, DimShard]] = field(default_factory=dict)
 
 
 def chain_module(chain: Chain) -> str:

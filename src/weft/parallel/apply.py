@@ -27,7 +27,6 @@ from weft.core import (
     SUM,
     ActivationSharding,
     Boundary,
-    DimShard,
     Param,
     Plan,
     Step,
@@ -50,10 +49,12 @@ from .axes import (
 )
 from .block_forward import check_single_gradient
 from .collectives import Crossing
+from .divided_arguments import positional_names, take_part
 from .expert_dispatch import ExpertCommStats, shard_experts
 from .linear_products import LinearProducts, Product
 from .low_precision import prepare_low_precision
 from .mesh import Mesh
+from .tensor_shards import shard_of
 
 
 def parallelize(
@@ -99,6 +100,8 @@ def parallelize(
         _cut_module(module, first, mesh, product)
         if step.mean_over:
             _share_norm(module, step, mesh)
+        if step.arguments:
+            module.register_forward_pre_hook(_arguments(module, step, mesh), with_kwargs=True)
         if step.dispatch is not None:
             shard_experts(model, step.module, step.dispatch, traffic)
         if step.input is not None:
@@ -130,14 +133,6 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
 
 
 # ---- parameters ----------------------------------------------------------------------------------
-
-
-def shard_of(tensor: Tensor, cut: DimShard, index: int, size: int) -> Tensor:
-    """What a rank holds of a tensor that is cut."""
-    pieces = [
-        tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.intervals(index, size)
-    ]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
 
 
 def _cut_parameters(
@@ -221,6 +216,19 @@ def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
+
+
+def _arguments(module: nn.Module, step: Step, mesh: Mesh) -> Callable[[nn.Module, Any, Any], Any]:
+    """A hook by which a module takes this rank's part of what it is called with."""
+    names = positional_names(module)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for name, axis, cut in step.arguments:
+            at, size = mesh.index(axis), mesh.size(axis)
+            args, kwargs = take_part(names, args, kwargs, {name: cut}, at, size)
+        return args, kwargs
+
+    return before
 
 
 # ---- boundaries ----------------------------------------------------------------------------------

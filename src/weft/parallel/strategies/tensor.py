@@ -87,6 +87,9 @@ def _chain(
         )
     for module, attributes in local_attributes(chain, size).items():
         yield Step(module, "tensor", attributes=attributes)
+    for module, divided in chain.arguments.items():
+        arguments = tuple((name, AXIS, cut) for name, cut in divided.items())
+        yield Step(module, "tensor", arguments=arguments)
     for column in chain.columns:
         cut = chain.cuts[column]
         params = [_weight(f"{column}.weight", cut, size, names)]

@@ -100,7 +100,10 @@ class ChainBuilder:
             if not self._drops_well(groups == 1):
                 return None
             own = {name: cuts.pop(name) for name in divided}
-            tried = replace(chain, cuts=cuts, parameters=own)
+            arguments = self._arguments(own)
+            if arguments is None:
+                continue
+            tried = replace(chain, cuts=cuts, parameters=own, arguments=arguments)
             call, model = self.followed.calls[scope], self.model
             trial = ChainTrial(model, tried, scope, call, self.features, self.size, self.mode)
             for attributes in self._attributes(scope):
@@ -118,7 +121,8 @@ class ChainBuilder:
         inner = [
             name
             for name, labels in trace.inner.items()
-            if bool(torch.isin(trace.classes.classes(torch.cat(labels)), self.labels).any())
+            if name not in trace.given
+            and bool(torch.isin(trace.classes.classes(torch.cat(labels)), self.labels).any())
         ]
         divided = {}
         for name, found in trace.parts.items():
@@ -128,8 +132,12 @@ class ChainBuilder:
                     return None
                 divided[name] = np.array([self.place.get(each, -1) for each in classes.tolist()])
         for name in (*inner, *divided):
-            taken = id(self.model.get_parameter(name)) in self.others
-            if taken or name in trace.used_whole or not within(name, scope):
+            if (argument := trace.given.get(name)) is not None:
+                elsewhere = argument.module != scope
+            else:
+                taken = id(self.model.get_parameter(name)) in self.others
+                elsewhere = taken or not within(name, scope)
+            if elsewhere or name in trace.used_whole:
                 return None
         return None if {*inner} & {*divided} else (tuple(inner), divided)
 
@@ -163,7 +171,9 @@ class ChainBuilder:
         for name, found in features.items():
             dim, places = 0, found
             if name not in self.features:
-                dim, places = along(found.reshape(self.model.get_parameter(name).shape))
+                argument = self.followed.trace.given.get(name)
+                shape = argument.shape if argument else self.model.get_parameter(name).shape
+                dim, places = along(found.reshape(shape))
                 if dim < 0:
                     return None
             group = places // each
@@ -180,6 +190,18 @@ class ChainBuilder:
                 dim = 1 - out if name == self.row else out
             cuts[name] = DimShard(dim, tuple(len(part) for part in parts), (each,) * len(parts))
         return cuts
+
+    def _arguments(self, divided: dict[str, DimShard]) -> dict[str, dict[str, DimShard]] | None:
+        """Takes the arguments out of what is divided: module -> its own -> all heads in a row, once
+        or for each sample. None: they lie otherwise."""
+        found: dict[str, dict[str, DimShard]] = {}
+        for name in self.followed.trace.given.keys() & divided.keys():
+            cut, argument = divided.pop(name), self.followed.trace.given[name]
+            if any(units != self.count for units in cut.units) or len({*cut.parts}) > 1:
+                return None
+            heads = DimShard(cut.dim, cut.parts[:1], cut.units[:1])
+            found.setdefault(argument.module, {})[argument.name] = heads
+        return found
 
     def _attributes(self, scope: str) -> Iterator[dict[str, tuple[tuple[str, int], ...]]]:
         """Numbers of the modules inside that a rank may have a part of: none, all, all but some.

@@ -17,6 +17,7 @@ from weft.core import DimShard
 from weft.nn import Chain, local_attributes, set_attribute
 
 from ..cut_copy import FAILS, cut_copy
+from ..divided_arguments import positional_names, take_part
 from ..without_elements import without_elements
 from .feature_marks import FeatureTrace
 from .feature_mode import FeatureMode
@@ -65,6 +66,12 @@ class ChainTrial:
             every = trace.classes.of_column(name, len(self._classes[column]))
             return every[torch.from_numpy(self._held[column])]
 
+        cuts = chain.arguments.get(self._scope, {})
+        positional = positional_names(self._part)
+        with self._mode:
+            args, kwargs = take_part(
+                positional, self._call.args, self._call.kwargs, cuts, 0, self._size
+            )
         mode = FeatureMode(trace, self._part, [], lambda made, now: True)
         try:
             own = {name: self._part.get_submodule(name) for name in names}
@@ -76,7 +83,8 @@ class ChainTrial:
                 mode.around(own, norms, labels),
             ):
                 mode.enter(self._call.active)
-                output = self._part(*self._call.args, **self._call.kwargs)
+                mode.marks.give("", {**dict(zip(positional, args, strict=False)), **kwargs})
+                output = self._part(*args, **kwargs)
                 made = tree_leaves(output, Tensor)
         except FAILS:
             return None

@@ -53,6 +53,15 @@ class Meeting:
     allowed: bool = True
 
 
+@dataclass(frozen=True)
+class Given:
+    """An argument of a module, at its first call."""
+
+    module: str
+    name: str
+    shape: torch.Size
+
+
 @dataclass
 class FeatureTrace:
     """What a forward has shown.
@@ -67,6 +76,8 @@ class FeatureTrace:
     dropped: labels of what dropout was applied to.
     norms: module that normalises all features by the mean of their squares, which ranks may share
         -> the labels of these, in the last call.
+    given: a name of its own -> an argument of a module that has no gradient. It is treated as a
+        parameter is: `inner`, `parts`, `used_whole` and `Mark.params` know it by this name.
     operators: how many were run.
     """
 
@@ -82,6 +93,7 @@ class FeatureTrace:
     seen: list[Tensor] = field(default_factory=list)
     dropped: list[Tensor] = field(default_factory=list)
     norms: dict[str, Tensor] = field(default_factory=dict)
+    given: dict[str, Given] = field(default_factory=dict)
     operators: int = 0
 
     def settle(self, shapes: Mapping[str, torch.Size]) -> None:

@@ -25,6 +25,7 @@ from weft.pipeline import run_op_without_data
 from .feature_labels import narrow, varies
 from .feature_marks import NOTHING, FeatureTrace, Mark, Meeting
 from .feature_rules import MOVES, NEW, FeatureRules, moved_places, sizes
+from .tensor_marks import TensorMarks
 
 ELEMENTS = 10_000_000  # labels to look at between two linears; what takes more is left whole
 
@@ -48,15 +49,15 @@ class FeatureMode(TorchDispatchMode):
     ):
         super().__init__()
         self.trace, self._inside, self._tolerated = trace, inside, tolerated
-        self._params = {id(p): name for name, p in model.named_parameters()}
-        self._sizes = {name: p.shape for name, p in model.named_parameters()}
-        self._marks: Any = WeakTensorKeyDictionary()
+        self.marks = TensorMarks(model, trace)
         self._readers: Any = WeakTensorKeyDictionary()  # tensor -> modules whose operators took it
         self._linear = 0  # depth of linears that run, and of norms that are passed over
         self._norms: Mapping[str, Any] = {}
         self._normed = set[str]()  # norms that are passed over now
         self._looked_at = 0  # labels, since the last linear
-        self._rules = FeatureRules(trace.classes, self._meet, lambda t: bool(self._mark(t).params))
+        self._rules = FeatureRules(
+            trace.classes, self._meet, lambda t: bool(self.marks.of_parameters(t))
+        )
 
     # ---- linears ----
 
@@ -102,20 +103,17 @@ class FeatureMode(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
             with without_dispatch_modes():
-                self.trace.settle(self._sizes)
+                given = {name: each.shape for name, each in self.trace.given.items()}
+                self.trace.settle({**self.marks.sizes, **given})
 
     def enter(self, tensors: Iterable[Tensor]) -> None:
         """Mark these as what enters the module that is tried."""
         for t in tensors:
-            self._marks[t] = Mark(active=True, entered=True)
-
-    def has_gradient(self, t: Tensor) -> bool:
-        """Whether a tensor depends on parameters."""
-        return self._mark(t).active or bool(self._mark(t).params)
+            self.marks[t] = Mark(active=True, entered=True)
 
     def has_entered(self, t: Tensor) -> bool:
         """Whether a tensor depends on what entered, other than by a row."""
-        return self._mark(t).entered
+        return self.marks[t].entered
 
     def readers(self, t: Tensor) -> set[str]:
         """The modules whose operators took a tensor."""
@@ -137,11 +135,11 @@ class FeatureMode(TorchDispatchMode):
             found = self._live(args[0]) if args else None
             new, entered = None, False
             if found is None:
-                taken = self._mark(args[0]) if args else NOTHING
+                taken = self.marks[args[0]] if args else NOTHING
                 self.trace.used_whole |= taken.params
                 entered = taken.entered
                 used = self.trace.before if entered else self.trace.after
-                used |= {f"{name}.weight", f"{name}.bias"} & {*self._sizes}
+                used |= {f"{name}.weight", f"{name}.bias"} & {*self.marks.sizes}
                 features = labels(name, out.shape[-1])
                 new = None if features is None else features.expand(out.shape)
             else:
@@ -149,7 +147,7 @@ class FeatureMode(TorchDispatchMode):
                 if bool((vector != vector[:1]).any()) or bool((vector[0] == 0).any()):
                     self.trace.classes.kill(found)
                 self.trace.rows.setdefault(name, []).append(vector[0].clone())
-            self._marks[out] = Mark(new, active=True, made=self._now, entered=entered)
+            self.marks[out] = Mark(new, active=True, made=self._now, entered=entered)
 
     # ---- norms ----
 
@@ -170,9 +168,9 @@ class FeatureMode(TorchDispatchMode):
         with without_dispatch_modes():
             labels, weight = self.trace.norms[name], self._norms[name].weight
             self._meet(weight, labels)
-            origin = self._origin([x, weight], live=True, pointwise=False)
+            origin = self.marks.origin([x, weight], True, False, self._now)
             self.trace.seen.append(narrow(labels))
-            self._marks[out] = replace(origin, labels=labels)
+            self.marks[out] = replace(origin, labels=labels)
 
     @property
     def _now(self) -> str:
@@ -198,7 +196,7 @@ class FeatureMode(TorchDispatchMode):
         read = [] if name in NEW else given
         live = {id(t): labels for t in read if (labels := self._live(t)) is not None}
         pointwise = torch.Tag.pointwise in func.tags
-        origin = self._origin(given, bool(live), pointwise)
+        origin = self.marks.origin(given, bool(live), pointwise, self._now)
         moved = name in MOVES
         found = self._moved_alone(func, name, args, kwargs) if moved else None
         if live and made and found is None:
@@ -209,8 +207,8 @@ class FeatureMode(TorchDispatchMode):
                     self.trace.classes.kill(labels)
                 origin = replace(origin, active=True)
         elif origin.params and made and not live:
-            known = [t for t in given if t.ndim and self._mark(t).params]
-            if len(known) == 1 and (places := self._mark(known[0]).places) is not None:
+            known = [t for t in given if t.ndim and self.marks[t].params & origin.params]
+            if len(known) == 1 and (places := self.marks[known[0]].places) is not None:
                 places = moved_places(places, known[0], func, name, args, kwargs, made[0])
                 origin = replace(origin, places=places)
         if not live:
@@ -226,16 +224,16 @@ class FeatureMode(TorchDispatchMode):
             if any(t is other for other in given):
                 self._write(t, labels, origin)
             elif t.is_floating_point() or t.is_complex():
-                self._marks[t] = replace(origin, labels=labels, view=moved)
+                self.marks[t] = replace(origin, labels=labels, view=moved)
             else:  # no gradient goes through it
                 bare = replace(origin, active=False, entered=False)
-                self._marks[t] = replace(bare, labels=labels, view=moved)
+                self.marks[t] = replace(bare, labels=labels, view=moved)
 
     def _moved_alone(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
         """The labels of one tensor, moved by the operator itself: views of them where it makes
         views, so that what is written into one is in all."""
         first = args[0] if args else None
-        labels = self._mark(first).labels if isinstance(first, Tensor) else None
+        labels = self.marks[first].labels if isinstance(first, Tensor) else None
         if labels is None or len(tree_leaves((args, kwargs), Tensor)) > 1:
             return None
         if name in ("view", "_unsafe_view"):
@@ -248,13 +246,13 @@ class FeatureMode(TorchDispatchMode):
         if name in NEW and not name.endswith(("empty", "empty_strided")):
             return True
         moved = name in MOVES or name == "_to_copy" or torch.Tag.pointwise in func.tags
-        return bool(given) and moved and all(self._mark(t).uniform or not t.ndim for t in given)
+        return bool(given) and moved and all(self.marks[t].uniform or not t.ndim for t in given)
 
     def _meet(self, other: Tensor, labels: Tensor, shape: tuple[int, ...] | None = None) -> None:
         """A tensor without labels combines with labels. It must be the same for all classes
         (`settle`), and have no gradient, of which each rank would know a part, unless it is a
         parameter's."""
-        mark = self._mark(other)
+        mark = self.marks[other]
         shown = sizes(other) if shape is None else shape
         if mark.uniform:
             shown = ()
@@ -267,45 +265,17 @@ class FeatureMode(TorchDispatchMode):
 
     # ---- marks ----
 
-    def _mark(self, t: Tensor) -> Mark:
-        found = self._marks.get(t)
-        if found is None:
-            name = self._params.get(id(t))
-            if name is None:
-                return NOTHING
-            places = torch.arange(t.numel()).reshape(t.shape)
-            found = self._marks[t] = Mark(params=frozenset([name]), places=places)
-        return found
-
     def _live(self, t: Tensor) -> Tensor | None:
         """Its labels, as classes. None: it has none, or all are dead."""
-        if (labels := self._mark(t).labels) is None:
+        if (labels := self.marks[t].labels) is None:
             return None
         small = self.trace.classes.classes(narrow(labels))
         self._looked_at += small.numel()
         return small.expand(t.shape) if bool(small.any()) else None
 
-    def _origin(self, given: list[Tensor], live: bool, pointwise: bool) -> Mark:
-        """What an operator makes of these, without its labels. A parameter beside constants, one by
-        one, is still that parameter's: a table of biases plus a mask."""
-        marks = [(t, self._mark(t)) for t in given]
-        names = frozenset(name for _, mark in marks for name in mark.params)
-        self.trace.read |= names
-        entered = any(mark.entered for _, mark in marks)
-        others = [m for t, m in marks if not m.params and t.ndim and t.is_floating_point()]
-        mixed = live or any(m.active or not pointwise for m in others)
-        if names and mixed:
-            used = self.trace.before if entered else self.trace.after
-            used |= names
-            if not live:
-                self.trace.used_whole |= names
-            return Mark(active=True, made=self._now, entered=entered)
-        active = any(mark.active for _, mark in marks)
-        return Mark(params=names, active=active, made=self._now, entered=entered)
-
     def _write(self, t: Tensor, labels: Tensor | None, origin: Mark) -> None:
         """What an operator has written into a tensor, of which others may be views."""
-        before = self._mark(t)
+        before = self.marks[t]
         held = before.labels
         if before.view and held is not None and 0 not in held.stride():
             if labels is not None:
@@ -321,7 +291,7 @@ class FeatureMode(TorchDispatchMode):
             old = self._live(t)
             if old is None or not torch.equal(old, labels):
                 self.trace.classes.kill(labels)
-        self._marks[t] = replace(
+        self.marks[t] = replace(
             before,
             labels=labels,
             active=before.active or origin.active,

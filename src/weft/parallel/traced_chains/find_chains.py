@@ -279,6 +279,7 @@ def _renamed(chain: Chain, old: str, new: str) -> Chain:
         inner=tuple(map(name, chain.inner)),
         parameters={name(each): cut for each, cut in chain.parameters.items()},
         norms=tuple(map(name, chain.norms)),
+        arguments={name(f"{module}.")[:-1]: cuts for module, cuts in chain.arguments.items()},
         attributes={
             name(f"{module}.")[:-1]: numbers for module, numbers in chain.attributes.items()
         },

@@ -14,6 +14,7 @@ from weft._torch.trees import tree_leaves
 from weft.nn import module_calls
 
 from ..cut_copy import FAILS
+from ..divided_arguments import positional_names
 from ..without_elements import without_elements
 from .feature_marks import FeatureTrace
 from .feature_mode import FeatureMode
@@ -75,9 +76,10 @@ def follow(
 
         def took(name: str, args: Any, kwargs: Any, output: Any) -> None:
             given = tree_leaves((args, kwargs), Tensor)
-            active = [t for t in given if features.has_gradient(t)]
+            active = [t for t in given if features.marks.has_gradient(t)]
             made = tree_leaves(output, Tensor)
             followed.calls.setdefault(name, Call(args, kwargs, active, made, []))
+            features.marks.take_back(name)
 
         handles = [
             whole.get_submodule(name).register_forward_hook(
@@ -86,6 +88,16 @@ def follow(
             )
             for name in holders
         ]
+        for name in (name for name in holders if name not in modules):
+            names = positional_names(whole.get_submodule(name))
+            handles.append(
+                whole.get_submodule(name).register_forward_pre_hook(
+                    lambda _, args, kwargs, n=name, names=names: features.marks.give(
+                        n, {**dict(zip(names, args, strict=False)), **kwargs}
+                    ),
+                    with_kwargs=True,
+                )
+            )
         around = features.around(modules, normed, labels)
         with suppress(*FAILS), without_elements(mode), around:
             last = {id(t) for t in tree_leaves(whole(**arguments), Tensor)}
