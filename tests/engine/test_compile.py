@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import weft
 from tests.cases import LENGTH, VOCAB, Subject, in_turn, reference, tokens
 from tests.engine import test_experts
+from tests.verification.nets_to_trace import Net, NormedHeads, SlopedSamples
 from tests.verification.test_parity import SUBJECTS, transformer
 from weft._torch.compiler import CompileCounts, CompileLog
 from weft._torch.modes import dispatch_modes, function_modes
@@ -89,6 +90,18 @@ def test_compiled_blocks_equal_one_device(pool: Any, name: str, layout: str, aga
     found = check(pool, subject, layout).compiled
     assert found is not None and found.breaks == 0
     assert found.recompilations == 0
+
+
+TP_PARTS = {
+    "norms over all heads": Subject(partial(Net, NormedHeads), tokens, next_token),
+    "biases of all heads": Subject(partial(Net, SlopedSamples), tokens, next_token),
+}
+
+
+@pytest.mark.parametrize("name", TP_PARTS)
+def test_what_tp_puts_beside_linears_breaks_no_graph(pool: Any, name: str) -> None:
+    found = check(pool, TP_PARTS[name], "tp2", steps=3).compiled
+    assert found is not None and found.breaks == found.recompilations == 0
 
 
 @pytest.mark.grid

@@ -58,6 +58,11 @@ def weigh(scores: Tensor) -> Tensor:
     return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
+def apart(x: Tensor) -> Tensor:
+    """[..., heads * SIZE] -> [..., heads, SIZE]; a compiler knows no unflatten."""
+    return x.view(*x.shape[:-1], -1, SIZE)
+
+
 class ByHand(nn.Module):
     """Four linears, and an attention written as products."""
 
@@ -67,7 +72,7 @@ class ByHand(nn.Module):
         self.d, self.drop = nn.Linear(HEADS * SIZE, DIM), nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b, c = (each(x).unflatten(-1, (-1, SIZE)) for each in (self.a, self.b, self.c))
+        a, b, c = (apart(each(x)) for each in (self.a, self.b, self.c))
         scores = torch.einsum("bihd,bjhd->bhij", a, b) * SIZE**-0.5
         mixed = torch.einsum("bhij,bjhd->bihd", self.drop(weigh(scores)), c)
         return self.d(mixed.flatten(-2))
@@ -272,7 +277,7 @@ class NormedHeads(ByHand):
 
     def forward(self, x: Tensor) -> Tensor:
         a, b, c = self.e(self.a(x)), self.f(self.b(x)), self.c(x)
-        a, b, c = (each.unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in (a, b, c))
+        a, b, c = (apart(each).transpose(1, 2) for each in (a, b, c))
         mixed = F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True)
         return self.d(self.g(mixed.transpose(1, 2).flatten(-2)))
 
@@ -342,7 +347,7 @@ class Sloped(ByHand):
         return {"bias": slopes[:, None, None] * torch.arange(x.shape[1], dtype=x.dtype)}
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        a, b, c = (each(x).unflatten(-1, (-1, SIZE)) for each in (self.a, self.b, self.c))
+        a, b, c = (apart(each(x)) for each in (self.a, self.b, self.c))
         scores = torch.einsum("bihd,bjhd->bhij", a, b) + bias
         return self.d(torch.einsum("bhij,bjhd->bihd", weigh(scores), c).flatten(-2))
 
@@ -354,7 +359,7 @@ class SlopedSamples(Sloped):
         return {"each": super().outside(x)["bias"].repeat(len(x), 1, 1)}
 
     def forward(self, x: Tensor, each: Tensor) -> Tensor:
-        return super().forward(x, each.unflatten(0, (len(x), -1)))
+        return super().forward(x, each.view(len(x), -1, *each.shape[1:]))
 
 
 class SlopedByParameter(Sloped):

@@ -221,11 +221,11 @@ def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:
 def _arguments(module: nn.Module, step: Step, mesh: Mesh) -> Callable[[nn.Module, Any, Any], Any]:
     """A hook by which a module takes this rank's part of what it is called with."""
     names = positional_names(module)
+    parts = [(name, cut, mesh.index(axis), mesh.size(axis)) for name, axis, cut in step.arguments]
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for name, axis, cut in step.arguments:
-            at, size = mesh.index(axis), mesh.size(axis)
-            args, kwargs = take_part(names, args, kwargs, {name: cut}, at, size)
+        for name, cut, index, size in parts:  # a compiler sees numbers alone
+            args, kwargs = take_part(names, args, kwargs, {name: cut}, index, size)
         return args, kwargs
 
     return before

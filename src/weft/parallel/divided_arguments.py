@@ -49,5 +49,7 @@ def take_part(
 def _part(value: Any, cut: DimShard, index: int, size: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    each = value.unflatten(cut.dim, (-1, sum(cut.parts)))
-    return shard_of(each, replace(cut, dim=cut.dim + 1), index, size).flatten(cut.dim, cut.dim + 1)
+    before, after = value.shape[: cut.dim], value.shape[cut.dim + 1 :]
+    each = value.reshape(*before, -1, sum(cut.parts), *after)  # a compiler knows no unflatten
+    part = shard_of(each, replace(cut, dim=cut.dim + 1), index, size)
+    return part.reshape(*before, -1, *after)
