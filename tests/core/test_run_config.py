@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.core import run_config, toml
 from weft.core.errors import ConfigError, LayoutError, Refusal
+from weft.nn import build_hf_model
 from weft.train import build, run_checks
 from weft.train.lr_schedule import lr_factor
 
@@ -452,6 +453,15 @@ def test_a_model_directory_gives_its_weights(llama: Path) -> None:
     assert (model.config.use_cache, model.config._attn_implementation) == (False, "sdpa")
     assert next(model.parameters()).dtype == torch.float32
     assert len(run_checks.check_run(load(llama, HF))) == 1
+
+
+def test_models_in_a_model_keep_no_keys_for_generation(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.Gemma3Config().save_pretrained(tmp_path)
+    source, meta = str(tmp_path / "config.json"), torch.device("meta")
+    config: Any = build_hf_model(source, {}, "image-text-to-text", meta).config
+    assert (config.use_cache, config.text_config.use_cache) == (False, False)
+    assert "use_cache" not in config.vision_config.to_dict()
 
 
 def test_a_configuration_gives_fresh_weights_by_seed(llama: Path) -> None:

@@ -47,7 +47,6 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("max-norm", at): "need the whole table" for at in TP},
     **{("running-mean", at): "mean is changed by the model's forward, and" for at in SAMPLES},
     **{("reassigned", at): "mean is changed by the model's forward, and" for at in SAMPLES},
-    ("reassigned", "pp2"): "it is another stage's",
     ("clamped", "fsdp2"): "first.weight is changed by the model's forward, and what",
     **{
         (f"{kind}-dropout", at): "draws random numbers by a function of torch"
@@ -67,7 +66,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("stochastic-depth", "pp2"): "into Python",
     **{("lazy", at): "no shape before the first forward" for at in LAYOUTS},
     **{("made-later", at): "is made by the first forward" for at in LAYOUTS},
-    ("made-later", "pp2"): "took another path",
     **{("frozen", at): "none of its parameters is trainable" for at in LAYOUTS},
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }

@@ -60,7 +60,7 @@ from .layout import (
     STAGE_AXIS as STAGE_AXIS,
     Layout as Layout,
 )
-from .module_names import is_inside as is_inside
+from .module_names import glob_of_blocks as glob_of_blocks, is_inside as is_inside
 from .number_format import short_number as short_number
 from .optional_imports import import_extra as import_extra
 from .outlier_filter import OutlierFilter as OutlierFilter

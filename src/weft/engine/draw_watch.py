@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core import UnsupportedModel
+from weft.pipeline import PlaceholderTensor
 
 
 class DrawWatch:
@@ -39,7 +40,8 @@ class DrawWatch:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
         self._python = [outside, _python_states()]
-        self._buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        held = (b for b in self._model.buffers() if not isinstance(b, PlaceholderTensor))
+        self._buffers = [(buffer, buffer.clone()) for buffer in held]
 
     def end(self) -> tuple[bool, bool]:
         """Whether it has drawn by torch, and by Python or numpy, whose states are put back."""
@@ -72,12 +74,15 @@ def _python_states() -> list[Any]:
 
 def undrawable(layout: object, by_torch: bool) -> UnsupportedModel:
     """The error for a forward that draws past what weft overrides."""
-    how = "by a function of torch that" if by_torch else "by Python's or numpy's generator, which"
+    how, seeds = "by Python's or numpy's generator, which", ""
+    if by_torch:
+        how, seeds = "by a function of torch that", ", or seeds torch's generator"
     return UnsupportedModel(
         "layout",
         str(layout),
         f"the model's forward draws random numbers {how} weft does not make the same on every"
-        " layout",
+        f" layout{seeds}",
         "draw by torch.rand, randn, randint, bernoulli, normal or their in-place forms, and drop"
-        " out by nn.Dropout: between layers, not by the dropout of nn.LSTM or nn.GRU",
+        " out by nn.Dropout: between layers, not by the dropout of nn.LSTM or nn.GRU; leave seeds"
+        " to weft",
     )

@@ -16,11 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.core import DTYPES, EXPERTS, LocalShard, Plan, Refusal, UnsupportedModel
+from weft.core import (
+    DTYPES,
+    EXPERTS,
+    LocalShard,
+    Plan,
+    Refusal,
+    UnsupportedModel,
+    computes_whole_sequences,
+)
 from weft.nn import model_arguments, module_calls
 from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, VOCABULARY_AXES, Mesh, parallelize
 
-from .context_parallel.sequence import ContextParallel
+from .context_parallel.sequence import ContextParallel, MaskOfOwnKeys
 from .context_parallel.whole_sequence import run_on_whole_sequences
 from .function_overrides import FunctionOverrides
 from .gathered_model import copy_without_weights
@@ -185,7 +193,7 @@ class ShardingTrial:
         layout = str(self._plan.layout)
         if sequence is not None:
             problem += ": it mixes or counts positions outside attention and position_ids"
-            fix = "use dp, fsdp or tp, or let its forward take position_ids, and use them"
+            fix = "use dp or fsdp, or let its forward take position_ids, and use them"
             if line := line_of_whole_sequences(self._model, self._plan, module):
                 fix += f"; or, if that module mixes positions, write {line} under [roles]"
             return UnsupportedModel("layout", layout, problem, fix)
@@ -196,19 +204,29 @@ def does_not_run(
     model: nn.Module, plan: Plan, module: str, cause: BaseException
 ) -> UnsupportedModel:
     """The refusal of a model that raises in this module where it is cut."""
-    line = next(iter(str(cause).splitlines()), "") or type(cause).__name__
-    shared = plan.layout.active_axes(*SEQUENCE_AXES)
-    if shared and "meta" in line:  # what stands for a mask
-        problem = f"{module} computes with the attention mask, which is of other ranks' keys too"
+    line = next(iter(str(cause).splitlines()), "").rstrip(".") or type(cause).__name__
+    shared, where = plan.layout.active_axes(*SEQUENCE_AXES), module or "the model"
+    mask = isinstance(cause, MaskOfOwnKeys)
+    if shared and (mask or "meta" in line):  # what stands for a mask
         whole = line_of_whole_sequences(model, plan, module)
-        fix = "use dp, fsdp or tp" + (f", or write {whole} under [roles]" if whole else "")
+        problem = f"{where} computes with the attention mask, which is of other ranks' keys too"
+        fix = "use dp or fsdp"
+        if isinstance(cause, MaskOfOwnKeys):
+            problem, fix = f"{cause.problem}, in {where}", cause.fix
+        fix += f", or write {whole} under [roles]" if whole else ""
         return UnsupportedModel("layout", str(plan.layout), problem, fix)
-    problem = f"the sharded model does not run: {line}, in {module or 'the model'}"
-    fix = "use dp, fsdp or tp"
     if plan.layout.active_axes(*_CUTTING):
+        problem = f"the sharded model does not run: {line}, in {where}"
         fix = advice(plan, module)
         if shared:
             fix += f", or leave {' and '.join(shared)} out of the layout"
+    elif computes_whole_sequences(plan.steps, module):
+        problem = f"{where} has whole sequences, and does not run with what else enters it, which"
+        problem += f" is of this rank's positions alone: {line}"
+        fix = "use dp or fsdp"
+    else:
+        problem = f"{where} does not run on a part of the positions: {line}"
+        fix = f"leave {' and '.join(shared)} out of the layout"
     return UnsupportedModel("layout", str(plan.layout), problem, fix)
 
 
@@ -219,9 +237,9 @@ def refuse_what_does_not_run(model: nn.Module, plan: Plan) -> Iterator[None]:
     with module_calls(model) as inside:
         try:
             yield
-        except Refusal:
-            raise
         except Exception as problem:
+            if isinstance(problem, Refusal) and not isinstance(problem, MaskOfOwnKeys):
+                raise
             if not inside or not plan.layout.active_axes(*_CUTTING, *SEQUENCE_AXES):
                 raise
             raise does_not_run(model, plan, inside[-1], problem) from problem

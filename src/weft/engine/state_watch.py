@@ -26,6 +26,7 @@ _FIX = (
     " layout of tp or pp alone"
 )
 
+_MAKE = "make it in __init__, or run the model once in the function that builds it"
 
 State = tuple[int, ...]  # torch's count of changes in place, and sums of the elements
 
@@ -47,6 +48,7 @@ class StateWatch:
         self._before: dict[str, tuple[Tensor, Tensor | State]] | None = {}
         self._changed: list[str] = []
         self._names: set[str] = set()
+        self._modules: dict[int, nn.Module] = {}
         self._handles = []
         for unit in units:
             module: Any = unit.module
@@ -66,6 +68,7 @@ class StateWatch:
         if self._before is None:
             return
         self._names = {name for name, _ in self._model.named_parameters()}
+        self._modules = {id(module): module for module in self._model.modules()}
         self._before = {n: (t, t.detach().clone()) for n, t in _buffers(self._model)}
         for name, p in self._model.named_parameters():
             if not isinstance(p, (DTensor, PlaceholderTensor)):
@@ -75,9 +78,9 @@ class StateWatch:
         """40 bits of what the forwards of this step changed; 0 if nothing. Raises UnsupportedModel
         for parameters that they made."""
         if self._before is not None:
-            self._refuse_new()
+            self.refuse_new()
             self._changed = [*self._find(self._before)]
-            self._before = None
+            self._before, self._modules = None, {}
             for handle in self._handles:
                 handle.remove()
         if self.size == 1 or not self._changed:
@@ -118,7 +121,8 @@ class StateWatch:
                 if tensor is not now or not same:
                     yield name
 
-    def _refuse_new(self) -> None:
+    def refuse_new(self) -> None:
+        """Refuse what the forwards of the first step have made. Raises UnsupportedModel."""
         new = [n for n, _ in self._model.named_parameters() if n not in self._names]
         if new:
             raise UnsupportedModel(
@@ -126,8 +130,16 @@ class StateWatch:
                 new[0],
                 "is made by the first forward: no optimizer would train it, and no checkpoint"
                 " would have it",
-                "make it in __init__, or run the model once in the function that builds it",
+                _MAKE,
             )
+        for name, module in self._model.named_modules():
+            if id(module) not in self._modules and any(True for _ in module.parameters()):
+                raise UnsupportedModel(
+                    "model",
+                    name,
+                    "is made by the first forward, after weft has laid out what was there",
+                    _MAKE,
+                )
 
     @torch.compiler.disable  # what its user compiled has it inside; versions would be guarded
     def _enter(self, unit: str, module: nn.Module, *_: Any) -> None:

@@ -21,7 +21,7 @@ from weft.core import COPY, DTYPES, EXPERTS, SUM, DtypeRule, LocalShard, Plan, R
 from weft.nn import DROPOUTS, module_calls
 from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, Mesh
 
-from .context_parallel.sequence import ContextParallel
+from .context_parallel.sequence import ContextParallel, MaskOfOwnKeys
 from .float64_mode import Float64Mode
 from .function_overrides import FunctionOverrides
 from .gathered_model import GatheredModel
@@ -281,6 +281,8 @@ class TrialRun:
                 record.output = share * self._project(output, rows, shape)
                 if output.requires_grad:
                     self._backward(output, rows, shape)
+        except MaskOfOwnKeys as problem:
+            raise TrialError(inside[-1] if inside else "") from problem
         except Refusal:
             raise
         except Exception as problem:

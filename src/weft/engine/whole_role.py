@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from weft.core import Plan, computes_whole_sequences, is_inside
+from weft.core import Plan, computes_whole_sequences, glob_of_blocks, is_inside
 from weft.parallel import FEATURE_AXES, VOCABULARY_AXES
 
 
@@ -33,7 +32,7 @@ def lines_that_leave_whole(plan: Plan, module: str) -> str:
         held = {param for name in found for param in cut[name]}
         tied = [name for name in cut if cut[name] & held and not is_inside(name, module)]
         found = [module, *tied]
-    globs = dict.fromkeys(_of_all_blocks(plan, name) for name in found)
+    globs = dict.fromkeys(glob_of_blocks(plan.blocks, name) for name in found)
     left = [c for c in cut if not any(fnmatchcase(c, g) or fnmatchcase(c, f"{g}.*") for g in globs)]
     return ", ".join(f'"{glob}" = "whole"' for glob in globs) if left else ""
 
@@ -46,9 +45,4 @@ def line_of_whole_sequences(model: nn.Module, plan: Plan, module: str) -> str:
     whole = computes_whole_sequences(plan.steps, module)
     if whole or not any(is_inside(module, block) for block in plan.blocks):
         return ""
-    return f'"{_of_all_blocks(plan, module)}" = "whole_sequence"'
-
-
-def _of_all_blocks(plan: Plan, name: str) -> str:
-    block = next((block for block in plan.blocks if is_inside(name, block)), name)
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", block) + name.removeprefix(block)
+    return f'"{glob_of_blocks(plan.blocks, module)}" = "whole_sequence"'

@@ -49,7 +49,11 @@ from .expert_roles import (
     find_experts as find_experts,
     why_no_experts as why_no_experts,
 )
-from .hf_model import build_hf_model as build_hf_model, hf_weight_files as hf_weight_files
+from .hf_model import (
+    build_hf_model as build_hf_model,
+    hf_weight_files as hf_weight_files,
+    set_use_cache as set_use_cache,
+)
 from .local_multihead_attention import LocalMultiheadAttention as LocalMultiheadAttention
 from .losses import (
     Loss as Loss,

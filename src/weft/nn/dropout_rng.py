@@ -153,7 +153,9 @@ class Randomness:
             return 1 if ndim > 2 else 0
         if self.activation_sharding == "heads" and ndim == 3 and shape[0] > self.samples.shape[0]:
             return 0  # weights of attention, with samples and heads in one dim
-        return 1 if self.activation_sharding == "heads" and ndim == 4 else ndim - 1
+        if self.activation_sharding == "heads" and ndim > 3:
+            return ndim - 3  # before queries and keys; blocks of the sequence may come first
+        return ndim - 1
 
     def keep(self, shape: torch.Size, p: float, site: Tensor, device: torch.device) -> Tensor:
         """A bool mask of this shape, each element true with probability 1 - p."""

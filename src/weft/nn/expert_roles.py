@@ -24,7 +24,7 @@ def find_experts(model: nn.Module) -> Iterator[ExpertsRole]:
                 prefix + leaf
                 for leaf in ("shared", "shared_expert", "shared_experts", "shared_mlp")
             ]
-            held = (other for other in shared if modules.get(other) is not None)
+            held = (o for o in shared if o in modules and _takes_tokens_alone(modules[o]))
             beside = [*modules[prefix.rstrip(".")].parameters()]
             widths = {
                 p.shape[1] for p in beside if p.ndim == 2 and p.shape[0] == count
@@ -46,6 +46,13 @@ def expert_count(module: nn.Module) -> int:
         if isinstance(count, int) and count > 1 and any(True for _ in module.parameters())
         else 0
     )
+
+
+def _takes_tokens_alone(module: nn.Module) -> bool:
+    """Whether it can be called with tokens, while those of other experts travel."""
+    given = inspect.signature(module.forward).parameters.values()
+    needed = [p for p in given if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    return len(needed) == 1
 
 
 def why_no_experts(module: nn.Module) -> str | None:

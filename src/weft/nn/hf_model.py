@@ -84,7 +84,7 @@ def build_hf_model(
         config = transformers.AutoConfig.for_model(
             **{**keys, **{names.get(k, k): v for k, v in overrides.items()}}
         )
-        config.use_cache = False
+        set_use_cache(config, False)
         words = "".join(word.capitalize() for word in (task or "causal-lm").split("-"))
         kind = getattr(
             transformers, f"AutoModelFor{words.replace('Lm', 'LM').replace('2seq', '2Seq')}"
@@ -153,3 +153,17 @@ def _refuse_pickles(name: str, path: Path) -> None:
             problem,
             "convert them to safetensors, or name config.json alone",
         )
+
+
+def set_use_cache(config: Any, value: bool) -> None:
+    """Whether a model of transformers, and the models in it, keep keys and values for generation.
+
+    Args:
+        config: The model's configuration.
+        value: Whether they do.
+    """
+    config.use_cache = value
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if hasattr(part, "use_cache"):
+            set_use_cache(part, value)

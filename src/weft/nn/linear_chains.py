@@ -266,7 +266,8 @@ class _Cut:
             return None, False
         names, alone = _arguments(container), len(self.columns) == 1
         cross = not alone and bool(_CROSS.search(" ".join(names)))
-        added = alone and "residual" in names  # after the row, and has a gradient of its own
+        # after the row, or to the scores of each head: it has a gradient of its own
+        added = (alone and "residual" in names) or "position_bias" in names
         if self.common == self.scope or isinstance(container, nn.Sequential):
             at_entry = False
         return (self.common if at_entry and not cross and not added else None), cross

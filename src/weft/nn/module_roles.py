@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -67,7 +67,7 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
     whole = {name for name, role in table.items() if role["role"] == "whole"}
     chains += multihead_chains(modules, whole, notes)
     fused = {n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
-    for scope, linears in _scopes(modules, lists, fused):
+    for scope, linears in _scopes(modules, lists, fused, table):
         kinds: dict[str, str] = {}
         for name in linears:
             kind = (table[name]["role"] if name in table else hf.get(name)) or _guess(
@@ -84,7 +84,8 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
                 "it is part of no chain of columns that ends in a row",
                 "declare the columns and the row that follows them in one block",
             )
-    embeddings, heads = _vocabulary(modules, lists, table, notes)
+    chained = {name for chain in chains for name in (*chain.columns, chain.row)}
+    embeddings, heads = _vocabulary(modules, lists, table, chained, notes)
     source = "declared" if declared else "the model's own plan" if hf else "guessed"
     experts = tuple(replace(e, cuts={}) if e.module in whole else e for e in find_experts(model))
     unknown = [each.module for each in experts if not each.cuts]
@@ -156,9 +157,14 @@ def _hf_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, st
     return found
 
 
-def _scopes(modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...], fused: set[str]):
-    """Where chains are looked for, with its linears in order: each block, and each Sequential
-    outside of blocks."""
+def _scopes(
+    modules: Mapping[str, nn.Module],
+    lists: tuple[tuple[str, ...], ...],
+    fused: set[str],
+    table: Mapping[str, dict],
+) -> Iterator[tuple[str, list[str]]]:
+    """Where chains are looked for, with its linears in order: each block, each Sequential outside
+    of blocks, and the root with what is declared and in none of these."""
 
     def linears(scope: str) -> list[str]:
         return [
@@ -167,20 +173,25 @@ def _scopes(modules: Mapping[str, nn.Module], lists: tuple[tuple[str, ...], ...]
             if n != scope and is_linear(m) and not any(n.startswith(f + ".") for f in fused)
         ]
 
-    blocks = [block for blocks in lists for block in blocks]
+    blocks, seen = [block for blocks in lists for block in blocks], set[str]()
     for block in blocks:
         yield block, linears(block)
+        seen.update(linears(block))
     for name in (name for name, module in modules.items() if isinstance(module, nn.Sequential)):
         inside = any(name == b or name.startswith(b + ".") for b in blocks)
         if not inside and not any(b.startswith(name + ".") for b in blocks):
-            yield (
-                name,
-                [
-                    f"{name}.{c}" if name else c
-                    for c, m in modules[name].named_children()
-                    if is_linear(m)
-                ],
-            )
+            own = [
+                f"{name}.{c}" if name else c
+                for c, m in modules[name].named_children()
+                if is_linear(m)
+            ]
+            yield name, own
+            seen.update(own)
+    yield "", [n for n in modules if _declared_in_chain(table, n) and n not in seen]
+
+
+def _declared_in_chain(table: Mapping[str, dict], name: str) -> bool:
+    return name in table and table[name]["role"] in ("column", "row")
 
 
 def _guess(
@@ -229,11 +240,12 @@ def _vocabulary(
     modules: Mapping[str, nn.Module],
     lists: tuple[tuple[str, ...], ...],
     table: Mapping[str, dict],
+    chained: Collection[str],
     notes: list[str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The token embedding (the largest that is no table of positions), the linear outside of the
-    blocks that scores the same vocabulary, and all that hold the weight of one of the two; but for
-    those whose rows cannot be divided."""
+    blocks and of chains (`chained`) that scores the same vocabulary, and all that hold the weight
+    of one of the two; but for those whose rows cannot be divided."""
     whole = {name for name, role in table.items() if role["role"] == "whole"}
     declared = {role["role"]: name for name, role in table.items()}
     inside = tuple(block + "." for blocks in lists for block in blocks)
@@ -243,7 +255,9 @@ def _vocabulary(
         for n, m in outside.items()
         if isinstance(m, nn.Embedding) and not re.search(r"pos|type|segment", n.rsplit(".", 1)[-1])
     }
-    linears = {n: m for n, m in outside.items() if is_linear(m) and not is_conv1d(m)}
+    linears = {
+        n: m for n, m in outside.items() if is_linear(m) and not is_conv1d(m) and n not in chained
+    }
     embedding = declared.get("embedding") or max(
         tables, key=lambda n: tables[n].num_embeddings, default=None
     )

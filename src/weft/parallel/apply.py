@@ -31,6 +31,7 @@ from weft.core import (
     Plan,
     Step,
     UnsupportedModel,
+    glob_of_blocks,
 )
 from weft.nn import (
     BatchNorm,
@@ -47,7 +48,7 @@ from weft.pipeline import PlaceholderTensor
 from .axes import (
     TOKEN_AXES,
 )
-from .block_forward import check_single_gradient
+from .block_forward import WITHOUT_SEQUENCE, check_single_gradient
 from .collectives import Crossing
 from .divided_arguments import positional_names, take_part
 from .expert_dispatch import ExpertCommStats, shard_experts
@@ -105,7 +106,7 @@ def parallelize(
         if step.dispatch is not None:
             shard_experts(model, step.module, step.dispatch, traffic)
         if step.input is not None:
-            module.register_forward_pre_hook(_entry(step, mesh, randomness), with_kwargs=True)
+            module.register_forward_pre_hook(_entry(step, mesh, randomness, plan), with_kwargs=True)
         if step.output is not None:
             _leave(module, step, mesh, randomness, plan, product)
     for name in plan.batchnorms:
@@ -235,27 +236,25 @@ def _arguments(module: nn.Module, step: Step, mesh: Mesh) -> Callable[[nn.Module
 
 
 def _entry(
-    step: Step, mesh: Mesh, randomness: Randomness
+    step: Step, mesh: Mesh, randomness: Randomness, plan: Plan
 ) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
     """A hook that takes the first floating-point tensor among the arguments over the boundary, or
     all tensors; each once, wherever it stands."""
     assert step.input is not None
     every, cross = step.input.every, _crossing(step, step.input, True, mesh)
+    glob = glob_of_blocks(plan.blocks, step.module)
+    whole = f'write "{glob}" = "whole" under [roles], or use dp or fsdp'
 
     def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if step.activation_sharding is not None:
             randomness.activation_sharding = step.activation_sharding
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         if not every:
-            check_single_gradient(step.module, args, kwargs)
+            check_single_gradient(plan.layout, step.module, whole, args, kwargs)
             tensors = [v for v in tensors if v.is_floating_point()][:1]
             if not tensors:
-                raise UnsupportedModel(
-                    "layout",
-                    step.module,
-                    "no floating-point tensor enters it",
-                    "declare the roles of this module",
-                )
+                problem = f"no floating-point tensor enters {step.module}, whose input is cut"
+                raise UnsupportedModel("layout", str(plan.layout), problem, whole)
         moved: list[tuple[Tensor, Tensor]] = []
         for each in tensors:
             if not any(each is before for before, _ in moved):
@@ -287,9 +286,9 @@ def _crossing(
         if step.activation_sharding == "heads":
             raise UnsupportedModel(
                 "layout",
-                step.module,
-                "its attention is called with samples and positions in one dim",
-                "use tp without sequence, or call it with [samples, positions, features]",
+                str(mesh.layout),
+                f"the attention {step.module} is called with samples and positions in one dim",
+                f"{WITHOUT_SEQUENCE}, or call it with [samples, positions, features]",
             )
         return cross_flat(x)
 

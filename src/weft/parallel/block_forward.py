@@ -18,12 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from weft._torch.autograd import in_backward, in_checkpoint
 from weft._torch.modes import function_modes
-from weft.core import ActivationSharding, Plan, UnsupportedModel
+from weft.core import ActivationSharding, Layout, Plan, UnsupportedModel
 from weft.nn import Randomness
 
 from .activation_offload import ActivationOffload
 
 Forward = Callable[..., Any]
+WITHOUT_SEQUENCE = "use tp without sequence"
 
 
 class BlockForward:
@@ -35,6 +36,7 @@ class BlockForward:
         activation_sharding: how activations are cut where it begins.
         randomness: gives dropout its masks.
         recomputed: whether backward computes the block again.
+        layout: the axes, which errors name.
         offload: keeps in the host's memory what the block saves for backward; None: it stays.
     """
 
@@ -45,11 +47,12 @@ class BlockForward:
         activation_sharding: ActivationSharding,
         randomness: Randomness,
         recomputed: bool,
+        layout: Layout,
         offload: ActivationOffload | None = None,
     ):
         self._module, self._name, self._randomness = module, name, randomness
         self._place, self._activation_sharding = zlib.crc32(name.encode()), activation_sharding
-        self._recomputed, self._offload = recomputed, offload
+        self._recomputed, self._layout, self._offload = recomputed, layout, offload
         self._forward: Forward = module.forward
         self._compiled: Forward | None = None
         self._leaves: list[tuple[dict[str, Any], str]] = []  # where compiled parameters stand
@@ -110,7 +113,7 @@ class BlockForward:
         randomness.move_to(self._place)
         randomness.activation_sharding = self._activation_sharding
         if self._activation_sharding == "sequence":
-            check_single_gradient(self._name, args, kwargs)
+            check_single_gradient(self._layout, self._name, WITHOUT_SEQUENCE, args, kwargs)
         if randomness.in_use:
             _make_key(randomness)
         forward = self._forward
@@ -195,7 +198,8 @@ def wrap_blocks(
     for name in plan.blocks:
         module, sharding = model.get_submodule(name), interiors.get(name) or "whole"
         again = name in recomputed
-        module.forward = BlockForward(module, name, sharding, randomness, again, offload)  # type: ignore[method-assign]
+        forward = BlockForward(module, name, sharding, randomness, again, plan.layout, offload)
+        module.forward = forward  # type: ignore[method-assign]
     for name in plan.counted:
         module = model.get_submodule(name)
         module.forward = _forward_with_own_count(module, name, randomness)  # type: ignore[method-assign]
@@ -218,9 +222,9 @@ def _forward_with_own_count(module: nn.Module, name: str, randomness: Randomness
     return run
 
 
-def check_single_gradient(module: str, args: tuple, kwargs: dict) -> None:
+def check_single_gradient(layout: Layout, module: str, fix: str, args: tuple, kwargs: dict) -> None:
     """Refuse a second tensor that needs a gradient: used on a part of activations, it would get a
-    part of the sum. Raises UnsupportedModel."""
+    part of the sum. `fix`: what the error says to do. Raises UnsupportedModel."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         for each in value if isinstance(value, (tuple, list)) else (value,):
@@ -230,10 +234,10 @@ def check_single_gradient(module: str, args: tuple, kwargs: dict) -> None:
     if len(found) > 1:
         raise UnsupportedModel(
             "layout",
-            module,
-            "more than one tensor that needs a gradient enters it, and only the first is known",
-            'declare its linears "whole" in [roles]; without the option sequence, if it is a whole'
-            " block",
+            str(layout),
+            f"more than one tensor that needs a gradient enters {module}, and only the gradient of"
+            " the first is summed over ranks",
+            fix,
         )
 
 

@@ -48,7 +48,8 @@ def check_shared_sequence(
     if loss is not None and not is_positionwise(loss):
         refuse(
             f"the loss is not known to be a sum over positions, and {axis} parts them",
-            "mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token",
+            "mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token; of a"
+            " loss that has no positions, use dp or fsdp",
         )
     methods = {
         step.sequence.method: layout.size(step.sequence.axis)
@@ -68,7 +69,7 @@ def check_shared_sequence(
         problem = "modules of the model mix positions by themselves, of those that a rank has:"
         problem += f" they call neither {core} nor transformers' attention interface"
         fix = 'declare them "whole_sequence" under [roles]: all ranks then compute all positions'
-        refuse(problem, f"{fix}; or use dp, fsdp, tp or pp")
+        refuse(problem, f"{fix}; or use dp or fsdp")
     if roles.mixers and layout.has_option("sequence"):
         problem = f"{roles.mixers[0]} needs whole sequences, and tp's ranks part them once more"
         fix = 'or, if it takes each position by itself, declare it "positionwise" under [roles]'

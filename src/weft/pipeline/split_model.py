@@ -178,8 +178,8 @@ class _StageSplitter:
                     self.path.last,
                     f"the model returns {self.path.tensor_name(number)} of an earlier stage inside"
                     f" a {kind}",
-                    "return tensors in tuples, dicts or dataclasses (Hugging Face:"
-                    " model.config.use_cache = False)",
+                    "return tensors in tuples, dicts or dataclasses (Hugging Face: use_cache ="
+                    " False, in model.config and in the configurations inside of it)",
                 )
         return needed
 

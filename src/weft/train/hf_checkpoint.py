@@ -43,6 +43,7 @@ from weft.core import (
     load_run,
     whole_shard,
 )
+from weft.nn import set_use_cache
 from weft.parallel import weights_of
 
 from . import build
@@ -105,7 +106,7 @@ def export_weights(
                 shard_bytes,
             )
         settings: Any = model.config
-        settings.use_cache = True  # what weft does without is for generation
+        set_use_cache(settings, True)  # what weft does without is for generation
         if dtype is not None:
             settings.dtype = DTYPES[dtype]
         settings.save_pretrained(partial)

@@ -14,7 +14,7 @@ Each rank of a ring, or of a gather, has two stretches, from both ends (`order.z
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ from weft.parallel import Crossing, Mesh, all_gather
 
 from ..microbatch import Batch, MicroBatch, SequenceInfo
 from .ring_attention import KeyBlocks, Span, attend_blocks
+
+
+class MaskOfOwnKeys(UnsupportedModel):
+    """Attention is given a mask that the model has made of this rank's positions."""
 
 
 class ContextParallel:
@@ -240,10 +244,10 @@ class ContextParallel:
             raise refuse(
                 f"attention of {list(query.shape)}, which is not [samples, heads, positions here,"
                 " width]",
-                "use dp, fsdp or tp",
+                "use dp or fsdp",
             )
         if key.shape[2] != query.shape[2]:
-            raise refuse("attention to another sequence", "use dp, fsdp or tp")
+            raise refuse("attention to another sequence", "use dp or fsdp")
         if mask is None and self.now.valid is not None:
             raise refuse(
                 "the model is given an attention_mask with padding, and calls attention without it",
@@ -253,7 +257,9 @@ class ContextParallel:
             return AttentionPattern(is_causal)
         pattern = getattr(mask, "weft_pattern", None)
         if pattern is None:
-            raise refuse(
+            raise MaskOfOwnKeys(
+                "layout",
+                str(self.layout),
                 f"attention is given a mask {list(mask.shape)}, which says nothing of other ranks'"
                 " keys",
                 "use is_causal, or a mask that weft.nn.attention_masks.causal_mask makes",
@@ -310,14 +316,11 @@ class ContextParallel:
         def seen(q: Tensor, k: Tensor) -> Tensor:
             try:
                 found: Tensor = mask_function(zero.to(q.device), zero.to(q.device), q, k)
-            except IndexError as problem:
+            except IndexError as error:
+                problem = "the model's mask depends on what this rank has of the batch"
                 raise UnsupportedModel(
-                    "layout",
-                    str(self.layout),
-                    "the model's mask depends on what this rank has of the batch",
-                    "let its forward name attention_mask and position_ids, so that they are given"
-                    " for its positions",
-                ) from problem
+                    "layout", str(self.layout), problem, _advice_on_masks(self.names)
+                ) from error
             return found
 
         pattern = AttentionPattern(False, seen, now.documents, now.valid)
@@ -351,6 +354,13 @@ class WholeSequence:
 
     def end(self) -> None:
         self._sequence.now, self._sequence.randomness.rows = self._outside
+
+
+def _advice_on_masks(names: Sequence[str]) -> str:
+    """transformers reads documents off positions that jump, where it is given no mask."""
+    absent = [each for each in ("attention_mask", "position_ids") if each not in names]
+    named = f"let its forward name {' and '.join(absent)}, and hand on what is given; or "
+    return f"{named if absent else ''}use dp or fsdp"
 
 
 def _around_attention(axis: str) -> Boundary:

@@ -71,20 +71,20 @@ class _AroundForward:
         if not any(x.ndim == 3 and x.shape[1] == here for x in entering):
             raise self._error(
                 "and no tensor [samples, positions, features] enters it",
-                "lay its input batch first, or use dp, fsdp, tp or pp",
+                "lay its input batch first, or use dp or fsdp",
             )
         for x in entering:
             if x.ndim == 2 and x.shape[1] == here and self._whole_entry(x) is None:
                 raise self._error(
                     f"and what enters as {list(x.shape)} may be of positions or not",
-                    "give it another length of sequence, or use dp, fsdp, tp or pp",
+                    "if it is not, give the model another length of sequence; else use dp or fsdp",
                 )
         padded = self._masked and self._sequence.now.valid is not None
         # a mask of its own part would be left out where that part has no padding
         if padded and not any(x.is_meta for x in entering):
             raise self._error(
                 "and is told of the padding in a part of one",
-                "leave attention_mask out of the model's inputs, or use dp, fsdp, tp or pp",
+                "leave attention_mask out of the model's inputs, or use dp or fsdp",
             )
 
     def _error(self, problem: str, fix: str) -> UnsupportedModel:

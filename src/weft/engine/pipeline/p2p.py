@@ -197,7 +197,8 @@ class PipelineTransport:
                     f"value {self._names[value]}",
                     str(spec),
                     f"crosses between stages, and was {known} for inputs of the same shapes",
-                    "use dynamic_shapes=True, which sends its shape every time",
+                    "cut before it is made, or use dynamic_shapes=True, which sends its shape every"
+                    " time",
                 )
         if tensor.numel():
             data = _wire(tensor.detach())

@@ -16,6 +16,7 @@ from weft.core import (
     STAGE_AXIS,
     Action,
     Plan,
+    UnsupportedModel,
 )
 from weft.nn import Randomness, mix_key, weighed_loss
 from weft.parallel import (
@@ -229,7 +230,11 @@ class TrainingCompute:
         seed, layout = mix_key(self.randomness.seed, self.step), self.stages.plan.layout
         while True:
             self._watch.begin(seed)
-            found = self._forward(stage, microbatch, received)
+            try:
+                found = self._forward(stage, microbatch, received)
+            except UnsupportedModel:
+                self.state.refuse_new()  # what follows from it is no reason
+                raise
             by_torch, by_python = self._watch.end()
             if by_torch and self.if_drawn is not None:
                 self._watch.undo()
@@ -237,6 +242,7 @@ class TrainingCompute:
                 self.randomness.begin(self.step, self._samples[microbatch])
                 continue
             if (by_torch or by_python) and layout.active_axes():
+                self.state.refuse_new()
                 raise undrawable(layout, by_torch)
             return found
 

@@ -42,20 +42,16 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     layout = request.layout
     size = layout.size(EXPERTS)
     if not roles.experts:
-        near = (
-            (name, why_no_experts(module))
-            for name, module in model.named_modules()
-            if name and expert_count(module)
-        )
-        why = next(
-            (f": {name} is none, as {reason}" for name, reason in near if reason is not None), ""
-        )
+        near = [(n, m) for n, m in model.named_modules() if n and expert_count(m)]
+        # what has parameters of its own is nearer than what holds other modules
+        near.sort(key=lambda each: not each[1]._parameters)
+        why = next((f": {name} is none, as {why_no_experts(m)}" for name, m in near), "")
         raise UnsupportedModel(
             "layout",
             str(layout),
             f"expert parallelism finds no experts in this model{why}",
-            "it takes modules with num_experts, called with (tokens, experts, weights), that hold"
-            " all experts' weights",
+            "use dp, fsdp or pp: ep takes modules with num_experts, called with (tokens, experts,"
+            " weights), that hold all experts' weights",
         )
     if "ep" in layout.options_of("tp") and "sequence" not in layout.options_of("tp"):
         raise LayoutError(

@@ -7,6 +7,7 @@ reduce-scatter, and an all-gather stands at the next one's start.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
@@ -27,7 +28,7 @@ from weft.core import (
     UnsupportedModel,
     is_inside,
 )
-from weft.nn import Chain, ExpertsRole, local_attributes, unknown_forward
+from weft.nn import Chain, ExpertsRole, is_linear, local_attributes, unknown_forward
 
 from ._request import StepsRequest
 from ._vocabulary import vocabulary_steps
@@ -40,6 +41,10 @@ TRAITS = AxisTraits(
     within_node=True,
 )
 OPTIONS: Mapping[str, str] = {}
+_TO_DECLARE = (
+    ', or declare a column and the row that follows it in [roles], such as "blocks.*.up" ='
+    ' "column" and "blocks.*.down" = "row"'
+)
 
 
 def steps(request: StepsRequest) -> Iterator[Step]:
@@ -51,8 +56,8 @@ def steps(request: StepsRequest) -> Iterator[Step]:
             "layout",
             str(layout),
             "tensor parallelism finds no attention, feed-forward or embedding to cut in this model"
-            + (f" ({'; '.join(roles.notes)})" if roles.notes else ""),
-            'use dp or fsdp, or declare [roles] such as "blocks.*.up" = "column"',
+            + (f" ({'; '.join(_once(roles.notes))})" if roles.notes else ""),
+            "use dp or fsdp" + (_TO_DECLARE if sum(map(is_linear, model.modules())) > 1 else ""),
         )
     sequence = "sequence" in layout.options_of(AXIS)
     residual: Placement = Shard(1) if sequence else COPY
@@ -66,6 +71,13 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         in_stack = any(experts.module.startswith(block + ".") for block in blocks)
         yield from _expert_steps(experts, size, layout, Shard(0) if sequence and in_stack else COPY)
     yield from vocabulary_steps(request, AXIS, "tensor")
+
+
+def _once(notes: Iterable[str]) -> list[str]:
+    """Of notes that differ in the number of a block alone, the first."""
+    return [*{re.sub(r"\.\d+(?=\.)", ".*", note): note for note in reversed([*notes])}.values()][
+        ::-1
+    ]
 
 
 def _chain(

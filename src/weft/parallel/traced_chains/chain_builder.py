@@ -230,8 +230,8 @@ class ChainBuilder:
         return sizes
 
     def _drops_well(self, one_run: bool) -> bool:
-        """Whether the masks of dropout can be those of one device: heads in dim 1 of 4, or beside
-        samples in dim 0 of 3; features in the last dim.
+        """Whether the masks of dropout can be those of one device: heads before queries and keys,
+        or beside samples in dim 0 of 3; features in the last dim.
 
         Args:
             one_run: whether each rank has neighbouring classes.
@@ -242,7 +242,7 @@ class ChainBuilder:
                 continue
             dims = [dim for dim in range(found.ndim) if varies(found, dim)]
             heads = len(self.features[self.row]) > self.count
-            want = {4: 1, 3: 0}.get(found.ndim, found.ndim - 1) if heads else found.ndim - 1
+            want = found.ndim - (3 if heads and found.ndim > 2 else 1)
             if not one_run or dims not in ([], [want], [found.ndim - 1] if found.ndim < 4 else []):
                 return False
         return True

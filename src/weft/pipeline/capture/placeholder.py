@@ -204,7 +204,7 @@ class SkippedShapes:
                 "pipeline.cut",
                 name,
                 f"its shape, asked for at {source_line()}, follows from elements of another stage",
-                "pad to shapes that follow from the inputs' shapes, or cut elsewhere",
+                "pad to shapes that follow from the inputs' shapes, or cut before it is made",
             ) from problem
 
     def _fake(self, t: Tensor) -> Tensor:

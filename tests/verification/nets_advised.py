@@ -1,0 +1,268 @@
+"""Nets that are refused on some layout, each beside the same after what the refusal says to do; and
+families of transformers in small."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.cases import VOCAB, FusedBlock, Subject
+from tests.verification.nets_with_quirks import BYOL, RootExperts
+from weft.losses import classification, next_token
+from weft.nn.attention_masks import causal_mask
+
+DIM = 16
+
+
+def ran_once(build: Callable[[], nn.Module], data: Callable[[], Mapping[str, Tensor]]) -> nn.Module:
+    """Run on a batch in the function that builds it."""
+    model = build()
+    names = [name for name in data() if name not in ("target", "labels", "label")]
+    with torch.no_grad():
+        model(**{name: data()[name] for name in names})
+    return model
+
+
+class TakesEntry(nn.Module):
+    """Its forward names an entry of the batch, not the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class BatchNormed(TakesEntry):
+    """Statistics of the batch in nn.BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(x))
+
+
+class DropsBetween(nn.Module):
+    """Recurrent layers with nn.Dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.LSTM(width, DIM, batch_first=True) for width in (8, DIM))
+        self.dropout, self.head = nn.Dropout(0.3), nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.second(self.dropout(self.first(x)[0]))
+        return self.head(out[:, -1])
+
+
+class Noise(nn.Module):
+    """Adds numbers of one row for each of `rows`, or one for each of its input."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.net = rows, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(self.rows, 4) if self.rows else torch.randn_like(x[:, :4])
+        return self.net(x) + noise.mean(0) if self.rows else self.net(x) + noise
+
+
+class ChosenExperts(RootExperts):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = torch.topk(self.gate(x).softmax(-1), self.k, dim=-1)
+        out = x.new_zeros(len(x), 4)
+        for i, expert in enumerate(self.experts):
+            hit = chosen == i
+            rows = hit.any(-1).nonzero()[:, 0]
+            if len(rows):
+                share = (weights * hit).sum(-1)[rows].unsqueeze(-1)
+                out = out.index_add(0, rows, expert(x[rows]) * share)
+        return out
+
+
+class ReadsInside(nn.Module):
+    """Experts that are chosen, in a module that is called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.experts, self.head = nn.Linear(8, 8), ChosenExperts(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.experts(self.stem(x)))
+
+
+class UpdatedOutside(BYOL):
+    """Its target is changed between steps, if at all."""
+
+    def update(self) -> None:
+        pass
+
+
+class Blocks(nn.Module):
+    """Token ids [b, s] -> logits [b, s, vocab] by blocks of this kind."""
+
+    def __init__(self, make: Callable[[], nn.Module], residual: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.blocks = nn.ModuleList(make() for _ in range(2))
+        self.residual = residual
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = x + block(x) if self.residual else block(x)
+        return self.head(x)
+
+
+class Attention(nn.Module):
+    """Causal, by a mask that the model makes, by `is_causal`, or by `causal_mask`."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by, self.qkv, self.proj = by, nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length, mask = x.shape[1], None
+        if self.by == "own":
+            mask = torch.ones(length, length, dtype=torch.bool).tril()
+        if self.by == "weft":
+            mask = causal_mask(torch.arange(length).expand(len(x), -1))
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class OddNames(nn.Module):
+    """A feed-forward outside of blocks, whose names tell nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.beta = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.beta(torch.tanh(self.alpha(x)))
+
+
+class Scaled(nn.Module):
+    """A feed-forward that gets a second tensor, which needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 32), nn.Linear(32, DIM)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)) * scale.mean(-1, keepdim=True))
+
+
+class Conditioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.scale = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"mlp": Scaled()}) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        scale = self.scale(x)
+        for block in self.blocks:
+            x = x + block["mlp"](x, scale)  # type: ignore[index]
+        return self.head(x)
+
+
+class Checkpointed(Blocks):
+    """Computes its blocks again by itself."""
+
+    def __init__(self, itself: bool) -> None:
+        super().__init__(partial(FusedBlock, DIM, 4, 0.2))
+        self.itself = itself
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.itself else block(x)
+        return self.head(x)
+
+
+class DropsFeatures(nn.Module):
+    """Drops out by a function that is not made the same on every layout, or by nn.Dropout."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.own, self.dropout = own, nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = F.feature_alpha_dropout(x, 0.3, self.training) if self.own else self.dropout(x)
+        return self.second(x)
+
+
+# ---- families of transformers --------------------------------------------------------------------
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "families"))
+
+
+def family(name: str, task: str = "causal-lm") -> nn.Module:
+    """A family of benchmarks/families, in small."""
+    pytest.importorskip("transformers")
+    from families import Family, build_alone, small_config
+
+    return build_alone(Family(name, task), small_config(Family(name, task)))
+
+
+def samples_of(task: str) -> dict[str, Tensor]:
+    from families import samples
+
+    held = samples(task)
+    rows = [held[i] for i in torch.randint(0, len(held), (8,)).tolist()]
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def of_family(name: str, task: str = "causal-lm") -> Subject:
+    loss = classification if "classification" in task else next_token
+    return Subject(partial(family, name, task), partial(samples_of, task), loss)
+
+
+def without_cache(name: str) -> nn.Module:
+    from weft.nn import set_use_cache
+
+    model: Any = family(name)
+    set_use_cache(model.config, False)
+    return model
+
+
+def big_bird() -> nn.Module:
+    return ran_once(partial(family, "big_bird"), partial(samples_of, "causal-lm"))
+
+
+def whisper() -> nn.Module:
+    """A decoder whose forward names position_ids, and hands them on."""
+    pytest.importorskip("transformers")
+    from families import Family, small_config
+    from transformers import WhisperForCausalLM
+
+    class Numbered(WhisperForCausalLM):
+        def forward(
+            self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None
+        ) -> Tensor:
+            out = self.model.decoder(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                use_cache=False,
+            )
+            return self.proj_out(out[0])
+
+    return Numbered(small_config(Family("whisper")))

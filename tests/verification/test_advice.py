@@ -1,0 +1,346 @@
+"""What refusals advise, followed: the layout is then equal to one device.
+
+What the user writes under [roles] is taken from the text of the refusal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import weft
+from tests.cases import LENGTH, VOCAB, Subject, reference, seeded, tokens
+from tests.verification import nets_advised as advised
+from tests.verification.nets import NETS, FrozenBackbone, Lazy, MadeLater, features, mse
+from tests.verification.nets_advised import of_family
+from tests.verification.nets_of_families import FAMILIES
+from tests.verification.nets_of_papers import PAPERS
+from tests.verification.nets_with_quirks import QUIRKS
+from weft.core.errors import Refusal
+from weft.losses import cross_entropy, next_token, positionwise
+from weft.models import decoder
+from weft.verification.compare import LayoutResult, check_layout
+
+NET = NETS | PAPERS | QUIRKS | FAMILIES
+
+Follow = Callable[[Subject, str], Subject]  # the model, and what a refusal says -> the model after
+
+
+@dataclass(frozen=True)
+class Advice:
+    """`says`: what the refusal of this layout says to do, a pattern. `then`: by layout what the
+    user does to run on it."""
+
+    subject: Subject
+    layout: str
+    says: str
+    then: Mapping[str, Follow]
+
+
+def result(pool: Any, subject: Subject, layout: str) -> LayoutResult:
+    case = subject.case()
+    case.lay(seeded(subject.build), layout)
+    # what one device has nothing of, and cannot be hashed
+    plain = tuple((key, value) for key, value in subject.plan if key not in ("roles", "cut"))
+    whole, world = reference(replace(subject, plan=plain)), weft.Layout.parse(layout).world
+    found: LayoutResult = pool.run(check_layout, case, layout, whole, world=world, timeout=120)[0]
+    return found
+
+
+# ---- what users do -------------------------------------------------------------------------------
+
+
+def as_it_is(subject: Subject, text: str) -> Subject:
+    return subject
+
+
+def built_by(build: Callable[[], nn.Module]) -> Follow:
+    return lambda subject, text: replace(subject, build=build)
+
+
+def planned(**arguments: Any) -> Follow:
+    return lambda subject, text: replace(subject, plan=(*subject.plan, *arguments.items()))
+
+
+def written(subject: Subject, text: str) -> Subject:
+    """With the lines of [roles] that the refusal gives."""
+    lines = dict(re.findall(r'"([^"]+)" = "(\w+)"', text))
+    assert lines, text
+    plan = {**dict(subject.plan)}
+    return replace(
+        subject, plan=tuple({**plan, "roles": {**plan.get("roles", {}), **lines}}.items())
+    )
+
+
+def on(*layouts: str) -> dict[str, Follow]:
+    return dict.fromkeys(layouts, as_it_is)
+
+
+def unmarked(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return cross_entropy(output, batch["labels"])
+
+
+@positionwise
+def marked(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return cross_entropy(output, batch["labels"])
+
+
+def token_net(build: Callable[[], nn.Module], **plan: Any) -> Subject:
+    return Subject(build, tokens, next_token, tuple({"accumulate": 2, **plan}.items()))
+
+
+def by_mask(by: str) -> Callable[[], nn.Module]:
+    return partial(advised.Blocks, partial(advised.Attention, by))
+
+
+once = partial(advised.ran_once, data=features)
+LAYERS = partial(decoder, VOCAB, 32, 2, 4, 2, seq_len=LENGTH)
+
+ADVICE: dict[str, Advice] = {
+    # of what a model is
+    "lazy": Advice(
+        NET["lazy"],
+        "dp2",
+        "Run the model once on a batch in the function that builds it",
+        dict.fromkeys(("dp2", "pp2"), built_by(partial(once, Lazy))),
+    ),
+    "made-later": Advice(
+        NET["made-later"],
+        "pp2",
+        "Make it in __init__, or run the model once in the function that builds it",
+        dict.fromkeys(("fsdp2", "pp2", "tp2"), built_by(partial(once, MadeLater))),
+    ),
+    "frozen": Advice(
+        NET["frozen"],
+        "dp2",
+        "Set requires_grad on those that are to be trained",
+        {"dp2": built_by(FrozenBackbone)},
+    ),
+    "takes-dict": Advice(
+        NET["takes-dict"],
+        "dp2",
+        "Rename that entry of the dataset or parameter of forward; known: target, x",
+        {"dp2": built_by(advised.TakesEntry)},
+    ),
+    # of what its forward changes and draws
+    "running-mean": Advice(
+        NET["running-mean"],
+        "dp2",
+        "outside of the forward, keep statistics in nn.BatchNorm, .* a layout of tp or pp alone",
+        {
+            **on("tp2", "pp2"),
+            "dp2": built_by(advised.BatchNormed),
+            "fsdp2": built_by(advised.TakesEntry),
+        },
+    ),
+    "clamped": Advice(NET["clamped"], "fsdp2", "use a layout of tp or pp alone", on("pp2")),
+    "lstm-dropout": Advice(
+        NET["lstm-dropout"],
+        "dp2",
+        "drop out by nn.Dropout: between layers",
+        dict.fromkeys(("dp2", "pp2"), built_by(advised.DropsBetween)),
+    ),
+    "other-dropout": Advice(
+        Subject(partial(advised.DropsFeatures, True), features, mse),
+        "dp2",
+        "Use nn.Dropout",
+        {"dp2": built_by(partial(advised.DropsFeatures, False))},
+    ),
+    "noise-of-rows": Advice(
+        Subject(partial(advised.Noise, 6), features, mse),
+        "dp2",
+        "of an activation, as by torch.rand_like, or take another number of samples for each rank",
+        {
+            "fsdp2": built_by(partial(advised.Noise, 0)),
+            "dp2": lambda subject, text: replace(subject, plan=(("accumulate", 1),)),
+        },
+    ),
+    "checkpointed": Advice(
+        token_net(partial(advised.Checkpointed, True)),
+        "dp2",
+        'Leave that out and set train.recompute = "full"',
+        {
+            "dp2": lambda subject, text: planned(recompute="full")(
+                replace(subject, build=partial(advised.Checkpointed, False)), text
+            )
+        },
+    ),
+    # tp
+    "nothing-to-cut": Advice(NET["unet"], "tp2", r"Use dp or fsdp\.$", on("dp2", "fsdp2")),
+    "max-norm": Advice(
+        NET["max-norm"],
+        "tp2",
+        r'^roles\.embedding = .*Declare it "whole" in \[roles\]',
+        {"tp2": planned(roles={"embedding": "whole"})},
+    ),
+    "hamiltonian": Advice(NET["hamiltonian"], "tp2", "Use dp or fsdp", on("dp2", "fsdp2")),
+    "second-gradient": Advice(
+        token_net(advised.Conditioned),
+        "tp2",
+        r'Write "blocks\.\*\.mlp" = "whole" under \[roles\], or use dp or fsdp',
+        {"tp2": written, **on("fsdp2")},
+    ),
+    # pp
+    "siamese": Advice(NET["siamese"], "pp2", "Use dp or fsdp", on("dp2", "fsdp2")),
+    "skip-gram": Advice(NET["skip-gram"], "pp2", "Use dp or fsdp", on("dp2", "fsdp2")),
+    "byol": Advice(
+        NET["byol"], "pp2", "change it outside", {"pp2": built_by(advised.UpdatedOutside)}
+    ),
+    "root-experts": Advice(
+        NET["root-experts"],
+        "pp2",
+        "Read it inside of a module that is not cut",
+        {
+            "pp2": lambda subject, text: planned(cut=("head",))(
+                replace(subject, build=advised.ReadsInside), text
+            )
+        },
+    ),
+    "loop-experts": Advice(
+        NET["loop-experts"],
+        "pp2",
+        "[cC]ut before it is made",  # the tokens decide which of two refusals it is
+        {"pp2": planned(cut=("gate",))},
+    ),
+    # cp
+    "positionwise": Advice(
+        replace(token_net(LAYERS), loss=unmarked),
+        "cp2",
+        "Mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token",
+        {
+            "cp2": lambda subject, text: replace(subject, loss=marked),
+            "cp2+gather": lambda subject, text: replace(subject, loss=next_token),
+        },
+    ),
+    "own-mask": Advice(
+        token_net(by_mask("own")),
+        "cp2",
+        "Use is_causal, or a mask that weft.nn.attention_masks.causal_mask makes",
+        {
+            "cp2": built_by(by_mask("causal")),
+            "cp2+gather": built_by(by_mask("weft")),
+            "ulysses2": written,
+        },
+    ),
+    # ep
+    "experts": Advice(
+        NET["all-tokens"],
+        "ep2",
+        "Use dp, fsdp or pp: ep takes modules with num_experts, called with .tokens, experts, weig",
+        {**on("dp2", "fsdp2", "pp2"), "ep2": built_by(partial(LAYERS, experts=4, hidden=24))},
+    ),
+}
+
+OF_FAMILIES: dict[str, Advice] = {
+    "big_bird": Advice(
+        of_family("big_bird"),
+        "tp2",
+        "Make it in __init__, or run the model once in the function that builds it",
+        dict.fromkeys(("tp2", "dp2", "pp2"), built_by(advised.big_bird)),
+    ),
+    "resnet": Advice(
+        of_family("resnet", "image-classification"),
+        "tp2",
+        r"Use dp or fsdp\.$",
+        on("dp2", "fsdp2"),
+    ),
+    "vit": Advice(
+        of_family("vit", "image-classification"),
+        "cp2",
+        "of a loss that has no positions, use dp or fsdp",
+        on("dp2", "fsdp2"),
+    ),
+    "doge": Advice(
+        of_family("doge"), "cp2", "Use dp or fsdp, or write .* under", {"cp2": written, **on("dp2")}
+    ),
+    "t5": Advice(of_family("t5", "seq2seq-lm"), "cp2", "or write .* under", {"cp2": written}),
+    "xlm": Advice(
+        of_family("xlm"),
+        "cp2",
+        'Declare them "whole_sequence" under .* or use dp or fsdp',
+        {"cp2": planned(roles={"transformer.attentions.*": "whole_sequence"}), **on("fsdp2")},
+    ),
+    "whisper": Advice(
+        of_family("whisper"),
+        "cp2",
+        "Let its forward name position_ids, and hand on what is given; or use dp or fsdp",
+        {"cp2": built_by(advised.whisper), **on("fsdp2")},
+    ),
+    "git": Advice(of_family("git"), "cp2", r"batch\. Use dp or fsdp\.$", on("dp2", "fsdp2")),
+    "bloom": Advice(of_family("bloom"), "cp2", r"alone: .* Use dp or fsdp\.$", on("dp2", "fsdp2")),
+    "moss": Advice(
+        of_family("moss_transcribe_diarize"),
+        "pp2",
+        "use_cache = False, in model.config and in the configurations inside of it",
+        {"pp2": built_by(partial(advised.without_cache, "moss_transcribe_diarize"))},
+    ),
+}
+
+
+def follow(pool: Any, one: Advice) -> None:
+    with pytest.raises(Refusal) as found:
+        result(pool, one.subject, one.layout)
+    assert re.search(one.says, str(found.value)), found.value
+    for layout, does in one.then.items():
+        subject, text = one.subject, str(found.value)
+        for more in (True, True, True, False):  # lines of [roles] come one by one
+            subject = does(subject, text)
+            try:
+                after = result(pool, subject, layout)
+            except Refusal as again:
+                if does is not written or not more:
+                    raise
+                text = str(again)
+                continue
+            assert after.passed, (layout, after)
+            break
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ADVICE)
+def test_followed(pool: Any, name: str) -> None:
+    follow(pool, ADVICE[name])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_followed_in_a_family(pool: Any, name: str) -> None:
+    pytest.importorskip("transformers")
+    follow(pool, OF_FAMILIES[name])
+
+
+DIVIDED = {  # families that were refused by mistake, or with advice that could not be followed
+    "inkling_text": ("causal-lm", "ep2"),  # an expert for all tokens that takes more than them
+    "longt5": ("seq2seq-lm", "tp2"),  # biases of positions have gradients; blocks before heads
+    "ctrl": ("causal-lm", "pp2"),  # assigns a buffer anew
+}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_family_needs_no_advice(pool: Any, name: str) -> None:
+    pytest.importorskip("transformers")
+    task, layout = DIVIDED[name]
+    found = result(pool, of_family(name, task), layout)
+    assert found.passed, found
+
+
+def test_roles_are_declared_where_no_sample_shows_them(pool: Any) -> None:
+    subject = Subject(advised.OddNames, features, mse)
+    with pytest.raises(
+        Refusal, match=r'or declare a column and the row .* = "column" and'
+    ) as found:
+        weft.plan(subject.build(), "tp2", batch=8, loss=mse)
+    column, row = re.findall(r'"([^"]+)" = "(?:column|row)"', str(found.value))
+    roles = {column.replace("blocks.*.up", "alpha"): "column"}
+    roles |= {row.replace("blocks.*.down", "beta"): "row"}
+    plan = weft.plan(subject.build(), "tp2", batch=8, loss=mse, roles=roles)
+    assert {p.name for step in plan.steps for p in step.params} >= {"alpha.weight", "beta.weight"}
+    after = result(pool, planned(roles=roles)(subject, ""), "tp2")
+    assert after.passed, after
