@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from weft._torch.autograd import in_backward, in_checkpoint
 from weft._torch.modes import function_modes
 from weft.core import ActivationSharding, Plan, UnsupportedModel
-from weft.nn import Randomness
+from weft.nn import Randomness, may_drop
 
 from .activation_offload import ActivationOffload
 
@@ -190,15 +190,24 @@ def wrap_blocks(
         for step in plan.steps
         if step.activation_sharding is not None
     }
-    randomness.positions_first = plan.positions_first
+    randomness.dropped = plan.dropped
     recomputed = set(plan.recomputed())
     for name in plan.blocks:
         module, sharding = model.get_submodule(name), interiors.get(name) or "whole"
         again = name in recomputed
         module.forward = BlockForward(module, name, sharding, randomness, again, offload)  # type: ignore[method-assign]
+    parted = plan.layout.active_axes(*plan.token_axes) or plan.accumulate > 1
+    for name in plan.chosen if parted else ():
+        for module in filter(may_drop, model.get_submodule(name).modules()):  # a list is not called
+            module.register_forward_pre_hook(partial(_count_chosen, randomness, 1))
+            module.register_forward_hook(partial(_count_chosen, randomness, -1), always_call=True)
     for name in plan.counted:
         module = model.get_submodule(name)
         module.forward = _forward_with_own_count(module, name, randomness)  # type: ignore[method-assign]
+
+
+def _count_chosen(randomness: Randomness, change: int, *_: object) -> None:
+    randomness.chosen += change
 
 
 def _forward_with_own_count(module: nn.Module, name: str, randomness: Randomness) -> Forward:
