@@ -50,6 +50,7 @@ from .axes import (
 )
 from .block_forward import check_single_gradient
 from .collectives import Crossing
+from .direct_forward import call_forwards_with_hooks
 from .expert_dispatch import ExpertCommStats, shard_experts
 from .linear_products import LinearProducts, Product
 from .low_precision import prepare_low_precision
@@ -109,6 +110,7 @@ def parallelize(
         _replace(model, name, BatchNorm.of(modules[name], mesh.group(*TOKEN_AXES)))
     prepare_low_precision(model, plan.dtypes, plan.blocks)
     _gather(plan, modules, mesh)
+    call_forwards_with_hooks(model)
     return traffic
 
 

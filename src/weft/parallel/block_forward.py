@@ -22,6 +22,7 @@ from weft.core import ActivationSharding, Plan, UnsupportedModel
 from weft.nn import Randomness, may_drop
 
 from .activation_offload import ActivationOffload
+from .direct_forward import own_forward, set_own_forward
 
 Forward = Callable[..., Any]
 
@@ -50,11 +51,11 @@ class BlockForward:
         self._module, self._name, self._randomness = module, name, randomness
         self._place, self._activation_sharding = zlib.crc32(name.encode()), activation_sharding
         self._recomputed, self._offload = recomputed, offload
-        self._forward: Forward = module.forward
+        self._forward: Forward = own_forward(module)
         self._compiled: Forward | None = None
         self._leaves: list[tuple[dict[str, Any], str]] = []  # where compiled parameters stand
         self._in_use: Callable[[], bool] = lambda: False
-        update_wrapper(self, module.forward)
+        update_wrapper(self, self._forward)
 
     def compile(self, compiler: Callable[[Forward], Forward], in_use: Callable[[], bool]) -> None:
         """Compile the block's own forward by `compiler(forward)`; it runs where `in_use()`."""
@@ -195,7 +196,8 @@ def wrap_blocks(
     for name in plan.blocks:
         module, sharding = model.get_submodule(name), interiors.get(name) or "whole"
         again = name in recomputed
-        module.forward = BlockForward(module, name, sharding, randomness, again, offload)  # type: ignore[method-assign]
+        forward = BlockForward(module, name, sharding, randomness, again, offload)
+        set_own_forward(module, forward)
     parted = plan.layout.active_axes(*plan.token_axes) or plan.accumulate > 1
     for name in plan.chosen if parted else ():
         for module in filter(may_drop, model.get_submodule(name).modules()):  # a list is not called
