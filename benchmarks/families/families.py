@@ -12,6 +12,7 @@ import transformers
 from sizes import OWN, SIZES
 from tasks import BINS, FRAMES, IMAGE_TOKEN, LOSSES, PIXELS, TOKENS, WAVE, samples
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 # task of a run file -> families beside those of causal language models
@@ -147,18 +148,22 @@ def write_run(family: Family, folder: Path) -> Path:
     config = small_config(family)
     config.to_json_file(folder / "config.json", use_diff=False)
     held = DATA.get(family.name, {})
-    build_alone(family, config)(**example(samples(family.task, **held)))
-    auto = f'auto = "{family.task}"\n' if family.task != "causal-lm" else ""
-    data = "".join(f"{key} = {_toml(value)}\n" for key, value in held.items())
+    model = build_alone(family, config)
+    model(**example(samples(family.task, **held)))
+    lines = ["[model]", f'hf = "{folder / "config.json"}"']
+    if family.task != "causal-lm":
+        lines.append(f'auto = "{family.task}"')
+    lines += ["[data]", 'build = "tasks:samples"', f'task = "{family.task}"']
+    lines += [f"{key} = {_toml(value)}" for key, value in held.items()]
     loss = LOSSES.get(family.name) or LOSSES.get(family.task, "weft.losses:next_token")
-    # what compares samples needs all forwards before the first backward
-    schedule = '[pipeline]\nschedule = "gpipe"\n' if "contrastive" in loss else ""
+    lines += ["[train]", "batch = 4", "steps = 2", f'loss = "{loss}"']
+    if loss == "tasks:contrastive":  # needs all forwards before the first backward
+        lines += ["[pipeline]", 'schedule = "gpipe"']
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        # what a batch norm takes away has gradients that are rounding alone, which AdamW enlarges
+        lines += ["[optimizer]", 'name = "sgd"', "lr = 0.01"]
     path = folder / "run.toml"
-    path.write_text(
-        f'[model]\nhf = "{folder / "config.json"}"\n{auto}'
-        f'[data]\nbuild = "tasks:samples"\ntask = "{family.task}"\n{data}'
-        f'[train]\nbatch = 4\nsteps = 2\nloss = "{loss}"\n{schedule}'
-    )
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 
