@@ -1,4 +1,4 @@
-"""Small configurations of transformers' model families, and batches for them."""
+"""Small configurations of transformers' model families, and their run files."""
 
 from __future__ import annotations
 
@@ -9,158 +9,87 @@ from typing import Any
 
 import torch
 import transformers
+from sizes import OWN, SIZES
+from tasks import BINS, FRAMES, IMAGE_TOKEN, LOSSES, PIXELS, TOKENS, WAVE, samples
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-VOCABULARY, TOKENS, PIXELS, SAMPLES = 96, 16, 32, 64
-
-# key of a configuration -> its small value, wherever a family has that key
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
-    **dict.fromkeys(("decoder_layers", "encoder_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 128),
-    **dict.fromkeys(("n_inner", "d_ff", "dff", "ffn_hidden_size", "d_inner"), 128),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("moe_num_experts", "num_experts_per_layer"), 4),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
-    **dict.fromkeys(("embedding_size", "word_embed_proj_dim", "attention_hidden_size"), 64),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 16),
-    **dict.fromkeys(("head_dim", "d_kv", "qk_rope_head_dim", "state_size"), 16),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
-    **dict.fromkeys(("mamba_d_head", "mamba_d_state", "mamba_head_dim"), 16),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "mamba_n_groups"), 1),
-    "vocab_size": VOCABULARY,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "sliding_window": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "image_size": PIXELS,
-    "patch_size": 8,
-}
-
-# family -> what it needs beside SIZES
-OWN: dict[str, dict[str, Any]] = {
-    "codegen": {"rotary_dim": 8, "mp_num": 4},
-    "cpmant": {"prompt_types": 4, "prompt_length": 4, "segment_types": 4, "dim_head": 16},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
-    },
-    "blt": {"encoder_hash_byte_group_vocab": 50},
-    "blt_local_decoder": {"hidden_size_global": 64},
-    "blt_local_encoder": {"hidden_size_global": 64},
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-            for kind in ("sliding_attention", "full_attention")
-        },
-    },
-    "deit": {"architectures": ["DeiTForImageClassification"]},
-    "convnext": {
-        "hidden_sizes": [16, 32],
-        "depths": [2, 2],
-        "num_hidden_layers": 2,
-        "patch_size": 4,
-    },
-    "dots1": {"n_shared_experts": 1},
-    "dots3_note": {"num_key_value_heads": 4},
-    "dots3_note_text": {
-        "num_key_value_heads": 4,
-        "index_n_heads": 4,
-        "index_head_dim": 16,
-        "index_topk": 8,
-        "shared_experts_intermediate_size": 32,
-        "per_layer_config": {
-            layer: {
-                **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
-                **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim", "head_dim"), 16),
-                **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), 8),
-            }
-            for layer in (2, 3)
-        },
-    },
-    "falcon_h1": {"mamba_d_ssm": 128},
-    "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
-    "gemma3n_text": {
-        "num_kv_shared_layers": 0,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "hidden_size_per_layer_input": 16,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "activation_sparsity_pattern": None,
-        "laurel_rank": 8,
-    },
-    "gptj": {"rotary_dim": 8},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
-    "reformer": {
-        "is_decoder": True,
-        "attn_layers": ["local", "lsh", "local", "lsh"],
-        "attention_head_size": 16,
-        "feed_forward_size": 128,
-        "axial_pos_shape": [4, 4],
-        "axial_pos_embds_dim": [32, 32],
-        "lsh_attn_chunk_length": 8,
-        "local_attn_chunk_length": 8,
-        "num_buckets": 4,
-    },
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-        "ple_embed_dim": 16,
-        "ngram_vocab_size_base": 256,
-        "make_ngram_vocab_size_divisible_by": 8,
-        "split_ngram_parts": 8,
-        "hc_lowrank": 8,
-    },
-    # its last map has 4 x 4 places: of one, batch norm leaves gradients that are rounding alone
-    "resnet": {"hidden_sizes": [16, 32], "depths": [2, 2], "embedding_size": 16},
-    "roc_bert": {
-        "pronunciation_vocab_size": VOCABULARY,
-        "shape_vocab_size": VOCABULARY,
-        "pronunciation_embed_dim": 16,
-        "shape_embed_dim": 16,
-    },
-    "swin": {
-        **{key: [2, 4] for key in ("num_heads", "num_attention_heads")},
-        "embed_dim": 16,
-        "depths": [2, 2],
-        "window_size": 2,
-    },
-    "xmod": {"default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1},
-    "zamba": {
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-    },
-    "zamba2": {
-        "attention_hidden_size": 128,
-        "head_dim": 32,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-    },
-}
 
 # task of a run file -> families beside those of causal language models
 OTHERS: dict[str, tuple[str, ...]] = {
-    "masked-lm": ("bert", "roberta", "albert", "electra", "distilbert", "modernbert", "deberta-v2"),
-    "seq2seq-lm": ("t5", "bart", "mbart", "pegasus", "marian", "mt5", "longt5"),
-    "image-classification": ("vit", "deit", "swin", "convnext", "resnet", "beit", "dinov2"),
+    "masked-lm": (
+        *("bert", "roberta", "albert", "electra", "distilbert", "modernbert", "deberta-v2"),
+        *("deberta", "layoutlm", "funnel", "mobilebert", "squeezebert", "fnet", "longformer"),
+        *("nystromformer", "convbert", "ibert", "mpnet", "esm", "xlm-roberta"),
+    ),
+    "sequence-classification": ("bert", "distilbert", "llama"),
+    "token-classification": ("bert", "roberta"),
+    "seq2seq-lm": (
+        *("t5", "bart", "mbart", "pegasus", "marian", "mt5", "longt5"),
+        *("m2m_100", "blenderbot", "led", "switch_transformers", "umt5", "t5gemma"),
+    ),
+    "image-classification": (
+        *("vit", "deit", "swin", "convnext", "resnet", "beit", "dinov2", "convnextv2", "swinv2"),
+        *("segformer", "mobilevit", "poolformer", "regnet", "efficientnet", "cvt", "levit", "pvt"),
+        *("mobilenet_v2", "siglip", "hiera", "focalnet"),
+    ),
+    "audio-classification": (
+        *("wav2vec2", "hubert", "wavlm", "whisper", "audio-spectrogram-transformer"),
+        *("data2vec-audio", "unispeech", "sew", "wav2vec2-conformer", "wav2vec2-bert"),
+    ),
+    "speech-seq2seq": ("whisper", "speech_to_text", "moonshine"),
+    "image-text-to-text": (
+        *("llava", "paligemma", "qwen2_vl", "qwen2_5_vl", "gemma3", "idefics3", "smolvlm"),
+        *("internvl", "blip", "blip-2", "mistral3", "qwen3_vl", "mllama", "git"),
+    ),
+    "zero-shot-image-classification": ("clip", "siglip", "altclip", "chinese_clip"),
 }
+
+# family and task -> arguments of its samples
+DATA: dict[str, dict[str, Any]] = {
+    "whisper audio-classification": {"shapes": {"input_features": (BINS, FRAMES)}},
+    "audio-spectrogram-transformer audio-classification": {
+        "shapes": {"input_values": (FRAMES, BINS)}
+    },
+    "wav2vec2-bert audio-classification": {"shapes": {"input_features": (FRAMES, BINS)}},
+    "speech_to_text speech-seq2seq": {"shapes": {"input_features": (FRAMES, BINS)}},
+    "moonshine speech-seq2seq": {"shapes": {"input_values": (WAVE,)}},
+    **{
+        f"{name} image-text-to-text": {"image_tokens": count}
+        for name, count in {
+            **dict.fromkeys(("llava", "paligemma", "gemma3"), 16),
+            "internvl": 4,
+        }.items()
+    },
+    **{
+        f"{name} image-text-to-text": {
+            "image_tokens": 4,
+            "shapes": {"pixel_values": (16, 3 * 2 * 8 * 8)},
+            "given": {"image_grid_thw": (1, 4, 4), "mm_token_type_ids": (1,) * 4 + (0,) * TOKENS},
+        }
+        for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    },
+    "mistral3 image-text-to-text": {"image_tokens": 4, "given": {"image_sizes": (PIXELS, PIXELS)}},
+    **{
+        f"{name} image-text-to-text": {
+            "image_tokens": 4,
+            "shapes": {"pixel_values": (1, 3, PIXELS, PIXELS)},
+        }
+        for name in ("idefics3", "smolvlm")
+    },
+    "mllama image-text-to-text": {
+        "shapes": {"pixel_values": (1, 2, 3, PIXELS, PIXELS)},
+        "given": {
+            "aspect_ratio_ids": (2,),
+            "aspect_ratio_mask": ((1, 1),),
+            "cross_attention_mask": (((1, 1),),) * TOKENS,
+        },
+    },
+}
+
+# causal language models of transformers' table of which the class builds only a part of what the
+# configuration describes -> the task that builds it all
+WHOLE: dict[str, str] = dict.fromkeys(("musicgen", "musicgen_melody"), "text-to-waveform")
 
 
 @dataclass(frozen=True)
@@ -177,7 +106,9 @@ class Family:
 
 def all_families() -> list[Family]:
     """Every causal language model family of the installed transformers, and OTHERS."""
-    causal = [Family(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    causal = [
+        Family(name, WHOLE.get(name, "causal-lm")) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ]
     return [*causal, *(Family(name, task) for task, names in OTHERS.items() for name in names)]
 
 
@@ -185,6 +116,8 @@ def small_config(family: Family) -> transformers.PreTrainedConfig:
     """The family's configuration in small. Raises whatever transformers raises."""
     name = family.model_type
     sizes = _sizes(transformers.AutoConfig.for_model(name)) | OWN.get(name, {})
+    if family.task == "image-text-to-text":
+        sizes |= dict.fromkeys(("image_token_id", "image_token_index"), IMAGE_TOKEN)
     config = transformers.AutoConfig.for_model(name, **sizes)
     config.use_cache = False
     return config
@@ -214,16 +147,30 @@ def write_run(family: Family, folder: Path) -> Path:
     does not run by itself."""
     config = small_config(family)
     config.to_json_file(folder / "config.json", use_diff=False)
-    build_alone(family, config)(**example(family.task))
-    auto = f'auto = "{family.task}"\n' if family.task != "causal-lm" else ""
-    loss = "classification" if "classification" in family.task else "next_token"
+    held = DATA.get(family.name, {})
+    model = build_alone(family, config)
+    model(**example(samples(family.task, **held)))
+    lines = ["[model]", f'hf = "{folder / "config.json"}"']
+    if family.task != "causal-lm":
+        lines.append(f'auto = "{family.task}"')
+    lines += ["[data]", 'build = "tasks:samples"', f'task = "{family.task}"']
+    lines += [f"{key} = {_toml(value)}" for key, value in held.items()]
+    loss = LOSSES.get(family.name) or LOSSES.get(family.task, "weft.losses:next_token")
+    lines += ["[train]", "batch = 4", "steps = 2", f'loss = "{loss}"']
+    if loss == "tasks:contrastive":  # needs all forwards before the first backward
+        lines += ["[pipeline]", 'schedule = "gpipe"']
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        # what a batch norm takes away has gradients that are rounding alone, which AdamW enlarges
+        lines += ["[optimizer]", 'name = "sgd"', "lr = 0.01"]
     path = folder / "run.toml"
-    path.write_text(
-        f'[model]\nhf = "{folder / "config.json"}"\n{auto}'
-        f'[data]\nbuild = "families:samples"\ntask = "{family.task}"\n'
-        f'[train]\nbatch = 4\nsteps = 2\nloss = "weft.losses:{loss}"\n'
-    )
+    path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(part)}' for key, part in value.items())}}}"
+    return json.dumps(value)
 
 
 def build_alone(family: Family, config: transformers.PreTrainedConfig) -> torch.nn.Module:
@@ -233,29 +180,7 @@ def build_alone(family: Family, config: transformers.PreTrainedConfig) -> torch.
     return getattr(transformers, name).from_config(config)
 
 
-def example(task: str) -> dict[str, Tensor]:
+def example(held: samples) -> dict[str, Tensor]:
     """Two samples, without labels."""
-    held = samples(task)
     rows = [held[0], held[1]]
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0] if key != "labels"}
-
-
-class samples(Dataset):
-    """Random samples of a task; labels are shifted, and some are left out (-100)."""
-
-    def __init__(self, task: str):
-        self.task = task
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        draw = torch.Generator().manual_seed(index)
-        if self.task == "image-classification":
-            pixels = torch.randn(3, PIXELS, PIXELS, generator=draw)
-            return {"pixel_values": pixels, "labels": torch.tensor(index % 2)}
-        ids = torch.randint(3, VOCABULARY, (TOKENS + 1,), generator=draw)
-        labels = ids[1:].clone()
-        labels[: index % 5] = -100
-        found = {"input_ids": ids[:-1], "labels": labels}
-        return found | ({"decoder_input_ids": ids[:-1]} if self.task == "seq2seq-lm" else {})

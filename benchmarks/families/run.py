@@ -37,8 +37,11 @@ from families import (  # noqa: E402
 )
 
 from weft.core import Layout, Refusal, RunConfig, WorkerDied, load_run  # noqa: E402
+from weft.engine import Engine  # noqa: E402
 from weft.launch import Pool  # noqa: E402
+from weft.parallel import DATA_AXES  # noqa: E402
 from weft.train import check_run  # noqa: E402
+from weft.verification.case import Case  # noqa: E402
 from weft.verification.compare import LayoutResult, check_layout  # noqa: E402
 from weft.verification.reference import Reference, run_reference  # noqa: E402
 from weft.verification.verify_run import make_case  # noqa: E402
@@ -111,6 +114,8 @@ def compared(family: Family, cell: Cell, run: RunConfig, reference: Reference, p
             check_layout, case, cell.layout, reference, world=world, timeout=TIMEOUT_S
         )
         cell = judge(cell, results[0])
+        if cell.state == "different":  # weft verify says what differs; training may refuse it
+            pool.run(first_step, case, cell.layout, world=world, timeout=TIMEOUT_S)
     except Refusal as problem:
         cell = replace(cell, state="refused", why=str(problem))
     except WorkerDied as problem:
@@ -119,6 +124,23 @@ def compared(family: Family, cell: Cell, run: RunConfig, reference: Reference, p
         cell = replace(cell, state="crashed", why=f"{type(problem).__name__}: {problem}")
     seconds = round(time.perf_counter() - begin, 1)
     return replace(cell, cut=cut, attention=attention, seconds=seconds)
+
+
+def first_step(case: Case, layout: str) -> None:
+    """The first step of training, which tries before whether the layout changes what the model
+    computes. Raises Refusal."""
+    model = case.model()
+    plan = case.lay(model, layout)
+    engine = Engine(
+        model,
+        plan,
+        optimizer=case.optimizer,
+        loss=case.loss,
+        inputs=case.inputs,
+        seed=case.seed,
+        device="cpu",
+    )
+    engine.step(case.batch_of(0, engine.mesh.index(*DATA_AXES), plan.data_size))
 
 
 def by_options(layouts: list[str]) -> list[tuple[dict[str, str], list[str]]]:

@@ -25,6 +25,7 @@ from .compile_options import (
     CompileOptions as CompileOptions,
 )
 from .data_order import data_rank_indices as data_rank_indices, zigzag_spans as zigzag_spans
+from .dropped_shapes import DroppedShapes as DroppedShapes
 from .errors import (
     STOPPED as STOPPED,
     CheckpointError as CheckpointError,

@@ -13,6 +13,7 @@ from math import prod
 
 from .axis_traits import AxisTable, Divides
 from .data_order import zigzag_spans
+from .dropped_shapes import DroppedShapes
 from .errors import LayoutError
 from .float8 import Float8Linears
 from .layout import REPLICA_AXIS, STAGE_AXIS, Layout
@@ -61,7 +62,7 @@ class Plan:
     offload_activations: bool = False  # what blocks save for backward rests in host memory
     fsdp_prefetch: int | None = None  # units gathered ahead of the one that runs; None: FSDP2's way
     float8: Float8Linears | None = None  # which linears multiply in float8; None: no one does
-    positions_first: bool = False  # dropout gets [positions, samples, features] somewhere
+    dropped: DroppedShapes = field(default_factory=DroppedShapes)  # which dim counts samples
     whole_batch: bool = False  # the loss is one of all samples, of all microbatches and data ranks
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 

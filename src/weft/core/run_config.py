@@ -54,6 +54,11 @@ Task = Literal[
     "sequence-classification",
     "token-classification",
     "image-classification",
+    "zero-shot-image-classification",
+    "image-text-to-text",
+    "audio-classification",
+    "speech-seq2seq",
+    "text-to-waveform",
 ]
 
 

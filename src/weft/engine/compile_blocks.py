@@ -31,7 +31,7 @@ from weft.core import (
     nearest,
 )
 from weft.nn import DeferredLogits
-from weft.parallel import BlockForward, Mesh
+from weft.parallel import BlockForward, Mesh, own_forward
 
 from .async_tp import add_biases_apart, check_async_tp, share_memory
 from .microbatch import Batch
@@ -156,11 +156,12 @@ class CompiledBlocks:
         overlap = self.options is not None and self.options.async_tp
         for name in self.blocks:
             module = self._model.get_submodule(name)
-            if isinstance(module.forward, BlockForward) and not compiled_by_user(module):
+            forward = own_forward(module)
+            if isinstance(forward, BlockForward) and not compiled_by_user(module):
                 if overlap:
                     add_biases_apart(module)
                 compiler = partial(self._compile, overlap=overlap)
-                module.forward.compile(compiler, lambda: self._in_use)
+                forward.compile(compiler, lambda: self._in_use)
 
     def loss(self, loss: Loss) -> Loss:
         """A loss that is compiled where blocks are."""

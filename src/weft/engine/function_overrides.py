@@ -172,6 +172,7 @@ class FunctionOverrides(TorchFunctionMode):
         if not training or p == 0.0:
             return input
         site = self._site(p)
+        self._check_samples("dropout", input.shape, self.randomness.may_share(input.shape))
         if func in DROPOUTS_OF_CHANNELS and input.ndim > 2:
             channels = self.randomness.dropout(input.new_ones(input.shape[:2]), p, site)
             return input * channels.view(*input.shape[:2], *[1] * (input.ndim - 2))
@@ -197,6 +198,14 @@ class FunctionOverrides(TorchFunctionMode):
             raise UnsupportedModel(
                 "dropout", what, problem, "put it after the experts, or set it to 0"
             )
+        if self.randomness.chosen and self._several():
+            problem = (
+                "it is drawn in a module that the forward calls only where its data say so, as"
+            )
+            problem += " an expert, and each microbatch on each rank has other data"
+            raise UnsupportedModel(
+                "dropout", what, problem, "put it outside of that module, or set it to 0"
+            )
         return self.randomness.site()
 
     def _several(self) -> bool:
@@ -209,19 +218,27 @@ class FunctionOverrides(TorchFunctionMode):
         def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
             length = shape[self.randomness.sample_dim(shape) if alike else 0] if shape else 0
             whole = not length or bool(length % max(1, samples) if alike else length != samples)
-            unclear = not alike and samples and length and length % samples == 0
-            if unclear and (length > samples or shape == (1,)) and self._several():
-                raise UnsupportedModel(
-                    f"torch.{func.__name__}",
-                    tuple(shape),
-                    f"whether each of the {samples} samples of a microbatch has numbers of its own,"
-                    " or all share these, does not follow from the shape",
-                    "draw after the shape of an activation, as by torch.rand_like, or take another"
-                    " number of samples for each rank's microbatch",
-                )
+            whole = whole or (alike and self.randomness.all_share(shape))
+            several = samples and length and length % samples == 0
+            unclear = several and (length > samples or shape == (1,))
+            unclear = self.randomness.may_share(shape) if alike else unclear
+            self._check_samples(f"torch.{func.__name__}", shape, bool(unclear))
             return self.randomness.uniform(shape, site, device, whole, next(part))
 
         return DRAWS[func](Draws(uniform), *args, **kwargs)
+
+    def _check_samples(self, what: str, shape: torch.Size, unclear: bool) -> None:
+        """Refuse random numbers of which nothing says whether they are those of samples."""
+        if not (unclear and self._several()):
+            return
+        raise UnsupportedModel(
+            what,
+            tuple(shape),
+            f"whether each of the {len(self.randomness.samples)} samples of a microbatch has"
+            " numbers of its own, or all share these, does not follow from the shape",
+            "draw after the shape of an activation, as by torch.rand_like, or take another"
+            " number of samples for each rank's microbatch",
+        )
 
     def _alpha(self, input: Tensor, p: float, site: Tensor) -> Tensor:
         """Keeps mean and variance after SELU (Klambauer et al. 2017)."""

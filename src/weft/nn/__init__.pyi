@@ -22,6 +22,7 @@ from .chain_parts import (
 from .conditional_calls import (
     called_by_data as called_by_data,
     chosen_modules as chosen_modules,
+    class_tree as class_tree,
 )
 from .config_values import config_value as config_value
 from .deferred_logits import (

@@ -48,7 +48,7 @@ def called_by_data(model: nn.Module, name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _chosen_in(kind: type[nn.Module], leaf: str) -> bool:
-    return any(_is_conditional(call) for call in _calls(_source(kind), leaf))  # type: ignore[arg-type]
+    return any(_is_conditional(call) for call in _calls(class_tree(kind), leaf))  # type: ignore[arg-type]
 
 
 def _reads_by_data(module: nn.Module) -> bool:
@@ -59,7 +59,7 @@ def _reads_by_data(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=4096)
 def _read_in(kind: type[nn.Module], leaf: str) -> bool:
-    functions = [n for n in ast.walk(_source(kind)) if isinstance(n, ast.FunctionDef)]  # type: ignore[arg-type]
+    functions = [n for n in ast.walk(class_tree(kind)) if isinstance(n, ast.FunctionDef)]  # type: ignore[arg-type]
     reads = [
         node
         for function in functions
@@ -77,7 +77,9 @@ def _is_read(node: ast.AST) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _source(kind: type[nn.Module]) -> ast.AST:
+def class_tree(kind: type[nn.Module]) -> ast.AST:
+    """A class's source, whose nodes have a `parent`; nothing of torch's own, and where there is
+    none."""
     if kind.__module__.startswith("torch."):
         return ast.Module([], [])
     try:

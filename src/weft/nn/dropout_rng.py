@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.core import ActivationSharding
+from weft.core import ActivationSharding, DroppedShapes
 
 DROPOUTS_OF_CHANNELS = frozenset({F.dropout1d, F.dropout2d, F.dropout3d})
 DROPOUTS = DROPOUTS_OF_CHANNELS | {
@@ -69,11 +69,12 @@ class Randomness:
     place: int = 0
     calls: int = 0
     own_count: bool = False  # whether a module runs that counts its own calls wherever it is called
+    chosen: int = 0  # how many modules run that a forward calls only where its data say so
     recomputed: bool = (
         False  # whether weft's own recomputation runs a block, which repeats its masks
     )
     repeated: bool = False  # whether that runs it in backward
-    positions_first: bool = False  # whether dropout gets positions before samples somewhere
+    dropped: DroppedShapes = field(default_factory=DroppedShapes)
     in_use: bool = True  # whether dropout draws its masks here
     drawn: bool = False  # whether anything has been drawn since the engine was made
     _key: Tensor | None = None  # of the place, int64 []
@@ -110,7 +111,7 @@ class Randomness:
         samples = self.samples.shape[0]
         if len(shape) != 3 or shape[1] != samples or shape[2] == samples:  # weights of attention
             return 0
-        return 1 if self.positions_first or shape[0] % max(1, samples) else 0
+        return 1 if self.dropped.positions_first or shape[0] % max(1, samples) else 0
 
     def _coordinates(
         self, shape: torch.Size, dim: int, sharded: int | None, device: torch.device
@@ -159,8 +160,27 @@ class Randomness:
 
     def keep(self, shape: torch.Size, p: float, site: Tensor, device: torch.device) -> Tensor:
         """A bool mask of this shape, each element true with probability 1 - p."""
-        places = self._places(shape, self.sharded_dim(shape), device)
+        if self.all_share(shape):
+            places = _whole(shape, device)
+        else:
+            places = self._places(shape, self.sharded_dim(shape), device)
         return self._draw_mask(places, p, site, device)
+
+    def all_share(self, shape: torch.Size) -> bool:
+        """Whether what has this shape is the same for all samples."""
+        known = self.dropped
+        if not (known.without_samples or known.unclear):
+            return False
+        shared = tuple(shape) in known.without_samples
+        return shared or (tuple(shape) in known.unclear and not self._divides(shape))
+
+    def may_share(self, shape: torch.Size) -> bool:
+        """Whether samples share one tensor of this shape, and another counts samples in it."""
+        unclear = self.dropped.unclear
+        return bool(unclear) and tuple(shape) in unclear and self._divides(shape)
+
+    def _divides(self, shape: torch.Size) -> bool:
+        return shape[0] % max(1, self.samples.shape[0]) == 0
 
     def _places(
         self, shape: torch.Size, sharded: int | None, device: torch.device
@@ -234,7 +254,7 @@ class Randomness:
             part: which of several such tensors of one call.
         """
         if whole:
-            places = [(torch.arange(n, device=device), n) for n in shape]
+            places = _whole(shape, device)
         else:
             spread = any(n > 1 for n in shape[1:])  # one number per sample is one on all ranks
             places = self._places(shape, self.sharded_dim(shape) if spread else None, device)
@@ -248,3 +268,8 @@ class Randomness:
             return x * 0.0
         keep = self.keep(x.shape, p, site, x.device)
         return x * keep.to(x.dtype).mul_(1.0 / (1.0 - p))
+
+
+def _whole(shape: torch.Size, device: torch.device) -> list[tuple[Tensor, int]]:
+    """The places of a tensor that is the same on all ranks."""
+    return [(torch.arange(n, device=device), n) for n in shape]

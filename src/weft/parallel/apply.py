@@ -50,6 +50,7 @@ from .axes import (
 )
 from .block_forward import WITHOUT_SEQUENCE, check_single_gradient
 from .collectives import Crossing
+from .direct_forward import call_forwards_with_hooks
 from .divided_arguments import positional_names, take_part
 from .expert_dispatch import ExpertCommStats, shard_experts
 from .linear_products import LinearProducts, Product
@@ -113,6 +114,7 @@ def parallelize(
         _replace(model, name, BatchNorm.of(modules[name], mesh.group(*TOKEN_AXES)))
     prepare_low_precision(model, plan.dtypes, plan.blocks)
     _gather(plan, modules, mesh)
+    call_forwards_with_hooks(model)
     return traffic
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from weft._torch.autograd import in_backward, in_checkpoint
 from weft._torch.modes import function_modes
 from weft.core import ActivationSharding, Layout, Plan, UnsupportedModel
-from weft.nn import Randomness
+from weft.nn import Randomness, may_drop
 
 from .activation_offload import ActivationOffload
+from .direct_forward import own_forward, set_own_forward
 
 Forward = Callable[..., Any]
 WITHOUT_SEQUENCE = "use tp without sequence"
@@ -53,11 +54,11 @@ class BlockForward:
         self._module, self._name, self._randomness = module, name, randomness
         self._place, self._activation_sharding = zlib.crc32(name.encode()), activation_sharding
         self._recomputed, self._layout, self._offload = recomputed, layout, offload
-        self._forward: Forward = module.forward
+        self._forward: Forward = own_forward(module)
         self._compiled: Forward | None = None
         self._leaves: list[tuple[dict[str, Any], str]] = []  # where compiled parameters stand
         self._in_use: Callable[[], bool] = lambda: False
-        update_wrapper(self, module.forward)
+        update_wrapper(self, self._forward)
 
     def compile(self, compiler: Callable[[Forward], Forward], in_use: Callable[[], bool]) -> None:
         """Compile the block's own forward by `compiler(forward)`; it runs where `in_use()`."""
@@ -193,16 +194,25 @@ def wrap_blocks(
         for step in plan.steps
         if step.activation_sharding is not None
     }
-    randomness.positions_first = plan.positions_first
+    randomness.dropped = plan.dropped
     recomputed = set(plan.recomputed())
     for name in plan.blocks:
         module, sharding = model.get_submodule(name), interiors.get(name) or "whole"
         again = name in recomputed
         forward = BlockForward(module, name, sharding, randomness, again, plan.layout, offload)
-        module.forward = forward  # type: ignore[method-assign]
+        set_own_forward(module, forward)
+    parted = plan.layout.active_axes(*plan.token_axes) or plan.accumulate > 1
+    for name in plan.chosen if parted else ():
+        for module in filter(may_drop, model.get_submodule(name).modules()):  # a list is not called
+            module.register_forward_pre_hook(partial(_count_chosen, randomness, 1))
+            module.register_forward_hook(partial(_count_chosen, randomness, -1), always_call=True)
     for name in plan.counted:
         module = model.get_submodule(name)
         module.forward = _forward_with_own_count(module, name, randomness)  # type: ignore[method-assign]
+
+
+def _count_chosen(randomness: Randomness, change: int, *_: object) -> None:
+    randomness.chosen += change
 
 
 def _forward_with_own_count(module: nn.Module, name: str, randomness: Randomness) -> Forward:

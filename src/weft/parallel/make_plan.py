@@ -47,7 +47,7 @@ from .multihead_calls import called_attentions
 from .parts import check_parts, find_parts, part_notes, parts_on, roles_with_parts
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
-from .sample_dims import positions_come_first
+from .sample_dims import dropped_shapes
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
 from .traced_chains.find_chains import traced_roles
@@ -264,7 +264,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         heads=found.heads if typed and _in_chunks(request.logits, staged) else (),
         offload_activations=request.offload_activations,
         fsdp_prefetch=request.fsdp_prefetch,
-        positions_first=positions_come_first(request),
+        dropped=dropped_shapes(request),
     )
     made = plan_whole_batch(made, loss)
     return made if request.float8 == OFF else choose_float8(made, model, found, request.float8)

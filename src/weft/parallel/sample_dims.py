@@ -1,5 +1,6 @@
 """Which dim counts samples in what a forward drops out: [samples, positions, features], or
-[positions, samples, features]. A shape alone may not tell, as of as many positions as samples."""
+[positions, samples, features], or none, as in positions alone. A shape alone may not tell: there
+may be as many positions as samples, or samples and positions in one dim."""
 
 from __future__ import annotations
 
@@ -12,35 +13,58 @@ from torch.overrides import TorchFunctionMode
 
 from weft._torch.tensors import fake_mode
 from weft._torch.trees import tree_leaves
+from weft.core import DroppedShapes
 from weft.nn import DRAWS, DROPOUTS, may_drop
 
 from .plan_request import PlanRequest
 from .without_elements import copy_without_elements, without_elements
 
 
-def positions_come_first(request: PlanRequest) -> bool:
-    """Whether some dropout gets positions before samples: two runs on tensors without elements, one
-    of them with twice the samples, tell. Without a sample, or where the forward does not run so,
-    torch's own modules do."""
+def dropped_shapes(request: PlanRequest) -> DroppedShapes:
+    """Two runs on tensors without elements, one of them with twice the samples, tell. Without a
+    sample, or where the forward does not run so, torch's own modules do."""
     model = request.model
+    unknown = DroppedShapes(_takes_positions_first(model))
     if not (request.sample and may_drop(model)):
-        return _takes_positions_first(model)
+        return unknown
     mode, few = fake_mode(), request.sample
     many = {key: torch.cat([t, t]) if t.ndim else t for key, t in few.items()}
     seen = []
     try:
         bare = copy_without_elements(model, mode).train()
         for batch in (few, many):
-            shapes = _DroppedShapes()
+            shapes = _ShapeWatch()
             with without_elements(mode), shapes:
                 bare(**replace(request, sample=batch).arguments())
             seen.append(shapes.found)
         both = list(zip(*seen, strict=True))
     except Exception:  # the trial before the first step says what does not run
-        return _takes_positions_first(model)
-    return any(
+        return unknown
+    samples = len(next(iter(few.values())))
+    first = any(
         len(one) == 3 and one[0] == two[0] and 2 * one[1] == two[1] and one[2] == two[2]
         for one, two in both
+    )
+    shared = {one for one, two in both if one == two}
+    unclear = {
+        shape
+        for shape in shared
+        if any(_counts_samples(shape, pair, samples) for pair in both if pair[0] != pair[1])
+    }
+    return DroppedShapes(first, frozenset(shared - unclear), frozenset(unclear))
+
+
+def _counts_samples(
+    shape: tuple[int, ...], pair: tuple[tuple[int, ...], tuple[int, ...]], samples: int
+) -> bool:
+    """Whether what has the shapes of `pair`, for `samples` and twice as many, has this one for
+    another number of them."""
+    few, many = pair
+    if not len(shape) == len(few) == len(many):
+        return False
+    return all(
+        n == one if one == two else n % max(1, one // samples) == 0
+        for n, one, two in zip(shape, few, many, strict=True)
     )
 
 
@@ -51,7 +75,7 @@ def _takes_positions_first(model: nn.Module) -> bool:
     )
 
 
-class _DroppedShapes(TorchFunctionMode):
+class _ShapeWatch(TorchFunctionMode):
     """The shapes of tensors that are dropped out, or that random numbers are drawn after."""
 
     def __init__(self) -> None:

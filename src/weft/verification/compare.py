@@ -306,7 +306,7 @@ def _module_calls(
             continue
         rows = shapes[0][0][0]
         usual = {rows, rows * plan.microbatch // crossing.samples}
-        chosen = chosen or any(entered[0] not in usual for entered, _ in mine)
+        chosen = chosen or any(entered and entered[0] not in usual for entered, _ in mine)
         if chosen and plan.sequence_size == 1 and not plan.sliced(name):
             sizes = tuple((prod(entered), prod(left)) for entered, left in mine)
             found[name] = CallSizes(len(shapes) if sizes else 0, sizes, again[name])

@@ -194,14 +194,17 @@ def state_errors(
 
 
 def _norm_like(name: str, reference: Reference) -> float:
-    """The norm of all state of the same kind: of all second moments, of all buffers."""
-    kind = name.rsplit("/", 1)[-1] if name.startswith("optimizer/") else ""
-    like = {
-        k: v
-        for k, v in reference.final.items()
-        if (k.startswith("optimizer/") and k.endswith("/" + kind) if kind else k == name)
-    }
-    return norms_of(like)[0]
+    """The norm of all state of the same kind: of all second moments; of a buffer its own. A running
+    mean is as large as what it is subtracted from: behind another norm it is rounding alone."""
+    final = reference.final
+    if not name.startswith("optimizer/"):
+        norm, scope = norms_of({name: final[name]})[0], name.rpartition(".")[0]
+        variance = final.get(f"{scope}.running_var") if name == f"{scope}.running_mean" else None
+        return norm if variance is None else max(norm, float(variance.double().sum().sqrt()))
+    kind = name.rsplit("/", 1)[-1]
+    return norms_of(
+        {k: v for k, v in final.items() if k.startswith("optimizer/") and k.endswith("/" + kind)}
+    )[0]
 
 
 def coverage_gap(held: dict[str, list], reference: Reference) -> str | None:
