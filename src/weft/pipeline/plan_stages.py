@@ -84,6 +84,8 @@ def make_stages(
             f"the model does not run on it: {str(problem).splitlines()[0]}",
             "give a batch that it runs on, of at least two samples if it has batch norm",
         ) from problem
+    if microbatches > 1:
+        _check_checkpoints(recorded)
     if made.versions and any(event.name == with_loss.__name__ for event in recorded.events):
         raise ConfigError(
             "pipeline.schedule",
@@ -99,6 +101,21 @@ def make_stages(
         dist.broadcast_object_list(agreed, src=0)
         points = agreed[0]
     return split_stages(recorded, points, unsplit_blocks([*blocks, *counted], points)), made
+
+
+def _check_checkpoints(recorded: ForwardGraph) -> None:
+    """Refuse a model that runs again in backward what changes its buffers: after the forward of its
+    microbatch alone, and in a pipeline after those of others."""
+    again = [e for e in recorded.events if e.within in ("checkpoint", "CheckpointFunction")]
+    changed = next((n for e in again for n in e.buffers if n in recorded.changed), None)
+    if changed is not None:
+        raise UnsupportedModel(
+            "model",
+            changed,
+            "is changed inside of torch.utils.checkpoint, so once more in backward, which a"
+            " pipeline runs in another order",
+            'leave the checkpoint out and set train.recompute = "full"',
+        )
 
 
 def unsplit_blocks(blocks: Sequence[str], points: Sequence[str]) -> list[str]:
