@@ -12,11 +12,12 @@ from tests.cases import reference, seeded
 from tests.verification.nets import NETS as FIRST
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_papers import PAPERS
+from tests.verification.nets_of_tutorials import TUTORIALS
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
 
-NETS = FIRST | PAPERS | QUIRKS | FAMILIES
+NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -34,6 +35,9 @@ NOTHING_TO_CUT = (
     "vq-vae",
     "multi-task",
     "zero-experts",
+    "pointnet",
+    "checkpointed-conv",
+    "hypernet",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
@@ -69,6 +73,12 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("made-later", at): "is made by the first forward" for at in LAYOUTS},
     ("made-later", "pp2"): "took another path",
     **{("frozen", at): "none of its parameters is trainable" for at in LAYOUTS},
+    ("old-registers", "pp2"): "it runs inside torch.utils.checkpoint",
+    ("checkpointed-conv", "pp2"): "once more in backward, which a pipeline runs in another order",
+    ("transformer-xl", "pp2"): "the model 0 modules that are called once",
+    ("swish", "pp2"): "made by something that is no PyTorch function",
+    **{("scripted", at): "is compiled by torch.jit: it takes no hooks" for at in LAYOUTS},
+    ("real-nvp", "pp2"): "made by code without weights, which every stage runs, and then changed",
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }
 

@@ -27,7 +27,7 @@ from weft.core import (
     UnsupportedModel,
     is_inside,
 )
-from weft.nn import Chain, ExpertsRole, local_attributes, unknown_forward
+from weft.nn import Chain, ExpertsRole, is_linear, local_attributes, unknown_forward
 
 from ._request import StepsRequest
 from ._vocabulary import vocabulary_steps
@@ -47,12 +47,15 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     model, roles, layout, names = request.model, request.roles, request.layout, request.names
     size = layout.size(AXIS)
     if not roles.chains and not roles.embeddings:
+        some = any(is_linear(m) or isinstance(m, nn.Embedding) for m in model.modules())
         raise UnsupportedModel(
             "layout",
             str(layout),
             "tensor parallelism finds no attention, feed-forward or embedding to cut in this model"
-            + (f" ({'; '.join(roles.notes)})" if roles.notes else ""),
-            'use dp or fsdp, or declare [roles] such as "blocks.*.up" = "column"',
+            + (f" ({'; '.join(roles.notes)})" if roles.notes else "")
+            + ("" if some else ", whose weights are in no nn.Linear and no nn.Embedding"),
+            "use dp, fsdp or pp"
+            + (', or declare [roles] such as "blocks.*.up" = "column"' if some else ""),
         )
     sequence = "sequence" in layout.options_of(AXIS)
     residual: Placement = Shard(1) if sequence else COPY
