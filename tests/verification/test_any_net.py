@@ -83,22 +83,26 @@ REFUSED: dict[tuple[str, str], str] = {
 }
 
 
+def result(pool: Any, name: str, layout: str) -> Any:
+    case, world = NETS[name].case(), weft.Layout.parse(layout).world
+    case.lay(seeded(NETS[name].build), layout)
+    return pool.run(check_layout, case, layout, reference(NETS[name]), world=world, timeout=60)[0]
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NETS)
 def test_equal_or_refused(pool: Any, name: str, layout: str) -> None:
-    case, reason = NETS[name].case(), REFUSED.get((name, layout))
-
-    def result() -> Any:
-        case.lay(seeded(NETS[name].build), layout)
-        world = weft.Layout.parse(layout).world
-        return pool.run(check_layout, case, layout, reference(NETS[name]), world=world, timeout=60)[
-            0
-        ]
-
+    reason = REFUSED.get((name, layout))
     if reason is not None:
         with pytest.raises(Refusal, match=reason):
-            result()
+            result(pool, name, layout)
         return
-    found = result()
+    found = result(pool, name, layout)
+    assert found.passed, found
+
+
+@pytest.mark.parametrize("name", ["dlrm", "capsules"])
+def test_stages_part_no_chain_that_ranks_divide(pool: Any, name: str) -> None:
+    found = result(pool, name, "pp2.tp2")
     assert found.passed, found

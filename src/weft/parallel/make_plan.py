@@ -216,6 +216,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     staging, staged = None, None
     counted = tuple(each.shared for each in found.experts if each.shared)
     if layout.stage_ranks > 1:
+        units = _units(request, found, steps, blocks)
         staging, staged = make_stages(
             model,
             layout,
@@ -225,8 +226,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
             request.inputs,
             request.sample,
             counted,
+            units,
         )
-        units = _units(request, found, steps, blocks)
         check_stages(layout, staging, staged, units, request.precision)
         check_called_modules(layout, staging, steps)
         steps = [_once_a_step(s) for s in steps]
