@@ -457,6 +457,9 @@ TUTORIALS = {
     "pointnet": Subject(PointNet, clouds, regularised),
     "word-by-word": Subject(Seq2Seq, translations, nll),
     "registers": Subject(Registers, pictures, classification),
+    "registers-twice": Subject(
+        Registers, pictures, classification, plan=(("accumulate", 2), ("recompute", "full"))
+    ),
     "old-registers": Subject(OldRegisters, pictures, classification),
     "checkpointed-conv": Subject(CheckpointedConv, pictures, classification),
     "hooked-depth": Subject(HookedDepth, depths, mse),

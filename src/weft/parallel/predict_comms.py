@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 
 from torch import Tensor
@@ -84,6 +85,8 @@ def predict_collectives(
         calls: how often each module is called; one that is not named is not called. Default: each
             once.
     """
+    if any((calls or {}).get(b, CallSizes()).again[0] for b in plan.recomputed()):
+        plan = replace(plan, recompute="none")  # the model checkpoints these blocks by itself
     whole, plan = plan, plan.of(rank)
     comms: list[Collective] = []
     routed = {each.module for each in routings}
