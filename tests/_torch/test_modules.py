@@ -17,6 +17,7 @@ from weft._torch.modules import (
     redirect_calls,
     replace_buffers,
     replace_parameters,
+    run_forward_hooks,
     wrap_hooks,
 )
 
@@ -150,6 +151,16 @@ def test_hooks_are_wrapped_once_and_can_still_be_removed() -> None:
     late.remove()
     module(torch.ones(1))
     assert seen[3:] == ["old"]
+
+
+def test_forward_hooks_run_without_a_call() -> None:
+    module, seen = nn.Identity(), []
+    module.register_forward_hook(lambda _, args, out: seen.append((args, out)))
+    module.register_forward_hook(lambda *given: seen.append(given[2:]), with_kwargs=True)
+    known = hook_ids(module)
+    module.register_forward_hook(lambda *_: seen.append("late"))
+    run_forward_hooks(module, known, (1,), {"a": 2}, 3)
+    assert seen == [((1,), 3), ({"a": 2}, 3)]
 
 
 def test_the_innermost_mode_is_known() -> None:

@@ -27,6 +27,7 @@ from weft._torch.tensors import (
     tensor_attributes,
     user_attributes,
     version_of,
+    view_base,
     without_function_modes,
     without_function_overrides,
 )
@@ -219,6 +220,17 @@ def test_changes_in_place_are_counted_over_views() -> None:
     assert version_of(other) == version_of(whole) == before
     whole.add_(1)
     assert version_of(part) == version_of(other) == before + 1
+
+
+def test_a_base_has_hooks_that_a_change_of_its_view_leaves() -> None:
+    seen: list[str] = []
+    y = nn.Linear(2, 2)(torch.ones(1, 3, 2))
+    base = view_base(y)
+    assert base is not None and view_base(base) is None
+    y.register_hook(lambda _: seen.append("view"))
+    base.register_hook(lambda _: seen.append("base"))
+    y.relu_().sum().backward()
+    assert seen == ["base"]
 
 
 def test_a_weak_reference_tells_when_memory_is_free() -> None:

@@ -126,7 +126,7 @@ def value_bytes(plan: Plan, model: nn.Module) -> dict[int, int]:
     recorded = trace_forward(model, model_arguments(named_inputs(model), tokens(rows)))
     values = split_stages(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
     parts = [
-        _parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape)) * plan.sequence_size
+        _parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape), rows) * plan.sequence_size
         for v in values
     ]
     return {

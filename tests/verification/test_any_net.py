@@ -12,11 +12,12 @@ from tests.cases import reference, seeded
 from tests.verification.nets import NETS as FIRST
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_papers import PAPERS
+from tests.verification.nets_of_tutorials import TUTORIALS
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
 
-NETS = FIRST | PAPERS | QUIRKS | FAMILIES
+NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -34,6 +35,9 @@ NOTHING_TO_CUT = (
     "vq-vae",
     "multi-task",
     "zero-experts",
+    "pointnet",
+    "checkpointed-conv",
+    "hypernet",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
@@ -67,26 +71,36 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("lazy", at): "no shape before the first forward" for at in LAYOUTS},
     **{("made-later", at): "is made by the first forward" for at in LAYOUTS},
     **{("frozen", at): "none of its parameters is trainable" for at in LAYOUTS},
+    ("old-registers", "pp2"): "it runs inside torch.utils.checkpoint",
+    ("checkpointed-conv", "pp2"): "once more in backward, which a pipeline runs in another order",
+    ("transformer-xl", "pp2"): "the model 0 modules that are called once",
+    ("swish", "pp2"): "made by something that is no PyTorch function",
+    **{("scripted", at): "is compiled by torch.jit: it takes no hooks" for at in LAYOUTS},
+    ("real-nvp", "pp2"): "made by code without weights, which every stage runs, and then changed",
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }
+
+
+def result(pool: Any, name: str, layout: str) -> Any:
+    case, world = NETS[name].case(), weft.Layout.parse(layout).world
+    case.lay(seeded(NETS[name].build), layout)
+    return pool.run(check_layout, case, layout, reference(NETS[name]), world=world, timeout=60)[0]
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NETS)
 def test_equal_or_refused(pool: Any, name: str, layout: str) -> None:
-    case, reason = NETS[name].case(), REFUSED.get((name, layout))
-
-    def result() -> Any:
-        case.lay(seeded(NETS[name].build), layout)
-        world = weft.Layout.parse(layout).world
-        return pool.run(check_layout, case, layout, reference(NETS[name]), world=world, timeout=60)[
-            0
-        ]
-
+    reason = REFUSED.get((name, layout))
     if reason is not None:
         with pytest.raises(Refusal, match=reason):
-            result()
+            result(pool, name, layout)
         return
-    found = result()
+    found = result(pool, name, layout)
+    assert found.passed, found
+
+
+@pytest.mark.parametrize("name", ["dlrm", "capsules"])
+def test_stages_part_no_chain_that_ranks_divide(pool: Any, name: str) -> None:
+    found = result(pool, name, "pp2.tp2")
     assert found.passed, found

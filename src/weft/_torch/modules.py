@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import lru_cache, partial
 from types import new_class
 from typing import Any
@@ -160,6 +160,19 @@ def hook_ids(module: nn.Module) -> set[int]:
     Reads the hook dicts. Torch has no public way to list hooks.
     """
     return {*module._forward_pre_hooks, *module._forward_hooks}
+
+
+def run_forward_hooks(
+    module: nn.Module, ids: Set[int], args: tuple, kwargs: dict[str, Any], output: Any
+) -> None:
+    """Call the module's own forward hooks of these ids as after a call, whatever they return.
+
+    Reads the hook dicts. Torch runs hooks with a call alone.
+    """
+    for key in ids & module._forward_hooks.keys():
+        hook: Callable[..., Any] = module._forward_hooks[key]
+        with_kwargs = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
+        hook(module, args, *with_kwargs, output)
 
 
 def wrap_hooks(

@@ -188,6 +188,12 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def view_base(tensor: Tensor) -> Tensor | None:
+    """What a tensor is a view of. A change of the view in place takes its own node out of the graph
+    of autograd, and the hooks on it, not those of its base. No public name tells."""
+    return tensor._base
+
+
 def local_part(tensor: DTensor) -> Tensor:
     """The rank's own part of a DTensor: the tensor itself, which autograd does not follow.
 

@@ -25,9 +25,9 @@ def _divisible(length: int, size: int, dim: int) -> int:
     if length % size:
         raise UnsupportedModel(
             "layout",
-            size,
-            f"dim {dim} of an activation has {length} rows",
-            f"use a multiple of {size}",
+            f"{size} ranks",
+            f"they do not divide the {length} rows of dim {dim} of an activation",
+            f"use a length that {size} divides, or a layout that does not cut the sequence",
         )
     return length // size
 

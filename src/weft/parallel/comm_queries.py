@@ -40,13 +40,15 @@ class BoundaryShape:
 
 @dataclass(frozen=True)
 class CallSizes:
-    """How often the forward of a batch calls a module. `sizes`: where that depends on data, how
-    many elements enter and leave in each call on this rank, over all microbatches. `regathered`:
-    how often the backward of a microbatch gathers a unit of FSDP2."""
+    """How often the forward of a batch calls a module. `sizes`: where these differ or depend on
+    data, how many elements enter and leave in each call on this rank, over all microbatches.
+    `regathered`: how often the backward of a microbatch gathers a unit of FSDP2. `again`: how often
+    the model itself enters and leaves the module again in the backward of a microbatch."""
 
     count: int = 1
     sizes: tuple[tuple[int, int], ...] = ()
     regathered: int = 0
+    again: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypedDict, Unpack, cast
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import (
@@ -173,7 +174,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
         Refusal: The layout cannot do what is asked for with this model.
     """
     model, layout, sync, loss = request.model, request.layout, request.sync, request.loss
-    _check_parameters(model)
+    _check_modules(model)
     if request.sample:  # a worker has none
         check_inputs(model, request.inputs, request.sample)
     _check_layout(layout)
@@ -215,6 +216,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     staging, staged = None, None
     counted = tuple(each.shared for each in found.experts if each.shared)
     if layout.stage_ranks > 1:
+        units = _units(request, found, steps, blocks)
         staging, staged = make_stages(
             model,
             layout,
@@ -224,8 +226,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
             request.inputs,
             request.sample,
             counted,
+            units,
         )
-        units = _units(request, found, steps, blocks)
         check_stages(layout, staging, staged, units, request.precision)
         check_called_modules(layout, staging, steps)
         steps = [_once_a_step(s) for s in steps]
@@ -336,8 +338,18 @@ def _check_logits(logits: str) -> None:
         )
 
 
-def _check_parameters(model: nn.Module) -> None:
-    """Refuse a model whose parameters have no shape yet, or of which none is trained."""
+def _check_modules(model: nn.Module) -> None:
+    """Refuse a model with modules that Python cannot reach into, or whose parameters have no shape
+    yet, or of which none is trained."""
+    for name, module in model.named_modules():
+        if isinstance(module, ScriptModule):
+            raise UnsupportedModel(
+                "model",
+                name or type(module).__name__,
+                "is compiled by torch.jit: it takes no hooks, and no other tensors for its weights",
+                "hold the module itself, without torch.jit.script or torch.jit.trace around it;"
+                " functions may be scripted",
+            )
     lazy = next((n for n, p in model.named_parameters() if isinstance(p, LAZY)), None)
     if lazy is not None:
         raise UnsupportedModel(

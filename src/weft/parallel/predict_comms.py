@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 
 from torch import Tensor
@@ -84,6 +85,8 @@ def predict_collectives(
         calls: how often each module is called; one that is not named is not called. Default: each
             once.
     """
+    if any((calls or {}).get(b, CallSizes()).again[0] for b in plan.recomputed()):
+        plan = replace(plan, recompute="none")  # the model checkpoints these blocks by itself
     whole, plan = plan, plan.of(rank)
     comms: list[Collective] = []
     routed = {each.module for each in routings}
@@ -93,9 +96,9 @@ def predict_collectives(
             if not (every and step.module in routed):
                 comms += _boundaries(plan, step, microbatch, crossings, itemsize, calls or {})
         for name in plan.batchnorms:
-            count = (calls or {}).get(name, CallSizes()).count
-            again = _recomputations(plan, name, microbatch)
-            comms += batchnorm_comms(plan, name, again, crossings, itemsize, count)
+            called = (calls or {}).get(name, CallSizes())
+            again = _norms_again(plan, name, called, microbatch)
+            comms += batchnorm_comms(plan, name, again, crossings, itemsize, called.count)
         for routing in routings:
             comms += _inside(plan, routing, microbatch, itemsize)
             comms += _dispatch(plan, whole, routing, microbatch, rank, itemsize)
@@ -187,7 +190,7 @@ def _boundaries(
     if crossing is None or (called.sizes and microbatch):  # not reached, or known of all at once
         return
     if step.mean_over and not called.sizes:
-        again = _recomputations(plan, step.module, microbatch)
+        again = _norms_again(plan, step.module, called, microbatch)
         yield from mean_comms(plan, step, again, crossing, itemsize, called.count)
     every = step.input is not None and step.input.every
     for each in (crossing, *(crossing.further if every else ())):
@@ -218,13 +221,14 @@ def _crossing(
             size = plan.layout.size(axis)
             if size == 1:
                 continue
-            whole = list(shape)
+            last = given = shape[-1] if shape else 1
             if boundary.inside.get(axis) == Shard(-1):
-                whole[-1] = -(-whole[-1] // size) * size  # an uneven vocabulary travels padded
-            nbytes = round(rows * prod(whole)) // parts * itemsize
+                last = -(-last // size) * size  # an uneven vocabulary travels padded
+            nbytes = round(rows * prod(shape[:-1]) * last) // parts * itemsize
             each = [nbytes] * called.count
             if called.sizes:
-                each = [sizes[0 if entry else 1] * itemsize for sizes in called.sizes]
+                numels = (sizes[0 if entry else 1] for sizes in called.sizes)
+                each = [numel // max(1, given) * last * itemsize for numel in numels]
             for move, when in ((forward, "forward"), (backward, "backward")):
                 kind = collective(*move)
                 if kind is None or (
@@ -237,6 +241,12 @@ def _crossing(
                 for nbytes in each[:counted] if partly else each:
                     yield Collective(kind, axis, nbytes, when, step.module)
                     for _ in range(again if when == "forward" else 0):
+                        yield Collective(kind, axis, nbytes, "recompute", step.module)
+                if when == "forward":  # by the model itself
+                    backwards = plan.backwards(plan.stage_of(step.module), microbatch)
+                    own = called.again[0 if entry else 1] * backwards
+                    own *= plan.accumulate if called.sizes else 1
+                    for nbytes in each[-own:] if own else ():
                         yield Collective(kind, axis, nbytes, "recompute", step.module)
             each_row = (rows * prod(shape[:-1]) / plan.microbatch,)
             labels = each_row if crossing.labels is None else crossing.labels
@@ -459,6 +469,12 @@ def _recomputations(plan: Plan, module: str, microbatch: int) -> int:
     """How often the forward of a module runs again in backward."""
     recomputed = any(module.startswith(block + ".") for block in plan.recomputed())
     return plan.backwards(plan.stage_of(module), microbatch) if recomputed else 0
+
+
+def _norms_again(plan: Plan, module: str, called: CallSizes, microbatch: int) -> int:
+    """How often a norm sums its statistics again in backward, over all calls of a forward."""
+    own = called.again[0] * plan.backwards(plan.stage_of(module), microbatch)
+    return _recomputations(plan, module, microbatch) * called.count + own
 
 
 def _messages(plan: Plan, rank: int, values: Mapping[int, int]) -> Iterator[Collective]:

@@ -19,7 +19,7 @@ def batchnorm_comms(
     itemsize: int,
     count: int,
 ) -> Iterator[Collective]:
-    """Of a batch norm that is called so many times, and whose forward backward runs `again`."""
+    """Of a batch norm that is called `count` times in forward, and `again` in backward."""
     crossing = crossings.get(name)
     if crossing is None or crossing.entered is None:
         return
@@ -29,7 +29,7 @@ def batchnorm_comms(
     recomputed = ("recompute", "recompute") * again
     needing = crossing.needs_grad if crossing.needing is None else crossing.needing
     back = ("backward", "backward") * min(needing, count)
-    for when in (*("forward", "forward") * count, *back, *recomputed * count):
+    for when in (*("forward", "forward") * count, *back, *recomputed):
         yield Collective("all_reduce", axis, nbytes, when, name)
 
 
@@ -41,7 +41,8 @@ def mean_comms(
     itemsize: int,
     count: int,
 ) -> Iterator[Collective]:
-    """Of a norm of features that ranks share: one number for each position."""
+    """Of a norm of features that ranks share: one number for each position. It is called `count`
+    times in forward, and `again` in backward."""
     if crossing.entered is None or plan.layout.size(step.mean_over) == 1:
         return
     rows: float = plan.microbatch if crossing.batched else 1
@@ -51,6 +52,6 @@ def mean_comms(
     positions = round(rows * prod(crossing.entered[:-1])) // (1 if whole else plan.sequence_size)
     needing = crossing.needs_grad if crossing.needing is None else crossing.needing
     times = ("forward",) * count + ("backward",) * min(needing, count)
-    for when in (*times, *("recompute",) * again * count):
+    for when in (*times, *("recompute",) * again):
         nbytes = positions * max(4, itemsize)
         yield Collective("all_reduce", step.mean_over, nbytes, when, step.module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -43,6 +43,7 @@ def make_stages(
     inputs: Sequence[str] | None,
     sample: Mapping[str, Tensor] | None,
     counted: Sequence[str] = (),
+    units: Collection[str] = (),
 ) -> tuple[Staging, Schedule]:
     """The stages of `model` over `pp`, and the schedule that runs them.
 
@@ -58,6 +59,7 @@ def make_stages(
         inputs: The entries that the model is called with; None for those that its forward names.
         sample: A batch of two samples, along which the forward is traced.
         counted: Modules that count their own dropout masks, as blocks do.
+        units: Modules that a cut is to leave whole.
 
     Raises:
         Refusal: The model, the schedule or the cut does not work with the layout.
@@ -84,6 +86,8 @@ def make_stages(
             f"the model does not run on it: {str(problem).splitlines()[0]}",
             "give a batch that it runs on, of at least two samples if it has batch norm",
         ) from problem
+    if microbatches > 1:
+        _check_checkpoints(recorded)
     if made.versions and any(event.name == with_loss.__name__ for event in recorded.events):
         raise ConfigError(
             "pipeline.schedule",
@@ -93,12 +97,27 @@ def make_stages(
             "balance by a bias instead, or use a synchronous schedule such as 1f1b",
         )
     check_split_points(where, made.stages, f"{made.name} over {layout}")
-    points = _points(recorded, made, where, blocks)
+    points = _points(recorded, made, where, blocks, units)
     if where == "time" and dist.is_initialized():  # every rank has measured times of its own
         agreed = [points]
         dist.broadcast_object_list(agreed, src=0)
         points = agreed[0]
     return split_stages(recorded, points, unsplit_blocks([*blocks, *counted], points)), made
+
+
+def _check_checkpoints(recorded: ForwardGraph) -> None:
+    """Refuse a model that runs again in backward what changes its buffers: after the forward of its
+    microbatch alone, and in a pipeline after those of others."""
+    again = [e for e in recorded.events if e.within in ("checkpoint", "CheckpointFunction")]
+    changed = next((n for e in again for n in e.buffers if n in recorded.changed), None)
+    if changed is not None:
+        raise UnsupportedModel(
+            "model",
+            changed,
+            "is changed inside of torch.utils.checkpoint, so once more in backward, which a"
+            " pipeline runs in another order",
+            'leave the checkpoint out and set train.recompute = "full"',
+        )
 
 
 def unsplit_blocks(blocks: Sequence[str], points: Sequence[str]) -> list[str]:
@@ -209,13 +228,18 @@ def _has_work_before(recorded: ForwardGraph, atoms: Sequence[SplitPoint]) -> boo
 
 
 def _points(
-    recorded: ForwardGraph, made: Schedule, where: str | Sequence[str], blocks: Sequence[str]
+    recorded: ForwardGraph,
+    made: Schedule,
+    where: str | Sequence[str],
+    blocks: Sequence[str],
+    units: Collection[str],
 ) -> tuple[str, ...]:
     if not isinstance(where, str):
         return tuple(where)
-    atoms = split_points(recorded, blocks)
-    if len(atoms) < made.stages:  # then blocks are cut too
-        atoms = split_points(recorded)
+    for whole in ((blocks, units), ((), units), ((), ())):  # where it has to, it cuts blocks too
+        atoms = split_points(recorded, *whole)
+        if len(atoms) >= made.stages:
+            break
     if len(atoms) == made.stages - 1 and _has_work_before(recorded, atoms):
         return tuple(atom.module for atom in atoms)  # what is called several times comes first
     if len(atoms) < made.stages:

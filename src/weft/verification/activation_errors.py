@@ -94,21 +94,47 @@ def _differs(
         return None
     if any(not w[call].ndim for w in wholes):
         return None  # a sum over all samples, of which each microbatch has its own
-    if _time_major(plan, [w[call] for w in wholes], got[call]):
-        wholes = [[t.transpose(0, 1) if t.ndim == 3 else t for t in w] for w in wholes]
-        got = [t.transpose(0, 1) if t.ndim == 3 else t for t in got]
-    whole = torch.cat([w[call] for w in wholes]) if len(wholes) > 1 else wholes[0][call]
+    of_call, values = [w[call] for w in wholes], got[call::calls]
+    vary = len({t.shape[0] for w in wholes for t in w}) > 1  # rows as data choose: of experts
+    found = [_rows_differ(engine, name, of_call, values, factor, bound, vary)]
+    for dim in _later_sample_dims(plan, of_call, values[0]):
+        first = [t.movedim(dim, 0) for t in of_call], [t.movedim(dim, 0) for t in values]
+        differs = _rows_differ(engine, name, *first, factor, bound, vary)
+        size = engine.mesh.size(*FEATURE_AXES)
+        features = size > 1 and values[0].shape[dim] * size == plan.batch  # or a rank's heads
+        found.append(None if features and differs else differs)
+    known = [differs for differs in found if differs is not None]
+    return all(known) if known else None
+
+
+def _rows_differ(
+    engine: TrainingEngine,
+    name: str,
+    wholes: list[Tensor],
+    values: list[Tensor],
+    factor: float,
+    bound: float,
+    vary: bool,
+) -> bool | None:
+    """Whether a call's tensor differs, whose first dim counts samples if any does.
+
+    Args:
+        wholes: of references, one after the other.
+        values: this rank's, one per microbatch.
+        vary: whether data choose the number of rows.
+    """
+    plan = engine.plan
+    whole = torch.cat(wholes) if len(wholes) > 1 else wholes[0]
     positions = (
         plan.sequence_size > 1 and whole.shape[0] == engine.sequence.now.length
     )  # no samples in it
     batched = whole.shape[0] % plan.batch == 0 and not positions
-    chosen = len({t.shape[0] for w in wholes for t in w}) > 1  # rows as data choose: of experts
     if not batched and factor != 1.0:
         return None  # made once for all samples: each microbatch's gradient is a part of the sum
     data = engine.mesh.index(*DATA_AXES)
     compared = None
     for micro in range(plan.accumulate):
-        value = got[micro * calls + call].double() * factor
+        value = values[micro].double() * factor
         sample = (micro * plan.data_size + data) * plan.microbatch
         candidates = _arranged(plan, whole, len(wholes), sample) if batched else iter([whole])
         want = next(candidates)
@@ -132,7 +158,7 @@ def _differs(
         if any(equals(other) for other in others if other is not None):
             continue
         complete = want.shape[0] == whole.shape[0] and plan.sequence_size == 1
-        if not (batched or chosen) or complete:
+        if not (batched or vary) or complete:
             return True
         elsewhere = (s for s in range(0, plan.batch, plan.microbatch) if s != sample)
         swapped = (next(_arranged(plan, whole, len(wholes), s)) for s in elsewhere)
@@ -177,13 +203,15 @@ def _same_rows(value: Tensor, whole: Tensor, equals: Callable[[Tensor], bool]) -
     return equals(whole[order[nearest]])
 
 
-def _time_major(plan: Plan, wholes: list[Tensor], mine: Tensor) -> bool:
-    """Whether positions come before samples: [positions, samples, features]."""
-    return (
-        all(t.ndim == 3 and t.shape[0] == mine.shape[0] for t in (*wholes, mine))
-        and sum(t.shape[1] for t in wholes) == plan.batch
-        and mine.shape[1] == plan.microbatch
-    )
+def _later_sample_dims(plan: Plan, wholes: list[Tensor], mine: Tensor) -> list[int]:
+    """The dims between first and last that may count samples: [positions, samples, features]."""
+    return [
+        dim
+        for dim in range(1, mine.ndim - 1)
+        if all(t.ndim == mine.ndim and t.shape[:dim] == mine.shape[:dim] for t in wholes)
+        and sum(t.shape[dim] for t in wholes) == plan.batch
+        and mine.shape[dim] == plan.microbatch
+    ]
 
 
 def _in_sequence_region(plan: Plan, name: str) -> bool:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft._torch.autograd import in_backward
-from weft._torch.tensors import without_function_modes
+from weft._torch.tensors import view_base, without_function_modes
 from weft._torch.trees import tree_leaves
 from weft.nn import GateBias, find_experts, routing_arguments
 from weft.parallel import AttentionCall, BoundaryShape, GateQuery, RoutingCall, SequenceInput
@@ -28,7 +29,8 @@ class ActivationRecorder:
     `forward` and `backward` name the modules in the order in which these came, one entry per
     tensor; `reached`: the places in `forward` to which backward came. `cores`: calls of attention.
     `calls`: how often each module was called; `shapes`: of what entered and left each time;
-    `entered`: every tensor that did.
+    `entered`: every tensor that did. `called_again`, `left_again`: in backward, by a model that
+    checkpoints its own blocks; such a forward may end within a module.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -37,6 +39,8 @@ class ActivationRecorder:
     shapes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
     entered: dict[str, list[SequenceInput]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
+    called_again: Counter[str] = field(default_factory=Counter)
+    left_again: Counter[str] = field(default_factory=Counter)
     forward: list[str] = field(default_factory=list)
     reached: set[int] = field(default_factory=set)
     backward: list[str] = field(default_factory=list)
@@ -96,6 +100,7 @@ def record_activations(
     handles = []
     experts = {each.module: each for each in find_experts(model)}
     places: dict[int, int] = {}  # id of a recorded tensor -> its microbatch
+    called_at: dict[str, list[int]] = {}  # places of a module's calls in `forward`
 
     def keep(
         record: dict[str, list[Tensor]], names: list[str], name: str, tensor: Tensor | None
@@ -110,14 +115,20 @@ def record_activations(
 
     def after(name: str, args: tuple, kwargs: dict, output: Any) -> None:
         out = first_tensor(output)
-        if out is None or isinstance(out, PlaceholderTensor) or in_backward():
-            return  # another stage's, or a forward inside a backward: recomputation
+        if out is None or isinstance(out, PlaceholderTensor):
+            return  # another stage's
+        entered = first_tensor((*args, *kwargs.values()))
+        needs = entered is not None and entered.requires_grad
+        if in_backward():  # recomputation
+            trace.left_again[name] += 1
+            if at := called_at.get(name):  # its graph may be the one that backward follows
+                watch(name, at.pop(), needs, args, kwargs, output)
+            return
         if now()[0] == "ahead":
             return  # runs again
         if out.is_leaf and out.requires_grad:
             return  # received from another stage, which records it
         keep(trace.outputs, trace.forward, name, out)
-        entered = first_tensor((*args, *kwargs.values()))
         shape = (0,) if entered is None else tuple(entered.shape)
         trace.shapes.setdefault(name, []).append((shape, tuple(out.shape)))
         for x in tree_leaves((args, kwargs), Tensor):
@@ -131,7 +142,7 @@ def record_activations(
             needs_grad = tokens.requires_grad, weights.requires_grad, made
             trace.routings.append(RoutingCall(name, index.clone(), tokens.shape[1], needs_grad))
         batched = _sample_dim(out, samples) is not None
-        before, needs = trace.crossings.get(name), entered is not None and entered.requires_grad
+        before = trace.crossings.get(name)
         needing, giving = (before.needing or 0, before.giving or 0) if before else (0, 0)
         trace.crossings[name] = BoundaryShape(
             None if entered is None else _per_sample(entered, samples),
@@ -145,11 +156,20 @@ def record_activations(
             further=_further((*args, *kwargs.values()), entered, samples),
         )
         place = len(trace.forward) - 1
-        for tensor in tree_leaves(output, Tensor):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: come(name, place, needs))
+        called_at.setdefault(name, []).append(place)
+        watch(name, place, needs, args, kwargs, output)
         if out.requires_grad:
             out.register_hook(partial(back, name))
+
+    @torch.compiler.disable
+    def watch(name: str, place: int, needs: bool, args: tuple, kwargs: dict, output: Any) -> None:
+        """Learn whether backward comes to a call, also if its output is changed in place."""
+        given = {id(x) for t in tree_leaves((args, kwargs), Tensor) for x in (t, view_base(t))}
+        for tensor in tree_leaves(output, Tensor):
+            base = view_base(tensor)
+            for each in (tensor,) if base is None or id(base) in given else (tensor, base):
+                if each.requires_grad:
+                    each.register_hook(lambda _: come(name, place, needs))
 
     def come(name: str, place: int, needs: bool) -> None:
         """Backward comes to a call."""
@@ -179,7 +199,9 @@ def record_activations(
 
     def enter(name: str) -> None:
         trace.inside.append(name)
-        if not in_backward() and now()[0] != "ahead":
+        if in_backward():
+            trace.called_again[name] += 1
+        elif now()[0] != "ahead":
             trace.calls[name] += 1
 
     def leave() -> None:

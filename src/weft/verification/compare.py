@@ -292,16 +292,22 @@ def _sequence_inputs(
 def _module_calls(
     plan: Plan, whole: ActivationRecorder, trace: ActivationRecorder
 ) -> dict[str, CallSizes]:
-    """How often each module is called; and with how much, on this rank, where one device's shapes
-    do not tell: a Python loop over experts calls each with the tokens that chose it."""
+    """How often each module is called; and with how much, on this rank, where that differs from
+    call to call, or one device's shapes do not tell: a Python loop over experts calls each with the
+    tokens that chose it."""
     gathered = {step.module for step in plan.steps if step.gather is not None}
     order = [(n, i in whole.reached) for i, n in enumerate(whole.forward) if n in gathered]
     again = _regathered(order)
-    found = {name: CallSizes(count, (), again[name]) for name, count in whole.calls.items()}
+    repeated = {n: (whole.called_again[n], whole.left_again[n]) for n in whole.calls}
+    found = {n: CallSizes(count, (), again[n], repeated[n]) for n, count in whole.calls.items()}
     for name, shapes in whole.shapes.items():
         crossing, mine = whole.crossings[name], trace.shapes.get(name, [])
         chosen = any(name == each or is_inside(name, each) for each in plan.chosen)
         flat = len(shapes[0][0]) == 2 and not crossing.batched
+        if len(set(shapes)) > 1 and not chosen and crossing.batched and plan.sequence_size == 1:
+            here, all_ = plan.microbatch, crossing.samples
+            sizes = tuple((prod(a) * here // all_, prod(b) * here // all_) for a, b in shapes)
+            found[name] = replace(found[name], sizes=sizes * plan.accumulate)
         if crossing.entered is None or not (chosen or flat):
             continue
         rows = shapes[0][0][0]
@@ -309,7 +315,8 @@ def _module_calls(
         chosen = chosen or any(entered and entered[0] not in usual for entered, _ in mine)
         if chosen and plan.sequence_size == 1 and not plan.sliced(name):
             sizes = tuple((prod(entered), prod(left)) for entered, left in mine)
-            found[name] = CallSizes(len(shapes) if sizes else 0, sizes, again[name])
+            count = len(shapes) if sizes else 0
+            found[name] = replace(found[name], count=count, sizes=sizes)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
@@ -90,10 +90,10 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
             micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
             before = _state_of(model) if step == 0 and pieces < plan.accumulate else None
-            with (
-                case.mode(),
-                record_activations(model, size) if step == 0 else nullcontext() as trace,
-            ):
+            recorded, trace = ExitStack(), None  # with its backward, which may run forwards again
+            with case.mode():
+                if step == 0:
+                    trace = recorded.enter_context(record_activations(model, size))
                 seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
                 with FunctionOverrides(
                     randomness, False, seen=seen, asked=asked, known=known_positions(inputs, micro)
@@ -116,6 +116,8 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
             if not whole:
                 part.backward()
                 masters.add()
+            if not whole or pieces > 1:
+                recorded.close()
             if trace is not None:
                 found.traces.append(trace)
                 shares = any(each.what == "shares" for each in trace.asked)
@@ -126,6 +128,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                 weight += torch.as_tensor(count).detach()
         if whole:
             part.backward()
+            recorded.close()
             masters.add()
             loss_sum, weight = part.detach().double(), torch.as_tensor(count).detach().double()
         for p in masters.named.values():

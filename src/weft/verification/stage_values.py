@@ -29,7 +29,7 @@ def stage_value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[
         recorded = trace_forward(model, model_arguments(case.inputs or named_inputs(model), micro))
     values = split_stages(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
     parts = [
-        _parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape)) * plan.sequence_size
+        _parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape), taken) * plan.sequence_size
         for v in values
     ]
     rows = [
@@ -41,8 +41,9 @@ def stage_value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[
     }
 
 
-def _parts(plan: Plan, maker: str, shape: tuple[int, ...]) -> int:
-    """Over how many ranks a value is divided that leaves this module."""
+def _parts(plan: Plan, maker: str, shape: tuple[int, ...], samples: int) -> int:
+    """Over how many ranks a value is divided that leaves this module. Of [samples, positions,
+    features] there may be as many samples as heads."""
     edges = {s.module for s in plan.steps if s.by == "sequence" and s.output is not None}
     inside = {s.module for s in plan.steps if s.activation_sharding == "sequence"} - edges
     sequence = maker in inside and plan.layout.has_option("sequence")
@@ -52,4 +53,5 @@ def _parts(plan: Plan, maker: str, shape: tuple[int, ...]) -> int:
         if s.activation_sharding == "heads" and s.input is None and s.module.startswith(maker + ".")
     ]
     heads = {p.cut.units for s in tables for p in s.params if p.cut is not None}
-    return plan.layout.size(*FEATURE_AXES) if sequence or shape[-3:-2] in heads else 1
+    of_heads = shape[-3:-2] in heads and (len(shape) > 3 or shape[0] != samples)
+    return plan.layout.size(*FEATURE_AXES) if sequence or of_heads else 1

@@ -9,7 +9,8 @@ stretch of any forward, and its own modules compute on plain tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from weft._torch.modules import (
     innermost_function_mode,
     intercept_calls,
     replace_parameters,
+    run_forward_hooks,
     wrap_hooks,
 )
 from weft._torch.tensors import storage_id
@@ -116,7 +118,13 @@ class StageForward:
         def handler(*args: Any, **kwargs: Any) -> Any:
             run = self._run
             assert run is not None
-            return call(*args, **kwargs) if run.inside else run.module(name, call, args, kwargs)
+            if run.inside:
+                return call(*args, **kwargs)
+            out, skipped = run.module(name, call, args, kwargs)
+            if skipped:  # a hook may keep the output for what comes later, and no more
+                with suppress(UnsupportedModel), run.aside():
+                    run_forward_hooks(module, self._planned, args, kwargs, out)
+            return out
 
         return handler
 
@@ -125,11 +133,8 @@ class StageForward:
             run = self._run
             if run is None or run.inside:
                 return hook(*args, **kwargs)
-            run.inside = True
-            try:
+            with run.aside():
                 result = hook(*args, **kwargs)
-            finally:
-                run.inside = False
             run.follow(args, result)
             return result
 
@@ -200,21 +205,30 @@ class _StageExecution(TorchFunctionMode):
 
     # ---- what the forward does ----
 
-    def module(self, name: str, call: Callable, args: tuple, kwargs: dict) -> Any:
-        item = self._next(name, True)
-        if item.stage < self.program.stage:
-            return self._skip(item, name, args, kwargs)
-        on_top = innermost_function_mode() is self
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """In this context nothing that runs is part of the path."""
         self.inside = True
-        if on_top:
-            self.__exit__(None, None, None)
         try:
-            out = call(*args, **kwargs)
+            yield
         finally:
             self.inside = False
+
+    def module(self, name: str, call: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
+        """(what a call of a module gives, whether an earlier stage runs it)."""
+        item = self._next(name, True)
+        if item.stage < self.program.stage:
+            return self._skip(item, name, args, kwargs), True
+        on_top = innermost_function_mode() is self
+        with self.aside():
             if on_top:
-                self.__enter__()
-        return self._done(item, out, args, kwargs)
+                self.__exit__(None, None, None)
+            try:
+                out = call(*args, **kwargs)
+            finally:
+                if on_top:
+                    self.__enter__()
+        return self._done(item, out, args, kwargs), False
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None

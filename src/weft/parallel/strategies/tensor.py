@@ -52,11 +52,13 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     model, roles, layout, names = request.model, request.roles, request.layout, request.names
     size = layout.size(AXIS)
     if not roles.chains and not roles.embeddings:
+        some = any(is_linear(m) or isinstance(m, nn.Embedding) for m in model.modules())
         raise UnsupportedModel(
             "layout",
             str(layout),
             "tensor parallelism finds no attention, feed-forward or embedding to cut in this model"
-            + (f" ({'; '.join(_once(roles.notes))})" if roles.notes else ""),
+            + (f" ({'; '.join(_once(roles.notes))})" if roles.notes else "")
+            + ("" if some else ", whose weights are in no nn.Linear and no nn.Embedding"),
             "use dp or fsdp" + (_TO_DECLARE if sum(map(is_linear, model.modules())) > 1 else ""),
         )
     sequence = "sequence" in layout.options_of(AXIS)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-from weft._torch.tensors import (
-    FakeTensor,
-)
+from weft._torch.modules import wrap_hooks
+from weft._torch.tensors import FakeTensor
 from weft.core import UnsupportedModel
 
 from .functions import GROUPED_MM
@@ -19,9 +19,9 @@ from .functions import GROUPED_MM
 def copy_with_tensors(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy of a model in which `replace` has replaced every parameter and buffer. Raises
     UnsupportedModel."""
-    memo = {id(t): replace(t) for t in (*model.parameters(), *model.buffers())}
+    memo: dict[int, Any] = {id(t): replace(t) for t in (*model.parameters(), *model.buffers())}
     try:
-        return copy.deepcopy(model, memo)  # type: ignore[arg-type]
+        copied = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as problem:
         raise UnsupportedModel(
             "model",
@@ -29,6 +29,50 @@ def copy_with_tensors(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> 
             f"it cannot be copied ({problem})",
             "keep such attributes out of the model",
         ) from problem
+    for module in copied.modules():
+        wrap_hooks(module, lambda hook: _of_copy(hook, memo), set())
+        functions = {k: v for k, v in vars(module).items() if isinstance(v, FunctionType)}
+        vars(module).update({k: _of_copy(v, memo) for k, v in functions.items()})
+    return copied
+
+
+def _of_copy(function: Any, memo: Mapping[int, Any]) -> Any:
+    """A hook, or a forward that an instance has, which refers to the model by its closure or its
+    defaults, as it is for the copy: `deepcopy` leaves functions as they are.
+
+    Args:
+        function: any callable.
+        memo: id of what was copied -> its copy.
+    """
+    if not isinstance(function, FunctionType):
+        return function
+    cells = function.__closure__ or ()
+    held = [cell.cell_contents if _is_set(cell) else None for cell in cells]
+    defaults = function.__defaults__ or ()
+    if not any(id(each) in memo for each in (*held, *defaults)):
+        return function
+    closure = tuple(
+        CellType(memo[id(each)]) if id(each) in memo else cell
+        for cell, each in zip(cells, held, strict=True)
+    )
+    made = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        tuple(memo.get(id(each), each) for each in defaults) or None,
+        closure or None,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(vars(function))
+    return made
+
+
+def _is_set(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def run_op_without_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

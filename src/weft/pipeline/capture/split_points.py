@@ -22,14 +22,18 @@ class SplitPoint:
     time: float
 
 
-def split_points(graph: ForwardGraph, blocks: Collection[str] = ()) -> list[SplitPoint]:
-    """The parts of a model between which a split is sensible, in order of execution. Blocks are not
-    divided; modules that contain blocks, Sequentials and modules with a list are. The first part
-    begins with the forward."""
+def split_points(
+    graph: ForwardGraph, blocks: Collection[str] = (), units: Collection[str] = ()
+) -> list[SplitPoint]:
+    """The parts of a model between which a split is sensible, in order of execution. Blocks and
+    units are not divided; modules that contain blocks, Sequentials and modules with a list are. The
+    first part begins with the forward."""
     counts: dict[str, int] = {}
     for index in graph.calls():
         counts[graph.events[index].name] = counts.get(graph.events[index].name, 0) + 1
-    starts = [i for i in _descend(graph, 0, set(blocks)) if counts[graph.events[i].name] == 1]
+    starts = [
+        i for i in _descend(graph, 0, set(blocks), set(units)) if counts[graph.events[i].name] == 1
+    ]
     order = {index: place for place, index in enumerate(graph.calls())}
     atoms, seen = [], set[str]()
     for place, start in enumerate(starts):
@@ -49,7 +53,7 @@ def split_points(graph: ForwardGraph, blocks: Collection[str] = ()) -> list[Spli
     return atoms
 
 
-def _descend(graph: ForwardGraph, outer: int, blocks: set[str]) -> Iterator[int]:
+def _descend(graph: ForwardGraph, outer: int, blocks: set[str], units: set[str]) -> Iterator[int]:
     inner = [
         i for i in graph.calls() if graph.events[i].parent == outer and graph.events[i].weights
     ]
@@ -57,8 +61,8 @@ def _descend(graph: ForwardGraph, outer: int, blocks: set[str]) -> Iterator[int]
         event = graph.events[index]
         holds = any(e.call and e.name in blocks for e in graph.events[index + 1 : event.end + 1])
         only = len(inner) == 1 and not blocks
-        if event.name not in blocks and (holds or event.name in graph.containers or only):
-            below = list(_descend(graph, index, blocks))
+        if event.name not in blocks | units and (holds or event.name in graph.containers or only):
+            below = list(_descend(graph, index, blocks, units))
             if below:
                 yield from below
                 continue

@@ -29,6 +29,7 @@ from weft._torch.tensors import (
     make_fake,
     quiet_fake_tensors,
     storage_id,
+    without_function_modes,
 )
 from weft.core import InputRef, NeedsData, OpaqueRef, ParamRef, TensorRef, UnsupportedModel
 
@@ -141,7 +142,8 @@ class _Flops(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        out = run_op_without_data(func, args, kwargs or {})
+        with without_function_modes():  # no stage sees it, if no function mode did
+            out = run_op_without_data(func, args, kwargs or {})
         packet = func._overloadpacket
         if packet is GROUPED_MM:
             self.total += 2.0 * out.numel() * args[0].shape[-1]
