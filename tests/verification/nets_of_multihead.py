@@ -89,6 +89,19 @@ class Memory(nn.Module):
         return self.attn(x, slots, slots, attn_mask=self.nearness, need_weights=False)[0]
 
 
+class Pooled(Causal):
+    """Beside its attention, learned queries attend to all positions, for a loss that does not read
+    what they gather (SigLIP's head)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe, self.pool = nn.Parameter(torch.randn(1, 1, DIM)), attention(batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pooled = self.pool(self.probe.expand(len(x), -1, -1), x, x, need_weights=False)[0]
+        return super().forward(x)
+
+
 class ReadsWeights(nn.Module):
     """Scales its output by how sharp the weights of attention are."""
 
@@ -153,6 +166,7 @@ MIXERS = {
     "per-head": Expected(PerHead, PACKED),
     "crossing": Expected(Crossing, APART),
     "memory": Expected(Memory, PACKED),
+    "pooled": Expected(Pooled, (*PACKED, *(name.replace("attn", "pool") for name in PACKED))),
     "reads-weights": Expected(ReadsWeights),
     "reads-and-feeds": Expected(ReadsAndFeeds, ("up.weight", "up.bias", "down.weight")),
     "reads-projection": Expected(ReadsProjection),

@@ -193,7 +193,8 @@ def _boundaries(
         again = _norms_again(plan, step.module, called, microbatch)
         yield from mean_comms(plan, step, again, crossing, itemsize, called.count)
     every = step.input is not None and step.input.every
-    for each in (crossing, *(crossing.further if every else ())):
+    further = crossing.further if every and crossing.gives_grad else ()
+    for each in (crossing, *(replace(shape, needing=crossing.giving) for shape in further)):
         yield from _crossing(plan, step, microbatch, each, itemsize, called)
 
 
