@@ -146,10 +146,26 @@ class WithExperts(Stack):
         )
 
 
+class GivesFeatures(Stack):
+    """Returns what its first blocks make too, as LLaVA its features of images: the second block
+    takes one of them, no block the other, and the loss neither."""
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor | tuple[Tensor, Tensor]]:  # type: ignore[override]
+        first = self.blocks[0](self.embedding(input_ids))
+        beside = first.sin()
+        logits = self.head(self.norm(self.blocks[1](first)))
+        return {"features": (first, beside), "logits": logits}
+
+
+def of_logits(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return next_token(output["logits"], batch)
+
+
 FAMILIES: dict[str, Subject] = {
     "normed-embedding": Subject(partial(Stack, NormedEmbedding), tokens, next_token),
     "scaled-head": Subject(partial(Stack, None, ScaledHead), tokens, next_token),
     "logit-bias": Subject(LogitBias, tokens, next_token),
+    "gives-features": Subject(GivesFeatures, tokens, of_logits),
     "looks-at-tokens": Subject(LooksAtTokens, tokens, next_token),
     "cycles": Subject(Cycles, tokens, next_token),
     "all-tokens": Subject(partial(WithExperts, ExpertsBlock), tokens, next_token),

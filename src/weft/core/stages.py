@@ -71,7 +71,8 @@ class PathNode:
 class Value:
     """One tensor that crosses from stage `source` to the stages `targets`. `key`: (number of the
     tensor, position on the path of its last writer). `shape` and `dtype` are those of the sample.
-    `differentiable`: whether a gradient is sent back."""
+    `differentiable`: whether a gradient is sent back; what the model returns and its loss does not
+    use has none."""
 
     key: tuple[int, int]
     name: str

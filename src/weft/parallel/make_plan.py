@@ -227,6 +227,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
             request.sample,
             counted,
             units,
+            request.loss,
         )
         check_stages(layout, staging, staged, units, request.precision)
         check_called_modules(layout, staging, steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from weft.core import (
     UnsupportedModel,
     nearest,
 )
-from weft.nn import model_arguments, named_inputs, with_loss
+from weft.nn import model_arguments, named_inputs, weighed_loss, with_loss
 
 from . import schedules
 from .balance import partition
@@ -44,6 +45,7 @@ def make_stages(
     sample: Mapping[str, Tensor] | None,
     counted: Sequence[str] = (),
     units: Collection[str] = (),
+    loss: Callable | None = None,
 ) -> tuple[Staging, Schedule]:
     """The stages of `model` over `pp`, and the schedule that runs them.
 
@@ -60,6 +62,7 @@ def make_stages(
         sample: A batch of two samples, along which the forward is traced.
         counted: Modules that count their own dropout masks, as blocks do.
         units: Modules that a cut is to leave whole.
+        loss: (output, batch) -> (sum, weight), of the sample too; None: not known.
 
     Raises:
         Refusal: The model, the schedule or the cut does not work with the layout.
@@ -76,7 +79,10 @@ def make_stages(
     names = inputs if inputs is not None else named_inputs(model)
     try:
         recorded = trace_forward(
-            model, model_arguments(names, dict(sample)), profile=PROFILES if where == "time" else 0
+            model,
+            model_arguments(names, dict(sample)),
+            PROFILES if where == "time" else 0,
+            partial(_total, loss, dict(sample)) if loss is not None else None,
         )
     except (RuntimeError, ValueError, TypeError, IndexError) as problem:
         size = next(iter(sample.values())).shape[0]
@@ -103,6 +109,10 @@ def make_stages(
         dist.broadcast_object_list(agreed, src=0)
         points = agreed[0]
     return split_stages(recorded, points, unsplit_blocks([*blocks, *counted], points)), made
+
+
+def _total(loss: Callable, batch: dict[str, Tensor], output: Any) -> Tensor:
+    return weighed_loss(loss, output, batch)[0]
 
 
 def _check_checkpoints(recorded: ForwardGraph) -> None:

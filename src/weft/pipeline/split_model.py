@@ -51,6 +51,7 @@ class _StageSplitter:
         self.path, self.graph = path, path.graph
 
     def staging(self, blocks: Collection[str]) -> Staging:
+        idle = self._unread()
         events, stages = self.graph.events, range(self.path.last + 1)
         for index in self.path.nodes:
             self._check(events[index], self.path.stage_of(index))
@@ -75,7 +76,7 @@ class _StageSplitter:
                     tuple(targets),
                     t.shape,
                     t.dtype,
-                    t.differentiable,
+                    t.differentiable and (number not in idle or self._is_read(number, targets)),
                 )
             )
         quiet = {
@@ -97,6 +98,18 @@ class _StageSplitter:
             self._copied_values(needed),
             frozenset(functions),
         )
+
+    def _is_read(self, number: int, stages: Collection[int]) -> bool:
+        """Whether one of these stages computes with a tensor."""
+        nodes = (index for index in self.path.nodes if self.path.stage_of(index) in stages)
+        return any(number in self.graph.events[index].reads for index in nodes)
+
+    def _unread(self) -> set[int]:
+        """The tensors that the model returns, and its loss uses in no place."""
+        leaves = list(enumerate(tensors_in(self.graph.events[0].output)))
+        returned = [(p, leaf.number) for p, leaf in leaves if isinstance(leaf, TensorRef)]
+        places = self.graph.unread
+        return {n for p, n in returned if p in places} - {n for p, n in returned if p not in places}
 
     def _item(self, index: int, quiet: Collection[int]) -> PathNode:
         event = self.graph.events[index]

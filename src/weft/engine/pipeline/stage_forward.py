@@ -197,8 +197,9 @@ class _StageExecution(TorchFunctionMode):
     def finish(self) -> dict[int, Tensor]:
         if self.position < min(self.program.end, len(self.program.items)):
             raise self._astray("its end")
+        values = self.owner.staging.values
         return {
-            i: self.sent[number]
+            i: self.sent[number] if values[i].differentiable else self.sent[number].detach()
             for number, indices in self.program.outgoing.items()
             for i in indices
         }

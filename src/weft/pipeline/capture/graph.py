@@ -87,7 +87,8 @@ class ForwardGraph:
 
     `changed`: buffers that the forward updates. `names`: every name of a module -> its first one.
     `containers`: modules that are a Sequential or own a list. `clock`: for each timed run, when
-    each call began, in seconds, and the end.
+    each call began, in seconds, and the end. `unread`: places, among the tensors that the model
+    returns, of those that its loss does not use.
     """
 
     events: tuple[GraphNode, ...]
@@ -97,6 +98,7 @@ class ForwardGraph:
     names: Mapping[str, str]
     containers: frozenset[str]
     clock: tuple[tuple[float, ...], ...] = ()
+    unread: frozenset[int] = frozenset()
 
     def calls(self) -> list[int]:
         return [i for i, event in enumerate(self.events) if event.call]

@@ -53,16 +53,22 @@ from .graph import (
 from .model_copy import copy_with_tensors, is_parameter, run_op_without_data
 from .source_lines import CHECKPOINT, source_line, source_text, user_frames
 from .structures import PLAIN_TYPES, arguments, map_tensors, tensors_in, tensors_inside
+from .unread_outputs import unread_outputs
 
 
-def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0) -> ForwardGraph:
+def trace_forward(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    profile: int = 0,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> ForwardGraph:
     """Record one forward of `model` on these arguments, in training mode (modules frozen in
     evaluation mode stay so).
 
     The model is not changed and its forward not edited. If any parameter is on the meta device, the
     forward runs without data; then a forward that reads an element of a tensor into Python cannot
     be recorded. `profile`: the number of further runs in which module calls are timed; needs a
-    model with data. Raises UnsupportedModel.
+    model with data. `loss`: of the model's output. Raises UnsupportedModel.
     """
     abstract = any(p.is_meta for p in model.parameters())
     if abstract and profile:
@@ -89,7 +95,8 @@ def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0)
         trace = _ForwardTracer(traced)
         try:
             with quiet_fake_tensors():
-                trace.run(inputs)
+                output = trace.run(inputs)
+                unread = frozenset() if loss is None else unread_outputs(output, loss)
         except NEEDS_ELEMENTS as problem:
             raise NeedsData(
                 "model",
@@ -108,7 +115,7 @@ def trace_forward(model: nn.Module, inputs: Mapping[str, Any], profile: int = 0)
             "its forward calls other modules each time",
             "cut by flops or by parameters",
         )
-    return dataclasses.replace(finished, clock=clock)
+    return dataclasses.replace(finished, clock=clock, unread=unread)
 
 
 def _clock(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> tuple[float, ...]:
@@ -184,10 +191,11 @@ class _ForwardTracer(TorchFunctionMode):
         self.flops = _Flops()
         self.line, self.text = "?", ""
 
-    def run(self, inputs: Mapping[str, Any]) -> None:
+    def run(self, inputs: Mapping[str, Any]) -> Any:
+        """What the model returns."""
         handlers = [(module, self._handler(name, module)) for name, module in self.modules.items()]
         with intercept_calls(handlers), self.flops, self:
-            self.model(**inputs)
+            output = self.model(**inputs)
         for name, buffer in self.model.named_buffers():
             number = self.numbers.get(id(buffer))
             if (
@@ -196,6 +204,7 @@ class _ForwardTracer(TorchFunctionMode):
                 self.changed.add(name)
                 for index in self._around(self.tensors[number].birth):
                     self.events[index].buffers[name] = None
+        return output
 
     def _around(self, index: int) -> Iterator[int]:
         """An event and the calls that contain it."""
