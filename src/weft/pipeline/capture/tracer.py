@@ -67,8 +67,17 @@ def trace_forward(
 
     The model is not changed and its forward not edited. If any parameter is on the meta device, the
     forward runs without data; then a forward that reads an element of a tensor into Python cannot
-    be recorded. `profile`: the number of further runs in which module calls are timed; needs a
-    model with data. `loss`: of the model's output. Raises UnsupportedModel.
+    be recorded.
+
+    Args:
+        model: What runs.
+        inputs: Its keyword arguments.
+        profile: The number of further runs in which module calls are timed; needs a model with
+            data.
+        loss: Of the model's output; it runs once, to see what it uses.
+
+    Raises:
+        UnsupportedModel: The forward cannot be recorded.
     """
     abstract = any(p.is_meta for p in model.parameters())
     if abstract and profile:
