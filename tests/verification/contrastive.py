@@ -49,6 +49,14 @@ class TwoTowers(nn.Module):
         }
 
 
+class TwoTowersWithLogits(TwoTowers):
+    """Returns each image's logits of each text too, of the samples that it gets."""
+
+    def forward(self, pixels: Tensor, words: Tensor) -> dict[str, Tensor]:
+        found = super().forward(pixels, words)
+        return {"logits": found["scale"] * found["image"] @ found["text"].T, **found}
+
+
 class Embedder(nn.Module):
     """One tower, whose samples are compared with one another."""
 
@@ -90,6 +98,13 @@ def both_ways(output: Any, batch: Any) -> tuple[Tensor, Any]:
     own = torch.arange(len(logits))
     there = F.cross_entropy(logits, own, reduction="sum")
     return (there + F.cross_entropy(logits.T, own, reduction="sum")) / 2, len(logits)
+
+
+@whole_batch
+def reads_logits(output: Any, batch: Any) -> tuple[Tensor, Any]:
+    """Of the logits that the model returns, which are not those of the whole batch."""
+    logits = output["logits"]
+    return F.cross_entropy(logits, torch.arange(len(logits)), reduction="sum"), len(logits)
 
 
 @whole_batch

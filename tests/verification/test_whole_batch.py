@@ -14,14 +14,16 @@ from tests.cases import Subject, reference
 from tests.verification.contrastive import (
     Embedder,
     TwoTowers,
+    TwoTowersWithLogits,
     TwoViews,
     both_ways,
     clip,
     nt_xent,
     pairs,
+    reads_logits,
     triplets,
 )
-from weft.core.errors import ConfigError
+from weft.core.errors import ConfigError, UnsupportedModel
 from weft.losses import whole_batch
 from weft.models import decoder
 from weft.verification.compare import check_layout
@@ -32,6 +34,7 @@ LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2", "dp2.fsdp2", "dp2.pp2", "fsd
 def subject(name: str, accumulate: int, **plan: Any) -> Subject:
     build, loss = {
         "clip": (TwoTowers, clip),
+        "logits": (TwoTowersWithLogits, clip),
         "dropout": (partial(TwoTowers, dropout=0.3), clip),
         "simclr": (TwoViews, nt_xent),
         "batchnorm": (partial(TwoViews, norm=True), nt_xent),
@@ -50,7 +53,7 @@ def check(pool: Any, here: Subject, layout: str) -> None:
 @pytest.mark.grid
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("accumulate", (1, 2))
-@pytest.mark.parametrize("name", ("clip", "dropout", "simclr", "batchnorm", "triplets"))
+@pytest.mark.parametrize("name", ("clip", "logits", "dropout", "simclr", "batchnorm", "triplets"))
 def test_one_loss(pool: Any, name: str, accumulate: int, layout: str) -> None:
     if accumulate > 1:
         layout = layout.replace("pp2", "pp2+gpipe")
@@ -115,6 +118,18 @@ def test_verify_passes_it_where_nothing_is_divided() -> None:
 
 def own_weight(output: Any, batch: Any, scale: nn.Parameter) -> tuple[Tensor, Any]:
     return both_ways({**output, "scale": scale}, batch)
+
+
+@pytest.mark.parametrize(("layout", "accumulate"), [("dp2", 1), ("dp1", 2), ("dp1", 1)])
+def test_a_loss_that_reads_pairs_of_one_rank_is_refused(
+    pool: Any, layout: str, accumulate: int
+) -> None:
+    here = Subject(TwoTowersWithLogits, pairs, reads_logits, plan=(("accumulate", accumulate),))
+    if (layout, accumulate) == ("dp1", 1):  # all pairs are there
+        check(pool, here, layout)
+        return
+    with pytest.raises(UnsupportedModel, match="'reads_logits': it reads tensor 0 of the output"):
+        check(pool, here, layout)
 
 
 def train(model: nn.Module, loss: Any, layout: str, accumulate: int = 1) -> float:

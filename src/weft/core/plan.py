@@ -64,6 +64,7 @@ class Plan:
     float8: Float8Linears | None = None  # which linears multiply in float8; None: no one does
     dropped: DroppedShapes = field(default_factory=DroppedShapes)  # which dim counts samples
     whole_batch: bool = False  # the loss is one of all samples, of all microbatches and data ranks
+    pairs: frozenset[int] = frozenset()  # leaves of the output that compare samples, if whole_batch
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft._torch.trees import tree_flatten
+from weft._torch.tensors import make_empty_subclass, without_function_overrides
+from weft._torch.trees import tree_flatten, tree_leaves
 from weft.core import ConfigError, Plan, UnsupportedModel
 from weft.nn import weighed_loss, widened
 from weft.parallel import DATA_AXES, Mesh, all_gather
@@ -91,6 +92,8 @@ class WholeBatchLoss:
         self._loss, self._size, self._count = loss, plan.microbatch, plan.accumulate
         self._group, self._device = mesh.group(*DATA_AXES), mesh.device
         self._index, self._ranks = mesh.index(*DATA_AXES), mesh.size(*DATA_AXES)
+        divided = self._ranks * self._count > 1
+        self._pairs = plan.pairs if divided else frozenset[int]()
         self._held: dict[int, tuple[list[Any], Batch]] = {}
         self._found: _Found | None = None
         self._checked = False
@@ -163,6 +166,8 @@ class WholeBatchLoss:
 
     def _together(self, place: int, parts: list[Any]) -> Any:
         """One leaf of the output, of all samples."""
+        if place in self._pairs:
+            return _OfPairs.stand_in(f"tensor {place} of the output", self._name)
         first = parts[0]
         if not isinstance(first, Tensor):
             if not isinstance(first, PLAIN):
@@ -222,9 +227,41 @@ class WholeBatchLoss:
         return getattr(self._loss, "__name__", type(self._loss).__name__)
 
 
+_OF_NO_SAMPLE = [Tensor.dtype.__get__, Tensor.device.__get__]  # type: ignore[attr-defined]
+
+
+class _OfPairs(Tensor):
+    """Stands for what compares the samples of one microbatch on one rank with one another: a loss
+    over the whole batch that reads it would miss the other pairs."""
+
+    about: str
+    loss: str
+
+    @staticmethod
+    def stand_in(about: str, loss: str) -> _OfPairs:
+        made: _OfPairs = make_empty_subclass(_OfPairs)
+        made.about, made.loss = about, loss
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func in _OF_NO_SAMPLE:
+            with without_function_overrides():
+                return func(*args)
+        read = next(t for t in tree_leaves((args, kwargs), Tensor) if type(t) is _OfPairs)
+        problem = f"it reads {read.about}, which compares samples of one microbatch on one rank"
+        fix = "compare them in the loss, by tensors with a row for each sample"
+        raise UnsupportedModel("loss", read.loss, problem, f"{fix} (CLIP: the embeddings)")
+
+    __torch_dispatch__ = __torch_function__
+
+
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _learns(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
+    known = isinstance(leaf, Tensor) and type(leaf) is not _OfPairs
+    return known and leaf.requires_grad

@@ -49,6 +49,7 @@ from .parts import check_parts, find_parts, part_notes, parts_on, roles_with_par
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
 from .sample_dims import dropped_shapes
+from .sample_pairs import outputs_of_pairs
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
 from .traced_chains.find_chains import traced_roles
@@ -270,6 +271,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
         dropped=dropped_shapes(request),
     )
     made = plan_whole_batch(made, loss)
+    if made.whole_batch:
+        made = replace(made, pairs=outputs_of_pairs(request))
     return made if request.float8 == OFF else choose_float8(made, model, found, request.float8)
 
 

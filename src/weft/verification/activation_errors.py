@@ -92,6 +92,8 @@ def _differs(
         return None  # of the tokens of an expert, on some ranks of a part of it
     if call >= calls or len(got) % plan.accumulate or any(len(whole) != calls for whole in wholes):
         return None
+    if not name and 0 in plan.pairs:
+        return None  # of samples with those of the same microbatch, on one rank
     if any(not w[call].ndim for w in wholes):
         return None  # a sum over all samples, of which each microbatch has its own
     of_call, values = [w[call] for w in wholes], got[call::calls]

@@ -244,7 +244,8 @@ def _predict_collectives_of(
 ) -> list[Collective]:
     """The collectives of a step on this rank."""
     values = stage_value_bytes(case, engine.plan, reference.batches[0])
-    loss = whole_batch_comms(engine.plan, engine.mesh.rank, reference.loss_bytes)
+    gathered = (n for place, n in reference.loss_bytes if place not in engine.plan.pairs)
+    loss = whole_batch_comms(engine.plan, engine.mesh.rank, gathered)
     comms = predict_collectives(
         engine.plan,
         _crossings_with_labels(engine.plan, reference),

@@ -51,8 +51,9 @@ class Reference:
     batches: list[Batch] = field(default_factory=list)
     traces: list[ActivationRecorder] = field(default_factory=list)  # of step 0: one per microbatch
     unreached: frozenset[str] = frozenset()  # parameters that get no gradient in step 0
-    # of each tensor of all samples that a loss over the whole batch gets in step 0: its bytes
-    loss_bytes: tuple[int, ...] = ()
+    # of each tensor of all samples that a whole-batch loss gets in step 0: its place in the
+    # output (-1: of the batch), and its bytes
+    loss_bytes: tuple[tuple[int, int], ...] = ()
     # labels of each cross-entropy of step 0, for one sample
     labels: tuple[float, ...] = ()
 
@@ -108,7 +109,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                         together, nbytes = _together([*outputs, output], size)
                         read = LazyBatch(batch, batch.__getitem__)
                         part, count = weighed_loss(case.loss, together, read)
-                        nbytes += [entry.nbytes for entry in read.read.values()]
+                        nbytes += [(-1, entry.nbytes) for entry in read.read.values()]
                         found.loss_bytes = found.loss_bytes or tuple(nbytes)
             if before is not None and not _same_state(before, model):
                 return run_reference(case, steps, in_microbatches=True)
@@ -154,16 +155,16 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     return found
 
 
-def _together(outputs: Sequence[Any], size: int) -> tuple[Any, list[int]]:
-    """(the output of all samples, bytes of each tensor with a row for each). `outputs`: of `size`
-    samples each. What has no rows is the first one's."""
+def _together(outputs: Sequence[Any], size: int) -> tuple[Any, list[tuple[int, int]]]:
+    """(the output of all samples, place and bytes of each tensor with a row for each). `outputs`:
+    of `size` samples each. What has no rows is the first one's."""
     flat = [tree_flatten(output) for output in outputs]
-    leaves, nbytes = [], []
+    leaves, nbytes = list[Any](), list[tuple[int, int]]()
     for parts in zip(*(leaves for leaves, _ in flat), strict=True):
         leaf = parts[0]
         if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,):
             leaf = torch.cat(parts)
-            nbytes.append(leaf.nbytes)
+            nbytes.append((len(leaves), leaf.nbytes))
         leaves.append(leaf)
     return flat[0][1](leaves), nbytes
 
